@@ -211,8 +211,7 @@ def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np
         has_embedding, has_head = bool(stage.embeddings), bool(stage.heads)
         chunk = _chunk(model, way, sizes, layers, has_embedding=has_embedding, has_head=has_head)
         # A chunk keeps its result until the backward; its input lies in the buffer that received it.
-        size = sum((layer.repeats * layer.kept for layer in chunk.parts), 0.0)
-        size = size + (float(has_embedding) - float(has_head)) * sizes.one_input
+        size = chunk.kept + (float(has_embedding) - float(has_head)) * sizes.one_input
         received = (2.0 - has_embedding - has_head) * passing * sizes.one_input
         found.append(chunk._replace(size=size, received=received))
     rank = PipelineRank(found, way.zero, orders.shape[1])

@@ -200,6 +200,11 @@ class Chunk(NamedTuple):
         """The sum over all units of one of their sizes."""
         return sum((layer.total(name) for layer in self.parts), 0.0)
 
+    @property
+    def kept(self) -> Num:
+        """What its parts keep of a microbatch."""
+        return sum((layer.repeats * layer.kept for layer in self.parts), 0.0)
+
     def places(self) -> set[UnitPlace]:
         """All units."""
         return {(i, j) for i, layer in enumerate(self.parts) for j in range(len(layer.units))}
@@ -261,9 +266,7 @@ class Chunk(NamedTuple):
         live.see(spans.behind if layer.units[1:] else spans.most)
         live.see(self.one_input, layer.table)
 
-    def _through(
-        self, live: Live, place: UnitPlace, values: Num, *, reduces: bool, reshards: bool
-    ) -> None:  # fmt: skip
+    def _through(self, live: Live, place: UnitPlace, values: Num, *, reduces: bool, reshards: bool) -> None:
         """The gradients of a unit are there."""
         layer = self.parts[place[0]]
         for unit in layer.units[place[1] : place[1] + 1]:
@@ -382,19 +385,18 @@ def _top(chunk: Chunk, kind: str, zero: int, *, is_summed: bool) -> Num:
         (live.reduced if zero == 2 else live.summed).update(chunk.places())
         live.gradients = before
         live.reducing = (zero == 2) * (kind in ("backward", "weights")) * _lowest_reduced(chunk)
-    kept = sum((layer.repeats * layer.kept for layer in chunk.parts), 0.0)
     if kind == "forward":
         chunk.forward(live, reshards=False)
     elif kind == "backward" or (chunk.has_embedding and kind == "weights"):
-        live.kept = kept
+        live.kept = chunk.kept
         chunk.backward(live, reduces=zero == 2, reshards=False, prefetches=False)
     elif kind == "input" and not chunk.has_embedding:
         through: Num = 0.0
         for layer in reversed(chunk.parts):
             own = layer.part.backward.most - layer.kept - layer.total("grad") / layer.repeats
-            live.see(kept + through + np.maximum(own, 0.0))
+            live.see(chunk.kept + through + np.maximum(own, 0.0))
             through = through + layer.repeats * layer.part.backward.waiting
-        live.see(kept + through)
+        live.see(chunk.kept + through)
     elif kind == "weights":
         freed = sum((layer.repeats * layer.part.backward.freed for layer in chunk.parts), 0.0)
         last = max((layer.part.backward.waiting for layer in chunk.parts[-1:]), default=0.0)

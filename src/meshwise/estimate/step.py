@@ -49,7 +49,7 @@ from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
 from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
-from meshwise.program.sharding import STAGES, num_reductions
+from meshwise.program.sharding import STAGES, at_stage, num_reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,7 +269,7 @@ def _exchanged(
         of_replicas = fsdp2.exchanges(units, stage, mesh, cut)
         of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:
-        reductions = num_reductions(STAGES, mesh.zero, mesh.num_microbatches)
+        reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), mesh.num_microbatches)
         of_replicas = exchanges(
             held,
             stage,

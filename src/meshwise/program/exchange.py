@@ -79,7 +79,7 @@ def exchanges(
     sharded, gathered = at_stage(STAGES.states, mesh.zero), at_stage(STAGES.weights, mesh.zero)
     passing = stage.share * mesh.num_microbatches
     rounds = 1.0 + gathered * (passing - 1.0)
-    reductions = num_reductions(STAGES, mesh.zero, passing)
+    reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), passing)
     for name, params, trained, replicas, first in (
         ("", held.dense, held.dense_trained, mesh.replicas, 1.0),
         ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp),

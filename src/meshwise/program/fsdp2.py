@@ -48,7 +48,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
 from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
 from meshwise.program.order import gathers, patterns
-from meshwise.program.sharding import FSDP2, at_stage
+from meshwise.program.sharding import FSDP2, at_stage, num_reductions
 from meshwise.program.tensor_1d import shards
 from meshwise.program.weights_of_ops import is_quantized
 
@@ -187,8 +187,7 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
 
 def reductions(stage: Stage, mesh: Mesh) -> Num:
     """How often in a step the gradients of a unit are reduced; under DualPipe one sees half of the batch."""
-    passing = stage.share * mesh.num_microbatches
-    return 1.0 + sums_are_shards(mesh) * (passing - 1.0)
+    return num_reductions(sums_are_shards(mesh), stage.share * mesh.num_microbatches)
 
 
 def sums_are_shards(mesh: Mesh) -> Num:

@@ -40,6 +40,6 @@ def at_stage(column: Column, zero: Num) -> Num:
     return np.array(column)[np.asarray(zero, dtype=np.intp)]
 
 
-def num_reductions(sharding: Sharding, zero: Num, num_microbatches: Num) -> Num:
+def num_reductions(sums_are_shards: Num, num_microbatches: Num) -> Num:
     """How often in a step gradients are reduced: once, or for each microbatch where the sums are shards."""
-    return 1.0 + at_stage(sharding.sums, zero) * (num_microbatches - 1.0)
+    return 1.0 + sums_are_shards * (num_microbatches - 1.0)
