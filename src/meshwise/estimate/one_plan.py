@@ -274,11 +274,7 @@ class Estimate(Shown):
         """The document that `meshwise estimate --json` prints."""
         document: dict[str, Any] = {
             "model": {"name": self.model.name, "num_params": num_params(self.model)},
-            "cluster": {
-                "name": self.cluster.name,
-                "chip": self.cluster.chip.name,
-                "num_chips": self.cluster.num_chips,
-            },
+            "cluster": self.cluster.to_json(),
             "plan": asdict(self.plan) | {"dp": int(self.mesh.dp), "sp": self.plan.sequence_parallel},
             "workload": asdict(self.workload),
             "step_s": self.step_s,

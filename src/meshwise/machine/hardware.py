@@ -138,6 +138,10 @@ class Cluster:
     source: str = ""
     checked: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """What an answer says of the cluster that it is about."""
+        return {"name": self.name, "chip": self.chip.name, "num_chips": self.num_chips}
+
 
 HOST_LINK_FRAC = 25.0 / 32.0
 """Share of a host link that large copies from pinned memory reach: 25 of the 32 GB/s of PCIe 4.0 x16."""

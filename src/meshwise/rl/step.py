@@ -203,11 +203,7 @@ class RlStep:
         interval = self.step_s_interval
         return {
             "model": of.model.name,
-            "cluster": {
-                "name": of.cluster.name,
-                "chip": of.cluster.chip.name,
-                "num_chips": of.cluster.num_chips,
-            },
+            "cluster": of.cluster.to_json(),
             "framework": f"{of.framework.name} {of.framework.version}",
             "mode": of.mode,
             "train_plan": plan_text(of.train_plan),

@@ -77,11 +77,7 @@ class ServingAnswer(Shown):
         of = self.serving
         return {
             "model": of.model.name,
-            "cluster": {
-                "name": of.cluster.name,
-                "chip": of.cluster.chip.name,
-                "num_chips": of.cluster.num_chips,
-            },
+            "cluster": of.cluster.to_json(),
             "plan": of.plan,
             "prompt": of.prompt,
             "output": of.output,
