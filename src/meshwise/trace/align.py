@@ -26,17 +26,21 @@ believed if the ends then lie half as far apart; the times of the traces are div
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import Trace
+from meshwise.trace.events import Ints, Trace
 from meshwise.trace.match import Match, linked
 from meshwise.trace.transfers import SYNCHRONISING
 
-_MAX_COLLECTIVES = 4000
+Floats = NDArray[np.float64]
+_MAX_COLLECTIVES, _MAX_ENDS = 4000, 500_000
+"""How many calls, and in sum over their ranks how many ends, tell the offsets well enough."""
+_MAX_ITERATIONS, _SOLVED_NS = 2000, 1e-3
 _NUM_ROUNDS = 30
 _FLOOR_NS = 100.0
 _STEADY_NS = 20_000.0
@@ -77,25 +81,21 @@ def align(
         shared += _thinned([m for m in met if m.is_message and not m.first.is_buffered])
     if not shared:
         return Alignment("the ranks' own clocks", dict.fromkeys(ranks, 0), None, 0)
-    column = {rank: i for i, rank in enumerate(ranks)}
-    origin = min(t.end_ns for m in shared for t in m.by_rank.values())
-    end = np.full((len(shared), len(ranks)), np.nan)
-    for row, one in enumerate(shared):
-        for rank, transfer in one.by_rank.items():
-            end[row, column[rank]] = transfer.end_ns - origin
-    offset = _offsets(end)
-    residual = _residual(end - offset)
-    one_clock = one_host and _coincide(shared) and not (kernels and _is_steady(end, offset))
+    blocks = _blocks(shared, ranks)
+    ends = _joined(blocks, len(ranks))
+    offset = _offsets(ends)
+    residual = _residual(ends, offset)
+    one_clock = one_host and _coincide(shared) and not (kernels and _is_steady(ends, offset))
     if one_clock:
-        offset, residual = np.zeros_like(offset), _residual(end)
+        offset, residual = np.zeros_like(offset), _residual(ends, np.zeros_like(offset))
     elif not kernels:
         offset = np.where(np.abs(offset) > residual, offset, 0.0)
     return Alignment(
         method="one host, one clock" if one_clock else "ends of collectives",
-        offsets_ns={rank: round(offset[i]) for rank, i in column.items()},
+        offsets_ns={rank: round(one) for rank, one in zip(ranks, offset.tolist(), strict=True)},
         residual_s=residual / 1e9,
         num_collectives=len(shared),
-        drift={} if one_clock else _drift(ranks, end, residual),
+        drift={} if one_clock else _drift(ranks, blocks, ends, residual),
     )
 
 
@@ -111,23 +111,60 @@ def undrifted(trace: Trace, drift: float) -> Trace:
     return replace(trace, start_ns=start, duration_ns=right(trace.end_ns) - start, memory=memory)
 
 
-def _drift(ranks: Sequence[int], end: NDArray[np.float64], residual_ns: float) -> dict[int, float]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ends:
+    """When ranks left calls [ns]: one entry for each rank of each call, those of a call one after another."""
+
+    call: Ints
+    rank: Ints
+    time: Floats
+    num_ranks: int
+
+    def over_calls(self, values: Floats) -> Floats:
+        """The sum of `values` over the ranks of each call."""
+        return np.asarray(np.bincount(self.call, values), dtype=np.float64)
+
+    def over_ranks(self, values: Floats) -> Floats:
+        """The sum of `values` over the calls of each rank."""
+        return np.asarray(np.bincount(self.rank, values, self.num_ranks), dtype=np.float64)
+
+
+_Blocks = list[tuple[Ints, Floats]]
+"""Places of the ranks of a group, and when they left each of its calls: [call, rank]."""
+
+
+def _blocks(shared: Sequence[Match], ranks: Sequence[int]) -> _Blocks:
+    column = {rank: i for i, rank in enumerate(ranks)}
+    origin = min(t.end_ns for m in shared for t in m.by_rank.values())
+    ends: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+    for one in shared:
+        members = sorted(one.by_rank)
+        ends[tuple(members)].append([one.by_rank[rank].end_ns - origin for rank in members])
+    return [(np.array([column[r] for r in of]), np.array(found, float)) for of, found in ends.items()]
+
+
+def _joined(blocks: _Blocks, num_ranks: int) -> _Ends:
+    sizes = np.concatenate([np.full(len(end), len(ranks)) for ranks, end in blocks])
+    rank = np.concatenate([np.tile(ranks, len(end)) for ranks, end in blocks])
+    time = np.concatenate([end.ravel() for _, end in blocks])
+    return _Ends(np.repeat(np.arange(len(sizes)), sizes), rank, time, num_ranks)
+
+
+def _drift(ranks: Sequence[int], blocks: _Blocks, ends: _Ends, residual_ns: float) -> dict[int, float]:
     """The drift of each rank relative to the first from the ends of calls; empty where it explains little."""
-    span_ns = float(np.nanmax(end) - np.nanmin(end))
-    present, group = np.unique(~np.isnan(end), axis=0, return_inverse=True)
-    distances = [np.empty((0, len(ranks)))]
-    for number in range(len(present)):
-        rows = end[group.ravel() == number]
-        rows = rows[np.argsort(np.nanmean(rows, axis=1))]
-        if len(rows) >= _MIN_DRIFT_CALLS:
-            distances.append(rows[len(rows) // 2 :] - rows[: len(rows) - len(rows) // 2])
-    distance = np.concatenate(distances)
-    distance = distance[np.nanmin(distance, axis=1, initial=np.inf) > 0]
-    if not len(distance):
+    span_ns = float(ends.time.max() - ends.time.min())
+    distances = []
+    for columns, end in blocks:
+        rows = end[np.argsort(end.mean(axis=1))]
+        distance = rows[len(rows) // 2 :] - rows[: len(rows) - len(rows) // 2]
+        distance = distance[distance.min(axis=1) > 0]
+        if len(rows) >= _MIN_DRIFT_CALLS and len(distance):
+            distances.append((columns, distance / distance.mean(axis=1, keepdims=True) * span_ns))
+    if not distances:
         return {}
-    drift = _offsets(distance / np.nanmean(distance, axis=1, keepdims=True) * span_ns) / span_ns
-    steady = end / (1 + drift)
-    if np.abs(drift).max() > _MAX_DRIFT or 2 * _residual(steady - _offsets(steady)) >= residual_ns:
+    drift = _offsets(_joined(distances, len(ranks))) / span_ns
+    steady = replace(ends, time=ends.time / (1 + drift[ends.rank]))
+    if np.abs(drift).max() > _MAX_DRIFT or 2 * _residual(steady, _offsets(steady)) >= residual_ns:
         return {}
     return dict(zip(ranks, drift.tolist(), strict=True))
 
@@ -139,46 +176,84 @@ def _coincide(matches: Sequence[Match]) -> bool:
     return float(np.mean(overlap)) >= _COINCIDE_FRAC
 
 
-def _is_steady(end: NDArray[np.float64], offset: NDArray[np.float64]) -> bool:
+def _is_steady(ends: _Ends, offset: Floats) -> bool:
     """Whether the ends show a steady offset."""
-    error = end - offset - np.nanmedian(end - offset, axis=1, keepdims=True)
-    deviation = np.maximum(np.nanmedian(np.abs(error), axis=0), _FLOOR_NS)
-    return bool(((deviation < _STEADY_NS) & (np.abs(offset) > 10 * deviation)).any())
+    aligned = ends.time - offset[ends.rank]
+    error = np.abs(aligned - _medians(ends.call, aligned)[ends.call])
+    deviation = np.maximum(_medians(ends.rank, error), _FLOOR_NS)
+    return bool(((deviation < _STEADY_NS) & (np.abs(offset[np.unique(ends.rank)]) > 10 * deviation)).any())
+
+
+def _medians(group: Ints, values: Floats) -> Floats:
+    """The median of `values` in each group, in the order of the groups' numbers."""
+    order = np.lexsort((values, group))
+    _, first, count = np.unique(group[order], return_index=True, return_counts=True)
+    middle = order[np.stack([first + (count - 1) // 2, first + count // 2])]
+    return np.asarray(values[middle].mean(axis=0))
 
 
 def _thinned(matches: Sequence[Match]) -> list[Match]:
-    return list(matches[:: 1 + len(matches) // _MAX_COLLECTIVES])
+    """Some calls of every group, as many as the offsets need."""
+    num_ends = sum(len(one.by_rank) for one in matches)
+    every = 1 + max(len(matches) // _MAX_COLLECTIVES, num_ends // _MAX_ENDS)
+    groups: dict[tuple[object, ...], list[Match]] = defaultdict(list)
+    for one in matches if every > 1 else ():
+        groups[one.group, one.group_name].append(one)
+    return [one for found in groups.values() for one in found[::every]] if every > 1 else list(matches)
 
 
-def _residual(aligned: NDArray[np.float64]) -> float:
-    """Median over rows of the distance between the first and the last end."""
-    return float(np.median(np.nanmax(aligned, axis=1) - np.nanmin(aligned, axis=1)))
+def _residual(ends: _Ends, offset: Floats) -> float:
+    """Median over calls of the distance between the first and the last end."""
+    aligned, first = ends.time - offset[ends.rank], np.flatnonzero(np.diff(ends.call, prepend=-1))
+    return float(np.median(np.maximum.reduceat(aligned, first) - np.minimum.reduceat(aligned, first)))
 
 
-def _offsets(end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Offsets [ns] of the columns of `end` [collective, rank] (NaN: not in the group).
-
-    Of ranks that are linked by groups, the first has offset 0.
+def _offsets(ends: _Ends) -> Floats:
+    """Offsets [ns] of the ranks. Of those that are linked by groups, the first has offset 0.
 
     Every round solves the normal equations with the true ends eliminated; the weights 1/|error| of the
     round before turn squares into absolute values. The first guess is the median against the mean end.
     """
-    present = ~np.isnan(end)
-    end = np.where(present, end, 0.0)
-    weight = present.astype(np.float64)
-    offset = np.zeros(end.shape[1])
+    weight, offset = np.ones_like(ends.time), np.zeros(ends.num_ranks)
     for _ in range(_NUM_ROUNDS):
-        total = weight.sum(axis=1)
-        share = weight / total[:, None]
-        laplacian = np.diag(weight.sum(axis=0)) - weight.T @ share
-        mean = (share * end).sum(axis=1)
-        right = (weight * (end - mean[:, None])).sum(axis=0)
-        previous, offset = offset, np.linalg.lstsq(laplacian, right, rcond=1e-12)[0]
+        total = ends.over_calls(weight)
+        error = ends.time - (ends.over_calls(weight * ends.time) / total)[ends.call]
+        previous, offset = offset, _solved(ends, weight, total, ends.over_ranks(weight * error), offset)
         if np.abs(offset - previous).max() < 0.5:
             break
-        true_end = (share * (end - offset)).sum(axis=1)
-        error = end - offset - true_end[:, None]
-        weight = present / np.maximum(np.abs(error), _FLOOR_NS)
-    for ranks in linked(np.flatnonzero(row).tolist() for row in np.unique(present, axis=0)):
-        offset[list(ranks)] -= offset[min(ranks)]
+        aligned = ends.time - offset[ends.rank]
+        error = aligned - (ends.over_calls(weight * aligned) / total)[ends.call]
+        weight = 1 / np.maximum(np.abs(error), _FLOOR_NS)
+    first = np.flatnonzero(np.diff(ends.call, prepend=-1))
+    groups = {tuple(ranks.tolist()) for ranks in np.split(ends.rank, first[1:])}
+    for linked_ranks in linked(groups):
+        offset[list(linked_ranks)] -= offset[min(linked_ranks)]
     return offset
+
+
+def _solved(ends: _Ends, weight: Floats, total: Floats, right: Floats, guess: Floats) -> Floats:
+    """The offsets o with D o - W' (W o / total) = right, by conjugate gradients preconditioned with D.
+
+    W holds the weights [call, rank] and D their sums over the calls. An iteration costs as much as there are
+    ends, where a factorisation would cost the cube of the number of ranks.
+    """
+    diagonal = np.maximum(ends.over_ranks(weight), np.finfo(float).tiny)
+
+    def applied(x: Floats) -> Floats:
+        mean = ends.over_calls(weight * x[ends.rank]) / total
+        return diagonal * x - ends.over_ranks(weight * mean[ends.call])
+
+    x = guess
+    residue = right - applied(x)
+    step = direction = residue / diagonal
+    size = float(residue @ step)
+    for _ in range(_MAX_ITERATIONS):
+        if np.abs(step).max() < _SOLVED_NS:
+            break
+        along = applied(direction)
+        length = size / float(direction @ along)
+        x, residue = x + length * direction, residue - length * along
+        step = residue / diagonal
+        size, before = float(residue @ step), size
+        direction = step + size / before * direction
+    return x

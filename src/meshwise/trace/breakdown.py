@@ -110,7 +110,8 @@ def _host_work(trace: Trace) -> RankWork:
 
 def union(trace: Trace, events: Ints) -> Spans:
     """When any of the `events` ran."""
-    return merged(trace.start_ns[events], trace.end_ns[events])
+    start = trace.start_ns[events]
+    return merged(start, start + trace.duration_ns[events])
 
 
 def breakdown(trace: Trace) -> Breakdown:

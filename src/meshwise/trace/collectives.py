@@ -20,7 +20,7 @@ sends are buffered and end at once; there the clocks must tell:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -96,17 +96,15 @@ def collectives(
 
 def stragglers(found: Sequence[Collective]) -> list[RankWaiting]:
     """One row per rank over the collectives that several ranks recorded."""
-    shared = [c for c in found if c.num_ranks > 1]
-    ranks = sorted({rank for c in shared for rank in c.wait_s})
-    return [
-        RankWaiting(
-            rank=rank,
-            num_last=sum(c.last_rank == rank for c in shared),
-            waited_s=sum(c.wait_s.get(rank, 0.0) for c in shared),
-            awaited_s=sum(sum(c.wait_s.values()) for c in shared if c.last_rank == rank),
-        )
-        for rank in ranks
-    ]
+    num_last: Counter[int] = Counter()
+    waited_s, awaited_s = defaultdict[int, float](float), defaultdict[int, float](float)
+    for one in found:
+        if one.num_ranks > 1:
+            num_last[one.last_rank] += 1
+            awaited_s[one.last_rank] += sum(one.wait_s.values())
+            for rank, wait in one.wait_s.items():
+                waited_s[rank] += wait
+    return [RankWaiting(rank, num_last[rank], waited_s[rank], awaited_s[rank]) for rank in sorted(waited_s)]
 
 
 def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:

@@ -32,6 +32,7 @@ from meshwise.trace.collectives import Collective
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import NO_SPANS, Spans, covered
 from meshwise.trace.nesting import nearest
+from meshwise.trace.straggler import median_of_others
 from meshwise.trace.summary import Summary
 
 Floats = NDArray[np.float64]
@@ -93,7 +94,11 @@ def critical_path(summary: Summary) -> CriticalPath:
     """The critical path of a job and the gains of the changes that suggest themselves."""
     shared = [one for one in summary.collectives if one.num_ranks > 1]
     offsets = summary.alignment.offsets_ns
-    ranks = {trace.rank: _rank(trace, offsets[trace.rank], shared) for trace in summary.traces}
+    number: dict[int, dict[int, int]] = defaultdict(dict)
+    for i, one in enumerate(shared):
+        for rank, event in one.events.items():
+            number[rank][event] = i
+    ranks = {trace.rank: _rank(trace, offsets[trace.rank], number[trace.rank]) for trace in summary.traces}
     ranks = {rank: one for rank, one in ranks.items() if len(one.start)}
     if not ranks:
         return CriticalPath(0.0, [], [])
@@ -114,7 +119,8 @@ def _piece(kind: str, name: str, steps: Sequence[tuple[int, int]], total_ns: int
     return PathPiece(kind, name, len(steps), seconds, seconds * 1e9 / total_ns, dict(sorted(by_rank.items())))
 
 
-def _rank(trace: Trace, offset_ns: int, shared: Sequence[Collective]) -> _Rank:
+def _rank(trace: Trace, offset_ns: int, number: Mapping[int, int]) -> _Rank:
+    """The work of one rank; `number` is that of the collective of each of its events."""
     done, spans = work(trace), NO_SPANS
     alone = np.flatnonzero(done.kind != Kind.OTHER)
     if not trace.has_device:
@@ -131,7 +137,6 @@ def _rank(trace: Trace, offset_ns: int, shared: Sequence[Collective]) -> _Rank:
         place = np.searchsorted(operators, calls) - 1
         runs = (place >= 0) & (end[operators[np.maximum(place, 0)]] > start[calls])
         before[calls[runs]] = operators[place[runs]]
-    number = {one.events[trace.rank]: i for i, one in enumerate(shared) if trace.rank in one.events}
     call = np.array([number.get(one, -1) for one in event.tolist()], dtype=np.int64)
     back = np.append(nearest(before, call >= 0), -1)[before]
     return _Rank(start, end, event, call, before, back)
@@ -276,7 +281,7 @@ def _what_if(summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Coll
     if network is None:
         return []
     own, wire = network.own_s, network.wire_s
-    others, mean = (_over_ranks(network, of) for of in (_median_of_others, np.mean))
+    others, mean = (_over_ranks(network, of) for of in (median_of_others, np.mean))
     scenarios = [("", own, wire), ("no rank later than the mean of the ranks", mean, wire)]
     awaited = {one.rank: one.awaited_s for one in summary.stragglers}
     for rank in sorted(awaited, key=lambda r: -awaited[r])[:_MOST_RANKS]:
@@ -309,13 +314,3 @@ def _over_ranks(network: _Network, of: Callable[[Floats], Any]) -> Floats:
     for nodes in network.calls:
         values[nodes] = of(values[nodes])
     return values
-
-
-def _median_of_others(values: Floats) -> Floats:
-    """For each value the median of all but it."""
-    order = np.argsort(values, kind="stable")
-    place, last = np.argsort(order, kind="stable"), len(values) - 2
-    middle = (np.array([last // 2, (last + 1) // 2])[:, None] >= place) + np.array(
-        [[last // 2], [(last + 1) // 2]]
-    )
-    return np.asarray(values[order][middle].mean(axis=0))

@@ -171,7 +171,7 @@ class Trace:
     @property
     def has_device(self) -> bool:
         """Whether any device stream was recorded."""
-        return bool(np.isin(self.kind, DEVICE_KINDS).any())
+        return len(self.where(*DEVICE_KINDS)) > 0
 
     def name(self, event: int) -> str:
         """The name of event number `event`."""
@@ -201,7 +201,7 @@ class Trace:
 
     def where(self, *kinds: Kind) -> Ints:
         """The numbers of the events of these kinds, in the order of time."""
-        return np.flatnonzero(np.isin(self.kind, kinds))
+        return np.flatnonzero(np.isin(self.label_kind, kinds)[self.label])
 
 
 COLUMNS = (

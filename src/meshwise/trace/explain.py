@@ -307,7 +307,8 @@ def _of_whole_steps(summary: Summary) -> tuple[list[tuple[Trace, dict[str, float
         return list(zip(summary.traces, parts, strict=True)), len(numbers) or 1
     steps = steps[:-1] if len(steps) > 2 and steps[-1] == numbers[-1] else steps
     traces = with_steps(summary.traces, f"{steps[0]}-{steps[-1]}")
-    parts = [partition(one, waits_ns(summary.collectives, one.rank)).seconds for one in traces]
+    waits = waits_ns(summary.collectives)
+    parts = [partition(one, waits[one.rank]).seconds for one in traces]
     if (following := steps[-1] + 1) in numbers:
         for one, then, seconds in zip(traces, with_steps(summary.traces, str(following)), parts, strict=True):
             end = max((int(spans[1][-1]) for spans in work(one).spans.values() if len(spans[1])), default=0)

@@ -323,8 +323,12 @@ def _voted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int
 
 def linked(groups: Iterable[Iterable[int]]) -> list[set[int]]:
     """The members of `groups` in the fewest sets that cut no group, by their lowest member."""
-    sets: list[set[int]] = []
+    set_of: dict[int, set[int]] = {}
     for members in {frozenset(group) for group in groups}:
-        near = [one for one in sets if one & members]
-        sets = [one for one in sets if not one & members] + [set(members).union(*near)]
-    return sorted(sets, key=min)
+        near = {id(one): one for member in members if (one := set_of.get(member))}
+        whole = max(near.values(), key=len, default=set[int]())
+        for other in (members, *near.values()):
+            if other is not whole:
+                whole |= other
+                set_of |= dict.fromkeys(other, whole)
+    return sorted({id(one): one for one in set_of.values()}.values(), key=min)

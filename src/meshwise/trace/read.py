@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -397,10 +398,16 @@ def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _ranks(value: Any) -> tuple[int, ...] | None:
     """The ranks of a group as a list or its text; None where the text is cut short or no list of ranks."""
     if isinstance(value, str):
-        value = re.findall(r"\d+", value) if "..." not in value else None
+        return _listed_ranks(value)
     ranks = [_size(rank) for rank in value] if isinstance(value, list) else []
     known = tuple(rank for rank in ranks if rank is not None)
     return known if known and len(known) == len(ranks) else None
+
+
+@cache
+def _listed_ranks(text: str) -> tuple[int, ...] | None:
+    """The ranks in a text, which every call of a group repeats."""
+    return tuple(map(int, re.findall(r"\d+", text))) or None if "..." not in text else None
 
 
 def _nanoseconds(values: list[Any]) -> Ints:

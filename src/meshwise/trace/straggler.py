@@ -171,11 +171,13 @@ def _waiting(
     column = {rank: i for i, rank in enumerate(ranks)}
     wait, start = np.zeros((num_steps, len(ranks))), np.full(num_steps, np.inf)
     np.minimum.at(start, step, [call.start_s for call in calls])
-    for rank, i in column.items():
-        own = [number for number, call in enumerate(calls) if rank in call.wait_s]
-        begin = np.array([calls[number].enter_s[rank] for number in own])
-        length = np.array([calls[number].wait_s[rank] for number in own])
-        np.add.at(wait[:, i], step[own], _alone(begin, length))
+    own: list[list[tuple[int, float, float]]] = [[] for _ in ranks]
+    for number, call in zip(step.tolist(), calls, strict=True):
+        for rank, length in call.wait_s.items():
+            own[column[rank]].append((number, call.enter_s[rank], length))
+    for i, waits in enumerate(own):
+        number, begin, length = np.array(waits).T
+        np.add.at(wait[:, i], number.astype(np.int64), _alone(begin, length))
     end_s = max(map(_end_s, calls))
     step_s = float(np.median(np.diff(np.append(start, end_s))))
     num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
@@ -223,6 +225,17 @@ def _persistent(view: _Waiting) -> LateRanks | None:
     return _late((view.ranks[i],), float(relief[i]), num_last, view)
 
 
+def median_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each value the median of all others along the last axis."""
+    order = np.argsort(values, axis=-1, kind="stable")
+    place, last = np.argsort(order, axis=-1, kind="stable"), values.shape[-1] - 2
+    ordered = np.take_along_axis(values, order, axis=-1)
+    low, high = (
+        np.take_along_axis(ordered, at + (place <= at), axis=-1) for at in (last // 2, (last + 1) // 2)
+    )
+    return np.asarray((low + high) / 2)
+
+
 def _late(ranks: tuple[int, ...], seconds: float, num_late: int, view: _Waiting) -> LateRanks:
     """Ranks that are late by `seconds` in the steps of a view, and as much in those that it leaves out."""
     num_steps = len(view.wait_s)
@@ -254,8 +267,7 @@ def _several(view: _Waiting) -> LateRanks | None:
     num_ranks = len(view.ranks)
     if num_ranks < _SEVERAL_RANKS:
         return None
-    others = [np.median(np.delete(view.wait_s, i, axis=1), axis=1) for i in range(num_ranks)]
-    less = np.stack(others, axis=1) - view.wait_s
+    less = median_of_others(view.wait_s) - view.wait_s
     typical = np.median(less, axis=0)
     spread = float(np.median(np.abs(typical - np.median(typical))))
     least_s = max(_STEP_FRAC * view.step_s, _SEVERAL_SPREADS * spread)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,7 +114,8 @@ def summarize(traces: Sequence[Trace]) -> Summary:
         problems.append(FileProblem("", reason))
     problems += _of_the_job(traces, found)
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
-    partitions = [partition(trace, waits_ns(found, trace.rank)) for trace in traces]
+    waits = waits_ns(found)
+    partitions = [partition(trace, waits[trace.rank]) for trace in traces]
     return Summary(
         traces=traces,
         ranks=[breakdown(trace) for trace in traces],
@@ -163,13 +164,16 @@ def _of_the_job(traces: Sequence[Trace], found: Sequence[Collective]) -> Iterato
             )
 
 
-def waits_ns(found: Sequence[Collective], rank: int) -> dict[int, int]:
-    """The waiting inside each communication of one rank, by the number of its event."""
-    return {c.events[rank]: round(c.wait_s[rank] * 1e9) for c in found if rank in c.events}
+def waits_ns(found: Sequence[Collective]) -> dict[int, dict[int, int]]:
+    """Of each rank the waiting inside each communication, by the number of its event."""
+    waits: dict[int, dict[int, int]] = defaultdict(dict)
+    for one in found:
+        for rank, event in one.events.items():
+            waits[rank][event] = round(one.wait_s[rank] * 1e9)
+    return waits
 
 
 def all_sections(summary: Summary) -> list[Section]:
     """The sections of every rank, their communication split into transfer and waiting."""
-    return [
-        row for trace in summary.traces for row in sections(trace, waits_ns(summary.collectives, trace.rank))
-    ]
+    waits = waits_ns(summary.collectives)
+    return [row for trace in summary.traces for row in sections(trace, waits[trace.rank])]
