@@ -430,14 +430,3 @@ def test_a_report_needs_no_network_and_no_server(
         assert offline.locator("[data-title*='loud']").count() == 0  # nothing would send it to a cloud
         assert runs_over(offline) <= 0
     assert faults(offline) == [] and offline.problems == []
-
-
-def test_the_output_of_a_cell(offline: Any) -> None:
-    """What a notebook shows, which holds the report."""
-    found = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=2,pp=4", batch=32, seq=4096)
-    offline.problems.clear()
-    offline.set_viewport_size(NARROW)
-    offline.goto("about:blank")
-    offline.set_content(found._repr_html_())
-    offline.frame_locator("iframe").locator(".chart .main-svg").first.wait_for()
-    assert offline.problems == []

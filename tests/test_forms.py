@@ -15,8 +15,6 @@ import pytest
 import meshwise as mw
 from meshwise.cli.output import finite
 from meshwise.core.units import duration, with_prefix
-from meshwise.published.frontier.document import run_document
-from meshwise.report.collective_table import collective_json
 from meshwise.trace.summary import summarize_paths
 
 DATA = Path(__file__).parent / "data"
@@ -85,55 +83,60 @@ SMALL = "ulysses --seq 64 --hidden 64 --heads 8 --ranks 2"
 Answer = Callable[[], Any]
 FORMS: dict[str, tuple[Answer, Callable[[Any], Rows]]] = {
     f"search llama3-8b --cluster {H100} --batch 8 --seq 2048": (
-        lambda: mw.search("llama3-8b", H100, batch=8, seq=2048).to_json(),
+        lambda: mw.search("llama3-8b", H100, batch=8, seq=2048),
         searched,
     ),
     f"serve llama3-8b --cluster {H100} --plan tp=4 --concurrency 8": (
-        lambda: mw.serve("llama3-8b", H100, "tp=4", concurrency=8).to_json(),
+        lambda: mw.serve("llama3-8b", H100, "tp=4", concurrency=8),
         served,
     ),
     f"collective all_reduce --cluster {H100} --size 64MiB --size 1e9": (
-        lambda: collective_json(*mw.collective("all_reduce", H100, (2.0**26, 1e9))),
+        lambda: mw.collective("all_reduce", H100, (2.0**26, 1e9)),
         collected,
     ),
     "frontier run --chip h100-80g-sxm": (
-        lambda: run_document(mw.frontier("h100-80g-sxm")),
+        lambda: mw.frontier("h100-80g-sxm"),
         at_the_frontier,
     ),
-    f"validate --runs {EXCERPT}": (lambda: mw.validate([EXCERPT]).to_json(), validated),
-    f"trace summary {GLOO}": (lambda: summarize_paths([GLOO]).to_json(), summarized),
+    f"validate --runs {EXCERPT}": (lambda: mw.validate([EXCERPT]), validated),
+    f"trace summary {GLOO}": (lambda: summarize_paths([GLOO]), summarized),
     f"explain {GLOO} --model llama3-8b --cluster {H100} --batch 8 --seq 128": (
-        lambda: mw.explain([GLOO], "llama3-8b", H100, batch=8, seq=128).to_json(),
+        lambda: mw.explain([GLOO], "llama3-8b", H100, batch=8, seq=128),
         explained,
     ),
     f"compare {SMALL} --no-run": (
-        lambda: (
-            {"program": "ulysses", "ranks": 2, "rank": 0}
-            | mw.compare("ulysses", ranks=2, with_run=False, seq=64, hidden=64, heads=8).to_json()
-        ),
+        lambda: mw.compare("ulysses", ranks=2, with_run=False, seq=64, hidden=64, heads=8),
         compared,
     ),
 }
 MEASURED = {"elapsed_s", "plans_per_s"}
 """What a search says of itself, another time each time."""
+OF_COMMAND = {"program", "ranks", "rank"}
+"""What the document of `compare` says of its command."""
 
 
 @pytest.mark.parametrize("words", FORMS)
 def test_json_and_python_and_the_table_agree(meshwise: Any, words: str) -> None:
+    """The document, the table of the command, and what a result says of itself in Python."""
     if words.startswith("compare"):
         pytest.importorskip("torch")
     answer, shown = FORMS[words]
     document = meshwise(*words.split(), "--json").document
-    python = json.loads(json.dumps(finite(answer())))
+    result = answer()
+    python = json.loads(json.dumps(finite(result.to_json())))
+    python = python["rows"] if isinstance(document, list) else python
     for found in (document, python) if isinstance(document, dict) else ():
-        for name in MEASURED & found.keys():
+        for name in (MEASURED | (OF_COMMAND if words.startswith("compare") else set())) & found.keys():
             del found[name]
     assert document == python
-    table = meshwise(*words.split()).out.splitlines()
     rows = list(shown(document))
     assert rows
-    for cells in rows:
-        assert any(all(cell in line for cell in cells) for line in table), cells
+    for text in (meshwise(*words.split()).out, repr(result)):
+        for cells in rows:
+            assert any(all(cell in line for cell in cells) for line in text.splitlines()), cells
+    assert len(repr(result)) < 1.05 * len(meshwise(*words.split()).out)
+    assert len(result._repr_html_()) < 32_000
+    assert len(result.to_pandas()) == len(result.to_polars()) == len(result.records()) > 0
 
 
 def test_csv_and_json_agree(meshwise: Any, tmp_path: Path) -> None:

@@ -94,15 +94,6 @@ def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
     assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
 
 
-def test_notebooks_show_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = mw.estimate("llama3-8b", "h100-80g-sxm:8", "tp=8", batch=8)
-    html = found._repr_html_()
-    assert html.startswith("<iframe") and "sandbox=" in html and "a step (" in html
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    html = found._repr_html_()
-    assert html.startswith("<h3>") and "a step (" in html
-
-
 def test_without_plotly_a_page_says_what_to_install(
     meshwise: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

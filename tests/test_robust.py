@@ -27,7 +27,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.files import write_text
 from meshwise.core.toml import parse_toml
 from meshwise.machine.hardware import Cluster, find_cluster
-from meshwise.published.frontier import find_device, frontier, run_document
+from meshwise.published.frontier import find_device, frontier
 from meshwise.report.frontier_table import print_run
 from meshwise.sweep.sweep import read_sweep
 
@@ -205,7 +205,7 @@ def test_a_chip_without_watts_has_no_energy(meshwise: Any, tmp_path: Path) -> No
     path = tmp_path / "dark.toml"
     path.write_text(toml_text({"num_chips": 8, "chip": chip}))
     found = frontier(find_device(str(path)), training_flop=[1e26, 1e28, 1e30, 1e32])
-    document = run_document(found)
+    document = found.to_json()
     limit = document["limit"]
     assert limit["power_watts"] is None and limit["energy_j"] is None and limit["devices"] > 0
     printed = io.StringIO()

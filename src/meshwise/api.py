@@ -25,7 +25,7 @@ from meshwise.core.options import Counts, Latency, Quantity, options_of
 if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
     from meshwise.core.compare import Comparison
-    from meshwise.estimate.collective import CollectiveTime
+    from meshwise.estimate.collective import CollectiveTimes
     from meshwise.estimate.one_plan import Estimate
     from meshwise.estimate.token_budget import TokenBudget
     from meshwise.launch.read import Job
@@ -944,7 +944,7 @@ def collective(
     stride: int = 1,
     collectives: Sequence[str | Path] = (),
     data: Sequence[str | Path] = (),
-) -> tuple[list[CollectiveTime], dict[float, float]]:
+) -> CollectiveTimes:
     """Time one collective by size, and gather measured times to stand beside.
 
     Args:
@@ -963,13 +963,13 @@ def collective(
         MeshwiseError: A name is unknown, a number makes no sense, or a file cannot be read.
     """
     from meshwise.calibrate.collectives import measured_times
-    from meshwise.estimate.collective import SIZES_BYTES, collective_times, group_size
+    from meshwise.estimate.collective import SIZES_BYTES, CollectiveTimes, collective_times, group_size
 
     on = _cluster(cluster, collectives)
     group = group_size(kind, on, ranks, stride)
     measured = measured_times([Path(path) for path in data], kind, on, group, stride) if data else {}
     sizes = sorted(sizes_bytes or {*SIZES_BYTES, *measured})
-    return collective_times(kind, on, sizes, ranks=group, stride=stride), measured
+    return CollectiveTimes(collective_times(kind, on, sizes, ranks=group, stride=stride), measured)
 
 
 def frontier(

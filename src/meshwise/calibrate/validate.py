@@ -116,7 +116,7 @@ class Prediction:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Validation(Shown):
     """All predictions, in the order of the files, and warnings about what was not read of them."""
 

@@ -17,14 +17,14 @@ def collective(*, plot: Path | None = None, json: bool = False, **asked: Any) ->
     Args:
         plot: Draw bus bandwidth by size (png, svg, pdf).
     """
-    from meshwise.report.collective_table import collective_json, collective_picture, print_collective
+    from meshwise.report.collective_table import collective_picture, print_collective
 
-    times, measured = api.collective(**asked)
+    found = api.collective(**asked)
     if plot is not None:
         from meshwise.report.pages import draw
 
-        draw(collective_picture(times, measured), plot)
+        draw(collective_picture(found), plot)
     if json:
-        print_json(collective_json(times, measured))
+        print_json(found.to_json()["rows"])
     else:
-        print_collective(times, measured, console())
+        print_collective(found, console())

@@ -95,15 +95,13 @@ def run(
         price: Price of a device-hour.
         plot: Draw to this .png, .svg, .pdf or .html file.
     """
-    from meshwise.published.frontier import run_document
-
     pairs: dict[str, Any] = _pairs(settings)
     found = [api.frontier(name, **asked, **pairs) for name in chip]
     if plot is not None:
         from meshwise.report.frontier_page import draw_frontiers
 
         draw_frontiers(found, plot)
-    documents = [run_document(one, watts=watts, price_per_device_hour=price) for one in found]
+    documents = [one.to_json(watts=watts, price_per_device_hour=price) for one in found]
     if json and len(documents) > 1:
         _show({"runs": documents}, "print_run", json)
         return

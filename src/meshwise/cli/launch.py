@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from meshwise import api
 from meshwise.cli.output import console, print_json
 from meshwise.core.options import takes
-from meshwise.core.units import duration
-
-if TYPE_CHECKING:
-    from meshwise.launch.write import Launch
-
 
 OF_RESULTS = ("framework", "length_sigma", "lengths", "output", "price", "train_steps")
 """Options of `rl` that no setting holds."""
@@ -32,26 +27,8 @@ def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> N
     if json:
         print_json(found.to_json())
     else:
-        _print(found, written)
+        from meshwise.report.launch_table import print_launch
+
+        print_launch(found, console(), written)
     if not found.runs_as_priced:
         raise typer.Exit(1)
-
-
-def _print(found: Launch, written: list[Path]) -> None:
-    out = console()
-    out.print(f"{found.framework}, checked against {found.version}", markup=False)
-    for title, sentences in (("not expressed", found.not_expressed), ("elsewhere", found.elsewhere)):
-        if sentences:
-            out.print(f"{title}:")
-        for sentence in sentences:
-            out.print(f"  {sentence}", markup=False)
-    if (priced := found.as_written) is not None:
-        line = f"as written: {duration(priced.step_s)}, {priced.memory_bytes / 1e9:.1f} GB"
-        line += "" if priced.fits else ", does not fit"
-        line += "" if priced.is_asked else ", not what was asked"
-        out.print(line, markup=False)
-    for path in written:
-        out.print(f"wrote {path}", markup=False)
-    if not written:
-        for file in found.files:
-            out.print(f"\n--- {file.path}\n{file.text.rstrip()}", markup=False, soft_wrap=True)

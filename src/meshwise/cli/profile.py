@@ -36,11 +36,10 @@ def profile(*, limit: int = 15, all: bool = False, json: bool = False, **asked: 
         }
         print_json(document | summary.to_json())
     else:
-        from meshwise.report.trace_table import summary_parts
+        from meshwise.report.trace_table import print_summary
 
-        screen, folder = console(), asked["directory"]
-        for part in summary_parts(summary, limit=limit, everything=all):
-            screen.print(part)
+        folder = asked["directory"]
+        print_summary(summary, console(), limit=limit, everything=all)
         print(f"{len(done.files)} ranks in {folder} (see: meshwise trace table|sections|merge {folder})")
         if done.overhead_frac is not None:
             bare = f"{done.wall_s:.2f} s with capture, {done.bare_s:.2f} s without"

@@ -21,7 +21,6 @@ from meshwise.core.errors import DataError, PlanError
 from meshwise.core.options import takes
 
 if TYPE_CHECKING:
-    from meshwise.core.compare import Comparison
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
@@ -112,7 +111,9 @@ def compare(
         of = {"program": found.name, "ranks": asked["ranks"], "rank": asked["rank"]}
         print_json(of | result.to_json())
     else:
-        _show_comparison(result)
+        from meshwise.report.compare_table import print_comparison
+
+        print_comparison(result, console())
     if not result.agree:
         raise typer.Exit(1)
 
@@ -215,20 +216,14 @@ def _print_options(program: Program) -> None:
 
 
 def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) -> None:
-    from meshwise.core.units import with_prefix
-
     if csv is not None:
         outcome.ledger.to_csv(csv)
     if json:
         print_json(outcome.to_json())
-        return
-    if outcome.result is not None and not says_result:
-        typer.echo(f"result: {outcome.result}")
-    peak = with_prefix(outcome.peak_bytes, "B") if outcome.peak_bytes else "not recorded"
-    steps = "" if not outcome.num_steps else f" of {outcome.num_steps} step{'s' * (outcome.num_steps > 1)}"
-    typer.echo(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{steps} {peak}")
-    if outcome.capture is not None:
-        typer.echo(f"overhead of the capture: {outcome.capture}")
+    else:
+        from meshwise.report.script_table import print_outcome
+
+        print_outcome(outcome, console(), says_result=says_result)
 
 
 def _show_script(outcome: ScriptOutcome, csv: Path | None, json: bool) -> None:
@@ -270,26 +265,3 @@ class _Words(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise PlanError(f"--estimate: {message}; give the words of meshwise estimate")
-
-
-def _show_comparison(result: Comparison) -> None:
-    from meshwise.core.compare import TIME
-    from meshwise.report.compare_table import times_table
-    from meshwise.report.table import Table
-
-    out, differing = console(), result.differences()
-    if times := [row for row in result.rows if row.column == TIME]:
-        out.print(times_table(times))
-    num_counts = len(result.rows) - len(times)
-    instruments = list(result.rows[0].values) if result.rows else []
-    if not differing:
-        out.print(f"all {num_counts} numbers agree: {', '.join(instruments)}")
-        return
-    place = ("module", "op", "phase", "shape", "column")
-    rows = [
-        [getattr(row, name) for name in place]
-        + ["-" if value is None else f"{value:,.10g}" for value in map(row.values.get, instruments)]
-        for row in differing[:50]
-    ]
-    out.print(Table("Where they differ", (*place, *instruments), rows, left=place))
-    out.print(f"{len(differing)} of {num_counts} numbers differ")

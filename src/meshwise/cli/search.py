@@ -103,7 +103,7 @@ def search(
     if json:
         print_json(document | ({} if job is None else {"from": job_json(job)}))
     elif vary:
-        print_study(found, budget, console())
+        print_study(found, console(), budget)
     else:
         print_search(found, console(), budget)
         for sentence in job.unread if job is not None else ():

@@ -54,9 +54,9 @@ def explain(
     if json:
         print_json(found.to_json())
     else:
-        from meshwise.report.explain_table import explanation_parts
+        from meshwise.report.explain_table import print_explanation
 
-        _print(explanation_parts(found, limit=limit, everything=all))
+        print_explanation(found, console(), limit=limit, everything=all)
 
 
 def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any], *, json: bool) -> None:
@@ -89,7 +89,7 @@ def summary(
 
     Who waits for whom; with --all also steps, collectives and clocks.
     """
-    from meshwise.report.trace_table import summary_parts
+    from meshwise.report.trace_table import print_summary
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths, steps=steps)
@@ -98,7 +98,7 @@ def summary(
     found.check_readable()
     write_html(found, html)
     if not json:
-        _print(summary_parts(found, limit=limit, everything=all))
+        print_summary(found, console(), limit=limit, everything=all)
 
 
 def merge(found: Summary, *, output: Path, max_slices: Slices | None = None) -> Found:

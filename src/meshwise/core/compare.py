@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.ledger import Ledger
+from meshwise.core.notebook import Shown
 
 KEY = ("module", "op", "phase", "shape", "dtype", "collective", "axis", "group_size")
 COUNTED = (
@@ -53,8 +54,8 @@ class Row:
         return place | self.values | {"agrees": self.agrees}
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Shown):
     """All rows of a comparison, in the order of the first ledger."""
 
     rows: tuple[Row, ...]

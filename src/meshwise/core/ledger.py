@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.errors import DataError
 from meshwise.core.files import csv_text, write_text
+from meshwise.core.notebook import frames
 
 if TYPE_CHECKING:
     import pandas
@@ -119,20 +120,16 @@ class Ledger:
 
     def to_pandas(self) -> pandas.DataFrame:
         """The table as a pandas frame (needs pandas)."""
-        try:
-            import pandas as pd
-        except ImportError:
-            raise MissingExtraError('pandas is not installed; run: pip install "meshwise[frames]"') from None
-        return pd.DataFrame(self.columns)
+        found: pandas.DataFrame = frames("pandas").DataFrame(self.columns)
+        return found
 
     def to_polars(self) -> polars.DataFrame:
         """The table as a polars frame (needs polars)."""
-        try:
-            import polars as pl
-        except ImportError:
-            raise MissingExtraError('polars is not installed; run: pip install "meshwise[frames]"') from None
+        pl = frames("polars")
         texts = {name: pl.Series(self.columns[name], dtype=pl.String) for name in TEXT_COLUMNS}
-        return pl.DataFrame({name: texts.get(name, self.columns[name]) for name in COLUMNS})
+        columns = {name: texts.get(name, self.columns[name]) for name in COLUMNS}
+        found: polars.DataFrame = pl.DataFrame(columns)
+        return found
 
     def __repr__(self) -> str:
         """The table as text: the columns that say something."""

@@ -1,21 +1,63 @@
-"""Results show themselves in notebooks. `report` builds the pages, above the results, so the method that a
-notebook calls on a result finds its page by name when it is called.
+"""Results show themselves: as the lines of the command line, as tables of a notebook, as a page, as a frame.
+
+`report` builds what is shown, above the results, so a method finds it by name when it is called.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from meshwise.core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
 
 
 class Shown:
-    """A result that a notebook shows as its page, and that can be written as one."""
+    """A result: printed, it is what the command line prints; `to_json` has all its numbers."""
 
     __slots__ = ()
+    rows_in: ClassVar[str] = "rows"
+    """The key of its document whose rows a frame has."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that the command line prints with `--json`."""
+        raise NotImplementedError
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows of its document that a frame has."""
+        found: list[dict[str, Any]] = self.to_json()[self.rows_in]
+        return found
 
     def to_html(self, path: str | Path) -> None:
         """Write this result as one self-contained HTML page; DataError where it cannot be written."""
         import_module("meshwise.report.pages").write_html(self, path)
 
+    def to_pandas(self) -> pandas.DataFrame:
+        """Its rows as a pandas frame, a column a number (needs pandas)."""
+        found: pandas.DataFrame = frames("pandas").json_normalize(self.records())
+        return found
+
+    def to_polars(self) -> polars.DataFrame:
+        """The same as a polars frame (needs polars)."""
+        rows = frames("polars").json_normalize(self.records(), infer_schema_length=None)
+        found: polars.DataFrame = rows
+        return found
+
+    def __repr__(self) -> str:
+        text: str = import_module("meshwise.report.shown").text_of(self)
+        return text
+
     def _repr_html_(self) -> str:
-        return str(import_module("meshwise.report.pages").notebook(self))
+        return str(import_module("meshwise.report.shown").tables_of(self))
+
+
+def frames(package: str) -> Any:
+    """pandas or polars; MissingExtraError without it."""
+    try:
+        return import_module(package)
+    except ImportError:
+        raise MissingExtraError(f'{package} is not installed; run: pip install "meshwise[frames]"') from None

@@ -8,12 +8,14 @@ exceed it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from math import isfinite
+from typing import Any
 
 from meshwise.core.errors import ClusterError, WorkloadError
 from meshwise.core.ledger import COLLECTIVES
+from meshwise.core.notebook import Shown
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster
@@ -35,6 +37,31 @@ class CollectiveTime:
     algorithm: str
     bus_bytes_per_s: float
     ceiling_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CollectiveTimes(Shown):
+    """One collective at several sizes: `predicted`, and measured seconds by size (`measured_s`).
+
+    It unpacks into the two.
+    """
+
+    predicted: list[CollectiveTime]
+    measured_s: dict[float, float]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.predicted, self.measured_s))
+
+    def __getitem__(self, place: int) -> Any:
+        return (self.predicted, self.measured_s)[place]
+
+    def to_json(self) -> dict[str, Any]:
+        """A row a size; `measured_s` is None where nothing was measured."""
+        return {
+            "rows": [
+                asdict(one) | {"measured_s": self.measured_s.get(one.payload_bytes)} for one in self.predicted
+            ]
+        }
 
 
 def group_size(kind: str, cluster: Cluster, ranks: int | None, stride: int) -> int:

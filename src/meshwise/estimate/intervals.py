@@ -18,7 +18,7 @@ of the aspect, each chip (generation, ...) counting once. Distances are independ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,6 +59,10 @@ class Interval:
     p10: float
     p90: float
     reason: str
+
+    def __iter__(self) -> Iterator[float]:
+        """The two percentiles, so that `low, high = interval`."""
+        return iter((self.p10, self.p90))
 
     def to_json(self) -> dict[str, float]:
         """The two percentiles."""

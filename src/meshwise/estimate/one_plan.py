@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,9 +44,24 @@ TIME_PARTS = (
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "buffers", "overhead")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate(Shown):
-    """What one plan costs; made by `estimate`."""
+    """What one plan costs: made by `meshwise.estimate`, printed as `meshwise estimate` prints it.
+
+    Times are in seconds, memory in bytes, rates a second, shares from 0 to 1. The step is that of the rank
+    that sets the pace, the memory that of the fullest rank.
+
+        priced = mw.estimate("llama3-70b", "h100-80g-sxm:64", "tp=8,pp=4,vpp=5", batch=128, seq=8192)
+        priced.step_s, priced.mfu, priced.tokens_per_s     # 18.0 s, 0.41, 58 thousand
+        low, high = priced.step_s_interval                 # 8 of 10 measured steps lie between
+        priced.fits, priced.memory_bytes["activations"]    # and weights, gradients, ..., total
+        priced.time_s["comm_tp"], priced.hidden_s          # what takes the time; what hides behind compute
+        priced.ledger.to_pandas()                          # every op of a rank: shapes, FLOP, bytes, seconds
+        priced.layer(), priced.rank_ledger(9)              # the ops of one layer; of another rank
+        priced.to_json(), priced.to_html("step.html")      # all numbers; a page that needs no network
+
+    `notes()` says what does not fit, what was not priced and what the interval rests on.
+    """
 
     model: Model
     cluster: Cluster
@@ -55,6 +70,7 @@ class Estimate(Shown):
     mesh: Mesh
     machine: Machine
     step: StepCost
+    rows_in: ClassVar[str] = "ledger"
 
     @property
     def step_s(self) -> float:

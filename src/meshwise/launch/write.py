@@ -11,12 +11,13 @@ import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from meshwise.core.errors import PlanError
 from meshwise.core.files import make_folder, whole_file
+from meshwise.core.notebook import Shown
 from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
@@ -55,8 +56,8 @@ class AsWritten:
     is_asked: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+@dataclass(frozen=True, slots=True, repr=False)
+class Launch(Shown):
     """What starts a plan under a framework.
 
     `arguments` are those of the framework's own program; `not_expressed` says, one sentence each, what the
@@ -71,6 +72,7 @@ class Launch:
     elsewhere: tuple[str, ...]
     command: str
     as_written: AsWritten | None = None
+    rows_in: ClassVar[str] = "files"
 
     @property
     def runs_as_priced(self) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import csv_text
 from meshwise.core.ledger import Ledger
+from meshwise.core.notebook import Shown
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
@@ -35,8 +36,8 @@ class Excerpt:
     sentences: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedStep:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PublishedStep(Shown):
     """The answer of a published model for one plan.
 
     `tables` by their names, and all `rows`, have the `columns` and units of the convention; `results` is what
@@ -61,6 +62,7 @@ class PublishedStep:
     comm_s: Mapping[str, float]
     ledger: Ledger
     notes: Sequence[str]
+    rows_in: ClassVar[str] = "ledger"
 
     def to_csv(self) -> str:
         """All rows in the order of the columns; absent cells are empty, several values joined by `+`."""

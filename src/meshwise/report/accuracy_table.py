@@ -163,7 +163,7 @@ def _parts_text(row: Prediction) -> str:
     return ", ".join(f"{name} {quantity_text(value, row.quantity)}" for name, value in largest)
 
 
-def print_validation(validation: Validation, console: Console, *, num_worst: int) -> None:
+def print_validation(validation: Validation, console: Console, *, num_worst: int = 10) -> None:
     """Print all quantities, then what could not be expressed."""
     for quantity in validation.quantities:
         rows = validation.of(quantity)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
-
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.estimate.collective import CollectiveTime
+from meshwise.estimate.collective import CollectiveTimes
 from meshwise.report.chart import COLORS, Bound, Chart, ChartAxis, Mark, Picture, Series
 from meshwise.report.table import Table, percent
 
 
-def collective_json(
-    times: Sequence[CollectiveTime], measured_s: Mapping[float, float]
-) -> list[dict[str, Any]]:
-    """A row a size; `measured_s` is None where nothing was measured."""
-    return [asdict(one) | {"measured_s": measured_s.get(one.payload_bytes)} for one in times]
-
-
-def print_collective(
-    times: Sequence[CollectiveTime], measured_s: Mapping[float, float], console: Console
-) -> None:
+def print_collective(found: CollectiveTimes, console: Console) -> None:
     """Print a row a size, and the measured times where there are any."""
+    times, measured_s = found
     columns = ["size", "time", "algorithm", "bus bandwidth", "of ceiling"]
     rows = []
     for one in times:
@@ -52,8 +40,9 @@ def print_collective(
     )
 
 
-def collective_picture(times: Sequence[CollectiveTime], measured_s: Mapping[float, float]) -> Picture:
+def collective_picture(found: CollectiveTimes) -> Picture:
     """Bus bandwidth by size, under its ceiling, with what was measured as dots."""
+    times, measured_s = found
     sizes, rates = [one.payload_bytes for one in times], [one.bus_bytes_per_s for one in times]
     dots = {one.payload_bytes: one.time_s * one.bus_bytes_per_s / measured_s[one.payload_bytes]
             for one in times if one.payload_bytes in measured_s}  # fmt: skip

@@ -1,14 +1,36 @@
-"""The seconds of a comparison: what a cluster would take for each op, beside what the run took."""
+"""A comparison of instruments: where they differ, and the seconds of a cluster beside those of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwise.core.compare import Row
+from rich.console import Console
+
+from meshwise.core.compare import TIME, Comparison, Row
 from meshwise.core.units import duration
 from meshwise.report.table import Table
 
-_MOST_ROWS = 20
+_MOST_ROWS, _MOST_DIFFERENCES = 20, 50
+
+
+def print_comparison(result: Comparison, out: Console) -> None:
+    """Print whether all numbers agree, or those that do not; the seconds of a cluster where it has them."""
+    differing = result.differences()
+    if times := [row for row in result.rows if row.column == TIME]:
+        out.print(times_table(times))
+    num_counts = len(result.rows) - len(times)
+    instruments = list(result.rows[0].values) if result.rows else []
+    if not differing:
+        out.print(f"all {num_counts} numbers agree: {', '.join(instruments)}")
+        return
+    place = ("module", "op", "phase", "shape", "column")
+    rows = [
+        [getattr(row, name) for name in place]
+        + ["-" if value is None else f"{value:,.10g}" for value in map(row.values.get, instruments)]
+        for row in differing[:_MOST_DIFFERENCES]
+    ]
+    out.print(Table("Where they differ", (*place, *instruments), rows, left=place))
+    out.print(f"{len(differing)} of {num_counts} numbers differ")
 
 
 def times_table(times: Sequence[Row]) -> Table:

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Grid
 
 from meshwise.core.ledger import PHASES, Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
-from meshwise.report.table import Table
+from meshwise.report.table import Facts, Table
 
 
 def print_estimate(
-    estimate: Estimate, console: Console, *, run: Mapping[str, float], per_layer: bool = False
+    estimate: Estimate, console: Console, *, run: Mapping[str, float] | None = None, per_layer: bool = False
 ) -> None:
     """Print the totals (of a whole `run` too), the parts, the stages, and perhaps the ops of a layer."""
-    _print_head(estimate, run, console)
+    _print_head(estimate, run or {}, console)
     console.print(_share_table("time of a step", estimate.time_s, estimate.step_s, duration))
     memory = dict(estimate.memory_bytes)
     total = memory.pop("total")
@@ -55,14 +54,12 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
 
 
 def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) -> None:
-    work, grid = estimate.workload, Grid.grid(padding=(0, 2))
+    work = estimate.workload
     console.print(
         f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
         f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}"
     )
-    for line in (*figures(estimate), *_run_lines(run)):
-        grid.add_row(*line)
-    console.print(grid)
+    console.print(Facts([*figures(estimate), *_run_lines(run)]))
 
 
 def experts_text(experts: Mapping[str, float | None]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.console import Console
+
 from meshwise.core.units import duration
 from meshwise.report.table import Table
 from meshwise.report.trace_table import Printed, difference_text, sentence
@@ -11,6 +13,14 @@ from meshwise.trace.explain import Explanation, OpDifference
 
 _BAR = 20
 """Characters of the longest bar."""
+
+
+def print_explanation(
+    found: Explanation, console: Console, *, limit: int = 15, everything: bool = False
+) -> None:
+    """Print what `explanation_parts` says."""
+    for part in explanation_parts(found, limit=limit, everything=everything):
+        console.print(part)
 
 
 def explanation_parts(found: Explanation, *, limit: int = 15, everything: bool = False) -> Iterator[Printed]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.published.frontier import RESOURCES, Frontier, Limits, Point, run_document
+from meshwise.published.frontier import RESOURCES, Frontier, Limits, Point
 from meshwise.report.chart import (
     COLORS,
     MORE_COLOR,
@@ -42,7 +42,7 @@ def frontier_page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
         f"{flop(ideal.limit_80pct_flop)} and end at {flop(ideal.wall_flop)}; with failures at "
         f"{flop(frontier.with_failures.wall_flop)}"
     )
-    document = run_document(frontier)
+    document = frontier.to_json()
     assumed = [
         (name, f"{value['name']} ({value['source']})" if isinstance(value, dict) else _plain(value))
         for name, value in {**document["assumptions"], **document["failures"]}.items()

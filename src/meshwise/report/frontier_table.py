@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
+from meshwise.published.frontier import Frontier
 from meshwise.report.table import Table
 
 EVERY = 5
@@ -61,6 +62,11 @@ def curve_table(document: Mapping[str, Any]) -> Table:
     title = f"{document['device']['name']}: the best run at each training compute"
     columns = ("FLOP", "MFU", "with failures", "devices", "plan", "binds", "lost to")
     return Table(title, columns, rows, left=("FLOP", "plan", "binds", "lost to"))
+
+
+def print_frontier(found: Frontier, console: Console) -> None:
+    """Print a frontier at the prices and the power that hold where none is stated."""
+    print_run(found.to_json(), console)
 
 
 def print_run(document: dict[str, Any], console: Console) -> None:

@@ -82,18 +82,6 @@ def html_page(page: Page) -> str:
     )
 
 
-def notebook_html(page: Page) -> str:
-    """`page` for the output of a notebook's cell, in a frame of its own; without plotly, its tables alone."""
-    try:
-        inner = html_page(page)
-    except MissingExtraError:
-        return f"<h3>{escape(page.title)}</h3>{html_body(page, links=False)}"
-    return (
-        f'<iframe title="{escape(page.title)}" srcdoc="{escape(inner)}" '
-        'style="width:100%;height:640px;border:0" sandbox="allow-scripts allow-downloads"></iframe>'
-    )
-
-
 def html_body(page: Page, *, links: bool = True) -> str:
     """The answer and the sections of `page`; `links`: whether links into the page itself lead anywhere."""
     state = "" if page.ok else ' class="no"'

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwise.report.chart import Picture
 from meshwise.report.chart_picture import draw_picture
-from meshwise.report.html import Page, notebook_html, write_page
+from meshwise.report.html import Page, write_page
 
 _PAGES = {
     "Estimate": "estimate",
@@ -48,8 +48,3 @@ def draw(result: Any, path: str | Path) -> None:
     Raises DataError for another ending and where it cannot be written, MissingExtraError without matplotlib.
     """
     draw_picture(result if isinstance(result, Picture) else _built(result, "picture"), Path(path))
-
-
-def notebook(result: Any) -> str:
-    """The page of `result` for the output of a cell."""
-    return notebook_html(page_of(result))

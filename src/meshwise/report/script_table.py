@@ -11,6 +11,7 @@ from meshwise.report.table import Table
 
 if TYPE_CHECKING:
     from meshwise.core.compare import Comparison
+    from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.script.start import ScriptOutcome
 
 _ROWS = 12
@@ -26,6 +27,17 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     columns = ("module", "op", "phase", "column", "estimate", "script", "differs")
     out.print(Table("A step of one rank", columns, rows, left=columns[:4]))
     out.print(f"{len(comparison.differences())} of {len(rows)} numbers differ")
+
+
+def print_outcome(outcome: Outcome, out: Console, *, says_result: bool = False) -> None:
+    """What a rank of one of our programs returned (unless the program `says_result`), and its peak."""
+    if outcome.result is not None and not says_result:
+        out.print(f"result: {outcome.result}", markup=False, soft_wrap=True)
+    peak = with_prefix(outcome.peak_bytes, "B") if outcome.peak_bytes else "not recorded"
+    steps = "" if not outcome.num_steps else f" of {outcome.num_steps} step{'s' * (outcome.num_steps > 1)}"
+    out.print(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{steps} {peak}")
+    if outcome.capture is not None:
+        out.print(f"overhead of the capture: {outcome.capture}")
 
 
 def print_script(outcome: ScriptOutcome, out: Console) -> None:

@@ -125,8 +125,9 @@ def _print_weighed(weighed: Weighed, console: Console) -> None:
     console.print(f"least to lose: {safest}, microbatch {weighed.safest.microbatch} (at worst {worst})")
 
 
-def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
+def print_study(study: Study, console: Console, budget: TokenBudget | None = None) -> None:
     """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
+    budget = budget or TokenBudget()
     fronts = {measure: set(study.front(measure, budget.watts)) for measure in MEASURES}
     keys = list(study.points[0].changes) if study.points else []
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]

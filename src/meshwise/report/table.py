@@ -69,6 +69,19 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """Names, and beside each what holds for it; long ones go on below themselves."""
+
+    rows: Sequence[tuple[str, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        first = max((len(name) for name, _ in self.rows), default=0)
+        for name, text in self.rows:
+            lines = _wrapped(text, options.max_width - first - 2).split("\n")
+            yield "\n".join(f"{name if not i else '':{first}}  {line}" for i, line in enumerate(lines))
+
+
+@dataclass(frozen=True, slots=True)
 class _Column:
     """A heading and its cells as text."""
 

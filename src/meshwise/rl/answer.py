@@ -18,7 +18,7 @@ from meshwise.rl.rollouts import Rollouts
 from meshwise.rl.step import RlStep, rl_step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RlAnswer(Shown):
     """`step` is what was asked for, or the best of `split`; `usd_per_gpu_hour`, `num_steps` are of a run."""
 
@@ -50,6 +50,11 @@ class RlAnswer(Shown):
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise rl --json` prints."""
         return self.step.to_json() | self.cost | (self.split.to_json() if self.split else {})
+
+    def records(self) -> list[dict[str, Any]]:
+        """The candidates, or the one step that was asked for."""
+        found: list[dict[str, Any]] = (self.split or self.step).to_json().get("best", [self.step.to_json()])
+        return found
 
 
 def open_job(

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_text
+from meshwise.core.notebook import Shown
 from meshwise.rl.step import PHASES, RlStep
 
 WARM_UP_STEPS = 3
@@ -94,8 +95,8 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@dataclass(frozen=True, slots=True)
-class RlExplanation:
+@dataclass(frozen=True, slots=True, repr=False)
+class RlExplanation(Shown):
     """A log beside the predicted `step`, if there is one."""
 
     log: StepLog

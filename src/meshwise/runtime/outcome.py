@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwise.core.ledger import Ledger
+from meshwise.core.notebook import Shown
 from meshwise.program.tape import Step, Tape
 from meshwise.runtime.capture_cost import CaptureCost
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Outcome(Shown):
     """One rank of a program, dry-run or run; `result` is what the program itself returned."""
 
     program: str
@@ -26,6 +27,7 @@ class Outcome:
     """What its profile cost, of a run with `--profile`."""
     num_steps: int | None = None
     """How many steps the program took, of a program that trains: its peak is that of all of them."""
+    rows_in: ClassVar[str] = "ledger"
 
     @classmethod
     def from_tape(

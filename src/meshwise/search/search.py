@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class Change:
         return {"key": self.key or None, "num_chips": self.num_chips} | self.found.to_json()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result(Shown):
     """What a search looked at and found.
 
@@ -104,6 +104,7 @@ class Result(Shown):
     simplest: tuple[Estimate, Basis] | None = None
     robust: bool = False
     not_tried: Mapping[str, int] = field(default_factory=dict)
+    rows_in: ClassVar[str] = "best"
 
     @property
     def slower_frac(self) -> float | None:

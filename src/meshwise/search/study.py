@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.notebook import Shown
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.machine.hardware import Cluster
@@ -67,12 +68,13 @@ class StudyPoint:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Study:
+@dataclass(frozen=True, slots=True, repr=False)
+class Study(Shown):
     """The points of a study in the order of its values; `complete` is false where it was stopped."""
 
     points: tuple[StudyPoint, ...]
     complete: bool = True
+    rows_in: ClassVar[str] = "points"
 
     def front(self, measure: str, watts: float | None = None) -> list[int]:
         """The points that none beats in both time per token and `measure`, fastest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
@@ -20,7 +20,7 @@ from meshwise.serve.serving import Serving
 from meshwise.serve.size import Sizing
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ServingAnswer(Shown):
     """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load.
 
@@ -33,6 +33,7 @@ class ServingAnswer(Shown):
     load: LoadResult | None = None
     sizing: Sizing | None = None
     usd_per_gpu_hour: Mapping[str, float] | None = None
+    rows_in: ClassVar[str] = "passes"
 
     @property
     def is_no(self) -> bool:

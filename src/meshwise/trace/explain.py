@@ -102,7 +102,7 @@ class OpDifference:
         return (self.measured_s or 0.0) - (self.predicted_s or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Shown):
     """The rows, largest difference first, and what they say in words."""
 

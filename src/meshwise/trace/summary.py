@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ from meshwise.trace.steps import Marks, RankStep, marks, step_table, with_steps
 from meshwise.trace.transfers import transfers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Summary(Shown):
     """Ranks, kernels, clocks and collectives of one job, and what was wrong with its files."""
 
@@ -41,6 +41,7 @@ class Summary(Shown):
     problems: list[FileProblem]
     steps: list[RankStep]
     """The marked steps of all ranks, by number."""
+    rows_in: ClassVar[str] = "ranks"
 
     def check_readable(self) -> None:
         """DataError if none of the files is a readable trace."""

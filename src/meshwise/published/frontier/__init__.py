@@ -7,7 +7,7 @@
 
 from meshwise.published.frontier.assumptions import OPTIONS
 from meshwise.published.frontier.device import Device, find_device
-from meshwise.published.frontier.document import layer_document, run_document
+from meshwise.published.frontier.document import layer_document
 from meshwise.published.frontier.layer import LinearLayer
 from meshwise.published.frontier.run import (
     RESOURCES,
@@ -32,7 +32,6 @@ __all__ = [
     "find_device",
     "frontier",
     "layer_document",
-    "run_document",
     "sensitivity",
     "settings_of",
 ]

@@ -12,7 +12,8 @@ joins domains. A flat network is one infinite domain, with both levels at the sa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,16 @@ class Device:
     def flat(self) -> Device:
         """The same device with every rank of the cluster in one domain."""
         return replace(self, domain_ranks=math.inf, outer_bytes_per_s=self.inner_bytes_per_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields; what is infinite is None."""
+        values = asdict(self)
+        return {name: finite_or_none(x) if isinstance(x, float) else x for name, x in values.items()}
+
+
+def finite_or_none(value: float) -> float | None:
+    """`value`, or None where it is infinite or no number."""
+    return value if math.isfinite(value) else None
 
 
 def device_from_chip(

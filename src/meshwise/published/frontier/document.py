@@ -7,9 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
-from meshwise.published.frontier.assumptions import LATENCIES, NUMBERS, OPTIONS
-from meshwise.published.frontier.device import Device
-from meshwise.published.frontier.laws import KINDS
+from meshwise.published.frontier.device import Device, finite_or_none
 from meshwise.published.frontier.layer import (
     LinearLayer,
     end_of_batch_s,
@@ -17,7 +15,6 @@ from meshwise.published.frontier.layer import (
     layer_what_ifs,
     share_domain,
 )
-from meshwise.published.frontier.run import Frontier, Limits, Point, power_and_cost
 
 
 def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str, Any]:
@@ -29,7 +26,7 @@ def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str
     flat = device.flat()
     times = layer_times(flat, layer, batch)
     document: dict[str, Any] = {
-        "device": _device(device),
+        "device": device.to_json(),
         "fwd_bwd_s": float(times.fwd_bwd_s),
         "flop_s": float(times.flop_s),
         "memory_s": float(times.memory_s),
@@ -37,7 +34,7 @@ def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str
         "binds": str(times.binds),
         "end_of_batch_s": float(end_of_batch_s(flat, layer)),
         "what_ifs": {
-            name: _finite(float(value)) for name, value in layer_what_ifs(flat, layer, batch).items()
+            name: finite_or_none(float(value)) for name, value in layer_what_ifs(flat, layer, batch).items()
         },
     }
     if not math.isinf(device.domain_ranks):
@@ -52,51 +49,3 @@ def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str
             "binds": str(two.binds),
         }
     return document
-
-
-def run_document(
-    found: Frontier, *, watts: float | None = None, price_per_device_hour: float | None = None
-) -> dict[str, Any]:
-    """A frontier without failures, and under `with_failures` the same with them."""
-    watts = found.device.power_watts or None if watts is None else watts
-    price = 0.0 if price_per_device_hour is None else price_per_device_hour
-    failures, laws = found.failures, {kind: getattr(found.run, kind) for kind in KINDS}
-    return {
-        "device": _device(found.device),
-        "assumptions": {
-            **{kind: {"name": law.name, "source": law.source} for kind, law in laws.items()},
-            **{name: getattr(found.run, name) for name in (*OPTIONS, *NUMBERS, *LATENCIES)},
-        },
-        "failures": {
-            "device_hours_between_interruptions": failures.device_s_between_interruptions / 3600,
-            "storage_bytes_per_s": failures.storage_bytes_per_s,
-            "restart_s": failures.restart_s,
-            "source": failures.source,
-        },
-        "power_and_cost": {"watts_per_device": watts, "price_per_device_hour": price},
-        **_limits(found.ideal, watts, price),
-        "with_failures": _limits(found.with_failures, watts, price),
-    }
-
-
-def _limits(found: Limits, watts: float | None, price: float) -> dict[str, Any]:
-    def shown(point: Point | None) -> dict[str, Any] | None:
-        return None if point is None else asdict(point) | power_and_cost(point, watts, price)
-
-    return {
-        "plateau": found.plateau,
-        "limit_80pct_flop": found.limit_80pct_flop,
-        "wall_flop": found.wall_flop,
-        "limit": shown(found.limit),
-        "wall": shown(found.wall),
-        "curve": [shown(point) for point in found.curve],
-    }
-
-
-def _device(device: Device) -> dict[str, Any]:
-    values = asdict(device)
-    return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -278,8 +278,23 @@ class Limits:
     def wall_flop(self) -> float | None:
         return self.wall.training_flop if self.wall else None
 
+    def to_json(self, watts: float | None, price: float) -> dict[str, Any]:
+        """The curve, and where it ends; `watts` and `price` (an hour) are of one device."""
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+        def shown(point: Point | None) -> dict[str, Any] | None:
+            return None if point is None else asdict(point) | power_and_cost(point, watts, price)
+
+        return {
+            "plateau": self.plateau,
+            "limit_80pct_flop": self.limit_80pct_flop,
+            "wall_flop": self.wall_flop,
+            "limit": shown(self.limit),
+            "wall": shown(self.wall),
+            "curve": [shown(point) for point in self.curve],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Frontier(Shown):
     """The limits of `device` under `run`, without failures and with them."""
 
@@ -288,6 +303,31 @@ class Frontier(Shown):
     failures: Failures
     ideal: Limits
     with_failures: Limits
+    rows_in: ClassVar[str] = "curve"
+
+    def to_json(
+        self, *, watts: float | None = None, price_per_device_hour: float | None = None
+    ) -> dict[str, Any]:
+        """The limits without failures, and under `with_failures` the same with them."""
+        watts = self.device.power_watts or None if watts is None else watts
+        price = 0.0 if price_per_device_hour is None else price_per_device_hour
+        failures, laws = self.failures, {kind: getattr(self.run, kind) for kind in KINDS}
+        return {
+            "device": self.device.to_json(),
+            "assumptions": {
+                **{kind: {"name": law.name, "source": law.source} for kind, law in laws.items()},
+                **{name: getattr(self.run, name) for name in (*OPTIONS, *NUMBERS, *LATENCIES)},
+            },
+            "failures": {
+                "device_hours_between_interruptions": failures.device_s_between_interruptions / 3600,
+                "storage_bytes_per_s": failures.storage_bytes_per_s,
+                "restart_s": failures.restart_s,
+                "source": failures.source,
+            },
+            "power_and_cost": {"watts_per_device": watts, "price_per_device_hour": price},
+            **self.ideal.to_json(watts, price),
+            "with_failures": self.with_failures.to_json(watts, price),
+        }
 
 
 def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tuple[Assumptions, Failures]:

@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.core.ledger import Ledger
+from meshwise.core.notebook import Shown
 from meshwise.machine.hardware import find_chip
 from meshwise.runtime.profile import HOOK, run_command
 
@@ -30,8 +31,8 @@ class ScriptError(MeshwiseError):
     exit_code = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScriptOutcome:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ScriptOutcome(Shown):
     """One rank of a user's program. `ledger` is the whole program, `step_ledger` its last whole step."""
 
     program: str
@@ -47,6 +48,7 @@ class ScriptOutcome:
     ledger: Ledger
     step_ledger: Ledger
     guesses: list[dict[str, Any]]
+    rows_in: ClassVar[str] = "step_ledger"
 
     def collectives(self) -> list[dict[str, Any]]:
         """Collectives of the last step by mesh axis, group size and kind: how many, and their payload."""
