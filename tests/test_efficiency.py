@@ -88,6 +88,16 @@ def test_one_tile_too_many_costs_a_wave():
     assert gemm_s(rows * 133, columns, 65536.0, **chip, efficiency=constants) == pytest.approx(2 * wave_s)
 
 
+@pytest.mark.parametrize("columns", [7168.0, 28672.0])
+def test_one_row_more_does_not_cost_a_row_of_tiles(columns):
+    """Measurements have 128 and 256 rows: 129 lies on a line between the two, not at the second."""
+    rows = np.array([64.0, 65.0, 128.0, 129.0, 256.0, 257.0])
+    seconds = gemm_s(
+        rows, columns, 8192.0, **CHIP, num_cores=CORES, elem_bytes=2.0, efficiency=REAL.gemm("bf16")
+    )
+    assert (seconds[1::2] < 1.01 * seconds[::2]).all()
+
+
 def test_idle_cores_split_a_long_sum():
     """One tile with a long k: with the sum split it beats one core by far."""
     alone = eff.GemmEfficiency(tiled=True, split_s=1.0)

@@ -316,6 +316,10 @@ def test_a_busier_rank_is_slower(imbalance: float) -> None:
     times = [est.price_pass(of, of.prefill(4.0)).time_s for of in (even, uneven)]
     assert times[1]["experts"] >= times[0]["experts"] * (1 - 1e-9)
     assert times[1]["comm_ep"] >= times[0]["comm_ep"] * (1 - 1e-9)
+    together = (
+        server("qwen3-30b-a3b", "h200-sxm:8", dtype="fp8", imbalance=load) for load in (1.0, imbalance)
+    )
+    assert len({float(est.token_pass(of, 64.0).total_s) for of in together}) == 1  # ep=1: no rank is busier
 
 
 def test_two_batches_hide_the_exchange() -> None:

@@ -18,6 +18,8 @@ are `batch` times as many tiles. Constants: `efficiency.GemmEfficiency`, fitted 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from meshwise.core.units import Num
@@ -28,6 +30,9 @@ TILES = ((256.0, 128.0), (128.0, 128.0), (64.0, 64.0))
 
 GROUPED_TILES = (*TILES, (16.0, 128.0))
 """Those of grouped matmuls: an expert may have few rows."""
+
+MOST_ROWS_BETWEEN = 128.0
+"""Rows between two sizes of a matmul whose times are those of whole tiles; with fewer, of smaller tiles."""
 
 MIN_SPLIT_K = 512.0
 MAX_SPLIT = 16.0
@@ -71,7 +76,7 @@ def gemm_s(
         return efficiency.launch_s + np.maximum(ideal_s / efficiency.peak_frac, memory_s)
     decades = np.log10(np.maximum(ideal_s, THROTTLE_FROM_S) / THROTTLE_FROM_S)
     slowdown = 1.0 + efficiency.throttle_frac * np.minimum(decades, THROTTLE_DECADES)
-    compute_s = _tiled_s(
+    compute_s = _between_tiles_s(
         *np.broadcast_arrays(m, n, k, batch),
         core_flop_per_s=flop_per_s * efficiency.peak_frac / (slowdown * num_cores),
         cache_bytes_per_s=memory_bytes_per_s * efficiency.cache_speedup,
@@ -84,6 +89,26 @@ def gemm_s(
     larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
     smaller = np.minimum(compute_s, memory_s)
     return efficiency.launch_s + larger * (1.0 + (smaller / larger) ** OVERLAP_POWER) ** (1.0 / OVERLAP_POWER)
+
+
+def _between_tiles_s(
+    m: Num, n: Num, k: Num, batch: Num, *, tile_shapes: tuple[tuple[float, float], ...], **chip: Any
+) -> Num:
+    """Compute time, on a line between whole tiles of rows.
+
+    Libraries choose among more shapes of tiles than were fitted (measurements have powers of two of rows), so
+    that one row more than fills the tiles does not cost a row of tiles. Members of a group keep whole tiles.
+    """
+    rows = sorted({height for height, _ in tile_shapes if height <= MOST_ROWS_BETWEEN})
+    step = np.select([m >= height for height in reversed(rows)], rows[::-1], rows[0])
+    low = np.maximum(np.floor(m / step) * step, np.minimum(m, rows[0]))
+    low = np.where(batch == 1.0, low, m)
+    shares = (m - low) / step
+    low_s = _tiled_s(low, n, k, batch, tile_shapes=tile_shapes, **chip)
+    if not shares.any():
+        return low_s
+    high_s = _tiled_s(low + step, n, k, batch, tile_shapes=tile_shapes, **chip)
+    return low_s + shares * (high_s - low_s)
 
 
 def _tiled_s(

@@ -186,7 +186,7 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
     """The mesh of `plan` with the numbers `sizes` (one for each of `NUMBERS`), unchecked.
 
     What a plan leaves out follows: dp is what the world leaves, etp is tp (1 where an engine spreads
-    experts), ZeRO shards over all replicas.
+    experts), ZeRO shards over all replicas. With ep=1 every rank has all experts, and none is busier.
     """
     tp, cp, pp, vpp, schedule = (sizes[key] for key in ("tp", "cp", "pp", "vpp", "schedule"))
     ulysses: Num = {"ulysses": cp, "two_level": sizes["ulysses"]}.get(plan.cp_kind, 1.0)
@@ -217,6 +217,7 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
         dp=dp,
         etp=etp,
         zero_group=group,
+        imbalance=1.0 + (sizes["ep"] > 1) * (sizes["imbalance"] - 1.0),
         grid=grid,
         ends=(0.0, 0.0),
         kind=workload.kind,
@@ -224,7 +225,7 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
         **{
             key: sizes[key]
             for key in NUMBERS
-            if key not in ("tp", "cp", "ulysses", "vpp", "schedule", "dp", "etp", "zero_group")
+            if key not in ("tp", "cp", "ulysses", "vpp", "schedule", "dp", "etp", "zero_group", "imbalance")
         },
     )
 
@@ -411,7 +412,7 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
         stated: dict[str, Any] = {
             "ep": ep > 1,
             "etp": sizes["etp"] > 0,
-            "imbalance": mesh.imbalance > 1,
+            "imbalance": sizes["imbalance"] > 1,
             **{key: getattr(mesh.plan, key) != DEFAULTS[key] for key in ("dispatch", "dispatch_dtype")},
             "overlap_ep": mesh.plan.overlap_ep,
             "expert_dtype": mesh.plan.expert_dtype is not None,
