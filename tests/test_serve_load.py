@@ -20,10 +20,11 @@ from meshwise.serve import measured
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES, Engine, parse_engine
 from meshwise.serve.fitted import fitted
+from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import Fleet, cache_tokens, traffic, under_load
 from meshwise.serve.pass_times import Curve, PassTimes, tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop, read_requests
-from meshwise.serve.simulate import Pools, Served, ServingWorker, simulate
+from meshwise.serve.simulate import Pools, Served, simulate
 
 NO_LIMIT = 10**9
 BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
@@ -450,7 +451,9 @@ def test_prompts_that_begin_alike_are_computed_once() -> None:
     served = alone(requests, engine, times, NO_LIMIT)
     assert served.num_found == 800 * (n - 1)
     assert served.ttft_s[1:] == pytest.approx(200 * 1e-4)
-    assert alone(requests, engine, times, 1500).num_found == 0  # no room beside the running sequence
+    assert alone(requests, engine, times, 1100).num_found == 800 * (n - 1)  # a block takes room once
+    turns = replace(requests, blocks=((7,), (8,)) * (n // 2))
+    assert alone(turns, engine, times, 1500).num_found == 0  # no room for the other one's block
 
 
 def test_prompts_wait_until_they_fill_a_pass_or_have_waited_long_enough() -> None:

@@ -28,8 +28,9 @@ from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import Spread
 from meshwise.serve import inferencex, measured
 from meshwise.serve.fitted import Constants, fitted
+from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import LoadResult, pools_of
-from meshwise.serve.simulate import Pools, ServingWorker, simulate
+from meshwise.serve.simulate import Pools, simulate
 
 NUDGE = 0.15
 """By which the log of a constant is moved to see its slope."""

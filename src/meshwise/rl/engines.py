@@ -18,11 +18,11 @@ import numpy as np
 from meshwise.core.errors import WorkloadError
 from meshwise.rl.rollouts import Rollouts
 from meshwise.serve.engine import Engine
+from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
 from meshwise.serve.load import cache_tokens
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
-from meshwise.serve.simulate import EngineSequence, Instance, ServingWorker
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,10 +12,11 @@ import numpy as np
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import interval_of
+from meshwise.serve.instance import ServingWorker
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop
 from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
-from meshwise.serve.simulate import Pools, Seconds, Served, ServingWorker, simulate
+from meshwise.serve.simulate import Pools, Seconds, Served, simulate
 
 OPEN_LOOP_REQUESTS = 1000
 """Requests that arrive at a rate, unless the caller says; a closed loop has ten of each client."""

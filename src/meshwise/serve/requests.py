@@ -8,7 +8,7 @@ each send their next request when the last has ended, all the first at once, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -40,8 +40,11 @@ MOONCAKE_BLOCK_TOKENS = 512
 class Requests:
     """`prompt` and `output` tokens of each request, in order; `arrival_s` or `concurrency`.
 
-    `blocks`: names of the blocks of `block_tokens` tokens that each prompt begins with; prompts that begin
-    with the same blocks share their cache. `kept`: blocks that caches hold at the start.
+    `blocks`: names of the blocks that each request consists of, the first of its prompt first; those that
+    begin with the same blocks share their cache. `block_tokens`: tokens of each, or by name. `kept`: blocks
+    that caches hold at the start. `after`: the request of the same session that must end before (-1: none),
+    `think_s` how long before. In sessions `concurrency` counts sessions, and only arrivals of their first
+    requests mean something.
     """
 
     prompt: tuple[int, ...]
@@ -49,13 +52,32 @@ class Requests:
     arrival_s: tuple[float, ...] = ()
     concurrency: int = 0
     blocks: tuple[tuple[int, ...], ...] = ()
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    block_tokens: int | Mapping[int, int] = MOONCAKE_BLOCK_TOKENS
     kept: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    think_s: tuple[float, ...] = ()
 
     @property
     def longest(self) -> int:
         """Most tokens, prompt and output, of one request."""
         return max(map(sum, zip(self.prompt, self.output, strict=True)))
+
+    @property
+    def followers(self) -> dict[int, list[int]]:
+        """The requests that follow each that any follows."""
+        found: dict[int, list[int]] = {}
+        for index, before in enumerate(self.after):
+            if before >= 0:
+                found.setdefault(before, []).append(index)
+        return found
+
+    @property
+    def sessions(self) -> list[int]:
+        """The first request of the session of each; empty without sessions."""
+        found: list[int] = []
+        for index, before in enumerate(self.after):
+            found.append(index if before < 0 else found[before])
+        return found
 
     @property
     def mean_tokens(self) -> tuple[int, int]:
@@ -104,6 +126,45 @@ def at_rate(rate: float, lengths: Lengths, *, num: int, burstiness: float = 1.0)
 def in_closed_loop(concurrency: int, lengths: Lengths, *, num: int) -> Requests:
     """`num` requests of `concurrency` clients."""
     return Requests(*lengths.draw(num, np.random.default_rng(SEED)), concurrency=concurrency)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Sessions of `turns` requests: each later one adds `prompt` tokens to all that was said before.
+
+    It comes after a pause of `think_s` on average (exponential).
+    """
+
+    turns: int = 1
+    prompt: int = 256
+    think_s: float = 0.0
+
+
+def in_sessions(first: Requests, turns: Turns, shared_prefix: int = 0) -> Requests:
+    """Sessions that begin with the requests of `first`, all prompts with `shared_prefix` equal tokens."""
+    rng = np.random.default_rng(SEED)
+    num, k = len(first.prompt), turns.turns
+    rest = 1 + np.arange(num)[:, None] * 2 * k  # block 0 is what all share
+    names = np.concatenate([np.zeros((num, 1), dtype=int), rest + np.arange(2 * k)], axis=1)
+    added = np.full((num, k), turns.prompt)
+    added[:, 0] = np.array(first.prompt) - shared_prefix
+    output = np.array(first.output)
+    outputs = output[(np.arange(num)[:, None] + np.arange(k) * 7919) % num]  # drawn alike, told apart
+    sizes = np.stack([added, outputs], axis=2).reshape(num, 2 * k)
+    prompts = shared_prefix + np.cumsum(sizes, axis=1)[:, ::2]
+    block_tokens = dict(zip(names[:, 1:].ravel().tolist(), sizes.ravel().tolist(), strict=True))
+    index = np.arange(num * k).reshape(num, k)
+    start = 0 if shared_prefix else 1
+    return Requests(
+        prompt=tuple(prompts.ravel().tolist()),
+        output=tuple(outputs.ravel().tolist()),
+        arrival_s=tuple(np.repeat(first.arrival_s, k).tolist()),
+        concurrency=first.concurrency,
+        blocks=tuple(tuple(row[start : 3 + 2 * turn]) for row in names.tolist() for turn in range(k)),
+        block_tokens={0: shared_prefix} | block_tokens,
+        after=tuple(np.where(np.arange(k) > 0, index - 1, -1).ravel().tolist()),
+        think_s=tuple((rng.exponential(turns.think_s, num * k)).tolist()),
+    )
 
 
 # --- traces --------------------------------------------------------------------------------------

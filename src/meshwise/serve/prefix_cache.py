@@ -1,0 +1,185 @@
+"""The prefix cache of an engine: blocks that the beginnings of several requests share.
+
+A request is a chain of blocks, its prompt's first. Blocks of running requests are *pinned*, once for all that
+use them. When the last of these ends, a block stays *idle* as long as nothing else needs its room: the least
+recently used goes first, the end of a chain before its beginning. Where the engine offloads its cache, what
+goes moves to the host's memory, and from there to a disk; it comes back over their links, one request after
+the other. Writing is hidden behind compute, in the other direction of the link.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.core.errors import WorkloadError
+from meshwise.core.units import quantity
+
+Blocks = tuple[int, ...]
+"""Names of the blocks of a request, from its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place below the chip's memory: the `tokens` it has room for, `token_s` to bring one of them back."""
+
+    name: str
+    tokens: float
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Memory below that of a chip: bytes for each chip, and bytes/s in which each reads them back.
+
+    `host_bytes_per_s` None: the rate of the chip's link to its host.
+    """
+
+    host_bytes: float = 0.0
+    host_bytes_per_s: float | None = None
+    disk_bytes: float = 0.0
+    disk_bytes_per_s: float = 0.0
+
+    def tiers(self, token_bytes: float, link_bytes_per_s: float, groups: int) -> tuple[Tier, ...]:
+        """Its tiers for an instance of `groups` dp ranks; a token takes `token_bytes` of each chip."""
+        host_bytes_per_s = self.host_bytes_per_s or link_bytes_per_s
+        if self.host_bytes and not host_bytes_per_s:
+            raise WorkloadError("offload: the chip's link to its host is not in the catalog; state host_rate")
+        found = (
+            ("host", self.host_bytes, host_bytes_per_s),
+            ("disk", self.disk_bytes, self.disk_bytes_per_s),
+        )
+        return tuple(
+            Tier(name, groups * room_bytes / token_bytes, token_bytes / bytes_per_s)
+            for name, room_bytes, bytes_per_s in found
+            if room_bytes
+        )
+
+
+def parse_offload(text: str) -> Offload:
+    """`host=64GiB` or `host=64GiB,disk=1TB,disk_rate=3GB`: for each chip; rates in bytes a second."""
+    names = {"host": "host_bytes", "host_rate": "host_bytes_per_s", "disk": "disk_bytes",
+             "disk_rate": "disk_bytes_per_s"}  # fmt: skip
+    found: dict[str, float] = {}
+    for word in text.split(","):
+        key, _, value = word.partition("=")
+        if key not in names:
+            raise WorkloadError(f"offload: {key!r} is no setting; choose among {', '.join(names)}")
+        found[names[key]] = quantity(value, f"offload {key}")
+    if ("disk_bytes" in found) != ("disk_bytes_per_s" in found):
+        raise WorkloadError(
+            "offload: give disk and disk_rate together, as in host=64GiB,disk=1TB,disk_rate=3GB"
+        )
+    if "host_bytes_per_s" in found and "host_bytes" not in found:
+        raise WorkloadError("offload: host_rate needs host, as in host=64GiB,host_rate=50GB")
+    return Offload(**found)
+
+
+class PrefixCache:
+    """Blocks that an engine holds, by where they are; `kept` are idle on the chip at the start."""
+
+    def __init__(
+        self, block_tokens: Mapping[int, int] | int, tiers: Sequence[Tier], kept: Iterable[int]
+    ) -> None:
+        of_all = block_tokens
+        self.size: Mapping[int, int] = defaultdict(lambda: of_all) if isinstance(of_all, int) else of_all
+        self.tiers = tiers
+        self.pinned: dict[int, int] = {}  # how many use a block
+        self.idle: OrderedDict[int, None] = OrderedDict.fromkeys(kept)  # the last used behind
+        self.idle_tokens = sum(map(self.size.__getitem__, self.idle))
+        self.below = [OrderedDict[int, None]() for _ in tiers]
+        self.tokens_below = [0] * len(tiers)
+
+    def _place(self, block: int) -> int:
+        """0: on the chip; 1, 2: the tiers below it; -1: nowhere."""
+        if block in self.pinned or block in self.idle:
+            return 0
+        return next((i for i, tier in enumerate(self.below, 1) if block in tier), -1)
+
+    def found(self, blocks: Blocks) -> list[int]:
+        """The place of each block from the first, up to one that is nowhere."""
+        places: list[int] = []
+        for block in blocks:
+            place = self._place(block)
+            if place < 0:
+                break
+            places.append(place)
+        return places
+
+    def found_tokens(self, blocks: Blocks) -> int:
+        """Tokens from the first that are in any place."""
+        return sum(self.size[block] for block, _ in zip(blocks, self.found(blocks), strict=False))
+
+    def tokens_in_use(self, blocks: Blocks) -> int:
+        """Tokens from the first that other requests hold already."""
+        num = 0
+        for block in blocks:
+            if block not in self.pinned:
+                break
+            num += self.size[block]
+        return num
+
+    def pin(self, blocks: Blocks) -> int:
+        """Hold blocks on the chip, wherever they are; the tokens for which that takes room."""
+        taken = 0
+        for block in blocks:
+            size = self.size[block]
+            if block in self.pinned:
+                self.pinned[block] += 1
+                continue
+            self.pinned[block] = 1
+            taken += size
+            self._remove(block, size)
+        return taken
+
+    def _remove(self, block: int, size: int) -> None:
+        """Take a block from where it is idle, if it is."""
+        if block in self.idle:
+            del self.idle[block]
+            self.idle_tokens -= size
+            return
+        for i, tier in enumerate(self.below):
+            if block in tier:
+                del tier[block]
+                self.tokens_below[i] -= size
+
+    def unpin(self, blocks: Blocks) -> int:
+        """Let go of blocks, the last first; the tokens of those that nobody holds any more."""
+        idle = 0
+        for block in reversed(blocks):
+            self.pinned[block] -= 1
+            if not self.pinned[block]:
+                del self.pinned[block]
+                self.idle[block] = None
+                idle += self.size[block]
+        self.idle_tokens += idle
+        return idle
+
+    def trim(self, room: float) -> None:
+        """Move the idle blocks that have been used least recently down, until the others have `room`."""
+        while self.idle_tokens > room and self.idle:
+            block, _ = self.idle.popitem(last=False)
+            size = self.size[block]
+            self.idle_tokens -= size
+            self._move_down(block, size)
+
+    def _move_down(self, block: int, size: int) -> None:
+        moved = [(block, size)]
+        for i, tier in enumerate(self.tiers):
+            for one, tokens in moved:
+                self.below[i][one] = None
+                self.tokens_below[i] += tokens
+            moved = []
+            while self.tokens_below[i] > tier.tokens:
+                last, _ = self.below[i].popitem(last=False)
+                self.tokens_below[i] -= self.size[last]
+                moved.append((last, self.size[last]))
+
+    def load_s(self, blocks: Blocks, places: Sequence[int]) -> float:
+        """Seconds to bring those blocks back that are below the chip."""
+        return sum(
+            self.size[block] * self.tiers[place - 1].token_s
+            for block, place in zip(blocks, places, strict=False)
+            if place
+        )

@@ -1,0 +1,220 @@
+"""Fleets: what caches hold, where routers send, when replicas start; against closed forms, and conserved."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwise.serve.autoscale import Autoscaling
+from meshwise.serve.engine import ENGINES
+from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
+from meshwise.serve.pass_times import Curve, PassTimes
+from meshwise.serve.prefix_cache import Tier
+from meshwise.serve.requests import Lengths, Requests, Turns, at_rate, in_closed_loop, in_sessions
+from meshwise.serve.router import POLICIES
+from meshwise.serve.simulate import Pools, Served, simulate
+
+NO_LIMIT = 10**9
+BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
+VLLM = replace(ENGINES["vllm"], **BARE)
+
+
+def passes(fixed_s: float = 0.0, token_s: float = 0.0) -> PassTimes:
+    """A pass takes `fixed_s`, and `token_s` for each token of prompts."""
+    return PassTimes(
+        decode_rest=[fixed_s] * 5000,
+        decode_attention=[Curve([0.0, 0.0], 1.0)] * 5000,
+        prompt_rest=Curve([fixed_s, fixed_s + token_s], 1.0),
+        prompt_attention=Curve([0.0, 0.0], 1.0),
+    )
+
+
+def on(requests: Requests, cache: int = NO_LIMIT, *tiers: Tier, **pools: Any) -> Served:
+    return simulate(requests, Pools(ServingWorker(VLLM, passes(2e-3, 1e-5), cache, tiers), **pools))
+
+
+TURNS = Turns(turns=4, prompt=300, think_s=2.0)
+
+
+@given(
+    router=st.sampled_from(POLICIES), num=st.integers(1, 5), sessions=st.integers(1, 30), data=st.data(),
+    prefill=st.booleans(), cache=st.sampled_from([4_000, 8_000, NO_LIMIT]), shared=st.sampled_from([0, 100]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_request_of_every_session_is_served_once(
+    router: Any, num: int, sessions: int, data: Any, prefill: bool, cache: int, shared: int
+) -> None:
+    closed = data.draw(st.booleans())
+    drawn = Lengths(500, 40, 0.5)
+    load = in_closed_loop(3, drawn, num=sessions) if closed else at_rate(3.0, drawn, num=sessions)
+    requests = in_sessions(load, TURNS, shared)
+    tiers = (Tier("host", 3_000, 1e-6), Tier("disk", 50_000, 1e-5))
+    worker = ServingWorker(VLLM, passes(2e-3, 1e-5), cache, tiers)
+    served = simulate(
+        requests, Pools(worker, num, worker if prefill else None, 2, transfer_s=1e-3, router=router)
+    )
+    assert len(served.output) == 4 * sessions
+    assert served.num_tokens == sum(requests.output)
+    assert served.peak_cache_tokens <= cache
+    assert (served.sent_s <= served.start_s).all()
+    assert (served.start_s < served.first_s).all()
+    assert (served.found < np.array(requests.prompt)).all()
+    assert (served.loaded <= served.found + 1).all()
+    for index, before in enumerate(requests.after):
+        if before >= 0:
+            assert served.sent_s[index] == pytest.approx(served.last_s[before] + requests.think_s[index])
+
+
+@given(cache=st.integers(700, 6000), num=st.integers(1, 40), host=st.booleans(), kinds=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
+    cache: int, num: int, host: bool, kinds: int
+) -> None:
+    rng = np.random.default_rng(num)
+    blocks = tuple(
+        (int(kind), 100 + int(kind), 200 + i) for i, kind in enumerate(rng.integers(0, kinds, num))
+    )
+    requests = Requests((300,) * num, (120,) * num, concurrency=1, blocks=blocks, block_tokens=140)
+    tiers = (Tier("host", 1000.0, 1e-6),) if host else ()
+    ends: list[int] = []
+    worker = ServingWorker(replace(VLLM, max_tokens=200), passes(1e-3), cache, tiers)
+    engine = Instance(worker, requests, lambda sequence, _: ends.append(sequence.index))
+    for index in range(num):
+        engine.put(EngineSequence(index, 0.0, 0.01 * index, 300, 120))
+    while engine.ready_s < math.inf:
+        engine.go_on(math.inf)
+        prefix = engine.prefix
+        assert engine.shared == sum(map(prefix.size.__getitem__, prefix.pinned))
+        assert prefix.idle_tokens == sum(map(prefix.size.__getitem__, prefix.idle))
+        assert engine.held + engine.shared + prefix.idle_tokens <= cache
+        assert not set(prefix.idle) & set(prefix.pinned)
+    assert sorted(ends) == list(range(num))
+    assert (engine.held, engine.shared, engine.context, engine.left) == (0, 0, 0, 0)
+    assert not engine.prefix.pinned
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("router", ["session", "prefix"])
+def test_a_cache_of_infinite_size_hits_everything_shared(router: Any) -> None:
+    """All but what each turn adds, where its session stays; so seldom that no replica is ever busy."""
+    requests = in_sessions(at_rate(0.02, Lengths(500, 40), num=200), TURNS)
+    served = on(requests, num=4, router=router)
+    shared = [0 if before < 0 else requests.prompt[i] - 300 for i, before in enumerate(requests.after)]
+    assert served.found.tolist() == shared
+    apart = on(requests, num=4, router="round-robin")
+    assert served.num_found > 1.5 * apart.num_found > 0
+
+
+def test_what_left_the_chip_comes_back_over_its_link() -> None:
+    """Two prompts in turn, with room for one: each is loaded, in its tokens times the time of one."""
+    n = 20
+    requests = Requests(
+        (1000,) * n, (2,) * n, concurrency=1, blocks=((1,), (2,)) * (n // 2), block_tokens=900
+    )
+    host = on(requests, 1100, Tier("host", 2000.0, 1e-4))
+    assert host.loaded[2:].tolist() == [900] * (n - 2)
+    assert host.ttft_s[2:] == pytest.approx(900 * 1e-4 + 2e-3 + 100 * 1e-5)
+    disk = on(requests, 1100, Tier("host", 100.0, 1e-4), Tier("disk", 2000.0, 1e-3))
+    assert disk.ttft_s[2:] == pytest.approx(900 * 1e-3 + 2e-3 + 100 * 1e-5)
+    assert on(requests, 1100).num_found == 0
+
+
+def test_loads_of_one_link_wait_for_each_other_while_others_decode() -> None:
+    n = 4
+    kept = tuple(range(n))
+    requests = Requests(
+        (1000,) * n + (10,), (2,) * n + (1000,), (1.0,) * n + (0.0,), block_tokens=900, kept=kept,
+        blocks=(*((i,) for i in range(n)), (99,)),
+    )  # fmt: skip
+    served = on(requests, 1500, Tier("host", 5000.0, 1e-4))
+    assert served.loaded[:n].sum() >= 900 * (n - 1)
+    assert np.diff(np.sort(served.first_s[:n])).min() > 0.08  # 90 ms each
+    assert served.tpot_s[-1] < 3e-3
+
+
+def test_least_recently_used_blocks_are_found_as_often_as_che_says() -> None:
+    """Che's approximation: a block asked for at rate p is found with the chance 1 - exp(-p T)."""
+    kinds, size, room = 400, 100, 60
+    rng = np.random.default_rng(0)
+    weights = 1.0 / np.arange(1, kinds + 1) ** 0.9
+    weights /= weights.sum()
+    asked = rng.choice(kinds, size=30_000, p=weights)
+    requests = Requests(
+        (110,) * asked.size, (1,) * asked.size, concurrency=1, block_tokens=size,
+        blocks=tuple((int(kind),) for kind in asked),
+    )  # fmt: skip
+    served = on(requests, room * size + 11)
+    low, high = 0.0, 1e6
+    for _ in range(60):
+        time = (low + high) / 2
+        low, high = (time, high) if (1 - np.exp(-weights * time)).sum() < room else (low, time)
+    expected = float((weights * (1 - np.exp(-weights * low))).sum())
+    assert (served.found[5000:] > 0).mean() == pytest.approx(expected, rel=0.02)
+
+
+# --- routers -------------------------------------------------------------------------------------
+
+
+def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
+    """Equal requests in turn wait as in M/D/4, and so do those sent to the least loaded; others do not."""
+    engine = replace(ENGINES["trtllm"], max_tokens=1, **BARE)  # one prompt a pass: a server with a queue
+    worker = ServingWorker(engine, passes(token_s=1e-3), NO_LIMIT)
+
+    def wait_s(ratio: float, router: Any) -> float:
+        requests = at_rate(3.2 * 2 / (1 + ratio), Lengths(1000, 1, ratio), num=20_000)
+        waits = simulate(requests, Pools(worker, 4, router=router)).ttft_s - 1e-3 * np.array(requests.prompt)
+        return float(waits.mean())
+
+    free = [0.0] * 4
+    waits = []
+    for second in at_rate(3.2, Lengths(1000, 1), num=20_000).arrival_s:
+        free.sort()
+        waits.append(max(free[0] - second, 0.0))
+        free[0] = max(free[0], second) + 1.0
+    assert wait_s(1.0, "round-robin") == pytest.approx(np.mean(waits), rel=1e-6)
+    assert wait_s(1.0, "least-loaded") == pytest.approx(np.mean(waits), rel=1e-6)
+    assert wait_s(0.05, "least-loaded") < 0.8 * wait_s(0.05, "round-robin")
+
+
+# --- scaling -------------------------------------------------------------------------------------
+
+
+def test_replicas_follow_the_load_and_are_paid_for_from_their_start() -> None:
+    """A quiet hour, a busy one, a quiet one: replicas as the rates ask for, late by the start-up time."""
+    rates = (1.0, 8.0, 1.0)
+    parts = [at_rate(rate, Lengths(100, 20), num=round(3600 * rate)) for rate in rates]
+    arrival = tuple(3600.0 * i + second for i, part in enumerate(parts) for second in part.arrival_s)
+    requests = Requests(
+        sum((part.prompt for part in parts), ()),
+        sum((part.output for part in parts), ()),
+        tuple(sorted(arrival)),
+    )
+    scaling = Autoscaling(1.5, least=1, most=20, every_s=60.0, start_s=120.0, hold_s=300.0)
+    served = on(requests, num=1, router="least-loaded", scaling=scaling)
+    assert served.num_tokens == sum(requests.output)
+
+    def alive(second: float) -> int:
+        return sum(start <= second < stop for start, stop in served.lives_s)
+
+    assert 1 <= alive(3000.0) <= 2
+    assert 6 <= alive(6000.0) <= 8  # ceil(8 / 1.5), and noise
+    assert 1 <= alive(10_000.0) <= 2
+    started = np.array(sorted(start for start, _ in served.lives_s))
+    replica_of = served.replica[(served.sent_s > 3650) & (served.sent_s < 3700)]
+    assert set(replica_of) <= set(np.flatnonzero(started < 3700 - 120))
+    few = on(requests, num=1, scaling=replace(scaling, most=2))
+    assert max(sum(a <= s < b for a, b in few.lives_s) for s in range(0, 10_000, 50)) == 2
+
+
+def test_lengths_of_lives_are_what_is_used() -> None:
+    requests = at_rate(20.0, Lengths(100, 20), num=4000)
+    served = on(requests, num=3, scaling=Autoscaling(5.0, least=3, most=8, every_s=10.0, start_s=20.0))
+    alive_s = sum(stop - start for start, stop in served.lives_s)
+    assert 3 * served.span_s < alive_s < 8 * served.span_s
+    assert served.busy_s < served.span_s
