@@ -13,11 +13,15 @@ from meshwise.cost.op import attended_pairs
 from meshwise.model.architecture import (
     Distances,
     Encoder,
+    Frames,
+    InputSizing,
     Layer,
     Model,
     PerLayer,
+    Projector,
     Recurrence,
     Streams,
+    Tower,
     checked_model,
     layer_kind,
     layer_kinds,
@@ -69,6 +73,11 @@ def _said(op: Op) -> tuple[Any, ...]:
 
 
 SHORT = {"num_layers": 4}
+TOWER = Tower(
+    name="vision", encoder=VIT_B, sizing=InputSizing(kind="fixed"), num_tokens=64,
+    projectors=(Projector(linears=((768, 4096),)),),
+)  # fmt: skip
+SOUND = replace(VIT_B, patches=None, frames=Frames(number=64, channels=80))
 TABLE = Distances(rows=512, num_scores=2, norm=True, shared=True)
 ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value of each of these fields
     (
@@ -86,6 +95,7 @@ ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value 
             **{"mtp_layers": 1, "dropout_frac": 0.1, "encoder": Encoder(num_layers=2)},
             **{"per_layer": PerLayer(rows=1000, width=64), "streams": Streams(number=4, laurel_rank=64)},
             **{"keys": "values"},
+            "towers": (TOWER,),
         },
     ),
     (GPT, {"max_seq": 1024, "extra_position_rows": 2, "key_bias": False}),
@@ -103,6 +113,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "full_attention_every": (replace(LLAMA, sliding_window=64), {"full_attention_every": 2}),
     "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
     "mla": (DEEPSEEK, {"mla": None}),
+    "frames": (SOUND, {"frames": Frames(number=64, channels=128)}),
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
 }

@@ -21,6 +21,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config
+from meshwise.model.inputs import Inputs, with_inputs
 from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, OPTIMIZERS, RECOMPUTE, Plan
 from meshwise.plan.workload import KINDS, Workload
 
@@ -30,7 +31,8 @@ RECORDS = map(json.loads, (DATA / "transformers_5.23.jsonl").read_text().splitli
 EVERY = {name: find_model(name) for name in model_names()} | {
     record["model_type"]: model_from_config(record["config"], name=record["model_type"]) for record in RECORDS
 }
-"""Every preset, and a configuration of every family of `transformers`."""
+"""Every preset, and a configuration of every family of `transformers`; with images, what reads them."""
+EVERY |= {f"{name}, images": with_inputs(one, Inputs(images=1)) for name, one in EVERY.items() if one.towers}
 CLUSTERS = ("h100-80g-sxm:64", "h100-80g-sxm:256", "a100-80g-sxm:512")
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -50,6 +52,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),
     "overlap_pp": (True, False), "lora_rank": (0, 16), "frozen_dtype": (None, "fp4"),
     "lora_targets": ((), ("q", "v")), "param_dtype": ("bf16", "fp8"),
+    "tower": ("trained", "frozen"), "tower_dp": (False, True), "tower_recompute": ("", "full"),
     "kv_dtype": ("bf16", "fp8"), "weight_dtype": (None, "int4"), "expert_dtype": (None, "mxfp4"),
     "imbalance": (1.0, 1.3), "implementation": ("megatron", "huggingface"),
     "software": ("megatron-2026", "torch-2023"),

@@ -66,6 +66,9 @@ def estimate(
     seq: int | None = None,
     microbatch: int | None = None,
     kind: str = "train",
+    images: int = 0,
+    image_size: str = "",
+    audio_s: float = 0.0,
     ideal: bool = False,
     capacity_factor: float | None = None,
     collectives: Sequence[str | Path] = (),
@@ -80,6 +83,9 @@ def estimate(
         seq: Tokens of a sequence [what the model allows, at most 4096].
         microbatch: Sequences of a microbatch [1; in decoding, all of a rank].
         kind: train, evaluate, prefill or decode.
+        images: Images in each sequence, whose tokens are among its own; the vision tower encodes them.
+        image_size: Their width and height in pixels: 1024x768 [1024x1024].
+        audio_s: Seconds of sound in each sequence, which the model's audio tower encodes.
         ideal: Kernels and links reach the peaks of the data sheet.
         capacity_factor: Most tokens of an expert over its even share; 0: all that choose it [the model's].
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
@@ -95,7 +101,7 @@ def estimate(
     from meshwise.model.architecture import with_capacity
 
     machine, cut = _cluster(cluster, collectives), _plan(plan)
-    shape = with_capacity(_model(model), capacity_factor)
+    shape = _with_inputs(with_capacity(_model(model), capacity_factor), images, image_size, audio_s)
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     return price(shape, machine, cut, work, ideal=ideal)
 
@@ -139,6 +145,9 @@ def search(
     batch: int,
     seq: int | None = None,
     microbatch: Counts = (),
+    images: int = 0,
+    image_size: str = "",
+    audio_s: float = 0.0,
     to: str = "",
     top: int = 5,
     memory_frac: float = 0.92,
@@ -154,7 +163,7 @@ def search(
     `plan` may also be a mapping of keys to values to try; of a `Plan`, the keys without their default hold.
 
     Args:
-        model, cluster, seq: As in `estimate`.
+        model, cluster, seq, images, image_size, audio_s: As in `estimate`.
         plan: Keys that are fixed, or the values that each may have: tp=4|8,layout=* (all), or a TOML file
             with lists.
         batch: Global batch in sequences.
@@ -184,7 +193,8 @@ def search(
     if top < 1:
         raise WorkloadError(f"top={top} must be a whole number of at least 1")
     on = _cluster(cluster, collectives)
-    job = _search_job(model, on, plan, batch=batch, seq=seq, microbatch=microbatch)
+    shape = _with_inputs(_model(model), images, image_size, audio_s)
+    job = _search_job(shape, on, plan, batch=batch, seq=seq, microbatch=microbatch)
     share = _share(memory_frac)
     found = find(
         **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, capped=capped,
@@ -1092,6 +1102,16 @@ def _seq(model: Model, seq: int | None) -> int:
     if seq is not None:
         return seq
     return int(model.patches.num_tokens) if model.patches is not None else min(model.max_seq, 4096)
+
+
+def _with_inputs(model: Model, images: int, image_size: str, audio_s: float) -> Model:
+    """`model` as it reads these images, or this sound, in each sequence."""
+    from meshwise.model.inputs import Inputs, parse_size, with_inputs
+
+    if image_size and not images:
+        raise WorkloadError(f"image_size={image_size} needs images; say how many a sequence has")
+    width, height = parse_size(image_size or "1024x1024")
+    return with_inputs(model, Inputs(images=images, width=width, height=height, audio_s=audio_s))
 
 
 def _workload(

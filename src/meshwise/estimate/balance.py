@@ -36,10 +36,11 @@ from meshwise.plan.stages import chunk_layers, stages_of
 _INTERLEAVED = SCHEDULES.index("interleaved")
 
 
-def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part]) -> Mesh:
+def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part], front_s: Num = 0.0) -> Mesh:
     """`mesh` with the `ends` that make the slowest stage fastest.
 
-    Engines, PyTorch's own pipeline (implementation=fsdp2) and stages=even place layers evenly.
+    `front_s`: what a microbatch takes beside the embedding. Engines, PyTorch's own pipeline
+    (implementation=fsdp2) and stages=even place layers evenly.
     """
     plan = mesh.plan
     is_even = plan.stages == EVEN or mesh.serves or plan.implementation == "fsdp2"
@@ -47,8 +48,9 @@ def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part]) -> Mesh:
         return mesh
     if plan.stages:
         unstated = replace(mesh, plan=replace(plan, stages=None))
-        return replace(mesh, ends=balanced(model, unstated, by_part).ends)
+        return replace(mesh, ends=balanced(model, unstated, by_part, front_s).ends)
     seconds = [part.forward_s + (part.backward_s + part.weight_s if mesh.trains else 0.0) for part in by_part]
+    seconds[0] = seconds[0] + front_s
     return replace(mesh, ends=_best_ends(model, mesh, seconds))
 
 

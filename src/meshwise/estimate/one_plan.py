@@ -19,15 +19,15 @@ from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.cost.routing import summary
 from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
-from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, MATRIX_KINDS
-from meshwise.estimate.rows import part_rows, spent_on, step_rows
+from meshwise.estimate.priced_part import CORE_PHASE, MATRIX_KINDS, Part
+from meshwise.estimate.rows import part_rows, runs_of_parts, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine, machine_for
+from meshwise.estimate.tower import is_frozen, num_positions
 from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads
-from meshwise.model.architecture import Model, layer_counts, layer_kinds
+from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.model.weights import num_params
 from meshwise.plan.mesh import SERVING, Mesh, resolve
 from meshwise.plan.plan import Plan
@@ -141,7 +141,11 @@ class Estimate(Shown):
     def flop_per_step(self) -> float:
         """Model FLOP of one step in the whole world (see the top of this file)."""
         return self.workload.batch * model_flop(
-            self.model, self.workload.seq, kind=self.workload.kind, lora_rank=self.plan.lora_rank
+            self.model,
+            self.workload.seq,
+            kind=self.workload.kind,
+            lora_rank=self.plan.lora_rank,
+            has_frozen_towers=is_frozen(self.mesh),
         )
 
     @property
@@ -166,27 +170,13 @@ class Estimate(Shown):
     @cached_property
     def hardware_flop(self) -> float:
         """Matrix FLOP of all ranks in a step."""
-        total = 0.0
-        for cost in self.step.stages:
-            per_microbatch = sum(
-                float(count) * self._part_flop(name, cost)
-                for (count, _), name in zip(
-                    contents(cost.stage, list(self.step.parts.values())), self.step.parts, strict=True
-                )
-            )
-            total += per_microbatch * float(cost.stage.share * cost.stage.num_stages)
+        total = sum(
+            float(cost.stage.num_stages) * times * part_flop(part, phase)
+            for cost in self.step.stages
+            for _, part, phase, times in runs_of_parts(self.mesh, self.step, cost)
+        )
         ranks = self.cluster.num_chips / self.plan.pp
         return total * float(self.mesh.num_microbatches) * ranks
-
-    def _part_flop(self, name: str, cost: StageCost) -> float:
-        flop = self.step.parts[name].flop
-        if not self.trains:
-            return float(flop.get("forward", 0.0))
-        selective, full = recomputed(cost.stage, self.mesh)
-        if name in (EMBEDDING, HEAD):
-            selective, full = 0.0, 0.0
-        once = sum(float(flop.get(phase, 0.0)) for phase in ("forward", "backward", "weight"))
-        return once + float(selective * flop.get(CORE_PHASE, 0.0) + full * flop.get(AGAIN, 0.0))
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -241,7 +231,15 @@ class Estimate(Shown):
             "MFU counts the forward's matmuls three times, causal attention by unmasked query-key pairs; "
             "HFU adds recomputation",
         ]
-        if self.model.left_out:
+        towers = {tower.name: tower for tower in self.model.towers}
+        for tower in towers.values():
+            notes.append(
+                f"{tower.name}: {tower.num_inputs} inputs of {num_positions(tower.encoder):,} positions a "
+                f"sequence, {tower.num_tokens:,} of its {self.workload.seq:,} tokens"
+                if tower.num_tokens
+                else f"text alone: {self.model.name} reads no {tower.name} here (images, audio_s)"
+            )
+        if self.model.left_out and not any(tower.num_tokens for tower in towers.values()):
             parts = ", ".join(f"{name} ({number:,} parameters)" for name, number in self.model.left_out)
             notes.append(f"not priced of {self.model.name}: {parts}")
         if self.trains and self.plan.lora_rank:
@@ -290,6 +288,7 @@ class Estimate(Shown):
         """The document that `meshwise estimate --json` prints."""
         document: dict[str, Any] = {
             "model": {"name": self.model.name, "num_params": num_params(self.model)},
+            "towers": [_tower_json(tower) for tower in self.model.towers if tower.num_tokens],
             "cluster": self.cluster.to_json(),
             "plan": asdict(self.plan) | {"dp": int(self.mesh.dp), "sp": self.plan.sequence_parallel},
             "workload": asdict(self.workload),
@@ -362,7 +361,9 @@ def estimate(
 
 
 @lru_cache(256)
-def model_flop(model: Model, seq: float, *, kind: str = "evaluate", lora_rank: int = 0) -> float:
+def model_flop(
+    model: Model, seq: float, *, kind: str = "evaluate", lora_rank: int = 0, has_frozen_towers: bool = False
+) -> float:
     """Matrix FLOP of one sequence of `seq` tokens through the whole model, multi-token prediction apart.
 
     Training is the forward three times, where weights are frozen twice, and once before all that trains;
@@ -383,7 +384,16 @@ def model_flop(model: Model, seq: float, *, kind: str = "evaluate", lora_rank: i
     ops = parts(model, cut)
     blocks = zip(layer_names(model), layer_counts(model).values(), strict=True)
     counts = {EMBEDDING: 1, HEAD: 1, **dict(blocks)}
-    return float(
+    of_towers = sum(
+        tower.num_inputs
+        * model_flop(
+            tower.encoder, float(num_positions(tower.encoder)),
+            kind="evaluate" if has_frozen_towers or not trains else kind,
+        )
+        for tower in model.towers * (not decodes)
+        if tower.num_tokens
+    )  # fmt: skip
+    return of_towers + float(
         sum(
             counts[name] * op.count * op.cost.flop * (_num_passes(name, op, lora_rank) if trains else 1)
             for name, of_part in ops.items()
@@ -400,10 +410,26 @@ def _num_passes(part: str, op: Op, lora_rank: int) -> int:
     return 2 if op.num_frozen or (lora_rank and part == HEAD) else 3
 
 
+def part_flop(part: Part, phase: str) -> float:
+    """Matrix FLOP of a part in a phase of the ledger, whose backward has the gradients of weights too."""
+    phases = ("backward", "weight") if phase == "backward" else (phase,)
+    return sum(float(part.flop.get(each, 0.0)) for each in phases)
+
+
 def memory_parts(cost: StageCost) -> dict[str, float]:
     """Bytes of a stage's rank at its peak by what they hold, and their `total`."""
     held = {name: float(getattr(cost.memory, name)) for name in MEMORY_PARTS}
     return held | {"total": sum(held.values())}
+
+
+def _tower_json(tower: Tower) -> dict[str, Any]:
+    return {
+        "name": tower.name,
+        "num_params": num_params(tower.encoder),
+        "inputs_per_sequence": tower.num_inputs,
+        "positions_per_input": num_positions(tower.encoder),
+        "tokens_per_sequence": tower.num_tokens,
+    }
 
 
 def _stage_json(model: Model, cost: StageCost) -> dict[str, Any]:

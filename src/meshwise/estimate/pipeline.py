@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwise.cost.simulate import Timeline, simulate
-from meshwise.estimate.step import StepCost, stage_time
+from meshwise.estimate.step import StepCost, times_of_chunks
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -19,11 +19,8 @@ def play(
     slowdown: Sequence[float] | float = 1.0,
 ) -> Timeline:  # fmt: skip
     """Play the pipeline of one plan; `slowdown` stretches the compute of a rank (or of each)."""
-    parts = list(step.parts.values())
-    times = [
-        stage_time(model, chunk, parts, mesh, step.cut, machine)
-        for chunk in chunks(model, layers_of_chunks(model, mesh))
-    ]
+    parts, of = list(step.parts.values()), chunks(model, layers_of_chunks(model, mesh))
+    times = times_of_chunks(model, of, mesh, parts, step.towers, step.cut, machine)
     phases = (
         np.array([float(getattr(time, phase)) for time in times])
         for phase in ("forward_s", "backward_s", "weight_s")

@@ -22,6 +22,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import V_SHAPED, Stage
 from meshwise.program.exchange import Exchange
+from meshwise.program.parts import EMBEDDING, HEAD
 from meshwise.program.row import op_row
 
 Row = dict[str, Any]
@@ -86,21 +87,27 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
                 yield _row(name, part.machine, row, phase)
 
 
+def runs_of_parts(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[tuple[str, Part, str, float]]:
+    """What a stage runs for one microbatch: the name of each part, in which phase, and how often."""
+    towers = zip(cost.towers, step.towers, strict=False)
+    of_towers = ((f"{one.name}.", stage, one.mesh, one.parts) for stage, one in towers)
+    for prefix, stage, on, parts in (("", cost.stage, mesh, step.parts), *of_towers):
+        selective, full = map(float, recomputed(stage, on))
+        for (count, part), name in zip(contents(stage, list(parts.values())), parts, strict=True):
+            shares = {"forward": 1.0}
+            if on.trains:
+                again = {AGAIN: full, CORE_PHASE: selective} if name not in (EMBEDDING, HEAD) else {}
+                shares |= again | {"backward": 1.0}
+            for phase, share in shares.items():
+                if times := float(stage.share * count) * share:
+                    yield f"{prefix}{name}", part, phase, times
+
+
 def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
     """What a stage does for one microbatch."""
-    selective, full = map(float, recomputed(cost.stage, mesh))
-    for (count, part), name in zip(contents(cost.stage, list(step.parts.values())), step.parts, strict=True):
-        times = float(cost.stage.share * count)
-        if not times:
-            continue
-        shares = {"forward": 1.0}
-        if mesh.trains:
-            is_block = name not in ("embedding", "head")
-            again = {AGAIN: full, CORE_PHASE: selective} if is_block else {}
-            shares |= {phase: share for phase, share in again.items() if share} | {"backward": 1.0}
-        for phase, share in shares.items():
-            for row in part_rows(name, part, (phase,)):
-                yield row | {"count": row.get("count", 1.0) * times * share}
+    for name, part, phase, times in runs_of_parts(mesh, step, cost):
+        for row in part_rows(name, part, (phase,)):
+            yield row | {"count": row.get("count", 1.0) * times}
     for phase in ("forward", "backward"):
         waited_s = float(getattr(cost.time, f"offload_{phase}_s"))
         if waited_s > 0:
@@ -114,7 +121,7 @@ def _row(part: str, machine: Machine, row: PricedOp | Wait, phase: str) -> Row:
         return found | ({"memory_s": spent_s} if row.is_memory else {})
     op, count = row.op, float(row.op.count)
     once_s = float(row.spent_s) / count if count else 0.0
-    module = part if op.module == part else f"{part}.{op.module}"
+    module = part if part.endswith(op.module) else f"{part}.{op.module}"
     found = op_row(op) | {"module": module, "phase": phase, "time_s": once_s}
     if op.kind == "collective":
         return found | {"comm_s": float(row.time_s), "exposed_s": once_s}

@@ -12,8 +12,8 @@ microbatch) is computed along those alone, and only the last sums run over the w
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial, reduce
 
 import numpy as np
@@ -39,7 +39,8 @@ from meshwise.estimate.memory import (
 )
 from meshwise.estimate.priced_part import LINKS, Part, price_parts
 from meshwise.estimate.timing import Machine, op_times
-from meshwise.model.architecture import Model
+from meshwise.estimate.tower import tower_mesh, tower_stage
+from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, stages_of
 from meshwise.program import fsdp2, muon
@@ -50,6 +51,9 @@ from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
 from meshwise.program.sharding import STAGES, at_stage, num_reductions
+
+_FRONT = Stage(index=0.0, num_stages=1.0, embeddings=1.0, heads=0.0, layers=())
+"""The stage of the embedding, where towers lie too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +100,8 @@ class StageCost:
     of their sum the step pays `comm_dp_s`, and its first microbatch waits `filling_s` for weights.
     `update`: what the optimizer gathers and multiplies, with the seconds of all of each, part of
     `optimizer_s`. `gradient_bytes`: what the optimizer reads; `kept_bytes`: the most that is kept for the
-    backward at once. Of both the moment of `memory`, its peak, may hold less.
+    backward at once. Of both the moment of `memory`, its peak, may hold less. `towers`: what it holds of each
+    of `StepCost.towers`, which all of these numbers include but `held`.
     """
 
     stage: Stage
@@ -110,6 +115,7 @@ class StageCost:
     update: list[tuple[Exchange | Op, Num]]
     gradient_bytes: Num
     kept_bytes: Num
+    towers: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +140,18 @@ class StepCost:
     stages: list[StageCost]
     parts: dict[str, Part]
     cut: Cut
+    towers: list[TowerParts] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TowerParts:
+    """A tower beside the model: how often it runs, on its own mesh, and its parts, priced."""
+
+    name: str
+    encoder: Model
+    mesh: Mesh
+    cut: Cut
+    parts: dict[str, Part]
 
 
 # --- parts -------------------------------------------------------------------------------------
@@ -379,6 +397,61 @@ def _optimizer_s(
     return params * (on_chip + on_host)
 
 
+# --- towers ------------------------------------------------------------------------------------
+
+
+def _tower_parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[TowerParts]:
+    """The towers whose tokens the model reads; a pass that decodes has none of their work."""
+    for tower in model.towers:
+        if tower.num_tokens and mesh.kind != "decode":
+            own = tower_mesh(tower, mesh)
+            cut, priced = priced_parts(tower.encoder, own, machine)
+            yield TowerParts(tower.name, tower.encoder, own, cut, priced)
+
+
+def tower_time(tower: TowerParts, stage: Stage, machine: Machine) -> StageTime:
+    """One microbatch of a tower on a stage of the language model."""
+    of_stage, by_part = tower_stage(tower.encoder, stage), list(tower.parts.values())
+    return stage_time(tower.encoder, of_stage, by_part, tower.mesh, tower.cut, machine)
+
+
+def _with_tower(own: StageCost, tower: TowerParts, machine: Machine) -> StageCost:
+    """A stage and the tower on it: all adds up but workspace, which one uses after the other."""
+    encoder, mesh, cut = tower.encoder, tower.mesh, tower.cut
+    shared = shared_gradients(encoder, cut, layer_kinds(encoder)[0]) if mesh.trains else []
+    stage, by_part = tower_stage(encoder, own.stage), list(tower.parts.values())
+    cost = _stage_cost(encoder, stage, by_part, shared, _exchange_kinds(mesh), mesh, cut, machine)
+    is_there = own.stage.embeddings > 0
+    memory = {
+        name: getattr(own.memory, name) + is_there * getattr(cost.memory, name)
+        for name in ("weights", "gradients", "optimizer", "activations", "cache")
+    }
+    context = machine.overheads.context_bytes
+    return replace(
+        own,
+        time=added_times(own.time, cost.time),
+        memory=Memory(
+            **memory,
+            buffers=np.maximum(own.memory.buffers, is_there * cost.memory.buffers),
+            overhead=own.memory.overhead + is_there * (cost.memory.overhead - context),
+        ),
+        exchanged=[*own.exchanged, *((one, is_there * seconds) for one, seconds in cost.exchanged)],
+        comm_dp_s=own.comm_dp_s + is_there * cost.comm_dp_s,
+        filling_s=own.filling_s + is_there * cost.filling_s,
+        optimizer_s=own.optimizer_s + cost.optimizer_s,
+        update=[*own.update, *cost.update],
+        gradient_bytes=own.gradient_bytes + cost.gradient_bytes,
+        kept_bytes=own.kept_bytes + cost.kept_bytes,
+        towers=(*own.towers, stage),
+    )
+
+
+def added_times(one: StageTime, other: StageTime) -> StageTime:
+    """Two parts of a stage, one after the other."""
+    names = [each.name for each in fields(StageTime)]
+    return StageTime(**{name: getattr(one, name) + getattr(other, name) for name in names})
+
+
 # --- the step ----------------------------------------------------------------------------------
 
 
@@ -387,17 +460,23 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     cut, by_name = priced_parts(model, mesh, machine)
     by_part = list(by_name.values())
     shared = shared_gradients(model, cut) if mesh.trains else []
-    mesh = balanced(model, mesh, by_part)
+    towers = list(_tower_parts(model, mesh, machine))
+    front_s = sum((tower_time(tower, _FRONT, machine).total_s for tower in towers), 0.0)
+    mesh = balanced(model, mesh, by_part, front_s)
     kinds = _exchange_kinds(mesh)
     costs = [
-        _stage_cost(model, stage, by_part, shared, kinds, mesh, cut, machine)
+        reduce(
+            partial(_with_tower, machine=machine),
+            towers,
+            _stage_cost(model, stage, by_part, shared, kinds, mesh, cut, machine),
+        )
         for stage in stages or stages_of(model, mesh)
     ]
     exists = [(cost.stage.num_stages > 0) * 1.0 for cost in costs]
     slowest_s = _largest([cost.time.total_s for cost in costs], exists)
     work_s = slowest_s * mesh.num_microbatches
     hop_s = message_s(model, mesh, cut, machine)
-    bubble, comm_pp = _pipeline_waits(model, mesh, by_part, costs, cut, machine, hop_s, slowest_s)
+    bubble, comm_pp = _pipeline_waits(model, mesh, by_part, towers, costs, cut, machine, hop_s, slowest_s)
     comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     optimizer = _largest([cost.optimizer_s for cost in costs], exists)
     lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
@@ -419,12 +498,13 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         stages=costs,
         parts=by_name,
         cut=cut,
+        towers=towers,
     )
 
 
 def _pipeline_waits(
-    model: Model, mesh: Mesh, by_part: Sequence[Part], costs: Sequence[StageCost], cut: Cut,
-    machine: Machine, hop_s: Num, slowest_s: Num,
+    model: Model, mesh: Mesh, by_part: Sequence[Part], towers: Sequence[TowerParts],
+    costs: Sequence[StageCost], cut: Cut, machine: Machine, hop_s: Num, slowest_s: Num,
 ) -> tuple[Num, Num]:  # fmt: skip
     """The bubble, and what messages of `hop_s` [s] add to the step.
 
@@ -441,7 +521,8 @@ def _pipeline_waits(
     held_s = 2.0 * hop_s * mesh.num_microbatches * mesh.vpp * (1.0 - mesh.overlap_pp)
     comm_pp = (fill(p2p_s=hop_s) - waiting_s + held_s) * (1.0 if mesh.trains else 0.5)
     if mesh.plan.stages and mesh.trains and np.any(is_own := differ(model, mesh)):  # of any shape: played
-        played_s = [_played_s(model, mesh, by_part, cut, machine, hop_s=hop) for hop in (0.0, hop_s)]
+        times = times_of_chunks(model, chunks(model, mesh.plan.stages), mesh, by_part, towers, cut, machine)
+        played_s = [_played_s(mesh, times, hop_s=hop) for hop in (0.0, hop_s)]
         own_s = np.maximum(played_s[0] - slowest_s * mesh.num_microbatches, 0.0)
         bubble = np.where(is_own, own_s * (mesh.pp > 1), bubble)[()]
         comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
@@ -450,14 +531,23 @@ def _pipeline_waits(
     return bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s, comm_pp
 
 
-def _played_s(
-    model: Model, mesh: Mesh, by_part: Sequence[Part], cut: Cut, machine: Machine, *, hop_s: Num
-) -> Num:
-    """Time of the pipeline with the stages that the plan states, played once for each that differs."""
-    times = [
-        stage_time(model, chunk, by_part, mesh, cut, machine)
-        for chunk in chunks(model, mesh.plan.stages or ())
+def times_of_chunks(
+    model: Model, of: Sequence[Stage], mesh: Mesh, by_part: Sequence[Part], towers: Sequence[TowerParts],
+    cut: Cut, machine: Machine,
+) -> list[StageTime]:  # fmt: skip
+    """One microbatch of each chunk of a pipeline, its towers included."""
+    return [
+        reduce(
+            added_times,
+            (tower_time(tower, chunk, machine) for tower in towers),
+            stage_time(model, chunk, by_part, mesh, cut, machine),
+        )
+        for chunk in of
     ]
+
+
+def _played_s(mesh: Mesh, times: Sequence[StageTime], *, hop_s: Num) -> Num:
+    """Time of the pipeline of chunks that take `times`, played once for each that differs."""
     phases = [[getattr(time, name) for time in times] for name in ("forward_s", "backward_s", "weight_s")]
     pipeline = (mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp)
     numbers = np.broadcast_arrays(*pipeline, hop_s, *(value for phase in phases for value in phase))

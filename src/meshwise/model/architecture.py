@@ -109,6 +109,67 @@ class Patches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Frames:
+    """The input of an encoder of sound: `number` tokens of `channels` channels of a spectrogram.
+
+    Two convolutions over three frames each, the second with a step of two, make the tokens (Whisper).
+    """
+
+    number: int
+    channels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projector:
+    """Layers that join an encoder to a language model, whose tokens they give: norms, then linear layers.
+
+    `norms` are of rows, `linears` from a width to another; `num_others`: further learned numbers (tables).
+    `norm_params`: learned numbers of a norm for each of its width.
+    """
+
+    norms: tuple[int, ...] = ()
+    linears: tuple[tuple[int, int], ...] = ()
+    bias: bool = True
+    norm_params: int = 2
+    num_others: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSizing:
+    """How a processor cuts an image for an encoder, or sound; `model.inputs` has the kinds.
+
+    `min_pixels` and `max_pixels` of an image, its `longest` side at most, and `max_tiles` that it is cut in.
+    `seconds`: length of the sound that one input holds.
+    """
+
+    kind: str
+    min_pixels: int = 0
+    max_pixels: int = 0
+    longest: int = 0
+    max_tiles: int = 0
+    seconds: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """An encoder of images or sound whose tokens a language model reads among those of its text.
+
+    `encoder` is its transformer, `projectors` what joins it to the language model: `merge` of its tokens
+    become one there. `sizing` says how an image is cut (`model.inputs`). Of each sequence of the language
+    model the encoder reads `num_inputs` sequences of its own, which become `num_tokens` of the sequence (0:
+    text alone; the tower then is not part of the model).
+    """
+
+    name: str
+    encoder: Model
+    sizing: InputSizing
+    projectors: tuple[Projector, ...] = ()
+    merge: int = 1
+    num_inputs: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
     """What reads the source of a model that writes a target (T5, Whisper): its first `num_layers` blocks.
 
@@ -269,9 +330,12 @@ class Model:
     `keys`: `values` where keys are values too, before their norm; `shared` where attention reads the keys and
     values of an earlier block (Gemma 4).
 
+    `towers` stand beside a language model and are priced with it where it reads images or sound.
+
     `ffn_hidden` is unused where every layer has experts. Descriptive, without a cost: `name`, `source`,
     `checked`, `aliases`, `left_out` (parts that stand beside this model, such as a vision tower, and their
-    numbers of parameters), and, unless positions are learned, `max_seq`, which limits a workload.
+    numbers of parameters; those of `towers` too), and, unless positions are learned, `max_seq`, which limits
+    a workload.
     """
 
     name: str
@@ -332,6 +396,8 @@ class Model:
     keys: str = ""
     moe: MoE | None = None
     patches: Patches | None = None
+    frames: Frames | None = None
+    towers: tuple[Tower, ...] = ()
     source: str = ""
     checked: str = ""
     aliases: tuple[str, ...] = ()
@@ -490,8 +556,8 @@ def checked_model(model: Model, where: str) -> Model:
         _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
     if model.moe is not None:
         _check_moe(model, model.moe, where)
-    if (model.vocab == 0) == (model.patches is None):
-        raise ModelError(f"{where}: a model reads tokens or patches; give either a vocabulary or patches")
+    if bool(model.vocab) + (model.patches is not None) + (model.frames is not None) != 1:
+        raise ModelError(f"{where}: a model reads tokens, patches or frames; give one of the three")
     if model.patches is not None:
         _check_patches(model, model.patches, where)
     return model

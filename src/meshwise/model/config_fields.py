@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwise.core.files import read_catalog
+from meshwise.model.architecture import InputSizing
 
 Fields = dict[str, Any]  # fields of Model
 
@@ -202,7 +203,7 @@ NULL_MEANS_NONE = (
 
 
 class Joint(msgspec.Struct, forbid_unknown_fields=True):
-    """Layers that are counted and not priced: `norms` of a width, `linears` from a width to another.
+    """Layers beside a transformer: `norms` of a width, `linears` from a width to another.
 
     A width is a product such as `2*2*tower`, or one by another such as `hidden_size/heads`: of numbers, of
     `tower` and `text` (the hidden sizes), and of fields of the tower's config. A list there stands for its
@@ -217,10 +218,12 @@ class Joint(msgspec.Struct, forbid_unknown_fields=True):
     times: str = "1"
 
 
-class Tower(msgspec.Struct, forbid_unknown_fields=True):
+class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What stands beside a model and is left out: its key, its family, and the layers that join it.
 
-    `optional`: a config without the key has no such tower; else it has the family's own sizes.
+    `optional`: a config without the key has no such tower; else it has the family's own sizes. `merge`: so
+    many of its tokens become one of the text. `sizing`: how an image is cut (`model.inputs`); without it the
+    tower is counted alone.
     """
 
     family: str
@@ -228,6 +231,8 @@ class Tower(msgspec.Struct, forbid_unknown_fields=True):
     optional: bool = False
     defaults: dict[str, Any] = {}
     joints: list[Joint] = []
+    merge: int = 1
+    sizing: InputSizing | None = None
 
 
 class WholeConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -236,7 +241,7 @@ class WholeConfig(msgspec.Struct, forbid_unknown_fields=True):
     text: str = "text_config"
     family: str = ""
     tied: bool | None = None
-    towers: list[Tower] = []
+    towers: list[TowerConfig] = []
 
 
 class Spelling(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,15 +10,14 @@ The sizes a model cannot be without have no defaults, except inside the config o
 where the library omits what equals its own.
 
 A model that reads more than text is its language model (of CLIP and SigLIP: its vision tower); its other
-towers and what joins them are named in `Model.left_out` with their parameters. The class in `architectures`
-says which head the model ends with.
+towers and what joins them are named in `Model.left_out` with their parameters, and in `Model.towers` as
+models. The class in `architectures` says which head the model ends with.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +29,8 @@ from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
 from meshwise.model.architecture import (
     Model,
+    Projector,
+    Tower,
     check_count,
     checked_model,
 )
@@ -40,12 +41,12 @@ from meshwise.model.config_fields import (
     Fields,
     Joint,
     Spelling,
-    Tower,
+    TowerConfig,
     WholeConfig,
     spellings,
 )
 from meshwise.model.config_rules import BLOCKS, RULES, head_fields, with_layers
-from meshwise.model.weights import num_params
+from meshwise.model.weights import num_params, num_projected
 
 _OTHER_NAMES = {"refinedweb": "falcon", "refinedwebmodel": "falcon", "rw": "falcon", "kimi_k2": "deepseek_v3"}
 
@@ -117,33 +118,48 @@ def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
     labels = {key: raw[key] for key in ("id2label", "num_labels") if key in raw}
     fields = _fields(text | above | labels, _family({"model_type": whole.family} | text), nested=True)
     left_out: list[tuple[str, int]] = []
+    towers: list[Tower] = []
     for tower in whole.towers:
         try:
-            left_out += _tower(raw, tower, fields["hidden"])
+            counted, priced = _tower(raw, tower, fields["hidden"])
+            left_out, towers = left_out + counted, towers + priced
         except ModelError as error:
             raise ModelError(
                 f"{tower.key}: {error}; to price the rest alone, save {whole.text} as a config.json"
             ) from None
-    return fields | {"left_out": tuple(left_out)}
+    return fields | {"left_out": tuple(left_out), "towers": tuple(towers)}
 
 
-def _tower(raw: dict[str, Any], tower: Tower, text_width: int) -> Iterator[tuple[str, int]]:
-    """The parameters of a tower, of what reduces its tokens, and of what joins it to the text."""
+def _tower(
+    raw: dict[str, Any], tower: TowerConfig, text_width: int
+) -> tuple[list[tuple[str, int]], list[Tower]]:
+    """The parameters of a tower, of what reduces its tokens, and of what joins it to the text; and itself."""
     if tower.optional and raw.get(tower.key) is None:
-        return
+        return [], []
     config = tower.defaults | _part(raw, tower.key)
     family = _family({"model_type": tower.family} | config)
     name, spelling = tower.key.partition("_")[0], spellings()[family]
     if spelling.block == "none":  # known by its sizes alone
         config = spelling.nested | config
-        width = config["hidden_size"]
-        yield from _left_out(f"{name} tower", spelling.joints, config)
-    else:
-        found = Model(name=family, **_fields(config | {"architectures": None}, family, nested=True))
-        width = found.hidden
-        yield f"{name} tower", num_params(checked_model(found, family))
-        yield from found.left_out
-    yield from _left_out("projector", tower.joints, config | raw | {"tower": width, "text": text_width})
+        sizes = config | raw | {"tower": config["hidden_size"], "text": text_width}
+        counted = _left_out(f"{name} tower", spelling.joints, config)
+        return [*counted, *_left_out("projector", tower.joints, sizes)], []
+    found = Model(name=family, **_fields(config | {"architectures": None}, family, nested=True))
+    encoder = replace(checked_model(found, family), left_out=())
+    sizes = config | raw | {"tower": found.hidden, "text": text_width}
+    counted = (
+        (f"{name} tower", num_params(found)), *found.left_out, *_left_out("projector", tower.joints, sizes)
+    )  # fmt: skip
+    projectors = tuple(
+        one
+        for joints, of in ((spelling.joints, config | {"tower": found.hidden}), (tower.joints, sizes))
+        for joint in joints
+        for one in _projectors(joint, of)
+    )
+    if tower.sizing is None:
+        return list(counted), []
+    sizes = {"projectors": projectors, "merge": tower.merge, "sizing": tower.sizing}
+    return list(counted), [Tower(name=name, encoder=encoder, **sizes)]
 
 
 def _part(raw: dict[str, Any], key: str) -> dict[str, Any]:
@@ -154,11 +170,13 @@ def _part(raw: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _left_out(name: str, joints: list[Joint], sizes: dict[str, Any]) -> tuple[tuple[str, int], ...]:
-    number = sum(_num_params(joint, sizes) for joint in joints)
+    number = sum(num_projected(one) for joint in joints for one in _projectors(joint, sizes))
     return ((name, number),) if number else ()
 
 
-def _num_params(joint: Joint, sizes: dict[str, Any]) -> int:
+def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
+    """The layers of a joint, `times` over, in numbers."""
+
     def factor(text: str) -> int:
         key, _, index = text.partition(".")
         value = int(text) if text.isdecimal() else sizes.get(key)
@@ -174,9 +192,14 @@ def _num_params(joint: Joint, sizes: dict[str, Any]) -> int:
         above, _, below = text.partition("/")
         return math.prod(map(factor, above.split("*"))) // max(factor(below or "1"), 1)
 
-    norms = sum(size(norm) for norm in joint.norms) * (1 + joint.norm_bias)
-    linears = sum((size(d_in) + joint.bias) * size(d_out) for d_in, d_out in joint.linears)
-    return size(joint.times) * (norms + linears + sum(map(size, joint.vectors)))
+    one = Projector(
+        norms=tuple(map(size, joint.norms)),
+        linears=tuple((size(d_in), size(d_out)) for d_in, d_out in joint.linears),
+        bias=joint.bias,
+        norm_params=1 + joint.norm_bias,
+        num_others=sum(map(size, joint.vectors)),
+    )
+    return [one] * size(joint.times)
 
 
 def _family(raw: dict[str, Any], like: str = "") -> str:

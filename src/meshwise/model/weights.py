@@ -19,6 +19,7 @@ from meshwise.model.architecture import (
     Layer,
     Model,
     PerLayer,
+    Projector,
     Streams,
     layer_counts,
     num_moe_layers,
@@ -419,14 +420,45 @@ def _embedding(model: Model) -> Iterator[Weight]:
         yield from _norm(model, module, "norm", hidden)
     if model.encoder:
         yield from _encoder_ends(model, model.encoder)
+    if model.frames is not None:
+        yield from _convolutions(module, hidden, model.frames.channels)
+    for name, projector in projectors(model):
+        yield from _projector(name, projector)
+
+
+def projectors(model: Model) -> Iterator[tuple[str, Projector]]:
+    """What joins the towers that a model reads to it, each with the beginning of its names."""
+    for tower in model.towers:
+        if tower.num_tokens:
+            yield from ((f"{tower.name}_{i}", one) for i, one in enumerate(tower.projectors, 1))
+
+
+def _projector(name: str, own: Projector) -> Iterator[Weight]:
+    module, num_others = "embedding", own.num_others
+    if num_others:
+        yield _learned(module, f"{name}_table", num_others, gradient="tokens")
+    for i, width in enumerate(own.norms):
+        yield _learned(module, f"{name}_norm{i}", own.norm_params * width, gradient="tokens")
+    for i, (d_in, d_out) in enumerate(own.linears):
+        yield from _linear(module, f"{name}_fc{i}", d_in, d_out, bias=own.bias, gradient="tokens")
+
+
+def num_projected(own: Projector) -> int:
+    """How many parameters a projector has."""
+    return num_weights(_projector("", own))
+
+
+def _convolutions(module: str, hidden: int, channels: int) -> Iterator[Weight]:
+    """Two convolutions over three frames each."""
+    yield from _linear(module, "conv1", 3 * channels, hidden, bias=True, gradient="tokens")
+    yield from _linear(module, "conv2", 3 * hidden, hidden, bias=True, gradient="tokens")
 
 
 def _encoder_ends(model: Model, encoder: Encoder) -> Iterator[Weight]:
     """What an encoder has besides its blocks; it looks up tokens in the table of the decoder."""
     module, hidden, channels = "encoder", model.hidden, encoder.channels
     if channels:
-        yield from _linear(module, "conv1", 3 * channels, hidden, bias=True, gradient="tokens")
-        yield from _linear(module, "conv2", 3 * hidden, hidden, bias=True, gradient="tokens")
+        yield from _convolutions(module, hidden, channels)
     if model.positions == "learned":
         number = encoder.seq or model.max_seq + model.extra_position_rows
         # Positions of sound are sines, kept as weights.
@@ -476,10 +508,14 @@ def _attention_pool(model: Model) -> Iterator[Weight]:
 
 
 def num_params(model: Model) -> int:
-    """All parameters of `model`, as makers count them: without modules of multi-token prediction."""
+    """All parameters of `model`, as makers count them: without modules of multi-token prediction.
+
+    Of its towers, those whose tokens it reads.
+    """
     kinds = layer_counts(model).items()
-    blocks = (number * num_weights(block_weights(model, layer)) for layer, number in kinds)
-    return num_weights(embedding_weights(model)) + num_weights(head_weights(model)) + sum(blocks)
+    blocks = sum(number * num_weights(block_weights(model, layer)) for layer, number in kinds)
+    towers = sum(num_params(tower.encoder) for tower in model.towers if tower.num_tokens)
+    return num_weights(embedding_weights(model)) + num_weights(head_weights(model)) + blocks + towers
 
 
 def num_active_params(model: Model) -> int:

@@ -54,13 +54,15 @@ TRAINING_KEYS = (
         "overlap_dp",
         "lora_rank",
         "lora_targets",
+        "tower",
+        "tower_recompute",
     ),
 )
 """Keys of a plan that mean nothing without a backward."""
 WEIGHT_KEYS = ("kv_dtype", "weight_dtype", "expert_dtype")
 """Keys of a plan about the formats of an engine."""
 ENGINE_KEYS = (
-    *("tp", "pp", "dp", "ep", "etp", "dtype", "placement", "imbalance", "overlap_ep"),
+    *("tp", "pp", "dp", "ep", "etp", "dtype", "placement", "imbalance", "overlap_ep", "tower_dp"),
     *WEIGHT_KEYS,
 )
 """Keys of a plan that a serving engine knows."""
@@ -328,8 +330,9 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         )
     if model.encoder is not None:
         yield from _encoder_rules(mesh)
+    yield from _tower_rules(model, mesh)
     yield Rule(
-        mesh.serves & (model.patches is not None or not model.causal),
+        mesh.serves & (not model.vocab or not model.causal),
         "{model.name} does not generate text; name a decoder for kind={kind}",
         WorkloadError,
     )
@@ -364,6 +367,41 @@ def _encoder_rules(mesh: Mesh) -> Iterator[Rule]:
             stated,
             f"{{model.name}} is an encoder and a decoder, which are not priced under {what}; leave it out",
         )
+
+
+def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    """What a plan says of encoders of images and sound needs some, and they their own sizes."""
+    towers, plan = [tower for tower in model.towers if tower.num_tokens], mesh.plan
+    for key in ("tower", "tower_dp", "tower_recompute"):
+        yield Rule(
+            not towers and getattr(plan, key) != DEFAULTS[key],
+            f"{key}={{value}} is of encoders of images and sound; state images or audio_s, or leave it out",
+            values={"value": getattr(plan, key)},
+        )
+    if not towers:
+        return
+    num_tokens = sum(tower.num_tokens for tower in towers)
+    yield Rule(
+        num_tokens > mesh.seq,
+        "images and sound are {num_tokens} tokens, more than the {seq} of a sequence; state a longer seq",
+        WorkloadError,
+        {"num_tokens": num_tokens},
+    )
+    for tower in towers:
+        heads = tower.encoder.num_heads
+        yield Rule(
+            (heads % mesh.tp != 0) & (not plan.tower_dp),
+            "tp={tp} does not divide the {heads} heads of the {name} tower; use a divisor, or tower_dp=1",
+            values={"heads": heads, "name": tower.name},
+        )
+        if plan.implementation == "huggingface":
+            yield from _huggingface_rules(tower.encoder, mesh)
+    for what, stated in (
+        (f"layout={plan.layout}", plan.layout != "1d"),
+        ("a pipeline of implementation=fsdp2", (plan.implementation == "fsdp2") & (mesh.pp > 1)),
+        ("offload_activations", mesh.offload_activations > 0),
+    ):
+        yield Rule(stated, f"encoders of images and sound are not priced under {what}; leave it out")
 
 
 def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:

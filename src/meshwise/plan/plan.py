@@ -118,6 +118,9 @@ class Plan:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     frozen_dtype: str | None = None
+    tower: str = "trained"
+    tower_dp: bool = False
+    tower_recompute: str = ""
     kv_dtype: str = "bf16"
     weight_dtype: str | None = None
     expert_dtype: str | None = None
@@ -216,6 +219,9 @@ KEYS: dict[str, Field] = {
     "lora_rank": whole("rank of LoRA adapters; the model's own weights are frozen [0: no adapters]", 0),
     "lora_targets": several("linear layers that have adapters [all]", LORA_TARGETS),
     "frozen_dtype": choice("type in which frozen weights are kept (QLoRA) [dtype]", ("fp8", "int4", "fp4")),
+    "tower": choice("whether encoders of images and sound train beside the model", ("trained", "frozen")),
+    "tower_dp": switch("each rank of tp encodes whole images of its own, by all of the encoder"),
+    "tower_recompute": choice("what the backward of encoders computes again [recompute]", RECOMPUTE),
     "kv_dtype": choice("type of the key-value cache of serving", ("bf16", "fp8")),
     "weight_dtype": choice("format in which an engine keeps weights, computed in dtype", tuple(WEIGHT_BITS)),
     "expert_dtype": choice("the same of the experts alone [weight_dtype]", tuple(WEIGHT_BITS)),

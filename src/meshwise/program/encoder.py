@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from msgspec import structs
 
+from meshwise.core.units import Num
 from meshwise.model.architecture import Model
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
@@ -48,16 +49,23 @@ def cross_attention(model: Model, cut: Cut, x: Tensor) -> Stated:
     return (yield from leave(model, cut, CROSS, 1, out, x))
 
 
+def convolutions(model: Model, cut: Cut, module: str, rows: Num, channels: int) -> Stated:
+    """`rows` tokens from twice as many frames of `channels`: two convolutions over three frames each."""
+    x = made(module, "frames", (2.0 * rows, float(channels)), cut.precision.act_dtype)
+    for name, frames, width in (("conv1", 2.0, channels), ("conv2", 1.0, model.hidden)):
+        taps = made(module, f"{name}_taps", (frames * rows, 3.0 * width), cut.precision.act_dtype)
+        x = yield from linear(module, name, taps, float(model.hidden), cut.precision, bias=True)
+        x = yield from elementwise(module, f"{name}_act", model.activation, x, cut.precision)
+    return x
+
+
 def encoder_ends(model: Model, cut: Cut, x: Tensor) -> Stated:
     """What comes before the first block of the encoder and behind its last one, its tokens' look-up apart."""
-    source, prec, hidden = source_cut(model, cut), cut.precision, float(model.hidden)
+    source, prec = source_cut(model, cut), cut.precision
     rows, encoder = source.split_tokens, model.encoder
     assert encoder is not None
     if encoder.channels:
-        for name, frames, width in (("conv1", 2.0, encoder.channels), ("conv2", 1.0, model.hidden)):
-            taps = made(ENCODER, f"{name}_taps", (frames * rows, 3.0 * width), prec.act_dtype)
-            x = yield from linear(ENCODER, name, taps, hidden, prec, bias=True)
-            x = yield from elementwise(ENCODER, f"{name}_act", model.activation, x, prec)
+        x = yield from convolutions(model, cut, ENCODER, rows, encoder.channels)
     if model.positions == "learned":
         x = yield from elementwise(ENCODER, "positions", "residual", x, prec)
     if model.embedding_norm:

@@ -77,6 +77,9 @@ class PartBytes(NamedTuple):
 def part_bytes(ops: Sequence[Op], grad_bytes: float) -> PartBytes:
     """The moments of a part, the gradients of whose weights take `grad_bytes` an element."""
     forward = [op for op in ops if op.phase == "forward"]
+    if not forward:
+        nothing = BackwardBytes(*[0.0] * len(BackwardBytes._fields))
+        return PartBytes(0.0, nothing, 0.0, nothing, 0.0)
     workspace: dict[tuple[str, str], Num] = {}
     for op in ops:
         if op.phase == "backward":

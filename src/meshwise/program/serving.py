@@ -132,7 +132,7 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     own = model.recurrence if layer.mixer in ("recurrence", "beside") else None
     state = state_bytes(own, cut) if own else 0.0
     kept = replace(cut, past=cut.past + cut.seq)
-    attends = layer.mixer in ("attention", "beside")
+    attends = model.causal and layer.mixer in ("attention", "beside")
     numbers = cached_numbers(of_layer(model, layer), cut) * (attends and layer.keys != "shared")
     tokens = cached_tokens(kept, layer) * numbers * cut.kv_bytes
     return cut.microbatch * (state + tokens)

@@ -19,10 +19,10 @@ from msgspec import structs
 
 from meshwise.cost.op import Cost, embedding, embedding_backward
 from meshwise.model.architecture import Model, layer_kind
-from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights
+from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights, projectors
 from meshwise.program.block import block_input, block_ops
 from meshwise.program.cut import Cut
-from meshwise.program.encoder import ENCODER, encoder_ends, source_cut
+from meshwise.program.encoder import ENCODER, convolutions, encoder_ends, source_cut
 from meshwise.program.implementation import as_done_by
 from meshwise.program.loss import Loss, loss_ops
 from meshwise.program.op import (
@@ -80,8 +80,11 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         x = yield from linear(module, "patch_proj", pixels, hidden, prec, bias=patches.bias)
         if patches.class_token:
             yield from elementwise(module, "class_token", "copy", x, prec, shape=(cut.microbatch, hidden))
+    if model.frames is not None:
+        x = yield from convolutions(model, cut, module, rows, model.frames.channels)
     if model.vocab:
         x = yield from _look_up(model, cut, module)
+    yield from _projected(model, cut)
     if model.token_types:
         x = yield from elementwise(module, "token_types", "residual", x, prec)
     if model.per_layer:
@@ -105,6 +108,24 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         if not model.encoder.channels:
             source = yield from _look_up(model, source_cut(model, cut), ENCODER)
         yield from encoder_ends(model, cut, source)
+
+
+def _projected(model: Model, cut: Cut) -> Iterator[Op]:
+    """What the towers give, made tokens of the sequence; each rank does those of its own tokens."""
+    num_tokens = sum(tower.num_tokens for tower in model.towers)
+    prec, rows = cut.precision, cut.split_tokens * (num_tokens / cut.seq)
+    for name, own in projectors(model):
+        if own.num_others:
+            table = made("embedding", f"{name}_learned", (1.0, float(own.num_others)), prec.act_dtype)
+            yield from elementwise("embedding", f"{name}_table", "copy", table, prec)
+        widths = [d_in for d_in, _ in own.linears]
+        x = made("embedding", f"{name}_tokens", (rows, float(widths[0] if widths else 0)), prec.act_dtype)
+        for i, _ in enumerate(own.norms):
+            x = yield from elementwise("embedding", f"{name}_norm{i}", model.norm, x, prec)
+        for i, (_, d_out) in enumerate(own.linears):
+            if i:
+                x = yield from elementwise("embedding", f"{name}_act{i}", "gelu", x, prec)
+            x = yield from linear("embedding", f"{name}_fc{i}", x, float(d_out), prec, bias=own.bias)
 
 
 def _look_up(model: Model, cut: Cut, module: str) -> Stated:

@@ -1,0 +1,75 @@
+"""A tower beside a language model: the mesh that it runs on, and what the stages of the pipeline hold of it.
+
+An encoder of images or sound is a model of its own, priced like any other: its blocks, what they keep,
+weights, gradients and optimizer states follow from its ops. It lies where the embedding of the language model
+lies, on the first stage of the pipeline, and does its part of a microbatch before the blocks there. It is cut
+by tp like these, or (`tower_dp`) each of these ranks has all of it and encodes whole inputs of its own; ranks
+of cp always do. A frozen tower has only a forward, and each rank all of its weights; what joins it to the
+language model belongs to the embedding of that and trains with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import RECOMPUTE
+from meshwise.plan.stages import Stage
+
+
+def is_frozen(mesh: Mesh) -> bool:
+    """Whether the towers do not train, as under LoRA."""
+    return mesh.plan.tower == "frozen" or mesh.plan.lora_rank > 0
+
+
+def tower_mesh(tower: Tower, mesh: Mesh) -> Mesh:
+    """The mesh of a tower: its inputs are the sequences; the busiest rank sets the pace."""
+    plan, trains = mesh.plan, mesh.trains and not is_frozen(mesh)
+    shared: Num = mesh.tp if plan.tower_dp else 1.0
+    copies, tp = mesh.cp * shared, mesh.tp / shared
+    recompute = plan.tower_recompute
+    return replace(
+        mesh,
+        plan=replace(plan, **_PLAIN),
+        seq=float(num_positions(tower.encoder)),
+        microbatch=np.ceil(mesh.microbatch * tower.num_inputs / copies),
+        kind=mesh.kind if mesh.serves or trains else "evaluate",
+        zero=mesh.zero if trains else 0.0,
+        zero_group=mesh.zero_group * shared,
+        recompute=float(RECOMPUTE.index(recompute)) if recompute else mesh.recompute,
+        recompute_layers=np.inf,
+        tp=tp,
+        etp=tp,
+        dp=mesh.dp * copies,
+        ulysses=1.0,
+        ring=1.0,
+        ep=1.0,
+    )
+
+
+_PLAIN: dict[str, Any] = {
+    **{"cp": 1, "cp_kind": "ring", "ulysses": 1, "ep": 1, "etp": None, "dispatch": "per_expert"},
+    **{"overlap_ep": False, "stages": None, "loss_chunks": 1, "recompute_every": 1},
+    **{"lora_rank": 0, "lora_targets": (), "frozen_dtype": None},
+}
+"""Keys of the plan of a language model that do not reach its towers."""
+
+
+def num_positions(encoder: Model) -> int:
+    """Tokens of one input of a tower."""
+    if encoder.frames is not None:
+        return encoder.frames.number
+    assert encoder.patches is not None
+    return encoder.patches.num_tokens
+
+
+def tower_stage(encoder: Model, stage: Stage) -> Stage:
+    """What a stage holds of a tower: all of it where the embedding is."""
+    counts = layer_counts(encoder)
+    layers = tuple(counts[kind] * stage.embeddings for kind in layer_kinds(encoder))
+    return replace(stage, layers=layers, heads=stage.embeddings)

@@ -1,0 +1,154 @@
+"""Images and sound among the tokens of a language model: how many inputs of an encoder, and how many tokens.
+
+A processor cuts an image in a way of its own, its *sizing*:
+
+- `fixed`: every image is scaled to the size that the encoder knows (LLaVA 1.5, Gemma 3);
+- `native`: each side is rounded to whole squares of merged patches, and the image is scaled if it has less
+  than `min_pixels` or more than `max_pixels` (Qwen2-VL's `smart_resize`, arXiv 2409.12191);
+- `rows`: the same, scaled down where a side is longer than `longest`, squares rounded up, and a token ends
+  each row (Pixtral, arXiv 2410.07073);
+- `tiles`: up to `max_tiles` squares of the encoder's size in the grid whose ratio of sides is nearest to the
+  image's, and the whole image as one more where they are several (InternVL 1.5, arXiv 2404.16821);
+- `canvas`: the same in the grid on which the image is least scaled up, or else least scaled down (Llama 4);
+- `split`: the longest side becomes `max_tiles` squares of the encoder's size, which cover the image, and the
+  whole image is one more (Idefics 3, arXiv 2408.12637);
+- `sound`: pieces of `seconds`, the last one filled up (Whisper).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from meshwise.core.errors import WorkloadError
+from meshwise.model.architecture import InputSizing, Model, Patches, Tower
+
+_MOST = 10**5
+"""Pixels of a side at most, and images of a sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a sequence has beside text: `images` of `width` x `height` pixels, `audio_s` seconds of sound."""
+
+    images: int = 0
+    width: int = 1024
+    height: int = 1024
+    audio_s: float = 0.0
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of `1024x768`; WorkloadError if it is something else."""
+    width, x, height = text.partition("x")
+    if not (x and width.isdecimal() and height.isdecimal() and 0 < int(width) <= _MOST >= int(height) > 0):
+        raise WorkloadError(f"image_size={text} must be width x height in pixels, as in 1024x768")
+    return int(width), int(height)
+
+
+def with_inputs(model: Model, inputs: Inputs) -> Model:
+    """`model` as it reads `inputs` in each sequence, its towers sized for them.
+
+    Raises:
+        WorkloadError: The model reads no images, or no sound, or a number makes no sense.
+    """
+    wanted = {"images": ("vision", inputs.images), "audio_s": ("audio", inputs.audio_s)}
+    known = {tower.name for tower in model.towers}
+    for option, (name, number) in wanted.items():
+        if not 0 <= number <= _MOST:
+            raise WorkloadError(f"{option}={number:g} must be at least 0 and at most {_MOST}")
+        if number and name not in known:
+            counted = any(part.startswith(name) for part, _ in model.left_out)
+            reason = f"the {name} tower is counted, not priced" if counted else f"it has no {name} tower"
+            raise WorkloadError(f"{option}={number:g}: {model.name} cannot read that here: {reason}")
+    towers = tuple(_sized(tower, inputs) for tower in model.towers)
+    return replace(model, towers=towers)
+
+
+def _sized(tower: Tower, inputs: Inputs) -> Tower:
+    encoder, sizing = tower.encoder, tower.sizing
+    if encoder.frames is not None:
+        pieces = inputs.audio_s / sizing.seconds
+        tokens = math.ceil(pieces * (encoder.frames.number // tower.merge))
+        return replace(tower, num_inputs=math.ceil(pieces), num_tokens=tokens)
+    assert encoder.patches is not None
+    cut = cut_image(sizing, encoder.patches, math.isqrt(tower.merge), inputs.width, inputs.height)
+    patch = encoder.patches.patch
+    patches = replace(encoder.patches, height=cut.rows * patch, width=cut.columns * patch)
+    return replace(
+        tower,
+        encoder=replace(encoder, patches=patches),
+        num_inputs=inputs.images * cut.num_inputs,
+        num_tokens=inputs.images * cut.num_inputs * (cut.rows * cut.columns // tower.merge + cut.row_ends),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CutImage:
+    """One image as `num_inputs` inputs of `rows` x `columns` patches; `row_ends`: further tokens of each."""
+
+    num_inputs: int
+    rows: int
+    columns: int
+    row_ends: int = 0
+
+
+def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, height: int) -> CutImage:
+    """How an image of `width` x `height` pixels is cut; `merged` patches along a side become one token."""
+    square = patches.patch * merged
+    if sizing.kind == "native":
+        height, width = _rounded(height, width, square, sizing.min_pixels, sizing.max_pixels)
+        return CutImage(1, height // patches.patch, width // patches.patch)
+    if sizing.kind == "rows":
+        shrink = max(width / sizing.longest, height / sizing.longest, 1.0)
+        rows, columns = (math.ceil(int(side / shrink) / square) for side in (height, width))
+        return CutImage(1, merged * rows, merged * columns, row_ends=rows)
+    tiles = 1
+    if sizing.kind == "tiles":
+        tiles = _nearest_ratio(width, height, patches.width, sizing.max_tiles)
+    elif sizing.kind == "canvas":
+        tiles = _least_scaled(width, height, patches.width, sizing.max_tiles)
+    elif sizing.kind == "split":
+        scale = sizing.max_tiles * patches.width / max(width, height)
+        tiles = math.prod(math.ceil(side * scale / patches.width) for side in (width, height))
+    rows, columns = patches.height // patches.patch, patches.width // patches.patch
+    return CutImage(tiles + (tiles > 1), rows, columns)
+
+
+def _rounded(height: int, width: int, square: int, least: int, most: int) -> tuple[int, int]:
+    """Sides in whole squares, of an area from `least` to `most` pixels."""
+    sides = [max(round(side / square) * square, square) for side in (height, width)]
+    if math.prod(sides) > most:
+        scale = math.sqrt(most / (height * width))
+        sides = [max(math.floor(side * scale / square) * square, square) for side in (height, width)]
+    elif math.prod(sides) < least:
+        scale = math.sqrt(least / (height * width))
+        sides = [math.ceil(side * scale / square) * square for side in (height, width)]
+    return sides[0], sides[1]
+
+
+def _grids(most: int) -> list[tuple[int, int]]:
+    """Columns and rows of all grids of at most so many tiles, fewest first."""
+    sides = range(1, most + 1)
+    pairs = ((columns, rows) for columns in sides for rows in sides if columns * rows <= most)
+    return sorted(pairs, key=math.prod)
+
+
+def _nearest_ratio(width: int, height: int, side: int, most: int) -> int:
+    """Tiles of the grid whose ratio is nearest; of equals a larger one, if the image fills half of it."""
+    best, nearest = (1, 1), math.inf
+    for columns, rows in _grids(most):
+        away = abs(width / height - columns / rows)
+        fills = width * height > 0.5 * side**2 * columns * rows
+        if away < nearest or (away == nearest and fills):
+            best, nearest = (columns, rows), away
+    return math.prod(best)
+
+
+def _least_scaled(width: int, height: int, side: int, most: int) -> int:
+    """Tiles of the smallest grid on which the image grows least, or, where it fits none, shrinks least."""
+    scaled = [
+        (min(columns * side / width, rows * side / height), columns * rows) for columns, rows in _grids(most)
+    ]
+    up = [(scale, tiles) for scale, tiles in scaled if scale >= 1.0]
+    scale = min(up)[0] if up else max(scaled)[0]
+    return min(tiles for each, tiles in scaled if each == scale)

@@ -1,0 +1,171 @@
+"""Encoders of images and sound beside a language model: tokens of an image, FLOP, memory and time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import meshwise as mw
+from meshwise.core.errors import MeshwiseError
+from meshwise.model.architecture import Model
+from meshwise.model.huggingface import model_from_config
+from meshwise.model.inputs import Inputs, with_inputs
+from meshwise.model.weights import num_params
+
+TEXT = {
+    **{"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 32768},
+}
+QWEN3_VL = {  # of Qwen3-VL-8B-Instruct
+    **{"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "patch_size": 16},
+    **{"out_hidden_size": 4096, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]},
+}
+LLAMA4 = {
+    **{"hidden_size": 1408, "num_hidden_layers": 34, "num_attention_heads": 16, "intermediate_size": 5632},
+    **{"image_size": 336, "patch_size": 14, "projector_input_dim": 4096, "projector_output_dim": 4096},
+    **{"vision_output_dim": 4096},
+}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl": QWEN3_VL,
+    "qwen2_5_vl": {"hidden_size": 1280, "out_hidden_size": 4096},
+    "gemma3": {"image_size": 896, "patch_size": 14, "hidden_size": 1152, "vision_use_head": False},
+    "internvl": {"image_size": [448, 448], "patch_size": [14, 14], "norm_type": "layer_norm"},
+    "llama4": LLAMA4,
+    "mistral3": {"image_size": 1540, "patch_size": 14},
+    "llava": {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "intermediate_size": 4096}
+    | {"num_hidden_layers": 24, "num_attention_heads": 16},
+    "idefics3": {"image_size": 364, "patch_size": 14},
+}
+TOKENS = [  # family, image, tokens in the sequence; by the processors of transformers
+    ("qwen3_vl", "1024x768", 768),  # 64 x 48 patches of 16, four to a token
+    ("qwen3_vl", "100x80", 8 * 9),  # scaled up to 65,536 pixels
+    ("qwen2_5_vl", "1024x768", 37 * 27),  # sides rounded to 28: 1036 x 756
+    ("gemma3", "1024x768", 256),  # mm_tokens_per_image
+    ("internvl", "1024x768", 13 * 256),  # 4 x 3 tiles of 448, and the whole
+    ("internvl", "448x448", 256),
+    ("llama4", "336x336", 144),  # one tile of 24 x 24 patches, four to a token
+    ("llama4", "672x672", 5 * 144),  # four tiles, and the whole
+    ("llava", "640x480", 576),
+    ("mistral3", "1540x1540", 55 * 55 + 55),  # a token ends each row
+    ("idefics3", "1456x1456", 17 * 169),  # 4 x 4 tiles of 364, and the whole
+]
+
+
+def model_of(family: str, **text: Any) -> Model:
+    raw = {"model_type": family, "text_config": TEXT | text, "vision_config": VISION[family]}
+    return model_from_config(raw, name=family)
+
+
+def estimate(plan: str, model: Model | None = None, images: int = 4, **more: Any) -> mw.Estimate:
+    shape = model or model_of("qwen3_vl")
+    work: dict[str, Any] = {"batch": 16, "seq": 8192, "images": images} | more
+    return mw.estimate(shape, "h100-80g-sxm:8", plan, **work)
+
+
+@pytest.mark.parametrize(("family", "size", "tokens"), TOKENS)
+def test_tokens_of_an_image(family: str, size: str, tokens: int) -> None:
+    width, height = map(int, size.split("x"))
+    (tower,) = with_inputs(model_of(family), Inputs(images=3, width=width, height=height)).towers
+    assert tower.num_tokens == 3 * tokens
+
+
+def test_parameters_with_the_tower_are_those_that_are_counted() -> None:
+    """Qwen3-VL-8B-Instruct: 8,767,123,696 parameters (its safetensors)."""
+    model = model_of("qwen3_vl", num_hidden_layers=36)
+    read = with_inputs(model, Inputs(images=1))
+    assert num_params(read) == 8_767_123_696 == num_params(model) + sum(n for _, n in model.left_out)
+
+
+def test_flop_of_the_tower_follow_from_its_sizes() -> None:
+    """Forward: two FLOP a parameter of a matrix and position, and 4 x positions^2 x width a block."""
+    flop = estimate("", kind="evaluate").flop_per_step - estimate("", kind="evaluate", images=0).flop_per_step
+    positions, tokens, width = 64 * 64, 32 * 32, 1152
+    block = 2 * (4 * width**2 + 2 * width * 4304) * positions + 4 * positions**2 * width
+    merger = 2 * (4 * width) * (4 * width + 4096) * tokens
+    patches = 2 * 2 * 3 * 16**2 * width * positions
+    assert flop == pytest.approx(16 * 4 * (27 * block + 4 * merger + patches), rel=1e-9)
+
+
+def test_a_trained_tower_adds_its_states_and_three_forwards() -> None:
+    with_it, without = estimate("zero=0"), estimate("zero=0", images=0)
+    added = sum(number for _, number in with_it.model.left_out)
+    for name, each in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
+        assert with_it.memory_bytes[name] - without.memory_bytes[name] == pytest.approx(each * added)
+    frozen, full = estimate("zero=0,tower=frozen"), estimate("zero=0,tower_recompute=full")
+    tower = num_params(with_it.model.towers[0].encoder)
+    assert with_it.memory_bytes["optimizer"] - frozen.memory_bytes["optimizer"] == pytest.approx(12 * tower)
+    assert frozen.step_s < with_it.step_s < full.step_s
+    assert frozen.memory_bytes["activations"] < full.memory_bytes["activations"]
+    assert full.memory_bytes["activations"] < 0.8 * with_it.memory_bytes["activations"]
+    assert full.flop_per_step == with_it.flop_per_step
+    assert full.hardware_flop > with_it.hardware_flop
+
+
+PLANS = (
+    *("tp=2", "tp=2,tower=frozen", "tp=4,tower_dp=1", "pp=2,vpp=2", "cp=2,tower_recompute=full"),
+    *("lora_rank=16", "zero=3", "implementation=fsdp2,zero=3", "pp=4,stages=0-1-1-2", "tp=2,kind=prefill"),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_of_every_rank_add_up_to_the_step(plan: str) -> None:
+    plan, _, kind = plan.partition(",kind=")
+    found = estimate(plan, **({"kind": kind} if kind else {}))
+    assert sum(found.time_s.values()) == pytest.approx(found.step_s)
+    rows = [row for row in found.ledger.rows() if row["time_s"]]
+    ranks = {row["rank"] for row in rows}
+    for rank in ranks:
+        of_rank = sum(row["count"] * row["time_s"] for row in rows if row["rank"] == rank)
+        assert of_rank == pytest.approx(found.step_s)
+    assert any(row["module"].startswith("vision.") for row in rows if row["rank"] == 0)
+
+
+def test_data_parallel_towers_do_the_same_work_without_exchanges() -> None:
+    cut, apart = estimate("tp=4"), estimate("tp=4,tower_dp=1")
+    assert apart.hardware_flop == pytest.approx(cut.hardware_flop)
+    assert apart.memory_bytes["weights"] > cut.memory_bytes["weights"]
+
+    def exchanged(found: mw.Estimate) -> float:
+        rows = found.ledger.rows()
+        return sum(
+            r["count"] * r["comm_s"] for r in rows if r["module"].startswith("vision") and r["collective"]
+        )
+
+    assert exchanged(cut) > 0 == exchanged(apart)
+
+
+def test_a_pipeline_deals_fewer_layers_where_the_tower_is() -> None:
+    few, many = (estimate("pp=4", model_of("qwen3_vl", num_hidden_layers=32), images=n) for n in (0, 6))
+    assert many.step.stages[0].stage.num_layers < few.step.stages[0].stage.num_layers
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "says"),
+    [
+        ("tower=frozen", {"images": 0}, "tower=frozen is of encoders"),
+        ("", {"images": 9}, "9,?216 tokens, more than the 8192"),
+        ("", {"images": 0, "image_size": "10x10"}, "needs images"),
+        ("", {"image_size": "1024"}, "width x height"),
+        ("", {"audio_s": 30}, "it has no audio tower"),
+        ("pp=2,implementation=fsdp2", {}, "not priced under a pipeline of implementation=fsdp2"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(plan: str, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(MeshwiseError, match=says):
+        estimate(plan, **more)
+
+
+def test_a_text_model_reads_no_images() -> None:
+    with pytest.raises(MeshwiseError, match="llama3-8b cannot read that here: it has no vision tower"):
+        mw.estimate("llama3-8b", "h100-80g-sxm:8", images=1)
+
+
+def test_search_prices_towers_as_estimate_does() -> None:
+    model = replace(model_of("qwen3_vl"))
+    best = mw.search(model, "h100-80g-sxm:8", batch=16, seq=8192, images=4).best[0]
+    again = mw.estimate(
+        model, "h100-80g-sxm:8", best.plan, batch=16, seq=8192, images=4, microbatch=best.workload.microbatch
+    )
+    assert again.step_s == pytest.approx(best.step_s, rel=1e-12)
