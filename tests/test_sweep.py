@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.core.errors import DataError, MissingExtraError
+import tasks
+from meshwise.core.each import on_ray
+from meshwise.core.errors import DataError
 from meshwise.sweep import sweep as sweeps
 from meshwise.sweep.sweep import Store, read_sweep, run_sweep
 
@@ -30,18 +32,6 @@ batch = 64
 [grid]
 tp = [2, 4, 8]
 pp = [1, 4, 7]
-"""
-
-# stands in for the command line: it squares n, dies of -1, sleeps on -2, refuses -3
-FAKE_WORKER = """
-import json, os, signal, sys, time
-for line in sys.stdin:
-    n = int(json.loads(line)[2])
-    if n == -1: print("about to die", file=sys.stderr, flush=True); os.kill(os.getpid(), signal.SIGKILL)
-    if n == -2: time.sleep(60)
-    with open(sys.argv[1], "a") as log: log.write(f"{n}\\n")
-    refusal, document = "meshwise: n is bad; use another", json.dumps({"n": {"square": [n * n]}})
-    print(json.dumps((2, "", refusal) if n == -3 else (0, document, "")), flush=True)
 """
 
 
@@ -61,11 +51,11 @@ def test_default_columns_are_documented_keys():
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Sweeps call the fake worker; returns the numbers that it was given, in order."""
-    (tmp_path / "worker.py").write_text(FAKE_WORKER)
+    """Sweeps call what stands in for the command line; returns the numbers that it was given, in order."""
     log = tmp_path / "log"
     log.touch()
-    monkeypatch.setattr(sweeps, "_WORKER", [sys.executable, str(tmp_path / "worker.py"), str(log)])
+    monkeypatch.setenv("TASKS_LOG", str(log))
+    monkeypatch.setattr(sweeps, "answer_of", tasks.answer_of)
     return lambda: [int(n) for n in log.read_text().split()]
 
 
@@ -160,8 +150,7 @@ def test_kill_nine_loses_only_what_was_running(tmp_path):
         "batch = 64\n[grid]", f"[grid]\nbatch = {batches}"
     )
     path, num = _file(tmp_path, grid), 12 * len(batches)
-    words = [sys.executable, "-m", "meshwise.cli.worker"]
-    command = json.dumps(["sweep", str(path), "--jobs", "1", "--json"]) + "\n"
+    command = [sys.executable, "-m", "meshwise", "sweep", str(path), "--jobs", "1", "--json"]
     query = "SELECT id, command, status, finished_at, seconds, document FROM points ORDER BY id"
 
     tables = "SELECT count(*) FROM sqlite_master WHERE name = 'points'"
@@ -172,21 +161,16 @@ def test_kill_nine_loses_only_what_was_running(tmp_path):
         with closing(sqlite3.connect(tmp_path / "sweep.sqlite", timeout=30)) as database:
             return database.execute(query).fetchall() if database.execute(tables).fetchone()[0] else []
 
-    process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    process.stdin.write(command.encode())
-    process.stdin.flush()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while len(stored()) < 3 and process.poll() is None:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
     before = stored()
     assert 3 <= len(before) < num
-    done = subprocess.run(words, input=command, capture_output=True, text=True, check=True)
-    code, out, _ = json.loads(done.stdout)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     after = stored()
-    assert code == 0 and json.loads(out)["num_done"] == num
+    assert json.loads(done.stdout)["num_done"] == num
     assert after[: len(before)] == before and len({row[1] for row in after}) == num
 
 
@@ -200,17 +184,9 @@ def test_one_writer_at_a_time(tmp_path):
         Store(tmp_path / "nowhere" / "a.sqlite")
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("--address", "auto"), "add --engine ray"),
-        (("--engine", "ray", "--address", "a:1", "--jobs", "2"), "--address"),
-    ],
-)
-def test_an_option_of_the_other_engine_is_refused(meshwise, tmp_path, options, reason):
-    done = meshwise("sweep", str(_file(tmp_path, GRID)), *options)
-    assert done.code == 2
-    assert reason in done.err
+def test_processes_of_this_machine_are_not_those_of_a_cluster(meshwise, tmp_path):
+    done = meshwise("sweep", str(_file(tmp_path, GRID)), "--ray", "a:1", "--jobs", "2")
+    assert done.code == 2 and "leave it out with --ray" in done.err
 
 
 def test_command_line(meshwise, tmp_path, monkeypatch):
@@ -323,7 +299,8 @@ def test_a_study_on_two_ray_workers_goes_on_where_it_stopped(tmp_path):
     ran = []
     with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
         run_sweep(some, store, jobs=1)
-        run_sweep(wanted, store, jobs=2, engine="ray", on_answer=lambda point, _: ran.append(point.key))
+        with on_ray("local"):
+            run_sweep(wanted, store, on_answer=lambda point, _: ran.append(point.key))
         run_sweep(wanted, local, jobs=1)
         answers = [
             [(row.status, row.results, row.error) for row in one.rows(wanted)] for one in (store, local)
@@ -333,14 +310,10 @@ def test_a_study_on_two_ray_workers_goes_on_where_it_stopped(tmp_path):
     assert [status for status, _, _ in answers[0]] == ["done", "done", "failed"] * 2
 
 
-def test_ray_is_an_extra(tmp_path, monkeypatch):
+def test_ray_is_an_extra(meshwise, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    wanted = _numbers(tmp_path, [1])
-    with (
-        Store(tmp_path / "a.sqlite") as store,
-        pytest.raises(MissingExtraError, match="Ray is not installed"),
-    ):
-        run_sweep(wanted, store, engine="ray")
+    done = meshwise("sweep", str(_file(tmp_path, GRID)), "--ray", "auto")
+    assert done.code == 3 and "Ray is not installed" in done.err
 
 
 @pytest.mark.parametrize(

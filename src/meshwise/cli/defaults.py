@@ -88,7 +88,8 @@ def _stated(table: Mapping[str, Any], verb: str = "") -> Iterator[tuple[str, str
 def _is_of_answer(verb: str, option: Option, value: Any) -> bool:
     """Whether `value` can only change an answer, and names no file outside of this folder."""
     kinds = get_args(option.kind) or (option.kind,)
-    return verb.split()[0] in ANSWERS and Path not in kinds and _lies_here(value)
+    leaves = Path in kinds or option.name == "ray"
+    return verb.split()[0] in ANSWERS and not leaves and _lies_here(value)
 
 
 def _lies_here(value: Any) -> bool:

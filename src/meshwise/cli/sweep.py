@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
 
 import typer
 
 from meshwise.cli.output import console, print_json
+from meshwise.core.errors import DataError
 
 
 def sweep(
@@ -17,8 +17,7 @@ def sweep(
     output: Path | None = None,
     jobs: int = 0,
     retry: bool = False,
-    engine: Literal["local", "ray"] = "local",
-    address: str | None = None,
+    ray: str = "",
     csv: Path | None = None,
     plot: Path | None = None,
     json: bool = False,
@@ -30,27 +29,26 @@ def sweep(
         output: The SQLite file [FILE.sqlite].
         jobs: Points at a time [a core each; runs one by one].
         retry: Run failed points again.
-        engine: This machine, or a Ray cluster.
-        address: Address of the Ray cluster [a local one].
         csv: Where the table goes [FILE.csv].
         plot: Where the figure goes [FILE.png].
     """
+    from meshwise.core.each import on_ray
     from meshwise.core.files import csv_text, write_text
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 
     wanted = read_sweep(file)
+    if ray and jobs:
+        raise DataError(f"--jobs {jobs} is for processes of this machine; leave it out with --ray")
     database = output or file.with_suffix(".sqlite")
     with Store(database) as store:
         finished = store.finished(with_failed=not retry)
         num_before = sum(point.key in finished for point in wanted.points)
         try:
-            with _SweepProgress(len(wanted.points), num_before) as advance:
+            with on_ray(ray), _SweepProgress(len(wanted.points), num_before) as advance:
                 run_sweep(
                     wanted,
                     store,
                     jobs=jobs,
-                    engine=engine,
-                    address=address,
                     retry=retry,
                     on_answer=lambda point, answer: advance(answer.error is not None),
                 )

@@ -1,14 +1,8 @@
-"""A process that runs command lines of meshwise for a sweep: a JSON list of words in, an answer out.
-
-Answers go out on the stdout that the process was born with; what commands and libraries print themselves
-goes to stderr or into the answer, so that it cannot garble the protocol.
-"""
+"""A command line of meshwise run in this process, for a sweep: words in, what it printed out."""
 
 from __future__ import annotations
 
 import io
-import json
-import os
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
@@ -30,15 +24,3 @@ def run(words: list[str]) -> tuple[int, str, str]:
             traceback.print_exc()
             code = 1
     return code, out.getvalue(), err.getvalue()
-
-
-def serve() -> None:
-    """Answer until stdin closes."""
-    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)
-        for line in sys.stdin:
-            answers.write(json.dumps(run(json.loads(line))) + "\n")
-
-
-if __name__ == "__main__":
-    serve()

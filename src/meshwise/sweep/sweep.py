@@ -20,8 +20,8 @@ stands for, and that is its key in the file: a finished point is never run again
 sweep or of the TOML file, and a point is stored in one transaction, so that kill -9 loses only what was
 running. A failed point keeps its error and stops nothing.
 
-Points run in worker processes on this machine, or through Ray on many. A worker that dies takes only its
-point with it.
+Points run in processes of this machine, or on a Ray cluster (`core.each`). One that dies takes only its point
+with it.
 """
 
 from __future__ import annotations
@@ -31,34 +31,26 @@ import importlib
 import itertools
 import json
 import math
-import os
 import re
-import signal
 import sqlite3
 import string
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cache, partial
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.each import Lost, each, last_line
+from meshwise.core.errors import DataError
 from meshwise.core.toml import read_toml
 
 Scalar = str | int | float | bool
-Engine = Literal["local", "ray"]
 MAX_POINTS = 10**6
 _LONG_FORMAT = re.compile(r"[{}]|[0-9]{3}")
-_WORKER = [sys.executable, "-m", "meshwise.cli.worker"]
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS points (
     id INTEGER PRIMARY KEY,
@@ -316,198 +308,45 @@ def run_sweep(
     store: Store,
     *,
     jobs: int = 0,
-    engine: Engine = "local",
-    address: str | None = None,
     retry: bool = False,
     on_answer: Callable[[GridPoint, CommandAnswer], None] = lambda point, answer: None,
 ) -> None:
-    """Run what is not finished yet and store each answer as it comes.
+    """Run what is not finished yet and store each answer as it comes, here or on a cluster (`on_ray`).
 
     `jobs` points at a time (0: one a core for estimates, one for real runs); `retry` runs failed points
-    again; `address` is that of a Ray cluster. Points are handed out in the order of the grid. DataError if
-    the verb has no such option, for then the file is wrong and not the point.
+    again. Points are handed out in the order of the grid. DataError if the verb has no such option, for then
+    the file is wrong and not the point.
     """
-    if engine == "local" and address is not None:
-        raise DataError(f"--address {address} is that of a Ray cluster; add --engine ray, or leave it out")
-    if address is not None and jobs:
-        raise DataError(f"--jobs {jobs} is for workers of this machine; leave it out with --address")
     finished = store.finished(with_failed=not retry)
     todo = [point for point in sweep.points if point.key not in finished]
-    if not todo:
-        return
-    jobs = jobs or (os.cpu_count() or 1 if sweep.verb not in _PROGRAMS else 1)
-    answers = _through_ray(sweep, todo, jobs, address) if engine == "ray" else _locally(sweep, todo, jobs)
-    for point, answer in answers:
+    is_program = sweep.verb in _PROGRAMS
+    answers = each(
+        answer_of,
+        [point.words for point in todo],
+        jobs=jobs or int(is_program),
+        apart=True,
+        fresh=is_program,
+        timeout_s=sweep.timeout_s,
+    )
+    for place, found in answers:
+        answer = CommandAnswer(None, found.reason, found.seconds) if isinstance(found, Lost) else found
         if answer.error and _UNKNOWN_OPTION.search(answer.error):
             raise DataError(
                 f"an option of the sweep is unknown to its verb: {answer.error}; correct the file"
             )
-        store.add(point, answer)
-        on_answer(point, answer)
+        store.add(todo[place], answer)
+        on_answer(todo[place], answer)
 
 
-def _locally(sweep: Sweep, todo: Sequence[GridPoint], jobs: int) -> Iterator[tuple[GridPoint, CommandAnswer]]:
-    """Answers as they come from `jobs` threads, each with a worker process of its own."""
-    workers: list[CommandWorker] = []
-    of_thread = threading.local()
-
-    def start() -> None:
-        of_thread.worker = CommandWorker()
-        workers.append(of_thread.worker)
-
-    def answered(point: GridPoint) -> tuple[GridPoint, CommandAnswer]:
-        return point, answer_of(of_thread.worker, sweep, point.words)
-
-    threads = ThreadPoolExecutor(min(jobs, len(todo)), initializer=start)
-    try:
-        for done in as_completed([threads.submit(answered, point) for point in todo]):
-            yield done.result()
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.end()
-        threads.shutdown()
-        for worker in workers:
-            worker.close()
-
-
-def answer_of(worker: CommandWorker, sweep: Sweep, words: Sequence[str]) -> CommandAnswer:
-    """Run one command in a worker; real and dry runs get a fresh one each time."""
+def answer_of(words: Sequence[str]) -> CommandAnswer:
+    """Run one command line."""
     begin = time.monotonic()
-    try:
-        code, out, err = worker.call(words, sweep.timeout_s)
-    except _WorkerError as error:
-        return CommandAnswer(None, str(error), time.monotonic() - begin)
-    finally:
-        if sweep.verb in _PROGRAMS:
-            worker.end()
+    code, out, err = importlib.import_module("meshwise.cli.worker").run(list(words))
     seconds = time.monotonic() - begin
     try:
-        document = json.loads(out)
+        return CommandAnswer(json.loads(out), None, seconds)
     except ValueError:
-        return CommandAnswer(None, _last_line(err) or f"exit code {code}, no JSON document", seconds)
-    return CommandAnswer(document, None, seconds)
-
-
-class _WorkerError(Exception):
-    """The worker gave no answer; the message says why."""
-
-
-@dataclass(slots=True)
-class CommandWorker:
-    """A process that runs command lines of meshwise one after the other; started when first needed."""
-
-    _process: subprocess.Popen[str] | None = None
-    _errors: IO[str] = field(default_factory=partial(tempfile.TemporaryFile, "w+", errors="replace"))
-
-    def close(self) -> None:
-        """End the worker for good."""
-        self.end()
-        self._errors.close()
-
-    def call(self, words: Sequence[str], timeout_s: float | None) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of `meshwise WORDS`; _WorkerError if it dies or is too slow."""
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Event()
-
-        def expire() -> None:
-            late.set()
-            self.end()
-
-        clock = threading.Timer(timeout_s or threading.TIMEOUT_MAX, expire)
-        clock.daemon = True
-        if timeout_s:
-            clock.start()
-        try:
-            process.stdin.write(json.dumps(list(words)) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except (BrokenPipeError, ValueError):
-            line = ""
-        finally:
-            clock.cancel()
-        if line:
-            code, out, err = json.loads(line)
-            return code, out, err
-        if late.is_set():
-            raise _WorkerError(f"it took longer than timeout_s = {timeout_s:g} s")
-        raise _WorkerError(self._cause_of_death(process))
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
-            self._errors.seek(0)
-            self._errors.truncate()
-            self._process = subprocess.Popen(
-                _WORKER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                start_new_session=True,
-            )
-        return self._process
-
-    def _cause_of_death(self, process: subprocess.Popen[str]) -> str:
-        code = process.wait()
-        self.end()
-        self._errors.seek(0)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the process {how}: {_last_line(self._errors.read())}".removesuffix(": ")
-
-    def end(self) -> None:
-        """End the worker and every process that it started."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(OSError):
-                        pipe.close()
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].removeprefix("meshwise: ").removeprefix("Error: ") if lines else ""
-
-
-def _through_ray(
-    sweep: Sweep, todo: Sequence[GridPoint], jobs: int, address: str | None
-) -> Iterator[tuple[GridPoint, CommandAnswer]]:
-    """Answers as they come from a Ray cluster; without `address`, from `jobs` local workers of Ray."""
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError:
-        raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
-    workers = None if address else jobs
-    ray.init(
-        address=address, num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    try:
-        task = ray.remote(max_retries=0)(_ray_point)
-        pending = {task.remote(sweep, point.words): point for point in todo}
-        while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1)
-            for reference in ready:
-                point = pending.pop(reference)
-                try:
-                    yield point, ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    yield point, CommandAnswer(None, f"Ray: {_last_line(str(error))}", 0.0)
-    finally:
-        ray.shutdown()
-
-
-def _ray_point(sweep: Sweep, words: Sequence[str]) -> CommandAnswer:
-    return answer_of(_ray_worker(), sweep, words)
-
-
-@cache
-def _ray_worker() -> CommandWorker:
-    """The process that runs the points of this Ray worker; it ends with it."""
-    return CommandWorker()
+        return CommandAnswer(None, last_line(err) or f"exit code {code}, no JSON document", seconds)
 
 
 def csv_rows(sweep: Sweep, rows: Sequence[FinishedPoint]) -> Iterator[list[Any]]:

@@ -1,0 +1,296 @@
+"""One function over many items: in this process, in processes of this machine, or on a Ray cluster.
+
+    for place, answer in each(function, items): ...
+
+gives an answer for every item as it comes. The function is one of a module, takes an item, returns a value
+and knows nothing of other items, so the answers are the same wherever they are computed. A process that dies
+takes only its item with it (`Lost`); what the function raises is raised here. A node of a cluster that goes
+down gives its items back: other nodes compute them, and no answer that has arrived is computed again.
+
+On a cluster (`on_ray`) every node needs meshwise, and files that items name lie where every node sees them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache, partial
+from types import ModuleType
+from typing import IO, Any, TypeVar
+
+from meshwise.core.errors import DataError, MissingExtraError
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+_WORKER = [sys.executable, "-P", "-c", "from meshwise.core.each import answer_calls; answer_calls()"]
+_CONNECT_S = 10.0
+_NODES_LOST = 8
+"""How often an item is given to another node of a cluster before it is lost."""
+_cluster: ContextVar[ModuleType | None] = ContextVar("cluster", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The answer of an item whose process gave none: it died, or took too long."""
+
+    reason: str
+    seconds: float = 0.0
+
+
+@contextmanager
+def on_ray(address: str | None = "auto") -> Iterator[None]:
+    """Compute sweeps, studies, sizings, fits and traces inside this block on a Ray cluster.
+
+    Args:
+        address: HOST:PORT of the cluster's head, `auto` for the one that this machine is part of, `local` for
+            one started here; None or empty changes nothing.
+    """
+    if not address:
+        yield
+        return
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
+    is_ours = not ray.is_initialized()
+    try:
+        if is_ours:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            if port.isdecimal():  # Ray itself tries for minutes
+                socket.create_connection((host, int(port)), _CONNECT_S).close()
+            ray.init(address, include_dashboard=None, log_to_driver=False, logging_level="ERROR")
+    except (OSError, ValueError, RuntimeError, OverflowError) as error:
+        reason = last_line(str(error))
+        raise DataError(f"no Ray cluster at {address} ({reason}); start one, or use local") from None
+    token = _cluster.set(ray)
+    try:
+        yield
+    finally:
+        _cluster.reset(token)
+        if is_ours:
+            ray.shutdown()
+
+
+def each(
+    function: Callable[[Item], Answer],
+    items: Sequence[Item],
+    *,
+    jobs: int = 0,
+    apart: bool = False,
+    fresh: bool = False,
+    timeout_s: float | None = None,
+) -> Iterator[tuple[int, Answer | Lost]]:
+    """The place of every item and what `function` makes of it, as answers come.
+
+    Args:
+        jobs: Processes of this machine [one a core]; one computes in this process.
+        apart: Compute in a process of its own even then, which may die.
+        fresh: Start a process for each item.
+        timeout_s: How long an item may take; only apart.
+    """
+    settings = partial(_ask, function=function, fresh=fresh, timeout_s=timeout_s)
+    jobs = min(jobs or os.cpu_count() or 1, len(items))
+    if (ray := _cluster.get()) is not None:
+        yield from _through_ray(ray, settings, items)
+    elif jobs > 1 or apart:
+        yield from _in_processes(settings, items, jobs)
+    else:
+        for place, item in enumerate(items):
+            yield place, function(item)
+
+
+def all_of(function: Callable[[Item], Answer], items: Sequence[Item], *, jobs: int = 1) -> list[Answer]:
+    """What `function` makes of each item, in their order; DataError where a process died."""
+    answers = dict(each(function, items, jobs=jobs))
+    for answer in answers.values():
+        if isinstance(answer, Lost):
+            raise DataError(f"{answer.reason}; is there enough memory?")
+    return [answers[place] for place in range(len(items))]  # type: ignore[misc]
+
+
+def _in_processes(ask: Callable[..., Any], items: Sequence[Any], jobs: int) -> Iterator[tuple[int, Any]]:
+    """Answers as they come from `jobs` threads, each with a process of its own."""
+    workers: list[Worker] = []
+    of_thread = threading.local()
+
+    def start() -> None:
+        of_thread.worker = Worker()
+        workers.append(of_thread.worker)
+
+    def answered(place: int) -> tuple[int, Any]:
+        return place, ask(of_thread.worker, item=items[place])
+
+    threads = ThreadPoolExecutor(max(jobs, 1), initializer=start)
+    try:
+        for done in as_completed([threads.submit(answered, place) for place in range(len(items))]):
+            place, (value, error) = done.result()
+            if error is not None:
+                raise error
+            yield place, value
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.end()
+        threads.shutdown()
+        for worker in workers:
+            worker.close()
+
+
+def _through_ray(ray: ModuleType, ask: Callable[..., Any], items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Answers as they come from the nodes of a cluster, with a few items more than they run at once."""
+    task = ray.remote(max_retries=_NODES_LOST)(_ray_task)
+    places = iter(range(len(items)))
+    pending: dict[Any, int] = {}
+    try:
+        while True:
+            most = 2 * int(ray.cluster_resources().get("CPU", 1)) + 2
+            for place in itertools.islice(places, max(most - len(pending), 0)):
+                pending[task.remote(ask, items[place])] = place
+            if not pending:
+                return
+            ready, _ = ray.wait(list(pending), num_returns=1)
+            for reference in ready:
+                place = pending.pop(reference)
+                try:
+                    value, error = ray.get(reference)
+                except ray.exceptions.RayError as lost:
+                    value, error = Lost(f"Ray: {last_line(str(lost))}"), None
+                if error is not None:
+                    raise error
+                yield place, value
+    finally:
+        for reference in pending:
+            with suppress(Exception):
+                ray.cancel(reference, force=True)
+
+
+def _ray_task(ask: Callable[..., Any], item: Any) -> tuple[Any, Exception | None]:
+    """Of an item on a node. Its own process may die, so if Ray's does, the node was lost."""
+    return ask(_ray_worker(), item=item)
+
+
+@cache
+def _ray_worker() -> Worker:
+    """The process of this process of Ray, which ends with it."""
+    return Worker()
+
+
+def _ask(
+    worker: Worker, *, function: Callable[..., Any], item: Any, fresh: bool, timeout_s: float | None
+) -> tuple[Any, Exception | None]:
+    try:
+        return worker.call(function, item, timeout_s)
+    finally:
+        if fresh:
+            worker.end()
+
+
+@dataclass(slots=True)
+class Worker:
+    """A process that calls functions one after the other; started when first needed."""
+
+    _process: subprocess.Popen[bytes] | None = None
+    _errors: IO[str] = field(default_factory=partial(tempfile.TemporaryFile, "w+", errors="replace"))
+
+    def call(
+        self, function: Callable[[Any], Any], item: Any, timeout_s: float | None = None
+    ) -> tuple[Any, Exception | None]:
+        """What `function` returns, or raises; `Lost` if the process dies or is too slow."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        begin, late = time.monotonic(), threading.Event()
+
+        def expire() -> None:
+            late.set()
+            self.end()
+
+        clock = threading.Timer(timeout_s or threading.TIMEOUT_MAX, expire)
+        clock.daemon = True
+        if timeout_s:
+            clock.start()
+        try:
+            pickle.dump((function, item), process.stdin)
+            process.stdin.flush()
+            answer: tuple[Any, Exception | None] = pickle.load(process.stdout)
+            return answer
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            reason = f"it took longer than timeout_s = {timeout_s:g} s" if timeout_s and late.is_set() else ""
+            return Lost(reason or self._cause_of_death(process), time.monotonic() - begin), None
+        finally:
+            clock.cancel()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._errors.seek(0)
+            self._errors.truncate()
+            self._process = subprocess.Popen(
+                _WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
+        return self._process
+
+    def _cause_of_death(self, process: subprocess.Popen[bytes]) -> str:
+        code = process.wait()
+        self.end()
+        self._errors.seek(0)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the process {how}: {last_line(self._errors.read())}".removesuffix(": ")
+
+    def end(self) -> None:
+        """End the process and every one that it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+
+    def close(self) -> None:
+        """End it for good."""
+        self.end()
+        self._errors.close()
+
+
+def last_line(text: str) -> str:
+    """The last line of what a command said, without its name."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].removeprefix("meshwise: ").removeprefix("Error: ") if lines else ""
+
+
+def answer_calls() -> None:
+    """Call what comes on stdin and answer on the stdout of the process; what is printed goes to stderr."""
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        while True:
+            try:
+                function, item = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            answer: tuple[Any, Exception | None]
+            try:
+                answer = function(item), None
+            except Exception as error:
+                answer = None, error
+            pickle.dump(answer, answers)
+            answers.flush()
