@@ -257,7 +257,50 @@ def test_every_chip_has_constants_and_says_what_it_inherits():
     ampere = eff.constants(find_chip("a100-40g-sxm")).inherited_from
     assert ampere["gemm.bf16"] == "ampere (a100-80g-pcie, a100-80g-sxm)"
     assert "gemm.bf16" not in eff.constants(find_chip("mi300x")).inherited_from
-    assert eff.constants(find_chip("tpu-v5p")).inherited_from["gemm.bf16"].startswith("all chips (")
+    assert eff.constants(find_chip("tpu-v5p")).inherited_from["gemm.bf16"] == "tpu (tpu-v7)"
+    assert eff.constants(find_chip("trainium2")).inherited_from["gemm.bf16"].startswith("all chips (a100")
+
+
+@pytest.mark.parametrize(
+    "size, flop_per_s",
+    [
+        (128, 2.590e12),
+        (256, 18.29e12),
+        (512, 105.1e12),
+        (4096, 892.9e12),
+        (16384, 950.1e12),
+        (32768, 956.4e12),
+    ],
+)
+def test_a_core_of_tpu_v7_multiplies_as_published(size, flop_per_s):
+    """AI-Hypercomputer/accelerator-microbenchmarks, Ironwood: bf16 on one of two cores."""
+    chip = find_chip("tpu-v7")
+    seconds = gemm_s(
+        size, size, size,
+        flop_per_s=chip.matrix_peak("bf16") / 2, memory_bytes_per_s=chip.memory_bytes_per_s / 2,
+        elem_bytes=2.0, efficiency=eff.constants(chip).gemm("bf16"),
+    )  # fmt: skip
+    assert 2 * size**3 / seconds == pytest.approx(flop_per_s, rel=0.2)
+
+
+def test_a_scratchpad_feeds_with_the_root_of_its_size():
+    """A block's sides grow with the root of what holds it: 128 MiB a core of v6e, 64 of v7 and v5p."""
+    fed = {
+        name: eff.constants(find_chip(name)).gemm("bf16").cache_speedup
+        for name in ("tpu-v5p", "tpu-v6e", "tpu-v7")
+    }
+    assert fed["tpu-v6e"] == pytest.approx(fed["tpu-v7"] * math.sqrt(2.0))
+    assert fed["tpu-v5p"] == pytest.approx(fed["tpu-v7"])
+
+
+def test_a_chip_throttles_as_its_watts_and_its_peak_ask_for():
+    """GeForce halves the rate of the die, so its limit does not bind; a card of 72 W throttles more."""
+
+    def throttle(name: str) -> float:
+        return eff.constants(find_chip(name)).gemm("bf16").throttle_frac
+
+    assert throttle("rtx-4090") == 0.0 < throttle("l40s") < throttle("l4")
+    assert throttle("h800") == pytest.approx(math.sqrt(throttle("h100-80g-sxm") * throttle("h200-sxm")))
 
 
 def test_links_are_inherited_from_links_of_their_kind():

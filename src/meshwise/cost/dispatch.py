@@ -98,16 +98,21 @@ def dispatch_s(
     on. Everything broadcasts. Assumes even routing and that nothing else uses the links.
     """
     nodes = ranks / ranks_per_node
-    launch_s = (
-        efficiency.launch_s
-        + efficiency.rank_s * np.log2(ranks_per_node)
-        + efficiency.node_s * np.log2(nodes)
-        + efficiency.expert_s * experts
-    )
     crowded_frac = np.where(nodes > CROWD_NODES, efficiency.crowded_frac, 1.0)
     forward_rate = np.where(nodes > 1.0, num_cores * efficiency.core_bytes_per_s, np.inf)
     inner_rate = np.minimum(inner_bytes_per_s * efficiency.inner_frac, forward_rate)
     inner_s = tokens * copies.inner * token_bytes / inner_rate
     outer_s = tokens * copies.outer * token_bytes / (outer_bytes_per_s * efficiency.outer_frac * crowded_frac)
     cores_s = tokens * efficiency.token_s / num_cores
-    return launch_s + np.maximum(np.maximum(inner_s, outer_s), cores_s)
+    begins_s = launch_s(ranks, ranks_per_node, experts=experts, efficiency=efficiency)
+    return begins_s + np.maximum(np.maximum(inner_s, outer_s), cores_s)
+
+
+def launch_s(ranks: Num, ranks_per_node: Num, *, experts: Num = 0.0, efficiency: DispatchEfficiency) -> Num:
+    """Time [s] of an exchange of nothing: ranks and nodes tell each other their counts."""
+    return (
+        efficiency.launch_s
+        + efficiency.rank_s * np.log2(ranks_per_node)
+        + efficiency.node_s * np.log2(ranks / ranks_per_node)
+        + efficiency.expert_s * experts
+    )

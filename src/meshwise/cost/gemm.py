@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import Num
-from meshwise.machine.efficiency import GemmEfficiency
+from meshwise.machine.efficiency import THROTTLE_DECADES, GemmEfficiency
 
 TILES = ((256.0, 128.0), (128.0, 128.0), (64.0, 64.0))
 """Rows and columns of the tiles that the libraries choose from; more shapes fit no better."""
@@ -38,7 +38,6 @@ MIN_SPLIT_K = 512.0
 MAX_SPLIT = 16.0
 OVERLAP_POWER = 2.5
 THROTTLE_FROM_S = 1e-4
-THROTTLE_DECADES = 2.0
 
 
 def gemm_s(

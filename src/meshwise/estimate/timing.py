@@ -34,7 +34,7 @@ from meshwise.cost.collective import (
     members,
     peer_all_reduce_s,
 )
-from meshwise.cost.dispatch import deepep_copies, dispatch_s
+from meshwise.cost.dispatch import deepep_copies, dispatch_s, launch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
@@ -419,7 +419,18 @@ def _kernel_s(machine: Machine, op: Op, flop: Stack, read: Stack, write: Stack) 
 def _collective_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
     kind = "dispatch" if op.choices else op.collective
     waiting_s = np.where(ranks > 1, machine.overheads.skew_s, 0.0)
+    if op.choices:
+        waiting_s = waiting_s + _dispatch_launch_s(machine, op, ranks)
     return machine.collective_s(kind, payload_bytes, ranks, stride, op.choices, op.groups) + waiting_s
+
+
+def _dispatch_launch_s(machine: Machine, op: Op, ranks: Stack) -> Num:
+    """What kernels that send a token once to each rank take before it leaves: they exchange counts."""
+    measured = machine.efficiency.dispatches.get(f"deepep-normal-{op.name}")
+    if measured is None:
+        return 0.0
+    per_node = np.minimum(ranks, machine.base.node_ranks)
+    return np.where(ranks > 1, launch_s(ranks, per_node, efficiency=measured), 0.0)
 
 
 def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:

@@ -11,6 +11,9 @@ back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
 Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
 that the catalog gives for that link, so that a user's own cluster keeps its meaning. The overhead of a
 matmul's tile is work of one core; a chip inherits it as a share of that work, whatever its own core can do.
+The matrix unit of a TPU or of Gaudi is a few large systolic arrays, fed from memory through a scratchpad: a
+block that fills it has sides that grow with its root, and so does the FLOP per byte fed (`cache_speedup`).
+Theirs are stated in `catalog/matrix_engines.toml`, and no GPU inherits from them.
 """
 
 from __future__ import annotations
@@ -261,7 +264,10 @@ def _entry(kind: type[Constants], entry: dict[str, Any], where: str) -> Constant
 
 @cache
 def _catalog() -> dict[str, dict[str, Any]]:
-    return read(catalog_text("efficiency.toml"))
+    tables = read(catalog_text("efficiency.toml"))
+    for key, stated in read(catalog_text("matrix_engines.toml")).items():
+        tables[key] = tables.get(key, {}) | stated
+    return tables
 
 
 def mean(entries: list[Constants]) -> Constants:
@@ -303,20 +309,59 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     if chip.name in table:
         return table[chip.name], ""
     family = [name for name in sorted(table) if _generation(name) == chip.generation]
-    donors = family or sorted(table)
+    donors = family or [name for name in sorted(table) if not _has_large_cores(name)] or sorted(table)
     source = chip.generation if family else "all chips"
     found: Any = mean([table[name] for name in donors])
     if isinstance(found, GemmEfficiency):
-        faster = [
-            _core_flop_per_s(chip) / _core_flop_per_s(chips()[name]) for name in donors if name in chips()
-        ]
-        found = replace(found, tile_s=found.tile_s / math.exp(sum(map(math.log, faster)) / len(faster)))
+        found = replace(found, tile_s=found.tile_s / _ratio(chip, donors, _core_flop_per_s))
+        if family and chip.power_watts:
+            found = replace(found, throttle_frac=_throttle_frac(found, chip, donors))
+        if family and _has_large_cores(chip.name):
+            larger = _ratio(chip, donors, _core_cache_bytes)
+            found = replace(found, cache_speedup=found.cache_speedup * math.sqrt(larger))
     return found, f"{source} ({', '.join(donors)})"
+
+
+CLOCK_POWER = 1.0 / 3.0
+"""Exponent of the clock over power, where voltage follows the clock (Horowitz, ISSCC 2014: P = C V^2 f)."""
+
+
+def _throttle_frac(found: GemmEfficiency, chip: Chip, donors: Sequence[str]) -> float:
+    """The share by which a kernel of `chip` slows per decade, of what its donors' watts sustain.
+
+    A core of the donors slows to what its share of their watts sustains; a core of `chip` that computes less
+    at its peak, or has more watts, slows less (GeForce halves the peak of one generation's cores).
+    """
+    slowest = 1.0 + THROTTLE_DECADES * found.throttle_frac
+    watts = _ratio(chip, donors, lambda one: (one.power_watts or chip.power_watts) / num_cores(one))
+    slowest *= _ratio(chip, donors, _core_flop_per_s) / watts**CLOCK_POWER
+    return max(slowest - 1.0, 0.0) / THROTTLE_DECADES
+
+
+THROTTLE_DECADES = 2.0
+"""Decades of duration over which power slows a kernel."""
+
+LARGE_CORES = 32
+"""Cores up to which a chip is a few systolic arrays, fed from a scratchpad that software manages."""
+
+
+def _has_large_cores(chip: str) -> bool:
+    return chip in chips() and num_cores(chips()[chip]) <= LARGE_CORES
+
+
+def _ratio(chip: Chip, donors: Sequence[str], of: Callable[[Chip], float]) -> float:
+    """What `chip` has more of than its `donors`, in the geometric mean."""
+    ratios = [of(chip) / of(chips()[name]) for name in donors if name in chips()]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _core_flop_per_s(chip: Chip) -> float:
     """Peak of one core at 16 bits."""
     return chip.matrix_peak("bf16" if "bf16" in chip.matrix_flop_per_s else "fp16") / num_cores(chip)
+
+
+def _core_cache_bytes(chip: Chip) -> float:
+    return chip.cache_bytes / num_cores(chip)
 
 
 def on_pcie(levels: Sequence[Level]) -> bool:

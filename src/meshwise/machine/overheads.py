@@ -65,7 +65,7 @@ import numpy as np
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
-from meshwise.machine.efficiency import AS_MEASURED
+from meshwise.machine.efficiency import AS_MEASURED, CLOCK_POWER
 from meshwise.machine.hardware import Chip
 
 FULL_WATTS = {
@@ -77,9 +77,6 @@ FULL_WATTS = {
     "cdna4": 1400.0,
 }
 """The most that a chip of the generation may use (data sheets, as in catalog/chips.toml)."""
-
-CLOCK_POWER = 1.0 / 3.0
-"""Exponent of the clock over power, where voltage follows the clock (Horowitz, ISSCC 2014: P = C V^2 f)."""
 
 DEFAULT_SOFTWARE = "megatron-2024"
 """What a plan runs on that does not say: the generation that most sources of published runs measured."""
