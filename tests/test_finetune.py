@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import meshwise as mw
@@ -49,3 +51,28 @@ def test_what_is_known_to_fit(model: str, card: str, plan: str, seq: int, fits: 
     assert run.fits == fits
     if model == "llama2-7b":
         assert run.memory_bytes["total"] < 10e9
+
+
+def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:
+    """A row goes into `estimate` as it is; no other microbatch that fits is faster."""
+    found = mw.fit_card("3090", models=["llama3-8b", "qwen3-1.7b"], tokens=1e7, price=0.3).to_json()
+    most = found["memory_frac"] * found["memory_bytes"]
+    assert [row["fits"] for row in found["rows"]] == [True, True, True, False, False, True]
+    for row in found["rows"]:
+        words = (row["model"], "rtx-3090:1", row["plan_text"])
+        same = mw.estimate(*words, batch=16, seq=2048, microbatch=row["microbatch"])
+        assert row["memory_bytes"] == same.memory_bytes["total"]
+        assert row["fits"] == (row["memory_bytes"] <= most)
+        if row["fits"]:
+            others = [mw.estimate(*words, batch=16, seq=2048, microbatch=size) for size in (1, 2, 4, 8, 16)]
+            fitting = [one.step_s for one in others if one.memory_bytes["total"] <= most]
+            assert row["step_s"] == same.step_s == min(fitting)
+            assert row["hours"] == pytest.approx(1e7 / same.tokens_per_s / 3600)
+            assert row["cost"] == pytest.approx(0.3 * row["hours"])
+    answer = meshwise("fit-card", "3060", "--models", "llama3-70b", "--tokens", "10M")
+    assert answer.code == 1 and "too large: llama3-70b (52 GB by QLoRA)" in answer.out
+
+
+def test_every_open_model_of_the_catalog_is_priced_on_a_card() -> None:
+    found = mw.fit_card("h200-sxm", methods=["qlora"])
+    assert not found.refused and len(found.runs) > 20

@@ -26,6 +26,8 @@ def main(folder: Path) -> None:
     assert again.step_s == best.step_s
     scaling = mw.study(model, cluster, "gpus=8|16", batch=16, seq=8192)
     assert scaling.front("num_chips") and scaling.points[1].cluster.num_chips == 16
+    card = mw.fit_card("4090", models=["llama3-8b"], methods=["qlora"], tokens=1e7, price=0.35)
+    assert card.runs[0].fits and card.to_polars()["cost"][0] < 1.0
     served = mw.serve(model, "h100-80g-sxm:2", "tp=2", prompt=1024, output=128, token_s=0.02)
     sized = mw.serve(model, "h100-80g-sxm:4", rate=2.0, token_s=0.05, ttft_s=1.0, price=2.5)
     assert sized.sizing is not None and sized.sizing.best is not None and sized.cost

@@ -27,6 +27,7 @@ from meshwise.api import (
     dry_run_script,
     estimate,
     explain,
+    fit_card,
     frontier,
     launch,
     profile,
@@ -73,7 +74,7 @@ _HOME = {
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
 __all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "rl", "study"]
-__all__ += ["find_cluster", "find_model", "parse_plan", "plan_text", "validate"]
+__all__ += ["find_cluster", "find_model", "fit_card", "parse_plan", "plan_text", "validate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwise.core.errors import MissingExtraError, WorkloadError
+from meshwise.core.errors import ClusterError, MissingExtraError, WorkloadError
 from meshwise.core.options import Counts, Latency, Quantity, options_of
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from meshwise.runtime.profile import Profiled
     from meshwise.runtime.script.start import ScriptOutcome
     from meshwise.search.best_plans import BestPlans
+    from meshwise.search.fit_card import CardFit
     from meshwise.search.search import Result
     from meshwise.search.study import Study, StudyPoint
     from meshwise.serve.answer import ServingAnswer
@@ -265,6 +266,46 @@ def _share(memory_frac: float) -> float:
     if not 0 < memory_frac <= 1:
         raise WorkloadError(f"memory_frac={memory_frac} must be above 0 and at most 1")
     return memory_frac
+
+
+def fit_card(
+    card: str | Path | Cluster,
+    *,
+    models: Sequence[str | Path] = (),
+    methods: Sequence[str] = (),
+    batch: int = 16,
+    seq: int = 2048,
+    memory_frac: float = 0.92,
+    tokens: Quantity | None = None,
+    price: float | None = None,
+) -> CardFit:
+    """Which models a card fine-tunes, by which method, with how much memory, and how fast.
+
+    Args:
+        card: A chip of the catalog (4090), or a TOML file of a cluster of one.
+        models: Presets or config.json files to try; several [the open ones of the catalog].
+        methods: full, lora or qlora; several [all].
+        batch: Sequences of a step; microbatches are chosen.
+        seq: Tokens of a sequence.
+        memory_frac: As in `search`.
+        tokens: Tokens of the whole run, as 10M: hours.
+        price: Dollars of a GPU-hour, with the tokens.
+
+    Returns:
+        For each model and method the fastest run that fits, or the one that needs least memory.
+
+    Raises:
+        MeshwiseError: A name is unknown or a number makes no sense.
+    """
+    from meshwise.search.fit_card import fit_card as find
+
+    is_name = isinstance(card, str) and not card.endswith(".toml") and not set(card) & set(":/")
+    on = _cluster(f"{card}:1" if is_name else card)
+    if on.num_chips != 1:
+        raise ClusterError(f"{on.name} is {on.num_chips:,} GPUs; name one card, as 4090")
+    shapes = [_model(one) for one in models]
+    share = _share(memory_frac)
+    return find(on, shapes, methods, batch=batch, seq=seq, memory_frac=share, tokens=tokens, price=price)
 
 
 def serve(

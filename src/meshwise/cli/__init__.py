@@ -51,6 +51,7 @@ def _leave_garbage() -> None:
 
 VERBS = {
     **{name: f"{name}:{name}" for name in ("estimate", "search")},
+    "fit-card": "fit_card:fit_card",
     **{name: f"programs:{name}" for name in ("run", "dryrun", "compare", "calibrate")},
     **{name: f"{name}:{name}" for name in ("validate", "fit")},
     **{"list": "catalog:list_catalog", "explain": "trace:explain", "profile": "profile:profile"},

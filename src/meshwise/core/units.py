@@ -108,6 +108,29 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 86400:.4g} days"
 
 
+def long_duration(seconds: float | None) -> str:
+    """How long a run takes, for people: `40 minutes`, `1.2 hours`, `199 days`; None is empty."""
+    if seconds is None:
+        return ""
+    hour = 3600.0
+    for limit, scale, unit in (
+        (90.0, 1.0, "seconds"),
+        (1.5 * hour, 60.0, "minutes"),
+        (48 * hour, hour, "hours"),
+    ):
+        if seconds < limit:
+            return f"{seconds / scale:.3g} {unit}"
+    days = seconds / 86400
+    return f"{days:,.0f} days" if days >= 100 else f"{days:.3g} days"
+
+
+def dollars(amount: float | None) -> str:
+    """A sum for people, cents where they count: `$0.68`, `$12.40`, `$611,195`; None is empty."""
+    if amount is None:
+        return ""
+    return f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}" if amount < 1e9 else f"${amount:.4g}"
+
+
 def require_positive(value: Num, what: str, *, finite: bool = True) -> None:
     """Raise WorkloadError unless every `value` is above zero, and finite if it must be."""
     import numpy as np

@@ -67,7 +67,7 @@ def find_model(text: str) -> Model:
     text, _, like = text.partition(",like=")
     wanted = text.lower()
     for model in models().values():
-        if wanted == model.name or wanted in model.aliases:
+        if wanted == model.name or wanted in map(str.lower, model.aliases):
             return model
     if text.endswith(".json") or "/" in text or _exists(text):
         return read_config(text, like)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.core.ledger import PHASES, Ledger
-from meshwise.core.units import duration, with_prefix
+from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
 from meshwise.report.table import Facts, Table
@@ -85,18 +85,18 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         (
             f"{with_prefix(run['tokens'], '')} tokens",
-            f"{duration(run['run_s'])}, {with_prefix(run['gpu_hours'], '')} GPU-hours",
+            f"{long_duration(run['run_s'])}, {with_prefix(run['gpu_hours'], '', 3)} GPU-hours",
         ),
         (
             "with failures",
-            f"{duration(failing['run_s'])} (goodput {failing['goodput_frac']:.1%}, "
+            f"{long_duration(failing['run_s'])} (goodput {failing['goodput_frac']:.1%}, "
             f"{num_failures:{',.0f' if num_failures >= 10 else '.2g'}} failures, "
             f"a checkpoint of {with_prefix(failing['checkpoint_bytes'], 'B')} every "
             f"{duration(failing['checkpoint_every_s'])})",
         ),
     ]
     if "cost" in run:
-        lines.append(("cost", f"${run['cost']:,.0f} (${failing['cost']:,.0f} with failures)"))
+        lines.append(("cost", f"{dollars(run['cost'])} ({dollars(failing['cost'])} with failures)"))
     if "energy_joules" in run:
         lines.append(("energy", with_prefix(run["energy_joules"] / 3600, "Wh")))
     return lines

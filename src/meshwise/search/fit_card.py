@@ -1,0 +1,160 @@
+"""Which models one card fine-tunes, by which method, and how long that takes.
+
+Each method is a plan as hobbyists run it (the modules of `transformers`, one card). Of microbatches and of
+recomputation the fastest that fits is taken; where none fits, the one that needs least memory says how much
+is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.core.errors import MeshwiseError, WorkloadError
+from meshwise.core.notebook import Shown
+from meshwise.core.units import MOST_STATED
+from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.model.find import models
+from meshwise.model.weights import num_params
+from meshwise.plan.plan import parse_plan, plan_text
+from meshwise.plan.workload import Workload
+
+METHODS = {
+    "full": "optimizer=adam-bf16,grad_dtype=bf16",
+    "lora": "lora_rank=16,optimizer=adam-fp32",
+    "qlora": "lora_rank=16,optimizer=adam-fp32,frozen_dtype=int4",
+}
+"""The plan of each method: all weights, with gradients and Adam's states in bf16; adapters of rank 16 in all
+linear layers, kept in fp32, beside weights in bf16; the same beside weights of 4 bits."""
+_OF_ALL = "implementation=huggingface,recompute="
+MOST_PARAMS = 150e9
+"""Models of the catalog above this are not tried unless they are named: no card has that memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardRun:
+    """One model by one method: the fastest run that `fits`, or the one that needs least memory."""
+
+    method: str
+    run: Estimate
+    fits: bool
+
+    def to_json(self, tokens: float | None, price: float | None) -> dict[str, Any]:
+        """The run in numbers; `tokens` of it take hours, and dollars at `price` a GPU-hour."""
+        run, low_high = self.run, self.run.step_s_interval
+        rate = run.tokens_per_s if self.fits else None
+        document = {
+            "model": run.model.name,
+            "num_params": num_params(run.model),
+            "method": self.method,
+            "fits": self.fits,
+            "memory_bytes": run.memory_bytes["total"],
+            "tokens_per_s": rate,
+            "tokens_per_s_interval": {
+                "p10": rate and run.workload.num_tokens / low_high.p90,
+                "p90": rate and run.workload.num_tokens / low_high.p10,
+            },
+            "step_s": run.step_s if self.fits else None,
+            "microbatch": run.workload.microbatch,
+            "plan_text": plan_text(run.plan),
+        }
+        if tokens is not None:
+            document["hours"] = rate and tokens / rate / 3600
+            if price is not None:
+                document["cost"] = rate and tokens / rate / 3600 * price
+        return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CardFit(Shown):
+    """What `card` (a cluster of one GPU) fine-tunes: `runs` by size of the model, methods from full to QLoRA.
+
+    `refused`: models that cannot be priced so, and why.
+    """
+
+    card: Cluster
+    memory_frac: float
+    batch: int
+    seq: int
+    runs: tuple[CardRun, ...]
+    refused: dict[str, str]
+    tokens: float | None = None
+    price: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise fit-card --json` prints."""
+        return {
+            "card": self.card.chip.name,
+            "memory_bytes": self.card.chip.memory_bytes,
+            "memory_frac": self.memory_frac,
+            "batch": self.batch,
+            "seq": self.seq,
+            "tokens": self.tokens,
+            "rows": [one.to_json(self.tokens, self.price) for one in self.runs],
+            "refused": self.refused,
+        }
+
+
+def fit_card(
+    card: Cluster,
+    candidates: Sequence[Model] = (),
+    methods: Sequence[str] = (),
+    *,
+    batch: int,
+    seq: int,
+    memory_frac: float = 0.92,
+    tokens: float | None = None,
+    price: float | None = None,
+) -> CardFit:
+    """Price fine-tuning of `candidates` (none: the open ones of the catalog) by `methods` (none: all).
+
+    Raises WorkloadError for an unknown method, or a number that makes no sense.
+    """
+    for name in methods:
+        if name not in METHODS:
+            raise WorkloadError(f"there is no method {name!r}; use one of {', '.join(METHODS)}")
+    if price is not None and tokens is None:
+        raise WorkloadError("--price is for a run of some length; add --tokens, or leave it out")
+    for name, value in (("tokens", tokens), ("price", price)):
+        if value is not None and not 0 < value <= MOST_STATED:
+            raise WorkloadError(f"--{name} {value} must be a number above zero, up to {MOST_STATED:g}")
+    runs: list[CardRun] = []
+    refused: dict[str, str] = {}
+    for model in sorted(candidates or _open_models(seq), key=num_params):
+        try:
+            runs += [_best(model, card, name, batch, seq, memory_frac) for name in methods or METHODS]
+        except MeshwiseError as error:
+            refused[model.name] = str(error)
+    return CardFit(
+        card=card,
+        memory_frac=memory_frac,
+        batch=batch,
+        seq=seq,
+        runs=tuple(runs),
+        refused=refused,
+        tokens=tokens,
+        price=price,
+    )
+
+
+def _open_models(seq: int) -> Iterator[Model]:
+    """Those of the catalog whose weights are on the hub (an alias names the place) and that take `seq`."""
+    for model in models().values():
+        is_open = any("/" in alias for alias in model.aliases)
+        if is_open and num_params(model) <= MOST_PARAMS and seq <= model.max_seq:
+            yield model
+
+
+def _best(model: Model, card: Cluster, method: str, batch: int, seq: int, memory_frac: float) -> CardRun:
+    """The fastest run that fits into the share of the card's memory; else the smallest."""
+    sizes = [size for size in (1, 2, 4, 8, 16, 32) if batch % size == 0]
+    plans = [parse_plan(f"{METHODS[method]},{_OF_ALL}{again}") for again in ("none", "full")]
+    works = [Workload(batch=batch, seq=seq, microbatch=size) for size in sizes]
+    runs = [estimate(model, card, plan, work) for plan in plans for work in works]
+    most = memory_frac * card.chip.memory_bytes
+    if fitting := [run for run in runs if run.memory_bytes["total"] <= most]:
+        return CardRun(method, min(fitting, key=lambda run: run.step_s), fits=True)
+    return CardRun(method, min(runs, key=lambda run: run.memory_bytes["total"]), fits=False)
