@@ -16,10 +16,13 @@ from meshwise.model.architecture import (
     Frames,
     InputSizing,
     Layer,
+    LowRank,
     Model,
     PerLayer,
     Projector,
     Recurrence,
+    Side,
+    Sparse,
     Streams,
     Tower,
     checked_model,
@@ -45,7 +48,7 @@ HYBRID = replace(
 )
 SPARSE = replace(
     DEEPSEEK,
-    mla=replace(DEEPSEEK.mla, index_heads=4, index_head_dim=32, index_top_k=64),  # type: ignore[type-var]
+    sparse=Sparse(heads=4, head_dim=32, top_k=64),
 )
 SCAN = replace(
     HYBRID, recurrence=Recurrence(kind="scan", num_heads=4096, head_dim=1, state_dim=16, dt_rank=256)
@@ -94,7 +97,9 @@ ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value 
             **{"sliding_window": 64, "lm_head": False, "head_bias": True, "mlm_transform": True},
             **{"mtp_layers": 1, "dropout_frac": 0.1, "encoder": Encoder(num_layers=2)},
             **{"per_layer": PerLayer(rows=1000, width=64), "streams": Streams(number=4, laurel_rank=64)},
-            **{"keys": "values"},
+            **{"keys": "values", "v_head_dim": 64, "sparse": Sparse(heads=4, head_dim=32, top_k=64)},
+            **{"low_rank": LowRank(query=512, out=256, groups=8)},
+            **{"sides": (Side(module="head", name="score", d_in=4096, d_out=4),)},
             "towers": (TOWER,),
         },
     ),
@@ -107,6 +112,7 @@ ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value 
 ]
 CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     **{name: (model, {name: value}) for model, others in ONE_OTHER for name, value in others.items()},
+    "gate_per_head": (replace(LLAMA, attention_gate=True), {"gate_per_head": True}),
     "qk_norm_weight": (replace(LLAMA, qk_norm=True), {"qk_norm_weight": False}),
     "qk_norm_full": (replace(LLAMA, qk_norm=True), {"qk_norm_full": True}),
     "recurrence": (HYBRID, {"recurrence": replace(HYBRID.recurrence, state_dim=64)}),  # type: ignore[type-var]
@@ -121,8 +127,9 @@ DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out"}
 PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and other values than the double
     "mla": (SPARSE, {}),
     "moe": (
-        replace(DEEPSEEK, linear_bias=True),
+        replace(DEEPSEEK, linear_bias=True, moe=replace(DEEPSEEK.moe, latent=1024)),  # type: ignore[type-var]
         dict.fromkeys(("shared_gate", "router_bias", "narrow_weights", "own_norms"), True)
+        | {"zero_experts": 8, "latent_norm": True}
         | {"first_dense_layers": 1, "every": 2, "capacity_factor": 1.25, "balance_bias": False},
     ),
     "recurrence": (
@@ -134,10 +141,16 @@ PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and
         {"norm": False, "shared": False},
     ),
     "per_layer": (replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)), {}),
+    "sparse": (SPARSE, {"weighted": False}),
+    "low_rank": (replace(LLAMA, low_rank=LowRank(query=512, out=256, groups=8)), {}),
     "streams": (replace(LLAMA, streams=Streams(number=4, laurel_rank=64)), {}),
     "patches": (VIT_B, {"class_token": False, "mask_token": True, "bias": False, "out_channels": 3}),
 }  # fmt: skip
-ELSEWHERE = {"moe": {"num_shared_experts"}, "recurrence": {"num_groups", "gate_rank"}}
+ELSEWHERE = {
+    "moe": {"num_shared_experts"},
+    "recurrence": {"num_groups", "gate_rank", "wide_gate"},
+    "mla": set(),
+}
 """Fields of parts that only descriptions or other kinds of the part have."""
 FIELDS = [
     (part, field.name)
@@ -176,7 +189,12 @@ def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"head_dim": 64}, {"num_kv_heads": 4}, {"ffn_hidden": 1024}, {"keys": "shared"}, {"keys": "values"}],
+    [
+        *({"head_dim": 64}, {"num_heads": 16}, {"num_kv_heads": 4}, {"ffn_hidden": 1024}),
+        *({"keys": "shared"}, {"keys": "values"}, {"sparse": Sparse(top_k=32)}),
+        {"sides": (Side(module="mlp", name="gate", d_in=4096, d_out=1),)},
+        {"sides": (Side(module="mlp", name="norm", d_out=4096),)},
+    ],
 )
 def test_sizes_of_a_layer_change_its_ops(sizes: dict[str, Any]) -> None:
     cut = Cut(microbatch=1.0, seq=64.0)
@@ -186,7 +204,31 @@ def test_sizes_of_a_layer_change_its_ops(sizes: dict[str, Any]) -> None:
 def test_narrow_gates_change_the_ops() -> None:
     delta = Recurrence(kind="delta", num_heads=32, head_dim=128, num_groups=32, state_dim=128)
     model = replace(HYBRID, recurrence=delta, **SHORT)  # type: ignore[arg-type]
-    assert price(replace(model, recurrence=replace(delta, gate_rank=128))) != price(model)
+    narrow = replace(model, recurrence=replace(delta, gate_rank=128))
+    assert price(narrow) != price(model)
+    assert price(replace(model, recurrence=replace(delta, gate_rank=128, wide_gate=True))) != price(narrow)
+
+
+def test_hyper_connections_change_the_ops() -> None:
+    two, four = (replace(LLAMA, **SHORT, streams=Streams(number=number)) for number in (2, 4))  # type: ignore[arg-type]
+    assert price(two) != price(four)
+
+
+def test_compressed_keys_are_few() -> None:
+    """DeepSeek-V4: a window of 128 tokens, and one key for 128 tokens, or 512 of those for 4."""
+    model = replace(LLAMA, keys="same", num_kv_heads=1)
+    cut = Cut(microbatch=1.0, seq=65536.0)
+
+    def pairs(sparse: Sparse | None) -> float:
+        ops = block(model, cut, Layer(window=128, sparse=sparse))
+        flop = next(op for op in ops if op.name == "flash").cost.flop
+        return float(flop) / (4.0 * model.num_heads * model.head_dim)
+
+    near = attended_pairs(65536, 65536, causal=True, window=128)
+    chosen = attended_pairs(65536, 65536, causal=True, window=4 * 512) / 4
+    assert pairs(None) == near
+    assert pairs(Sparse(ratio=128)) == near + attended_pairs(65536, 65536, causal=True) / 128
+    assert pairs(Sparse(heads=64, head_dim=128, top_k=512, ratio=4)) == near + chosen
 
 
 def test_windows_are_those_of_the_layers() -> None:

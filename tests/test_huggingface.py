@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import ModelError
 from meshwise.model.architecture import Model, is_moe_layer, layer_kind, num_moe_layers
+from meshwise.model.config_fields import spellings
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
 from meshwise.model.weights import num_active_params, num_params
@@ -49,6 +50,8 @@ def test_every_config_has_its_total_and_every_family_its_config() -> None:
         for part in record["config"].values()
         if "model_type" in str(part)
     }
+    wholes = [spellings()[kind].whole for kind in read if kind in spellings()]
+    read |= {tower.family for whole in wholes if whole for tower in whole.towers}
     assert read >= set(families())
 
 

@@ -31,10 +31,9 @@ def unsaid(model: Model) -> list[str]:
         for field in fields(model)
         if field.name not in _SAID and getattr(model, field.name) != field.default
     ]
-    if model.mla is not None and model.mla.index_heads:
-        found.append(f"model.mla.index_heads={model.mla.index_heads}")
-    if model.moe is not None and model.moe.router_bias:
-        found.append("model.moe.router_bias=True")
+    for name in ("router_bias", "latent", "zero_experts"):
+        if value := getattr(model.moe, name, 0):
+            found.append(f"model.moe.{name}={value}")
     return found
 
 

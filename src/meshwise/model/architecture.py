@@ -24,7 +24,7 @@ _GATED = ("swiglu", "geglu", "reglu")
 _ACTIVATIONS = (*_GATED, "gelu", "silu", "relu", "relu2")
 _NORMS = ("layernorm", "rmsnorm")
 _POSITIONS = ("learned", "rotary", "sinusoidal", "alibi", "relative", "none")
-_KEYS = ("", "values", "shared")
+_KEYS = ("", "values", "same", "shared")
 _MAX_COUNT = 10**9  # far beyond any model, and far below where float64 stops counting
 _MAX_LAYERS = 10**5
 
@@ -35,9 +35,6 @@ class MLA:
 
     Each token keeps `kv_lora_rank + qk_rope_head_dim` numbers; a query head is `qk_nope_head_dim +
     qk_rope_head_dim` wide, a value head `v_head_dim`. `q_lora_rank` 0: queries are not compressed.
-
-    Sparse attention (DeepSeek-V3.2): an indexer of `index_heads` heads of width `index_head_dim` scores all
-    tokens before a query, which attends to the `index_top_k` best (0: to all, without an indexer).
     """
 
     q_lora_rank: int
@@ -45,9 +42,53 @@ class MLA:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    index_heads: int = 0
-    index_head_dim: int = 0
-    index_top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """Sparse attention: a query attends to the `top_k` keys that an indexer scores best (0: to all).
+
+    The indexer has `heads` heads of width `head_dim` (DeepSeek-V3.2, arXiv 2512.02556), whose scores are
+    added with weights of each token unless `weighted` is False (MiniMax-M3); without heads, a layer uses the
+    choice of the layer before it (GLM-5.2). `ratio`: how many tokens one key stands for (DeepSeek-V4, whose
+    queries attend to a window of tokens besides); the layers that compress them are `Side`s.
+    """
+
+    top_k: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    weighted: bool = True
+    ratio: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """Attention whose queries come through a normalised latent of width `query`, and whose result leaves
+    through `groups` latents of width `out`, each of its own part of the heads (DeepSeek-V4).
+    """
+
+    query: int
+    out: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A small layer beside the large ones: linear from `d_in` to `d_out`, or `d_out` learned numbers.
+
+    It belongs to `module` (attention, mlp, ...; at the ends of a model: embedding or head). Numbers are
+    those of a norm, unless they are used by the op `op`. Each token passes it `times` times, or only every
+    `every`-th token does. Every tensor-parallel rank has all of it and does its own tokens.
+    """
+
+    module: str
+    name: str
+    d_out: int
+    d_in: int = 0
+    bias: bool = False
+    op: str = ""
+    times: int = 1
+    every: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +105,10 @@ class MoE:
     (0: no such limit). `narrow_weights`: the weights of a token's experts are rounded to the type of the
     activations (Qwen3-MoE), which `implementation=huggingface` keeps. `own_norms`: the experts read a norm of
     their own, what they and the shared expert give is normalised before both are added, and learned numbers
-    scale the router's input and the weights of the experts (Gemma 4).
+    scale the router's input and the weights of the experts (Gemma 4). `latent`: experts read and write so
+    many numbers of a token, which a layer before and one behind all experts project (Nemotron 3; 0: as many
+    as the model has), behind a norm if `latent_norm` (Kimi K3). `zero_experts`: choices of the router that
+    compute nothing (LongCat-Flash).
     """
 
     num_experts: int
@@ -82,6 +126,18 @@ class MoE:
     top_groups: int = 0
     narrow_weights: bool = False
     own_norms: bool = False
+    latent: int = 0
+    latent_norm: bool = False
+    zero_experts: int = 0
+
+    @property
+    def computed(self) -> float:
+        """Experts that compute a token on average, with a router that chooses evenly."""
+        return self.top_k * self.num_experts / (self.num_experts + self.zero_experts)
+
+    def width(self, hidden: int) -> float:
+        """Numbers of a token that its experts read, in a model of width `hidden`."""
+        return float(self.latent or hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +264,8 @@ class Recurrence:
     causal convolution over `taps` tokens comes first. `norm`: a gated norm comes last. `dt_rank`: rank of
     the time step of a `scan`, `inner_norms` whether it and the keys and queries are normalised (Jamba).
     `gate_rank`: the gates of a `delta`, then one for each channel, come through a layer of that width (Kimi
-    Delta Attention, arXiv 2510.26692; 0: they come straight from the input).
+    Delta Attention, arXiv 2510.26692; 0: they come straight from the input; `wide_gate`: that of the output
+    does all the same, Kimi K3).
     """
 
     kind: str
@@ -223,6 +280,7 @@ class Recurrence:
     dt_rank: int = 0
     inner_norms: bool = False
     gate_rank: int = 0
+    wide_gate: bool = False
 
     @property
     def inner(self) -> int:
@@ -234,7 +292,8 @@ class Recurrence:
         """What is computed from the input: the width of each, and in how many parts it can be cut at most."""
         keys, heads = (self.num_groups * self.state_dim, self.num_groups), (self.num_heads, 0)
         inner = (self.inner, 0)
-        gates = {} if self.gate_rank else {"z": inner, "a": heads}
+        gates = {"z": inner} if not self.gate_rank or self.wide_gate else {}
+        gates |= {} if self.gate_rank else {"a": heads}
         return {
             "delta": {"q": keys, "k": keys, "v": inner, "b": heads, **gates},
             "ssd": {"z": inner, "x": inner, "b": keys, "c": keys, "dt": heads},
@@ -243,19 +302,25 @@ class Recurrence:
         }[self.kind]
 
     @property
+    def narrow_gates(self) -> tuple[str, ...]:
+        """The gates that come through a layer of width `gate_rank`."""
+        return ("a", "z")[: (0 if not self.gate_rank else 1 if self.wide_gate else 2)]
+
+    @property
     def convolved(self) -> int:
         """Channels that the convolution runs over."""
         return self.inner + 2 * self.num_groups * self.state_dim * (self.kind in ("delta", "ssd"))
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Layer:
     """What makes one block of a model differ from its others.
 
     `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
     `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`.
     `mlp`: whether it has an MLP (or experts) at all. `side`: `encoder` or `decoder` where the model has both.
-    `head_dim`, `num_kv_heads`, `ffn_hidden`: its own ones (0: those of the model). `keys`: as of `Model`.
+    `head_dim`, `num_heads`, `num_kv_heads`, `ffn_hidden`: its own ones (0: those of the model). `keys`,
+    `sparse`: as of `Model`. `sides`: small layers that it has besides.
     """
 
     moe: bool = False
@@ -267,6 +332,9 @@ class Layer:
     num_kv_heads: int = 0
     ffn_hidden: int = 0
     keys: str = ""
+    num_heads: int = 0
+    sparse: Sparse | None = None
+    sides: tuple[Side, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,17 +352,25 @@ class PerLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """Alternating updates (AltUp, arXiv 2301.13310): `number` residual streams; a block computes one.
+    """`number` residual streams; a block computes one (AltUp, arXiv 2301.13310).
 
     Before a block each stream is predicted from all of them; behind it, each is corrected by what the block
     made of the first. A router of the hidden state says how. The other streams begin as projections of the
     embedding; at the end they are projected and averaged. Beside attention stands a layer of rank
     `laurel_rank` (LAuReL, arXiv 2411.07501). Source: Gemma 3n; that it sets small values of the gate to zero
     in its first ten layers changes no shape and is not priced.
+
+    `laurel_rank` 0: hyper-connections (mHC, arXiv 2512.24880; DeepSeek-V4): before attention and before the
+    MLP, a layer that reads all streams says how they are mixed, added up for it, and what each takes of it.
     """
 
     number: int
-    laurel_rank: int
+    laurel_rank: int = 0
+
+    @property
+    def mixes(self) -> int:
+        """Numbers by which a hyper-connection mixes streams: to each, from each, and between all."""
+        return (2 + self.number) * self.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +387,8 @@ class Model:
     in part and are laid out anew (Phi-3), so that `implementation=huggingface` keeps more.
     `layer_scale`: what attention and MLP add to the residual stream is scaled by learned weights (DINOv2).
     `parallel_block`: attention and MLP read the same input and are added together (GPT-J).
-    `attention_gate`: a sigmoid of one more projection, as wide as the queries, scales what attention gives.
+    `attention_gate`: a sigmoid of one more projection, as wide as the values, or with one number a head
+    (`gate_per_head`), scales what attention gives.
     `sinks`: one learned softmax logit per head (gpt-oss). `sliding_window`: tokens that attention
     looks back on (0: all); each `full_attention_every`-th layer looks back on all (0: none does). `layers`
     says of each block what it is, where no such step does: in place of these two and the pattern of `moe`.
@@ -327,8 +404,9 @@ class Model:
     norm of the embedding and one of the hidden state, their projection, a block like the last one, and the
     model's own head again (DeepSeek-V3); they are trained, but not served.
 
-    `keys`: `values` where keys are values too, before their norm; `shared` where attention reads the keys and
-    values of an earlier block (Gemma 4).
+    `keys`: `values` where keys are values too, before their norm; `same` where they are one and the same,
+    in the cache as well (DeepSeek-V4); `shared` where attention reads the keys and values of an earlier block
+    (Gemma 4). `v_head_dim`: width of a value head (0: as of a key). `sides`: small layers at the ends.
 
     `towers` stand beside a language model and are priced with it where it reads images or sound.
 
@@ -368,6 +446,7 @@ class Model:
     parallel_block: bool = False
     sinks: bool = False
     attention_gate: bool = False
+    gate_per_head: bool = False
     attention_softcap: bool = False
     logit_softcap: bool = False
     sliding_window: int = 0
@@ -387,13 +466,17 @@ class Model:
     classifies_tokens: bool = False
     mtp_layers: int = 0
     dropout_frac: float = 0.0
+    v_head_dim: int = 0
     mla: MLA | None = None
+    sparse: Sparse | None = None
+    low_rank: LowRank | None = None
     recurrence: Recurrence | None = None
     encoder: Encoder | None = None
     distances: Distances | None = None
     per_layer: PerLayer | None = None
     streams: Streams | None = None
     keys: str = ""
+    sides: tuple[Side, ...] = ()
     moe: MoE | None = None
     patches: Patches | None = None
     frames: Frames | None = None
@@ -407,6 +490,16 @@ class Model:
     def gated(self) -> bool:
         """Whether the MLP multiplies two projections (SwiGLU and its like), so has three matrices."""
         return self.activation in _GATED
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.mla.v_head_dim if self.mla else self.v_head_dim or self.head_dim
+
+    @property
+    def gate_dim(self) -> int:
+        """Numbers of a head that the gate of attention makes."""
+        return 1 if self.gate_per_head else self.value_dim
 
     @property
     def shares_table(self) -> bool:
@@ -449,6 +542,8 @@ def of_layer(model: Model, layer: Layer) -> Model:
         layers=(),
         causal=model.causal and layer.side != "encoder",
         head_dim=layer.head_dim or model.head_dim,
+        num_heads=layer.num_heads or model.num_heads,
+        sparse=layer.sparse or model.sparse,
         num_kv_heads=layer.num_kv_heads or model.num_kv_heads,
         ffn_hidden=layer.ffn_hidden or model.ffn_hidden,
         keys=layer.keys or model.keys,
@@ -539,7 +634,9 @@ def with_capacity(model: Model, factor: float | None) -> Model:
 def checked_model(model: Model, where: str) -> Model:
     """`model`, if its numbers make sense together; else a `ModelError` that begins with `where`."""
     parts = (getattr(model, field.name) for field in fields(model))
-    for part in (model, *filter(is_dataclass, parts), *set(model.layers)):
+    kinds = set(model.layers)
+    sparse = filter(None, (layer.sparse for layer in kinds))
+    for part in (model, *filter(is_dataclass, parts), *kinds, *sparse):
         _check_counts(part, where)
     _one_of(model.activation, _ACTIVATIONS, f"{where}: activation")
     _one_of(model.norm, _NORMS, f"{where}: norm")
@@ -576,7 +673,8 @@ def _check_features(model: Model, where: str) -> None:
         ("layers", model.layers and len(model.layers) != model.num_layers, f"{model.num_layers} of them"),
         ("recurrence", recurs != bool(model.recurrence), "layers that have it"),
         ("gate_rank", own and own.gate_rank and own.kind != "delta", "the recurrence delta"),
-        ("attention_gate", model.attention_gate and (parallel or model.mla), "parallel_block and mla off"),
+        ("attention_gate", model.attention_gate and parallel, "parallel_block off"),
+        ("gate_per_head", model.gate_per_head and not model.attention_gate, "attention_gate"),
         ("layers", any(layer.moe for layer in model.layers) and not model.moe, "moe"),
         ("full_attention_every", model.full_attention_every and not model.sliding_window, "a sliding_window"),
         ("qk_norm_full", model.qk_norm_full and not model.qk_norm, "qk_norm"),
@@ -596,8 +694,14 @@ def _check_features(model: Model, where: str) -> None:
         ("layer_scale", model.layer_scale and parallel, "parallel_block off"),
         ("mla", mla_width and mla_width != model.head_dim, f"head_dim {mla_width}"),
         ("mla", model.mla and model.num_kv_heads != model.num_heads, "num_kv_heads equal to num_heads"),
-        ("mla", model.mla and bool(model.mla.index_heads) != bool(model.mla.index_top_k), "index_top_k"),
-        ("mla", model.mla and model.mla.index_heads and not model.mla.q_lora_rank, "q_lora_rank"),
+        ("low_rank", model.low_rank and model.mla, "mla off"),
+        (
+            "low_rank",
+            model.low_rank and model.num_heads % model.low_rank.groups,
+            "groups that divide its heads",
+        ),
+        ("latent_norm", model.moe and model.moe.latent_norm and not model.moe.latent, "latent"),
+        ("v_head_dim", model.v_head_dim and model.mla, "mla off; it has its own"),
         ("mla", model.mla and model.qk_norm, "qk_norm off; its latents have norms of their own"),
         ("mlm_transform", model.mlm_transform and not has_logits, "an LM head"),
         ("logit_softcap", model.logit_softcap and not has_logits, "an LM head"),

@@ -40,6 +40,7 @@ class LinearAttention(msgspec.Struct):
     num_heads: int
     short_conv_kernel_size: int
     full_attn_layers: list[int]
+    use_full_rank_gate: bool = False
 
 
 class LayerSizes(msgspec.Struct):
@@ -104,6 +105,25 @@ class Config(msgspec.Struct):
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_topk: int = 0
+    indexer_types: list[str] | None = None
+    index_topk_freq: int = 1
+    index_skip_topk_offset: int = 3
+    compress_ratios: list[int] | None = None
+    compress_rates: dict[str, int] = {}
+    num_hash_layers: int = 3
+    o_lora_rank: int = 0
+    o_groups: int = 1
+    hc_mult: int = 1
+    sparse_attention_config: dict[str, Any] = {}
+    index_block_size: int = 128
+    index_topk_blocks: int = 16
+    attention_other_setting: dict[str, Any] = {}
+    num_sliding_attention_heads: int | None = None
+    swa_num_key_value_heads: int | None = None
+    hybrid_layer_pattern: list[int] | None = None
+    block_configs: list[dict[str, Any]] | None = None
+    mla_use_output_gate: bool = False
+    attn_res_block_size: int = 0
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
     per_layer_config: dict[str, LayerSizes] = {}
@@ -123,11 +143,14 @@ class Config(msgspec.Struct):
     shared_expert_intermediate_size: int = 0
     n_shared_experts: int | None = None
     first_k_dense_replace: int = 0
-    moe_layer_freq: int = 1
+    moe_layer_freq: int | list[int] = 1
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
-    moe_layers: list[int] | None = None
+    moe_layers: list[int] | str | None = None
     mlp_layer_types: list[str] | None = None
+    moe_latent_size: int | None = None
+    latent_moe_use_norm: bool = False
+    zero_expert_num: int | None = None
     topk_method: str = ""
     n_group: int | None = None
     topk_group: int | None = None
@@ -147,6 +170,7 @@ class Config(msgspec.Struct):
     state_inner: int | None = None
     state_norm: bool = True
     gate_rank: int = 0
+    wide_gate: bool = False
     linear_attn_config: LinearAttention | None = None
     state_size: int = 0
     state_expand: int = 1
@@ -188,6 +212,8 @@ class Config(msgspec.Struct):
     projection_size: int | None = None
     num_patches: int | None = None
     patch_bias: bool = True
+    attention_width: int = 0
+    mlp_ratio: float = 8960 / 1536
     vision_use_head: bool = True
     pools: tuple[str, ...] = ("", *POOLED)
     is_decoder: bool = False
@@ -218,15 +244,36 @@ class Joint(msgspec.Struct, forbid_unknown_fields=True):
     times: str = "1"
 
 
+class SideLayer(msgspec.Struct, forbid_unknown_fields=True):
+    """A small layer beside the large ones (`architecture.Side`); its widths are products, as of a `Joint`.
+
+    `linear`: from a width to another; `vector`: so many learned numbers. `on`: kinds of layers that have it
+    (`layer_types`, or attention, recurrence, moe, dense; none named: all; of the ends: none). `when`: a
+    field without whose value no layer has it.
+    """
+
+    module: str
+    name: str
+    linear: tuple[str, str] | None = None
+    vector: str = ""
+    op: str = ""
+    on: list[str] = []
+    when: str = ""
+    bias: bool = False
+    times: str = "1"
+    every: str = "1"
+
+
 class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What stands beside a model and is left out: its key, its family, and the layers that join it.
 
     `optional`: a config without the key has no such tower; else it has the family's own sizes. `merge`: so
-    many of its tokens become one of the text. `sizing`: how an image is cut (`model.inputs`); without it the
-    tower is counted alone.
+    many of its tokens become one of the text. `always`: it is of that family, whatever it
+    calls itself. `sizing`: how an image is cut (`model.inputs`); without it the tower is counted alone.
     """
 
     family: str
+    always: bool = False
     key: str = "vision_config"
     optional: bool = False
     defaults: dict[str, Any] = {}
@@ -257,6 +304,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     fields: Fields = {}
     taken: dict[str, str] = {}
     experts: Fields = {}
+    sides: list[SideLayer] = []
     joints: list[Joint] = []
     head: Literal["decoder", "encoder", "seq2seq", "image", "none"] = "decoder"
     whole: WholeConfig | None = None
@@ -265,6 +313,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
 @cache
 def spellings() -> dict[str, Spelling]:
     spellings = msgspec.convert(read_catalog("huggingface.toml"), dict[str, Spelling])
+    everywhere = spellings.pop("*").names
     for own in spellings.values():  # a family stands below the one that it is like
         if own.like:
             for name in own.__struct_fields__:
@@ -273,4 +322,5 @@ def spellings() -> dict[str, Spelling]:
                     setattr(own, name, others | mine)
                 elif mine in ("", [], None, "decoder"):
                     setattr(own, name, others)
+        own.names = everywhere | own.names
     return spellings

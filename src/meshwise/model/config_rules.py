@@ -19,10 +19,13 @@ from meshwise.model.architecture import (
     Distances,
     Encoder,
     Layer,
+    LowRank,
     MoE,
     Patches,
     PerLayer,
     Recurrence,
+    Side,
+    Sparse,
     Streams,
     check_count,
 )
@@ -31,11 +34,11 @@ from meshwise.model.config_fields import POOLED, Config, Fields, LayerSizes
 # --- blocks ------------------------------------------------------------------------------------
 
 _ACTIVATIONS = {
-    **dict.fromkeys(("silu", "swish", "swiglu"), "silu"),
+    **dict.fromkeys(("silu", "swish", "swiglu", "swigluoai", "situ"), "silu"),
     **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh"), "gelu"),
-    **{"quick_gelu": "gelu", "relu": "relu", "relu2": "relu2"},
+    **{"quick_gelu": "gelu", "xielu": "gelu", "relu": "relu", "relu2": "relu2"},
 }
-_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "relu2": "reglu"}
 
 
 def _activation(name: str, *, gated: bool) -> str:
@@ -98,42 +101,60 @@ BLOCKS: dict[str, Callable[[Config], Fields]] = {
 # --- which layers have experts, and a window ---------------------------------------------------
 
 
-_Pattern = tuple[Any, ...]  # a value for each layer
+_Pattern = tuple[Any, ...]
+"""A value for each layer. What rules say of each layer stands under `each`: fields of `Layer`."""
 
 
 def _named(c: Config, what: str, kinds: Sequence[Any], known: Collection[str] = ()) -> Sequence[Any]:
     """`kinds`, where there is one for each layer, each of `known` (if any are); else a ModelError."""
+    if len(kinds) == c.num_hidden_layers + c.num_nextn_predict_layers:  # some name those of the MTP too
+        kinds = kinds[: c.num_hidden_layers]
     if len(kinds) != c.num_hidden_layers or (known and not {*known} >= {*kinds}):
         names = f" {' or '.join(known)}" if known else ""
         raise ModelError(f"{what} must name each of the {c.num_hidden_layers} layers{names}")
     return kinds
 
 
+_FULL = ("full_attention", "global", "sparse_attention")
+
+
 def _window(c: Config) -> Fields:
     """The window of each layer, 0 for none: by their names, by a step, or from one layer on."""
     every, window, layers = c.full_attention_every or 0, c.sliding_window or 0, range(c.num_hidden_layers)
     if c.layer_types is not None:
-        full, near = ("full_attention", "global"), ("sliding_attention", "chunked_attention", "local")
-        kinds = _named(c, "layer_types", c.layer_types, full + near)
-        return {"windows": tuple(window * (kind in near) for kind in kinds)}
+        near = ("sliding_attention", "chunked_attention", "local")
+        kinds = _named(c, "layer_types", c.layer_types, (*_FULL, *near))
+        windows = tuple(window * (kind in near) for kind in kinds)
+        return {"each": {"window": windows, "kind": tuple((kind,) for kind in kinds)}}
     if not isinstance(every, int):
         raise ModelError(f"sliding_window_pattern is {every!r}; give layer_types, a name for each layer")
     if not window or not c.use_sliding_window:
         return {}
     looks_back = (layer < c.max_window_layers or (every and (layer + 1) % every == 0) for layer in layers)
-    return {"windows": tuple(window * (not all_of_it) for all_of_it in looks_back)}
+    return {"each": {"window": tuple(window * (not all_of_it) for all_of_it in looks_back)}}
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of a list that is written as text, such as 3,4,5."""
+    try:
+        return [int(one) for one in text.split(",") if one.strip()]
+    except ValueError:
+        raise ModelError(f"the layers with experts are {text!r}; numbers are needed") from None
 
 
 def _moe_layers(c: Config) -> _Pattern:
     """Which layers have experts: by their names or numbers, or from one on, every n-th."""
     layers, dense = range(c.num_hidden_layers), c.mlp_only_layers or ()
     if c.mlp_layer_types is not None:
-        kinds = _named(c, "mlp_layer_types", c.mlp_layer_types, ("dense", "sparse"))
-        return tuple(kind == "sparse" for kind in kinds)
+        kinds = _named(c, "mlp_layer_types", c.mlp_layer_types, ("dense", "sparse", "moe", "hash_moe"))
+        return tuple(kind != "dense" for kind in kinds)
     if c.moe_layers is not None:
-        return tuple(layer in c.moe_layers for layer in layers)
-    for step in ("moe_layer_freq", "decoder_sparse_step"):
-        check_count(getattr(c, step), step)
+        numbers = c.moe_layers if isinstance(c.moe_layers, list) else _numbers(c.moe_layers)
+        return tuple(layer in numbers for layer in layers)
+    if isinstance(c.moe_layer_freq, list):
+        return tuple(map(bool, _named(c, "moe_layer_freq", c.moe_layer_freq)))
+    check_count(c.moe_layer_freq, "moe_layer_freq")
+    check_count(c.decoder_sparse_step, "decoder_sparse_step")
     if c.expert_layer_period:
         return tuple(layer % c.expert_layer_period == c.expert_layer_offset for layer in layers)
     return tuple(
@@ -168,20 +189,38 @@ def moe_rule(has_experts: Sequence[bool]) -> Fields | None:
     return {"first_dense_layers": first, "every": every}
 
 
-def with_layers(fields: Fields) -> Fields:
-    """`windows`, `has_experts` and `mixers` of the rules as steps where there are some, else as `layers`."""
-    number, mixers = fields["num_layers"], fields.pop("mixers", ())
-    windows = fields.pop("windows", (0,) * number)
-    has_experts = fields.pop("has_experts", (False,) * number)
-    steps, moe_steps = _window_rule(windows), moe_rule(has_experts)
-    if steps is None or moe_steps is None or mixers:
-        with_mlp = "none" not in mixers and fields["ffn_hidden"] > 0
-        kinds = zip(has_experts, windows, mixers or ("attention",) * number, strict=True)
-        layers = tuple(Layer(*kind, mlp=with_mlp or kind[2] == "none") for kind in kinds)
-        return fields | {"layers": layers, "ffn_hidden": fields["ffn_hidden"] or fields["hidden"]}
-    if any(has_experts):
-        fields["moe"] = replace(fields["moe"], **moe_steps)
-    return fields | steps
+def with_layers(fields: Fields, sides: Sequence[tuple[Collection[str], Side]] = ()) -> Fields:
+    """What the rules say of each layer as steps where there are some, else as `layers`.
+
+    `sides`: small layers of a block, each with the kinds of layers that have it (none named: all of them).
+    """
+    number, each = fields["num_layers"], dict(fields.pop("each", {}))
+    kinds = each.pop("kind", ((),) * number)
+    moe, mixers = each.setdefault("moe", (False,) * number), each.get("mixer", ("attention",) * number)
+    windows = each.setdefault("window", (0,) * number)
+    if fields.get("layers"):
+        return fields | ({"layers": _with_sides(fields["layers"], kinds, sides)} if sides else {})
+    steps, moe_steps = _window_rule(windows), moe_rule(moe)
+    if steps is not None and moe_steps is not None and not sides and {*each} == {"moe", "window"}:
+        if any(moe):
+            fields["moe"] = replace(fields["moe"], **moe_steps)
+        return fields | steps
+    with_mlp = "none" not in mixers and fields["ffn_hidden"] > 0
+    each.setdefault("mlp", tuple(with_mlp or mixer == "none" for mixer in mixers))
+    found = tuple(Layer(**{name: values[i] for name, values in each.items()}) for i in range(number))
+    layers = tuple(layer for layer in _with_sides(found, kinds, sides) if layer.mixer != "none" or layer.mlp)
+    ends = {"layers": layers, "num_layers": len(layers)}
+    return fields | ends | {"ffn_hidden": fields["ffn_hidden"] or fields["hidden"]}
+
+
+def _with_sides(
+    layers: Sequence[Layer], kinds: Sequence[Sequence[str]], sides: Sequence[tuple[Collection[str], Side]]
+) -> tuple[Layer, ...]:
+    def own(layer: Layer, kind: Sequence[str]) -> Layer:
+        mine = {*kind, layer.mixer, ("moe" if layer.moe else "dense") if layer.mlp else ""}
+        return replace(layer, sides=tuple(side for on, side in sides if not on or mine & {*on}))
+
+    return tuple(own(layer, kind) for layer, kind in zip(layers, kinds, strict=True))
 
 
 # --- rules -------------------------------------------------------------------------------------
@@ -211,8 +250,11 @@ def _experts(c: Config) -> Fields:
         balance_bias=c.topk_method == "noaux_tc",
         expert_groups=(c.n_group or 0) * is_limited,
         top_groups=(c.topk_group or 0) * is_limited,
+        latent=c.moe_latent_size or 0,
+        latent_norm=c.moe_latent_size is not None and c.latent_moe_use_norm,
+        zero_experts=c.zero_expert_num or 0,
     )
-    return {"moe": moe, "has_experts": _moe_layers(c)}
+    return {"moe": moe, "each": {"moe": _moe_layers(c)}}
 
 
 _MIXERS = {
@@ -232,10 +274,10 @@ def _hybrid(c: Config) -> Fields:
             attends = layer in indices or (period and layer % period == offset)
             kinds.append("attention" if attends or (every and (layer + 1) % every == 0) else "mamba")
     mixers = tuple(_MIXERS[kind] for kind in _named(c, "layer_types", kinds, _MIXERS))
-    fields: Fields = {"mixers": mixers, "recurrence": _recurrence(c) if "recurrence" in mixers else None}
+    each: Fields = {"mixer": mixers}
     if "none" in mixers:
-        fields["has_experts"] = tuple(kind in ("moe", "E") for kind in kinds)
-    return fields
+        each["moe"] = tuple(kind in ("moe", "E") for kind in kinds)
+    return {"each": each, "recurrence": _recurrence(c) if "recurrence" in mixers else None}
 
 
 def _recurrence(c: Config) -> Recurrence:
@@ -255,6 +297,7 @@ def _recurrence(c: Config) -> Recurrence:
         bias=c.state_bias,
         norm=c.state_norm and c.recurrence in ("delta", "ssd"),
         gate_rank=c.gate_rank,
+        wide_gate=c.wide_gate,
         dt_rank=rank if c.recurrence == "scan" else 0,
         inner_norms=c.inner_norms,
     )
@@ -265,7 +308,7 @@ def _only_recurrence(c: Config) -> Fields:
     own = _recurrence(c)
     heads = dict.fromkeys(("num_heads", "num_kv_heads"), own.num_heads)
     mixers = ("recurrence",) * c.num_hidden_layers
-    return heads | {"head_dim": own.head_dim, "mixers": mixers, "recurrence": own, "ffn_hidden": 0}
+    return heads | {"head_dim": own.head_dim, "each": {"mixer": mixers}, "recurrence": own, "ffn_hidden": 0}
 
 
 def _lfm2(c: Config) -> Fields:
@@ -281,7 +324,7 @@ def _falcon_h1(c: Config) -> Fields:
     """Attention and a recurrence side by side in every block."""
     if c.out_bias != c.state_bias:
         raise ModelError("projectors_bias and mamba_proj_bias differ; only one answer for both is expressed")
-    return {"mixers": ("beside",) * c.num_hidden_layers, "recurrence": _recurrence(c)}
+    return {"each": {"mixer": ("beside",) * c.num_hidden_layers}, "recurrence": _recurrence(c)}
 
 
 def _kimi_linear(c: Config) -> Fields:
@@ -292,6 +335,7 @@ def _kimi_linear(c: Config) -> Fields:
         c = structs.replace(
             c, layer_types=["attention" if here else "linear_attention" for here in attends],
             state_heads=own.num_heads, state_head_dim=own.head_dim, conv_kernel=own.short_conv_kernel_size,
+            wide_gate=own.use_full_rank_gate,
         )  # fmt: skip
     elif c.layer_types is None:
         raise ModelError("linear_attn_config is missing; it says which layers have linear attention")
@@ -320,15 +364,149 @@ def _mla(c: Config) -> Fields:
         qk_nope_head_dim=c.qk_nope_head_dim,
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
-        index_heads=c.index_n_heads,
-        index_head_dim=c.index_head_dim,
-        index_top_k=c.index_topk,
     )
-    return {
+    return _indexer(c) | {
         "mla": mla,
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         "num_kv_heads": c.num_attention_heads,
     }
+
+
+def _indexer(c: Config) -> Fields:
+    """Sparse attention, whose choice of keys some layers may take from the one before them (GLM-5.2)."""
+    if not c.index_n_heads:
+        return {}
+    own = Sparse(top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim)
+    kinds = c.indexer_types
+    if kinds is None and c.index_topk_freq > 1:
+        numbers = range(c.num_hidden_layers)
+        first = c.index_skip_topk_offset
+        kinds = ["shared" if max(i + 1 - first, 0) % c.index_topk_freq else "full" for i in numbers]
+    if kinds is None or "shared" not in kinds:
+        return {"sparse": own}
+    shared, named = Sparse(top_k=c.index_topk), _named(c, "indexer_types", kinds, ("full", "shared"))
+    return {"each": {"sparse": tuple(own if kind == "full" else shared for kind in named)}}
+
+
+def _compressed(c: Config) -> Fields:
+    """DeepSeek-V4: a window, and of most layers keys of 4 tokens, chosen, or of 128, all of them."""
+    names = {0: "near", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128} | c.compress_rates
+    number, kinds = c.num_hidden_layers, c.layer_types
+    if kinds is None and c.compress_ratios is not None:
+        kinds = [names.get(ratio, "") for ratio in c.compress_ratios]
+    if kinds is None:
+        kinds = [names[4 if i > 1 and i % 2 else 128] for i in range(number)]
+    kinds = list(_named(c, "compress_ratios", kinds[:number], ("near", "sliding_attention", *rates)))
+    chosen = Sparse(
+        top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim, ratio=rates[names[4]]
+    )
+    of_kind = {names[4]: chosen, names[128]: Sparse(ratio=rates[names[128]])}
+    hashed = c.mlp_layer_types or ["hash_moe"] * c.num_hash_layers
+    scored = [i >= len(hashed) or hashed[i] != "hash_moe" for i in range(number)]
+    return {
+        "each": {
+            "window": (c.sliding_window or 0,) * number,
+            "sparse": tuple(of_kind.get(kind) for kind in kinds),
+            "kind": tuple((kind, "scored" * scored[i]) for i, kind in enumerate(kinds)),
+        },
+        "low_rank": LowRank(query=c.q_lora_rank or 0, out=c.o_lora_rank, groups=c.o_groups),
+        "streams": Streams(number=c.hc_mult) if c.hc_mult > 1 else None,
+    }
+
+
+def _minimax_m3(c: Config) -> Fields:
+    """Sparse attention, by blocks of tokens, in some layers."""
+    own, kinds = c.sparse_attention_config, c.layer_types
+    if kinds is None:
+        freq = own.get("sparse_attention_freq", [0] * c.num_hidden_layers)
+        kinds = ["sparse" if here else "full_attention" for here in freq]
+    block = own.get("sparse_block_size", c.index_block_size)
+    sparse = Sparse(
+        top_k=own.get("sparse_topk_blocks", c.index_topk_blocks) * block,
+        heads=own.get("sparse_num_index_heads", c.index_n_heads),
+        head_dim=own.get("sparse_index_dim", c.index_head_dim),
+        weighted=False,
+    )
+    named = _named(c, "sparse_attention_freq", kinds)
+    return {"each": {"sparse": tuple(None if kind == "full_attention" else sparse for kind in named)}}
+
+
+def _near_heads(c: Config) -> Fields:
+    """Layers with a window have heads, or key-value heads, of their own (Step 3.5, MiMo-V2)."""
+    kinds = c.layer_types
+    if kinds is None and c.hybrid_layer_pattern is not None:
+        kinds = ["sliding_attention" if near else "full_attention" for near in c.hybrid_layer_pattern]
+    if kinds is None:
+        kinds = ["full_attention"] * c.num_hidden_layers
+    fields = _window(structs.replace(c, layer_types=kinds))
+    heads = c.num_sliding_attention_heads or c.attention_other_setting.get("num_attention_heads", 0)
+    kv_heads, near = c.swa_num_key_value_heads or 0, [bool(window) for window in fields["each"]["window"]]
+    own = {"num_heads": heads, "num_kv_heads": kv_heads}
+    usual = {"num_heads": c.num_attention_heads, "num_kv_heads": c.num_key_value_heads}
+    each = {
+        name: tuple(value * here for here in near)
+        for name, value in own.items()
+        if value and value != usual[name]
+    }
+    return fields | {"each": fields["each"] | each}
+
+
+def _mimo_v2(c: Config) -> Fields:
+    """One layer in six looks back on all tokens, and the first; the others have twice the key-value heads."""
+    number = c.num_hidden_layers
+    near = ["sliding_attention" if i and (i + 1) % 6 else "full_attention" for i in range(number)]
+    usual = {"layer_types": near} if c.layer_types is None and c.hybrid_layer_pattern is None else {}
+    kv_heads = c.swa_num_key_value_heads or 2 * (c.num_key_value_heads or c.num_attention_heads)
+    return _near_heads(structs.replace(c, swa_num_key_value_heads=kv_heads, **usual))
+
+
+def _wide_heads(c: Config) -> Fields:
+    """All heads together are of another width than the model."""
+    return {"head_dim": c.attention_width // c.num_attention_heads} if c.attention_width else {}
+
+
+def _step_vision(c: Config) -> Fields:
+    return {"ffn_hidden": int(c.hidden_size * c.mlp_ratio)}
+
+
+def _searched(c: Config) -> Fields:
+    """Nemotron-NAS (arXiv 2411.19146): attention and MLP differ by layer, or are missing."""
+    if c.block_configs is None:
+        raise ModelError("block_configs is missing; it says what each layer is")
+    each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "num_kv_heads": [], "ffn_hidden": [], "kind": []}
+    for own in _named(c, "block_configs", c.block_configs):
+        attention, ffn = own.get("attention") or {}, own.get("ffn") or {}
+        linear = {half: bool(part.get("replace_with_linear")) for half, part in own.items() if part}
+        group = attention.get("n_heads_in_group")
+        attends = not attention.get("no_op") and not linear.get("attention")
+        if attends and not group:
+            raise ModelError("block_configs: n_heads_in_group is missing")
+        width = ffn.get("intermediate_size")
+        if width is None:
+            width = int(2 * (ffn.get("ffn_mult") or 0) * c.hidden_size / 3)
+            width = -(-width // 256) * 256
+        has_mlp = not ffn.get("no_op") and not linear.get("ffn")
+        each["mixer"].append("attention" if attends else "none")
+        each["mlp"].append(has_mlp)
+        each["num_kv_heads"].append(c.num_attention_heads // group if attends and group else 0)
+        each["ffn_hidden"].append(width if has_mlp else 0)
+        each["kind"].append(tuple(f"linear_{half}" for half, here in linear.items() if here))
+    heads, widths = max(each["num_kv_heads"]), max(each["ffn_hidden"])
+    return {"each": each, "num_kv_heads": heads or c.num_attention_heads, "ffn_hidden": widths}
+
+
+def _longcat(c: Config) -> Fields:
+    """Each layer is two blocks; beside the MLP of the first, stated as a shared expert, are the experts.
+
+    Their result is added behind the second one, so that they may run beside it, which is not priced.
+    """
+    number = 2 * c.num_hidden_layers
+    moe = _experts(
+        structs.replace(c, n_shared_experts=1, shared_expert_intermediate_size=c.intermediate_size or 0)
+    )
+    each = {"moe": tuple(layer % 2 == 0 for layer in range(number))}
+    return moe | {"num_layers": number, "each": each}
 
 
 def _encoder(c: Config) -> Fields:
@@ -516,9 +694,10 @@ def _patches(c: Config) -> Fields:
 
 
 _ALL: tuple[Callable[[Config], Fields], ...] = (
-    _window, _experts, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
-    _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
-    _gpt_bigcode, _opt, _falcon, _mpt, _patches,
+    _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision, _searched,
+    _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid, _softcaps, _mla,
+    _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text, _gpt_bigcode, _opt, _falcon,
+    _mpt, _patches,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

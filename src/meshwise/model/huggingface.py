@@ -16,6 +16,7 @@ models. The class in `architectures` says which head the model ends with.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -30,6 +31,7 @@ from meshwise.core.files import parse_file
 from meshwise.model.architecture import (
     Model,
     Projector,
+    Side,
     Tower,
     check_count,
     checked_model,
@@ -40,6 +42,7 @@ from meshwise.model.config_fields import (
     Config,
     Fields,
     Joint,
+    SideLayer,
     Spelling,
     TowerConfig,
     WholeConfig,
@@ -48,7 +51,19 @@ from meshwise.model.config_fields import (
 from meshwise.model.config_rules import BLOCKS, RULES, head_fields, with_layers
 from meshwise.model.weights import num_params, num_projected
 
-_OTHER_NAMES = {"refinedweb": "falcon", "refinedwebmodel": "falcon", "rw": "falcon", "kimi_k2": "deepseek_v3"}
+_OTHER_NAMES = {
+    "refinedweb": "falcon",
+    "refinedwebmodel": "falcon",
+    "rw": "falcon",
+    "kimi_k2": "deepseek_v3",
+    "deepseek_ref": "deepseek_v4",
+    "mimo_v2": "mimo_v2_flash",
+    "decilm": "nemotron-nas",
+    "deci": "nemotron-nas",
+}
+
+
+ENDS = "embedding", "head"
 
 
 def families() -> list[str]:
@@ -65,7 +80,7 @@ def read_config(path: str | Path, like: str = "") -> Model:
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
-    raw = parse_file(path, "JSON", msgspec.json.decode, ModelError)
+    raw = parse_file(path, "JSON", json.loads, ModelError)  # which reads the Infinity that some files hold
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     return model_from_config(raw, name=name, where=str(path), like=like)
 
@@ -94,7 +109,9 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
     c = _typed(raw, spelling, nested=nested)
     fields = BLOCKS[spelling.block](c)
     for rule in spelling.rules:
-        fields |= RULES[rule](c)
+        said = RULES[rule](c)
+        each = fields.get("each", {}) | said.get("each", {})
+        fields |= said | ({"each": each} if each else {})
     if fields.get("moe") is not None:
         fields["moe"] = replace(fields["moe"], **spelling.experts)
     taken = {name: getattr(c, common) for name, common in spelling.taken.items()}
@@ -104,7 +121,10 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             raise ModelError(
                 f"hidden_size {c.hidden_size} does not divide by {c.num_attention_heads} heads; give head_dim"
             )
-    fields = with_layers(fields | spelling.fields | taken | head_fields(c, spelling.head))
+    sides = _sides(spelling.sides, msgspec.structs.asdict(c) | fields)
+    blocks = [(on, side) for on, side in sides if side.module not in ENDS]
+    fields = with_layers(fields | spelling.fields | taken | head_fields(c, spelling.head), blocks)
+    fields["sides"] = tuple(side for _, side in sides if side.module in ENDS)
     return fields | {"left_out": _left_out("merger", spelling.joints, raw | {"tower": fields["hidden"]})}
 
 
@@ -116,7 +136,7 @@ def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
         {} if tied is None else {"tie_word_embeddings": tied}
     )
     labels = {key: raw[key] for key in ("id2label", "num_labels") if key in raw}
-    fields = _fields(text | above | labels, _family({"model_type": whole.family} | text), nested=True)
+    fields = _fields(text | above | labels, _part_family(text, whole.family), nested=True)
     left_out: list[tuple[str, int]] = []
     towers: list[Tower] = []
     for tower in whole.towers:
@@ -137,10 +157,10 @@ def _tower(
     if tower.optional and raw.get(tower.key) is None:
         return [], []
     config = tower.defaults | _part(raw, tower.key)
-    family = _family({"model_type": tower.family} | config)
+    family = tower.family if tower.always else _part_family(config, tower.family)
     name, spelling = tower.key.partition("_")[0], spellings()[family]
+    config = spelling.nested | config
     if spelling.block == "none":  # known by its sizes alone
-        config = spelling.nested | config
         sizes = config | raw | {"tower": config["hidden_size"], "text": text_width}
         counted = _left_out(f"{name} tower", spelling.joints, config)
         return [*counted, *_left_out("projector", tower.joints, sizes)], []
@@ -162,6 +182,21 @@ def _tower(
     return list(counted), [Tower(name=name, encoder=encoder, **sizes)]
 
 
+def _sides(stated: list[SideLayer], sizes: dict[str, Any]) -> list[tuple[list[str], Side]]:
+    """The small layers of a family with their sizes in one model, and the kinds of layers that have each."""
+    found = []
+    for one in stated:
+        if one.when and not sizes.get(one.when):
+            continue
+        d_in, d_out = one.linear or ("0", one.vector)
+        side = Side(
+            module=one.module, name=one.name, d_out=_size(d_out, sizes), d_in=_size(d_in, sizes),
+            bias=one.bias, op=one.op, times=_size(one.times, sizes), every=_size(one.every, sizes),
+        )  # fmt: skip
+        found.append((one.on, side))
+    return found
+
+
 def _part(raw: dict[str, Any], key: str) -> dict[str, Any]:
     part = raw.get(key)
     if part is not None and not isinstance(part, dict):
@@ -174,8 +209,8 @@ def _left_out(name: str, joints: list[Joint], sizes: dict[str, Any]) -> tuple[tu
     return ((name, number),) if number else ()
 
 
-def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
-    """The layers of a joint, `times` over, in numbers."""
+def _size(text: str, sizes: dict[str, Any]) -> int:
+    """A product of numbers and fields, or one by another."""
 
     def factor(text: str) -> int:
         key, _, index = text.partition(".")
@@ -188,9 +223,15 @@ def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
         check_count(value, key, zero=True)
         return value
 
+    above, below = (math.prod(map(factor, half.split("*"))) for half in (*text.split("/", 1), "1")[:2])
+    return above // max(below, 1)
+
+
+def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
+    """The layers of a joint, `times` over, in numbers."""
+
     def size(text: str) -> int:
-        above, _, below = text.partition("/")
-        return math.prod(map(factor, above.split("*"))) // max(factor(below or "1"), 1)
+        return _size(text, sizes)
 
     one = Projector(
         norms=tuple(map(size, joint.norms)),
@@ -200,6 +241,13 @@ def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
         num_others=sum(map(size, joint.vectors)),
     )
     return [one] * size(joint.times)
+
+
+def _part_family(part: dict[str, Any], usual: str) -> str:
+    """The family of a part, which may call itself nothing, or as the whole does: then the `usual` one."""
+    named = part.get("model_type")
+    own = _OTHER_NAMES.get(named, named) if isinstance(named, str) else None
+    return usual if not named or (own in spellings() and spellings()[own].whole) else _family(part)
 
 
 def _family(raw: dict[str, Any], like: str = "") -> str:

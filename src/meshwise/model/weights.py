@@ -20,6 +20,8 @@ from meshwise.model.architecture import (
     Model,
     PerLayer,
     Projector,
+    Side,
+    Sparse,
     Streams,
     layer_counts,
     num_moe_layers,
@@ -95,6 +97,7 @@ def block_weights(
         weights = (*weights, *_per_layer(model, model.per_layer))
     if model.streams:
         weights = (*weights, *_streams(model, model.streams))
+    weights = (*weights, *side_weights(layer.sides))
     return with_adapters(weights, lora_rank, lora_targets) if lora_rank else weights
 
 
@@ -189,7 +192,7 @@ def _block_norm(model: Model, module: str, number: int) -> Iterator[Weight]:
 
 def _attention(model: Model) -> Iterator[Weight]:
     module, hidden, own = "attention", model.hidden, model.distances
-    query, v_dim = model.num_heads * model.head_dim, model.mla.v_head_dim if model.mla else model.head_dim
+    query = model.num_heads * model.head_dim
     yield from _block_norm(model, module, 1)
     yield from _latent_qkv(model, model.mla) if model.mla else _grouped_qkv(model)
     if own and not own.shared:
@@ -198,18 +201,48 @@ def _attention(model: Model) -> Iterator[Weight]:
             yield from _linear(module, name, hidden, query, bias=bias, cut=COLUMNS)
     if model.sinks:
         yield _learned(module, "sinks", model.num_heads, op="core", cut=COLUMNS)
-    width = model.num_heads * v_dim
+    width = model.num_heads * model.value_dim
+    if model.low_rank:
+        inner = model.low_rank.groups * model.low_rank.out
+        yield from _linear(module, "o_down", width // model.low_rank.groups, inner, cut=COLUMNS)
+        width = inner
+    if model.attention_gate and model.mla:
+        yield from _linear(module, "gate", hidden, model.num_heads * model.gate_dim, cut=COLUMNS)
     yield from _linear(module, "o", width, hidden, op="out_proj", bias=model.out_bias, cut=ROWS)
+    if model.sparse and model.sparse.heads:
+        yield from _indexer(model, model.sparse)
+
+
+def query_rank(model: Model) -> int:
+    """Width of the latent that queries come through (0: they come straight from the input)."""
+    return model.mla.q_lora_rank if model.mla else model.low_rank.query if model.low_rank else 0
+
+
+def _indexer(model: Model, own: Sparse) -> Iterator[Weight]:
+    """Small heads that score keys, on every rank, which scores all of its tokens."""
+    module, hidden = "attention", model.hidden
+    yield from _linear(module, "index_q", query_rank(model) or hidden, own.heads * own.head_dim)
+    if own.ratio == 1:
+        yield from _linear(module, "index_k", hidden, own.head_dim)
+        for name in ("index_norm", "index_norm_bias"):
+            yield _learned(module, name, own.head_dim, op="index_norm")
+    if own.weighted:
+        yield from _linear(module, "index_weights", hidden, own.heads)
 
 
 def _grouped_qkv(model: Model) -> Iterator[Weight]:
     module, kv_heads = "attention", model.num_kv_heads
     query, key = model.num_heads * model.head_dim, kv_heads * model.head_dim
+    if model.low_rank:
+        rank = model.low_rank.query
+        yield from _linear(module, "q_down", model.hidden, rank, gradient="tokens")
+        yield from _norm(model, module, "q_norm", rank)
+        yield from _linear(module, "q_up", rank, query, cut=COLUMNS)
     for name, width, heads, is_there in (
-        ("gate", query, 0, model.attention_gate),
-        ("q", query, 0, True),
+        ("gate", model.num_heads * model.gate_dim, 0, model.attention_gate),
+        ("q", query, 0, not model.low_rank),
         ("k", key, kv_heads, model.keys != "shared"),
-        ("v", key, kv_heads, not model.keys),
+        ("v", kv_heads * model.value_dim, kv_heads, not model.keys),
     ):
         bias = model.qkv_bias and (model.key_bias or name != "k")
         if is_there:
@@ -252,12 +285,6 @@ def _latent_qkv(model: Model, mla: MLA) -> Iterator[Weight]:
     yield from _norm(model, module, "kv_norm", mla.kv_lora_rank)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield from _linear(module, "kv_up", mla.kv_lora_rank, expanded, cut=COLUMNS)
-    if mla.index_heads:  # every rank scores all of its tokens
-        yield from _linear(module, "index_q", mla.q_lora_rank, mla.index_heads * mla.index_head_dim)
-        yield from _linear(module, "index_k", hidden, mla.index_head_dim)
-        yield from _linear(module, "index_weights", hidden, mla.index_heads)
-        for name in ("index_norm", "index_norm_bias"):
-            yield _learned(module, name, mla.index_head_dim, op="index_norm")
 
 
 def _first_norm(model: Model) -> Iterator[Weight]:
@@ -270,7 +297,7 @@ def _recurrence(model: Model) -> Iterator[Weight]:
     inner = own.inner
     for name, (width, units) in own.projected.items():
         yield from _linear(module, name, hidden, width, op="in_proj", bias=own.bias, cut=COLUMNS, units=units)
-    for name in ("a", "z") if own.gate_rank else ():
+    for name in own.narrow_gates:
         yield from _linear(module, f"{name}_down", hidden, own.gate_rank, op="gate_down", gradient="part")
         yield from _linear(module, f"{name}_up", own.gate_rank, inner, cut=COLUMNS)
     yield _learned(module, "conv", own.taps * own.convolved, cut=COLUMNS)
@@ -302,12 +329,13 @@ def _mlp(model: Model) -> Iterator[Weight]:
 
 
 def _feed_forward(
-    model: Model, module: str, width: int, *, prefix: str = "", experts: int = 0
+    model: Model, module: str, width: int, *, prefix: str = "", experts: int = 0, hidden: int = 0
 ) -> Iterator[Weight]:
+    hidden = hidden or model.hidden
     for name, op, d_in, d_out, cut in (
-        ("gate", "fc1", model.hidden, width, COLUMNS),
-        ("up", "fc1", model.hidden, width, COLUMNS),
-        ("down", "fc2", width, model.hidden, ROWS),
+        ("gate", "fc1", hidden, width, COLUMNS),
+        ("up", "fc1", hidden, width, COLUMNS),
+        ("down", "fc2", width, hidden, ROWS),
     ):
         if model.gated or name != "gate":
             yield from _linear(
@@ -322,8 +350,26 @@ def _per_layer(model: Model, own: PerLayer) -> Iterator[Weight]:
     yield from _norm(model, "per_layer", "norm", model.hidden)
 
 
+def side_weights(sides: Iterable[Side]) -> Iterator[Weight]:
+    """The weights of small layers."""
+    for side in sides:
+        if side.d_in:
+            yield from _linear(
+                side.module, side.name, side.d_in, side.d_out, bias=side.bias, gradient="tokens"
+            )
+        else:
+            yield _learned(side.module, side.name, side.d_out, op=side.op, gradient="tokens")
+
+
 def _streams(model: Model, own: Streams) -> Iterator[Weight]:
     module, hidden, number = "streams", model.hidden, own.number
+    if not own.laurel_rank:  # numbers that scale what each of the three kinds of them is made of
+        for name in ("attention", "mlp"):
+            yield from _linear(
+                module, f"{name}_mixes", number * hidden, own.mixes, bias=True, gradient="tokens"
+            )
+            yield _learned(module, f"{name}_scale", 3, op=f"{name}_mixes", gradient="tokens")
+        return
     for name, d_in, d_out in (
         ("modalities", hidden, number),
         ("predict", number, number * number),
@@ -341,10 +387,18 @@ def _moe(model: Model) -> Iterator[Weight]:
     module, moe, hidden = "moe", model.moe, model.hidden
     assert moe is not None
     yield from _block_norm(model, module, 2)
-    yield from _linear(module, "router", hidden, moe.num_experts, bias=moe.router_bias, gradient="part")
+    choices = moe.num_experts + moe.zero_experts
+    yield from _linear(module, "router", hidden, choices, bias=moe.router_bias, gradient="part")
     if moe.balance_bias:
-        yield _learned(module, "balance_bias", moe.num_experts, trains=False)
-    yield from _feed_forward(model, module, moe.ffn_hidden, prefix="expert_", experts=moe.num_experts)
+        yield _learned(module, "balance_bias", choices, trains=False)
+    yield from _feed_forward(
+        model, module, moe.ffn_hidden, prefix="expert_", experts=moe.num_experts, hidden=moe.latent
+    )
+    if moe.latent:
+        for name, d_in, d_out in (("latent_down", hidden, moe.latent), ("latent_up", moe.latent, hidden)):
+            yield from _linear(module, name, d_in, d_out, bias=model.linear_bias, gradient="part")
+    if moe.latent_norm:
+        yield from _norm(model, module, "latent_norm", moe.latent, gradient="part")
     if moe.shared_ffn_hidden:
         yield from _feed_forward(model, "shared_expert", moe.shared_ffn_hidden)
     if moe.own_norms:
@@ -406,9 +460,10 @@ def _embedding(model: Model) -> Iterator[Weight]:
         yield _learned(module, "layer_tokens", model.per_layer.rows, width, cut=ROWS)
         yield from _linear(module, "layer_proj", hidden, width, gradient="tokens")
         yield from _norm(model, module, "layer_norm", model.per_layer.width)
-    if model.streams:
+    if model.streams and model.streams.laurel_rank:
         width = (model.streams.number - 1) * hidden
         yield from _linear(module, "stream_proj", hidden, width, gradient="tokens")
+    yield from side_weights(side for side in model.sides if side.module == module)
     if model.distances:
         yield from rows("distances", model.distances.rows)
         if model.distances.norm:
@@ -471,9 +526,10 @@ def _encoder_ends(model: Model, encoder: Encoder) -> Iterator[Weight]:
 
 def _head(model: Model) -> Iterator[Weight]:
     module, hidden, patches = "head", model.hidden, model.patches
-    if model.streams:
+    if model.streams and model.streams.laurel_rank:
         width = (model.streams.number - 1) * hidden
         yield from _linear(module, "stream_proj", width, hidden, gradient="tokens")
+    yield from side_weights(side for side in model.sides if side.module == module)
     if model.final_norm:
         yield from _norm(model, module, "final_norm", hidden)
     if model.mlm_transform:
@@ -525,4 +581,4 @@ def num_active_params(model: Model) -> int:
         return num_params(model)
     experts = block_weights(model, Layer(moe=True))
     one_expert = num_weights(weight for weight in experts if weight.is_expert) // moe.num_experts
-    return num_params(model) - num_moe_layers(model) * (moe.num_experts - moe.top_k) * one_expert
+    return num_params(model) - num_moe_layers(model) * round(moe.num_experts - moe.computed) * one_expert

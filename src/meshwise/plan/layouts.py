@@ -64,6 +64,9 @@ def check_grid(
         "several residual streams": model.streams,
         "layers of several sizes": any(layer.head_dim or layer.keys for layer in model.layers),
         "gated attention": model.attention_gate,
+        "compressed queries and results": model.low_rank,
+        "sparse attention": model.sparse,
+        "small layers beside the large ones": any(layer.sides for layer in model.layers),
     }
     for what, present in missing.items():
         if layout != "1d" and present:

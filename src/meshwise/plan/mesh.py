@@ -488,6 +488,8 @@ def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         ("scores of distances", model.distances is not None),
         ("per-layer embeddings", model.per_layer is not None),
         ("several residual streams", model.streams is not None),
+        ("small layers beside the large ones", any(layer.sides for layer in model.layers)),
+        ("compressed queries and results", model.low_rank is not None),
         ("shared keys", any(layer.keys for layer in model.layers)),
         (f"blocks of {model.num_norms} norms", model.num_norms != 2),
         ("norms over all queries and all keys", model.qk_norm_full),

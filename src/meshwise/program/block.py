@@ -14,12 +14,14 @@ from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.cut import Cut
 from meshwise.program.distances import distance_scores
 from meshwise.program.encoder import cross_attention, source_cut
+from meshwise.program.hyper_connections import hyper_connections
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, Stated, backward_last, collected
 from meshwise.program.per_layer import per_layer
 from meshwise.program.recompute import with_recompute
 from meshwise.program.recurrence import beside_attention, recurrence
+from meshwise.program.sides import side_ops
 from meshwise.program.streams import corrected, predicted
 from meshwise.program.tensor import Tensor
 from meshwise.program.walk import with_saved_bytes
@@ -63,8 +65,11 @@ def block_ops(model: Model, cut: Cut, layer: Layer, x: Tensor) -> tuple[list[Op]
 
 def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     layout = LAYOUTS[cut.layout]
-    if model.streams:
+    if model.streams and not model.streams.laurel_rank:
+        x = yield from hyper_connections(model, model.streams, cut, x)
+    elif model.streams:
         x = yield from predicted(model, cut, x)
+    yield from side_ops(model, cut, layer.sides)
     if model.distances:
         x = yield from distance_scores(model, cut, x)
     beside: tuple[Tensor, ...] = ()
@@ -82,7 +87,7 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
         x = yield from moe_mlp(model, cut, x)
     elif layer.mlp:
         x = yield from layout.mlp(model, cut, x, *beside)
-    if model.streams:
+    if model.streams and model.streams.laurel_rank:
         x = yield from corrected(model, cut, x)
     if model.per_layer:
         x = yield from per_layer(model, cut, x)

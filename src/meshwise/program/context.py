@@ -30,7 +30,7 @@ from meshwise.cost.op import (
     flash_attention_backward,
     matmul,
 )
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, Sparse
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Stated, collective, elementwise, kernel
 from meshwise.program.tensor import Tensor, exchanged, made
@@ -123,9 +123,15 @@ def score_kernels(model: Model) -> list[str]:
     return ["softcap"] * model.attention_softcap + ["alibi"] * (model.positions in ("alibi", "relative"))
 
 
-def _reach(model: Model) -> int:
-    """Tokens that a query attends to at most (0: all): a window before it, or those that an indexer chose."""
-    return model.sliding_window or (model.mla.index_top_k if model.mla else 0)
+def _pairs(model: Model, seq_q: Num, seq_k: Num) -> Num:
+    """Query-key pairs: of a window of tokens, of those that an indexer chose, and of compressed keys."""
+    sparse = model.sparse or Sparse()
+    chosen = sparse.top_k if sparse.ratio == 1 else 0
+    pairs = attended_pairs(seq_q, seq_k, causal=model.causal, window=model.sliding_window or chosen)
+    if sparse.ratio == 1:
+        return pairs
+    reach = sparse.top_k * sparse.ratio
+    return pairs + attended_pairs(seq_q, seq_k, causal=model.causal, window=reach) / sparse.ratio
 
 
 def _flash(
@@ -134,7 +140,7 @@ def _flash(
     """Fused attention keeps what it reads, what it makes, and a statistic of each query and head."""
     seq_q = cut.seq / cut.ring
     rounds = 1.0 if cut.gather_keys else cut.ring
-    pairs = attended_pairs(cut.seq, seq_k, causal=model.causal, window=_reach(model)) / cut.ring
+    pairs = _pairs(model, cut.seq, seq_k) / cut.ring
     kernels = [KERNELS[name] for name in score_kernels(model)]
     score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
     backward_flop = score_flop + cut.microbatch * heads * pairs * sum(one.backward_flop for one in kernels)

@@ -59,7 +59,8 @@ def moe_mlp(model: Model, cut: Cut, x: Tensor) -> Stated:
     # The router runs in fp32; its input is the norm's output, which it keeps.
     wide = precision(cut.precision.stat_dtype)
     scores = yield from linear(
-        MODULE, "router", routed, float(moe.num_experts), precision("bf16"), bias=moe.router_bias,
+        MODULE, "router", routed, float(moe.num_experts + moe.zero_experts), precision("bf16"),
+        bias=moe.router_bias,
         frozen=cut.lora_rank > 0,
     )  # fmt: skip
     if moe.balance_bias:
@@ -71,7 +72,17 @@ def moe_mlp(model: Model, cut: Cut, x: Tensor) -> Stated:
         gates = made(MODULE, "gates", (tokens, float(moe.top_k)), wide.dtype)
         yield from elementwise(MODULE, "expert_scale", "scale_by_gate", gates, wide)
         own = yield from norm(model, cut, MODULE, "expert_norm", own)
+    if moe.latent:
+        (own,) = yield from plain_linear(
+            MODULE, "latent_down", own, {"latent_down": moe.width(model.hidden)}, cut, bias=model.linear_bias
+        )
     y = yield from _experts(model, moe, cut, tokens, own)
+    if moe.latent_norm:
+        y = yield from norm(model, cut, MODULE, "latent_norm", y)
+    if moe.latent:
+        (y,) = yield from plain_linear(
+            MODULE, "latent_up", y, {"latent_up": float(model.hidden)}, cut, bias=model.linear_bias
+        )
     if moe.own_norms:
         y = yield from norm(model, cut, MODULE, "sum_norm", y)
     if moe.shared_ffn_hidden:
@@ -97,26 +108,26 @@ def expert_rows(moe: MoE, cut: Cut, tokens: Num) -> Num:
     """Rows that each local expert computes on the busiest rank, `tokens` routed by every rank."""
     sources = cut.ep * cut.etp
     if moe.capacity_factor:
-        return np.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts) * sources
-    return moe.top_k * tokens * sources / moe.num_experts * cut.imbalance
+        return np.ceil(moe.capacity_factor * moe.computed * tokens / moe.num_experts) * sources
+    return moe.computed * tokens * sources / moe.num_experts * cut.imbalance
 
 
 def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated:
-    prec, hidden = cut.precision, float(model.hidden)
+    prec, hidden = cut.precision, moe.width(model.hidden)
     local_experts = moe.num_experts / cut.ep
     rows = expert_rows(moe, cut, tokens)
     arrivals = rows * local_experts
     sent = arrivals / cut.etp
-    busier = sent if moe.capacity_factor else np.maximum(sent, moe.top_k * tokens)  # of its two ways
+    busier = sent if moe.capacity_factor else np.maximum(sent, moe.computed * tokens)  # of its two ways
     payload = busier * hidden * prec.act_bytes
     per_rank = cut.dispatch_per_rank and not moe.capacity_factor
     groups = float(moe.expert_groups), float(moe.top_groups)
-    copies_frac = met_places(cut.ep, moe.top_k, groups) / moe.top_k if per_rank else 1.0
+    copies_frac = met_places(cut.ep, moe.computed, groups) / moe.computed if per_rank else 1.0
     on_ep: dict[str, Any] = {
         "axis": "ep",
         "group_size": cut.ep,
         "stride": cut.ep_stride,
-        "choices": float(moe.top_k) if per_rank else 0.0,
+        "choices": moe.computed if per_rank else 0.0,
         "groups": groups,
     }
     on_etp: dict[str, Any] = {

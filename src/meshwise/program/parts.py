@@ -39,13 +39,18 @@ def layer_names(model: Model) -> tuple[str, ...]:
     """Names of the parts that are blocks: one for each kind of layer, in the order of `layer_kinds`."""
     kinds = layer_kinds(model)
     windows = len({kind.window for kind in kinds}) > 1
-    return tuple(
+    names = [
         ("encoder_" if kind.side == "encoder" else "")
         + MIXERS[kind.mixer if kind.mlp or kind.mixer != "attention" else "alone"]
         + ("moe_layer" if kind.moe else "layer")
         + (f"_window{kind.window}" if windows and kind.window else "")
         + (f"_{kind.keys}_keys" if kind.keys else "")
+        + (f"_keys_of_{kind.sparse.ratio}" if kind.sparse and kind.sparse.ratio > 1 else "")
         for kind in kinds
+    ]
+    alike = [names[:i].count(name) for i, name in enumerate(names)]
+    return tuple(
+        f"{name}_{1 + before}" if before else name for name, before in zip(names, alike, strict=True)
     )
 
 

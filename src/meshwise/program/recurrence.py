@@ -114,14 +114,14 @@ def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
 
 
 def _gates(own: Recurrence, cut: Cut, hidden: float) -> Iterator[Op]:
-    """Two layers of width `gate_rank`, on every rank, and of each the rank's own channels."""
-    down = dict.fromkeys(("a_down", "z_down"), float(own.gate_rank))
+    """Layers of width `gate_rank`, on every rank, and of each the rank's own channels."""
+    down = {f"{name}_down": float(own.gate_rank) for name in own.narrow_gates}
     read = made(MODULE, "all_tokens", (cut.tokens, hidden), cut.precision.act_dtype)
     thin: tuple[Tensor, ...] = yield from changed(
         plain_linear(MODULE, "gate_down", read, down, cut), lambda op: structs.replace(op, keeps=())
     )
-    for name, x in zip(("a_up", "z_up"), thin, strict=True):
-        yield from plain_linear(MODULE, name, x, {name: own.inner / cut.tp}, cut)
+    for name, x in zip(own.narrow_gates, thin, strict=True):
+        yield from plain_linear(MODULE, f"{name}_up", x, {f"{name}_up": own.inner / cut.tp}, cut)
 
 
 def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:

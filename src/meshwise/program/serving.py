@@ -23,7 +23,7 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
 from meshwise.cost.op import Cost
-from meshwise.model.architecture import Layer, Model, MoE, num_dense_layers, of_layer
+from meshwise.model.architecture import Layer, Model, MoE, Sparse, num_dense_layers, of_layer
 from meshwise.program.block import block, block_input
 from meshwise.program.cut import Cut
 from meshwise.program.moe import MODULE as MOE
@@ -51,7 +51,7 @@ def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     """One block of the kind `layer`."""
     cut = _plain(cut)
     ops = list(_block(model, cut, layer, list(_forward(block(model, cut, layer)))))
-    if model.mla is not None and model.mla.q_lora_rank:
+    if model.mla is not None and model.mla.q_lora_rank and layer.mixer == "attention":
         ops = _side_by_side(ops, "q_down", "kv_down", cut.precision)
     if cut.precision.weight_bytes == cut.precision.operand_bytes:
         return ops
@@ -104,7 +104,7 @@ def _block(model: Model, cut: Cut, layer: Layer, ops: list[Op]) -> Iterator[Op]:
             yield _decode_attention(of_layer(model, layer), cut, layer, op)
         elif op.module == MOE and op.name == "router":
             yield from _experts(model, cut, [op for op in ops if op.module == MOE])
-        elif op.module == MOE and "norm" not in op.name:
+        elif op.module == MOE and "norm" not in op.name and "latent" not in op.name:
             continue  # stated by `_experts`
         elif op.module == "shared_expert" and op.kind == "collective":
             continue  # added up with the routed experts
@@ -116,15 +116,20 @@ def _block(model: Model, cut: Cut, layer: Layer, ops: list[Op]) -> Iterator[Op]:
 
 
 def cached_numbers(model: Model, cut: Cut) -> Num:
-    """Numbers that one layer keeps of one token on a rank: keys and values of its heads, or the latent."""
+    """Numbers that one layer keeps of one key on a rank: key and value of its heads, or the latent."""
     if model.mla is not None:
-        return float(model.mla.kv_lora_rank + model.mla.qk_rope_head_dim + model.mla.index_head_dim)
-    return 2.0 * np.maximum(model.num_kv_heads / cut.tp, 1.0) * model.head_dim
+        return float(model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
+    width = model.head_dim + (0 if model.keys == "same" else model.value_dim)
+    return np.maximum(model.num_kv_heads / cut.tp, 1.0) * width
 
 
-def cached_tokens(cut: Cut, layer: Layer) -> Num:
-    """Tokens of a sequence that a layer of the kind `layer` keeps: all before this pass, or a window."""
-    return np.minimum(cut.past, layer.window or np.inf)
+def cached_keys(cut: Cut, layer: Layer, sparse: Sparse) -> Num:
+    """Keys of a sequence that a layer of the kind `layer` keeps of the tokens before this pass.
+
+    One of each, or of those in a window; and one of each `ratio` tokens, where those are compressed.
+    """
+    tokens = np.minimum(cut.past, layer.window or np.inf)
+    return tokens + cut.past / sparse.ratio if sparse.ratio > 1 else tokens
 
 
 def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
@@ -133,9 +138,13 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     state = state_bytes(own, cut) if own else 0.0
     kept = replace(cut, past=cut.past + cut.seq)
     attends = model.causal and layer.mixer in ("attention", "beside")
-    numbers = cached_numbers(of_layer(model, layer), cut) * (attends and layer.keys != "shared")
-    tokens = cached_tokens(kept, layer) * numbers * cut.kv_bytes
-    return cut.microbatch * (state + tokens)
+    if not attends or layer.keys == "shared":
+        return cut.microbatch * state
+    one = of_layer(model, layer)
+    sparse = one.sparse or Sparse()
+    numbers = cached_keys(kept, layer, sparse) * cached_numbers(one, cut)
+    scored = sparse.head_dim * kept.past / sparse.ratio
+    return cut.microbatch * (state + (numbers + scored) * cut.kv_bytes)
 
 
 def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
@@ -144,9 +153,12 @@ def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
     if model.mla is not None:
         kv_heads, v_dim = 1.0, float(model.mla.kv_lora_rank)
         qk_dim = v_dim + model.mla.qk_rope_head_dim
-    seq_k = cached_tokens(cut, layer)
-    if model.mla is not None and model.mla.index_top_k:
-        seq_k = np.minimum(seq_k, model.mla.index_top_k)
+    sparse = model.sparse or Sparse()
+    seq_k = np.minimum(cut.past, layer.window or np.inf)
+    if sparse.ratio > 1:
+        seq_k = seq_k + np.minimum(cut.past / sparse.ratio, sparse.top_k or np.inf)
+    elif sparse.top_k:
+        seq_k = np.minimum(seq_k, sparse.top_k)
     token_bytes = cached_numbers(model, cut) * cut.kv_bytes
     return structs.replace(
         op,
@@ -175,8 +187,9 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
     The router runs on every rank. Without an exchange the results are summed over the tp ranks; with one,
     each of these sends a part of the tokens, and they are gathered in the end.
     """
-    moe, hidden, form = model.moe, float(model.hidden), cut.precision
+    moe, form = model.moe, cut.precision
     assert moe is not None
+    hidden = moe.width(model.hidden)
     alone = replace(cut, tp=1.0)
     for op in _forward(moe_mlp(model, alone, block_input(model, alone))):
         if op.name.startswith("router"):
@@ -199,12 +212,12 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
     Without an exchange a rank sees all tokens of its tp group; with one, those that need one of its experts.
     """
     exchanged, form = is_exchanged(cut), cut.precision
-    needed = active_experts(cut.ep, float(moe.top_k)) / cut.ep
+    needed = active_experts(cut.ep, moe.computed) / cut.ep
     tokens = cut.tokens * np.where(exchanged, cut.ep / cut.tp * needed, 1.0) * cut.imbalance
-    top_k = moe.top_k / cut.ep / np.where(exchanged, needed, 1.0)
+    top_k = moe.computed / cut.ep / np.where(exchanged, needed, 1.0)
     tokens = tokens + (cut.expert_tile - 1.0) * moe.num_experts / cut.ep / top_k
-    experts, hidden, width = moe.num_experts / cut.ep, float(model.hidden), moe.ffn_hidden / cut.etp
-    pairs, weights = tokens * top_k, 3.0 * hidden * width
+    experts, hidden, width = moe.num_experts / cut.ep, moe.width(model.hidden), moe.ffn_hidden / cut.etp
+    pairs, weights = tokens * top_k, (3.0 if model.gated else 2.0) * hidden * width
     read = active_experts(experts, pairs) * weights * form.expert_bytes + tokens * hidden * form.act_bytes
     op = Op(
         module=MOE,
@@ -231,10 +244,10 @@ def _with_weights(op: Op, stated: list[Op]) -> Op:
 
 def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> Op:
     """One way of the exchange: DeepEP's low-latency kernels in decoding, its normal ones for prompts."""
-    tokens, hidden = cut.tokens / cut.tp * cut.imbalance, float(model.hidden)
+    tokens, hidden = cut.tokens / cut.tp * cut.imbalance, moe.width(model.hidden)
     op = collective(
-        MOE, way, "forward", "all_to_all", "ep", tokens * moe.top_k * hidden * elem_bytes,
-        1.0 + is_exchanged(cut) * (cut.ep - 1.0), stride=cut.ep_stride, choices=float(moe.top_k),
+        MOE, way, "forward", "all_to_all", "ep", tokens * moe.computed * hidden * elem_bytes,
+        1.0 + is_exchanged(cut) * (cut.ep - 1.0), stride=cut.ep_stride, choices=moe.computed,
         shape=(tokens, float(moe.num_experts), hidden),
     )  # fmt: skip
     return structs.replace(op, library="deepep-ll" if cut.kind == "decode" else "deepep-normal")

@@ -24,8 +24,8 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost
-from meshwise.model.architecture import MLA, Model
-from meshwise.model.weights import WHOLE, Weight, Weights
+from meshwise.model.architecture import MLA, LowRank, Model, Sparse
+from meshwise.model.weights import WHOLE, Weight, Weights, query_rank
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.op import (
@@ -62,6 +62,8 @@ def attention(model: Model, cut: Cut, x: Tensor) -> Stated:
     """
     normed = yield from _entry_norm(model, cut, ATTENTION, "norm1", x)
     mixed = yield from (_qkv if model.mla is None else _latent_qkv)(model, cut, normed)
+    if model.low_rank:
+        mixed = yield from _through_latents(model.low_rank, cut, mixed)
     out = yield from row_linear(
         ATTENTION, "out_proj", "o", mixed, model.hidden, cut, bias=model.out_bias,
         leaves=not model.parallel_block,
@@ -197,18 +199,23 @@ def _qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
     dim, prec = model.head_dim, cut.precision
     heads = model.num_heads / cut.tp
     kv_heads = np.maximum(model.num_kv_heads / cut.tp, 1.0)  # fewer than tp: each rank holds a copy of one
-    gate = {"gate": heads * dim} if model.attention_gate else {}
-    names = {"": ("k", "v"), "values": ("k",), "shared": ()}[model.keys]
-    parts = gate | {"q": heads * dim} | dict.fromkeys(names, kv_heads * dim)
+    v_dim = model.value_dim
+    wide: dict[str, Num] = {"gate": heads * model.gate_dim} if model.attention_gate else {}
+    if not model.low_rank:
+        wide["q"] = heads * dim
+    names = {"": ("k", "v"), "values": ("k",), "same": ("k",), "shared": ()}[model.keys]
+    parts = wide | {name: kv_heads * (dim if name == "k" else v_dim) for name in names}
     if model.parallel_block:
         found = yield from _qkv_of_parallel_block(model, parts, cut, x)
     else:
         found = yield from column_linear(ATTENTION, "qkv", x, parts, cut, bias=model.qkv_bias)
     of = dict(zip(parts, found, strict=True))
-    for name in ("k", "v"):  # of another layer, or values that are the keys
-        is_key = model.keys == "values" and name == "v"
+    if model.low_rank:
+        of["q"] = yield from _query_of_latent(model, cut, x, heads * dim)
+    for name, width in (("k", dim), ("v", v_dim)):  # of another layer, or values that are the keys
+        is_key = model.keys in ("values", "same") and name == "v"
         of.setdefault(
-            name, of["k"] if is_key else made(ATTENTION, name, (cut.tokens, kv_heads * dim), prec.act_dtype)
+            name, of["k"] if is_key else made(ATTENTION, name, (cut.tokens, kv_heads * width), prec.act_dtype)
         )
     turned = ("q",) if model.keys == "shared" else ("q", "k")
     if model.qk_norm_full:
@@ -222,10 +229,41 @@ def _qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         yield from _on_heads(model.norm, "qk_norm", of, turned, cut, float(dim))
     if model.positions == "rotary":
         yield from _on_heads("rotary", "rotary", of, turned, cut)
-    mixed = yield from core_attention(model, cut, (of["q"], of["k"], of["v"]), dim, dim, kv_heads)
+    if model.keys == "same":
+        of["v"] = of["k"]
+    yield from _indexer(model, cut, x)
+    mixed = yield from core_attention(model, cut, (of["q"], of["k"], of["v"]), dim, v_dim, kv_heads)
     if model.attention_gate:
-        return (yield from elementwise(ATTENTION, "attention_gate", "swiglu", (of["gate"], mixed), prec))
+        return (yield from _gated(of["gate"], mixed, cut))
     return mixed
+
+
+def _gated(gate: Tensor, mixed: Tensor, cut: Cut) -> Stated:
+    shape = mixed.shape[0], mixed.shape[-1]
+    both = gate, mixed
+    return (yield from elementwise(ATTENTION, "attention_gate", "swiglu", both, cut.precision, shape=shape))
+
+
+def _query_of_latent(model: Model, cut: Cut, x: Tensor, width: Num) -> Stated:
+    """Queries through a normalised latent, which each rank makes of its own tokens."""
+    (latent,) = yield from plain_linear(
+        ATTENTION, "q_down", x, {"q_latent": float(query_rank(model))}, cut,
+        bias=model.qkv_bias and model.mla is not None, adapts="q_down",
+    )  # fmt: skip
+    latent = yield from elementwise(ATTENTION, "q_norm", model.norm, latent, cut.precision)
+    (q,) = yield from column_linear(ATTENTION, "q_up", latent, {"q_up": width}, cut)
+    return q
+
+
+def _through_latents(own: LowRank, cut: Cut, mixed: Tensor) -> Stated:
+    """The heads of each group, projected to a latent of its own; the rank has the groups of its heads."""
+    groups = own.groups / cut.tp
+    rows, width = mixed.shape
+    dealt = Tensor(mixed.name, (groups, rows, width / groups), mixed.dtype, mixed)
+    partial = made(ATTENTION, "o_down", (groups, rows, float(own.out)), cut.precision.act_dtype)
+    frozen = cut.lora_rank > 0
+    yield from linears(ATTENTION, "o_down", dealt, (partial,), cut.precision, grouped=True, frozen=frozen)
+    return Tensor(partial.name, (rows, groups * own.out), partial.dtype, partial)
 
 
 def _on_heads(
@@ -268,9 +306,7 @@ def _latent_qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         return plain_linear(ATTENTION, name, x, widths, cut, bias=model.qkv_bias, adapts=name)
 
     if mla.q_lora_rank:
-        (latent,) = yield from down("q_down", q_latent=float(mla.q_lora_rank))
-        latent = yield from elementwise(ATTENTION, "q_norm", model.norm, latent, prec)
-        (q,) = yield from column_linear(ATTENTION, "q_up", latent, {"q_up": heads * qk_dim}, cut)
+        q = yield from _query_of_latent(model, cut, x, heads * qk_dim)
     else:
         (q,) = yield from column_linear(ATTENTION, "q", x, {"q": heads * qk_dim}, cut)
     latent, key = yield from down("kv_down", kv_latent=float(mla.kv_lora_rank), key=rope)
@@ -285,9 +321,12 @@ def _latent_qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         for op in elementwise(ATTENTION, "rotary", "rotary", (q, k, key), prec, shape=shape):
             yield structs.replace(op, makes=turned) if op.makes else op
         q = turned[0]
-    if mla.index_heads:
-        yield from _indexer(model, mla, cut, x)
-    return (yield from core_attention(model, cut, (q, k_whole, v), qk_dim, mla.v_head_dim, heads))
+    yield from _indexer(model, cut, x)
+    mixed = yield from core_attention(model, cut, (q, k_whole, v), qk_dim, mla.v_head_dim, heads)
+    if not model.attention_gate:
+        return mixed
+    (gate,) = yield from column_linear(ATTENTION, "gate", x, {"gate": heads * model.gate_dim}, cut)
+    return (yield from _gated(gate, mixed, cut))
 
 
 def _shared_key(mla: MLA, cut: Cut, key: Tensor) -> Stated:
@@ -304,38 +343,42 @@ def _shared_key(mla: MLA, cut: Cut, key: Tensor) -> Stated:
     return whole
 
 
-def _indexer(model: Model, mla: MLA, cut: Cut, x: Tensor) -> Iterator[Op]:
-    """Scores of all tokens before each query, from small heads on every rank, and the choice of the best.
+def _indexer(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
+    """Scores of all keys before each query, from small heads on every rank, and the choice of the best.
 
     Their inputs are those of other layers, which keep them.
     """
-    heads, dim, prec = float(mla.index_heads), float(mla.index_head_dim), cut.precision
+    own, prec = model.sparse or Sparse(), cut.precision
+    if not own.heads:
+        return
+    heads, dim, hidden = float(own.heads), float(own.head_dim), float(model.hidden)
     seq = cut.seq / cut.ring
-    for name, d_in, d_out in (
-        ("index_q", float(mla.q_lora_rank), heads * dim),
-        ("index_k", float(model.hidden), dim),
-        ("index_weights", float(model.hidden), heads),
+    for name, d_in, d_out, is_there in (
+        ("index_q", query_rank(model) or hidden, heads * dim, True),
+        ("index_k", hidden, dim, own.ratio == 1),
+        ("index_weights", hidden, heads, own.weighted),
     ):
         read = Tensor(f"{ATTENTION}.{name}_input", (cut.tokens, d_in), x.dtype)
-        for op in plain_linear(ATTENTION, name, read, {name: d_out}, cut):
+        for op in plain_linear(ATTENTION, name, read, {name: d_out}, cut) if is_there else ():
             yield structs.replace(op, keeps=())
-    key = made(ATTENTION, "index_key", (cut.tokens, dim), prec.act_dtype)
-    yield from elementwise(ATTENTION, "index_norm", "layernorm", key, prec)
-    keys = (0.5 if model.causal and cut.kind != "decode" else 1.0) * (cut.seq + cut.past)
-    batch = cut.microbatch * heads
+    if own.ratio == 1:
+        key = made(ATTENTION, "index_key", (cut.tokens, dim), prec.act_dtype)
+        yield from elementwise(ATTENTION, "index_norm", "layernorm", key, prec)
+    keys = (0.5 if model.causal and cut.kind != "decode" else 1.0) * (cut.seq + cut.past) / own.ratio
+    batch, rows = cut.microbatch, heads * seq  # all heads of a sequence read the same keys
     read = made(ATTENTION, "index_scores_input", (cut.microbatch * dim, heads * seq + keys), prec.act_dtype)
     scores = Op(
-        module=ATTENTION, name="index_scores", phase="forward", kind="matmul", shape=(batch, seq, keys, dim),
-        cost=Cost(2.0 * batch * seq * keys * dim, read.bytes, 4.0 * cut.microbatch * seq * keys),
+        module=ATTENTION, name="index_scores", phase="forward", kind="matmul", shape=(batch, rows, keys, dim),
+        cost=Cost(2.0 * batch * rows * keys * dim, read.bytes, 4.0 * cut.microbatch * seq * keys),
         reads=(read,), keeps=(read,), dtype="bf16" if prec.casts else prec.dtype,
     )  # fmt: skip
     yield scores
-    twice = (2.0 * batch, seq, keys, dim)
+    twice = (2.0 * batch, rows, keys, dim)
     yield structs.replace(scores, phase="backward", shape=twice, cost=scores.cost * 2.0, reads=(), keeps=())
     queries = cut.microbatch * seq
     yield Op(
         module=ATTENTION, name="index_top_k", phase="forward", kind="kernel", shape=(queries, keys),
-        cost=Cost(0.0, 4.0 * queries * keys, 4.0 * queries * mla.index_top_k),
+        cost=Cost(0.0, 4.0 * queries * keys, 4.0 * queries * own.top_k),
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from meshwise.program.op import (
     precision,
 )
 from meshwise.program.per_layer import look_up_per_layer
+from meshwise.program.sides import side_ops
 from meshwise.program.streams import begun, ended
 from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
@@ -89,8 +90,9 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         x = yield from elementwise(module, "token_types", "residual", x, prec)
     if model.per_layer:
         yield from look_up_per_layer(model, cut, x)
-    if model.streams:
+    if model.streams and model.streams.laurel_rank:
         yield from begun(model, cut, x)
+    yield from side_ops(model, cut, (side for side in model.sides if side.module == module))
     if model.distances:
         table = made(module, "distances", (float(model.distances.rows), hidden), prec.act_dtype)
         yield from elementwise(module, "distances", model.norm, table, prec)
@@ -152,8 +154,9 @@ def _look_up(model: Model, cut: Cut, module: str) -> Stated:
 def _head(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
     module, prec, hidden = "head", cut.precision, float(model.hidden)
     is_frozen = cut.lora_rank > 0
-    if model.streams:
+    if model.streams and model.streams.laurel_rank:
         yield from ended(model, cut, x)
+    yield from side_ops(model, cut, (side for side in model.sides if side.module == module))
     if model.final_norm:
         x = yield from norm(model, cut, module, "final_norm", x)
     if model.patches is not None and model.patches.out_channels:

@@ -114,7 +114,11 @@ def the_model(options: Options) -> Model:
         "a gate of shared experts": model.moe is not None and model.moe.shared_gate,
         "a capacity of experts": model.moe is not None and model.moe.capacity_factor > 0,
         "experts with biases": model.moe is not None and model.linear_bias,
-        "sparse attention": model.mla is not None and model.mla.index_heads > 0,
+        "sparse attention": model.sparse is not None or any(layer.sparse for layer in model.layers),
+        "experts of another width, or that compute nothing": model.moe is not None
+        and model.moe.latent + model.moe.zero_experts > 0,
+        "small layers beside the large ones": any(kind.sides for kind in layer_kinds(model)) or model.sides,
+        "compressed queries and results": model.low_rank is not None or model.v_head_dim,
         f"the activation {model.activation}": model.activation not in ("swiglu", "gelu"),
         "norms of queries and keys": model.qk_norm,
         "norms without weights": not model.norm_weight,
@@ -129,7 +133,9 @@ def the_model(options: Options) -> Model:
         "layer scales": model.layer_scale,
         "per-layer embeddings": model.per_layer is not None,
         "several residual streams": model.streams is not None,
-        "layers of several sizes": any(kind.head_dim or kind.keys for kind in layer_kinds(model)),
+        "layers of several sizes": any(
+            kind.head_dim or kind.num_heads or kind.keys for kind in layer_kinds(model)
+        ),
         "scores of distances": model.distances is not None,
         "an encoder": model.encoder is not None,
         "recurrent layers": model.recurrence is not None,
