@@ -364,7 +364,7 @@ def serve(
         concurrency: Load: clients that each send a request when the last has ended.
         requests: Load: a trace (CSV of arrival [s], prompt, output; Azure's; Mooncake's JSON lines), or a CSV
             of prompt and output, from which requests draw their lengths.
-        num_requests: Requests of the load [1000 at a rate, 10 a client].
+        num_requests: Requests of the load, all of which count [until the figures have settled].
         burstiness: Gamma shape of the gaps between arrivals at a rate [1: Poisson].
         length_ratio: Lengths are uniform from this share of the stated ones up [1].
         length_sigma: Lengths are lognormal around the stated means; deviation of their logs.
@@ -431,7 +431,7 @@ def serve(
     )  # fmt: skip
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
-    arrives = load is not None and bool(load.arrival_s)
+    arrives = load is not None and not load.concurrency
     pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:

@@ -161,17 +161,29 @@ def _print_load(load: LoadResult, console: Console) -> None:
     """Print what clients measure."""
     document = load.to_json()
     console.print(
-        f"under load ({document['engine']}, {document['num_requests']:,} requests): "
-        f"{document['requests_per_s']:.4g} requests/s, "
-        f"{document['output_tokens_per_s_per_gpu']:,.0f} output tokens/s a GPU; up to "
+        f"under load ({document['engine']}, {_counted(document)}): {document['requests_per_s']:.4g} "
+        f"requests/s, {document['output_tokens_per_s_per_gpu']:,.0f} output tokens/s a GPU; up to "
         f"{document['peak_sequences']:,} sequences, {document['peak_cache_frac']:.0%} of the cache"
     )
+    if load.queue_grows:
+        console.print(load.notes[0])
+        return
     if document["within_limits_frac"] is not None:
         console.print(
             f"{document['within_limits_frac']:.1%} of the requests within the limits: "
             f"goodput {document['goodput_per_s']:.4g} requests/s"
         )
     console.print(latency_table(document))
+
+
+def _counted(document: Mapping[str, Any]) -> str:
+    """Which requests count, and how sure the means of their latencies are."""
+    window = document["window"]
+    if window is None:
+        return f"all of {document['num_requests']:,} requests"
+    counted = f"{window['num_counted']:,} of {window['num_simulated']:,} simulated requests"
+    halves = window["half_width_95_frac"].values()
+    return f"{counted}, without warm-up and end" + (f", means +-{max(halves):.0%}" if halves else "")
 
 
 def latency_table(document: Mapping[str, Any]) -> Table:

@@ -18,6 +18,7 @@ from meshwise.serve.load import Fleet, LoadResult, check_limits, cost, under_loa
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Sizing
+from meshwise.serve.stationary import RequestStream
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,10 +38,10 @@ class ServingAnswer(Shown):
 
     @property
     def is_no(self) -> bool:
-        """Whether nothing fits, or nothing holds the limits."""
+        """Whether nothing fits, nothing holds the limits, or the queue grows without end."""
         sizing = self.sizing
         misses = sizing is not None and not (sizing.best if self.load else sizing.choices)
-        return not self.max_sequences or misses
+        return not self.max_sequences or misses or (self.load is not None and self.load.queue_grows)
 
     @property
     def cost(self) -> dict[str, float]:
@@ -101,7 +102,7 @@ def answer(
     sequences: Sequence[int] = (),
     token_s: float | None = None,
     *,
-    requests: Requests | None = None,
+    requests: Requests | RequestStream | None = None,
     engine: str = "",
     ttft_s: float | None = None,
     usd_per_gpu_hour: Mapping[str, float] | None = None,

@@ -17,9 +17,7 @@ from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop
 from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, simulate
-
-OPEN_LOOP_REQUESTS = 1000
-"""Requests that arrive at a rate, unless the caller says; a closed loop has ten of each client."""
+from meshwise.serve.stationary import CountedWindow, RequestStream, settled
 
 
 def traffic(
@@ -34,8 +32,11 @@ def traffic(
     length_ratio: float | None = None,
     length_sigma: float | None = None,
     shared_prefix: int | None = None,
-) -> Requests | None:
-    """The requests that are asked for; None without a load. WorkloadError for what contradicts itself."""
+) -> Requests | RequestStream | None:
+    """What is asked for: so many requests or a trace, else a stream of them; None without a load.
+
+    WorkloadError for what contradicts itself.
+    """
     check_lengths(prompt, output)
     arrives = trace is not None and bool(trace.arrival_s)
     loads = {"rate": rate, "concurrency": concurrency, "requests": trace if arrives else None}
@@ -66,17 +67,25 @@ def traffic(
         raise WorkloadError("burstiness is of arrivals at a rate; a closed loop has none")
     pairs = tuple(zip(trace.prompt, trace.output, strict=True)) if trace else ()
     lengths = Lengths(prompt, output, ratio, length_sigma or 0.0, pairs)
-    if concurrency is not None:
-        found = in_closed_loop(concurrency, lengths, num=num_requests or 10 * concurrency)
-    elif rate is not None:
-        found = at_rate(rate, lengths, num=num_requests or OPEN_LOOP_REQUESTS, burstiness=burstiness or 1.0)
-    else:
+    if rate is None and concurrency is None:
         return None
-    if shared_prefix is None:
-        return found
-    if shared_prefix >= min(found.prompt):
-        raise WorkloadError(f"shared_prefix={shared_prefix} leaves nothing of a prompt; make it shorter")
-    return replace(found, blocks=((0,),) * len(found.prompt), block_tokens=shared_prefix)
+
+    def draw(num: int) -> Requests:
+        if rate is None:
+            assert concurrency is not None
+            found = in_closed_loop(concurrency, lengths, num=num)
+        else:
+            found = at_rate(rate, lengths, num=num, burstiness=burstiness or 1.0)
+        return found if shared_prefix is None else _beginning_alike(found, shared_prefix)
+
+    return draw(num_requests) if num_requests else RequestStream(draw, rate, concurrency or 0)
+
+
+def _beginning_alike(requests: Requests, tokens: int) -> Requests:
+    """`requests` whose prompts all begin with the same `tokens`."""
+    if tokens >= min(requests.prompt):
+        raise WorkloadError(f"shared_prefix={tokens} leaves nothing of a prompt; make it shorter")
+    return replace(requests, blocks=((0,),) * len(requests.prompt), block_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,20 +130,44 @@ def check_limits(ttft_s: float | None, tpot_s: float | None) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadResult:
-    """What `requests` get from `engine` on `fleet`; `ttft_s` and `tpot_s` are limits, if any."""
+    """What `requests` get from `engine` on `fleet`; `ttft_s` and `tpot_s` are limits, if any.
+
+    `simulated` has all requests, `served` those that count: between warm-up and end where a stream is served
+    until it has settled (`window`), else all.
+    """
 
     fleet: Fleet
     requests: Requests
     engine: Engine
-    served: Served
+    simulated: Served
     cache_tokens: int
     ttft_s: float | None = None
     tpot_s: float | None = None
+    window: CountedWindow | None = None
+
+    @property
+    def served(self) -> Served:
+        """The requests that count."""
+        return self.window.served if self.window else self.simulated
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests that end in a second; without a window of all, from the first one to the last token."""
+        if self.window:
+            return self.window.requests_per_s
+        return len(self.simulated.output) / self.simulated.span_s
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens over the time from the first request to the last token."""
-        return self.served.num_tokens / self.served.span_s
+        """Tokens generated in a second, by the same rule."""
+        if self.window:
+            return self.window.output_tokens_per_s
+        return self.simulated.num_tokens / self.simulated.span_s
+
+    @property
+    def queue_grows(self) -> bool:
+        """Whether more requests come than can be served, so that times depend on how long one measures."""
+        return self.window is not None and self.window.queue_grows
 
     @property
     def within_limits_frac(self) -> float | None:
@@ -149,21 +182,24 @@ class LoadResult:
     @property
     def regime(self) -> str:
         """What moves the error of its figures: a cache that requests wait for, or separate pools."""
-        if self.served.was_full:
+        if self.simulated.was_full:
             return "full cache"
         return "separate pools" if self.fleet.prefill else "room in the cache"
 
     @property
     def notes(self) -> list[str]:
         """What a reader should know about the figures."""
-        served, found = self.served, []
-        waits_s = served.ttft_s
-        last_s = waits_s[-(len(waits_s) // 4) - 1 :].mean()  # 1.75 x the mean where a queue grows
-        is_busy = served.busy_s > 0.95 * served.span_s
-        if self.requests.arrival_s and is_busy and last_s > 1.5 * waits_s.mean():
+        served, found, window = self.simulated, [], self.window
+        if window and window.queue_grows:
             found.append(
-                f"the queue grows: no more than {len(waits_s) / served.span_s:.3g} requests/s are served; "
-                "the time to the first token depends on how many requests there are"
+                f"the queue grows without end: {window.requests_per_s:.4g} requests/s are served, and no "
+                "more; it would not grow at a lower rate. Times depend on how long one measures"
+            )
+        elif window and not window.is_settled:
+            halves = ", ".join(f"{name} +-{half:.0%}" for name, half in window.half_frac.items())
+            found.append(
+                f"not settled after {window.num_simulated:,} requests, so close is the load to what can be "
+                f"served: {halves} at 95 %"
             )
         if served.num_preemptions:
             found.append(f"the cache was full: {served.num_preemptions} times a sequence was computed again")
@@ -171,9 +207,8 @@ class LoadResult:
 
     def to_json(self) -> dict[str, Any]:
         """The keys that a load adds to the document of `meshwise serve --json`."""
-        served, num_chips = self.served, self.fleet.num_chips
+        served, run, num_chips = self.served, self.simulated, self.fleet.num_chips
         within = self.within_limits_frac
-        done_per_s = len(served.output) / served.span_s
         figures: dict[str, Any] = {
             "ttft_s": statistics(served.ttft_s),
             "tpot_s": statistics(served.tpot_s),
@@ -185,17 +220,19 @@ class LoadResult:
             "prefill_workers": self.fleet.prefill_workers if self.fleet.prefill else 0,
             "engine": f"{self.engine.name} {self.engine.version}",
             "num_requests": len(served.output),
-            "requests_per_s": done_per_s,
+            "requests_per_s": self.requests_per_s,
+            "queue_grows": self.queue_grows,
+            "window": self.window.to_json() if self.window else None,
             **figures,
             **{f"{name}_interval": self._interval(name, value) for name, value in figures.items()},
             "e2e_s": statistics(served.last_s - served.sent_s),
             "within_limits_frac": within,
-            "goodput_per_s": None if within is None else within * done_per_s,
-            "busy_frac": served.busy_s / served.span_s,
-            "peak_sequences": served.peak_sequences,
-            "peak_cache_frac": served.peak_cache_tokens / self.cache_tokens,
-            "prompt_tokens_found_frac": served.num_found / sum(self.requests.prompt),
-            "num_preemptions": served.num_preemptions,
+            "goodput_per_s": None if within is None else within * self.requests_per_s,
+            "busy_frac": run.busy_s / run.span_s,
+            "peak_sequences": run.peak_sequences,
+            "peak_cache_frac": run.peak_cache_tokens / self.cache_tokens,
+            "prompt_tokens_found_frac": run.num_found / sum(self.requests.prompt),
+            "num_preemptions": run.num_preemptions,
         }
 
     def _interval(self, name: str, value: float | dict[str, float | None]) -> dict[str, float] | None:
@@ -217,19 +254,19 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
             raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
         return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.num_chips * workers
 
-    fleet, served = load.fleet, load.served
+    fleet, run = load.fleet, load.simulated
     last, first = usd_per_hour(fleet.serving, fleet.workers), 0.0
     if fleet.prefill:
         first = usd_per_hour(fleet.prefill, fleet.prefill_workers)
     else:
-        prompts_s = len(served.output) * prompt_s(fleet.serving) / (fleet.serving.groups * fleet.workers)
-        first = last * min(prompts_s / served.busy_s, 1.0)
+        prompts_frac = load.requests_per_s * prompt_s(fleet.serving) / (fleet.serving.groups * fleet.workers)
+        first = last * min(prompts_frac * run.span_s / run.busy_s, 1.0)
         last -= first
-    hours = served.span_s / 3600.0
+    prompt_tokens = sum(load.requests.prompt) / len(load.requests.prompt)
     return {
         "usd_per_hour": first + last,
-        "usd_per_million_input_tokens": 1e6 * first * hours / sum(load.requests.prompt),
-        "usd_per_million_output_tokens": 1e6 * last * hours / served.num_tokens,
+        "usd_per_million_input_tokens": 1e6 * first / (3600.0 * load.requests_per_s * prompt_tokens),
+        "usd_per_million_output_tokens": 1e6 * last / (3600.0 * load.output_tokens_per_s),
     }
 
 
@@ -255,19 +292,29 @@ def cache_tokens(serving: Serving) -> int:
 
 def under_load(
     fleet: Fleet,
-    requests: Requests,
+    requests: Requests | RequestStream,
     engine: Engine,
     *,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
 ) -> LoadResult | None:
-    """Serve `requests`; None where there is no room for one sequence beside the weights."""
-    pools = pools_of(fleet, requests, engine)
+    """Serve `requests`, a stream until it has settled; None where one sequence has no room."""
+
+    def serve(drawn: Requests) -> Served:
+        of = pools_of(fleet, drawn, engine)
+        assert of is not None
+        return simulate(drawn, of)
+
+    first = requests if isinstance(requests, Requests) else requests.draw(1)
+    pools = pools_of(fleet, first, engine)
     if pools is None:
         return None
-    return LoadResult(
-        fleet, requests, engine, simulate(requests, pools), pools.worker.cache_tokens, ttft_s, tpot_s
-    )
+    tokens, window = pools.worker.cache_tokens, None
+    if isinstance(requests, Requests):
+        served = simulate(requests, pools)
+    else:
+        window, served, requests = settled(requests, serve)
+    return LoadResult(fleet, requests, engine, served, tokens, ttft_s, tpot_s, window)
 
 
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:

@@ -80,6 +80,13 @@ class Requests:
         return found
 
     @property
+    def rate(self) -> float | None:
+        """Mean rate of those that arrive [1/s]; None in a closed loop."""
+        if self.concurrency:
+            return None
+        return (len(self.arrival_s) - 1) / max(self.arrival_s[-1] - self.arrival_s[0], 1e-9)
+
+    @property
     def mean_tokens(self) -> tuple[int, int]:
         """Tokens of the mean prompt and of the mean output."""
         num = len(self.prompt)

@@ -37,6 +37,7 @@ from meshwise.serve.screen import (
     screen,
 )
 from meshwise.serve.serving import Serving
+from meshwise.serve.stationary import RequestStream
 
 FINALISTS = 12
 """Choices that are simulated, each with as many workers as it takes."""
@@ -153,20 +154,18 @@ class Sizing:
 class Wanted:
     """A load and its limits: `rate` requests a second, or (None) only trade-offs."""
 
-    requests: Requests | None
+    requests: Requests | RequestStream | None
     rate: float | None
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
 
-def wanted(requests: Requests | None, ttft_s: float | None, tpot_s: float | None) -> Wanted:
+def wanted(requests: Requests | RequestStream | None, ttft_s: float | None, tpot_s: float | None) -> Wanted:
     """What requests that arrive want; WorkloadError for clients in a closed loop, or a limit of nothing."""
     check_limits(ttft_s, tpot_s)
-    if requests is not None and not requests.arrival_s:
+    if requests is not None and requests.concurrency:
         raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
-    rate = None
-    if requests is not None:
-        rate = (len(requests.arrival_s) - 1) / max(requests.arrival_s[-1] - requests.arrival_s[0], 1e-9)
+    rate = requests.rate if requests is not None else None
     return Wanted(requests=requests, rate=rate, ttft_s=ttft_s or math.inf, tpot_s=tpot_s or math.inf)
 
 

@@ -1,0 +1,211 @@
+"""A server that has settled: how many requests to simulate, which of them count, how sure a mean is.
+
+A server begins empty, so its first requests are served too well, and so are its last, when no more are sent.
+Twice as many requests are simulated each time, until of those in between the mean time to the first token
+and per token after it are known within `PRECISION`:
+- the *warm-up* is left out by MSER-5: so many batches of requests that the standard error of the mean of the
+  others is least (White, Cobb, Spratt, WSC 2000), the later of what both series say; at most half;
+- the end: requests that are sent less than the mean duration of one before the last;
+- the interval of a mean holds it 19 times of 20, judging by how long a request is like those before it; a
+  series must be 50 times as long as that.
+
+A queue grows without end where more and more requests are under way, 199 times of 200 not by chance, in two
+simulations of which the second has twice as many requests. Then times depend on how long one measures, and
+the rate at which requests end is the most that the server can hold. Nothing has settled while the number
+rises by more than its standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.serve.requests import Requests
+from meshwise.serve.simulate import Seconds, Served
+
+PRECISION = 0.05
+"""Half of the interval of a settled mean, over the mean."""
+
+FIRST_REQUESTS, MOST_REQUESTS = 2_000, 64_000
+"""Requests of the first simulation (ten of each client, if that is more), and about those of the last."""
+
+LEAST_LENGTHS, SOKAL = 50, 5.0
+"""Lengths of its memory that a series must have before its interval is believed (emcee's rule)."""
+
+NUM_SPANS, STUDENT_199 = 20, 2.861
+"""Spans of time in which the number under way is compared; Student's t of one less, one sided at 99.5 %."""
+
+NORMAL_95 = 1.96
+
+RULE = (
+    f"requests are simulated until both means are known within {PRECISION:.0%}, 19 times of 20; "
+    "warm-up (MSER-5) and end are left out"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestStream:
+    """Requests that go on: `draw` makes so many of them. `rate` a second, or clients in a closed loop."""
+
+    draw: Callable[[int], Requests]
+    rate: float | None = None
+    concurrency: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CountedWindow:
+    """The requests that count: `served`, those of `num_simulated` that were sent from `start_s` to `stop_s`.
+
+    `requests_per_s` and `output_tokens_per_s`: what ends in between. `half_frac`: half of the interval of a
+    mean, by quantity, over the mean; `lengths`: how many times the memory of both it is long. `rise`: how
+    many more requests are under way from one twentieth of the time to the next, over the standard error of
+    that. `queue_grows`: without end.
+    """
+
+    served: Served
+    num_simulated: int
+    num_warm_up: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    half_frac: dict[str, float]
+    lengths: float
+    rise: float
+    queue_grows: bool = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its figures do not depend on how long one measures."""
+        is_sure = self.lengths >= LEAST_LENGTHS and max(self.half_frac.values(), default=0.0) <= PRECISION
+        return is_sure and self.rise < 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """How the figures under load were counted."""
+        return {
+            "rule": RULE,
+            "num_simulated": self.num_simulated,
+            "num_warm_up": self.num_warm_up,
+            "num_counted": len(self.served.output),
+            "is_settled": self.is_settled,
+            "queue_grows": self.queue_grows,
+            "half_width_95_frac": self.half_frac,
+        }
+
+
+def settled(
+    stream: RequestStream, serve: Callable[[Requests], Served]
+) -> tuple[CountedWindow, Served, Requests]:
+    """What `stream` gets of a server that has settled, or never does; the last simulation, its requests."""
+    num, grew = max(FIRST_REQUESTS, 10 * stream.concurrency), False
+    while True:
+        requests = _staggered(stream.draw(num))
+        served = serve(requests)
+        found = window(served)
+        is_last = 2 * num > max(MOST_REQUESTS, 20 * stream.concurrency)
+        is_long = num >= 10 * served.peak_sequences  # so that most are served while no more find room
+        grows = found.rise > STUDENT_199 and not stream.concurrency
+        if grows and ((grew and is_long) or is_last):
+            return _growing(found, served), served, requests
+        if found.is_settled or is_last:
+            return found, served, requests
+        num, grew = 2 * num, grows
+
+
+def _growing(found: CountedWindow, served: Served) -> CountedWindow:
+    """`found` with what a server gives where requests always wait: of the middle half of those that end."""
+    order = np.argsort(served.last_s)
+    middle = order[len(order) // 4 : 3 * len(order) // 4]
+    over_s = float(served.last_s[middle[-1]] - served.last_s[middle[0]])
+    tokens = float(served.output[middle].sum())
+    return replace(
+        found, requests_per_s=len(middle) / over_s, output_tokens_per_s=tokens / over_s, half_frac={},
+        queue_grows=True,
+    )  # fmt: skip
+
+
+def _staggered(requests: Requests) -> Requests:
+    """Clients in a closed loop begin in the midst of a request each, evenly, as one would find them."""
+    num = requests.concurrency
+    left = [math.ceil(requests.output[i] * (i + 1) / num) for i in range(num)]
+    return replace(requests, output=(*left, *requests.output[num:]))
+
+
+def window(served: Served) -> CountedWindow:
+    """The requests of a simulation that count, between its warm-up and its end."""
+    order = np.argsort(served.sent_s, kind="stable")
+    sent_s, last_s = served.sent_s[order], served.last_s[order]
+    stop_s = sent_s[-1] - (last_s - sent_s).mean()
+    in_time = max(int(np.searchsorted(sent_s, stop_s)), len(order) // 2)
+    series = [served.ttft_s[order][:in_time], _token_s(served)[order][:in_time]]
+    warm_up = max(_warm_up(one) for one in series)
+    counted = order[warm_up:in_time]
+    start_s, stop_s = float(sent_s[warm_up]), float(sent_s[in_time - 1])
+    ends = (last_s > start_s) & (last_s <= stop_s)
+    over_s = max(stop_s - start_s, 1e-9)
+    names, intervals = ("ttft_s", "tpot_s"), [_interval(one[warm_up:]) for one in series]
+    return CountedWindow(
+        served=restricted(served, counted),
+        num_simulated=len(order),
+        num_warm_up=warm_up,
+        requests_per_s=float(ends.sum()) / over_s,
+        output_tokens_per_s=float(served.output[order][ends].sum()) / over_s,
+        half_frac={name: half for name, (half, _) in zip(names, intervals, strict=True)},
+        lengths=min(lengths for _, lengths in intervals),
+        rise=_rise(sent_s, last_s, start_s, stop_s),
+    )
+
+
+def restricted(served: Served, which: NDArray[np.int64]) -> Served:
+    """`served` with the times of some requests; what engines did is that of all."""
+    columns = {field.name: getattr(served, field.name) for field in fields(served)}
+    some: dict[str, Any] = {name: of[which] for name, of in columns.items() if isinstance(of, np.ndarray)}
+    return replace(served, **some)
+
+
+def _token_s(served: Served) -> Seconds:
+    """Time per token after the first; that of all of a request with one token, which has none: 0."""
+    return (served.last_s - served.first_s) / np.maximum(served.output - 1, 1)
+
+
+def _warm_up(series: Seconds) -> int:
+    """How many of the first are left out, at most half: MSER-5."""
+    size = max(5, len(series) // 1000)
+    num = len(series) // size
+    if num < 4:
+        return 0
+    means = series[: num * size].reshape(num, size).mean(axis=1)[::-1]
+    count = np.arange(1, num + 1)
+    variance = np.cumsum(means**2) / count - (np.cumsum(means) / count) ** 2
+    error = (np.maximum(variance, 0.0) / count)[::-1]  # by batches left out
+    return int(error[: num // 2 + 1].argmin()) * size
+
+
+def _interval(series: Seconds) -> tuple[float, float]:
+    """Half of the interval of the mean of `series`, over the mean; and how many times it is its memory.
+
+    Requests that follow each other are alike where a queue is long: n of them tell as much as n / tau
+    independent ones. tau sums the correlations up to `SOKAL` times itself (Sokal 1997).
+    """
+    num, off = len(series), series - series.mean()
+    if not num or (off**2).mean() <= 1e-18 * series.mean() ** 2:
+        return 0.0, math.inf
+    size = 1 << (2 * num - 1).bit_length()
+    transformed = np.fft.rfft(off, size)
+    correlation = np.fft.irfft(np.abs(transformed) ** 2, size)[:num]
+    sums = 2.0 * np.cumsum(correlation / correlation[0]) - 1.0
+    outside = np.flatnonzero(np.arange(num) >= SOKAL * sums)
+    tau = max(float(sums[outside[0] if outside.size else -1]), 1.0)
+    return NORMAL_95 * float(series.std()) * (tau / num) ** 0.5 / float(series.mean()), num / tau
+
+
+def _rise(sent_s: Seconds, last_s: Seconds, start_s: float, stop_s: float) -> float:
+    """How much the number of requests under way rises, over the standard error of that."""
+    edges = np.linspace(start_s, stop_s, NUM_SPANS + 1)
+    under_way = np.searchsorted(sent_s, edges) - np.searchsorted(np.sort(last_s), edges)
+    gained = np.diff(under_way)
+    error = float(gained.std(ddof=1)) / NUM_SPANS**0.5
+    return float(gained.mean()) / error if error else 0.0
