@@ -80,6 +80,7 @@ TOWER = Tower(
     name="vision", encoder=VIT_B, sizing=InputSizing(kind="fixed"), num_tokens=64,
     projectors=(Projector(linears=((768, 4096),)),),
 )  # fmt: skip
+WAN, FLUX = (find_model(name) for name in ("wan2.1-1.3b", "flux"))
 SOUND = replace(VIT_B, patches=None, frames=Frames(number=64, channels=80))
 TABLE = Distances(rows=512, num_scores=2, norm=True, shared=True)
 ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value of each of these fields
@@ -119,6 +120,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "full_attention_every": (replace(LLAMA, sliding_window=64), {"full_attention_every": 2}),
     "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
     "mla": (DEEPSEEK, {"mla": None}),
+    "diffusion": (WAN, {"diffusion": replace(WAN.diffusion, text="")}),  # type: ignore[type-var]
     "frames": (SOUND, {"frames": Frames(number=64, channels=128)}),
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
@@ -144,12 +146,17 @@ PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and
     "sparse": (SPARSE, {"weighted": False}),
     "low_rank": (replace(LLAMA, low_rank=LowRank(query=512, out=256, groups=8)), {}),
     "streams": (replace(LLAMA, streams=Streams(number=4, laurel_rank=64)), {}),
+    "diffusion": (
+        replace(FLUX, layers=(), positions="none"),
+        {"text": "cross", "modulation": "shared", "guidance": False, "num_classes": 10, "refiner_layers": 1},
+    ),
     "patches": (VIT_B, {"class_token": False, "mask_token": True, "bias": False, "out_channels": 3}),
 }  # fmt: skip
 ELSEWHERE = {
     "moe": {"num_shared_experts"},
     "recurrence": {"num_groups", "gate_rank", "wide_gate"},
     "mla": set(),
+    "diffusion": {"side_stride", "frame_stride", "text_tokens"},
 }
 """Fields of parts that only descriptions or other kinds of the part have."""
 FIELDS = [
@@ -184,6 +191,8 @@ def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
         changed["head_dim"] = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     if part == "patches":
         changed["max_seq"] = changed[part].num_tokens
+    if part == "diffusion" and model.patches:
+        changed["max_seq"] = model.patches.num_tokens + changed[part].joint_tokens
     assert price(checked_model(replace(model, **changed), field)) != price(model)
 
 

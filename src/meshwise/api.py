@@ -70,6 +70,9 @@ def estimate(
     images: int = 0,
     image_size: str = "",
     audio_s: float = 0.0,
+    frames: int | None = None,
+    steps: int | None = None,
+    guidance: bool = False,
     ideal: bool = False,
     capacity_factor: float | None = None,
     collectives: Sequence[str | Path] = (),
@@ -83,10 +86,14 @@ def estimate(
         batch: Global batch in sequences [as many microbatches a replica as stages].
         seq: Tokens of a sequence [what the model allows, at most 4096].
         microbatch: Sequences of a microbatch [1; in decoding, all of a rank].
-        kind: train, evaluate, prefill or decode.
+        kind: train, evaluate, prefill or decode; sampling, of diffusion transformers.
         images: Images in each sequence, whose tokens are among its own; the vision tower encodes them.
-        image_size: Their width and height in pixels: 1024x768 [1024x1024].
+        image_size: Width and height in pixels: 1024x768 [1024x1024]; of diffusion transformers, what they
+            make [the size that a preset is known for].
         audio_s: Seconds of sound in each sequence, which the model's audio tower encodes.
+        frames: Frames of a video that a diffusion transformer makes.
+        steps: Denoising steps of a sampling [50].
+        guidance: Each step is done with the text and without it (classifier-free guidance).
         ideal: Kernels and links reach the peaks of the data sheet.
         capacity_factor: Most tokens of an expert over its even share; 0: all that choose it [the model's].
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
@@ -102,8 +109,12 @@ def estimate(
     from meshwise.model.architecture import with_capacity
 
     machine, cut = _cluster(cluster, collectives), _plan(plan)
-    shape = _with_inputs(with_capacity(_model(model), capacity_factor), images, image_size, audio_s)
-    work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
+    shape = with_capacity(_model(model), capacity_factor)
+    shape = _with_inputs(shape, images, image_size, audio_s, frames)
+    work = _workload(
+        shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind, steps=steps,
+        guidance=guidance,
+    )  # fmt: skip
     return price(shape, machine, cut, work, ideal=ideal)
 
 
@@ -1142,13 +1153,18 @@ def _seq(model: Model, seq: int | None) -> int:
     """The sequence that is meant where none is given: what the model allows, 4096 tokens at most."""
     if seq is not None:
         return seq
-    return int(model.patches.num_tokens) if model.patches is not None else min(model.max_seq, 4096)
+    return model.max_seq if model.patches is not None else min(model.max_seq, 4096)
 
 
-def _with_inputs(model: Model, images: int, image_size: str, audio_s: float) -> Model:
-    """`model` as it reads these images, or this sound, in each sequence."""
-    from meshwise.model.inputs import Inputs, parse_size, with_inputs
+def _with_inputs(
+    model: Model, images: int, image_size: str, audio_s: float, frames: int | None = None
+) -> Model:
+    """`model` as it reads these images, or this sound, in each sequence; or makes images of this size."""
+    from meshwise.model.inputs import Inputs, parse_size, with_inputs, with_latent
 
+    if frames is not None or (model.diffusion is not None and image_size):
+        model = with_latent(model, frames, parse_size(image_size) if image_size else None)
+        image_size = ""
     if image_size and not images:
         raise WorkloadError(f"image_size={image_size} needs images; say how many a sequence has")
     width, height = parse_size(image_size or "1024x1024")
@@ -1157,15 +1173,22 @@ def _with_inputs(model: Model, images: int, image_size: str, audio_s: float) -> 
 
 def _workload(
     model: Model, cluster: Cluster, plan: Plan, *,
-    batch: int | None, seq: int | None, microbatch: int | None, kind: str,
+    batch: int | None, seq: int | None, microbatch: int | None, kind: str, steps: int | None = None,
+    guidance: bool = False,
 ) -> Workload:  # fmt: skip
     from meshwise.plan.workload import Workload
 
+    if steps is None:
+        steps = 50 if kind == "sampling" else 1
+    if batch is None and guidance:  # whose two passes replicas may share
+        batch = max(plan.data_parallel(cluster.num_chips) // 2, 1) * (microbatch or 1)
     if batch is None:
         batch = plan.data_parallel(cluster.num_chips) * (microbatch or 1) * plan.pp
     if microbatch is None:  # an engine decodes all its sequences together
         microbatch = max(batch // plan.data_parallel(cluster.num_chips), 1) if kind == "decode" else 1
-    return Workload(batch=batch, seq=_seq(model, seq), microbatch=microbatch, kind=kind)
+    return Workload(
+        batch=batch, seq=_seq(model, seq), microbatch=microbatch, kind=kind, steps=steps, guidance=guidance
+    )
 
 
 def _program(name: str, options: dict[str, str | int | float | bool]) -> tuple[Any, Any]:

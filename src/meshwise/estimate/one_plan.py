@@ -140,7 +140,7 @@ class Estimate(Shown):
     @cached_property
     def flop_per_step(self) -> float:
         """Model FLOP of one step in the whole world (see the top of this file)."""
-        return self.workload.batch * model_flop(
+        return self.workload.num_sequences * model_flop(
             self.model,
             self.workload.seq,
             kind=self.workload.kind,
@@ -242,6 +242,8 @@ class Estimate(Shown):
         if self.model.left_out and not any(tower.num_tokens for tower in towers.values()):
             parts = ", ".join(f"{name} ({number:,} parameters)" for name, number in self.model.left_out)
             notes.append(f"not priced of {self.model.name}: {parts}")
+        if self.model.diffusion is not None:
+            notes.append("the transformer alone: text encoder, VAE and scheduler are not priced")
         if self.trains and self.plan.lora_rank:
             notes.append(
                 "MFU under LoRA counts matmuls of frozen weights twice: they have no weight gradient"

@@ -144,15 +144,16 @@ class MoE:
 class Patches:
     """The input of a ViT: images of `height` x `width` cut into squares of `patch`, one token each.
 
-    `class_token`: one learned token in front; `mask_token`: one more learned row, for masked training, which
-    takes no time. `bias`: of the projection. `out_channels`: the head predicts that many channels of every
-    pixel (0: no pixel head).
+    `frames`: as many images, one after the other, are one sequence. `class_token`: one learned token in
+    front; `mask_token`: one more learned row, for masked training, which takes no time. `bias`: of the
+    projection. `out_channels`: the head predicts that many channels of every pixel (0: no pixel head).
     """
 
     height: int
     width: int
     patch: int
     channels: int
+    frames: int = 1
     out_channels: int = 0
     class_token: bool = False
     mask_token: bool = False
@@ -161,7 +162,7 @@ class Patches:
     @property
     def num_tokens(self) -> int:
         """Tokens of one image, the class token included."""
-        return (self.height // self.patch) * (self.width // self.patch) + self.class_token
+        return self.frames * (self.height // self.patch) * (self.width // self.patch) + self.class_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +224,40 @@ class Tower:
     merge: int = 1
     num_inputs: int = 0
     num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diffusion:
+    """What a diffusion transformer has beside attention and MLP (DiT, arXiv 2212.09748).
+
+    Its patches are those of a latent image or video: a number of a channel for each square of `side_stride`
+    pixels in `frame_stride` frames (the first frame stands alone). One vector of a sequence is the condition:
+    the sum of the embedded time, of a text vector of width `pooled_width`, of the guidance (where a model is
+    distilled to it) and of one of `num_classes` (each 0 or False: without). It scales and shifts what a norm
+    gives, and gates what attention and MLP add: each block projects it (`modulation` block), or adds learned
+    numbers to one projection for all blocks (shared: Wan).
+
+    `text`: its `text_tokens` tokens of `text_width` are read by cross-attention (cross), or stand in the same
+    sequence as the patches (joint; arXiv 2403.03206); `text_layers` linear layers bring them to the model's
+    width, and `refiner_layers` small blocks refine them (HunyuanVideo, arXiv 2412.03603).
+    """
+
+    side_stride: int
+    frame_stride: int = 1
+    modulation: str = "block"
+    text: str = ""
+    text_tokens: int = 0
+    text_width: int = 0
+    text_layers: int = 1
+    refiner_layers: int = 0
+    pooled_width: int = 0
+    guidance: bool = False
+    num_classes: int = 0
+
+    @property
+    def joint_tokens(self) -> int:
+        """Tokens of the text in the sequence of the patches."""
+        return self.text_tokens if self.text == "joint" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +353,10 @@ class Layer:
 
     `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
     `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`.
-    `mlp`: whether it has an MLP (or experts) at all. `side`: `encoder` or `decoder` where the model has both.
+    `mlp`: whether it has an MLP (or experts) at all. `side`: `encoder` or `decoder` where the model has both;
+    in a diffusion transformer `double` where patches and text have weights of their own, but attention
+    together, `last` where the text ends with that, `single` where both have the same weights, attention and
+    MLP side by side (arXiv 2403.03206; Flux).
     `head_dim`, `num_heads`, `num_kv_heads`, `ffn_hidden`: its own ones (0: those of the model). `keys`,
     `sparse`: as of `Model`. `sides`: small layers that it has besides.
     """
@@ -395,14 +433,14 @@ class Model:
     `attention_softcap`, `logit_softcap`: scores, and the LM head's logits, pass through a tanh (Gemma 2).
     Learned positions have `max_seq + extra_position_rows` rows; `relative` ones add a number to each score,
     learned for each head and each of `relative_buckets` distances (T5). `encoder`, `distances`, `per_layer`,
-    `streams`: see these; a decoder behind an encoder has one norm a block more. `key_bias` False: the
-    projection of the keys has no bias (Whisper). `token_types`, and `mlm_transform` (dense layer, activation
-    and norm before the LM head), are parts of encoders. In place of the LM head (`lm_head` False) there may
-    be a `pooler` (dense layer and tanh) on one token, an `attention_pool` (a learned query attends to all
-    tokens, then a norm and an MLP: SigLIP), and a classifier into `num_classes`, with `classifier_bias`, on
-    one token or, if it `classifies_tokens`, on all. `mtp_layers`: modules of multi-token prediction, each a
-    norm of the embedding and one of the hidden state, their projection, a block like the last one, and the
-    model's own head again (DeepSeek-V3); they are trained, but not served.
+    `streams`, `diffusion`: see these; a decoder behind an encoder has one norm a block more. `key_bias`
+    False: the projection of the keys has no bias (Whisper). `token_types`, and `mlm_transform` (dense layer,
+    activation and norm before the LM head), are parts of encoders. In place of the LM head (`lm_head` False)
+    there may be a `pooler` (dense layer and tanh) on one token, an `attention_pool` (a learned query attends
+    to all tokens, then a norm and an MLP: SigLIP), and a classifier into `num_classes`, with
+    `classifier_bias`, on one token or, if it `classifies_tokens`, on all. `mtp_layers`: modules of
+    multi-token prediction, each a norm of the embedding and one of the hidden state, their projection, a
+    block like the last one, and the model's own head again (DeepSeek-V3); they are trained, but not served.
 
     `keys`: `values` where keys are values too, before their norm; `same` where they are one and the same,
     in the cache as well (DeepSeek-V4); `shared` where attention reads the keys and values of an earlier block
@@ -480,6 +518,7 @@ class Model:
     moe: MoE | None = None
     patches: Patches | None = None
     frames: Frames | None = None
+    diffusion: Diffusion | None = None
     towers: tuple[Tower, ...] = ()
     source: str = ""
     checked: str = ""
@@ -547,6 +586,9 @@ def of_layer(model: Model, layer: Layer) -> Model:
         num_kv_heads=layer.num_kv_heads or model.num_kv_heads,
         ffn_hidden=layer.ffn_hidden or model.ffn_hidden,
         keys=layer.keys or model.keys,
+        parallel_block=model.parallel_block or layer.side == "single",
+        num_norms=1 if layer.side == "single" else model.num_norms,
+        out_bias=model.out_bias and layer.side != "single",
     )
 
 
@@ -718,7 +760,9 @@ def _check_patches(model: Model, patches: Patches, where: str) -> None:
             f"{where}: an image of {patches.height} x {patches.width} does not divide into patches of "
             f"{patches.patch}"
         )
-    if patches.num_tokens != model.max_seq:
-        raise ModelError(
-            f"{where}: max_seq is {model.max_seq}, but the image has {patches.num_tokens} tokens"
-        )
+    num_tokens = patches.num_tokens + (model.diffusion.joint_tokens if model.diffusion else 0)
+    if num_tokens != model.max_seq:
+        raise ModelError(f"{where}: max_seq is {model.max_seq}, but the image has {num_tokens} tokens")
+    if model.diffusion is not None:
+        _one_of(model.diffusion.text, ("", "cross", "joint"), f"{where}: text")
+        _one_of(model.diffusion.modulation, ("block", "shared"), f"{where}: modulation")

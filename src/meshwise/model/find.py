@@ -28,7 +28,8 @@ def models() -> dict[str, Model]:
 def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
     """A model from the fields of `Model`; heads are `hidden / num_heads` wide and MHA if not stated.
 
-    `layer_cycle`: blocks that repeat, in place of all `layers`.
+    In place of all `layers`: `layer_cycle`, blocks that repeat, or `layer_runs`, how often each block comes
+    before the next.
     """
     at = f"{where}, model {name!r}"
     entry = {
@@ -38,6 +39,8 @@ def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
     } | entry
     if cycle := entry.pop("layer_cycle", None):
         entry["layers"] = [cycle[i % len(cycle)] for i in range(entry["num_layers"])]
+    if runs := entry.pop("layer_runs", None):
+        entry["layers"] = [block for number, block in runs for _ in range(number)]
     if "checked" in entry:
         entry["checked"] = str(entry["checked"])
     try:

@@ -64,6 +64,31 @@ def with_inputs(model: Model, inputs: Inputs) -> Model:
     return replace(model, towers=towers)
 
 
+def with_latent(model: Model, frames: int | None, size: tuple[int, int] | None) -> Model:
+    """A diffusion transformer for an image of `size` (width, height), or a video of `frames` of them.
+
+    Raises:
+        WorkloadError: It makes no images, or none of that size.
+    """
+    own, patches = model.diffusion, model.patches
+    if own is None or patches is None:
+        raise WorkloadError(f"frames={frames}: {model.name} makes no images; leave it out")
+    square = own.side_stride * patches.patch
+    if size is not None:
+        if any(side % square for side in size):
+            raise WorkloadError(
+                f"image_size={size[0]}x{size[1]}: {model.name} makes multiples of {square} pixels"
+            )
+        patches = replace(patches, width=size[0] // own.side_stride, height=size[1] // own.side_stride)
+    if frames is not None:
+        latent, rest = divmod(frames - 1, own.frame_stride)
+        if rest or not 0 <= latent <= _MOST or (frames > 1 and own.frame_stride == 1):
+            made = f"1 + a multiple of {own.frame_stride}" if own.frame_stride > 1 else "1"
+            raise WorkloadError(f"frames={frames}: {model.name} makes {made} frames")
+        patches = replace(patches, frames=latent + 1)
+    return replace(model, patches=patches, max_seq=patches.num_tokens + own.joint_tokens)
+
+
 def _sized(tower: Tower, inputs: Inputs) -> Tower:
     encoder, sizing = tower.encoder, tower.sizing
     if encoder.frames is not None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from meshwise.model.architecture import (
     MLA,
+    Diffusion,
     Encoder,
     Layer,
     Model,
@@ -29,6 +30,8 @@ from meshwise.model.architecture import (
 )
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
+TIME_WIDTH = 256
+"""Sines and cosines that a diffusion transformer's time, or guidance, is written in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,12 @@ def block_weights(
     }[layer.mixer]
     own = of_layer(model, layer)
     feed_forward = (_moe(own) if layer.moe else _mlp(own)) if layer.mlp else ()
-    if layer.side == "decoder":
+    if layer.side == "decoder" or (model.diffusion and model.diffusion.text == "cross"):
         mixers = (*mixers, _cross_attention)
+    if model.diffusion:
+        mixers = (*mixers, partial(_modulation, width=modulated(layer)))
+    if layer.side in ("double", "last"):
+        mixers, feed_forward = (partial(_two_streams, is_last=layer.side == "last"),), ()
     weights = (*(weight for mixer in mixers for weight in mixer(own)), *feed_forward)
     if model.per_layer:
         weights = (*weights, *_per_layer(model, model.per_layer))
@@ -254,18 +261,56 @@ def _grouped_qkv(model: Model) -> Iterator[Weight]:
             yield _learned(module, name, width, op="qk_norm", cut=COLUMNS, units=heads)
     elif model.qk_norm and model.qk_norm_weight:
         for name in ("q_norm", "k_norm")[: 1 if model.keys == "shared" else 2]:
-            yield from _norm(model, module, name, model.head_dim, op="qk_norm", gradient="part")
+            if model.diffusion:  # whose other norms learn nothing
+                yield _learned(module, name, model.head_dim, op="qk_norm", gradient="part")
+            else:
+                yield from _norm(model, module, name, model.head_dim, op="qk_norm", gradient="part")
 
 
 def _cross_attention(model: Model) -> Iterator[Weight]:
     """Queries of the decoder; keys and values of what the encoder gives."""
     module, hidden, heads = "cross_attention", model.hidden, model.num_kv_heads
     query, key, bias = model.num_heads * model.head_dim, heads * model.head_dim, model.qkv_bias
-    yield from _norm(model, module, "norm", hidden)
+    yield from _norm(_with_norm_weights(model), module, "norm", hidden)
+    for name, width in (("q_norm", query), ("k_norm", key)) if model.qk_norm_full else ():
+        yield _learned(module, name, width, op="qk_norm", cut=COLUMNS)
     yield from _linear(module, "q", hidden, query, bias=bias, cut=COLUMNS)
     for name, has_bias in (("k", bias and model.key_bias), ("v", bias)):
         yield from _linear(module, name, hidden, key, op="kv", bias=has_bias, cut=COLUMNS, units=heads)
     yield from _linear(module, "o", query, hidden, op="out_proj", bias=model.out_bias, cut=ROWS)
+
+
+def _with_norm_weights(model: Model) -> Model:
+    """Of a diffusion transformer, only the norms learn that the condition does not scale."""
+    return replace(model, norm_weight=True, norm_bias=True) if model.diffusion else model
+
+
+def modulated(layer: Layer) -> int:
+    """Vectors that the condition gives a block: scale, shift and gate of attention, and of MLP."""
+    return 3 if layer.side == "single" else 6
+
+
+def _modulation(model: Model, width: int, module: str = "modulation") -> Iterator[Weight]:
+    assert model.diffusion is not None
+    if model.diffusion.modulation == "block":
+        yield from _linear(module, "modulation", model.hidden, width * model.hidden, bias=True)
+    else:
+        yield _learned(module, "modulation", width * model.hidden)
+
+
+def _two_streams(model: Model, *, is_last: bool) -> Iterator[Weight]:
+    """Patches and text, each with weights of its own; the text of the last block ends with its keys."""
+    hidden, query = model.hidden, model.num_heads * model.head_dim
+    for stream in ("image", "text"):
+        ends = is_last and stream == "text"
+        yield from _modulation(model, 2 if ends else 6, stream)
+        for name in ("q", "k", "v"):
+            yield from _linear(stream, name, hidden, query, op="qkv", bias=model.qkv_bias, cut=COLUMNS)
+        for name in ("q_norm", "k_norm") if model.qk_norm else ():
+            yield _learned(stream, name, model.head_dim, op="qk_norm", gradient="part")
+        if not ends:
+            yield from _linear(stream, "o", query, hidden, op="out_proj", bias=model.out_bias, cut=ROWS)
+            yield from _feed_forward(model, stream, model.ffn_hidden)
 
 
 def _latent_qkv(model: Model, mla: MLA) -> Iterator[Weight]:
@@ -475,10 +520,52 @@ def _embedding(model: Model) -> Iterator[Weight]:
         yield from _norm(model, module, "norm", hidden)
     if model.encoder:
         yield from _encoder_ends(model, model.encoder)
+    if model.diffusion is not None:
+        yield from _condition(model, model.diffusion)
     if model.frames is not None:
         yield from _convolutions(module, hidden, model.frames.channels)
     for name, projector in projectors(model):
         yield from _projector(name, projector)
+
+
+def embedded(own: Diffusion) -> Iterator[tuple[str, int]]:
+    """What is brought to a diffusion transformer's width by two layers each: its name, and its width."""
+    yield "time", TIME_WIDTH
+    if own.pooled_width:
+        yield "pooled", own.pooled_width
+    if own.guidance:
+        yield "guidance", TIME_WIDTH
+    if own.refiner_layers:
+        yield from (("refiner_time", TIME_WIDTH), ("refiner_text", own.text_width))
+
+
+def _condition(model: Model, own: Diffusion) -> Iterator[Weight]:
+    """Time, text and what else conditions a diffusion transformer, each brought to the model's width."""
+    module, hidden = "embedding", model.hidden
+    for name, width in embedded(own):
+        for i, d_in in enumerate((width, hidden), 1):
+            yield from _linear(module, f"{name}_fc{i}", d_in, hidden, bias=True)
+    if own.num_classes:  # and one for none of them
+        yield _learned(module, "classes", own.num_classes + 1, hidden)
+    for i in range(own.text_layers if own.text else 0):
+        d_in = hidden if i else own.text_width
+        yield from _linear(module, f"text_fc{i}", d_in, hidden, bias=True, gradient="tokens")
+    if own.modulation == "shared":
+        yield from _linear(module, "modulation", hidden, 6 * hidden, bias=True)
+    for i in range(own.refiner_layers):
+        for name, d_in, d_out in refiner_layers(hidden):
+            yield from _linear(module, f"refiner{i}_{name}", d_in, d_out, bias=True, gradient="tokens")
+        for name in ("norm1", "norm2"):
+            yield _learned(module, f"refiner{i}_{name}", 2 * hidden, gradient="tokens")
+
+
+def refiner_layers(hidden: int) -> tuple[tuple[str, int, int], ...]:
+    """The linear layers of a block that refines the tokens of a text: name, d_in and d_out of each."""
+    four = 4 * hidden
+    return (
+        ("qkv", hidden, 3 * hidden), ("o", hidden, hidden), ("up", hidden, four), ("down", four, hidden),
+        ("modulation", hidden, 2 * hidden),
+    )  # fmt: skip
 
 
 def projectors(model: Model) -> Iterator[tuple[str, Projector]]:
@@ -538,6 +625,8 @@ def _head(model: Model) -> Iterator[Weight]:
     if model.lm_head and model.vocab:
         logits = _linear(module, "logits", hidden, model.vocab, bias=model.head_bias, cut=COLUMNS)
         yield from (weight for weight in logits if not (model.tied_embedding and weight.is_matrix))
+    if model.diffusion is not None:
+        yield from _modulation(model, 2, module)
     if patches is not None and patches.out_channels:
         width = patches.out_channels * patches.patch**2
         yield from _linear(module, "pixel_head", hidden, width, bias=model.head_bias, gradient="tokens")

@@ -207,10 +207,10 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
         tp, ring, group = grid[0], grid[1], group * grid[1]
     return Mesh(
         world=float(world),
-        batch=float(workload.batch),
+        batch=float(workload.num_sequences),
         seq=float(workload.seq),
         microbatch=microbatch,
-        num_microbatches=np.maximum(workload.batch // (dp * microbatch), 1.0),
+        num_microbatches=np.maximum(workload.num_sequences // (dp * microbatch), 1.0),
         tp=tp,
         ulysses=ulysses,
         ring=ring,
@@ -243,6 +243,11 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> M
     if plan.layout != "1d":
         check_layout(model, plan, workload.seq)
     mesh = mesh_of(plan, workload, cluster.num_chips, sizes, float(workload.microbatch))
+    if workload.num_at_once % int(mesh.dp * mesh.microbatch) and workload.kind == "sampling":
+        raise WorkloadError(
+            f"steps follow each other, and the {workload.num_at_once} sequences of one do not divide by "
+            f"dp={int(mesh.dp)} x microbatch={workload.microbatch}; use cp, or a larger batch"
+        )
     for rule in rules(model, mesh, sizes, cluster):
         if rule.is_broken:
             names = {item.name: getattr(mesh, item.name) for item in fields(mesh)}
@@ -331,6 +336,7 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
     if model.encoder is not None:
         yield from _encoder_rules(mesh)
     yield from _tower_rules(model, mesh)
+    yield from _diffusion_rules(model, mesh)
     yield Rule(
         mesh.serves & (not model.vocab or not model.causal),
         "{model.name} does not generate text; name a decoder for kind={kind}",
@@ -367,6 +373,28 @@ def _encoder_rules(mesh: Mesh) -> Iterator[Rule]:
             stated,
             f"{{model.name}} is an encoder and a decoder, which are not priced under {what}; leave it out",
         )
+
+
+def _diffusion_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    """A sampling is of a diffusion transformer, whose sequence has one length."""
+    own, plan = model.diffusion, mesh.plan
+    yield Rule(
+        (mesh.kind == "sampling") & (own is None),
+        "kind=sampling is of diffusion transformers, and {model.name} is none; use kind=decode",
+        WorkloadError,
+    )
+    if own is None:
+        return
+    yield Rule(
+        mesh.seq != model.max_seq,
+        "an image of {model.name} has {model.max_seq} tokens, not {seq}; state frames and image_size instead",
+        WorkloadError,
+    )
+    for what, stated in (
+        (f"layout={plan.layout}", plan.layout != "1d"),
+        (f"implementation={plan.implementation}", plan.implementation != "megatron"),
+    ):
+        yield Rule(stated, f"diffusion transformers are not priced under {what}; leave it out")
 
 
 def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.core.errors import WorkloadError
-from meshwise.plan.fields import check_fields, choice, whole
+from meshwise.plan.fields import check_fields, choice, switch, whole
 
-KINDS = ("train", "evaluate", "prefill", "decode")
+KINDS = ("train", "evaluate", "prefill", "decode", "sampling")
 FIELDS = {
     "batch": whole("sequences of a step in the whole world"),
     "seq": whole("tokens of a sequence"),
     "microbatch": whole("sequences that a rank works on at a time"),
     "kind": choice("what is done with the model", KINDS),
+    "steps": whole("denoising steps of a sampling"),
+    "guidance": switch("each step is done with the text and without it (classifier-free guidance)"),
 }
 """What each field of a `Workload` may hold."""
 
@@ -21,7 +23,8 @@ FIELDS = {
 class Workload:
     """One step: `batch` sequences of `seq` tokens in the whole world, `microbatch` of them at a time.
 
-    `kind` is train, evaluate (forward only), prefill, or decode (one new token against `seq` cached).
+    `kind` is train, evaluate (forward only), prefill, decode (one new token against `seq` cached), or
+    sampling: `steps` forwards of each image or video, twice as many with `guidance`.
     Making one raises WorkloadError where a number makes no sense or the microbatch does not divide the batch.
     """
 
@@ -29,14 +32,28 @@ class Workload:
     seq: int
     microbatch: int = 1
     kind: str = "train"
+    steps: int = 1
+    guidance: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, FIELDS, WorkloadError)
-        if self.batch % self.microbatch:
+        if (self.steps > 1 or self.guidance) and self.kind != "sampling":
+            raise WorkloadError(f"steps and guidance are of kind=sampling, not of kind={self.kind}")
+        if self.num_at_once % self.microbatch:
             raise WorkloadError(
-                f"batch={self.batch} does not divide by microbatch={self.microbatch}; "
-                f"use a divisor of {self.batch}"
+                f"batch={self.num_at_once} does not divide by microbatch={self.microbatch}; "
+                f"use a divisor of {self.num_at_once}"
             )
+
+    @property
+    def num_at_once(self) -> int:
+        """Sequences that do not wait for each other: with guidance, two for each of the batch."""
+        return self.batch * (1 + self.guidance)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that pass the model in one step (of training), or in a whole sampling."""
+        return self.num_at_once * self.steps
 
     @property
     def num_tokens(self) -> int:

@@ -9,9 +9,10 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.architecture import Layer, Model, of_layer
-from meshwise.model.weights import block_weights
+from meshwise.model.weights import block_weights, modulated
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.cut import Cut
+from meshwise.program.diffusion import modulation, two_streams
 from meshwise.program.distances import distance_scores
 from meshwise.program.encoder import cross_attention, source_cut
 from meshwise.program.hyper_connections import hyper_connections
@@ -72,6 +73,10 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     yield from side_ops(model, cut, layer.sides)
     if model.distances:
         x = yield from distance_scores(model, cut, x)
+    if layer.side in ("double", "last"):
+        return (yield from two_streams(model, cut, layer, x))
+    if model.diffusion:
+        yield from modulation(model, cut, "modulation", modulated(layer))
     beside: tuple[Tensor, ...] = ()
     if layer.mixer == "recurrence":
         x = yield from recurrence(model, cut, x)
@@ -81,7 +86,7 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
             mixed = yield from beside_attention(model, cut, mixed)
         is_parallel = model.parallel_block and cut.layout in ("1d", "2d-cp")
         x, beside = (x, (mixed,)) if is_parallel else (mixed, ())
-    if layer.side == "decoder":
+    if layer.side == "decoder" or (model.diffusion and model.diffusion.text == "cross"):
         x = yield from cross_attention(model, cut, x)
     if layer.mlp and layer.moe:
         x = yield from moe_mlp(model, cut, x)

@@ -19,20 +19,23 @@ from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.op import Stated, changed, elementwise, linear
 from meshwise.program.tensor import Tensor, made
-from meshwise.program.tensor_1d import column_linear, leave, norm, row_linear
+from meshwise.program.tensor_1d import column_linear, leave, norm, on_heads, row_linear
 
 CROSS, ENCODER = "cross_attention", "encoder"
 
 
 def source_cut(model: Model, cut: Cut) -> Cut:
-    """`cut` with the tokens of the source."""
+    """`cut` with the tokens of the source; ranks of cp have all of the text of a diffusion transformer."""
+    if model.diffusion is not None:
+        return replace(cut, seq=float(model.diffusion.text_tokens), ulysses=1.0, ring=1.0)
     return replace(cut, seq=float(model.encoder.seq)) if model.encoder and model.encoder.seq else cut
 
 
 def cross_attention(model: Model, cut: Cut, x: Tensor) -> Stated:
     """Norm, queries of the target, keys and values of the source, attention, output projection, residual.
 
-    What the encoder gives is kept once, at its end, for all blocks; where no norm ends it, by each.
+    What the encoder gives is kept once, at its end, for all blocks; where no norm ends it, by each. Every
+    rank of cp has all of the source, and attends to it with queries of its own tokens.
     """
     source, dim = source_cut(model, cut), model.head_dim
     heads, kv_heads = model.num_heads / cut.tp, np.maximum(model.num_kv_heads / cut.tp, 1.0)
@@ -42,11 +45,17 @@ def cross_attention(model: Model, cut: Cut, x: Tensor) -> Stated:
     parts = {"k": kv_heads * dim, "v": kv_heads * dim}
     stated = column_linear(CROSS, "kv", given, parts, source, bias=model.qkv_bias)
     k, v = yield from changed(stated, lambda op: structs.replace(op, keeps=()) if model.final_norm else op)
+    if model.qk_norm_full:
+        of = {"q": q, "k": k}
+        yield from on_heads("rmsnorm", "qk_norm", of, ("q",), cut, module=CROSS)
+        yield from on_heads("rmsnorm", "key_norm", of, ("k",), source, module=CROSS)
+        q, k = of.values()
     unmasked = replace(model, causal=False, positions="none", sliding_window=0, relative_buckets=0)
-    attended = core_attention(unmasked, cut, (q, k, v), dim, dim, kv_heads, source.seq)
+    local = replace(cut, seq=cut.seq / (cut.ulysses * cut.ring), ulysses=1.0, ring=1.0)
+    attended = core_attention(unmasked, local, (q, k, v), dim, dim, kv_heads, source.seq)
     mixed = yield from changed(attended, lambda op: structs.replace(op, module=CROSS))
     out = yield from row_linear(CROSS, "out_proj", "o", mixed, model.hidden, cut, bias=model.out_bias)
-    return (yield from leave(model, cut, CROSS, 1, out, x))
+    return (yield from leave(replace(model, diffusion=None), cut, CROSS, 1, out, x))
 
 
 def convolutions(model: Model, cut: Cut, module: str, rows: Num, channels: int) -> Stated:

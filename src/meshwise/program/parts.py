@@ -40,7 +40,7 @@ def layer_names(model: Model) -> tuple[str, ...]:
     kinds = layer_kinds(model)
     windows = len({kind.window for kind in kinds}) > 1
     names = [
-        ("encoder_" if kind.side == "encoder" else "")
+        (f"{kind.side}_" if kind.side not in ("", "decoder") else "")
         + MIXERS[kind.mixer if kind.mlp or kind.mixer != "attention" else "alone"]
         + ("moe_layer" if kind.moe else "layer")
         + (f"_window{kind.window}" if windows and kind.window else "")

@@ -136,7 +136,7 @@ def leave(model: Model, cut: Cut, module: str, number: int, y: Tensor, x: Tensor
     """What follows the exchange that leaves a pair: a norm in blocks of four, dropout, residual."""
     if model.num_norms == 4:
         y = yield from norm(model, cut, module, f"post_norm{number}", y)
-    if model.layer_scale:
+    if model.layer_scale or model.diffusion:
         y = yield from elementwise(module, f"layer_scale{number}", "layer_scale", y, cut.precision)
     if model.dropout_frac:
         y = yield from elementwise(module, "dropout", "dropout", y, cut.precision)
@@ -219,16 +219,16 @@ def _qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         )
     turned = ("q",) if model.keys == "shared" else ("q", "k")
     if model.qk_norm_full:
-        for op in _on_heads(model.norm, "qk_norm", of, ("q", "k"), cut):
+        for op in on_heads(model.norm, "qk_norm", of, ("q", "k"), cut):
             yield op  # each rank has some columns of a row, whose statistics are of all (queries, and keys)
             payload = 2.0 * cut.tokens * prec.stat_bytes
             yield collective(
                 ATTENTION, "qk_norm", op.phase, "all_reduce", "tp", payload, cut.tp, stride=cut.tp_stride
             )
     elif model.qk_norm:
-        yield from _on_heads(model.norm, "qk_norm", of, turned, cut, float(dim))
+        yield from on_heads(model.norm, "qk_norm", of, turned, cut, float(dim))
     if model.positions == "rotary":
-        yield from _on_heads("rotary", "rotary", of, turned, cut)
+        yield from on_heads("rotary", "rotary", of, turned, cut)
     if model.keys == "same":
         of["v"] = of["k"]
     yield from _indexer(model, cut, x)
@@ -266,15 +266,16 @@ def _through_latents(own: LowRank, cut: Cut, mixed: Tensor) -> Stated:
     return Tensor(partial.name, (rows, groups * own.out), partial.dtype, partial)
 
 
-def _on_heads(
-    kind: str, name: str, of: dict[str, Tensor], which: tuple[str, ...], cut: Cut, dim: Num = 0.0
-) -> Iterator[Op]:
+def on_heads(
+    kind: str, name: str, of: dict[str, Tensor], which: tuple[str, ...], cut: Cut, dim: Num = 0.0, *,
+    module: str = ATTENTION,
+) -> Iterator[Op]:  # fmt: skip
     """One kernel on queries and keys, whose place its results take; on rows of `dim` numbers (0: whole)."""
     reads = tuple(of[one] for one in which)
     width = sum(one.shape[-1] for one in reads)
     shape = (cut.tokens * (width / dim), dim) if dim else (cut.tokens, width)
-    results = tuple(made(ATTENTION, f"{one}_{name}", of[one].shape, of[one].dtype) for one in which)
-    for op in elementwise(ATTENTION, name, kind, reads, cut.precision, shape=shape):
+    results = tuple(made(module, f"{one}_{name}", of[one].shape, of[one].dtype) for one in which)
+    for op in elementwise(module, name, kind, reads, cut.precision, shape=shape):
         yield structs.replace(op, makes=(*results, *op.makes[1:])) if op.makes else op
     of.update(zip(which, results, strict=True))
 

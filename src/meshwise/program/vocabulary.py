@@ -22,6 +22,7 @@ from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights, projectors
 from meshwise.program.block import block_input, block_ops
 from meshwise.program.cut import Cut
+from meshwise.program.diffusion import condition, modulation
 from meshwise.program.encoder import ENCODER, convolutions, encoder_ends, source_cut
 from meshwise.program.implementation import as_done_by
 from meshwise.program.loss import Loss, loss_ops
@@ -75,6 +76,9 @@ def head(model: Model, cut: Cut) -> list[Op]:
 def _embed(model: Model, cut: Cut) -> Iterator[Op]:
     module, prec, hidden = "embedding", cut.precision, float(model.hidden)
     patches, rows = model.patches, cut.split_tokens
+    if model.diffusion is not None:
+        yield from condition(model, cut, model.diffusion)
+        rows = rows * (1.0 - model.diffusion.joint_tokens / cut.seq)
     x = made(module, "sum", (rows, hidden), prec.act_dtype)
     if patches is not None:
         pixels = made(module, "pixels", (rows, patches.channels * float(patches.patch**2)), prec.act_dtype)
@@ -159,6 +163,10 @@ def _head(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
     yield from side_ops(model, cut, (side for side in model.sides if side.module == module))
     if model.final_norm:
         x = yield from norm(model, cut, module, "final_norm", x)
+    if model.diffusion is not None:
+        yield from modulation(model, cut, module, 2)
+        rows = cut.split_tokens * (1.0 - model.diffusion.joint_tokens / cut.seq)
+        x = Tensor(x.name, (rows, hidden), x.dtype, x)
     if model.patches is not None and model.patches.out_channels:
         width = model.patches.out_channels * float(model.patches.patch**2)
         yield from linear(module, "pixel_head", x, width, prec, bias=model.head_bias, frozen=is_frozen)

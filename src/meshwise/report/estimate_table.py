@@ -11,6 +11,7 @@ from meshwise.core.ledger import PHASES, Ledger
 from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
+from meshwise.plan.workload import Workload
 from meshwise.report.table import Facts, Table
 
 
@@ -57,9 +58,16 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
     work = estimate.workload
     console.print(
         f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
-        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}"
+        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}{sampled(work)}"
     )
     console.print(Facts([*figures(estimate), *_run_lines(run)]))
+
+
+def sampled(work: Workload) -> str:
+    """How often a sampling runs the model, behind what it samples; nothing for other work."""
+    if work.kind != "sampling":
+        return ""
+    return f", {work.steps} steps" + (" with and without guidance" if work.guidance else "")
 
 
 def experts_text(experts: Mapping[str, float | None]) -> str:

@@ -1,0 +1,133 @@
+"""Diffusion transformers: parameters and FLOP and times against published ones."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+import meshwise as mw
+from meshwise.core.errors import MeshwiseError
+from meshwise.estimate.one_plan import model_flop
+from meshwise.model.find import find_model
+from meshwise.model.inputs import with_latent
+from meshwise.model.weights import num_params
+
+PARAMS = {  # totals of the published safetensors; of DiT, arXiv 2212.09748, without its table of positions
+    "dit-xl/2": 675_129_632 - 256 * 1152,
+    "sd3-medium": 2_028_328_000,
+    "flux.1-dev": 11_901_408_320,
+    "hunyuanvideo": 12_821_012_544,
+    "wan2.1-14b": 14_288_491_584,
+    "wan2.1-1.3b": 1_418_996_800,
+}
+TIMES = list(csv.DictReader((Path(__file__).parent / "data/diffusion_times.csv").read_text().splitlines()))
+SMALL: dict[str, Any] = {"frames": 9, "image_size": "640x384"}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    assert num_params(find_model(name)) == PARAMS[name]
+
+
+def test_flop_are_the_published_ones() -> None:
+    """DiT-XL/2: 118.64 G multiply-adds at 256 x 256, 524.60 at 512 x 512 (arXiv 2212.09748)."""
+    small = find_model("dit-xl/2")
+    large = with_latent(small, None, (512, 512))
+    for model, published in ((small, 118.64e9), (large, 524.60e9)):
+        assert model_flop(model, model.max_seq) / 2 == pytest.approx(published, rel=1e-3)
+
+
+def test_tokens_follow_from_frames_and_resolution() -> None:
+    """Wan2.1: 81 frames of 1280 x 720 are 21 x 45 x 80 tokens; HunyuanVideo has text too."""
+    assert with_latent(find_model("wan2.1-1.3b"), 81, (1280, 720)).max_seq == 75_600
+    assert find_model("hunyuanvideo").max_seq == 33 * 45 * 80 + 256
+    assert with_latent(find_model("flux"), None, (512, 1024)).max_seq == 32 * 64 + 512
+
+
+def sample(model: str, cluster: str, plan: str, **more: Any) -> mw.Estimate:
+    return mw.estimate(model, cluster, plan, kind="sampling", **more)
+
+
+def test_a_sampling_is_as_many_forwards_as_it_has_steps() -> None:
+    once = mw.estimate("wan2.1-1.3b", "h100-80g-sxm:1", batch=1, kind="evaluate", **SMALL)
+    steps = sample("wan2.1-1.3b", "h100-80g-sxm:1", "", batch=1, steps=20, guidance=True, **SMALL)
+    assert steps.flop_per_step == pytest.approx(40 * once.flop_per_step)
+    assert steps.step_s == pytest.approx(40 * once.step_s)
+    assert sum(steps.time_s.values()) == pytest.approx(steps.step_s)
+    assert steps.memory_bytes == once.memory_bytes
+
+
+@pytest.mark.parametrize("model", ["wan2.1-14b", "hunyuanvideo", "flux"])
+@pytest.mark.parametrize("plan", ["cp=8,cp_kind=ulysses", "cp=8", "tp=8", "cp=2,cp_kind=ulysses,tp=4"])
+def test_ranks_divide_the_work_of_a_sampling(model: str, plan: str) -> None:
+    one, many = (sample(model, f"h200-sxm:{n}", p, batch=1, steps=4) for n, p in ((1, ""), (8, plan)))
+    assert many.flop_per_step == one.flop_per_step
+    assert many.hardware_flop == pytest.approx(one.hardware_flop, rel=0.01)  # text and time on every rank
+    assert one.step_s / 8 < many.step_s < one.step_s / 2.5
+
+
+def test_replicas_share_the_two_passes_of_guidance() -> None:
+    both = sample("wan2.1-14b", "h100-80g-sxm:8", "cp=4,cp_kind=ulysses", batch=1, steps=2, guidance=True)
+    assert both.mesh.dp == 2
+    apart = sample("wan2.1-14b", "h100-80g-sxm:4", "cp=4,cp_kind=ulysses", batch=1, steps=2, guidance=True)
+    assert both.step_s == pytest.approx(apart.step_s / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["dit-xl/2", "sd3-medium", "flux", "wan2.1-1.3b"])
+@pytest.mark.parametrize("plan", ["", "zero=3", "tp=2", "pp=2", "recompute=full", "lora_rank=16"])
+def test_a_training_step_adds_up(model: str, plan: str) -> None:
+    found = mw.estimate(model, "h100-80g-sxm:8", plan, batch=16)
+    assert sum(found.time_s.values()) == pytest.approx(found.step_s)
+    if not plan:
+        forward = mw.estimate(model, "h100-80g-sxm:8", batch=16, kind="evaluate")
+        assert found.flop_per_step == pytest.approx(3 * forward.flop_per_step)
+        assert found.memory_bytes["weights"] == 2 * num_params(find_model(model))
+
+
+def predicted_s(row: dict[str, str]) -> float:
+    gpus, frames = int(row["gpus"]), row["frames"]
+    plan = f"cp={gpus},cp_kind=ulysses" if gpus > 1 else ""
+    return sample(
+        row["model"], f"{row['chip']}:{gpus}", plan, batch=1, steps=int(row["steps"]),
+        frames=int(frames) if frames else None, image_size=row["image_size"],
+        guidance=row["guidance"] == "1",
+    ).step_s  # fmt: skip
+
+
+def test_published_times_are_met_where_kernels_are_those_of_the_chip() -> None:
+    """The transformer alone is priced: a published time has text encoder and VAE on top, and slower kernels.
+
+    FlashAttention 2 on a Hopper chip, and PyTorch without compilation, take up to twice as long and more.
+    """
+    errors = [(row, predicted_s(row) / float(row["seconds"]) - 1) for row in TIMES]
+    slow = [
+        row["kernels"] == "eager" or (row["kernels"] == "flash2" and "h100" in row["chip"])
+        for row, _ in errors
+    ]
+    usual = [error for (_, error), is_slow in zip(errors, slow, strict=True) if not is_slow]
+    assert len(errors) == 47 and len(usual) == 35
+    assert median(map(abs, usual)) < 0.16
+    assert max(usual) < 0.25 and min(usual) > -0.45
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "says"),
+    [
+        ("llama3-8b", {"kind": "sampling"}, "is of diffusion transformers, and llama3-8b is none"),
+        ("llama3-8b", {"frames": 9}, "makes no images"),
+        ("wan2.1-14b", {"frames": 80}, "1 \\+ a multiple of 4 frames"),
+        ("flux", {"frames": 9}, "makes 1 frames"),
+        ("flux", {"image_size": "1000x1000"}, "multiples of 16 pixels"),
+        ("flux", {"seq": 4096}, "has 4608 tokens, not 4096"),
+        ("flux", {"steps": 20}, "are of kind=sampling"),
+        ("flux", {"kind": "sampling", "batch": 1}, "do not divide by dp=8"),
+        ("flux", {"kind": "decode"}, "does not generate text"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(model: str, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(MeshwiseError, match=says):
+        mw.estimate(model, "h100-80g-sxm:8", **more)
