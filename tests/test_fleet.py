@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwise.core.errors import DataError
 from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
 from meshwise.serve.pass_times import Curve, PassTimes
 from meshwise.serve.prefix_cache import Tier
-from meshwise.serve.requests import Lengths, Requests, Turns, at_rate, in_closed_loop, in_sessions
-from meshwise.serve.router import POLICIES
+from meshwise.serve.requests import (
+    Lengths,
+    Requests,
+    Turns,
+    at_rate,
+    in_closed_loop,
+    in_sessions,
+    read_requests,
+)
+from meshwise.serve.router import POLICIES, parse_router
 from meshwise.serve.simulate import Pools, Served, simulate
 
 NO_LIMIT = 10**9
@@ -55,7 +65,8 @@ def test_every_request_of_every_session_is_served_once(
     tiers = (Tier("host", 3_000, 1e-6), Tier("disk", 50_000, 1e-5))
     worker = ServingWorker(VLLM, passes(2e-3, 1e-5), cache, tiers)
     served = simulate(
-        requests, Pools(worker, num, worker if prefill else None, 2, transfer_s=1e-3, router=router)
+        requests,
+        Pools(worker, num, worker if prefill else None, 2, transfer_s=1e-3, router=parse_router(router)),
     )
     assert len(served.output) == 4 * sessions
     assert served.num_tokens == sum(requests.output)
@@ -97,6 +108,25 @@ def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
     assert not engine.prefix.pinned
 
 
+def test_turns_of_a_trace_come_after_each_other(tmp_path: Path) -> None:
+    """As AIPerf replays them: a turn adds its tokens to all before and their answers."""
+    lines = (
+        '{"timestamp": 1000, "session_id": "a", "input_length": 1000, "output_length": 50, "hash_ids":[1,2]}',
+        '{"timestamp": 500, "session_id": "b", "input_length": 700, "output_length": 20, "hash_ids": [1, 3]}',
+        '{"session_id": "a", "delay": 2500, "input_length": 300, "output_length": 30, "hash_ids": [9]}',
+        '{"timestamp": 100000, "input_length": 512, "output_length": 10, "hash_ids": [1]}',
+    )
+    (tmp_path / "turns.jsonl").write_text("\n".join(lines))
+    requests = read_requests(tmp_path / "turns.jsonl")
+    assert requests.prompt == (700, 1000, 1350, 512)
+    served = on(requests)
+    assert served.sent_s[2] == pytest.approx(served.last_s[1] + 2.5)
+    assert served.found.tolist() == [0, 512, 1050, 511]
+    (tmp_path / "turns.jsonl").write_text(lines[2] + "\n" + lines[2])
+    with pytest.raises(DataError, match="line 1: the request has no timestamp"):
+        read_requests(tmp_path / "turns.jsonl")
+
+
 # --- caches --------------------------------------------------------------------------------------
 
 
@@ -104,10 +134,10 @@ def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
 def test_a_cache_of_infinite_size_hits_everything_shared(router: Any) -> None:
     """All but what each turn adds, where its session stays; so seldom that no replica is ever busy."""
     requests = in_sessions(at_rate(0.02, Lengths(500, 40), num=200), TURNS)
-    served = on(requests, num=4, router=router)
+    served = on(requests, num=4, router=parse_router(router))
     shared = [0 if before < 0 else requests.prompt[i] - 300 for i, before in enumerate(requests.after)]
     assert served.found.tolist() == shared
-    apart = on(requests, num=4, router="round-robin")
+    apart = on(requests, num=4, router=parse_router("round-robin"))
     assert served.num_found > 1.5 * apart.num_found > 0
 
 
@@ -168,7 +198,9 @@ def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
 
     def wait_s(ratio: float, router: Any) -> float:
         requests = at_rate(3.2 * 2 / (1 + ratio), Lengths(1000, 1, ratio), num=20_000)
-        waits = simulate(requests, Pools(worker, 4, router=router)).ttft_s - 1e-3 * np.array(requests.prompt)
+        waits = simulate(requests, Pools(worker, 4, router=parse_router(router))).ttft_s - 1e-3 * np.array(
+            requests.prompt
+        )
         return float(waits.mean())
 
     free = [0.0] * 4
@@ -196,7 +228,7 @@ def test_replicas_follow_the_load_and_are_paid_for_from_their_start() -> None:
         tuple(sorted(arrival)),
     )
     scaling = Autoscaling(1.5, least=1, most=20, every_s=60.0, start_s=120.0, hold_s=300.0)
-    served = on(requests, num=1, router="least-loaded", scaling=scaling)
+    served = on(requests, num=1, router=parse_router("least-loaded"), scaling=scaling)
     assert served.num_tokens == sum(requests.output)
 
     def alive(second: float) -> int:

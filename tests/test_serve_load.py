@@ -263,6 +263,8 @@ def test_arrivals_have_the_stated_rate_and_burstiness(rate: float, burstiness: f
 
 TRACES = {
     "ours.csv": "arrival,prompt,output\n1.5,100,10\n0.5,200,20\n3.5,7,0\n",
+    "burst.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,200,20,220,Conversation log\n6,GPT-4,100,10,110,API log\n",
     "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     "2023-11-16 18:15:46.6805900,200,20\n2023-11-16 18:15:47.6805900,100,10\n",
     "mooncake.jsonl": '{"timestamp": 500, "input_length": 200, "output_length": 20, "hash_ids": [1]}\n'
@@ -271,7 +273,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_traces_of_three_formats(tmp_path: Path, name: str) -> None:
+def test_traces_of_four_formats(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(TRACES[name])
     read = read_requests(tmp_path / name)
     assert (read.prompt, read.output) == ((200, 100), (20, 10))

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.machine.hardware import host_bytes_per_s
+from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import interval_of
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.pass_times import tabulate
+from meshwise.serve.prefix_cache import Offload, Tier
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop
+from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
 from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, simulate
 from meshwise.serve.stationary import CountedWindow, RequestStream, settled
@@ -90,12 +94,18 @@ def _beginning_alike(requests: Requests, tokens: int) -> Requests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fleet:
-    """`workers` instances of `serving`; with `prefill`, `prefill_workers` more that only take prompts."""
+    """`workers` instances of `serving`; with `prefill`, `prefill_workers` more that only take prompts.
+
+    A `router` sends requests to them; with `scaling`, `workers` is how many there are at the start.
+    """
 
     serving: Serving
     workers: int = 1
     prefill: Serving | None = None
     prefill_workers: int = 1
+    router: RouterPolicy = ROUND_ROBIN
+    offload: Offload | None = None
+    scaling: Autoscaling | None = None
 
     def __post_init__(self) -> None:
         for name in ("workers", "prefill_workers"):
@@ -328,14 +338,17 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
     kinds = [(one, cache_tokens(one)) for one in (serving, fleet.prefill) if one is not None]
     if any(tokens < (of.prompt + of.output) * of.groups for of, tokens in kinds):
         return None
-    worker, *first = (_worker(of, tokens, requests, engine) for of, tokens in kinds)
+    worker, *first = (_worker(of, tokens, requests, engine, fleet.offload) for of, tokens in kinds)
     return Pools(
         worker, fleet.workers, first[0] if first else None, fleet.prefill_workers,
         fleet.prefill.cluster.levels[-1].latency_s if fleet.prefill else 0.0, fleet.transfer_token_s,
+        fleet.router, fleet.scaling,
     )  # fmt: skip
 
 
-def _worker(serving: Serving, tokens: int, requests: Requests, engine: Engine) -> ServingWorker:
+def _worker(
+    serving: Serving, tokens: int, requests: Requests, engine: Engine, offload: Offload | None
+) -> ServingWorker:
     if requests.longest > tokens:
         raise WorkloadError(
             f"a request of {requests.longest} tokens is more than the cache of {tokens}; use more GPUs or a "
@@ -347,4 +360,7 @@ def _worker(serving: Serving, tokens: int, requests: Requests, engine: Engine) -
         each = serving.speculation.tokens_per_pass
         waits = ("lag_passes", "poll_passes", "align_passes")
         engine = replace(engine, **{name: round(each * getattr(engine, name)) for name in waits})
-    return ServingWorker(engine, times, tokens)
+    tiers: tuple[Tier, ...] = ()
+    if offload is not None:
+        tiers = offload.tiers(token_bytes(serving), host_bytes_per_s(serving.cluster.chip), serving.groups)
+    return ServingWorker(engine, times, tokens, tiers)

@@ -109,7 +109,12 @@ class PrefixCache:
 
     def found_tokens(self, blocks: Blocks) -> int:
         """Tokens from the first that are in any place."""
-        return sum(self.size[block] for block, _ in zip(blocks, self.found(blocks), strict=False))
+        num, size, pinned, idle, below = 0, self.size, self.pinned, self.idle, self.tiers
+        for block in blocks:
+            if block not in pinned and block not in idle and (not below or self._place(block) < 0):
+                break
+            num += size[block]
+        return num
 
     def tokens_in_use(self, blocks: Blocks) -> int:
         """Tokens from the first that other requests hold already."""

@@ -8,11 +8,11 @@ each send their next request when the last has ended, all the first at once, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -28,9 +28,10 @@ MOST_REQUESTS = 1_000_000
 CSV_COLUMNS = {
     "csv": ("arrival", "prompt", "output"),
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
     "lengths": ("prompt", "output"),
 }
-"""Columns of a trace [seconds or a time of day, tokens, tokens], ours and Azure's; of lengths alone."""
+"""Columns of a trace [seconds or a time of day, tokens, tokens], ours and others'; of lengths alone."""
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of a block of Mooncake's traces (arXiv 2407.00079)."""
@@ -177,42 +178,102 @@ def in_sessions(first: Requests, turns: Turns, shared_prefix: int = 0) -> Reques
 # --- traces --------------------------------------------------------------------------------------
 
 
-_Row = tuple[float, int, int, tuple[int, ...]]
-"""Arrival [s], tokens of prompt and output, blocks that the prompt begins with."""
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Arrival [s], tokens of prompt and output, blocks of the prompt; its session, the pause before [s]."""
+
+    arrival_s: float
+    prompt: int
+    output: int
+    blocks: tuple[int, ...] = ()
+    session: str | int | None = None
+    think_s: float = 0.0
+
 
 _Tokens = Annotated[int, msgspec.Meta(le=10**12)]
 
 
 class _Mooncake(msgspec.Struct):
-    timestamp: float  # ms
     input_length: _Tokens
     output_length: _Tokens
+    timestamp: float | None = None  # ms
+    delay: float | None = None  # ms
+    session_id: str | int | None = None
     hash_ids: tuple[int, ...] = ()
 
 
 def read_requests(path: Path) -> Requests:
-    """The requests of a trace: CSV of arrival [s], prompt, output; Azure's CSV; Mooncake's JSON lines.
+    """The requests of a trace: CSV of arrival [s], prompt, output; Azure's; BurstGPT's; Mooncake's JSON.
 
-    Requests that generated nothing failed, and are left out. Arrivals count from the first; a CSV of
-    prompt and output alone has none.
+    Requests that generated nothing failed, and are left out. Arrivals count from the first; a CSV of prompt
+    and output alone has none. Rows of one `session_id` are its turns, as AIPerf replays them: each adds its
+    prompt to all before and their answers, `delay` ms after the last of these.
     """
-    found = _json_lines(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path)
-    rows = sorted(row for row in found if row[2] > 0)
-    if not rows:
+    rows = _json_lines(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path)
+    sessions: dict[Any, list[_Row]] = {}
+    for number, row in enumerate(rows):
+        if row.output > 0:
+            sessions.setdefault(("row", number) if row.session is None else row.session, []).append(row)
+    if not sessions:
         raise DataError(f"{path} has no request that generates a token; name a trace of requests")
-    arrival, prompt, output, blocks = zip(*rows, strict=True)
-    seconds = () if math.isinf(arrival[0]) else tuple(second - arrival[0] for second in arrival)
-    return Requests(prompt, output, seconds, blocks=blocks if any(blocks) else ())
+    ordered = sorted(sessions.values(), key=_first)
+    return _of_sessions(ordered, ordered[0][0].arrival_s)
+
+
+def _first(turns: Sequence[_Row]) -> tuple[float, int, int]:
+    return turns[0].arrival_s, turns[0].prompt, turns[0].output
+
+
+def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float) -> Requests:
+    """The requests of sessions, each with its whole past, in blocks that name what was said in it."""
+    sizes: dict[int, int] = {}
+    arrival, think = list[float](), list[float]()
+    prompts, outputs, after = list[int](), list[int](), list[int]()
+    chains = list[tuple[int, ...]]()
+    for turns in sessions:
+        past, chain = 0, tuple[int, ...]()
+        for number, row in enumerate(turns):
+            for i, block in enumerate(row.blocks):
+                covered = min(MOONCAKE_BLOCK_TOKENS, row.prompt - i * MOONCAKE_BLOCK_TOKENS)
+                sizes[block] = max(min(covered, sizes.get(block, covered)), 0)
+            chain += row.blocks
+            chains.append(chain)
+            after.append(len(after) - 1 if number else -1)
+            if len(turns) > 1:
+                answer = -len(after)
+                sizes[answer] = row.output
+                chains[-1] = chain = (*chain, answer)
+            arrival.append(turns[0].arrival_s - start_s)
+            prompts.append(past + row.prompt)
+            outputs.append(row.output)
+            think.append(row.think_s)
+            past = prompts[-1] + row.output
+    has_turns = max(after) >= 0
+    return Requests(
+        tuple(prompts), tuple(outputs), () if math.isinf(start_s) else tuple(arrival),
+        blocks=tuple(chains) if sizes else (), block_tokens=sizes or MOONCAKE_BLOCK_TOKENS,
+        after=tuple(after) if has_turns else (), think_s=tuple(think) if has_turns else (),
+    )  # fmt: skip
 
 
 def _json_lines(path: Path) -> Iterator[_Row]:
+    known = set()
     for number, line in enumerate(read_text(path, "JSON lines").encode().splitlines(), 1):
         try:
             row = msgspec.json.decode(line, type=_Mooncake)
         except msgspec.DecodeError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
-        where = path, number
-        yield *_checked(*where, row.timestamp / 1e3, row.input_length, row.output_length), row.hash_ids
+        is_later = row.session_id is not None and row.session_id in known
+        known.add(row.session_id)
+        milliseconds = row.delay if is_later else row.timestamp
+        if milliseconds is None:
+            missing = "delay, the ms after the turn before" if is_later else "timestamp"
+            raise DataError(f"{path}, line {number}: the request has no {missing}")
+        second, prompt, output = _checked(
+            path, number, milliseconds / 1e3, row.input_length, row.output_length
+        )
+        think_s = max(second, 0.0) if is_later else 0.0
+        yield _Row(second, prompt, output, row.hash_ids, row.session_id, think_s)
 
 
 def _csv_rows(path: Path) -> Iterator[_Row]:
@@ -233,7 +294,7 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
                 f"{path}, line {number}: {shown} has no {', '.join(columns)} in numbers"
             ) from None
         second, asked, generated = _checked(path, number, *found)
-        yield second if when else -math.inf, asked, generated, ()
+        yield _Row(second if when else -math.inf, asked, generated)
 
 
 def _tokens(text: str) -> int:

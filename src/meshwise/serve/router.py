@@ -1,22 +1,46 @@
 """To which replica a router sends a request.
 
-- `round-robin`: the next one.
-- `least-loaded`: the one with the fewest requests under way.
-- `session`: all requests of a session to one, the first of it to the least loaded.
-- `prefix`: where the tokens of the prompt that no cache holds and the prompts under way are fewest together
-  (the cost of NVIDIA Dynamo's KV router, with equal weights; caches are known as they are, as from engines'
-  events).
+- `round-robin`: the next one. - `least-loaded`: the one with the fewest requests under way. - `session`: all
+requests of a session to one, the first of it to the least loaded. - `prefix`, or `prefix=WEIGHT`: where
+WEIGHT x the tokens of the prompt that no cache of the replica holds, and the prompts under way there, are
+fewest together (the cost of NVIDIA Dynamo's KV router, whose weight is 1 too; caches are known as they are,
+as from engines' events). More weight finds more, less spreads the load more evenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from dataclasses import dataclass
 
+from meshwise.core.errors import WorkloadError
 from meshwise.serve.instance import EngineSequence, Instance
 
-Policy = Literal["round-robin", "least-loaded", "session", "prefix"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+POLICIES = ("round-robin", "least-loaded", "session", "prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPolicy:
+    """A policy, and the weight of tokens that are not cached."""
+
+    policy: str = "round-robin"
+    weight: float = 1.0
+
+
+ROUND_ROBIN = RouterPolicy()
+
+
+def parse_router(text: str) -> RouterPolicy:
+    """`least-loaded`, `prefix`, `prefix=4`."""
+    policy, _, weight = text.partition("=")
+    try:
+        found = RouterPolicy(policy, float(weight)) if weight else RouterPolicy(policy)
+    except ValueError:
+        found = RouterPolicy("")
+    if found.policy not in POLICIES or (weight and policy != "prefix") or not 0 <= found.weight < 1e9:
+        raise WorkloadError(
+            f"router {text} must be one of {', '.join(POLICIES)}, or prefix=WEIGHT as in prefix=4"
+        )
+    return found
 
 
 class Replica:
@@ -35,10 +59,10 @@ class Replica:
 
 
 class Router:
-    """Chooses replicas by `policy`."""
+    """Chooses replicas as `routing` says."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.turn = policy, -1
+    def __init__(self, routing: RouterPolicy) -> None:
+        self.policy, self.weight, self.turn = routing.policy, routing.weight, -1
         self.of_session: dict[int, Replica] = {}
 
     def choose(self, replicas: Sequence[Replica], sequence: EngineSequence, session: int) -> Replica:
@@ -49,7 +73,7 @@ class Router:
             return replicas[turn % num]
         in_turn = [replicas[(turn + i) % num] for i in range(num)]
         if self.policy == "prefix":
-            return min(in_turn, key=lambda one: one.tokens - one.instance.found_tokens(sequence))
+            return self._cheapest(in_turn, sequence)
         if self.policy == "session":
             known = self.of_session.get(session)
             if known in in_turn:
@@ -57,6 +81,16 @@ class Router:
             self.of_session[session] = found = min(in_turn, key=_num)
             return found
         return min(in_turn, key=_num)
+
+    def _cheapest(self, replicas: Sequence[Replica], sequence: EngineSequence) -> Replica:
+        cheapest, least = replicas[0], float("inf")
+        for one in replicas:
+            if one.tokens < least:  # else no cache makes it cheaper
+                missing = sequence.total - one.instance.found_tokens(sequence)
+                cost = self.weight * missing + one.tokens
+                if cost < least:
+                    cheapest, least = one, cost
+        return cheapest
 
 
 def _num(one: Replica) -> int:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from meshwise.serve.autoscale import Autoscaler, Autoscaling
 from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
 from meshwise.serve.requests import Requests
-from meshwise.serve.router import Policy, Replica, Router
+from meshwise.serve.router import ROUND_ROBIN, Replica, Router, RouterPolicy
 
 Seconds = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -92,7 +92,7 @@ class Pools:
     num_prefill: int = 1
     transfer_s: float = 0.0
     transfer_token_s: float = 0.0
-    router: Policy = "round-robin"
+    router: RouterPolicy = ROUND_ROBIN
     scaling: Autoscaling | None = None
 
 
