@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kineto import all_reduce, host, kernel, write_trace
@@ -51,6 +52,8 @@ class Job:
     """Kernels of collectives say which it is, of whom and how large; RCCL's say nothing."""
     missing: tuple[int, ...] = ()
     """Ranks without a trace."""
+    num_operators: int = 0
+    """More operators a step, on a thread of their own: traces are then as long as real ones."""
 
     @property
     def guilty(self) -> tuple[int, ...]:
@@ -118,7 +121,14 @@ def write_job(folder: Path, job: Job) -> dict[int, int]:
             for rank in range(job.num_ranks):  # the first kernel is launched 4 us before it runs
                 mark = partial(host, "user_annotation", f"ProfilerStep#{step + 2}")
                 play.add(rank, mark, began[rank] - 5, play.now[rank] - 5)
-    about = {"host_name": "node"} if job.has_host else {}
+    about: dict[str, Any] = {"host_name": "node"} if job.has_host else {}
+    each_us, about_op = 900 / max(job.num_operators, 1), {"External id": 1, "Record function id": 0}
+    operators = [
+        host("cpu_op", f"aten::op_{k % 50}", STEP_US * step + each_us * k, 0.9 * each_us, 3, **about_op)
+        for step in range(job.num_steps)
+        for k in range(job.num_operators)
+    ]
+    about |= {"further": msgspec.json.encode(operators)[1:-1]} if operators else {}
     for rank, found in play.events.items():
         if rank not in job.missing:
             write_trace(folder / f"rank-{rank}.json", found, rank, job.num_ranks, **about)

@@ -46,11 +46,20 @@ def host(
 
 
 def write_trace(
-    path: Path, events: list[dict[str, Any]], rank: int | None = None, world_size: int = 8, **about: Any
+    path: Path,
+    events: list[dict[str, Any]],
+    rank: int | None = None,
+    world_size: int = 8,
+    further: bytes = b"",
+    **about: Any,
 ) -> Path:
-    """A trace file in the layout that Kineto writes."""
+    """A trace file in the layout that Kineto writes; `further` events are JSON already."""
     head: dict[str, Any] = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, **about}
     if rank is not None:
         head["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world_size}
+    if further:
+        begin = json.dumps(head)[:-1].encode() + b', "traceEvents": ['
+        path.write_bytes(begin + further + b"," + json.dumps(events)[1:].encode() + b"}")
+        return path
     path.write_text(json.dumps(head | {"traceEvents": events, "traceName": path.name}, indent=2))
     return path

@@ -7,7 +7,7 @@ import pytest
 
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.kernels import kernel_totals
+from meshwise.trace.kernels import kernel_runs, kernel_totals
 from meshwise.trace.read import read_trace
 
 DATA = Path(__file__).parent / "data" / "traces"
@@ -64,7 +64,7 @@ def test_known_streams(tmp_path):
     }
     totals = {
         k.name[:4]: (k.kind, k.count, round(k.total_s * 1e6), round(k.mean_s * 1e6))
-        for k in kernel_totals([trace])
+        for k in kernel_totals(kernel_runs(trace))
     }
     assert totals == {
         "gemm": ("compute", 2, 50, 25),

@@ -226,19 +226,6 @@ def test_one_endless_event_is_given_up(tmp_path, filling, monkeypatch):
     assert any("no event ends in" in note for note in notes) and (trace is None or len(trace) <= 1)
 
 
-def test_large_files_are_read_by_processes_of_their_own(monkeypatch):
-    """Four ranks, each by its own process: the columns are those of one process."""
-    folder = DATA / "gloo4"
-    alone, _ = read_traces([folder])
-    monkeypatch.setattr("meshwise.trace.read._APART_BYTES", 0)
-    apart, problems = read_traces([folder])
-    assert problems == [] and [trace.path for trace in apart] == [trace.path for trace in alone]
-    for one, other in zip(apart, alone, strict=True):
-        assert one.labels == other.labels and one.shapes == other.shapes and one.groups == other.groups
-        for column in ("start_ns", "duration_ns", "label", "track", "correlation", "shape"):
-            assert (getattr(one, column) == getattr(other, column)).all()
-
-
 def test_a_world_of_billions_is_unknown(tmp_path):
     """The ranks of the world would be listed with each collective."""
     text = gzip.decompress(next((DATA / "gloo4").glob("rank-0*.gz")).read_bytes())

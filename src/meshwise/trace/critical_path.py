@@ -29,9 +29,11 @@ from numpy.typing import NDArray
 
 from meshwise.trace.breakdown import work
 from meshwise.trace.collectives import Collective
+from meshwise.trace.columns import of_ranks, ranks_of
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import NO_SPANS, Spans, covered
 from meshwise.trace.nesting import nearest
+from meshwise.trace.partition import Partition
 from meshwise.trace.straggler import median_of_others
 from meshwise.trace.summary import Summary
 
@@ -80,8 +82,10 @@ class _Rank:
 
     start: Ints
     end: Ints
-    event: Ints
-    """Number in the trace; -1 for a span of operators on a rank without a device."""
+    label: Ints
+    """Its place in `labels`; -1 for a span of operators on a rank without a device."""
+    labels: tuple[tuple[str, str], ...]
+    """Kind and name of events."""
     call: Ints
     """Number of the collective that several ranks recorded; -1 for other work."""
     before: Ints
@@ -98,17 +102,20 @@ def critical_path(summary: Summary) -> CriticalPath:
     for i, one in enumerate(shared):
         for rank, event in one.events.items():
             number[rank][event] = i
-    ranks = {trace.rank: _rank(trace, offsets[trace.rank], number[trace.rank]) for trace in summary.traces}
-    ranks = {rank: one for rank, one in ranks.items() if len(one.start)}
+    found_ranks = of_ranks(_rank, summary.traces, offsets, number)
+    ranks = {
+        rank: one for rank, one in zip(ranks_of(summary.traces), found_ranks, strict=True) if len(one.start)
+    }
     if not ranks:
         return CriticalPath(0.0, [], [])
     found: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    for rank, kind, name, length in _walk(summary, ranks, shared):
+    parts = {one.rank: one for one in summary.whole_partitions()}
+    for rank, kind, name, length in _walk(summary, ranks, parts, shared):
         found[kind, name].append((rank, length))
     total = sum(length for steps in found.values() for _, length in steps)
     pieces = [_piece(*key, steps, total) for key, steps in found.items()]
     pieces.sort(key=lambda piece: (-piece.seconds, piece.name))
-    return CriticalPath(total / 1e9, pieces, _what_if(summary, ranks, shared))
+    return CriticalPath(total / 1e9, pieces, _what_if(summary, ranks, parts, shared))
 
 
 def _piece(kind: str, name: str, steps: Sequence[tuple[int, int]], total_ns: int) -> PathPiece:
@@ -139,7 +146,12 @@ def _rank(trace: Trace, offset_ns: int, number: Mapping[int, int]) -> _Rank:
         before[calls[runs]] = operators[place[runs]]
     call = np.array([number.get(one, -1) for one in event.tolist()], dtype=np.int64)
     back = np.append(nearest(before, call >= 0), -1)[before]
-    return _Rank(start, end, event, call, before, back)
+    num_kinds, label = len(Kind), np.full(len(event), -1)
+    seen = event[event >= 0]
+    used, label[event >= 0] = np.unique(trace.label[seen] * num_kinds + done.kind[seen], return_inverse=True)
+    pairs = (divmod(one, num_kinds) for one in used.tolist())
+    labels = tuple((Kind(kind).name.lower(), trace.labels[name][1]) for name, kind in pairs)
+    return _Rank(start, end, label, labels, call, before, back)
 
 
 def _ended_before(time: Ints, end: Ints) -> Ints:
@@ -149,11 +161,12 @@ def _ended_before(time: Ints, end: Ints) -> Ints:
 
 
 def _walk(
-    summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Collective]
+    summary: Summary,
+    ranks: Mapping[int, _Rank],
+    parts: Mapping[int, Partition],
+    shared: Sequence[Collective],
 ) -> Iterator[tuple[int, str, str, int]]:
     """(rank, kind, name, ns) of every piece, the last first."""
-    traces = {trace.rank: trace for trace in summary.traces}
-    parts = {part.rank: part for part in summary.partitions}
     place = {(rank, call): at for rank, one in ranks.items() for at, call in enumerate(one.call.tolist())}
     rank = max(ranks, key=lambda r: int(ranks[r].end.max()))
     at = int(ranks[rank].end.argmax())
@@ -161,13 +174,13 @@ def _walk(
     seen: set[tuple[int, int]] = set()  # calls in another order on each rank lead back to themselves
     while at >= 0 and (rank, at) not in seen:
         seen.add((rank, at))
-        call, event = int(ranks[rank].call[at]), int(ranks[rank].event[at])
+        call, label = int(ranks[rank].call[at]), int(ranks[rank].label[at])
         kind, name = "compute", "operators"
         if call >= 0:
             kind, name, rank = "transfer", shared[call].name, shared[call].last_rank
             at = place[rank, call]
-        elif event >= 0:
-            kind, name = Kind(work(traces[rank]).kind[event]).name.lower(), traces[rank].name(event)
+        elif label >= 0:
+            kind, name = ranks[rank].labels[label]
         begin, before = min(now, int(ranks[rank].start[at])), int(ranks[rank].before[at])
         if now > begin:
             yield rank, kind, name, now - begin
@@ -274,7 +287,12 @@ def _replay(network: _Network, own_s: Floats, wire_s: Floats) -> Floats:
     return (end[:, network.tail_parent] + network.tail_s).max(axis=1)
 
 
-def _what_if(summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Collective]) -> list[FasterJob]:
+def _what_if(
+    summary: Summary,
+    ranks: Mapping[int, _Rank],
+    parts: Mapping[int, Partition],
+    shared: Sequence[Collective],
+) -> list[FasterJob]:
     """What would shorten the job, the largest gain first; nothing where the calls cannot be put in order."""
     names = list(ranks)
     network = _network([ranks[rank] for rank in names], shared)
@@ -288,7 +306,6 @@ def _what_if(summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Coll
         late = (network.rank == names.index(rank)) & (own > others)
         scenarios.append((f"rank {rank} no later than the median rank", np.where(late, others, own), wire))
     scenarios.append(("transfers that take no time", own, np.minimum(wire, 0.0)))
-    parts = {one.rank: one for one in summary.partitions}
     changes = {
         "no idle time that hosts are the cause of": [parts[r].idle("host") for r in names],
         f"compute {_FASTER_FRAC:.0%} faster": [parts[r].spans["compute"] for r in names],

@@ -171,7 +171,7 @@ class Trace:
     @property
     def has_device(self) -> bool:
         """Whether any device stream was recorded."""
-        return len(self.where(*DEVICE_KINDS)) > 0
+        return bool(np.isin(self.label_kind, DEVICE_KINDS).any())
 
     def name(self, event: int) -> str:
         """The name of event number `event`."""

@@ -25,9 +25,8 @@ import numpy as np
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.collectives import Collective, split_by_fastest, stragglers
-from meshwise.trace.events import Trace
-from meshwise.trace.kernels import kernel_totals
 from meshwise.trace.partition import PARTS, Partition
+from meshwise.trace.rank_facts import RankFacts
 from meshwise.trace.straggler import LateRanks, holders_up
 
 _MIN_FRAC = 0.02
@@ -57,7 +56,7 @@ class Finding:
 class _TracedJob:
     """What findings are made from; `span_s` is that of the longest rank."""
 
-    traces: Sequence[Trace]
+    facts: Sequence[RankFacts]
     partitions: Sequence[Partition]
     collectives: Sequence[Collective]
     span_s: float
@@ -81,7 +80,7 @@ class _TracedJob:
 
 
 def findings(
-    traces: Sequence[Trace],
+    facts: Sequence[RankFacts],
     partitions: Sequence[Partition],
     collectives: Sequence[Collective],
     first_step: int = -1,
@@ -93,7 +92,7 @@ def findings(
     span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
     if not span_s:
         return []
-    job = _TracedJob(traces, partitions, split_by_fastest(collectives), span_s)
+    job = _TracedJob(facts, partitions, split_by_fastest(collectives), span_s)
     late, undecided = holders_up(job.collectives, first_step)
     links = _slow_links(job)
     linked = {rank for link in links for rank in link.ranks}
@@ -138,7 +137,7 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
         return sum(s for part, s in job.partitions[index[rank]].seconds.items() if part != "wait")
 
     worst = max(late.ranks, key=own_s)
-    if why := _shared_cores(job.traces, worst, late):
+    if why := _shared_cores(job.facts, worst, late):
         return job.finding("shared cores", why, late.seconds)
     who = f"rank {worst} is" if len(late.ranks) == 1 else f"ranks {_listed(late.ranks)} are"
     seconds = min(late.seconds, job.span_s)
@@ -161,7 +160,7 @@ def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
     more_s = {part: job.more_s(part, i) for part in PARTS if part != "wait"}
     part = max(more_s, key=lambda key: more_s[key])
     if part == "compute":
-        return _why_compute(job.traces, i)
+        return _why_compute(job.facts, i)
     one = job.partitions[i]
     if part == "idle" and (one.host_bound_s or 0.0) > _MOSTLY * one.seconds["idle"]:
         return "slow host", "host side: its host launches late (a busy CPU, data loading, Python)"
@@ -180,13 +179,13 @@ def _listed(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 6 else f"{shown} and {len(ranks) - 6} more"
 
 
-def _why_compute(traces: Sequence[Trace], i: int) -> tuple[str, str]:
+def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
     """Whether rank number `i` computes the same more slowly, or computes more."""
-    totals = [{one.name: one for one in kernel_totals([t]) if one.kind == "compute"} for t in traces]
+    totals = [{run.name: run for run in of.kernels if run.kind == "compute"} for of in facts]
     names = sorted({name for total in totals for name in total})
     counts, sums = (
-        np.array([[getattr(total[n], of) if n in total else 0.0 for n in names] for total in totals])
-        for of in ("count", "total_s")
+        np.array([[getattr(total[n], of) * unit if n in total else 0.0 for n in names] for total in totals])
+        for of, unit in (("count", 1.0), ("total_ns", 1e-9))
     )
     own, own_s, others, others_s = counts[i], sums[i], np.delete(counts, i, 0), np.delete(sums, i, 0)
     means_s = np.ma.masked_where(others == 0, others_s / np.maximum(others, 1))
@@ -209,14 +208,13 @@ def _why_compute(traces: Sequence[Trace], i: int) -> tuple[str, str]:
     return "larger work", f"device side: its {name} takes longer than on the median rank, its others do not"
 
 
-def _shared_cores(traces: Sequence[Trace], rank: int, late: LateRanks) -> str:
+def _shared_cores(facts: Sequence[RankFacts], rank: int, late: LateRanks) -> str:
     """In a sentence, that want of a core explains why `rank` was late; empty where it does not.
 
     A pause, if it lacked cores for as long in all; lateness in every step, if it lacked them for longer than
     another rank, by most of that time.
     """
-    about = {trace.rank: trace.metadata.get("meshwise") for trace in traces}
-    noted = {one: found for one, found in about.items() if isinstance(found, dict) and "num_cores" in found}
+    noted = {one.rank: one.captured for one in facts if "num_cores" in one.captured}
     if rank not in noted or len(noted) < 2:
         return ""
     lacked_s = {one: float(found.get("core_wait_s") or 0.0) for one, found in noted.items()}
@@ -237,7 +235,7 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
 
     A slow link costs what it adds to the time on the wire, and no more than what of that no compute hides.
     """
-    host = _hosts(job.traces, {rank for one in job.collectives for rank in one.members})
+    host = _hosts(job.facts, {rank for one in job.collectives for rank in one.members})
     speeds: dict[tuple[object, ...], dict[str, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for one in job.collectives:
         if one.sent_bytes_per_s and one.bytes and one.group_size:
@@ -275,11 +273,11 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
     return findings
 
 
-def _hosts(traces: Sequence[Trace], ranks: Iterable[int]) -> dict[int, str]:
+def _hosts(facts: Sequence[RankFacts], ranks: Iterable[int]) -> dict[int, str]:
     """The host of each of `ranks`; one without a trace is where the next lower one is."""
-    if not any(trace.host for trace in traces):
+    if not any(one.host for one in facts):
         return {rank: str(rank // 8) for rank in ranks}
-    traced = sorted((trace.rank, trace.host or str(trace.rank // 8)) for trace in traces)
+    traced = sorted((one.rank, one.host or str(one.rank // 8)) for one in facts)
     lower = {rank: bisect_right(traced, rank, key=lambda one: one[0]) for rank in ranks}
     return {rank: traced[max(at - 1, 0)][1] for rank, at in lower.items()}
 

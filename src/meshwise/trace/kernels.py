@@ -6,7 +6,8 @@ that only one set has stands with a zero on the other side, so changes add up to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,36 +33,60 @@ class KernelTotal:
     """Of the sum over all kernels."""
 
 
-def kernel_totals(traces: Sequence[Trace]) -> list[KernelTotal]:
-    """Kernels by name over all `traces`, the longest total first."""
-    durations: dict[tuple[str, str], list[np.ndarray]] = {}
-    for trace in traces:
-        kind, spent = work_kind(trace), trace.duration_ns
-        if not trace.has_device:
-            spent = np.where(kind == Kind.COMPUTE, self_time(trace, parents(trace)), spent)
-        work = np.flatnonzero(kind != Kind.OTHER)
-        order = work[np.argsort(trace.label[work], kind="stable")]
-        labels, first = np.unique(trace.label[order], return_index=True)
-        for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
-            key = (trace.labels[label][1], Kind(kind[runs[0]]).name.lower())
-            durations.setdefault(key, []).append(spent[runs])
-    runs_of = {key: np.concatenate(parts) for key, parts in durations.items()}
-    whole = sum(int(runs.sum()) for runs in runs_of.values()) / 1e9
-    totals = [_total(*key, runs, whole) for key, runs in runs_of.items()]
+@dataclass(frozen=True, slots=True)
+class KernelRuns:
+    """All runs of the kernel of one name on one rank."""
+
+    name: str
+    kind: str
+    count: int
+    total_ns: int
+    min_ns: int
+    max_ns: int
+
+
+def kernel_runs(trace: Trace) -> list[KernelRuns]:
+    """The kernels of one rank by name and kind."""
+    kind, spent = work_kind(trace), trace.duration_ns
+    if not trace.has_device:
+        spent = np.where(kind == Kind.COMPUTE, self_time(trace, parents(trace)), spent)
+    work = np.flatnonzero(kind != Kind.OTHER)
+    order = work[np.argsort(trace.label[work], kind="stable")]
+    labels, first = np.unique(trace.label[order], return_index=True)
+    return [
+        KernelRuns(
+            name=trace.labels[label][1],
+            kind=Kind(kind[runs[0]]).name.lower(),
+            count=len(runs),
+            total_ns=int(spent[runs].sum()),
+            min_ns=int(spent[runs].min()),
+            max_ns=int(spent[runs].max()),
+        )
+        for label, runs in zip(labels, np.split(order, first[1:]), strict=False)
+    ]
+
+
+def kernel_totals(runs: Iterable[KernelRuns]) -> list[KernelTotal]:
+    """Kernels by name over all ranks whose `runs` are given, the longest total first."""
+    alike: dict[tuple[str, str], list[KernelRuns]] = defaultdict(list)
+    for one in runs:
+        alike[one.name, one.kind].append(one)
+    whole_s = sum(one.total_ns for same in alike.values() for one in same) / 1e9
+    totals = [_total(*key, same, whole_s) for key, same in alike.items()]
     return sorted(totals, key=lambda kernel: (-kernel.total_s, kernel.name))
 
 
-def _total(name: str, kind: str, duration_ns: np.ndarray, whole_s: float) -> KernelTotal:
-    total = int(duration_ns.sum()) / 1e9
+def _total(name: str, kind: str, runs: Sequence[KernelRuns], whole_s: float) -> KernelTotal:
+    total_s, count = sum(one.total_ns for one in runs) / 1e9, sum(one.count for one in runs)
     return KernelTotal(
         name=name,
         kind=kind,
-        count=len(duration_ns),
-        total_s=total,
-        mean_s=total / len(duration_ns),
-        min_s=int(duration_ns.min()) / 1e9,
-        max_s=int(duration_ns.max()) / 1e9,
-        share_frac=total / whole_s if whole_s else 0.0,
+        count=count,
+        total_s=total_s,
+        mean_s=total_s / count,
+        min_s=min(one.min_ns for one in runs) / 1e9,
+        max_s=max(one.max_ns for one in runs) / 1e9,
+        share_frac=total_s / whole_s if whole_s else 0.0,
     )
 
 

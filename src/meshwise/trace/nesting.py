@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +67,17 @@ def enclosing(trace: Trace, parent: Ints, track: Ints, time_ns: Ints) -> Ints:
     return found
 
 
+_known: WeakKeyDictionary[Trace, Ints] = WeakKeyDictionary()
+
+
 def launchers(trace: Trace) -> Ints:
     """For every kernel and every gloo transfer the host event that launched it, -1 where unknown."""
+    if trace not in _known:
+        _known[trace] = _launchers(trace)
+    return _known[trace]
+
+
+def _launchers(trace: Trace) -> Ints:
     launcher = np.full(len(trace), -1, dtype=np.int64)
     kernels = trace.where(*DEVICE_KINDS)
     operators = trace.where(Kind.CPU_OP, Kind.ANNOTATION)
@@ -80,7 +90,8 @@ def launchers(trace: Trace) -> Ints:
 def _link_in_order(trace: Trace, launcher: Ints) -> None:
     """Fill in for every gloo transfer the call that launched it."""
     moved = trace.where(Kind.HOST_COMMUNICATION).tolist()
-    calls = [i for i in trace.where(Kind.CPU_OP).tolist() if trace.name(i).startswith("c10d::")]
+    starts = trace.named(lambda name: name.startswith("c10d::"))
+    calls = np.flatnonzero(starts & (trace.kind == Kind.CPU_OP)).tolist() if moved else []
     if len(moved) == len(calls):
         launcher[moved] = calls
         return

@@ -20,7 +20,7 @@ Idle time of a device has a cause:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,14 +40,14 @@ class Partition:
     """The parts of one rank as disjoint sets of intervals [ns] on its own clock."""
 
     rank: int
+    seconds: dict[str, float]
+    """Of each part; they sum to the span."""
+    host_bound_s: float | None
+    """Idle time that the host is the cause of; None where the trace holds no launches."""
     spans: Mapping[str, Spans]
+    """Empty where only seconds were asked for (see `parts`)."""
     idle_cause: NDArray[np.int64]
     """Of each idle stretch, its place in `CAUSES`."""
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each part; they sum to the span."""
-        return {part: length(self.spans[part]) / 1e9 for part in PARTS}
 
     def idle(self, cause: str) -> Spans:
         """The idle stretches of one cause."""
@@ -59,12 +59,6 @@ class Partition:
         idle = self.spans["idle"]
         at = int(np.searchsorted(idle[0], end)) - 1
         return CAUSES[self.idle_cause[at]] if at >= 0 and idle[1][at] > start else "beside other work"
-
-    @property
-    def host_bound_s(self) -> float | None:
-        """Idle time that the host is the cause of; None where the trace holds no launches."""
-        is_told = len(self.idle_cause) and (self.idle_cause != CAUSES.index("unknown")).any()
-        return length(self.idle("host")) / 1e9 if is_told else None
 
 
 def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
@@ -86,7 +80,20 @@ def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
         spans[part] = difference(found, taken)
         taken = joined(taken, found)
     spans["idle"] = difference((taken[0][:1], taken[1][-1:]), taken)
-    return Partition(trace.rank, spans, _causes(trace, spans["idle"]))
+    cause = _causes(trace, spans["idle"])
+    by_host = np.diff(spans["idle"], axis=0)[0][cause == CAUSES.index("host")].sum()
+    return Partition(
+        rank=trace.rank,
+        seconds={part: length(spans[part]) / 1e9 for part in PARTS},
+        host_bound_s=int(by_host) / 1e9 if (cause != CAUSES.index("unknown")).any() else None,
+        spans=spans,
+        idle_cause=cause,
+    )
+
+
+def parts(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
+    """The same without intervals: small, for many ranks."""
+    return replace(partition(trace, wait_ns), spans={}, idle_cause=np.zeros(0, dtype=np.int64))
 
 
 def _causes(trace: Trace, idle: Spans) -> NDArray[np.int64]:

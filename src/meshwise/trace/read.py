@@ -12,15 +12,10 @@ so there the digits themselves are read.
 from __future__ import annotations
 
 import collections
+import importlib.util
 import itertools
-import json
-import os
 import re
-import subprocess
-import sys
-from base64 import b64decode
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -31,7 +26,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.each import Lost, each
 from meshwise.core.errors import DataError
+from meshwise.trace.columns import KeptTrace, KeptTraces, columns_file, read_reasons, write_columns
 from meshwise.trace.decode import NOTHING, Args, Notes, decoded_pieces
 from meshwise.trace.events import (
     COLUMNS,
@@ -51,14 +48,8 @@ _MAX_US = 2.0**52
 _NO_TIME = np.iinfo(np.int64).min
 _NO_ARGS = Args()
 _MOST_RANKS = 1 << 17  # collectives of the world list them
-_APART_BYTES = 50e6
-"""From this mean size of a file on, reading takes well longer than a new process needs to begin."""
-_READER = """
-import sys
-from pathlib import Path
-from meshwise.trace.read import as_text, read_trace
-sys.stdout.write(as_text(read_trace(*map(Path, sys.argv[1:]))))
-"""
+KEPT_BYTES = 1e8
+"""From this size of all traces on, columns are kept and processes read."""
 _Found = tuple[Trace | None, list[str]]
 _FURTHER = re.compile(r"-again-(\d+)(?=\.json)")
 _CALLS = "meshwise_collectives"
@@ -66,78 +57,83 @@ _IDS_EACH = 1 << 40
 """More than there are launches in a part of a capture."""
 
 
-def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[FileProblem]]:
+def read_traces(paths: Iterable[str | Path]) -> tuple[Sequence[Trace], list[FileProblem]]:
     """The traces of all ranks in `paths` (files, or folders searched throughout), sorted by rank.
 
     The parts of one capture are one trace; of other files of one rank, the first is taken. A file that cannot
     be read is a problem, not an error; a path that does not exist, or paths that hold no trace file at all,
-    raise DataError.
+    raise DataError. Of `KEPT_BYTES` and more, columns are kept (see `columns`) and one rank is in memory at a
+    time, if polars is installed.
     """
-    traces: dict[int, Trace] = {}
+    captures = captures_in(paths)
+    size_bytes = sum(
+        path.stat().st_size * (10 if path.suffix == ".gz" else 1) for one in captures for path in one
+    )
+    if size_bytes >= KEPT_BYTES and importlib.util.find_spec("polars"):
+        return kept_traces(captures)
+    found = [read_trace(*files) for files in captures]
+    ranks = [-1 if trace is None else trace.rank for trace, _ in found]
+    numbers, problems = _numbered(captures, ranks, found)
+    traces = [found[place][0] for place in numbers.values()]
+    return [replace(one, rank=rank) for rank, one in zip(numbers, traces, strict=True) if one], problems
+
+
+def kept_traces(captures: Sequence[tuple[Path, ...]]) -> tuple[KeptTraces, list[FileProblem]]:
+    """The same by columns; processes on all cores make those that are not kept yet."""
+    files = [columns_file(capture) for capture in captures]
+    asked = list(zip(captures, files, strict=True))
+    missing = [place for place, file in enumerate(files) if not file.exists()]
+    found: list[tuple[int | None, list[str]]] = [(None, [])] * len(captures)
+    for place, answer in each(_keep, [asked[place] for place in missing]):
+        if isinstance(answer, Lost):
+            answer = None, [f"its reader: {answer.reason}; is there enough memory?"]
+        found[missing[place]] = answer
+    for place in set(range(len(captures))) - set(missing):
+        found[place] = read_reasons(files[place])
+    numbers, problems = _numbered(captures, [-1 if rank is None else rank for rank, _ in found], found)
+    return KeptTraces([KeptTrace(files[place], rank) for rank, place in numbers.items()]), problems
+
+
+def _keep(asked: tuple[tuple[Path, ...], Path]) -> tuple[int | None, list[str]]:
+    """Keep the columns of one capture; its rank (None if nothing is left of it), and what is wrong."""
+    files, kept = asked
+    trace, reasons = read_trace(*files)
+    if trace is None:
+        return None, reasons
+    write_columns(trace, reasons, kept)
+    return trace.rank, reasons
+
+
+def _numbered(
+    captures: Sequence[tuple[Path, ...]], ranks: Sequence[int], found: Sequence[tuple[object, list[str]]]
+) -> tuple[dict[int, int], list[FileProblem]]:
+    """The place of the capture of each rank, in the order of ranks (-1: not told), and all problems."""
+    places: dict[int, int] = {}
+    nameless: list[int] = []
     problems: list[FileProblem] = []
-    nameless: list[Trace] = []
-    captures = _captures(trace_files(paths))
-    for files, (trace, found) in zip(captures, _read_each(captures), strict=True):
-        problems += [FileProblem(str(files[0]), reason) for reason in found]
-        if trace is not None and trace.rank < 0:
-            nameless.append(trace)
-        elif trace is not None and traces.setdefault(trace.rank, trace) is not trace:
-            reason = f"rank {trace.rank} is already read from another file; skipped, read it on its own"
+    for place, (files, rank, (one, reasons)) in enumerate(zip(captures, ranks, found, strict=True)):
+        problems += [FileProblem(str(files[0]), reason) for reason in reasons]
+        if one is not None and rank < 0:
+            nameless.append(place)
+        elif one is not None and places.setdefault(rank, place) != place:
+            reason = f"rank {rank} is already read from another file; skipped, read it on its own"
             problems.append(FileProblem(str(files[0]), reason))
-    for trace in nameless:
-        rank = next(rank for rank in itertools.count() if rank not in traces)
+    for place in nameless:
+        rank = next(rank for rank in itertools.count() if rank not in places)
         reason = f"neither file nor name tells the rank; taken as {rank}"
-        problems.append(FileProblem(str(trace.path), reason))
-        traces[rank] = replace(trace, rank=rank)
-    return [traces[rank] for rank in sorted(traces)], problems
+        problems.append(FileProblem(str(captures[place][0]), reason))
+        places[rank] = place
+    return dict(sorted(places.items())), problems
 
 
-def _captures(files: Sequence[Path]) -> list[tuple[Path, ...]]:
+def captures_in(paths: Iterable[str | Path]) -> list[tuple[Path, ...]]:
     """The files of each capture in order; one that gave way to another profiler went on in further ones."""
     parts: dict[Path, list[tuple[int, Path]]] = collections.defaultdict(list)
-    for path in files:
+    for path in trace_files(paths):
         further = _FURTHER.search(path.name)
         whole = path.with_name(_FURTHER.sub("", path.name))
         parts[whole].append((int(further[1]) if further else 0, path))
     return [tuple(path for _, path in sorted(found)) for found in parts.values()]
-
-
-def _read_each(captures: Sequence[tuple[Path, ...]]) -> Iterator[_Found]:
-    """What `read_trace` returns for each capture; large ones are read by a process for each core."""
-    num_processes = min(len(captures), os.cpu_count() or 1)
-    files = [path for found in captures for path in found]
-    size_bytes = sum(path.stat().st_size * (10 if path.name.endswith(".gz") else 1) for path in files)
-    if num_processes < 2 or size_bytes < _APART_BYTES * len(files):
-        yield from itertools.starmap(read_trace, captures)
-        return
-    with ThreadPoolExecutor(num_processes) as pool:
-        yield from pool.map(_read_apart, captures)
-
-
-def _read_apart(files: tuple[Path, ...]) -> _Found:
-    """What `read_trace` returns, by a process of its own."""
-    command = [sys.executable, "-P", "-c", _READER, *map(str, files)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
-    if done.returncode:
-        return None, [f"its reader ended with exit code {done.returncode}; is there enough memory?"]
-    return _from_text(done.stdout)
-
-
-def as_text(found: _Found) -> str:
-    """What `read_trace` returns as JSON, which runs no code; arrays are their type and their bytes."""
-
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else (value.dtype.str, value.tobytes())
-
-    return json.dumps(msgspec.to_builtins(found, str_keys=True, enc_hook=plain))
-
-
-def _from_text(text: bytes) -> _Found:
-    def made(kind: type, value: Any) -> Any:
-        return Path(value) if kind is Path else np.frombuffer(b64decode(value[1]), value[0]).copy()
-
-    return msgspec.convert(json.loads(text), _Found, str_keys=True, dec_hook=made)
 
 
 def trace_files(paths: Iterable[str | Path]) -> list[Path]:

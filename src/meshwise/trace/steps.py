@@ -15,11 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from meshwise.core.errors import DataError
 from meshwise.trace.breakdown import Breakdown, split, union, work
+from meshwise.trace.columns import changed, of_ranks, ranks_of
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.intervals import intersection
 from meshwise.trace.nesting import launchers
@@ -57,7 +59,7 @@ class RankStep:
 
 def marks(traces: Sequence[Trace]) -> dict[int, Marks]:
     """The steps of every rank, all of them marked by the same name."""
-    found = {trace.rank: _sections(trace) for trace in traces}
+    found = dict(zip(ranks_of(traces), of_ranks(_sections, traces), strict=True))
     names = set.intersection(*(set(one) for one in found.values())) if found else set()
     if PROFILER_STEP not in names:
         counts = {name: {len(one[name].number) for one in found.values()} for name in names}
@@ -97,10 +99,10 @@ def launched_ns(trace: Trace) -> Ints:
     return np.where(launcher >= 0, trace.start_ns[launcher], trace.start_ns)
 
 
-def with_steps(traces: Sequence[Trace], steps: str) -> list[Trace]:
+def with_steps(traces: Sequence[Trace], steps: str) -> Sequence[Trace]:
     """The traces with the work of some steps only: `3-7`, `5`, or `complete`."""
-    marked = marks(traces)
-    return [_chosen(trace, marked[trace.rank], steps) for trace in traces]
+    changes = {rank: partial(_chosen, marked=own, steps=steps) for rank, own in marks(traces).items()}
+    return changed(traces, changes)
 
 
 def whole_steps(rows: Sequence[RankStep]) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,17 +14,18 @@ import msgspec
 from meshwise.core.errors import DataError
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
-from meshwise.trace.breakdown import Breakdown, breakdown
+from meshwise.trace.breakdown import Breakdown
 from meshwise.trace.collectives import Collective, RankWaiting, collectives, stragglers
+from meshwise.trace.columns import KeptTraces, changed, of_ranks
 from meshwise.trace.events import FileProblem, Trace
 from meshwise.trace.findings import Finding, findings
 from meshwise.trace.kernels import KernelTotal, kernel_totals
 from meshwise.trace.match import Match, match
-from meshwise.trace.partition import Partition, partition
+from meshwise.trace.partition import Partition, partition, parts
+from meshwise.trace.rank_facts import RankFacts, rank_facts
 from meshwise.trace.read import read_traces
 from meshwise.trace.sections import Section, sections
-from meshwise.trace.steps import Marks, RankStep, marks, step_table, with_steps
-from meshwise.trace.transfers import transfers
+from meshwise.trace.steps import Marks, RankStep, marks, with_steps
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -42,6 +44,12 @@ class Summary(Shown):
     steps: list[RankStep]
     """The marked steps of all ranks, by number."""
     rows_in: ClassVar[str] = "ranks"
+
+    def whole_partitions(self) -> Iterator[Partition]:
+        """The partitions with their intervals, one after the other; of many ranks they are made again."""
+        waits = waits_ns(self.collectives)
+        for place, one in enumerate(self.partitions):
+            yield one if one.spans else partition(self.traces[place], waits[one.rank])
 
     def check_readable(self) -> None:
         """DataError if none of the files is a readable trace."""
@@ -98,71 +106,74 @@ def summarize(traces: Sequence[Trace]) -> Summary:
     """The summary of the traces of one job, one trace a rank."""
     if not traces:
         return Summary([], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [], [])
-    marked = marks(traces)
-    hosts = {trace.host for trace in traces}
+    marked, facts = _facts(traces)
+    hosts = {one.host for one in facts}
     one_host = len(hosts) == 1 and "" not in hosts
-    matches, alignment = _aligned(traces, marked, one_host)
+    matches, alignment = _aligned(facts, one_host)
     if drift := alignment.drift:
-        traces = [undrifted(trace, drift[trace.rank]) for trace in traces]
-        marked = marks(traces)
-        matches, alignment = _aligned(traces, marked, one_host)
+        changes = {rank: partial(undrifted, drift=of) for rank, of in drift.items()}
+        traces = changed(traces, changes)
+        marked, facts = _facts(traces)
+        matches, alignment = _aligned(facts, one_host)
         alignment = replace(alignment, drift=drift)
-    origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
+    offsets = alignment.offsets_ns
+    origin = min((one.first_ns - offsets[one.rank] for one in facts if one.first_ns is not None), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
     problems = []
     if num_unfit:
         reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
         problems.append(FileProblem("", reason))
-    problems += _of_the_job(traces, found)
+    problems += _of_the_job(facts, found)
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
-    waits = waits_ns(found)
-    partitions = [partition(trace, waits[trace.rank]) for trace in traces]
+    few = not isinstance(traces, KeptTraces)
+    partitions = of_ranks(partition if few else parts, traces, waits_ns(found))
     return Summary(
         traces=traces,
-        ranks=[breakdown(trace) for trace in traces],
+        ranks=[one.breakdown for one in facts],
         partitions=partitions,
-        kernels=kernel_totals(traces),
+        kernels=kernel_totals(runs for one in facts for runs in one.kernels),
         alignment=alignment,
         collectives=found,
         stragglers=stragglers(found),
-        findings=findings(traces, partitions, found, first_step),
+        findings=findings(facts, partitions, found, first_step),
         problems=problems,
         steps=sorted(
-            (step for trace in traces for step in step_table(trace, marked[trace.rank])),
+            (step for one in facts for step in one.steps),
             key=lambda step: (step.number, step.breakdown.rank),
         ),
     )
 
 
-def _aligned(
-    traces: Sequence[Trace], marked: Mapping[int, Marks], one_host: bool
-) -> tuple[list[Match], Alignment]:
+def _facts(traces: Sequence[Trace]) -> tuple[dict[int, Marks], list[RankFacts]]:
+    """The steps that are marked on every rank, and the facts of every rank."""
+    marked = marks(traces)
+    return marked, of_ranks(rank_facts, traces, marked)
+
+
+def _aligned(facts: Sequence[RankFacts], one_host: bool) -> tuple[list[Match], Alignment]:
     """The communications of all ranks, matched, and the ranks' clocks."""
-    matches = match({trace.rank: transfers(trace, marked[trace.rank]) for trace in traces}, one_host=one_host)
-    kernels = all(trace.has_device for trace in traces)
-    return matches, align([t.rank for t in traces], matches, one_host=one_host, kernels=kernels)
+    matches = match({one.rank: one.transfers for one in facts}, one_host=one_host)
+    kernels = all(one.has_device for one in facts)
+    return matches, align([one.rank for one in facts], matches, one_host=one_host, kernels=kernels)
 
 
-def _of_the_job(traces: Sequence[Trace], found: Sequence[Collective]) -> Iterator[FileProblem]:
+def _of_the_job(facts: Sequence[RankFacts], found: Sequence[Collective]) -> Iterator[FileProblem]:
     """Ranks without a trace, where fewer are missing than there are; what does not look like one job."""
-    sizes = Counter(trace.world_size for trace in traces if trace.world_size)
-    here = {trace.rank for trace in traces}
-    world = max(sizes.most_common(1)[0][0] if sizes else 0, max(here) + 1)
+    sizes = Counter(one.world_size for one in facts if one.world_size)
+    here = {one.rank for one in facts}
+    usual = sizes.most_common(1)[0][0] if sizes else 0
+    world = max(usual, max(here) + 1)
     missing = sorted(set(range(world)) - here) if world < 2 * len(here) else []
     if missing:
         shown = ", ".join(map(str, missing[:6])) + (", ..." if len(missing) > 6 else "")
         yield FileProblem("", f"there is no trace of rank {shown} of {world}; what it did is not known")
-    for trace in traces:
-        if len(sizes) > 1 and trace.world_size not in (None, sizes.most_common(1)[0][0]):
-            yield FileProblem(
-                str(trace.path), f"rank {trace.rank} is of {trace.world_size} ranks, others not"
-            )
+    for one in facts:
+        if len(sizes) > 1 and one.world_size not in (None, usual):
+            yield FileProblem(one.path, f"rank {one.rank} is of {one.world_size} ranks, others not")
     met = {rank for one in found for rank in one.wait_s}
-    for trace in traces if met else ():
-        if trace.rank not in met:
-            yield FileProblem(
-                str(trace.path), f"rank {trace.rank} has no collective, others have; is it of this job?"
-            )
+    for one in facts if met else ():
+        if one.rank not in met:
+            yield FileProblem(one.path, f"rank {one.rank} has no collective, others have; is it of this job?")
 
 
 def waits_ns(found: Sequence[Collective]) -> dict[int, dict[int, int]]:
@@ -176,5 +187,5 @@ def waits_ns(found: Sequence[Collective]) -> dict[int, dict[int, int]]:
 
 def all_sections(summary: Summary) -> list[Section]:
     """The sections of every rank, their communication split into transfer and waiting."""
-    waits = waits_ns(summary.collectives)
-    return [row for trace in summary.traces for row in sections(trace, waits[trace.rank])]
+    found = of_ranks(sections, summary.traces, waits_ns(summary.collectives))
+    return [row for rows in found for row in rows]
