@@ -89,7 +89,7 @@ class _Way(NamedTuple):
     """How the steps of some plans run: what comes after what, but for the number of microbatches in flight.
 
     `layout`: the schedule that stands for all that deal chunks to ranks alike. `rounds`: without a pipeline,
-    microbatches that differ. `zero`: the ZeRO stage, in a pipeline 2 or 3.
+    microbatches that differ. `zero`: the ZeRO stage, without one.
     """
 
     layout: int
@@ -108,17 +108,20 @@ class _Sizes(NamedTuple):
 
     `ends`: units of the embedding, of the head, of both as one; `blocks`: units of each kind of layer. Of
     each part `saved` is kept without recomputation, `kept` with selective one; `loose` as in `LivePart`.
-    `table`: the gradient of the table, as tensor-parallel ranks make it.
+    `table`: the gradient of the table, as tensor-parallel ranks make it; `shared` that of its other use.
+    `further`: multi-token prediction outside its blocks.
     """
 
     ends: tuple[UnitBytes, UnitBytes, UnitBytes]
     blocks: tuple[tuple[UnitBytes, ...], ...]
     live: tuple[PartBytes, ...]
+    further: tuple[tuple[UnitBytes, PartBytes], ...]
     saved: tuple[Num, ...]
     kept: tuple[Num, ...]
     loose: tuple[Num, ...]
     one_input: Num
     table: Num
+    shared: Num
 
 
 def _step_bytes(
@@ -130,7 +133,7 @@ def _step_bytes(
     *keys, schedule, num_microbatches = np.broadcast_arrays(
         np.where(in_pipeline, _LAYOUTS[np.asarray(mesh.schedule, dtype=np.intp)], 0), mesh.pp, mesh.vpp,
         stage.index, np.where(in_pipeline, 0, np.minimum(mesh.num_microbatches, MICROBATCHES)),
-        np.where(in_pipeline & (mesh.zero != 2), 3, mesh.zero), mesh.recompute, redone,
+        np.where(in_pipeline, 0, mesh.zero), mesh.recompute, redone,
         mesh.offload_activations, mesh.schedule, mesh.num_microbatches,
     )  # fmt: skip
     shape, orders = num_microbatches.shape, np.stack([schedule.ravel(), num_microbatches.ravel()])
@@ -181,21 +184,22 @@ def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh
     for unit in held[3 + join :]:
         of_unit = UnitBytes.of(unit, mesh, cut)
         blocks[len(blocks) - unit.is_experts :] = [(*(blocks[-1] if unit.is_experts else ()), of_unit)]
-    of_modules = [UnitBytes.of(unit, mesh, cut) for unit in held[3 : 3 + join]]
-    for unit_bytes in (
-        *of_modules,
-        *(blocks.pop() if join else ()),
-    ):  # multi-token prediction runs in the head
-        head = head.plus(unit_bytes)
+    further: tuple[tuple[UnitBytes, PartBytes], ...] = ()
+    if model.mtp_layers:
+        joined, copy = held[3:5]
+        of_copy = UnitBytes.of(copy, mesh, cut, beyond).times((copy.count > 0) * 1.0)
+        further = ((UnitBytes.of(joined, mesh, cut).plus(of_copy), parts[-1].live[1]),)
     return _Sizes(
         ends=(embedding, head, tied),
         blocks=tuple(blocks),
-        live=tuple(part.live for part in parts if part.live is not None),
+        live=tuple(part.live[0] for part in parts),
+        further=further,
         saved=tuple(part.saved_bytes for part in parts),
         kept=tuple(part.saved_bytes - part.core_bytes for part in parts),
         loose=tuple(part.loose_bytes for part in parts),
         one_input=block_input_bytes(model, cut),
         table=cut.precision.act_bytes * of_table * (1.0 + (mesh.tp > 1) / mesh.tp),
+        shared=tied.grad if model.tied_embedding else cut.precision.act_bytes * of_table,
     )
 
 
@@ -214,7 +218,7 @@ def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np
         size = chunk.kept + (float(has_embedding) - float(has_head)) * sizes.one_input
         received = (2.0 - has_embedding - has_head) * passing * sizes.one_input
         found.append(chunk._replace(size=size, received=received))
-    rank = PipelineRank(found, way.zero, orders.shape[1])
+    rank = PipelineRank(found, orders.shape[1])
     most = np.empty(orders.shape[1])
     for order in np.unique(orders, axis=1).T:
         here = (orders == order[:, None]).all(axis=0)
@@ -226,6 +230,7 @@ def _chunk(
     model: Model, way: _Way, sizes: _Sizes, layers: Sequence[int], *, has_embedding: bool, has_head: bool
 ) -> Chunk:
     is_tied = model.tied_embedding and has_embedding and has_head
+    shared = sizes.shared * (model.shares_table and has_embedding and has_head)
     kinds = layer_kinds(model)
     num_on_host_here = num_on_host(way.on_host_frac, float(len(layers)))
     parts: list[LivePart] = []
@@ -234,14 +239,21 @@ def _chunk(
         layer = _layer(sizes, 1 + kind, sizes.blocks[kind], way, is_redone=i < way.num_redone / way.vpp)
         parts.append(layer._replace(kept=0.0) if i < num_on_host_here else layer)
     # In a pipeline nothing is given back before the end: the top layer of a run has the most below it.
-    parts = shortened(parts, 2, 2) if way.pp == 1 else shortened(parts, 0, 1 + (way.zero == 2))
+    parts = shortened(parts, 2, 2) if way.pp == 1 else shortened(parts, 0, 1)
     if has_embedding:
-        unit, shared = sizes.ends[2 if is_tied else 0], sizes.ends[2].grad * is_tied
-        parts.insert(0, _layer(sizes, 0, (unit,), way)._replace(table=sizes.table + shared))
+        ends = (sizes.ends[2 if is_tied else 0],)
+        parts.insert(0, _layer(sizes, 0, ends, way)._replace(table=sizes.table, shared=shared))
     if has_head:
-        parts.append(_layer(sizes, -1, () if is_tied else (sizes.ends[1],), way))
-    tied_grad = sizes.ends[2].grad * is_tied
-    return Chunk(parts, sizes.one_input, has_embedding, has_head, tied_grad)
+        head = _layer(sizes, -1, () if is_tied else (sizes.ends[1],), way)
+        if sizes.further:
+            head = head._replace(kept=head.part.saved, shared=sizes.ends[1].last_grad)
+        parts.append(head)
+    for unit, part in sizes.further if has_head else ():
+        kind = kinds.index(layer_kind(model, model.num_layers - 1))
+        block = _layer(sizes, 1 + kind, sizes.blocks[-1], way._replace(recompute=0))
+        parts += [block] * model.mtp_layers
+        parts.append(LivePart((unit,), part, part.saved))
+    return Chunk(parts, sizes.one_input, has_embedding)
 
 
 def _layer(
@@ -253,4 +265,5 @@ def _layer(
         live = live.without_recomputation()
     if is_redone:
         kept = sizes.one_input
-    return LivePart(units, live, kept, is_redone, loose=sizes.loose[part])
+    is_block = 0 < part < len(sizes.live) - 1
+    return LivePart(units, live, kept, is_redone, loose=sizes.loose[part], is_block=is_block)

@@ -39,8 +39,9 @@ class UnitBytes(NamedTuple):
 
     `whole`: gathered; `buffer`: what it is gathered into; `copies`: made on the way out where the cut is not
     along the first dim. `grad`: gradients as computed, `sums` as added up over microbatches, `reduced` as a
-    reduction reads them, `result` what it leaves, on the way to the `shard` that is kept. `last_grad`,
-    `last_sum`: of the unit's last weight, which goes last; `is_laid_out`: 1 where they are copied first.
+    reduction reads them, `result` what it leaves, on the way to the `shard` that is kept; where groups of
+    ranks add up theirs, what is `added` to a shard stays to the end of the backward. `last_grad`, `last_sum`:
+    of the unit's last weight, which goes last; `is_laid_out`: 1 where they are copied first.
     """
 
     whole: Num = 0.0
@@ -54,6 +55,7 @@ class UnitBytes(NamedTuple):
     last_grad: Num = 0.0
     last_sum: Num = 0.0
     is_laid_out: Num = 0.0
+    added: Num = 0.0
 
     @classmethod
     def of(cls, unit: Unit, mesh: Mesh, cut: Cut, beyond: Num = 0.0) -> UnitBytes:
@@ -67,6 +69,7 @@ class UnitBytes(NamedTuple):
         padded = trained.padded_size(mesh, cut)
         shard = kept * trained.local_size(mesh, cut)
         cast = (summed != kept) * summed * padded / ranks
+        in_groups = (unit.replicas(mesh)[0] > ranks) * 1.0
         return cls(
             whole=whole,
             buffer=whole * is_cut,
@@ -75,11 +78,16 @@ class UnitBytes(NamedTuple):
             sums=summed * size,
             reduced=summed * padded,
             result=shard + cast,
-            shard=shard + cast * (unit.replicas(mesh)[0] > ranks),  # groups add up what each has
+            shard=shard + cast * in_groups,
             last_grad=act * last,
             last_sum=summed * last,
             is_laid_out=is_cut * unit.is_experts,
+            added=in_groups * (summed == kept) * shard,
         )
+
+    def times(self, number: Num) -> UnitBytes:
+        """So many of it, or none."""
+        return UnitBytes(*(size * number for size in self))
 
     def plus(self, other: UnitBytes) -> UnitBytes:
         """Both gathered and reduced together."""
@@ -89,9 +97,11 @@ class UnitBytes(NamedTuple):
 class LivePart(NamedTuple):
     """A part of the model on a rank: units of weights as its forward needs them, moments, what it keeps.
 
-    `is_redone`: its forward runs again in the backward. `repeats`: alike neighbours. `loose`: of what it
+    `is_block`: it is given back behind its forward; the ends of a model are not. `is_redone`: its forward
+    runs again in the backward. `repeats`: alike neighbours. `loose`: of what it
     keeps, what goes with the gradient of its input where a backward is split. `table`: the gradient of a
-    table that this end of the model makes, other tensor-parallel ranks' parts included.
+    table that this end of the model makes, other tensor-parallel ranks' parts included. `shared`: the
+    gradient that a part above leaves of a weight that both use.
     """
 
     units: tuple[UnitBytes, ...]
@@ -101,6 +111,8 @@ class LivePart(NamedTuple):
     repeats: int = 1
     loose: Num = 0.0
     table: Num = 0.0
+    shared: Num = 0.0
+    is_block: bool = False
 
     def total(self, name: str) -> Num:
         """The sum over units of one of their sizes."""
@@ -117,6 +129,7 @@ class Live:
     buffer: Num = 0.0
     ahead: Num = 0.0
     reducing: Num = 0.0
+    added: Num = 0.0
     most: Num = 0.0
     whole: set[UnitPlace] = field(default_factory=set)
     summed: set[UnitPlace] = field(default_factory=set)
@@ -125,7 +138,7 @@ class Live:
     def see(self, values: Num, more: Num = 0.0) -> None:
         """A moment with `values` of a part, and `more`."""
         held = self.gradients + self.kept + self.gathered + self.buffer + self.ahead + self.reducing
-        self.most = np.maximum(self.most, held + values + more)
+        self.most = np.maximum(self.most, held + self.added + values + more)
 
     def gather(self, place: UnitPlace, unit: UnitBytes, count: int, values: Num, *, forward: bool) -> None:
         """A unit becomes whole, if it is not."""
@@ -167,6 +180,8 @@ class Live:
         if place not in self.reduced:
             self.reduced.add(place)
             self.gradients = self.gradients + count * unit.shard
+        else:
+            self.added = self.added + count * unit.added
         self.reducing = unit.reduced
 
 
@@ -184,15 +199,13 @@ def shortened(layers: Sequence[LivePart], bottom: int, top: int) -> list[LivePar
 class Chunk(NamedTuple):
     """Consecutive parts on a rank, from the embedding, if it is there, to the head.
 
-    `one_input`: bytes between two blocks. `tied_grad`: the gradient of a table that embedding and head share
-    here. `received`: buffers for what comes from other stages in a step. `size`: what a microbatch keeps.
+    `one_input`: bytes between two blocks. `received`: buffers for what comes from other stages in a step.
+    `size`: what a microbatch keeps.
     """
 
     parts: Sequence[LivePart]
     one_input: Num
     has_embedding: bool
-    has_head: bool
-    tied_grad: Num = 0.0
     received: Num = 0.0
     size: Num = 0.0
 
@@ -209,10 +222,6 @@ class Chunk(NamedTuple):
         """All units."""
         return {(i, j) for i, layer in enumerate(self.parts) for j in range(len(layer.units))}
 
-    def is_end(self, i: int) -> bool:
-        """Whether part `i` is the embedding or the head."""
-        return (i == 0 and self.has_embedding) or (i == len(self.parts) - 1 and self.has_head)
-
     def forward(self, live: Live, *, reshards: bool) -> None:
         """One microbatch; blocks are given back behind their forward where it `reshards`."""
         for i, layer in enumerate(self.parts):
@@ -222,7 +231,7 @@ class Chunk(NamedTuple):
                 live.see(layer.part.bare_forward if layer.is_redone else layer.part.forward)
             live.kept = live.kept + layer.repeats * layer.kept
             for j, unit in enumerate(layer.units):
-                if reshards and not self.is_end(i):
+                if reshards and layer.is_block:
                     live.let_go((i, j), unit, layer.repeats)
         live.buffer = 0.0
 
@@ -231,18 +240,19 @@ class Chunk(NamedTuple):
         for i in reversed(range(len(self.parts))):
             layer = self.parts[i]
             live.kept = live.kept - layer.repeats * layer.kept
-            below = self.parts[i - 1].units[:1] if prefetches and i > 1 else ()
+            below = self.parts[i - 1].units[:1] if prefetches and i and self.parts[i - 1].is_block else ()
             ahead = sum((unit.buffer for unit in below), 0.0)
-            if self.is_end(i) and i > 0:
-                live.see(layer.part.backward.most)
-                live.gradients = live.gradients + self.tied_grad
+            if i > 0 and not layer.is_block:
+                live.see(layer.part.backward.most, layer.shared)
                 live.ahead = ahead
             elif layer.repeats == 1:
                 self._block(live, i, ahead, reduces=reduces, reshards=reshards)
-            for j in reversed(range(len(layer.units))) if layer.repeats > 1 or self.is_end(i) else (0,):
+            if layer is self.parts[-1]:
+                live.gradients = live.gradients + sum((one.shared for one in self.parts), 0.0)
+            live.gradients = live.gradients - layer.shared
+            for j in reversed(range(len(layer.units))) if layer.repeats > 1 or not layer.is_block else (0,):
                 self._through(live, (i, j), self.one_input, reduces=reduces, reshards=reshards)
-        live.reducing = 0.0
-        live.gradients = live.gradients - self.tied_grad
+        live.reducing = live.added = 0.0
 
     def _block(self, live: Live, i: int, ahead: Num, *, reduces: bool, reshards: bool) -> None:
         layer = self.parts[i]
@@ -264,7 +274,7 @@ class Chunk(NamedTuple):
             self._through(live, (i, 1), spans.experts_done, reduces=reduces, reshards=reshards)
         live.ahead = ahead
         live.see(spans.behind if layer.units[1:] else spans.most)
-        live.see(self.one_input, layer.table)
+        live.see(self.one_input, layer.table + layer.shared)
 
     def _through(self, live: Live, place: UnitPlace, values: Num, *, reduces: bool, reshards: bool) -> None:
         """The gradients of a unit are there."""
@@ -290,12 +300,12 @@ def peak_without_pipeline(chunk: Chunk, num_microbatches: int, zero: int) -> Num
 class PipelineRank:
     """A rank of a pipeline and its `chunks`, whatever the number of microbatches; sizes are [chunk, cell].
 
-    Weights stay gathered. Sums are reduced behind the last backward of a chunk, under ZeRO 2 in each.
+    Weights stay gathered. Sums are reduced behind the last backward of a chunk.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], zero: int, num_cells: int) -> None:
-        self.chunks, self.zero, self.num_cells = chunks, zero, num_cells
-        self.held = self._column(chunk.total("shard" if zero == 2 else "sums") for chunk in chunks)
+    def __init__(self, chunks: Sequence[Chunk], num_cells: int) -> None:
+        self.chunks, self.num_cells = chunks, num_cells
+        self.held = self._column(chunk.total("sums") for chunk in chunks)
         self.shards = self._column(chunk.total("shard") for chunk in chunks)
         self.sizes = self._column(chunk.size for chunk in chunks)
         self.received = self._column(chunk.received for chunk in chunks).sum(axis=0)
@@ -303,19 +313,14 @@ class PipelineRank:
             chunk.total("whole") for chunk in chunks
         )
         self.waiting = self._column(_waiting(chunk) for chunk in chunks)
-        self.reducing = self._column((zero == 2) * _lowest_reduced(chunk) for chunk in chunks)
         self.first = self._column(self._first_forward(number) for number in range(len(chunks))).max(axis=0)
         self.tops: dict[tuple[str, bool], NDArray[np.float64]] = {}
-        self.ends = self._column(_end(chunk) for chunk in chunks) if zero != 2 else None
+        self.ends = self._column(_end(chunk) for chunk in chunks)
 
     def peak(self, moments: Moments, cells: Any) -> Num:
         """The most in a step with these moments, in some of the cells."""
         several = len(self.chunks) > 1  # a lone chunk's reduction ends the step
-        busy = moments.turning + moments.waited
-        idle = moments.summed * (1.0 - busy)
-        total = self._state(
-            moments.alive, moments.turned, moments.summed, moments.done * several, idle, cells
-        )
+        total = self._state(moments.alive, moments.turned, moments.summed, moments.done * several, cells)
         for kind, at_work in (
             ("forward", moments.entering), ("backward", moments.turning), ("input", moments.leaving),
             ("weights", moments.waited),
@@ -326,30 +331,27 @@ class PipelineRank:
                     total = total + flags @ self._top(kind, is_summed)[:, cells]
         whole = self.whole[:, cells].sum(axis=0)
         most = np.maximum(whole + total.max(axis=0), self.first[cells])
-        if self.ends is not None:
-            for number, ends in enumerate(moments.ends):
-                others = 1.0 * (np.arange(len(self.chunks)) != number)
-                alive, turned, summed, done = (row * others for row in ends)
-                state = self._state(alive, turned, summed, done * several, 0.0 * alive, cells)
-                own = (ends[0][number] - 1.0) * self.sizes[number, cells]
-                rest = state + others @ self.whole[:, cells] + own
-                most = np.maximum(most, rest + self.ends[number][cells])
+        for number, ends in enumerate(moments.ends):
+            others = 1.0 * (np.arange(len(self.chunks)) != number)
+            alive, turned, summed, done = (row * others for row in ends)
+            state = self._state(alive, turned, summed, done * several, cells)
+            own = (ends[0][number] - 1.0) * self.sizes[number, cells]
+            rest = state + others @ self.whole[:, cells] + own
+            most = np.maximum(most, rest + self.ends[number][cells])
         return most + self.received[cells]
 
-    def _state(self, alive: Any, turned: Any, summed: Any, done: Any, idle: Any, cells: Any) -> Any:
+    def _state(self, alive: Any, turned: Any, summed: Any, done: Any, cells: Any) -> Any:
         """Beside the chunk at work: what is kept, gradients, weights given back."""
-        sizes, waiting, held, shards, whole, reducing = (
-            one[:, cells]
-            for one in (self.sizes, self.waiting, self.held, self.shards, self.whole, self.reducing)
+        sizes, waiting, held, shards, whole = (
+            one[:, cells] for one in (self.sizes, self.waiting, self.held, self.shards, self.whole)
         )
-        kept = alive @ sizes + turned @ waiting
-        return kept + (summed * (1.0 - done)) @ held + done @ (shards - whole) + idle @ reducing
+        return alive @ sizes + turned @ waiting + (summed * (1.0 - done)) @ held + done @ (shards - whole)
 
     def _top(self, kind: str, is_summed: bool) -> NDArray[np.float64]:
         """What the microbatch at work takes beyond its share of what is kept."""
         if (kind, is_summed) not in self.tops:
             self.tops[kind, is_summed] = self._column(
-                _top(chunk, kind, self.zero, is_summed=is_summed) - chunk.size for chunk in self.chunks
+                _top(chunk, kind, is_summed=is_summed) - chunk.size for chunk in self.chunks
             )
         return self.tops[kind, is_summed]
 
@@ -374,22 +376,17 @@ def _waiting(chunk: Chunk) -> Num:
     return sum((one.repeats * (one.part.backward.waiting - one.loose) for one in chunk.parts), 0.0)
 
 
-def _lowest_reduced(chunk: Chunk) -> Num:
-    return next((layer.units[0].reduced for layer in chunk.parts if layer.units), 0.0)
-
-
-def _top(chunk: Chunk, kind: str, zero: int, *, is_summed: bool) -> Num:
+def _top(chunk: Chunk, kind: str, *, is_summed: bool) -> Num:
     """The most that one microbatch of a chunk holds while it runs, its share of what is kept included."""
-    live, before = Live(whole=chunk.places()), chunk.total("shard" if zero == 2 else "sums")
+    live, before = Live(whole=chunk.places()), chunk.total("sums")
     if is_summed:
-        (live.reduced if zero == 2 else live.summed).update(chunk.places())
+        live.summed.update(chunk.places())
         live.gradients = before
-        live.reducing = (zero == 2) * (kind in ("backward", "weights")) * _lowest_reduced(chunk)
     if kind == "forward":
         chunk.forward(live, reshards=False)
     elif kind == "backward" or (chunk.has_embedding and kind == "weights"):
         live.kept = chunk.kept
-        chunk.backward(live, reduces=zero == 2, reshards=False, prefetches=False)
+        chunk.backward(live, reduces=False, reshards=False, prefetches=False)
     elif kind == "input" and not chunk.has_embedding:
         through: Num = 0.0
         for layer in reversed(chunk.parts):
@@ -402,7 +399,7 @@ def _top(chunk: Chunk, kind: str, zero: int, *, is_summed: bool) -> Num:
         last = max((layer.part.backward.waiting for layer in chunk.parts[-1:]), default=0.0)
         for layer in chunk.parts:
             for unit in layer.units:
-                beside = unit.reduced + unit.result if zero == 2 else unit.sums * (not is_summed)
+                beside = unit.sums * (not is_summed)
                 live.see(chunk.size - freed - _waiting(chunk) + chunk.total("grad"), np.maximum(last, beside))
     return live.most - (before if is_summed else 0.0)
 

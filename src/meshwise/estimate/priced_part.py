@@ -24,6 +24,7 @@ from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.moments import PartBytes, part_bytes
 from meshwise.program.op import Op
 from meshwise.program.walk import Room, activations, room
+from meshwise.program.weights_of_ops import ENDS
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 """Kinds of op whose FLOP are matrix work."""
@@ -70,7 +71,8 @@ class Part:
     `loss_bytes` is what a loss fills beyond what is kept of it, `booked_loss_bytes` what is booked for that
     (`program.walk.room`); `widest_bytes` is the largest gradient of an activation that the backward holds,
     `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `flop` is matrix work by
-    phase. `live`: the most alive in its forward and backward, where memory is told moment by moment.
+    phase. `live`: the most alive in its forward and backward, where memory is told moment by moment; of the
+    head, then of multi-token prediction.
     """
 
     machine: Machine
@@ -100,7 +102,7 @@ class Part:
     widest_bytes: Num
     exchange_bytes: Num
     flop: dict[str, Num]
-    live: PartBytes | None = None
+    live: tuple[PartBytes, ...] = ()
 
     def at(self, index: Any) -> Part:
         """The part of the cells `index` of its grid, without its rows."""
@@ -192,10 +194,24 @@ def _part(
         widest_bytes=_widest_bytes(ops),
         exchange_bytes=_exchange_bytes(ops),
         flop=dict(flop),
-        live=part_bytes(ops, grad_bytes).with_loss(kept.saved_bytes + loss.filled_bytes)
-        if grad_bytes
-        else None,
+        live=_live(ops, grad_bytes) if grad_bytes else (),
     )
+
+
+def _live(ops: Sequence[Op], grad_bytes: float) -> tuple[PartBytes, ...]:
+    """The moments of a part; of a head, then those of multi-token prediction, its blocks left out."""
+    pieces = [ops]
+    if any(op.module == "mtp" for op in ops):
+        ends = [op for op in ops if op.module in ENDS]
+        pieces = [[op for op in ends if _is_further(op) == further] for further in (False, True)]
+    found = [part_bytes(piece, grad_bytes) for piece in pieces]
+    filled = [_loss_room(piece).filled_bytes for piece in pieces]
+    return tuple(one.with_loss(one.saved + more) for one, more in zip(found, filled, strict=True))
+
+
+def _is_further(op: Op) -> bool:
+    """Whether an op of the head belongs to multi-token prediction."""
+    return op.module == "mtp" or op.name.startswith("mtp_")
 
 
 def _unread(ops: Sequence[Op]) -> set[int]:

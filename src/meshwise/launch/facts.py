@@ -11,6 +11,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from meshwise.core.errors import DataError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
@@ -70,6 +72,16 @@ def idle_keys(facts: Facts) -> set[str]:
     return {key for key, idle in without_effect(facts).items() if idle}
 
 
+def resharding(zero: Any, pp: Any) -> Any:
+    """When torchtitan gives gathered weights back, for each ZeRO stage of a grid.
+
+    Weights that stay gathered are stage 2: gradients are reduced in each microbatch. In a pipeline they are
+    stage 1: torch's schedules reduce once a step.
+    """
+    names = np.array([["none", "never_summed", "never", "always"], ["none", "never", "never", "always"]])
+    return names[np.asarray(pp > 1, dtype=np.intp), np.asarray(zero, dtype=np.intp)]
+
+
 def derive(facts: Facts) -> Facts:
     """`facts`, and what follows from them; None where it does not apply."""
     get = facts.get
@@ -87,6 +99,7 @@ def derive(facts: Facts) -> Facts:
         "shard": 1 if not zero else dp if group is None else group // cp,
         "recompute_form": form if layers is None else "uneven" if layers % vpp else "block",
         "recompute_num": get("recompute_every") if layers is None else layers // vpp,
+        "resharding": str(resharding(zero, pp)),
         "gather_overlap": bool(get("overlap_dp") and zero),
         "p2p_overlap": get("overlap_pp", True) if vpp > 1 or get("overlap_pp", True) else "blocking",
         "etp_beside_ep": get("etp") if ep > 1 or get("etp") != tp else None,
@@ -226,7 +239,9 @@ def _sharding(facts: Facts, model_ranks: int) -> Facts:
     elif shard < 0 or (facts.get("launcher") == "FSDP" and shard * replicate == 1):
         shard = left
     is_sharded = shard != 1 or facts["cp"] > 1
-    zero = facts.get("zero") or (3 if facts["pp"] == 1 else 2)
+    kept = 2 if facts["pp"] == 1 else 1
+    unstated = {"never": kept, "always": 3}.get(facts.get("resharding", ""), 3 if facts["pp"] == 1 else 1)
+    zero = facts.get("zero") or unstated
     found: Facts = {"shard": shard, "replicate": replicate, "zero": zero if is_sharded else 0}
     if shard and replicate:
         found["dp"] = shard * replicate

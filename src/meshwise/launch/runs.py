@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.launch.facts import Facts, without_effect
+from meshwise.launch.facts import Facts, resharding, without_effect
 from meshwise.launch.refusals import IDLE, broken
 from meshwise.launch.settings import write_settings
 from meshwise.launch.shape import shape_of, unsaid
@@ -23,7 +23,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, NUMBERS, RECOMPUTE
 from meshwise.program.implementation import loss_fusion
 
-_FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "loss")
+_FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "loss", "resharding")
 """Facts that follow from several keys of a plan and that some frameworks do not have in every form."""
 _COUNTED = ("sp", "overlap_tp", "vpp", "overlap_pp", "overlap_ep", "zero", "zero_group", "etp")
 """Keys that refusals look at and that may have no effect."""
@@ -122,6 +122,7 @@ def _facts(model: Model, mesh: Mesh) -> Facts:
         "recompute": recompute,
         "recompute_layers": layers,
         "recompute_fsdp": recompute,
+        "resharding": resharding(np.where(mesh.replicas == 1, 0, mesh.zero), pp),
         "loss": loss_fusion(plan),
         "recompute_form": np.where(
             layers > 0, of_layers, np.where(recompute == "selective", form, recompute)

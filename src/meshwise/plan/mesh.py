@@ -630,6 +630,11 @@ def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Rules of torch.distributed.pipelining."""
     rounds = np.maximum(1, mesh.num_microbatches // mesh.pp)
     yield Rule(
+        (mesh.pp > 1) & (mesh.zero == 2),
+        "implementation=fsdp2 under pp={pp} reduces gradients once a step, like torch's schedules: zero=2 "
+        "is not built; use zero=1, zero=3 or pp=1",
+    )
+    yield Rule(
         (mesh.pp > 1) & np.isin(mesh.schedule, _IN_ROUNDS) & (mesh.num_microbatches % rounds != 0),
         "implementation=fsdp2 runs schedule={schedule} in {rounds} rounds of pp={pp}, which do not divide "
         "{num_microbatches} microbatches; use a multiple of {pp}",

@@ -7,7 +7,7 @@ they stay gathered: a chunk is gathered once a step, or each time that the sched
 FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
 parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
 rank is such a group. The two ways of DualPipe hold copies too. Gradients are reduced in fp32 (fp64 under
-fp64), or in `grad_dtype`, when the last microbatch is through; under ZeRO 2, and 3 without a pipeline, which
+fp64), or in `grad_dtype`, when the last microbatch is through; without a pipeline, under ZeRO 2 and 3, which
 keep no whole gradients, after every microbatch (as torchtitan leaves it). Experts are cut along their width,
 among the ranks that hold the same ones.
 
@@ -191,8 +191,8 @@ def reductions(stage: Stage, mesh: Mesh) -> Num:
 
 
 def sums_are_shards(mesh: Mesh) -> Num:
-    """1 where gradients are reduced after every microbatch; torch's pipelines do that under ZeRO 2 alone."""
-    return at_stage(FSDP2.sums, mesh.zero) * ((mesh.zero == 2) | (mesh.pp == 1))
+    """1 where gradients are reduced after every microbatch, which torch's pipelines never do."""
+    return at_stage(FSDP2.sums, mesh.zero) * (mesh.pp == 1)
 
 
 @lru_cache(maxsize=1024)

@@ -55,7 +55,7 @@ class PartBytes(NamedTuple):
     """The most bytes alive in a part, its input included.
 
     `forward` and `backward` under selective recomputation, `whole_forward` and `whole_backward` where nothing
-    is recomputed, `bare_forward` where nothing is kept.
+    is recomputed, `bare_forward` where nothing is kept. `saved`: what is kept where nothing is recomputed.
     """
 
     forward: Num
@@ -63,6 +63,7 @@ class PartBytes(NamedTuple):
     whole_forward: Num
     whole_backward: BackwardBytes
     bare_forward: Num
+    saved: Num
 
     def without_recomputation(self) -> PartBytes:
         """The same where nothing is recomputed."""
@@ -113,7 +114,8 @@ class PartMoments:
         kept = whole
         if self.walk.segments:
             kept = self.forward(recomputes=True), self.backward(recomputes=True)
-        return PartBytes(*kept, *whole, self.forward(recomputes=False, keeps=False))
+        saved = self.walk.bytes(self.walk.kept(recomputes=False))
+        return PartBytes(*kept, *whole, self.forward(recomputes=False, keeps=False), saved)
 
     def forward(self, *, recomputes: bool, keeps: bool = True) -> Num:
         """The most in the forward."""

@@ -47,12 +47,11 @@ REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad")
 def make_schedule(
     name: str, pieces: Mapping[int, nn.Module], num_stages: int, num_microbatches: int,
     passed: tuple[tuple[int, ...], torch.dtype], group: dist.ProcessGroup, context: Context,
-    *, reduces_each: bool,
 ) -> Callable[..., list[Tensor]]:  # fmt: skip
     """A function of tokens and labels that runs all microbatches, forward and backward.
 
     `pieces`: this rank's modules by stage; the last stage's returns its loss. `passed`: shape and dtype of
-    what a stage hands on. `reduces_each`: gradients are reduced after each microbatch, not once a step. The
+    what a stage hands on. The
     function returns the losses of the microbatches, empty on other ranks.
     """
     shape, dtype = passed
@@ -77,8 +76,6 @@ def make_schedule(
     )  # fmt: skip
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
-        if reduces_each:
-            _reduce_each(stage)
         _end_backward_of_weights(stage)
         for method in REDUCING:
             setattr(stage, method, _in_backward(getattr(stage, method), context.recorder))
@@ -95,11 +92,6 @@ def make_schedule(
         return losses
 
     return step
-
-
-def _reduce_each(stage: PipelineStage) -> None:
-    """Gradients are reduced in each backward: schedules defer it to the last."""
-    stage.submod.set_requires_gradient_sync = lambda _: None  # stays true
 
 
 def _end_backward_of_weights(stage: PipelineStage) -> None:

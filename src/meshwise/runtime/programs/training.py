@@ -123,7 +123,7 @@ class Trainer:
         shape = (self.options.microbatch, tokens, self.model.hidden)
         return make_schedule(
             plan.schedule, self.pieces, plan.pp * plan.vpp, self.num, (shape, self.context.dtype(plan.dtype)),
-            self.line, self.context, reduces_each=plan.zero == 2,
+            self.line, self.context,
         )  # fmt: skip
 
     def _ranks(self, numbers: Iterable[int]) -> list[int]:
