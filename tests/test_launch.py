@@ -1,5 +1,6 @@
 """Settings of other frameworks: allowed by their argument lists, complete, and refused where they refuse."""
 
+import ast
 import json
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ import meshwise as mw
 from meshwise.calibrate.defaults import entries
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
-from meshwise.launch.settings import FRAMEWORKS, SERVING, TRAINING
+from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, TRAINING
 from meshwise.launch.tables import VALUE, Near, table_of
 
 CLUSTER = "h100-80g-sxm:64"
@@ -115,7 +116,8 @@ def test_nothing_of_a_plan_is_dropped(framework: str, model: str, plan: mw.Plan)
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) -> None:
-    words = ("launch", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--plan", "tp=8", "--batch", "8")
+    cluster, plan = ("4090:1", "lora_rank=8") if framework in FINETUNING else ("h100-80g-sxm:8", "tp=8")
+    words = ("launch", "llama3-8b", "--cluster", cluster, "--plan", plan, "--batch", "8")
     folder = tmp_path / "job"
     done = meshwise(*words, "--seq", "4096", "--to", framework, "-o", str(folder), "--json")
     assert done.code == 0
@@ -124,7 +126,7 @@ def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) 
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         file["path"]: file["text"] for file in document["files"]
     }
-    for path in folder.glob("*.sbatch"):
+    for path in folder.glob("job.*"):
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
@@ -137,6 +139,7 @@ def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) 
         ("deepspeed", "zero=1,offload_optimizer=0.5", "needs zero=3"),
         ("accelerate", "pp=2", "no pipeline"),
         ("nemo", "tp=2", "must be one of megatron-lm"),
+        ("unsloth", "lora_rank=8", "are for one card, not 64"),
     ],
 )
 def test_what_a_framework_refuses_is_one_sentence(framework: str, plan: str, sentence: str) -> None:
@@ -511,3 +514,36 @@ def test_a_file_that_is_no_job_is_refused(tmp_path: Path, text: str, sentence: s
     (tmp_path / "job").write_text(text)
     with pytest.raises(mw.MeshwiseError, match=sentence):
         mw.read_job(tmp_path / "job")
+
+
+def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
+    """Arguments are those of the list; peft says the plan whole, and what Unsloth does otherwise is told."""
+    plan = "lora_rank=16,frozen_dtype=int4,optimizer=adam-fp32,recompute=full,implementation=huggingface"
+    words = {"batch": 16, "seq": 2048, "microbatch": 2}
+    for framework in ("peft", "unsloth"):
+        job = mw.launch("Qwen/Qwen3-8B", "4090:1", plan, to=framework, **words)
+        tree = ast.parse(job.files[0].text)
+        calls = {ast.unparse(one.func): one for one in ast.walk(tree) if isinstance(one, ast.Call)}
+        known = framework_arguments(framework).arguments
+        for name, call in calls.items():
+            callee = name.rpartition(".")[2]
+            stated = {word.arg: word.value for word in call.keywords}
+            for argument in stated if any(one.startswith(f"{callee}.") for one in known) else ():
+                assert f"{callee}.{argument}" in {*known, *OF_SCRIPTS}
+        sizes = {word.arg: ast.unparse(word.value) for word in calls["SFTConfig"].keywords}
+        assert sizes["per_device_train_batch_size"] == "2" and sizes["gradient_accumulation_steps"] == "8"
+        assert sizes["max_length"] == "2048" and sizes["packing"] == "True"
+        assert "'Qwen/Qwen3-8B'" in ast.unparse(tree)
+        assert bool(job.not_expressed) == (framework == "unsloth")
+    tune = mw.launch("llama3-8b", "4090:1", plan, to="torchtune", **words)
+    assert tune.arguments[:3] == (
+        "lora_finetune_single_device",
+        "--config",
+        "llama3_1/8B_qlora_single_device",
+    )
+    lost = mw.launch("qwen3-8b", "4090:1", plan, to="torchtune", **words).not_expressed
+    assert "model=qwen3-8b: torchtune has no config of qlora for it" in lost
+
+
+OF_SCRIPTS = {"SFTConfig.output_dir", "from_pretrained.quantization_config"}
+"""What a script states beside the plan."""

@@ -17,7 +17,7 @@ from meshwise.core.errors import DataError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import ENGINE_KEYS, WEIGHT_KEYS, Mesh
-from meshwise.plan.plan import DEFAULTS, EVEN, KEYS, Plan
+from meshwise.plan.plan import DEFAULTS, EVEN, KEYS, LORA_TARGETS, Plan
 from meshwise.plan.stages import chunk_layers, layers_of_chunks
 from meshwise.program.implementation import loss_fusion
 
@@ -106,6 +106,7 @@ def derive(facts: Facts) -> Facts:
         "local_batch": microbatch,
         "pipeline_microbatch": microbatch if piped else None,
         "layers_per_chunk": num_layers // (pp * vpp) if piped and num_layers and stages is None else None,
+        **_adapters(facts),
         "host_syncs": piped or ep > 1,
         "weights_sharded": zero >= 2,
         "cp_size": 1 if get("cp_kind") == "ulysses" else cp,
@@ -122,6 +123,22 @@ def derive(facts: Facts) -> Facts:
         if piped:
             found["local_batch"] = batch // dp
     return facts | found
+
+
+def _adapters(facts: Facts) -> Facts:
+    """Which layers have adapters, by their names in `transformers` and torchtune; how weights are loaded."""
+    rank, targets = facts.get("lora_rank"), facts.get("lora_targets")
+    names = tuple(f"{name}_proj" for name in targets or LORA_TARGETS) if rank else None
+    attention = [name.replace("o_proj", "output_proj") for name in names or () if name[0] in "qkvo"]
+    whole = facts.get("optimizer") in ("adam", "adam-fp32") and not rank
+    loaded = {"fp16": "float16", "fp32": "float32"}.get(facts.get("dtype", ""), "bfloat16")
+    return {
+        "adapted": names,
+        "adapted_attention": tuple(attention) if rank else None,
+        "adapts_mlp": len(attention) < len(names) if names else None,
+        "recompute_adapters": facts.get("recompute") if rank else None,
+        "loaded": "float32" if whole else loaded,
+    }
 
 
 def _serving(facts: Facts) -> Facts:

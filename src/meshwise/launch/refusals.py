@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwise.core.errors import PlanError
 from meshwise.launch.facts import Facts
+from meshwise.launch.settings import FINETUNING
 from meshwise.plan.plan import DEFAULTS
 
 Refusal = tuple[Callable[[Facts], Any], str]
@@ -102,6 +103,12 @@ _MEGATRON_LM: list[Refusal] = [
         "loss_fusion=in_place is Transformer Engine's loss, refused since 0.19; use loss_fusion=kernels",
     ),
 ]
+_FINETUNING: list[Refusal] = [
+    (
+        lambda f: f["num_gpus"] > 1,
+        "its settings are for one card, not {num_gpus}; use --cluster CHIP:1, or --to accelerate for more",
+    ),
+]
 REFUSALS: dict[str, list[Refusal]] = {
     "megatron-lm": _MEGATRON_LM,
     "megatron-bridge": _MEGATRON,
@@ -109,6 +116,7 @@ REFUSALS: dict[str, list[Refusal]] = {
     "deepspeed": _DEEPSPEED,
     "accelerate": _ACCELERATE,
     "sglang": _SGLANG,
+    **dict.fromkeys(FINETUNING, _FINETUNING),
 }
 
 

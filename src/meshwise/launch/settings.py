@@ -14,7 +14,9 @@ Settings = dict[str, Any]
 
 TRAINING = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
 SERVING = ("vllm", "sglang", "tensorrt-llm")
-FRAMEWORKS = TRAINING + SERVING
+FINETUNING = ("peft", "unsloth", "torchtune")
+"""Those of one card; of others, only what a search chooses among is in `TRAINING`."""
+FRAMEWORKS = TRAINING + FINETUNING + SERVING
 _WORK = ("batch", "seq", "microbatch")
 
 

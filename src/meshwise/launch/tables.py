@@ -43,6 +43,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     neutral: list[str]
     bridge_names: dict[str, str]
     torchtitan_models: dict[str, tuple[str, str]]
+    torchtune_models: dict[str, tuple[str, str]]
 
 
 @cache

@@ -22,8 +22,9 @@ from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
+from meshwise.launch.finetune import peft_script, torchtune_words, unsloth_script
 from meshwise.launch.refusals import check
-from meshwise.launch.settings import FRAMEWORKS, SERVING, Settings, write_settings
+from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, Settings, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
@@ -123,9 +124,12 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
         lost |= {sentence: sentence for sentence in without_name}
     settings = {name: read_value(framework, name, value) for name, value in settings.items()}
     lost |= _model_not_expressed(framework, model)
-    flags, files = _forms(framework, settings, model)
+    flags, files, lacks = _forms(framework, settings, model, facts)
+    lost |= {sentence: sentence for sentence in lacks}
     command = _command(framework, flags, model, facts, node)
     script = File("job.sbatch", _slurm(framework, command, facts, node))
+    if framework in FINETUNING:
+        script = File("job.sh", f"#!/bin/bash\nset -euo pipefail\n{command}\n")
     return Launch(
         framework=framework,
         version=framework_arguments(framework).version,
@@ -154,8 +158,20 @@ def _model_not_expressed(framework: str, model: Model) -> dict[str, str]:
 # --- forms -------------------------------------------------------------------------------------
 
 
-def _forms(framework: str, settings: Settings, model: Model) -> tuple[list[str], list[File]]:
-    """The words of the command line, and the files that they name."""
+def _forms(
+    framework: str, settings: Settings, model: Model, facts: Facts
+) -> tuple[list[str], list[File], list[str]]:
+    """The words of the command line, the files that they name, and what no file of the framework has."""
+    if framework == "torchtune":
+        words, lacks = torchtune_words(settings, model, facts)
+        return words, [], [lacks] * bool(lacks)
+    if framework in FINETUNING:
+        script = {"peft": peft_script, "unsloth": unsloth_script}[framework](settings, model)
+        return ["train.py"], [File("train.py", script)], []
+    return *_words_and_files(framework, settings, model), []
+
+
+def _words_and_files(framework: str, settings: Settings, model: Model) -> tuple[list[str], list[File]]:
     dashed = {name: value for name, value in settings.items() if name.startswith("--")}
     dotted = {name: value for name, value in settings.items() if name not in dashed}
     if framework == "torchtitan":
@@ -236,6 +252,8 @@ def yaml_text(tree: dict[str, Any], indent: str = "") -> str:
 def _command(framework: str, flags: list[str], model: Model, facts: Facts, node: int) -> str:
     """The line that starts one node; "$@" takes data, tokenizer, learning rate and the like."""
     words = shlex.join(flags)
+    if framework in FINETUNING:
+        return f'{"tune run" if framework == "torchtune" else "python"} {words} "$@"'
     if framework in SERVING:
         start = {
             "vllm": "vllm serve",
