@@ -80,7 +80,7 @@ def part_bytes(ops: Sequence[Op], grad_bytes: float) -> PartBytes:
     forward = [op for op in ops if op.phase == "forward"]
     if not forward:
         nothing = BackwardBytes(*[0.0] * len(BackwardBytes._fields))
-        return PartBytes(0.0, nothing, 0.0, nothing, 0.0)
+        return PartBytes(0.0, nothing, 0.0, nothing, 0.0, 0.0)
     workspace: dict[tuple[str, str], Num] = {}
     for op in ops:
         if op.phase == "backward":
