@@ -6,8 +6,7 @@ and per token after it are known within `PRECISION`:
 - the *warm-up* is left out by MSER-5: so many batches of requests that the standard error of the mean of the
   others is least (White, Cobb, Spratt, WSC 2000), the later of what both series say; at most half;
 - the end: requests that are sent less than the mean duration of one before the last;
-- the interval of a mean holds it 19 times of 20, judging by how long a request is like those before it; a
-  series must be 50 times as long as that.
+- the interval of a mean holds it 19 times of 20, judging by how long a request is like those before it.
 
 A queue grows without end where more and more requests are under way, 199 times of 200 not by chance, in two
 simulations of which the second has twice as many requests. Then times depend on how long one measures, and
@@ -35,7 +34,7 @@ FIRST_REQUESTS, MOST_REQUESTS = 2_000, 64_000
 """Requests of the first simulation (ten of each client, if that is more), and about those of the last."""
 
 LEAST_LENGTHS, SOKAL = 50, 5.0
-"""Lengths of its memory that a series must have before its interval is believed (emcee's rule)."""
+"""For how many tau a series must go on until tau is known; of which tau is the sum."""
 
 NUM_SPANS, STUDENT_199 = 20, 2.861
 """Spans of time in which the number under way is compared; Student's t of one less, one sided at 99.5 %."""
@@ -62,9 +61,8 @@ class CountedWindow:
     """The requests that count: `served`, those of `num_simulated` that were sent from `start_s` to `stop_s`.
 
     `requests_per_s` and `output_tokens_per_s`: what ends in between. `half_frac`: half of the interval of a
-    mean, by quantity, over the mean; `lengths`: how many times the memory of both it is long. `rise`: how
-    many more requests are under way from one twentieth of the time to the next, over the standard error of
-    that. `queue_grows`: without end.
+    mean, by quantity, over the mean. `rise`: how many more requests are under way from one twentieth of the
+    time to the next, over the standard error of that. `queue_grows`: without end.
     """
 
     served: Served
@@ -73,15 +71,13 @@ class CountedWindow:
     requests_per_s: float
     output_tokens_per_s: float
     half_frac: dict[str, float]
-    lengths: float
     rise: float
     queue_grows: bool = False
 
     @property
     def is_settled(self) -> bool:
         """Whether its figures do not depend on how long one measures."""
-        is_sure = self.lengths >= LEAST_LENGTHS and max(self.half_frac.values(), default=0.0) <= PRECISION
-        return is_sure and self.rise < 1.0
+        return self.rise < 1.0 and max(self.half_frac.values(), default=0.0) <= PRECISION
 
     def to_json(self) -> dict[str, Any]:
         """How the figures under load were counted."""
@@ -146,15 +142,14 @@ def window(served: Served) -> CountedWindow:
     start_s, stop_s = float(sent_s[warm_up]), float(sent_s[in_time - 1])
     ends = (last_s > start_s) & (last_s <= stop_s)
     over_s = max(stop_s - start_s, 1e-9)
-    names, intervals = ("ttft_s", "tpot_s"), [_interval(one[warm_up:]) for one in series]
+    names = ("ttft_s", "tpot_s")
     return CountedWindow(
         served=restricted(served, counted),
         num_simulated=len(order),
         num_warm_up=warm_up,
         requests_per_s=float(ends.sum()) / over_s,
         output_tokens_per_s=float(served.output[order][ends].sum()) / over_s,
-        half_frac={name: half for name, (half, _) in zip(names, intervals, strict=True)},
-        lengths=min(lengths for _, lengths in intervals),
+        half_frac={name: _half_frac(one[warm_up:]) for name, one in zip(names, series, strict=True)},
         rise=_rise(sent_s, last_s, start_s, stop_s),
     )
 
@@ -184,22 +179,24 @@ def _warm_up(series: Seconds) -> int:
     return int(error[: num // 2 + 1].argmin()) * size
 
 
-def _interval(series: Seconds) -> tuple[float, float]:
-    """Half of the interval of the mean of `series`, over the mean; and how many times it is its memory.
+def _half_frac(series: Seconds) -> float:
+    """Half of the interval of the mean of `series`, over the mean.
 
     Requests that follow each other are alike where a queue is long: n of them tell as much as n / tau
-    independent ones. tau sums the correlations up to `SOKAL` times itself (Sokal 1997).
+    independent ones. tau sums the correlations up to `SOKAL` times itself (Sokal 1997). It is an estimate,
+    too: with fewer than 50 tau (the least that emcee trusts) the interval widens by the square of 50 tau / n.
     """
     num, off = len(series), series - series.mean()
     if not num or (off**2).mean() <= 1e-18 * series.mean() ** 2:
-        return 0.0, math.inf
+        return 0.0
     size = 1 << (2 * num - 1).bit_length()
     transformed = np.fft.rfft(off, size)
     correlation = np.fft.irfft(np.abs(transformed) ** 2, size)[:num]
     sums = 2.0 * np.cumsum(correlation / correlation[0]) - 1.0
     outside = np.flatnonzero(np.arange(num) >= SOKAL * sums)
     tau = max(float(sums[outside[0] if outside.size else -1]), 1.0)
-    return NORMAL_95 * float(series.std()) * (tau / num) ** 0.5 / float(series.mean()), num / tau
+    wider = max(LEAST_LENGTHS * tau / num, 1.0) ** 2
+    return wider * NORMAL_95 * float(series.std()) * (tau / num) ** 0.5 / float(series.mean())
 
 
 def _rise(sent_s: Seconds, last_s: Seconds, start_s: float, stop_s: float) -> float:
