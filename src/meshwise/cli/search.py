@@ -52,9 +52,7 @@ def search(
     from meshwise.report.search_table import print_search, print_study, search_rows
 
     budget = api.budget(**options_in(asked, api.budget))
-    alone = {
-        name: asked.pop(name) for name in ("beside", "top", "assumptions", "robust", "capped", "collectives")
-    }
+    alone = {name: asked.pop(name) for name in OF_ONE_MACHINE}
     weak = asked.pop("weak")
     for path in (csv, plot):
         if path is not None:
@@ -81,7 +79,8 @@ def search(
     found: Any
     if vary:
         single = {"--beside": alone["beside"], "--from": source, "--html": html}
-        single |= {f"--{name}": alone[name] for name in ("assumptions", "robust", "collectives")}
+        others = set(OF_ONE_MACHINE) - {"beside", "capped", "top"}
+        single |= {f"--{name.replace('_', '-')}": alone[name] for name in sorted(others)}
         single["--no-capped"] = not alone["capped"]
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
@@ -115,6 +114,10 @@ def search(
         raise typer.Exit(1)
 
 
+OF_ONE_MACHINE = (
+    *("beside", "top", "assumptions", "robust", "capped", "collectives", "images", "image_size", "audio_s"),
+)
+"""Options of a search that a study of several machines does not have."""
 COMPUTED = (
     *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks", "loss_fusion"),
     *("param_dtype", "lora_rank", "lora_targets", "frozen_dtype", "imbalance", "implementation", "software"),

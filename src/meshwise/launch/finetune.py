@@ -1,8 +1,8 @@
 """Jobs that fine-tune on one card: a script for peft or Unsloth, or the words of a recipe of torchtune.
 
 A setting `Callee.name` is an argument of that callee: `LoraConfig.r`, `SFTConfig.max_length`. The script
-reads JSON lines with a "text" each, packs them, and leaves what a plan does not say (learning rate, epochs) to
-the trainer's defaults.
+reads JSON lines with a "text" each, packs them, and leaves what a plan does not say (learning rate, epochs)
+to the defaults of the trainer.
 """
 
 from __future__ import annotations
