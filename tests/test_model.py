@@ -127,7 +127,7 @@ def test_a_token_that_visits_all_experts_meets_all_parameters(name: str) -> None
     model = find_model(name)
     assert num_active_params(model) <= num_params(model)
     if model.moe is not None:
-        model = replace(model, moe=replace(model.moe, top_k=model.moe.num_experts))
+        model = replace(model, moe=replace(model.moe, top_k=model.moe.num_experts, zero_experts=0))
     assert num_active_params(model) == num_params(model)
 
 
@@ -174,3 +174,42 @@ def test_a_model_that_is_not_there(text: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError):
         find_model(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *(("kimi-k2", "kimi-k2"), ("glm-5", "glm-5"), ("qwen3-vl-8b", "qwen3-vl-8b")),
+        *(("deepseek-v4", "deepseek-v4-pro"), ("Qwen/Qwen3-32B", "qwen3-32b"), ("Qwen3 32B", "qwen3-32b")),
+        ("nvidia/DeepSeek-R1-0528-NVFP4-v2", "deepseek-v3"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "qwen3-235b-a22b"),
+        ("deepseek-ai/DeepSeek-V3.2", "deepseek-v3.2"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+        ("LLAMA3.1_405B", "llama3-405b"),
+    ],
+)
+def test_a_preset_is_found_by_the_name_that_people_write(text: str, name: str) -> None:
+    assert find_model(text).name == name
+
+
+@pytest.mark.parametrize(("text", "near"), [("qwen3-32", "qwen3-32b"), ("moonshotai/Kimi-K4", "kimi-k2")])
+def test_an_unknown_name_names_near_ones(text: str, near: str) -> None:
+    with pytest.raises(ModelError, match=f"no model is called .* did you mean .*{near}"):
+        find_model(text)
+
+
+def test_no_name_is_of_two_presets() -> None:
+    for model in models().values():
+        assert {find_model(name).name for name in (model.name, *model.aliases)} == {model.name}
+
+
+PUBLISHED = {  # parameters with the vision tower, as the Hugging Face API states (safetensors.total)
+    **{"qwen3-vl-8b": 8_767_123_696, "qwen2.5-72b": 72_706_203_648, "mistral-small-24b": 23_572_403_200},
+    **{"gemma-3-27b": 27_432_406_640, "kimi-k2": 1_026_408_232_448, "phi-4": 14_659_507_200},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_parameters(name: str) -> None:
+    model = find_model(name)
+    assert num_params(model) + sum(number for _, number in model.left_out) == PUBLISHED[name]

@@ -102,7 +102,7 @@ def test_measured_iterations_carry_the_facts_of_their_file() -> None:
     [
         ("hidden", "wide", "line 3, column hidden: 'wide' is not a whole number of at least 1"),
         ("tp", "0", "column tp: '0' is not a whole number"),
-        ("layers", "", "column layers: the cell is empty"),
+        ("micro_batch", "", "column micro_batch: the cell is empty"),
         ("step_time_s", "-1", "column step_time_s: '-1' is not a number above zero"),
         ("sequence_parallel", "maybe", "column sequence_parallel: 'maybe' is not 0 or 1"),
         ("network_gbit_per_s_per_gpu", "8x50GB/s", "'8x50GB/s' is not a number above zero"),
@@ -128,7 +128,7 @@ def test_bad_cells_are_named_and_good_rows_count(
 def test_a_file_that_is_no_table_of_runs(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text("id,source,model\na,b,c\n")
-    with pytest.raises(DataError, match="line 1: the header lacks the column year, layers"):
+    with pytest.raises(DataError, match="line 1: the header lacks the column year, seq_len"):
         validate([path])
     with pytest.raises(DataError, match="cannot read"):
         validate([tmp_path / "absent.csv"])
@@ -592,3 +592,31 @@ def test_an_estimate_says_between_what_and_why() -> None:
     assert 0 < between["p10"] <= found.step_s <= between["p90"]
     assert document["memory_bytes_interval"]["p10"] <= found.memory_bytes["total"]
     assert any("8 of 10 measurements" in note for note in document["notes"])
+
+
+def test_a_model_is_a_preset_or_a_path_and_a_system_any_chip(tmp_path: Path) -> None:
+    """What a row does not say of its model is the preset's, or the config's."""
+    config = Path(__file__).parent / "data" / "configs" / "qwen3-30b-a3b.json"
+    names = ("Qwen/Qwen3-8B", "kimi-k2", str(config), "poetry-7b")
+    runs, serving = tmp_path / "runs.csv", tmp_path / "serving.csv"
+    runs.write_text(
+        "id,source,year,model,layers,seq_len,gpus,chip,tp,pp,dp,micro_batch,global_batch,dtype,step_time_s\n"
+        + "".join(f"{i},me,2026,{name},,4096,64,gb300,8,1,8,1,64,bf16,1\n" for i, name in enumerate(names))
+    )
+    points = (
+        ("gb300", "Qwen/Qwen3-8B"),
+        ("mi355x", str(config)),
+        ("h100_sxm", "poetry-7b"),
+        ("pdp-11", "glm-5"),
+    )
+    serving.write_text(
+        "id,system,backend,model,mode,precision,input_tokens,output_tokens,concurrency,workers,tp,attention_dp,"
+        "moe_tp,moe_ep,ttft_s,tpot_s\n"
+        + "".join(f"{at},{at},vllm,{name},agg,fp8,512,64,4,1,8,1,1,8,1,1\n" for at, name in points)
+    )
+    rows = {row.id: row for row in validate([runs, serving]).rows}
+    said = {name: row.reason for name, row in rows.items() if row.reason}
+    assert {*rows} - {*said} == {"0", "1", "2", "gb300", "mi355x"}
+    assert "no model is called 'poetry-7b'" in said["3"]
+    assert "no model is called 'poetry-7b'" in said["h100_sxm"]
+    assert "no chip is called" in said["pdp-11"]

@@ -145,6 +145,7 @@ def model_of(run: Run, defaults: Defaults) -> Model:
     model = replace(
         known,
         num_layers=run.layers,
+        layers=known.layers[: run.layers],
         ffn_hidden=run.ffn_hidden,
         num_kv_heads=run.kv_heads,
         head_dim=run.head_dim or known.head_dim,
@@ -174,6 +175,8 @@ def _by_letters() -> dict[str, Model]:
 
 def _known_model(run: Run) -> Model | None:
     """The catalog's model whose name begins the row's (`llama3_405b truncated to 4 layers`), if as wide."""
+    if run.model.endswith(".json"):
+        return find_model(run.model)
     name = _letters(run.model)
     begins = [letters for letters in _by_letters() if name.startswith(letters)]
     known = _by_letters()[max(begins, key=len)] if begins else None
@@ -181,8 +184,8 @@ def _known_model(run: Run) -> Model | None:
 
 
 def _experts(run: Run, known: MoE | None) -> MoE | None:
-    if not run.experts:
-        return None
+    if run.experts is None:
+        return known
     base = known or MoE(num_experts=run.experts, top_k=1, ffn_hidden=run.ffn_hidden)
     shared = base.shared_ffn_hidden if run.shared_expert_ffn is None else run.shared_expert_ffn
     first = base.first_dense_layers if run.first_dense_layers is None else run.first_dense_layers

@@ -26,6 +26,7 @@ from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import Spread
+from meshwise.model.find import find_model
 from meshwise.serve import inferencex, measured
 from meshwise.serve.fitted import Constants, fitted
 from meshwise.serve.instance import ServingWorker
@@ -157,7 +158,7 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
             slopes = tuple(math.log(each[quantity] / first[quantity]) / NUDGE for each in nudged)
             miss = math.log(first[quantity] / value)
             yield Case(
-                number, measured.name_of(row["model"]), row["system"], quantity, base.regime,
+                number, find_model(row["model"]).name, row["system"], quantity, base.regime,
                 only or quantity == measured.RATE, miss, slopes,
             )  # fmt: skip
 

@@ -24,8 +24,9 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 
 from meshwise.calibrate.table import BadCell, header, lines
-from meshwise.core.errors import DataError
+from meshwise.core.errors import DataError, ModelError
 from meshwise.core.files import read_catalog
+from meshwise.model.find import find_model
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")]
@@ -148,8 +149,15 @@ PROSE = (
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "derived_step_time_s", "mem_gb_per_gpu")
 
 _TYPES = {name: kind for name, kind in get_type_hints(Run, include_extras=True).items() if name != "where"}
+SHAPE = {
+    **{"layers": "num_layers", "hidden": "hidden", "ffn_hidden": "ffn_hidden"},
+    **{"heads": "num_heads", "kv_heads": "num_kv_heads", "vocab": "vocab"},
+}
+"""Columns that may be empty where `model` is a preset or the path of a config, and the fields of `Model`."""
 _REQUIRED = tuple(
-    field.name for field in msgspec.structs.fields(Run) if field.required and field.name in _TYPES
+    field.name
+    for field in msgspec.structs.fields(Run)
+    if field.required and field.name in _TYPES and field.name not in SHAPE
 )
 
 ITERATIONS, UNPADDED = (read_catalog("iterations.toml")[name] for name in ("facts", "single_nodes"))
@@ -231,6 +239,12 @@ def _run(texts: Mapping[str, str], where: str) -> Run:
     values = {name: _value(name, texts[name], kind) for name, kind in _TYPES.items() if texts.get(name)}
     if missing := [name for name in _REQUIRED if name not in values]:
         raise BadCell("the cell is empty; give a value", missing[0])
+    if unsaid := [name for name in SHAPE if name not in values]:
+        try:
+            model = find_model(values["model"])
+        except ModelError as error:
+            raise BadCell(f"the cell is empty, and {error}", unsaid[0]) from None
+        values |= {name: getattr(model, SHAPE[name]) for name in unsaid}
     if not set(MEASURED) & set(values):
         raise BadCell(
             f"nothing is measured; give one of {', '.join(MEASURED)} (TFLOP/s and MFU follow conventions "

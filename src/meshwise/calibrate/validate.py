@@ -320,7 +320,7 @@ def predict_serving(path: Path) -> Iterator[Prediction]:
             yield Prediction(
                 id=row.get("id", str(number)),
                 source=row.get("source", path.stem),
-                chip=measured.SYSTEMS.get(row.get("system", ""), ""),
+                chip=measured.chip_name(row),
                 quantity=quantity,
                 measured=seen,
                 predicted=value,

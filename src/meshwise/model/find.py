@@ -1,7 +1,15 @@
-"""Finding a model: a preset of the catalog (`catalog/models.toml`), an alias of one, or a `config.json`."""
+"""Finding a model: a preset of the catalog, by its name as people write it, or a `config.json`.
+
+Presets are written as fields of `Model` (`catalog/models.toml`) or as the config.json that their makers
+publish (`catalog/configs.toml`). A name may have its organisation in front, and behind it what says nothing
+of the architecture: `Qwen/Qwen3-32B-FP8` is qwen3-32b.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,27 +19,47 @@ import msgspec
 from meshwise.core.errors import ModelError, did_you_mean
 from meshwise.core.files import read_catalog
 from meshwise.model.architecture import Model, checked_model
-from meshwise.model.huggingface import read_config
+from meshwise.model.huggingface import model_from_config, read_config
+
+_ENDINGS = re.compile(
+    r"-(instruct|chat|base|it|pt|hf|thinking|preview|reasoning|fp8|fp4|nvfp4|mxfp4|bf16|int4|int8|awq|gptq|dynamic"
+    r"|block|kv|[vr]\d+(\.\d+)*|\d{4,8}|\d{2}-\d{4})$"
+)
+"""What a name may end with beside that of the architecture: training, types of weights, versions, dates."""
 
 
 @cache
-def models() -> dict[str, Model]:
-    """All models of the catalog by name."""
+def _entries() -> dict[str, dict[str, Any]]:
+    """All presets as they are written, by name."""
     raw = read_catalog("models.toml")
     families = raw["families"]
-    return {
-        name: _model_from_entry(name, families[entry.pop("family")] | entry, "models.toml")
-        for name, entry in raw["models"].items()
-    }
+    own = {name: families[entry.pop("family")] | entry for name, entry in raw["models"].items()}
+    return own | read_catalog("configs.toml")
 
 
-def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
+@cache
+def _preset(name: str) -> Model:
+    entry = dict(_entries()[name])
+    entry["checked"] = str(entry.get("checked", ""))
+    if "config" not in entry:
+        return _model_from_entry(name, entry)
+    model = model_from_config(entry["config"], name=name, where=f"configs.toml, model {name!r}")
+    aliases = tuple(entry.get("aliases", ()))
+    return replace(model, source=entry["source"], checked=entry["checked"], aliases=aliases)
+
+
+def models() -> dict[str, Model]:
+    """All models of the catalog by name."""
+    return {name: _preset(name) for name in _entries()}
+
+
+def _model_from_entry(name: str, entry: dict[str, Any]) -> Model:
     """A model from the fields of `Model`; heads are `hidden / num_heads` wide and MHA if not stated.
 
     In place of all `layers`: `layer_cycle`, blocks that repeat, or `layer_runs`, how often each block comes
     before the next.
     """
-    at = f"{where}, model {name!r}"
+    at = f"models.toml, model {name!r}"
     entry = {
         "name": name,
         "num_kv_heads": entry.get("num_heads"),
@@ -41,8 +69,6 @@ def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
         entry["layers"] = [cycle[i % len(cycle)] for i in range(entry["num_layers"])]
     if runs := entry.pop("layer_runs", None):
         entry["layers"] = [block for number, block in runs for _ in range(number)]
-    if "checked" in entry:
-        entry["checked"] = str(entry["checked"])
     try:
         model = msgspec.convert(entry, Model)
     except msgspec.ValidationError as error:
@@ -52,7 +78,43 @@ def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
 
 def model_names() -> list[str]:
     """The names of the model presets."""
-    return list(models())
+    return list(_entries())
+
+
+def _letters(name: str) -> str:
+    """The letters and digits of a name, and the points between digits: qwen35 is not qwen3.5."""
+    return re.sub(r"(?<!\d)\.|\.(?!\d)|[^a-z0-9.]", "", name)
+
+
+@cache
+def _by_letters() -> dict[str, str]:
+    entries = _entries().items()
+    names = ((alias, name) for name, entry in entries for alias in (*entry.get("aliases", ()), name))
+    return {_letters(part): name for alias, name in names for part in _readings(alias)}
+
+
+def _readings(name: str) -> tuple[str, ...]:
+    """`name` in small letters, whole and without the organisation in front of it."""
+    whole = re.sub(r"[ _]", "-", name.strip().lower())
+    last = whole.rpartition("/")[2]
+    return (whole, last) if re.search("[a-z]", last) else (whole,)
+
+
+def _shorter(name: str) -> Iterator[str]:
+    """`name`, and what is left of it without each of its endings."""
+    while True:
+        yield name
+        shorter = _ENDINGS.sub("", name)
+        if shorter == name:
+            return
+        name = shorter
+
+
+def find_preset(text: str) -> Model | None:
+    """The preset that `text` names, if there is one."""
+    known, names = _by_letters(), (part for one in _readings(text) for part in _shorter(one))
+    found = next((known[_letters(name)] for name in names if _letters(name) in known), None)
+    return None if found is None else _preset(found)
 
 
 def _exists(text: str) -> bool:
@@ -68,13 +130,12 @@ def find_model(text: str) -> Model:
     `path/config.json,like=llama` reads the config of a family that is not known as one that is.
     """
     text, _, like = text.partition(",like=")
-    wanted = text.lower()
-    for model in models().values():
-        if wanted == model.name or wanted in map(str.lower, model.aliases):
-            return model
-    if text.endswith(".json") or "/" in text or _exists(text):
+    is_name = text.count("/") <= 1 and not text.endswith(".json") and not text.startswith(("/", ".", "~"))
+    if is_name and not like and not ("/" in text and _exists(text)) and (preset := find_preset(text)):
+        return preset
+    if text.endswith(".json") or _exists(text) or text.count("/") > 1 or not is_name:
         return read_config(text, like)
     if like:
         raise ModelError(f"like={like} is for the path of a config.json, and {text!r} is none")
-    near = did_you_mean(text, models(), "meshwise list models shows all")
+    near = did_you_mean(text.rpartition("/")[2], [*_entries()], "meshwise list models shows all")
     raise ModelError(f"no model is called {text!r}, and no config.json is there; {near}")

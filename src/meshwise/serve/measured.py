@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from meshwise.core.errors import DataError, PlanError, WorkloadError
-from meshwise.core.files import read_catalog
+from meshwise.core.errors import ClusterError, DataError, PlanError, WorkloadError
 from meshwise.core.units import whole
-from meshwise.machine.hardware import find_cluster
+from meshwise.machine.hardware import Chip, find_chip, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
@@ -29,9 +27,6 @@ from meshwise.serve.load import Fleet, LoadResult, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.serving import Serving, serving, speculating
 
-_NAMES = read_catalog("measured_names.toml")
-SYSTEMS, MODELS = _NAMES["systems"], _NAMES["models"]
-"""Chips by the sample's names of systems; presets by how its names of models begin."""
 STATED = ("ttft_s", "tpot_s")
 COLUMNS = (
     *("mode", "system", "backend", "model", "precision", "tp", "attention_dp", "moe_tp", "moe_ep"),
@@ -66,8 +61,7 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
     if bad := [name for name, value in measured(row, None).items() if value is None and row.get(name)]:
         raise DataError(f"column {bad[0]}: {row[bad[0]]!r} is not above 0")
-    name = name_of(row["model"])
-    model = find_model(MODELS[name])
+    name, model = row["model"].lower().rpartition("/")[2], find_model(row["model"])
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
     scripts = [inferencex.script(row, name, _layout(row, pool)) for pool in pools]
     *first, last = (
@@ -87,7 +81,10 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
 
 def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Engine:
     """The engine of a row as it was started. Clients ignore ends of sequence, so all output is reserved."""
-    engine = _found(ENGINES, "backend", row["backend"])
+    name = row["backend"]
+    if name not in ENGINES:
+        raise PlanError(f"backend {name!r} is not known; known are {', '.join(ENGINES)}")
+    engine = ENGINES[name]
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
     if engine.name == "trtllm" and script.layout.dp > 1:
         engine = replace(engine, align_passes=60)
@@ -167,7 +164,7 @@ def _instance(
     """The instance of a row, or of its pool, as it was started."""
     layout, dtype = script.layout, row["precision"]
     pp = _count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
-    cluster = find_cluster(f"{_found(SYSTEMS, 'system', row['system'])}:{layout.tp * pp * layout.dp}")
+    cluster = find_cluster(f"{chip_of(row).name}:{layout.tp * pp * layout.dp}")
     plan = Plan(tp=layout.tp, pp=pp, dtype=dtype, kv_dtype=script.kv_dtype)
     if model.moe is not None and dtype == "fp4" and dtype not in cluster.chip.matrix_flop_per_s:
         plan = replace(plan, dtype="bf16", expert_dtype="mxfp4")
@@ -184,15 +181,14 @@ def _count(row: Mapping[str, str], column: str) -> int:
     return found
 
 
-def name_of(text: str) -> str:
-    """The longest of `MODELS` that the last part of `text` begins with."""
-    name = text.lower().rpartition("/")[2]
-    found = max((known for known in MODELS if name.startswith(known)), key=len, default=name)
-    _found(MODELS, "model", found)
-    return found
+def chip_of(row: Mapping[str, str]) -> Chip:
+    """The chip of the system that a row names: one of the catalog, with a - or a _ between its parts."""
+    return find_chip(row.get("system", "").replace("_", "-"))
 
 
-def _found(names: Mapping[str, Any], what: str, name: str) -> Any:
-    if name not in names:
-        raise PlanError(f"{what} {name!r} is not known; known are {', '.join(names)}")
-    return names[name]
+def chip_name(row: Mapping[str, str]) -> str:
+    """The name of that chip, nothing if there is none."""
+    try:
+        return chip_of(row).name
+    except ClusterError:
+        return ""
