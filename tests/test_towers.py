@@ -169,3 +169,41 @@ def test_search_prices_towers_as_estimate_does() -> None:
         model, "h100-80g-sxm:8", best.plan, batch=16, seq=8192, images=4, microbatch=best.workload.microbatch
     )
     assert again.step_s == pytest.approx(best.step_s, rel=1e-12)
+
+
+def serve(plan: str = "tp=4", **more: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {"prompt": 500, "output": 64, "images": 4, "image_size": "1024x768"} | more
+    return mw.serve(model_of("qwen3_vl"), "h100-80g-sxm:4", plan, **asked).to_json()
+
+
+def test_an_engine_encodes_images_before_their_prompt() -> None:
+    """Tokens of images come on top of the text; the first token waits for both."""
+    text, read = serve(images=0, image_size="", prompt=500 + 4 * 768), serve()
+    assert read["prompt"] == text["prompt"] == 500 + 4 * 768
+    assert read["first_token_s"] - text["first_token_s"] == pytest.approx(read["encoding"]["request_s"])
+    (_, tower), (_, merger) = model_of("qwen3_vl").left_out
+    added = read["weight_bytes"] - text["weight_bytes"]
+    assert added == pytest.approx(2 * (tower / 4 + merger), rel=0.02)  # vectors, and what joins, on each rank
+    assert text["encoding"] is None and text["passes"][0]["token_s"] == read["passes"][0]["token_s"]
+
+
+def test_encoders_beside_tp_take_whole_images() -> None:
+    cut, apart = serve(), serve("tp=4,tower_dp=1")
+    assert apart["encoding"]["request_s"] < cut["encoding"]["request_s"]
+    assert apart["weight_bytes"] > cut["weight_bytes"]
+    one_image = serve("tp=4,tower_dp=1", images=1)["encoding"]["request_s"]
+    assert apart["encoding"]["request_s"] == pytest.approx(one_image, rel=0.05)  # a projector has all tokens
+
+
+def test_a_pool_of_encoders_takes_their_work_and_weights() -> None:
+    text = serve(images=0, image_size="", prompt=500 + 4 * 768, rate=1.0, num_requests=40)
+    beside = serve(rate=1.0, num_requests=40)
+    pool = serve(rate=1.0, num_requests=40, encoder_cluster="h100-80g-sxm:1", encoder_workers=2)
+    assert pool["num_gpus"] == 6 and pool["encoding"]["pool_gpus"] == 2
+    assert pool["weight_bytes"] == text["weight_bytes"] < beside["weight_bytes"]
+    assert pool["first_token_s"] > text["first_token_s"] + pool["encoding"]["transfer_s"]
+    assert text["ttft_s"]["mean"] < beside["ttft_s"]["mean"]
+    slow = serve(rate=100.0, num_requests=200, encoder_cluster="h100-80g-sxm:1")  # more than it can encode
+    assert slow["ttft_s"]["p99"] > 0.8 * (200 * slow["encoding"]["request_s"] - 200 / 100.0) > 2.0
+    with pytest.raises(MeshwiseError, match="encoder_cluster encodes images"):
+        serve(images=0, image_size="", encoder_cluster="h100-80g-sxm:1")

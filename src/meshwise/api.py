@@ -326,6 +326,11 @@ def serve(
     *,
     prompt: int | None = None,
     output: int | None = None,
+    images: int = 0,
+    image_size: str = "",
+    audio_s: float = 0.0,
+    encoder_cluster: str | Path | Cluster = "",
+    encoder_workers: int = 1,
     sequences: Counts = (),
     token_s: Latency | None = None,
     ttft_s: Latency | None = None,
@@ -364,8 +369,11 @@ def serve(
         model: As in `estimate`.
         cluster: The GPUs of an instance: a preset, chip:count, or a TOML file.
         plan: tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp [tp=all].
-        prompt: Tokens of a prompt [2048].
+        prompt: Tokens of a prompt [2048], of its text where it has images or sound too.
         output: Tokens generated after it [256].
+        images, image_size, audio_s: As in `estimate`, of each request; their tokens come on top of `prompt`.
+        encoder_cluster: GPUs of an instance that only encodes images and sound [those of the model].
+        encoder_workers: How many of them.
         sequences: Running sequences of the instance: 1,8,64 [powers of two, up to what fits].
         token_s: Latency target per output token; also report the largest batch that meets it.
         ttft_s: Latency target for the first token under load.
@@ -405,6 +413,7 @@ def serve(
     from meshwise.model.architecture import with_capacity
     from meshwise.plan.plan import Plan
     from meshwise.serve.answer import answer, parse_prices, sized
+    from meshwise.serve.encoding import encoder_pool, num_tokens
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.load import Fleet, traffic
@@ -417,7 +426,14 @@ def serve(
         raise WorkloadError("a trace says how long prompts and outputs are; leave prompt and output out")
     mean_prompt, mean_output = trace.mean_tokens if trace else (2048, 256)
     prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
-    architecture = with_capacity(_model(model), capacity_factor)
+    architecture = _with_inputs(with_capacity(_model(model), capacity_factor), images, image_size, audio_s)
+    prompt += num_tokens(architecture) * (trace is None)
+    encoders = None
+    if encoder_cluster:
+        encoders = encoder_pool(architecture, _cluster(encoder_cluster), encoder_workers, _plan(plan))
+        architecture = replace(architecture, towers=())
+    elif encoder_workers != 1:
+        raise WorkloadError("encoder_workers needs encoder_cluster")
     uneven = expert_skew or redundant_experts or expert_loads is not None
 
     make = partial(
@@ -443,7 +459,7 @@ def serve(
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
     arrives = load is not None and not load.concurrency
-    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1
+    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1 or encoders is not None
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
@@ -463,7 +479,7 @@ def serve(
         first = instance(_cluster(prefill_cluster or cluster, collectives), prefill_plan or plan)
     elif prefill_workers != 1:
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
-    fleet = Fleet(whole, workers, first, prefill_workers)
+    fleet = Fleet(whole, workers, first, prefill_workers, encoders=encoders)
     return answer(
         fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, usd_per_gpu_hour=usd
     )

@@ -39,7 +39,7 @@ from meshwise.estimate.memory import (
 )
 from meshwise.estimate.priced_part import LINKS, Part, price_parts
 from meshwise.estimate.timing import Machine, op_times
-from meshwise.estimate.tower import tower_mesh, tower_stage
+from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, stages_of
@@ -51,9 +51,6 @@ from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
 from meshwise.program.sharding import STAGES, at_stage, num_reductions
-
-_FRONT = Stage(index=0.0, num_stages=1.0, embeddings=1.0, heads=0.0, layers=())
-"""The stage of the embedding, where towers lie too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -461,7 +458,7 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     by_part = list(by_name.values())
     shared = shared_gradients(model, cut) if mesh.trains else []
     towers = list(_tower_parts(model, mesh, machine))
-    front_s = sum((tower_time(tower, _FRONT, machine).total_s for tower in towers), 0.0)
+    front_s = sum((tower_time(tower, FRONT, machine).total_s for tower in towers), 0.0)
     mesh = balanced(model, mesh, by_part, front_s)
     kinds = _exchange_kinds(mesh)
     costs = [

@@ -21,6 +21,9 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
 
+FRONT = Stage(index=0.0, num_stages=1.0, embeddings=1.0, heads=0.0, layers=())
+"""The stage of the embedding, where towers lie too."""
+
 
 def is_frozen(mesh: Mesh) -> bool:
     """Whether the towers do not train, as under LoRA."""

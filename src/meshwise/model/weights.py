@@ -524,8 +524,7 @@ def _embedding(model: Model) -> Iterator[Weight]:
         yield from _condition(model, model.diffusion)
     if model.frames is not None:
         yield from _convolutions(module, hidden, model.frames.channels)
-    for name, projector in projectors(model):
-        yield from _projector(name, projector)
+    yield from projector_weights(model)
 
 
 def embedded(own: Diffusion) -> Iterator[tuple[str, int]]:
@@ -573,6 +572,11 @@ def projectors(model: Model) -> Iterator[tuple[str, Projector]]:
     for tower in model.towers:
         if tower.num_tokens:
             yield from ((f"{tower.name}_{i}", one) for i, one in enumerate(tower.projectors, 1))
+
+
+def projector_weights(model: Model) -> Weights:
+    """The weights of what joins a model's towers to it."""
+    return tuple(weight for name, own in projectors(model) for weight in _projector(name, own))
 
 
 def _projector(name: str, own: Projector) -> Iterator[Weight]:

@@ -89,7 +89,7 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         x = yield from convolutions(model, cut, module, rows, model.frames.channels)
     if model.vocab:
         x = yield from _look_up(model, cut, module)
-    yield from _projected(model, cut)
+    yield from projected(model, cut)
     if model.token_types:
         x = yield from elementwise(module, "token_types", "residual", x, prec)
     if model.per_layer:
@@ -116,10 +116,10 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         yield from encoder_ends(model, cut, source)
 
 
-def _projected(model: Model, cut: Cut) -> Iterator[Op]:
+def projected(model: Model, cut: Cut) -> Iterator[Op]:
     """What the towers give, made tokens of the sequence; each rank does those of its own tokens."""
     num_tokens = sum(tower.num_tokens for tower in model.towers)
-    prec, rows = cut.precision, cut.split_tokens * (num_tokens / cut.seq)
+    prec, rows = cut.precision, cut.split_tokens * (num_tokens / cut.seq) * (cut.kind != "decode")
     for name, own in projectors(model):
         if own.num_others:
             table = made("embedding", f"{name}_learned", (1.0, float(own.num_others)), prec.act_dtype)

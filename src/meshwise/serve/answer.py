@@ -12,6 +12,7 @@ from meshwise.core.notebook import Shown
 from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
+from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine, parse_engine
 from meshwise.serve.engine_pass import rows, sequences_within
 from meshwise.serve.load import Fleet, LoadResult, check_limits, cost, under_load
@@ -34,6 +35,7 @@ class ServingAnswer(Shown):
     load: LoadResult | None = None
     sizing: Sizing | None = None
     usd_per_gpu_hour: Mapping[str, float] | None = None
+    encoders: EncoderPool | None = None
     rows_in: ClassVar[str] = "passes"
 
     @property
@@ -56,7 +58,8 @@ class ServingAnswer(Shown):
     @property
     def first_token_s(self) -> float:
         """Time to the first token of a prompt that finds the instance idle."""
-        return est.first_token_s(self.serving)
+        encoded_s = self.encoders.request_s + self.encoders.transfer_s if self.encoders else 0.0
+        return encoded_s + est.first_token_s(self.serving)
 
     @property
     def sequences_within_limit(self) -> int | None:
@@ -69,6 +72,14 @@ class ServingAnswer(Shown):
     def passes(self) -> list[dict[str, Any]]:
         """Time, rates and memory of a decode pass, as the engine of the load runs it, by sequences."""
         return rows(self.serving, self.sequences, self._engine)
+
+    @property
+    def _encoding(self) -> dict[str, Any] | None:
+        """Seconds of encoding what one request brings, and on how many GPUs; None for text alone."""
+        if pool := self.encoders:
+            return {"request_s": pool.request_s, "transfer_s": pool.transfer_s, "pool_gpus": pool.num_chips}
+        own = self.serving.encoding
+        return {"request_s": own.request_s, "transfer_s": 0.0, "pool_gpus": 0} if own else None
 
     @property
     def _engine(self) -> Engine | None:
@@ -89,6 +100,7 @@ class ServingAnswer(Shown):
             "first_token_s": self.first_token_s,
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,
             "sequences_within_limit": self.sequences_within_limit,
+            "encoding": self._encoding,
             "passes": self.passes,
             **(self.load.to_json() if self.load else {}),
             **self.cost,
@@ -120,8 +132,9 @@ def answer(
     if requests is not None:
         load = under_load(fleet, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
     return ServingAnswer(
-        serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour
-    )
+        serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour,
+        encoders=fleet.encoders,
+    )  # fmt: skip
 
 
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.machine.hardware import host_bytes_per_s
 from meshwise.serve.autoscale import Autoscaling
+from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import interval_of
 from meshwise.serve.instance import ServingWorker
@@ -97,6 +98,7 @@ class Fleet:
     """`workers` instances of `serving`; with `prefill`, `prefill_workers` more that only take prompts.
 
     A `router` sends requests to them; with `scaling`, `workers` is how many there are at the start.
+    `encoders`: a pool that encodes the images and sound of requests.
     """
 
     serving: Serving
@@ -106,6 +108,7 @@ class Fleet:
     router: RouterPolicy = ROUND_ROBIN
     offload: Offload | None = None
     scaling: Autoscaling | None = None
+    encoders: EncoderPool | None = None
 
     def __post_init__(self) -> None:
         for name in ("workers", "prefill_workers"):
@@ -116,9 +119,10 @@ class Fleet:
 
     @property
     def num_chips(self) -> int:
-        """GPUs of all workers, of both pools."""
+        """GPUs of all workers, of all pools."""
         first = self.prefill.num_chips * self.prefill_workers if self.prefill else 0
-        return self.serving.num_chips * self.workers + first
+        encoders = self.encoders.num_chips if self.encoders else 0
+        return self.serving.num_chips * self.workers + first + encoders
 
     @property
     def transfer_token_s(self) -> float:
@@ -342,7 +346,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
     return Pools(
         worker, fleet.workers, first[0] if first else None, fleet.prefill_workers,
         fleet.prefill.cluster.levels[-1].latency_s if fleet.prefill else 0.0, fleet.transfer_token_s,
-        fleet.router, fleet.scaling,
+        fleet.router, fleet.scaling, fleet.encoders,
     )  # fmt: skip
 
 

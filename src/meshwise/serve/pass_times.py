@@ -27,6 +27,7 @@ from meshwise.serve.serving import (
     PricedPass,
     Serving,
     decode_pass,
+    encoding_token_s,
     expert_token_s,
     launches_s,
     price_pass,
@@ -66,7 +67,8 @@ class PassTimes:
     (`shares_experts`), `expert_token_s` what a token adds to it in a large pass; slowdowns are those of
     `serve.fitted.Constants`.
     `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait;
-    `guess_host_s`: what it adds to a pass without prompts for each sequence.
+    `guess_host_s`: what it adds to a pass without prompts for each sequence. `encoding_token_s`: what a token
+    of a prompt stands for of encoding its images and sound.
     """
 
     decode_rest: Sequence[float]
@@ -81,6 +83,7 @@ class PassTimes:
     guess_host_s: float = 0.0
     prompt_slowdown: float = 1.0
     expert_slowdown: float = 1.0
+    encoding_token_s: float = 0.0
 
     def decode_s(self, sequences: int, context: float) -> float:
         """Seconds of a pass without prompts."""
@@ -102,7 +105,7 @@ class PassTimes:
         experts_s = self.prompt_experts(routed + each)
         experts_s += (self.expert_slowdown - 1.0) * self.expert_token_s * (routed + each)
         device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
-        return max(device_s, self.prompt_host_s)
+        return max(device_s, self.prompt_host_s) + busiest * self.encoding_token_s
 
 
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
@@ -137,6 +140,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         shares_experts=bool(shares_experts(serving)),
         prompt_host_s=0.0 if engine.graphs_prompts else launches_s(serving.model),
         guess_host_s=host_s(serving, engine),
+        encoding_token_s=encoding_token_s(serving),
         prompt_slowdown=fitted().constants.prompt_slowdown,
         expert_slowdown=fitted().constants.expert_slowdown,
     )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
-from meshwise.core.units import WEIGHT_BITS, Num
+from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
 from meshwise.estimate.priced_part import Part, PricedOp, price_parts
@@ -36,6 +36,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.parts import cut_of, parts
 from meshwise.program.serving import is_exchanged
+from meshwise.serve.encoding import Encoding, encoding
 from meshwise.serve.fitted import fitted
 
 PREFILL_TOKENS = 8192
@@ -46,7 +47,7 @@ MANY_TOKENS = 32768.0
 
 PLAN_KEYS = (
     *("tp", "cp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype"),
-    *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep"),
+    *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep", "tower_dp"),
 )
 PARTS = (
     *("draft", "attention", "projections", "mlp", "experts"),
@@ -61,7 +62,7 @@ class Serving:
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
     `speculation`: how tokens are guessed. `expert_tile`: rows that grouped matmuls take at a time
-    (`engine_pass.run_by`).
+    (`engine_pass.run_by`). `encoding`: images or sound of each prompt, whose tokens `prompt` counts.
     """
 
     model: Model
@@ -75,6 +76,7 @@ class Serving:
     expert_shares: Shares | None = None
     speculation: Speculation | None = None
     expert_tile: float = 1.0
+    encoding: Encoding | None = None
 
     @property
     def num_chips(self) -> int:
@@ -126,7 +128,7 @@ def serving(
     """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
     check_lengths(prompt, output)
     plan = _on_units_of(plan, cluster)
-    mesh = resolve_serving(model, plan, cluster, prompt)
+    mesh, machine = resolve_serving(model, plan, cluster, prompt), machine_for(cluster, plan, "decode")
     if prompt + output > model.max_seq:
         raise WorkloadError(
             f"prompt {prompt} + output {output} tokens are more than the {model.max_seq} of {model.name}; "
@@ -137,8 +139,8 @@ def serving(
     if not 0 <= engine_s < np.inf:
         raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
     return Serving(
-        model=model, cluster=cluster, mesh=mesh, prompt=prompt, output=output, memory_frac=memory_frac,
-        machine=machine_for(cluster, plan, "decode"), engine_s=engine_s,
+        model=replace(model, towers=()), cluster=cluster, mesh=mesh, prompt=prompt, output=output,
+        memory_frac=memory_frac, machine=machine, engine_s=engine_s, encoding=encoding(model, mesh, machine),
     )  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
             f"speculate: {text!r} must be written as drafts=3,accept=0.8: tokens guessed for each pass, and "
             "the chance from 0 to 1 that one is right"
         )
-    plan, model = serving.mesh.plan, serving.model
+    plan, model = replace(serving.mesh.plan, tower_dp=False), serving.model
     if plan.pp > 1:
         raise PlanError(f"guessing tokens in a pipeline (pp={plan.pp}) is not priced; use tp and dp")
     if draft is None:
@@ -319,10 +321,11 @@ def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
     if serving.speculation is not None:
         draft = memory_bytes(serving.speculation.draft, sequences)
         full = replace(full, weights=full.weights + draft["weights"], cache=full.cache + draft["cache"])
+    of = serving.encoding
     return {
-        "weights": full.weights,
+        "weights": full.weights + (of.weight_bytes if of else 0.0),
         "cache": full.cache,
-        "working": working.buffers + working.overhead,
+        "working": np.maximum(working.buffers, of.working_bytes if of else 0.0) + working.overhead,
     }
 
 
@@ -356,14 +359,21 @@ def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
 
     `routed`: the pass of which experts have the tokens (None: `cut`).
     """
-    overheads = fitted().constants
+    overheads, whole_tokens = fitted().constants, cut.microbatch * cut.seq
     priced = price_pass(serving, cut)
     experts_s = priced.time_s["experts"]
     kernels_s = overheads.prompt_slowdown * (priced.total_s - experts_s)
     if routed is not None:
         experts_s, cut = price_pass(serving, routed).time_s["experts"], routed
-    waits_s = (overheads.expert_slowdown - 1.0) * expert_token_s(serving) * cut.microbatch * cut.seq
-    return np.maximum(kernels_s + experts_s + waits_s, launches_s(serving.model))
+    num_tokens = cut.microbatch * cut.seq
+    waits_s = (overheads.expert_slowdown - 1.0) * expert_token_s(serving) * num_tokens
+    encoding_s = encoding_token_s(serving) * whole_tokens
+    return np.maximum(kernels_s + experts_s + waits_s, launches_s(serving.model)) + encoding_s
+
+
+def encoding_token_s(serving: Serving) -> float:
+    """Seconds that a token of a prompt stands for of encoding the images and sound of the prompt."""
+    return serving.encoding.request_s / serving.prompt if serving.encoding else 0.0
 
 
 def expert_token_s(serving: Serving) -> Num:
@@ -437,6 +447,11 @@ def notes(serving: Serving) -> list[str]:
     if guess := serving.speculation:
         each = f"{guess.tokens_per_pass:.3g} a pass"
         found.append(f"{guess.drafts} tokens guessed by {guess.draft.model.name}: {each}")
+    if of := serving.encoding:
+        found.append(
+            f"{of.num_tokens:,} of the {serving.prompt:,} tokens of a prompt come of {of.num_inputs} inputs "
+            f"of encoders, encoded in {duration(of.request_s)}"
+        )
     if (moe := serving.model.moe) and moe.capacity_factor:
         factor = f"{moe.capacity_factor:g}"
         found.append(f"engines drop no tokens: times are without the capacity factor {factor}")

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.serve.autoscale import Autoscaler, Autoscaling
+from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN, Replica, Router, RouterPolicy
@@ -83,6 +84,7 @@ class Pools:
     """`num` workers behind a `router`; where prompts have their own pool, `num_prefill` workers `prefill`.
 
     Handing a prompt's cache over takes `transfer_s` and `transfer_token_s` for each of its tokens.
+    `encoders`: those that encode images and sound before a request is passed on, in turn.
     `scaling`: `num` workers at the start, more or fewer as it says.
     """
 
@@ -94,6 +96,7 @@ class Pools:
     transfer_token_s: float = 0.0
     router: RouterPolicy = ROUND_ROBIN
     scaling: Autoscaling | None = None
+    encoders: EncoderPool | None = None
 
 
 class _Pool:
@@ -117,6 +120,7 @@ class _Run:
         self.sequences: list[EngineSequence | None] = [None] * len(requests.prompt)
         self.home: list[Replica | None] = [None] * len(requests.prompt)
         self.order = count()
+        self.free_s = [0.0] * (pools.encoders.workers if pools.encoders else 0)
         self.bounds: list[tuple[float, int, Replica]] = []  # a heap; older ones of a replica are stale
         first = pools.prefill or pools.worker
         self.front, reply_s = first.engine, pools.num * first.engine.reply_s
@@ -159,6 +163,15 @@ class _Run:
         sequence = EngineSequence(index, second, arrival, prompt, self.requests.output[index])
         self.sequences[index] = sequence
         self.num_sent += 1
+        if pool := self.pools.encoders:
+            encoded_s = max(heapq.heappop(self.free_s), arrival) + pool.request_s
+            heapq.heappush(self.free_s, encoded_s)
+            sequence.arrival = encoded_s + pool.transfer_s
+            self._at(sequence.arrival, self._encoded, sequence)
+        else:
+            self._put(self.first, sequence)
+
+    def _encoded(self, _: float, sequence: EngineSequence) -> None:
         self._put(self.first, sequence)
 
     def _put(self, pool: _Pool, sequence: EngineSequence) -> None:

@@ -1,0 +1,116 @@
+"""Images and sound of requests: what encoding them takes an instance, or a pool of its own.
+
+An encoder runs before the prompt whose tokens it gives, on the same GPUs: cut by tp as the language model is,
+or, with `tower_dp=1`, each of these ranks encodes whole inputs (vLLM's `--mm-encoder-tp-mode data`). All
+inputs of a request are one batch. On a *pool of encoders* the language model's GPUs hold no encoder; the
+tokens travel to them over the outermost link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwise.core.errors import WorkloadError
+from meshwise.estimate.memory import contents
+from meshwise.estimate.priced_part import Part, price_parts
+from meshwise.estimate.timing import Machine, machine_for
+from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model, Tower
+from meshwise.model.weights import projector_weights
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import Plan
+from meshwise.program.cut import Cut
+from meshwise.program.parts import cut_of, parts
+from meshwise.program.serving import working_bytes
+from meshwise.program.tensor_1d import shards
+from meshwise.program.vocabulary import projected
+from meshwise.program.weights_of_ops import hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """What the images or sound of a request take: `request_s` on a group of ranks, each with `weight_bytes`.
+
+    `working_bytes`: what a pass of the largest encoder works on. `num_inputs` of the encoders become
+    `num_tokens` of the prompt.
+    """
+
+    num_inputs: int
+    num_tokens: int
+    request_s: float
+    weight_bytes: float
+    working_bytes: float
+
+
+def encoding(model: Model, mesh: Mesh, machine: Machine) -> Encoding | None:
+    """What `model` needs to encode what a request brings; None where that is text alone."""
+    towers = [tower for tower in model.towers if tower.num_tokens]
+    if not towers:
+        return None
+    seconds, params = 0.0, 0.0
+    for part, count in _parts(model, mesh, machine):
+        seconds += count * float(part.forward_s)
+        params += count * float(part.dense_params)
+    return Encoding(
+        num_inputs=sum(tower.num_inputs for tower in towers),
+        num_tokens=sum(tower.num_tokens for tower in towers),
+        request_s=seconds,
+        weight_bytes=params * cut_of(mesh).precision.act_bytes,
+        working_bytes=max(float(working_bytes(one.encoder, _cut(one, mesh))) for one in towers),
+    )
+
+
+def _cut(tower: Tower, mesh: Mesh) -> Cut:
+    """How the inputs of one request are cut."""
+    return cut_of(tower_mesh(tower, replace(mesh, kind="prefill", microbatch=1.0)))
+
+
+def _parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[tuple[Part, float]]:
+    """The parts of the towers and of what joins them to the model, and how often a request runs each."""
+    of_request = replace(mesh, kind="prefill", microbatch=1.0, seq=float(num_tokens(model)))
+    for tower in model.towers:
+        if tower.num_tokens:
+            priced = list(price_parts(parts(tower.encoder, _cut(tower, mesh)), machine).values())
+            for count, part in contents(tower_stage(tower.encoder, FRONT), priced):
+                yield part, float(count)
+    cut = cut_of(of_request)
+    forward = [op for op in projected(model, cut) if op.phase == "forward"]
+    ops = hold(forward, projector_weights(model), cut, shards)
+    yield price_parts({"projector": ops}, machine)["projector"], 1.0
+
+
+def num_tokens(model: Model) -> int:
+    """Tokens of a prompt that images and sound become."""
+    return sum(tower.num_tokens for tower in model.towers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderPool:
+    """`workers` instances on `cluster` that only encode, each one request at a time."""
+
+    cluster: Cluster
+    workers: int
+    request_s: float
+    transfer_s: float
+
+    @property
+    def num_chips(self) -> int:
+        """GPUs of the pool."""
+        return self.workers * self.cluster.num_chips
+
+
+def encoder_pool(model: Model, cluster: Cluster, workers: int, plan: Plan) -> EncoderPool:
+    """A pool of encoders, whose ranks encode whole inputs of a request side by side."""
+    if workers < 1:
+        raise WorkloadError(f"encoder_workers={workers} must be at least 1")
+    own = Plan(tp=cluster.num_chips, dtype=plan.dtype, tower_dp=True)
+    mesh = Mesh(world=float(cluster.num_chips), batch=1.0, seq=1.0, microbatch=1.0, num_microbatches=1.0,
+                tp=float(cluster.num_chips), plan=own, kind="prefill")  # fmt: skip
+    found = encoding(model, mesh, machine_for(cluster, own, "prefill"))
+    if found is None:
+        raise WorkloadError("encoder_cluster encodes images and sound; state images or audio_s")
+    sent_bytes = found.num_tokens * model.hidden * cut_of(mesh).precision.act_bytes
+    transfer_s = sent_bytes / cluster.levels[-1].bytes_per_s
+    return EncoderPool(cluster=cluster, workers=workers, request_s=found.request_s, transfer_s=transfer_s)
