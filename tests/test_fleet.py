@@ -1,6 +1,9 @@
 """Fleets: what caches hold, where routers send, when replicas start; against closed forms, and conserved."""
 
+import csv
+import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -250,3 +253,86 @@ def test_lengths_of_lives_are_what_is_used() -> None:
     alive_s = sum(stop - start for start, stop in served.lives_s)
     assert 3 * served.span_s < alive_s < 8 * served.span_s
     assert served.busy_s < served.span_s
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+BASE = (
+    "serve",
+    "llama3-8b",
+    "--cluster",
+    "h100-80g-sxm:1",
+    "--plan",
+    "tp=1",
+    "--prompt",
+    "1000",
+    "--output",
+    "60",
+    "--sequences",
+    "8",
+)
+
+
+def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
+    meshwise: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = (
+        *BASE, "--rate", "30", "--workers", "3", "--router", "session", "--turns", "5", "--think-s", "2",
+        "--shared-prefix", "300", "--num-requests", "600", "--percentile", "75", "--ttft-ms", "60",
+        "--csv", str(tmp_path / "records.csv"),
+        "--trace", str(tmp_path / "trace.json"), "--json",
+    )  # fmt: skip
+    document = meshwise(*words).document
+    rows = list(csv.DictReader((tmp_path / "records.csv").read_text().splitlines()))
+    assert len(rows) == 600
+    assert document["ttft_s"]["p75"] == pytest.approx(
+        np.percentile([float(row["ttft_s"]) for row in rows], 75)
+    )
+    found = sum(int(row["found"]) for row in rows) / sum(int(row["prompt"]) for row in rows)
+    assert document["prompt_tokens_found_frac"] == pytest.approx(found)
+    assert found > 0.6
+    assert document["within_limits_frac"] == np.mean([row["within_limits"] == "True" for row in rows])
+    assert len({row["session"] for row in rows}) == 120
+    replicas = {row["session"]: row["replica"] for row in rows}
+    assert all(replicas[row["session"]] == row["replica"] for row in rows)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sum(one["dur"] for one in slices) / 1e6 == pytest.approx(
+        sum(float(row["e2e_s"]) for row in rows), rel=1e-5
+    )
+    for track in {(one["pid"], one["tid"]) for one in slices}:
+        ends = 0.0
+        for one in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: e["ts"]):
+            assert one["ts"] >= ends - 1e-3
+            ends = one["ts"] + one["dur"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"requests waiting", "requests running", "replicas"}
+    assert all(event["args"]["num"] >= 0 for event in counters)
+    assert 0.1 * 2100 < document["power_watts"] < 0.74 * 2100
+
+
+def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Callable[..., Any]) -> None:
+    words = (
+        *BASE,
+        "--rate",
+        "60",
+        "--num-requests",
+        "8000",
+        "--price",
+        "2",
+        "--json",
+        "--router",
+        "least-loaded",
+    )
+    rule = "utilization=0.8,max=9,start_s=20,every_s=10"
+    scaled = meshwise(*words, "--autoscale", rule).document
+    rule = scaled["autoscale"]
+    assert 1 < rule["mean_replicas"] < rule["most_replicas"] <= 9
+    assert scaled["usd_per_hour"] == pytest.approx(2 * rule["mean_replicas"])
+    saturated = rule["requests_per_s"] / 0.8
+    fixed = meshwise(*words, "--workers", str(math.ceil(60 / (0.8 * saturated)))).document
+    assert fixed["e2e_s"]["p99"] < scaled["e2e_s"]["p99"]  # nobody waits for a start
+    limits = ("--ttft-ms", "200", "--percentile", "99")
+    within = meshwise(*words, *limits, "--autoscale", "sla,min=4,max=9").document
+    assert within["autoscale"]["requests_per_s"] < saturated
+    assert within["within_limits_frac"] > 0.98

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from meshwise.search.search import Result
     from meshwise.search.study import Study, StudyPoint
     from meshwise.serve.answer import ServingAnswer
+    from meshwise.serve.requests import Turns
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
 
@@ -344,8 +345,14 @@ def serve(
     length_ratio: float | None = None,
     length_sigma: float | None = None,
     shared_prefix: int | None = None,
+    turns: int = 1,
+    turn_prompt: int | None = None,
+    think_s: float | None = None,
     engine: str = "",
     workers: int = 1,
+    router: str = "round-robin",
+    autoscale: str = "",
+    offload: str = "",
     prefill_plan: str | Path | Plan = "",
     prefill_cluster: str | Path | Cluster = "",
     prefill_workers: int = 1,
@@ -355,6 +362,7 @@ def serve(
     expert_loads: str | Path | None = None,
     redundant_experts: int = 0,
     capacity_factor: float | None = None,
+    percentile: float = 90.0,
     pareto: bool = False,
     collectives: Sequence[str | Path] = (),
     price: str | float = "",
@@ -381,15 +389,23 @@ def serve(
         engine_s: The engine's own time between two passes.
         rate: Load: requests a second.
         concurrency: Load: clients that each send a request when the last has ended.
-        requests: Load: a trace (CSV of arrival [s], prompt, output; Azure's; Mooncake's JSON lines), or a CSV
-            of prompt and output, from which requests draw their lengths.
+        requests: Load: a trace (CSV of arrival [s], prompt, output; Azure's, BurstGPT's; Mooncake's JSON
+            lines with hash_ids, session_id, delay), or a CSV of prompt and output to draw lengths from.
         num_requests: Requests of the load, all of which count [until the figures have settled].
         burstiness: Gamma shape of the gaps between arrivals at a rate [1: Poisson].
         length_ratio: Lengths are uniform from this share of the stated ones up [1].
         length_sigma: Lengths are lognormal around the stated means; deviation of their logs.
         shared_prefix: Tokens that all prompts begin with; the engine caches them.
+        turns: Requests of a session, each after the last one's answer, with all that was said before.
+        turn_prompt: Tokens that each later turn adds [256].
+        think_s: Mean pause before each later turn, in seconds (exponential) [0].
         engine: vllm, sglang or trtllm, with settings: vllm,max_tokens=2048 [vllm].
-        workers: Instances that take the requests in turn.
+        workers: Instances that take the requests.
+        router: Which instance takes one: round-robin, least-loaded, session, or prefix (the one that has most
+            of it in its cache and least to do; prefix=4 weighs the cache more).
+        autoscale: Instances follow the load: utilization=0.7 (of what one can take) or sla (so many that the
+            limits are kept), with min=1,max=64,start_s=180,every_s=30,hold_s=300.
+        offload: Memory of each GPU's host, and disk, for cached prefixes: host=64GiB,disk=1TB,disk_rate=3GB.
         prefill_plan: Plan of instances that only take prompts; those of the plan then only decode.
         prefill_cluster: Their cluster, of other chips or another number [the cluster].
         prefill_workers: How many of them.
@@ -399,6 +415,7 @@ def serve(
         expert_loads: Text of the tokens that each expert was sent, instead.
         redundant_experts: Slots for copies of the busiest experts.
         capacity_factor: Also say what experts of at most this times their even share would drop.
+        percentile: Share of the requests, in percent, that must keep the limits.
         pareto: Trade-offs of all layouts: tokens/s a user against a GPU.
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         price: Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.
@@ -417,7 +434,9 @@ def serve(
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.load import Fleet, traffic
+    from meshwise.serve.prefix_cache import parse_offload
     from meshwise.serve.requests import read_requests
+    from meshwise.serve.router import parse_router
     from meshwise.serve.serving import serving, speculating
     from meshwise.serve.size import size, wanted
 
@@ -454,8 +473,9 @@ def serve(
     load = traffic(
         prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
         burstiness=burstiness, length_ratio=length_ratio, length_sigma=length_sigma,
-        shared_prefix=shared_prefix,
+        shared_prefix=shared_prefix, turns=_turns(turns, turn_prompt, think_s),
     )  # fmt: skip
+    tiers, policy = parse_offload(offload) if offload else None, parse_router(router)
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
     arrives = load is not None and not load.concurrency
@@ -463,11 +483,19 @@ def serve(
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
+        if autoscale:
+            raise WorkloadError("autoscale is of one layout; state tp in the plan")
         if uneven or speculate or {"cp", "pp"} & set(fixed):
             raise WorkloadError("expert loads, speculate, cp and pp are of one layout; state tp in the plan")
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters = [_cluster(name, collectives) for name in names]
-        sizing = size(make, clusters, fixed, parse_engine(engine or "vllm"), wanted(load, *limits))
+        sizing = size(
+            make,
+            clusters,
+            fixed,
+            parse_engine(engine or "vllm"),
+            wanted(load, *limits, percentile, policy, tiers),
+        )
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         return sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd)
@@ -479,10 +507,23 @@ def serve(
         first = instance(_cluster(prefill_cluster or cluster, collectives), prefill_plan or plan)
     elif prefill_workers != 1:
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
-    fleet = Fleet(whole, workers, first, prefill_workers, encoders=encoders)
+    fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
     return answer(
-        fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, usd_per_gpu_hour=usd
-    )
+        fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, percentile=percentile,
+        autoscale=autoscale, usd_per_gpu_hour=usd,
+    )  # fmt: skip
+
+
+def _turns(turns: int, prompt: int | None, think_s: float | None) -> Turns | None:
+    """Sessions of several turns; None for requests by themselves."""
+    from meshwise.serve.requests import Turns
+
+    if turns == 1 and (prompt, think_s) != (None, None):
+        raise WorkloadError("turn_prompt and think_s need turns, of at least 2")
+    for name, value, least in (("turns", turns, 1), ("turn_prompt", prompt, 1), ("think_s", think_s, 0)):
+        if value is not None and not least <= value < 1e9:
+            raise WorkloadError(f"{name}={value:g} must be at least {least}")
+    return Turns(turns, 256 if prompt is None else prompt, think_s or 0.0) if turns > 1 else None
 
 
 def rl(

@@ -19,6 +19,7 @@ def serve(
     *,
     csv: Path | None = None,
     plot: Path | None = None,
+    trace: Path | None = None,
     html: Path | None = None,
     json: bool = False,
     **asked: Any,
@@ -31,15 +32,22 @@ def serve(
     (or of several: h100-80g-sxm:64,b200-sxm:64) that keep the limits; exit 1 if none do.
 
     Args:
-        csv: Write the layouts considered to this CSV file.
+        csv: Write a row for each request of the load to this CSV file; or each layout considered.
         plot: Draw the trade-offs (png, svg, pdf).
+        trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
     """
     found = api.serve(**asked)
-    if (csv or plot) and found.sizing is None:
-        raise WorkloadError("--csv and --plot show layouts; add --pareto, or limits and a rate without tp")
-    if csv is not None and found.sizing is not None:
-        rows = found.sizing.rows
-        write_text(csv, csv_text([list(rows[0]), *(row.values() for row in rows)] if rows else []))
+    if plot and found.sizing is None:
+        raise WorkloadError("--plot shows layouts; add --pareto, or limits and a rate without tp")
+    if (csv or trace) and found.load is None and (trace or found.sizing is None):
+        raise WorkloadError("--csv and --trace show a load; give rate, concurrency or requests (or --pareto)")
+    if csv is not None:
+        columns = found.columns
+        write_text(csv, csv_text([list(columns), *zip(*columns.values(), strict=True)]))
+    if trace is not None and found.load is not None:
+        from meshwise.report.serve_trace import write_load_timeline
+
+        write_load_timeline(found.load.simulated, trace)
     if plot is not None and found.sizing is not None:
         from meshwise.report.pages import draw
 

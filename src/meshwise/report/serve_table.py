@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.console import Console
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import Table
 from meshwise.serve.answer import ServingAnswer
+from meshwise.serve.energy import energy
 from meshwise.serve.load import LoadResult
 from meshwise.serve.size import Sizing
 
@@ -51,6 +52,12 @@ def print_serving(answer: ServingAnswer, console: Console) -> None:
         _print_sizing(answer, answer.sizing, console)
     if answer.load is not None:
         _print_load(answer.load, console)
+    if answer.load is not None and (power := energy(answer.load))["power_watts"]:
+        console.print(
+            "about {power_watts:,.0f} W, {joule_per_output_token:.3g} J an output token (GPUs alone)".format(
+                **power
+            )
+        )
     if answer.cost:
         console.print(
             "${usd_per_hour:,.2f} an hour; ${usd_per_million_input_tokens:.3g} a million tokens in, "
@@ -112,7 +119,8 @@ def _print_sizing(answer: ServingAnswer, sizing: Sizing, console: Console) -> No
         holds = (
             "the fewest GPUs within the limits" if sizing.best else "no choice keeps the limits; the nearest"
         )
-        console.print(f"{holds}: {answer.load.fleet.num_chips} (90 % of the requests must keep them)")
+        enough = f"{answer.load.percentile:g} % of the requests must keep them"
+        console.print(f"{holds}: {answer.load.fleet.num_chips} ({enough})")
         if answer.load.fleet.prefill:
             console.print("the figures above and the passes below are of a decode worker")
         console.print("simulated, fewest GPUs first:")
@@ -173,7 +181,23 @@ def _print_load(load: LoadResult, console: Console) -> None:
             f"{document['within_limits_frac']:.1%} of the requests within the limits: "
             f"goodput {document['goodput_per_s']:.4g} requests/s"
         )
+    for line in _fleet_lines(document):
+        console.print(line)
     console.print(latency_table(document))
+
+
+def _fleet_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """What caches gave, and how many replicas there were, where that is a question."""
+    if found := document["prompt_tokens_found_frac"]:
+        below = document["prompt_tokens_loaded_frac"].items()
+        tiers = "".join(f", {frac:.1%} of them on the {name}" for name, frac in below if frac)
+        shown = f"{found:.1%} of the prompt tokens were found in a cache{tiers}"
+        yield shown + (f" (router: {document['router']})" if document["workers"] > 1 else "")
+    if scaling := document["autoscale"]:
+        yield (
+            f"autoscaled: {scaling['mean_replicas']:.3g} replicas on average, {scaling['most_replicas']} at "
+            f"most; {scaling['requests_per_s']:.3g} requests/s each, {scaling['start_s']:g} s to start one"
+        )
 
 
 def _counted(document: Mapping[str, Any]) -> str:
@@ -189,6 +213,6 @@ def _counted(document: Mapping[str, Any]) -> str:
 def latency_table(document: Mapping[str, Any]) -> Table:
     """How long requests take under a load."""
     names = {"ttft_s": "first token", "tpot_s": "token after it", "e2e_s": "whole request"}
-    columns = ("mean", "p50", "p90", "p99")
+    columns = tuple(document["ttft_s"])
     rows = [(title, *map(duration, map(document[name].get, columns))) for name, title in names.items()]
     return Table("", ("", *columns), rows)

@@ -12,11 +12,16 @@ from meshwise.core.notebook import Shown
 from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
+from meshwise.serve.capacity import autoscaled
 from meshwise.serve.encoding import EncoderPool
+from meshwise.serve.energy import energy
 from meshwise.serve.engine import Engine, parse_engine
 from meshwise.serve.engine_pass import rows, sequences_within
-from meshwise.serve.load import Fleet, LoadResult, check_limits, cost, under_load
+from meshwise.serve.limits import limits_of
+from meshwise.serve.load import Fleet, LoadResult, cost, under_load
+from meshwise.serve.records import records
 from meshwise.serve.requests import Requests
+from meshwise.serve.router import ROUND_ROBIN
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Sizing
 from meshwise.serve.stationary import RequestStream
@@ -82,6 +87,14 @@ class ServingAnswer(Shown):
         return {"request_s": own.request_s, "transfer_s": 0.0, "pool_gpus": 0} if own else None
 
     @property
+    def columns(self) -> dict[str, list[Any]]:
+        """A row for each layout considered, or for each request of the load, by column."""
+        if self.sizing is None:
+            return records(self.load) if self.load else {}
+        rows = self.sizing.rows
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+
+    @property
     def _engine(self) -> Engine | None:
         return self.load.engine if self.load else None
 
@@ -104,6 +117,7 @@ class ServingAnswer(Shown):
             "passes": self.passes,
             **(self.load.to_json() if self.load else {}),
             **self.cost,
+            **(energy(self.load) if self.load else {}),
             **({"sizing": self.sizing.to_json()} if self.sizing else {}),
             "notes": [*est.notes(of), *(self.load.notes if self.load else ())],
         }
@@ -117,20 +131,25 @@ def answer(
     requests: Requests | RequestStream | None = None,
     engine: str = "",
     ttft_s: float | None = None,
+    percentile: float = 90.0,
+    autoscale: str = "",
     usd_per_gpu_hour: Mapping[str, float] | None = None,
 ) -> ServingAnswer:
     """What `fleet` gives, alone and, with `requests`, under their load."""
-    serving = fleet.serving
-    check_limits(ttft_s, token_s)
+    serving, limits = fleet.serving, limits_of(ttft_s, token_s, percentile)
     of_a_load = {
         "engine": engine, "ttft_ms": ttft_s, "workers": fleet.workers > 1, "prefill_plan": fleet.prefill,
-        "price": usd_per_gpu_hour,
+        "price": usd_per_gpu_hour, "router": fleet.router != ROUND_ROBIN, "offload": fleet.offload,
+        "autoscale": autoscale, "percentile": percentile != 90.0,
     }  # fmt: skip
     if requests is None and (unused := [name for name, stated in of_a_load.items() if stated]):
         raise WorkloadError(f"{unused[0]} needs a load; give rate, concurrency or requests too")
     load = None
     if requests is not None:
-        load = under_load(fleet, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
+        runs = parse_engine(engine or "vllm")
+        if autoscale:
+            fleet = autoscaled(fleet, requests, runs, autoscale, limits)
+        load = under_load(fleet, requests, runs, ttft_s=ttft_s, tpot_s=token_s, percentile=percentile)
     return ServingAnswer(
         serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour,
         encoders=fleet.encoders,

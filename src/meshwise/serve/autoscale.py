@@ -10,7 +10,9 @@ and ends with the last that it has. Replicas are paid for from when they are ask
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,16 @@ class Autoscaling:
     every_s: float = 30.0
     start_s: float = 180.0
     hold_s: float = 300.0
+
+    def to_json(self, lives_s: Sequence[tuple[float, float]], span_s: float) -> dict[str, Any]:
+        """The rule, and how many replicas there were."""
+        times = sorted({start for start, _ in lives_s})
+        return {
+            **asdict(self),
+            "mean_replicas": sum(stop - start for start, stop in lives_s) / span_s,
+            "most_replicas": max(sum(start <= at < stop for start, stop in lives_s) for at in times),
+            "num_started": len(lives_s),
+        }
 
 
 class Autoscaler:

@@ -98,6 +98,7 @@ class Instance:
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
         self.was_full = False  # whether a request waited for room in the cache
         self.alone_since = 0  # the pass since when a prompt waits for more of them
+        self.loaded_from = [0] * len(worker.tiers)
         self.is_blocked = False  # whether the first that waits has no room until another leaves
         self.held = self.shared = self.context = self.left = 0
         self.queue: deque[EngineSequence] = deque()
@@ -289,7 +290,10 @@ class Instance:
         link = min(range(len(self.links_s)), key=self.links_s.__getitem__)
         self.links_s[link] = max(self.links_s[link], self.now) + self.prefix.load_s(blocks, places)
         sequence.past = self._past(sequence, len(places))
-        sequence.loaded = sum(size[block] for block, place in zip(blocks, places, strict=False) if place)
+        for block, place in zip(blocks, places, strict=False):
+            if place:
+                sequence.loaded += size[block]
+                self.loaded_from[place - 1] += size[block]
         heapq.heappush(self.loading, (self.links_s[link], sequence.index, sequence))
 
     def _pin(self, sequence: EngineSequence, blocks: Blocks) -> None:

@@ -16,9 +16,10 @@ from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import interval_of
 from meshwise.serve.instance import ServingWorker
+from meshwise.serve.limits import LatencyLimits, limits_of
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.prefix_cache import Offload, Tier
-from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop
+from meshwise.serve.requests import Lengths, Requests, Turns, at_rate, in_closed_loop, in_sessions
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
 from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, simulate
@@ -37,6 +38,7 @@ def traffic(
     length_ratio: float | None = None,
     length_sigma: float | None = None,
     shared_prefix: int | None = None,
+    turns: Turns | None = None,
 ) -> Requests | RequestStream | None:
     """What is asked for: so many requests or a trace, else a stream of them; None without a load.
 
@@ -50,7 +52,7 @@ def traffic(
         raise WorkloadError(f"{' and '.join(stated)} are two loads; give one of rate, concurrency, requests")
     shape = {
         "num_requests": num_requests, "burstiness": burstiness, "length_ratio": length_ratio,
-        "length_sigma": length_sigma, "shared_prefix": shared_prefix,
+        "length_sigma": length_sigma, "shared_prefix": shared_prefix, "turns": turns.turns if turns else None,
     }  # fmt: skip
     for name, number in {"rate": rate, "concurrency": concurrency, **shape}.items():
         if number is not None and not 0 < number < math.inf:
@@ -75,12 +77,18 @@ def traffic(
     if rate is None and concurrency is None:
         return None
 
+    each = turns.turns if turns else 1
+
     def draw(num: int) -> Requests:
         if rate is None:
             assert concurrency is not None
-            found = in_closed_loop(concurrency, lengths, num=num)
+            found = in_closed_loop(concurrency, lengths, num=-(-num // each))
         else:
-            found = at_rate(rate, lengths, num=num, burstiness=burstiness or 1.0)
+            found = at_rate(rate / each, lengths, num=-(-num // each), burstiness=burstiness or 1.0)
+        if shared_prefix is not None and shared_prefix >= min(found.prompt):
+            raise WorkloadError(f"shared_prefix={shared_prefix} leaves nothing of a prompt; make it shorter")
+        if turns is not None:
+            return in_sessions(found, turns, shared_prefix or 0)
         return found if shared_prefix is None else _beginning_alike(found, shared_prefix)
 
     return draw(num_requests) if num_requests else RequestStream(draw, rate, concurrency or 0)
@@ -88,8 +96,6 @@ def traffic(
 
 def _beginning_alike(requests: Requests, tokens: int) -> Requests:
     """`requests` whose prompts all begin with the same `tokens`."""
-    if tokens >= min(requests.prompt):
-        raise WorkloadError(f"shared_prefix={tokens} leaves nothing of a prompt; make it shorter")
     return replace(requests, blocks=((0,),) * len(requests.prompt), block_tokens=tokens)
 
 
@@ -135,13 +141,6 @@ class Fleet:
         return token_bytes(self.prefill) / self.prefill.cluster.levels[-1].bytes_per_s
 
 
-def check_limits(ttft_s: float | None, tpot_s: float | None) -> None:
-    """WorkloadError for a limit of nothing."""
-    for what, limit_s in (("per token", tpot_s), ("for the first token", ttft_s)):
-        if limit_s is not None and not limit_s > 0:
-            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadResult:
     """What `requests` get from `engine` on `fleet`; `ttft_s` and `tpot_s` are limits, if any.
@@ -158,6 +157,7 @@ class LoadResult:
     ttft_s: float | None = None
     tpot_s: float | None = None
     window: CountedWindow | None = None
+    percentile: float = 90.0
 
     @property
     def served(self) -> Served:
@@ -184,14 +184,27 @@ class LoadResult:
         return self.window is not None and self.window.queue_grows
 
     @property
+    def limits(self) -> LatencyLimits:
+        """What is asked of the requests."""
+        return limits_of(self.ttft_s, self.tpot_s, self.percentile)
+
+    @property
     def within_limits_frac(self) -> float | None:
         """Share of the requests that meet all limits; None without any."""
-        if self.ttft_s is None and self.tpot_s is None:
-            return None
-        served, more = self.served, self.served.output > 1
-        meets = served.ttft_s <= (math.inf if self.ttft_s is None else self.ttft_s)
-        meets[more] &= served.tpot_s <= (math.inf if self.tpot_s is None else self.tpot_s)
-        return float(meets.mean())
+        return float(self.limits.kept(self.served).mean()) if self.limits.any else None
+
+    @property
+    def mean_workers(self) -> float:
+        """Workers that are paid for, on average."""
+        if self.fleet.scaling is None:
+            return self.fleet.workers
+        return sum(stop - start for start, stop in self.simulated.lives_s) / self.simulated.span_s
+
+    @property
+    def mean_chips(self) -> float:
+        """GPUs that are paid for, on average."""
+        extra = self.mean_workers - self.fleet.workers
+        return self.fleet.num_chips + extra * self.fleet.serving.num_chips
 
     @property
     def regime(self) -> str:
@@ -221,15 +234,16 @@ class LoadResult:
 
     def to_json(self) -> dict[str, Any]:
         """The keys that a load adds to the document of `meshwise serve --json`."""
-        served, run, num_chips = self.served, self.simulated, self.fleet.num_chips
+        served, run, scaling = self.served, self.simulated, self.fleet.scaling
+        prompt_tokens, percentile = sum(self.requests.prompt), self.percentile
         within = self.within_limits_frac
         figures: dict[str, Any] = {
-            "ttft_s": statistics(served.ttft_s),
-            "tpot_s": statistics(served.tpot_s),
-            "output_tokens_per_s_per_gpu": self.output_tokens_per_s / num_chips,
+            "ttft_s": statistics(served.ttft_s, percentile),
+            "tpot_s": statistics(served.tpot_s, percentile),
+            "output_tokens_per_s_per_gpu": self.output_tokens_per_s / self.mean_chips,
         }
         return {
-            "num_gpus": num_chips,
+            "num_gpus": self.fleet.num_chips,
             "workers": self.fleet.workers,
             "prefill_workers": self.fleet.prefill_workers if self.fleet.prefill else 0,
             "engine": f"{self.engine.name} {self.engine.version}",
@@ -239,13 +253,16 @@ class LoadResult:
             "window": self.window.to_json() if self.window else None,
             **figures,
             **{f"{name}_interval": self._interval(name, value) for name, value in figures.items()},
-            "e2e_s": statistics(served.last_s - served.sent_s),
+            "e2e_s": statistics(served.last_s - served.sent_s, percentile),
             "within_limits_frac": within,
             "goodput_per_s": None if within is None else within * self.requests_per_s,
             "busy_frac": run.busy_s / run.span_s,
             "peak_sequences": run.peak_sequences,
             "peak_cache_frac": run.peak_cache_tokens / self.cache_tokens,
-            "prompt_tokens_found_frac": run.num_found / sum(self.requests.prompt),
+            "prompt_tokens_found_frac": run.num_found / prompt_tokens,
+            "prompt_tokens_loaded_frac": {name: num / prompt_tokens for name, num in run.loaded_from.items()},
+            "router": self.fleet.router.policy,
+            "autoscale": scaling.to_json(run.lives_s, run.span_s) if scaling else None,
             "num_preemptions": run.num_preemptions,
         }
 
@@ -262,18 +279,19 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
     tokens for the rest.
     """
 
-    def usd_per_hour(of: Serving, workers: int) -> float:
+    def usd_per_hour(of: Serving, workers: float) -> float:
         chip = of.cluster.chip.name
         if not {"", chip} & set(usd_per_gpu_hour):
             raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
         return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.num_chips * workers
 
     fleet, run = load.fleet, load.simulated
-    last, first = usd_per_hour(fleet.serving, fleet.workers), 0.0
+    workers = load.mean_workers
+    last, first = usd_per_hour(fleet.serving, workers), 0.0
     if fleet.prefill:
         first = usd_per_hour(fleet.prefill, fleet.prefill_workers)
     else:
-        prompts_frac = load.requests_per_s * prompt_s(fleet.serving) / (fleet.serving.groups * fleet.workers)
+        prompts_frac = load.requests_per_s * prompt_s(fleet.serving) / (fleet.serving.groups * workers)
         first = last * min(prompts_frac * run.span_s / run.busy_s, 1.0)
         last -= first
     prompt_tokens = sum(load.requests.prompt) / len(load.requests.prompt)
@@ -284,12 +302,14 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
     }
 
 
-def statistics(seconds: Seconds) -> dict[str, float | None]:
-    """Mean and percentiles; None where there is nothing to count."""
+def statistics(seconds: Seconds, percentile: float = 90.0) -> dict[str, float | None]:
+    """Mean and percentiles, one more if stated; None where there is nothing to count."""
+    percentiles = sorted({50.0, 90.0, 99.0, percentile})
+    names = [f"p{number:g}" for number in percentiles]
     if not seconds.size:
-        return dict.fromkeys(("mean", "p50", "p90", "p99"))
-    p50, p90, p99 = np.percentile(seconds, (50, 90, 99)).tolist()
-    return {"mean": float(seconds.mean()), "p50": p50, "p90": p90, "p99": p99}
+        return dict.fromkeys(("mean", *names))
+    found = zip(names, np.percentile(seconds, percentiles).tolist(), strict=True)
+    return {"mean": float(seconds.mean()), **dict(found)}
 
 
 def token_bytes(serving: Serving) -> float:
@@ -311,6 +331,7 @@ def under_load(
     *,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
+    percentile: float = 90.0,
 ) -> LoadResult | None:
     """Serve `requests`, a stream until it has settled; None where one sequence has no room."""
 
@@ -328,7 +349,7 @@ def under_load(
         served = simulate(requests, pools)
     else:
         window, served, requests = settled(requests, serve)
-    return LoadResult(fleet, requests, engine, served, tokens, ttft_s, tpot_s, window)
+    return LoadResult(fleet, requests, engine, served, tokens, ttft_s, tpot_s, window, percentile)
 
 
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:

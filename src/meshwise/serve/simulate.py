@@ -35,10 +35,10 @@ class Served:
     """When each request was sent, got its first token and its last [s]; and what the engines did.
 
     `start_s`: when its engine first took it up; `replica`: which one that was. `found`: tokens of its prompt
-    that were in a cache, `loaded` those of them that were below the chip. `lives_s`: from when to when each
-    replica was paid for; `busy_s`: seconds in passes, the mean of all replicas over the whole span.
-    `num_tokens` counts every token that a pass gave; `peak_cache_tokens` is the fullest that the cache of a
-    worker was, `was_full` whether a request waited for room in one.
+    that were in a cache, `loaded` those of them that were below the chip (`loaded_from`: by tier).
+    `lives_s`: from when to when each replica was paid for; `busy_s`: seconds in passes, the mean of all
+    replicas over the whole span. `num_tokens` counts every token that a pass gave; `peak_cache_tokens` is
+    the fullest that the cache of a worker was, `was_full` whether a request waited for room in one.
     """
 
     sent_s: Seconds
@@ -48,6 +48,7 @@ class Served:
     output: Counts
     found: Counts
     loaded: Counts
+    loaded_from: dict[str, int]
     replica: Counts
     lives_s: tuple[tuple[float, float], ...]
     busy_s: float
@@ -290,6 +291,10 @@ def simulate(requests: Requests, pools: Pools) -> Served:
         output=np.array(requests.output),
         found=column("found"),
         loaded=column("loaded"),
+        loaded_from={
+            tier.name: sum(one.instance.loaded_from[i] for one in replicas)
+            for i, tier in enumerate(pools.worker.tiers)
+        },
         replica=np.array([one.number for one in run.home if one is not None]),
         lives_s=lives_s,
         busy_s=total("busy_s") * span_s / alive_s,

@@ -24,8 +24,11 @@ import numpy as np
 from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.serve.engine import Engine
-from meshwise.serve.load import Fleet, LoadResult, check_limits, under_load
+from meshwise.serve.limits import limits_of
+from meshwise.serve.load import Fleet, LoadResult, under_load
+from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Requests
+from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
 from meshwise.serve.screen import (
     BATCHES,
     PREFILL_UTILIZATION,
@@ -42,8 +45,6 @@ from meshwise.serve.stationary import RequestStream
 FINALISTS = 12
 """Choices that are simulated, each with as many workers as it takes."""
 MAX_SIMULATIONS = 40
-WITHIN_FRAC = 0.9
-"""Share of the requests that must keep both limits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +71,7 @@ class Choice:
     @property
     def holds(self) -> bool:
         """Whether enough requests keep the limits."""
-        return self.within_frac >= WITHIN_FRAC
+        return self.load is not None and self.within_frac >= self.load.limits.within_frac
 
     def to_json(self) -> dict[str, Any]:
         """Its layouts in words, its figures, and what was simulated of it."""
@@ -152,21 +153,33 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """A load and its limits: `rate` requests a second, or (None) only trade-offs."""
+    """A load and its limits: `rate` requests a second, or (None) only trade-offs.
+
+    `percentile` of the requests must keep both limits. `router` and `offload` are those of each fleet.
+    """
 
     requests: Requests | RequestStream | None
     rate: float | None
     ttft_s: float = math.inf
     tpot_s: float = math.inf
+    percentile: float = 90.0
+    router: RouterPolicy = ROUND_ROBIN
+    offload: Offload | None = None
 
 
-def wanted(requests: Requests | RequestStream | None, ttft_s: float | None, tpot_s: float | None) -> Wanted:
+def wanted(
+    requests: Requests | RequestStream | None, ttft_s: float | None, tpot_s: float | None,
+    percentile: float = 90.0, router: RouterPolicy = ROUND_ROBIN, offload: Offload | None = None,
+) -> Wanted:  # fmt: skip
     """What requests that arrive want; WorkloadError for clients in a closed loop, or a limit of nothing."""
-    check_limits(ttft_s, tpot_s)
+    limits = limits_of(ttft_s, tpot_s, percentile)
     if requests is not None and requests.concurrency:
         raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
     rate = requests.rate if requests is not None else None
-    return Wanted(requests=requests, rate=rate, ttft_s=ttft_s or math.inf, tpot_s=tpot_s or math.inf)
+    return Wanted(
+        requests=requests, rate=rate, ttft_s=limits.ttft_s, tpot_s=limits.tpot_s, percentile=percentile,
+        router=router, offload=offload,
+    )  # fmt: skip
 
 
 def size(
@@ -288,11 +301,12 @@ def _simulated(
             continue
         limited = replace(engine, max_sequences=min(engine.max_sequences, choice.sequences))
         load = under_load(
-            choice.fleet,
+            replace(choice.fleet, router=wanted.router, offload=wanted.offload),
             wanted.requests,
             limited,
             ttft_s=wanted.ttft_s,
             tpot_s=wanted.tpot_s,
+            percentile=wanted.percentile,
         )
         if load is None:
             continue

@@ -125,7 +125,7 @@ def _growing(found: CountedWindow, served: Served) -> CountedWindow:
 
 def _staggered(requests: Requests) -> Requests:
     """Clients in a closed loop begin in the midst of a request each, evenly, as one would find them."""
-    num = requests.concurrency
+    num = 0 if requests.after else requests.concurrency
     left = [math.ceil(requests.output[i] * (i + 1) / num) for i in range(num)]
     return replace(requests, output=(*left, *requests.output[num:]))
 

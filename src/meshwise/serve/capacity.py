@@ -1,0 +1,109 @@
+"""How many requests a second one replica takes: until its queue grows, or until its limits break.
+
+Measured on the simulated replica with the load's own requests. What drains from a full queue is the rate at
+which it is saturated; the rate within limits is found by bisection, requests arriving at random (Poisson).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.errors import WorkloadError
+from meshwise.serve.autoscale import Autoscaling
+from meshwise.serve.engine import Engine
+from meshwise.serve.limits import LatencyLimits
+from meshwise.serve.load import Fleet, pools_of
+from meshwise.serve.requests import SEED, Requests
+from meshwise.serve.simulate import Served, simulate
+from meshwise.serve.stationary import RequestStream
+
+SAMPLE = 1500
+"""Requests of each simulation."""
+STEPS = 9
+"""Halvings of the interval of rates: to 0.2 % of the rate of saturation."""
+
+SETTINGS = {"min": "least", "max": "most", "every_s": "every_s", "start_s": "start_s", "hold_s": "hold_s"}
+
+
+def parse_autoscale(text: str) -> tuple[float | None, dict[str, Any]]:
+    """`sla`, or `utilization=0.7`, with settings: `sla,min=2,max=16,start_s=180,every_s=30,hold_s=300`.
+
+    The share of saturation (None: of the limits), and the settings of `Autoscaling`.
+    """
+    rule, *words = text.split(",")
+    name, _, share = rule.partition("=")
+    stated = {"share": share} | dict(word.partition("=")[::2] for word in words)
+    try:
+        found = {key: float(value) for key, value in stated.items() if value or key != "share"}
+    except ValueError:
+        found = {"": 0.0}
+    is_rule = (name == "sla" and not share) or (name == "utilization" and 0 < found.get("share", 0) <= 1)
+    if (
+        not is_rule
+        or set(found) - {"share", *SETTINGS}
+        or not all(0 < value < 1e9 for value in found.values())
+    ):
+        raise WorkloadError(
+            f"autoscale {text} must be sla or utilization=SHARE, with {', '.join(SETTINGS)}: "
+            "utilization=0.7,min=2,max=16"
+        )
+    share_found = found.pop("share", None)
+    whole = {key: int(value) if key in ("min", "max") else value for key, value in found.items()}
+    return share_found, {SETTINGS[key]: value for key, value in whole.items()}
+
+
+def autoscaled(
+    fleet: Fleet, load: Requests | RequestStream, engine: Engine, text: str, limits: LatencyLimits
+) -> Fleet:
+    """`fleet` with the autoscaler that `text` describes; WorkloadError for what it cannot scale."""
+    utilization, settings = parse_autoscale(text)
+    if fleet.prefill is not None:
+        raise WorkloadError("autoscale is of one pool; leave prefill_plan and prefill_cluster out")
+    if utilization is None and not limits.any:
+        raise WorkloadError("autoscale sla needs limits; give ttft_ms or token_ms too")
+    rate = requests_per_s(fleet, load, engine, None if utilization else limits)
+    scaling = Autoscaling((utilization or 1.0) * rate, **settings)
+    if scaling.least > scaling.most:
+        raise WorkloadError(f"autoscale: min={scaling.least} is more than max={scaling.most}")
+    return replace(fleet, workers=max(fleet.workers, scaling.least), scaling=scaling)
+
+
+def requests_per_s(
+    fleet: Fleet, load: Requests | RequestStream, engine: Engine, limits: LatencyLimits | None = None
+) -> float:
+    """Requests a second that one worker of `fleet` takes: within `limits`, or (None) saturated."""
+    sample = _sample(load)
+    pools = pools_of(replace(fleet, workers=1, prefill=None, scaling=None), sample, engine)
+    if pools is None:
+        raise WorkloadError("no sequence has room beside the weights of a replica; use more GPUs for each")
+    gaps = np.cumsum(np.random.default_rng(SEED).exponential(1.0, len(sample.prompt)))
+
+    def at(rate: float) -> Served:
+        arrival = tuple((gaps / rate).tolist()) if rate else (0.0,) * len(sample.prompt)
+        return simulate(replace(sample, arrival_s=arrival), pools)
+
+    most = len(sample.prompt) / at(0.0).span_s
+    if limits is None:
+        return most
+    low, high = 0.0, most
+    for _ in range(STEPS):
+        rate = (low + high) / 2.0
+        low, high = (rate, high) if limits.hold(at(rate)) else (low, rate)
+    if not low:
+        raise WorkloadError(
+            "one replica keeps the limits at no rate; allow longer, or use more GPUs for each"
+        )
+    return low
+
+
+def _sample(load: Requests | RequestStream) -> Requests:
+    """Requests of a load by themselves: their lengths, and the blocks that they share."""
+    drawn = load if isinstance(load, Requests) else load.draw(SAMPLE)
+    num = SAMPLE
+    return replace(
+        drawn, prompt=drawn.prompt[:num], output=drawn.output[:num], blocks=drawn.blocks[:num], arrival_s=(),
+        concurrency=0, after=(), think_s=(),
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""LatencyLimits of latency, and the share of the requests that must keep them all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.errors import WorkloadError
+from meshwise.serve.simulate import Served
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyLimits:
+    """At most `ttft_s` to the first token, `tpot_s` for each after it, for `within_frac` of the requests."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    within_frac: float = 0.9
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is limited."""
+        return min(self.ttft_s, self.tpot_s) < math.inf
+
+    def kept(self, served: Served) -> NDArray[np.bool_]:
+        """Whether each request keeps all limits."""
+        more = served.output > 1
+        kept = served.ttft_s <= self.ttft_s
+        kept[more] &= served.tpot_s <= self.tpot_s
+        return kept
+
+    def hold(self, served: Served) -> bool:
+        """Whether enough requests keep all limits."""
+        return float(self.kept(served).mean()) >= self.within_frac
+
+
+def limits_of(ttft_s: float | None, tpot_s: float | None, percentile: float = 90.0) -> LatencyLimits:
+    """LatencyLimits as a user states them; WorkloadError for a limit of nothing."""
+    for what, limit_s in (("per token", tpot_s), ("for the first token", ttft_s)):
+        if limit_s is not None and not limit_s > 0:
+            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
+    if not 0 < percentile <= 100:
+        raise WorkloadError(f"percentile={percentile:g} must be above 0 and at most 100: of the requests")
+    first_s, token_s = (math.inf if limit_s is None else limit_s for limit_s in (ttft_s, tpot_s))
+    return LatencyLimits(first_s, token_s, percentile / 100.0)
