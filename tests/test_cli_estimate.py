@@ -10,6 +10,7 @@ import pytest
 import meshwise as mw
 from meshwise.core.ledger import COLUMNS
 from meshwise.core.units import quantity
+from meshwise.machine.hardware import find_chip
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
 KEYS = {
@@ -129,3 +130,25 @@ def test_a_file_that_is_not_toml(meshwise, tmp_path: Path) -> None:
     done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", str(path))
     assert done.code == 2
     assert str(path) in done.err
+
+
+def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(meshwise) -> None:
+    busy = meshwise(*BASE, "--tokens", "1e9", "--pue", "1.5", "--carbon", "400", "--json").document
+    chip, node = busy["power_watts"]["chip"], busy["power_watts"]["node"]
+    limit = find_chip("a100-80g-sxm").power_watts
+    assert 0.3 * limit < chip <= limit < node * 1.5
+    run = busy["run"]
+    assert run["watts_per_gpu"] == pytest.approx(1.5 * node)
+    assert run["energy_joules"] == pytest.approx(run["run_s"] * 64 * 1.5 * node)
+    assert run["co2_kg"] == pytest.approx(run["energy_joules"] / 3.6e6 * 0.4)
+    failing = run["with_failures"]
+    assert failing["co2_kg"] / run["co2_kg"] == pytest.approx(failing["run_s"] / run["run_s"])
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [(("--pue", "0.9", "--tokens", "1e9"), "at least 1"), (("--carbon", "400"), "add --tokens")],
+)
+def test_a_bill_that_makes_no_sense_is_refused(meshwise, words, says) -> None:
+    done = meshwise(*BASE, *words)
+    assert done.code == 2 and says in done.err

@@ -400,6 +400,16 @@ def test_parts_of_a_step_add_up() -> None:
         assert sum(found.time_s.values()) == pytest.approx(found.step_s, rel=1e-9), run.id
 
 
+@pytest.mark.parametrize("quantity, most", [("chip_watts", 0.12), ("node_watts", 0.1)])
+def test_measured_watts_are_near_and_a_limit_is_not(quantity: str, most: float) -> None:
+    rows = validate([DATA / "measured_power_excerpt.csv"]).of(quantity)
+    known = [row for row in rows if row.expressed]
+    assert len(known) >= 4 and all(row.reason for row in rows if not row.expressed)
+    mean = sum(abs(row.error_frac) for row in known) / len(known)
+    limit = 700.0 if quantity == "chip_watts" else 8 * 700.0
+    assert mean < most < sum(abs(limit / row.measured - 1.0) for row in known) / len(known)
+
+
 def test_the_command_prints_one_document() -> None:
     app = typer.Typer()
     app.command()(validate_command)

@@ -1130,6 +1130,8 @@ def budget(
     tokens: Quantity | None = None,
     price: float | None = None,
     watts: float | None = None,
+    pue: float | None = None,
+    carbon: float | None = None,
     mtbf: float | None = None,
     storage: Quantity | None = None,
     restart: float | None = None,
@@ -1139,7 +1141,9 @@ def budget(
     Args:
         tokens: Tokens of the whole run, as 15T: days, GPU-hours, failures.
         price: Dollars of a GPU-hour, with the tokens.
-        watts: Power of a GPU in watts, with the tokens [the chip's].
+        watts: Mean power at the wall for each GPU in watts, with the tokens [predicted].
+        pue: Power of the building over that of its nodes, with the tokens [1].
+        carbon: Grams of CO2 of a kWh, with the tokens.
         mtbf: GPU-hours between failures, with the tokens [50,700].
         storage: Bytes/s that checkpoints are written with, as 200GB [122 MB/s a GPU].
         restart: Seconds to restart after a failure [920].
@@ -1149,7 +1153,10 @@ def budget(
     """
     from meshwise.estimate.token_budget import TokenBudget
 
-    return TokenBudget(tokens=tokens, price=price, watts=watts, mtbf=mtbf, storage=storage, restart=restart)
+    return TokenBudget(
+        tokens=tokens, price=price, watts=watts, pue=pue, carbon=carbon, mtbf=mtbf, storage=storage,
+        restart=restart,
+    )  # fmt: skip
 
 
 def refusal(

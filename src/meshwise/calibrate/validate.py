@@ -3,7 +3,8 @@
 A row of a run gives up to two predictions: `step_s`, and `memory_bytes` where memory was measured; they
 come from `meshwise.estimate.one_plan.estimate`, as for everybody. A row of an op or a collective gives one:
 `gemm_s`, `attention_s`, `decode_s`, `memory_s`, `experts_s`, `dispatch_s`, `collective_s` or
-`peer_all_reduce_s`. Rows that cannot be read or expressed keep their place and their reason.
+`peer_all_reduce_s`; a row of watts gives `chip_watts` or `node_watts`. Rows that cannot be read or expressed
+keep their place and their reason.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from meshwise.calibrate import power as measured_power
 from meshwise.calibrate.errors import grouped, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
@@ -173,6 +175,9 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         if not measured_rl.missing_columns(names):
             rows += predict_rl(path)
             continue
+        if not measured_power.missing_columns(names):
+            rows += predict_power(path)
+            continue
         runs, bad = read_runs(path)
         rows += [prediction for run in runs for prediction in predict_run(run)]
         rows += map(_unread, bad)
@@ -327,6 +332,31 @@ def predict_serving(path: Path) -> Iterator[Prediction]:
                 reason=reason,
                 interval=interval_of(quantity, value, load.regime) if load and value else None,
                 regime=measured.regime_of(row, load),
+            )
+
+
+# --- power ---------------------------------------------------------------------------------------
+
+
+def predict_power(path: Path) -> Iterator[Prediction]:
+    """The predictions of a file of measured watts."""
+    for number, row, bad in lines(path):
+        reason, found, seen = f"{path}, line {number}{bad}" if bad else "", {}, {}
+        if not bad:
+            try:
+                seen = measured_power.measured(row)
+                found = measured_power.predicted(row)
+            except MeshwiseError as error:
+                reason = str(error)
+        for quantity, watts in seen.items():
+            yield Prediction(
+                id=f"{path.name}:{number}",
+                source=row["source"],
+                chip=row["chip"],
+                quantity=quantity,
+                measured=watts,
+                predicted=found.get(quantity),
+                reason=reason,
             )
 
 

@@ -24,6 +24,7 @@ def validate(
     runs: list[Path] | None = None,
     serving: list[Path] | None = None,
     rl: list[Path] | None = None,
+    power: list[Path] | None = None,
     data: Path | None = None,
     cases: Path | None = None,
     plot: Path | None = None,
@@ -40,6 +41,7 @@ def validate(
     Args:
         serving: CSV of measured serving points; repeat for several.
         rl: CSV of measured steps of post-training; repeat for several.
+        power: CSV of measured watts of chips and nodes; repeat for several.
         data: Folder of more tables: iterations, ops, collectives.
         cases: JSON of a published model's cases: compare every number.
         plot: Draw predicted against measured (png, svg, pdf).
@@ -52,6 +54,7 @@ def validate(
             "--runs": runs,
             "--serving": serving,
             "--rl": rl,
+            "--power": power,
             "--data": data,
             "--leave-one-source-out": leave_one_source_out,
             "--plot": plot,
@@ -64,7 +67,7 @@ def validate(
         return
     from meshwise.calibrate.validate import validate as predict
 
-    files = _files(runs, [*(serving or ()), *(rl or ())], data)
+    files = _files(runs, [*(serving or ()), *(rl or ()), *(power or ())], data)
     validation = predict(files)
     if leave_one_source_out:
         from meshwise.calibrate.leave_one_source_out import predicted_by_others

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
+from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
 from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
 from meshwise.estimate.priced_part import CORE_PHASE, MATRIX_KINDS, Part
@@ -41,6 +42,8 @@ TIME_PARTS = (
     *("compute", "memory", "host", "comm_tp", "comm_cp", "comm_ep", "comm_dp", "comm_pp"),
     *("offload", "bubble", "optimizer", "stragglers"),
 )
+WORKING_PARTS = ("compute", "memory", "optimizer")
+"""Parts of a step in which a chip does not wait."""
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "buffers", "overhead")
 
 
@@ -162,6 +165,22 @@ class Estimate(Shown):
     def hfu(self) -> float:
         """Hardware FLOP utilization: the FLOP that the ranks do, recomputation included."""
         return self.hardware_flop / self._peak_flop
+
+    @cached_property
+    def power_watts(self) -> dict[str, float] | None:
+        """Mean watts of a `chip`, and of its `node` at the wall for each chip; None without a power limit."""
+        limit = self.cluster.chip.power_watts
+        if not limit:
+            return None
+        waiting_s = sum(seconds for part, seconds in self.time_s.items() if part not in WORKING_PARTS)
+        waiting_frac = min(waiting_s / self.step_s, 0.999)
+        flop_per_s = self.hardware_flop / (self.cluster.num_chips * self.step_s * (1.0 - waiting_frac))
+        sustained = min(
+            self.machine.overheads.sustained_flop_per_s(self.plan.dtype, limit),
+            self.cluster.chip.matrix_peak(self.plan.dtype),
+        )
+        chip = float(chip_watts(limit, waiting_frac=waiting_frac, matrix_frac=flop_per_s / sustained))
+        return {"chip": chip, "node": float(node_watts(chip))}
 
     @property
     def _peak_flop(self) -> float:
@@ -301,6 +320,7 @@ class Estimate(Shown):
             "flop_per_step": self.flop_per_step,
             "mfu": self.mfu,
             "hfu": self.hfu,
+            "power_watts": self.power_watts,
             "memory_bytes": self.memory_bytes,
             "memory_bytes_interval": self.memory_bytes_interval.to_json(),
             "fits": self.fits,

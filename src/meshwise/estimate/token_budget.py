@@ -1,7 +1,8 @@
 """What training on a number of tokens takes at the pace of an estimate: days, GPU-hours, cost, energy.
 
-With failures (`cost.failures`) the same run takes longer: checkpoints, restarts, and the work lost since the
-last checkpoint. A checkpoint holds the weights that train and their optimizer states, whole.
+Energy is what the nodes take from the wall (`cost.power`), times the power usage effectiveness of their
+building. With failures (`cost.failures`) the same run takes longer: checkpoints, restarts, and the work lost
+since the last checkpoint. A checkpoint holds the weights that train and their optimizer states, whole.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from meshwise.model.architecture import Model, layer_counts
 from meshwise.model.weights import block_weights, num_params
 from meshwise.plan.plan import Plan
 
+JOULES_PER_KWH = 3.6e6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """A run of `tokens` tokens, the `price` of a GPU-hour, and the `watts` of a GPU (None: the chip's).
+    """A run of `tokens` tokens, the `price` of a GPU-hour, and the `watts` at the wall for each GPU (None: as
+    predicted).
 
-    `mtbf` [GPU-hours between failures], `storage` [bytes/s of the whole cluster] and `restart` [s] replace
-    the numbers of the Llama 3 report. Making one raises WorkloadError for a number that is not above zero,
-    and for any other number without tokens.
+    `pue` is the power of the building over that of its nodes, `carbon` the grams of CO2 of a kWh. `mtbf`
+    [GPU-hours between failures], `storage` [bytes/s of the whole cluster] and `restart` [s] replace the
+    numbers of the Llama 3 report. Making one raises WorkloadError for a number that is not above zero, and
+    for any other number without tokens.
     """
 
     tokens: float | None = None
     price: float | None = None
     watts: float | None = None
+    pue: float | None = None
+    carbon: float | None = None
     mtbf: float | None = None
     storage: float | None = None
     restart: float | None = None
@@ -45,6 +52,13 @@ class TokenBudget:
                 raise WorkloadError(
                     f"--{name} {value:g} is for a run of some length; add --tokens, or leave it out"
                 )
+        if self.pue is not None and self.pue < 1.0:
+            raise WorkloadError(f"--pue {self.pue:g} must be at least 1: a building draws what its nodes do")
+
+    def watts_per_gpu(self, estimate: Estimate) -> float | None:
+        """Mean watts of the building for each GPU; None where they are neither stated nor known."""
+        watts = self.watts or (estimate.power_watts or {}).get("node")
+        return watts and watts * (self.pue or 1.0)
 
     def run(self, estimate: Estimate) -> dict[str, Any]:
         """Seconds, days, GPU-hours, cost and joules of the run, and `with_failures`; empty without tokens."""
@@ -64,9 +78,14 @@ class TokenBudget:
         taken = {"run_s": seconds, "days": seconds / 86400, "gpu_hours": gpu_hours}
         if self.price is not None:
             taken["cost"] = gpu_hours * self.price
-        watts = estimate.cluster.chip.power_watts if self.watts is None else self.watts
-        if watts:
-            taken["energy_joules"] = seconds * num_chips * watts
+        if watts := self.watts_per_gpu(estimate):
+            taken |= {"watts_per_gpu": watts, "energy_joules": seconds * num_chips * watts}
+            if self.carbon is not None:
+                taken["co2_kg"] = taken["energy_joules"] / JOULES_PER_KWH * self.carbon / 1000
+        elif self.carbon is not None:
+            raise WorkloadError(
+                f"--carbon: the power of {estimate.cluster.chip.name} is not published; state --watts"
+            )
         return taken
 
     def _with_failures(self, seconds: float, estimate: Estimate) -> dict[str, float]:

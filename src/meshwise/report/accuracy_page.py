@@ -24,6 +24,7 @@ TITLES = {
         "experts_s": "Experts",
     },
     **{"collective_s": "Collective", "dispatch_s": "Dispatch and combine"},
+    **{"chip_watts": "Power of a chip", "node_watts": "Power of a node"},
 }
 """What a quantity is called."""
 

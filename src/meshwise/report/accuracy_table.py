@@ -153,7 +153,8 @@ def coverage_text(rows: Sequence[Prediction]) -> str:
 
 def quantity_text(value: float | None, quantity: str) -> str:
     """A value of a quantity for people."""
-    return with_prefix(value, "B") if quantity.endswith("bytes") else duration(value)
+    unit = {"bytes": "B", "watts": "W"}.get(quantity.rpartition("_")[2])
+    return with_prefix(value, unit) if unit else duration(value)
 
 
 def _parts_text(row: Prediction) -> str:

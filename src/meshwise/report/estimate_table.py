@@ -51,6 +51,9 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
         ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
     ]
+    if watts := estimate.power_watts:
+        chip, node = (with_prefix(value, "W", 3) for value in (watts["chip"], watts["node"]))
+        lines.append(("power", f"{chip} a chip, {node} of its node at the wall"))
     return lines + ([("experts", experts_text(estimate.experts))] if estimate.experts is not None else [])
 
 
@@ -106,7 +109,12 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "cost" in run:
         lines.append(("cost", f"{dollars(run['cost'])} ({dollars(failing['cost'])} with failures)"))
     if "energy_joules" in run:
-        lines.append(("energy", with_prefix(run["energy_joules"] / 3600, "Wh")))
+        energy, failing_energy = (with_prefix(each["energy_joules"] / 3600, "Wh") for each in (run, failing))
+        per_gpu = with_prefix(run["watts_per_gpu"], "W", 3)
+        lines.append(("energy", f"{energy} ({failing_energy} with failures), {per_gpu} for each GPU"))
+    if "co2_kg" in run:
+        tonnes, failing_tonnes = (f"{each['co2_kg'] / 1000:,.1f} t" for each in (run, failing))
+        lines.append(("CO2", f"{tonnes} ({failing_tonnes} with failures)"))
     return lines
 
 

@@ -128,7 +128,7 @@ def _print_weighed(weighed: Weighed, console: Console) -> None:
 def print_study(study: Study, console: Console, budget: TokenBudget | None = None) -> None:
     """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
     budget = budget or TokenBudget()
-    fronts = {measure: set(study.front(measure, budget.watts)) for measure in MEASURES}
+    fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
     keys = list(study.points[0].changes) if study.points else []
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
     runs = {id(best): _run_cells(budget.run(best)) for _, _, best in found}
@@ -140,7 +140,7 @@ def print_study(study: Study, console: Console, budget: TokenBudget | None = Non
             f"{best.mfu:.1%}",
             with_prefix(best.tokens_per_s, "", 3),
             "" if (per_gpu := study.speedup(i)) is None else f"{per_gpu:.1%}",
-            with_prefix(point.measures(budget.watts)["joules_per_token"], "J", 3),
+            with_prefix(point.measures(budget)["joules_per_token"], "J", 3),
             " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
         )
         for i, point, best in found

@@ -35,17 +35,17 @@ class StudyPoint:
     batch: int
     best: Estimate | None
 
-    def measures(self, watts: float | None = None) -> dict[str, float]:
-        """Time per token, and `MEASURES`; empty where nothing fits. `watts` of a GPU [that of its chip]."""
+    def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
+        """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits."""
         if self.best is None:
             return {}
+        watts = (budget or TokenBudget()).watts_per_gpu(self.best) or 0.0
         token_s, num_chips = 1.0 / self.best.tokens_per_s, self.cluster.num_chips
-        power = self.cluster.chip.power_watts if watts is None else watts
         return {
             "s_per_token": token_s,
             "num_chips": float(num_chips),
             "gpu_s_per_token": token_s * num_chips,
-            "joules_per_token": token_s * num_chips * power,
+            "joules_per_token": token_s * num_chips * watts,
             "memory_bytes": self.best.memory_bytes["total"],
         }
 
@@ -63,7 +63,7 @@ class StudyPoint:
                 "mfu": self.best.mfu,
                 "tokens_per_s": self.best.tokens_per_s,
             }
-            | self.measures(budget.watts)
+            | self.measures(budget)
             | {key: value for key, value in budget.run(self.best).items() if key != "with_failures"}
         )
 
@@ -76,9 +76,9 @@ class Study(Shown):
     complete: bool = True
     rows_in: ClassVar[str] = "points"
 
-    def front(self, measure: str, watts: float | None = None) -> list[int]:
+    def front(self, measure: str, budget: TokenBudget | None = None) -> list[int]:
         """The points that none beats in both time per token and `measure`, fastest first."""
-        found = [(point.measures(watts), i) for i, point in enumerate(self.points) if point.best is not None]
+        found = [(point.measures(budget), i) for i, point in enumerate(self.points) if point.best is not None]
         least, front = float("inf"), []
         for values, i in sorted(found, key=lambda one: (one[0]["s_per_token"], one[0][measure])):
             if values[measure] < least:
@@ -101,7 +101,7 @@ class Study(Shown):
             "points": [
                 point.to_json(budget) | {"efficiency": self.speedup(i)} for i, point in enumerate(self.points)
             ],
-            "fronts": {measure: self.front(measure, budget.watts) for measure in MEASURES},
+            "fronts": {measure: self.front(measure, budget) for measure in MEASURES},
             "complete": self.complete,
         }
 

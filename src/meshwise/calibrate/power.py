@@ -1,0 +1,88 @@
+"""Measured watts in meshwise's words: of boards that serve, and of nodes at the wall that train.
+
+A row has the columns `chip what avg_watts_per_gpu avg_watts_per_node workload source`. Of servers
+(ml-energy) the workload names model, types, layout and batch: what is predicted is the decode pass of that
+batch, in the context of `catalog/power.toml`. Of nodes that train (MLPerf Power) it names a benchmark and
+nodes, whose settings stand there too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from meshwise.core.errors import DataError
+from meshwise.core.files import read_catalog
+from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.find import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import Workload
+
+COLUMNS = ("chip", "what", "avg_watts_per_gpu", "avg_watts_per_node", "workload", "source")
+"""Columns that every table of watts has."""
+
+NODE = 8
+"""Chips of a node that trains."""
+
+_CATALOG = read_catalog("power.toml")
+_MODELS = read_catalog("measured_names.toml")["models"]
+_SERVES = re.compile(
+    r"(?:\S+/)?(?P<model>\S+) (?P<dtype>\w+), (?P<task>[\w-]+), (?P<gpus>\d+) GPUs "
+    r"tp(?P<tp>\d+) ep(?P<ep>\d+) dp(?P<dp>\d+), .*mean batch (?P<batch>[\d.]+)"
+)
+_TRAINS = re.compile(r"(?P<benchmark>\w+) on (?P<nodes>\d+)x\S+ \(8 GPUs a node\)")
+_DTYPES = {"fp8": "dtype=fp8", "mxfp4": "expert_dtype=mxfp4"}
+
+
+def missing_columns(names: Sequence[str]) -> list[str]:
+    """What a table with the columns `names` lacks to be one of watts."""
+    return [name for name in COLUMNS if name not in names]
+
+
+def measured(row: Mapping[str, str]) -> dict[str, float]:
+    """The watts that a row states, by quantity."""
+    found = {"chip_watts": row["avg_watts_per_gpu"], "node_watts": row["avg_watts_per_node"]}
+    return {quantity: float(text) for quantity, text in found.items() if text}
+
+
+def predicted(row: Mapping[str, str]) -> dict[str, float]:
+    """The same as predicted; a MeshwiseError says what is not expressed."""
+    priced = _served(row) if row["avg_watts_per_gpu"] else _trained(row)
+    watts = priced.power_watts
+    if watts is None:
+        raise DataError(f"column chip: the power limit of {row['chip']} is not published")
+    return {"chip_watts": watts["chip"], "node_watts": watts["node"] * NODE}
+
+
+def _served(row: Mapping[str, str]) -> Estimate:
+    named = _SERVES.match(row["workload"])
+    if named is None:
+        raise DataError("column workload: it names no model, types, layout and batch")
+    start = next((name for name in _MODELS if named["model"].lower().startswith(name)), None)
+    if start is None:
+        raise DataError(f"column workload: no preset is {named['model']}")
+    context = _CATALOG["context_tokens"].get(named["task"])
+    if context is None:
+        raise DataError(f"column workload: the lengths of {named['task']} are not known")
+    gpus, tp = int(named["gpus"]), int(named["tp"])
+    replicas = gpus // tp
+    batch = max(-(-round(float(named["batch"])) // replicas), 1) * replicas
+    plan = f"tp={tp},ep={named['ep']},{_DTYPES.get(named['dtype'], '')}"
+    work = Workload(batch=batch, seq=context, microbatch=batch // replicas, kind="decode")
+    return _priced(_MODELS[start], f"{row['chip']}:{gpus}", plan, work)
+
+
+def _trained(row: Mapping[str, str]) -> Estimate:
+    named = _TRAINS.match(row["workload"])
+    known = _CATALOG["workloads"].get(named["benchmark"], {}) if named else {}
+    if named is None or named["nodes"] not in known.get("nodes", ()):
+        raise DataError("column workload: no model of ours, or no plan of it on as many nodes")
+    nodes = named["nodes"]
+    work = Workload(batch=known["batch"][nodes], seq=known["seq"], microbatch=known.get("microbatch", 1))
+    plan = f"{known['plan']},{known['nodes'][nodes]}"
+    return _priced(known["model"], f"{row['chip']}:{NODE * int(nodes)}", plan, work)
+
+
+def _priced(model: str, cluster: str, plan: str, work: Workload) -> Estimate:
+    return estimate(find_model(model), find_cluster(cluster), parse_plan(plan.strip(",")), work)
