@@ -26,7 +26,6 @@ NODE = 8
 """Chips of a node that trains."""
 
 _CATALOG = read_catalog("power.toml")
-_MODELS = read_catalog("measured_names.toml")["models"]
 _SERVES = re.compile(
     r"(?:\S+/)?(?P<model>\S+) (?P<dtype>\w+), (?P<task>[\w-]+), (?P<gpus>\d+) GPUs "
     r"tp(?P<tp>\d+) ep(?P<ep>\d+) dp(?P<dp>\d+), .*mean batch (?P<batch>[\d.]+)"
@@ -59,9 +58,6 @@ def _served(row: Mapping[str, str]) -> Estimate:
     named = _SERVES.match(row["workload"])
     if named is None:
         raise DataError("column workload: it names no model, types, layout and batch")
-    start = next((name for name in _MODELS if named["model"].lower().startswith(name)), None)
-    if start is None:
-        raise DataError(f"column workload: no preset is {named['model']}")
     context = _CATALOG["context_tokens"].get(named["task"])
     if context is None:
         raise DataError(f"column workload: the lengths of {named['task']} are not known")
@@ -70,7 +66,7 @@ def _served(row: Mapping[str, str]) -> Estimate:
     batch = max(-(-round(float(named["batch"])) // replicas), 1) * replicas
     plan = f"tp={tp},ep={named['ep']},{_DTYPES.get(named['dtype'], '')}"
     work = Workload(batch=batch, seq=context, microbatch=batch // replicas, kind="decode")
-    return _priced(_MODELS[start], f"{row['chip']}:{gpus}", plan, work)
+    return _priced(named["model"], f"{row['chip']}:{gpus}", plan, work)
 
 
 def _trained(row: Mapping[str, str]) -> Estimate:
