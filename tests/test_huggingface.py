@@ -148,6 +148,42 @@ def test_features_that_a_config_states() -> None:
     assert _read(RAW["deepseek-v3"]).moe.balance_bias  # type: ignore[union-attr]
 
 
+NEMOTRON_H = {
+    **{"model_type": "nemotron_h", "hidden_size": 4096, "num_hidden_layers": 3, "intermediate_size": 21504},
+    **{"num_attention_heads": 32, "vocab_size": 131072, "hybrid_override_pattern": "M-*"},
+}
+
+
+def test_a_model_without_layers_of_experts_has_none() -> None:
+    """The library fills in 8 experts, which no layer of Nemotron-H 8B has."""
+    assert _read(NEMOTRON_H).moe is None
+    assert _read(NEMOTRON_H | {"hybrid_override_pattern": "ME*"}).moe is not None
+
+
+def test_published_files_say_infinity_and_name_a_tower_as_the_whole(tmp_path: Path) -> None:
+    """Python's json writes Infinity; vision_config of Qwen3-VL calls itself qwen3_vl and has a depth."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(NEMOTRON_H | {"time_step_limit": [0.0, float("inf")]}))
+    assert read_config(path).recurrence is not None
+    whole = next(record["config"] for record in RECORDS if record["model_type"] == "qwen3_vl")
+    vision = whole["vision_config"] | {"model_type": "qwen3_vl"}
+    assert _read(whole | {"vision_config": vision}) == _read(whole)
+    text_only = {key: value for key, value in LLAMA4.items() if key != "vision_config"}
+    assert _read(text_only).left_out == ()
+
+
+LLAMA4 = next(record["config"] for record in RECORDS if record["model_type"] == "llama4")
+
+
+def test_indexers_of_glm_5_2_are_shared_by_four_layers() -> None:
+    """Every fourth layer scores keys, the others reuse its choice."""
+    raw = next(record["config"] for record in RECORDS if record["model_type"] == "glm_moe_dsa")
+    model = _read(raw | {"indexer_types": None, "index_topk_freq": 4})
+    heads = [layer.sparse.heads for layer in model.layers[:8] if layer.sparse]
+    assert heads == [32, 32, 32, 0, 0, 0, 32, 0]
+    assert num_params(_read(raw)) > num_params(model)
+
+
 def test_layers_with_experts() -> None:
     """Qwen names the dense layers, DeepSeek the first one with experts and a step."""
     qwen = _read({**RAW["qwen3-30b-a3b"], "mlp_only_layers": [1, 0]}).moe

@@ -366,3 +366,12 @@ def test_speculation_on_the_command_line(meshwise: Callable[..., Any]) -> None:
     assert any("2.95 a pass" in note for note in fast["notes"])
     assert "must be written as drafts=3" in meshwise(*base, "--speculate", "drafts=0").err
     assert "needs speculate" in meshwise(*base, "--draft-model", "llama3-8b").err
+
+
+def test_the_state_of_a_recurrence_is_named_as_itself() -> None:
+    """A token updates the states of Mamba 2; in a model without them nothing is spent on it."""
+    hybrid, dense = (server(name, "h100-80g-sxm:8", tp=8) for name in ("nemotron-3-nano", "llama3-8b"))
+    spent, none = (
+        est.price_pass(of, of.decode(256.0, 1024.0)).time_s["recurrence"] for of in (hybrid, dense)
+    )
+    assert spent > 0 == none

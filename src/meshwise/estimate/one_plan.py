@@ -261,6 +261,11 @@ class Estimate(Shown):
         if self.model.left_out and not any(tower.num_tokens for tower in towers.values()):
             parts = ", ".join(f"{name} ({number:,} parameters)" for name, number in self.model.left_out)
             notes.append(f"not priced of {self.model.name}: {parts}")
+        if self.model.positions == "rotary" and self.workload.seq > self.model.max_seq:
+            notes.append(
+                f"{self.workload.seq:,} tokens are more than the {self.model.max_seq:,} that {self.model.name} "
+                "states: its rotary positions reach further, untrained"
+            )
         if self.model.diffusion is not None:
             notes.append("the transformer alone: text encoder, VAE and scheduler are not priced")
         if self.trains and self.plan.lora_rank:

@@ -196,6 +196,8 @@ def with_layers(fields: Fields, sides: Sequence[tuple[Collection[str], Side]] = 
     """
     number, each = fields["num_layers"], dict(fields.pop("each", {}))
     kinds = each.pop("kind", ((),) * number)
+    if not any(each.get("moe", (True,))):
+        fields = fields | {"moe": None}
     moe, mixers = each.setdefault("moe", (False,) * number), each.get("mixer", ("attention",) * number)
     windows = each.setdefault("window", (0,) * number)
     if fields.get("layers"):

@@ -50,7 +50,7 @@ PLAN_KEYS = (
     *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep", "tower_dp"),
 )
 PARTS = (
-    *("draft", "attention", "projections", "mlp", "experts"),
+    *("draft", "attention", "projections", "recurrence", "mlp", "experts"),
     *("comm_tp", "comm_cp", "comm_ep", "comm_pp", "ends", "engine"),
 )
 
@@ -307,6 +307,8 @@ def _spent_on(op: Op) -> str:
         return "experts"
     if op.kind in ("attention", "decode_attention"):
         return "attention"
+    if op.module == "recurrence":
+        return "recurrence"
     return "projections" if op.module == "attention" else "mlp"
 
 
