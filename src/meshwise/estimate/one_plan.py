@@ -263,7 +263,7 @@ class Estimate(Shown):
             notes.append(f"not priced of {self.model.name}: {parts}")
         if self.model.positions == "rotary" and self.workload.seq > self.model.max_seq:
             notes.append(
-                f"{self.workload.seq:,} tokens are more than the {self.model.max_seq:,} of {self.model.name}: "
+                f"{self.workload.seq:,} tokens are beyond the {self.model.max_seq:,} of {self.model.name}: "
                 "its rotary positions reach further, untrained"
             )
         if self.model.diffusion is not None:
