@@ -18,6 +18,7 @@ import meshwise as mw
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.one_plan import model_flop
 from meshwise.model.huggingface import model_from_config
+from meshwise.model.weights import num_params
 
 RECORDS = (Path(__file__).parent / "data" / "transformers_5.23.jsonl").read_text().splitlines()
 CONFIGS = {record["model_type"]: record["config"] for record in map(json.loads, RECORDS)}
@@ -45,6 +46,36 @@ def test_flop_flop_counter_mode(name: str, seq: int, flop: int) -> None:
     if model.relative_buckets:
         model = replace(model, positions="none", relative_buckets=0)
     assert model_flop(model, seq) == flop
+
+
+def test_an_engine_reads_the_source_once() -> None:
+    """Whisper large v3: 1,543,490,560 parameters; 32 layers keep 1500 tokens of source in bf16."""
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 32)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 20)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 5120)
+    raw = CONFIGS["whisper"] | sizes | {"d_model": 1280, "vocab_size": 51866, "num_mel_bins": 128}
+    model = model_from_config(raw, name="whisper-large-v3")
+    assert num_params(model) == 1_543_490_560
+    found = mw.serve(model, "h100-80g-sxm:1", prompt=4, output=200, sequences=(1, 64)).to_json()
+    assert found["weight_bytes"] == 2 * num_params(model)
+    assert found["cache_bytes_per_sequence"] == 2 * 2 * 1280 * 32 * (1500 + 4 + 200 - 1 + 1)
+    encoder_flop = 2 * 32 * 12 * 1280**2 * 1500 + 4 * 32 * 1500**2 * 1280
+    keys_flop = 2 * 32 * 2 * 1280**2 * 1500  # of the source, in each layer of the decoder
+    assert model_flop(model, 4, kind="prefill") == pytest.approx(encoder_flop + keys_flop, rel=0.02)
+    assert model_flop(model, 4, kind="decode") < 0.001 * encoder_flop
+    decoder = found["weight_bytes"] - 2 * 32 * 12 * 1280**2  # which a pass reads, and the encoder it does not
+    token_s = found["passes"][0]["token_s"]
+    assert decoder / 3.35e12 < token_s < found["first_token_s"] - encoder_flop / 989e12
+
+
+def test_a_prompt_of_t5_is_its_source() -> None:
+    short, long = (mw.serve(MODELS["t5"], "h100-80g-sxm:1", prompt=n, output=64) for n in (128, 256))
+    rows = [found.to_json() for found in (short, long)]
+    kept = [row["cache_bytes_per_sequence"] for row in rows]
+    model = MODELS["t5"]
+    width, layers = 2 * model.num_heads * model.head_dim, model.num_layers // 2
+    assert kept[1] - kept[0] == 128 * width * layers * 2
+    assert rows[1]["first_token_s"] > rows[0]["first_token_s"]
 
 
 def test_flop_of_scores_of_distances() -> None:
@@ -75,7 +106,6 @@ def test_sound_is_as_long_as_it_is() -> None:
     [
         ("pp=2", "train"),
         ("cp=2", "train"),
-        ("tp=2", "decode"),
         ("implementation=fsdp2", "train"),
         ("layout=2d:2x2", "train"),
     ],

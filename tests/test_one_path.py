@@ -31,8 +31,13 @@ RECORDS = map(json.loads, (DATA / "transformers_5.23.jsonl").read_text().splitli
 EVERY = {name: find_model(name) for name in model_names()} | {
     record["model_type"]: model_from_config(record["config"], name=record["model_type"]) for record in RECORDS
 }
-"""Every preset, and a configuration of every family of `transformers`; with images, what reads them."""
-EVERY |= {f"{name}, images": with_inputs(one, Inputs(images=1)) for name, one in EVERY.items() if one.towers}
+"""Every preset, and a configuration of every family of `transformers`; with what its towers read."""
+SEES, HEARS = Inputs(images=1), Inputs(audio_s=30.0)
+EVERY |= {
+    f"{name}, {tower.name}": with_inputs(one, SEES if tower.name == "vision" else HEARS)
+    for name, one in EVERY.items()
+    for tower in one.towers
+}
 CLUSTERS = ("h100-80g-sxm:64", "h100-80g-sxm:256", "a100-80g-sxm:512")
 
 VALUES: dict[str, tuple[Any, ...]] = {

@@ -103,6 +103,20 @@ def test_a_trained_tower_adds_its_states_and_three_forwards() -> None:
     assert full.hardware_flop > with_it.hardware_flop
 
 
+def test_sound_is_read_in_pieces_of_thirty_seconds() -> None:
+    """Qwen2-Audio-7B: 8,397,094,912 parameters; Whisper's encoder, two of whose 1500 tokens become one."""
+    text = {"model_type": "qwen2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    text |= {"num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 156032}
+    raw = {"model_type": "qwen2_audio", "audio_config": {}, "text_config": text}
+    model = model_from_config(raw, name="qwen2-audio-7b")
+    assert num_params(with_inputs(model, Inputs(audio_s=1.0))) == 8_397_094_912
+    for seconds, inputs, tokens in ((30.0, 1, 750), (45.0, 2, 1125), (6.0, 1, 150)):
+        (tower,) = with_inputs(model, Inputs(audio_s=seconds)).towers
+        assert (tower.num_inputs, tower.num_tokens) == (inputs, tokens)
+    found = mw.estimate(model, "h100-80g-sxm:8", "zero=3", batch=8, seq=1024, audio_s=30.0)
+    assert sum(found.time_s.values()) == pytest.approx(found.step_s)
+
+
 PLANS = (
     *("tp=2", "tp=2,tower=frozen", "tp=4,tower_dp=1", "pp=2,vpp=2", "cp=2,tower_recompute=full"),
     *("lora_rank=16", "zero=3", "implementation=fsdp2,zero=3", "pp=4,stages=0-1-1-2", "tp=2,kind=prefill"),

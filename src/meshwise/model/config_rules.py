@@ -18,6 +18,7 @@ from meshwise.model.architecture import (
     MLA,
     Distances,
     Encoder,
+    Frames,
     Layer,
     LowRank,
     MoE,
@@ -695,11 +696,17 @@ def _patches(c: Config) -> Fields:
     return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
 
 
+def _frames(c: Config) -> Fields:
+    """An encoder of sound: tokens from the frames of a spectrogram."""
+    frames = Frames(number=c.max_source_positions, channels=c.num_mel_bins)
+    return {"frames": frames, "max_seq": frames.number, "causal": False, "vocab": 0, "lm_head": False}
+
+
 _ALL: tuple[Callable[[Config], Fields], ...] = (
     _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision, _searched,
     _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid, _softcaps, _mla,
     _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text, _gpt_bigcode, _opt, _falcon,
-    _mpt, _patches,
+    _mpt, _patches, _frames,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -364,7 +364,6 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
 def _encoder_rules(mesh: Mesh) -> Iterator[Rule]:
     """The decoder reads what the encoder gives in every block: where that lies is stated for whole models."""
     for what, stated in (
-        (f"kind={mesh.kind}", mesh.serves),
         ("a pipeline", mesh.pp > 1),
         ("context parallelism", mesh.cp > 1),
         (f"implementation={mesh.plan.implementation}", mesh.plan.implementation != "megatron"),

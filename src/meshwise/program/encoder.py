@@ -28,7 +28,10 @@ def source_cut(model: Model, cut: Cut) -> Cut:
     """`cut` with the tokens of the source; ranks of cp have all of the text of a diffusion transformer."""
     if model.diffusion is not None:
         return replace(cut, seq=float(model.diffusion.text_tokens), ulysses=1.0, ring=1.0)
-    return replace(cut, seq=float(model.encoder.seq)) if model.encoder and model.encoder.seq else cut
+    if model.encoder is None:
+        return cut
+    target = cut.past if cut.kind == "decode" else cut.seq
+    return replace(cut, seq=float(model.encoder.seq) or target)
 
 
 def cross_attention(model: Model, cut: Cut, x: Tensor) -> Stated:

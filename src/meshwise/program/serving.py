@@ -26,6 +26,7 @@ from meshwise.cost.op import Cost
 from meshwise.model.architecture import Layer, Model, MoE, Sparse, num_dense_layers, of_layer
 from meshwise.program.block import block, block_input
 from meshwise.program.cut import Cut
+from meshwise.program.encoder import CROSS, ENCODER, source_cut
 from meshwise.program.moe import MODULE as MOE
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, Precision, collective
@@ -37,7 +38,13 @@ FUSED = ("residual", "dropout")
 
 def serving_embed(model: Model, cut: Cut) -> list[Op]:
     """The embedding of all new tokens."""
-    return list(_forward(embed(model, _plain(cut))))
+    ops = list(_forward(embed(model, _plain(cut))))
+    return [_not_again(op) if cut.kind == "decode" and op.module == ENCODER else op for op in ops]
+
+
+def _not_again(op: Op) -> Op:
+    """An op on the source of a decoder, which a pass that decodes does not run: its weights are held."""
+    return structs.replace(op, count=0.0)
 
 
 def serving_head(model: Model, cut: Cut) -> list[Op]:
@@ -51,6 +58,8 @@ def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     """One block of the kind `layer`."""
     cut = _plain(cut)
     ops = list(_block(model, cut, layer, list(_forward(block(model, cut, layer)))))
+    if cut.kind == "decode" and layer.side == "encoder":
+        return [_not_again(op) for op in ops]
     if model.mla is not None and model.mla.q_lora_rank and layer.mixer == "attention":
         ops = _side_by_side(ops, "q_down", "kv_down", cut.precision)
     if cut.precision.weight_bytes == cut.precision.operand_bytes:
@@ -100,7 +109,11 @@ def _forward(ops: Iterable[Op]) -> Iterator[Op]:
 
 def _block(model: Model, cut: Cut, layer: Layer, ops: list[Op]) -> Iterator[Op]:
     for op in ops:
-        if op.kind == "attention" and cut.kind == "decode":
+        if op.kind == "attention" and op.module == CROSS and cut.kind == "decode":
+            yield _cross_decode(model, cut, op)
+        elif op.module == CROSS and op.name == "kv" and cut.kind == "decode":
+            yield _not_again(op)
+        elif op.kind == "attention" and cut.kind == "decode" and layer.side != "encoder":
             yield _decode_attention(of_layer(model, layer), cut, layer, op)
         elif op.module == MOE and op.name == "router":
             yield from _experts(model, cut, [op for op in ops if op.module == MOE])
@@ -137,7 +150,9 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     own = model.recurrence if layer.mixer in ("recurrence", "beside") else None
     state = state_bytes(own, cut) if own else 0.0
     kept = replace(cut, past=cut.past + cut.seq)
-    attends = model.causal and layer.mixer in ("attention", "beside")
+    if layer.side == "decoder":
+        state = source_bytes(model, cut)
+    attends = of_layer(model, layer).causal and layer.mixer in ("attention", "beside")
     if not attends or layer.keys == "shared":
         return cut.microbatch * state
     one = of_layer(model, layer)
@@ -145,6 +160,21 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     numbers = cached_keys(kept, layer, sparse) * cached_numbers(one, cut)
     scored = sparse.head_dim * kept.past / sparse.ratio
     return cut.microbatch * (state + (numbers + scored) * cut.kv_bytes)
+
+
+def source_bytes(model: Model, cut: Cut) -> Num:
+    """Bytes of the keys and values of a sequence's source that a layer of the decoder keeps on a rank."""
+    return source_cut(model, cut).seq * cached_numbers(model, cut) * cut.kv_bytes
+
+
+def _cross_decode(model: Model, cut: Cut, op: Op) -> Op:
+    """Attention of new queries to the source, whose keys and values are kept."""
+    batch, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim = op.shape
+    flop = 2.0 * batch * heads * seq_q * seq_k * (qk_dim + v_dim)
+    shape = (batch, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
+    return structs.replace(
+        op, kind="decode_attention", shape=shape, cost=Cost(flop, batch * source_bytes(model, cut), 0.0)
+    )
 
 
 def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
@@ -265,4 +295,7 @@ def working_bytes(model: Model, cut: Cut) -> Num:
     if model.moe is not None:
         rows = model.moe.top_k * cut.tp / (cut.ep * cut.etp)
         width = np.maximum(width, rows * (model.moe.ffn_hidden / cut.etp + model.hidden))
-    return cut.tokens * (4.0 * model.hidden + 3.0 * width) * cut.precision.act_bytes
+    tokens = cut.tokens
+    if model.encoder and cut.kind != "decode":
+        tokens = np.maximum(tokens, source_cut(model, cut).tokens)
+    return tokens * (4.0 * model.hidden + 3.0 * width) * cut.precision.act_bytes

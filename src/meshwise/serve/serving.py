@@ -79,6 +79,12 @@ class Serving:
     encoding: Encoding | None = None
 
     @property
+    def prompts_together(self) -> float:
+        """Prompts, and what an encoder reads for them, that go into one pass; at least one."""
+        source = self.model.encoder.seq if self.model.encoder else 0
+        return max(PREFILL_TOKENS / (self.prompt + source), 1.0)
+
+    @property
     def num_chips(self) -> int:
         """How many GPUs the instance has."""
         return self.cluster.num_chips
@@ -127,6 +133,8 @@ def serving(
 ) -> Serving:  # fmt: skip
     """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
     check_lengths(prompt, output)
+    if model.encoder is not None and not model.encoder.seq:  # a prompt is what it reads; it then writes
+        model, prompt = replace(model, encoder=replace(model.encoder, seq=prompt)), 1
     plan = _on_units_of(plan, cluster)
     mesh, machine = resolve_serving(model, plan, cluster, prompt), machine_for(cluster, plan, "decode")
     if prompt + output > model.max_seq:
@@ -318,7 +326,7 @@ def _spent_on(op: Op) -> str:
 def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
     """Bytes of one rank with `sequences` at full length in each group, by what they hold."""
     last = serving.decode(sequences, serving.prompt + serving.output - 1.0)
-    largest = serving.prefill(max(PREFILL_TOKENS / serving.prompt, 1.0))
+    largest = serving.prefill(serving.prompts_together)
     full, working = price_pass(serving, last).memory, price_pass(serving, largest).memory
     if serving.speculation is not None:
         draft = memory_bytes(serving.speculation.draft, sequences)
@@ -414,8 +422,8 @@ def first_token_s(serving: Serving) -> float:
 
 def prompt_s(serving: Serving) -> float:
     """Time that a group spends on each prompt, where several go into one pass."""
-    together = max(PREFILL_TOKENS // serving.prompt, 1)
-    return float(prompts_s(serving, serving.prefill(float(together)))) / together
+    together = float(int(serving.prompts_together))
+    return float(prompts_s(serving, serving.prefill(together))) / together
 
 
 def token_pass(serving: Serving, sequences: Num) -> PricedPass:
