@@ -3,13 +3,15 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import meshwise as mw
 from meshwise.core.ledger import COLUMNS
-from meshwise.core.units import quantity
+from meshwise.core.units import duration, quantity
 from meshwise.machine.hardware import find_chip
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
@@ -152,3 +154,36 @@ def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(m
 def test_a_bill_that_makes_no_sense_is_refused(meshwise, words, says) -> None:
     done = meshwise(*BASE, *words)
     assert done.code == 2 and says in done.err
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ("llama3-70b --cluster h100-80g-sxm:64 --plan tp=8,pp=4 --batch 128 --seq 8192", "of one that fits"),
+        ("llama3-8b --cluster h100-80g-sxm:8 --batch 16 --seq 8192", "one change away"),
+        ("llama3-70b --cluster h100-80g-sxm:8 --batch 128 --seq 8192", "further away"),
+        ("llama3-8b --cluster 4090:1 --plan recompute=full --batch 16 --seq 2048", "on more chips"),
+    ],
+)
+def test_what_to_try_next_is_priced_as_it_is_said(meshwise: Any, job: str, said: str) -> None:
+    """A change that is offered fits, and takes as long as `estimate` with it says."""
+    text = " ".join(meshwise("estimate", *job.split()).out.split())
+    line = text[text.index(" next ") : text.index(" time of a step")]
+    words = job.split()
+    now = meshwise("estimate", *words, "--json").document
+    if said == "on more chips":
+        assert "no plan fits; fits on" in line and not now["fits"]
+        return
+    plan = words[words.index("--plan") + 1] if "--plan" in words else ""
+    changed = re.search(r"next (?:\S+ takes \d+%; )?(\S+) (?:takes|fits)", line)
+    if said == "further away":
+        found = re.search(r"--plan (.*?) --microbatch (\d+) fits", line)
+        assert found is not None
+        changes = ["--plan", found[1].replace(" ", ""), "--microbatch", found[2]]
+    else:
+        assert changed is not None
+        changes = ["--plan", ",".join(filter(None, (plan, changed[1])))]
+    rest = [word for i, word in enumerate(words) if "--plan" not in (word, words[i - 1])]
+    then = meshwise("estimate", *rest, *changes, "--json").document
+    assert then["fits"] and (not now["fits"] or then["step_s"] < now["step_s"])
+    assert duration(then["step_s"]) in line

@@ -167,3 +167,9 @@ def test_the_waterfall_leads_from_the_predicted_step_to_the_measured_one(tmp_pat
     assert isinstance(bar, Bars) and bar.starts is not None
     assert bar.starts[-2] + bar.values[-2] == pytest.approx(found.measured_s)
     assert bar.values[0] == pytest.approx(found.predicted_s)
+
+
+def test_equal_plans_are_said_to_be_equal() -> None:
+    left, right = (mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4", batch=32, seq=4096) for _ in range(2))
+    page = compare_page(left, right)
+    assert page.headline == "A and B are the same plan" and len(page.sections) == 1

@@ -1140,7 +1140,7 @@ def budget(
 
     Args:
         tokens: Tokens of the whole run, as 15T: days, GPU-hours, failures.
-        price: Dollars of a GPU-hour, with the tokens.
+        price: Dollars of a GPU-hour: dollars of a million tokens and, with the tokens, of the run.
         watts: Mean power at the wall for each GPU in watts, with the tokens [predicted].
         pue: Power of the building over that of its nodes, with the tokens [1].
         carbon: Grams of CO2 of a kWh, with the tokens.

@@ -157,7 +157,7 @@ INTERRUPTED = 130
 LEAST_BYTES = 2**28
 """Of address space: with less, numpy ends the process when it is imported."""
 _NO_MEMORY = re.compile("allocate memory|map segment|start new thread|temporarily unavailable")
-_SPELLED = {"µ": "u", "…": ".", "▸": ">", "█": "#"}
+_SPELLED = {"µ": "u", "…": ".", "▸": ">", "█": "#", "░": ".", "●": "o", "├": "|", "┤": "|", "─": "-"}
 """Characters of our tables that an encoding may lack."""
 
 

@@ -16,7 +16,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
 from meshwise.core.options import options_in, takes
 from meshwise.core.units import duration
-from meshwise.plan.plan import DEFAULTS, Plan, plan_choices, plan_text
+from meshwise.plan.plan import plan_choices, plan_text
 
 if TYPE_CHECKING:
     from meshwise.search.best_plans import BestPlans
@@ -50,6 +50,7 @@ def search(
     from meshwise.report.chart_picture import check_format
     from meshwise.report.pages import draw
     from meshwise.report.search_table import print_search, print_study, search_rows
+    from meshwise.search.next_step import computed
 
     budget = api.budget(**options_in(asked, api.budget))
     alone = {name: asked.pop(name) for name in OF_ONE_MACHINE}
@@ -71,7 +72,7 @@ def search(
         asked |= {"model": taken["model"], "batch": work.batch, "seq": work.seq}
         asked |= {
             "to": asked["to"] or job.framework,
-            "plan": _computed(job.plan) | plan_choices(asked["plan"]),
+            "plan": computed(job.plan) | plan_choices(asked["plan"]),
         }
     if asked["batch"] is None:
         raise WorkloadError("say how many sequences a step has with --batch")
@@ -118,15 +119,6 @@ OF_ONE_MACHINE = (
     *("beside", "top", "assumptions", "robust", "capped", "collectives", "images", "image_size", "audio_s"),
 )
 """Options of a search that a study of several machines does not have."""
-COMPUTED = (
-    *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks", "loss_fusion"),
-    *("param_dtype", "lora_rank", "lora_targets", "frozen_dtype", "imbalance", "implementation", "software"),
-)
-"""Keys that say what a job computes, and by whose software: a search leaves them as they are."""
-
-
-def _computed(plan: Plan) -> dict[str, tuple[Any, ...]]:
-    return {key: (value,) for key in COMPUTED if (value := getattr(plan, key)) != DEFAULTS[key]}
 
 
 class _SearchProgress:

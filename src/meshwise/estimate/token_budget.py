@@ -48,7 +48,7 @@ class TokenBudget:
                 continue
             if not 0 < value <= MOST_STATED:
                 raise WorkloadError(f"--{name} {value} must be a number above zero, up to {MOST_STATED:g}")
-            if self.tokens is None:
+            if self.tokens is None and name != "price":
                 raise WorkloadError(
                     f"--{name} {value:g} is for a run of some length; add --tokens, or leave it out"
                 )
@@ -59,6 +59,12 @@ class TokenBudget:
         """Mean watts of the building for each GPU; None where they are neither stated nor known."""
         watts = self.watts or (estimate.power_watts or {}).get("node")
         return watts and watts * (self.pue or 1.0)
+
+    def usd_per_million_tokens(self, estimate: Estimate) -> float | None:
+        """Dollars of a million tokens; None without a price."""
+        if self.price is None:
+            return None
+        return 1e6 / estimate.tokens_per_s * estimate.cluster.num_chips / 3600 * self.price
 
     def run(self, estimate: Estimate) -> dict[str, Any]:
         """Seconds, days, GPU-hours, cost and joules of the run, and `with_failures`; empty without tokens."""

@@ -18,6 +18,7 @@ from meshwise.plan.plan import plan_text
 from meshwise.program.parts import layer_names
 from meshwise.report.chart import (
     COLORS,
+    SUM_COLOR,
     Bars,
     Bound,
     Chart,
@@ -29,9 +30,8 @@ from meshwise.report.chart import (
     Series,
     roofline,
     waterfall,
-    with_finding,
 )
-from meshwise.report.estimate_table import between, binds, figures, stage_table
+from meshwise.report.estimate_table import between, binds, figures, next_text, stage_table
 from meshwise.report.html import Page, Section, Text
 from meshwise.report.table import Table
 
@@ -72,7 +72,9 @@ def summary_page(estimate: Estimate) -> Page:
 def op_sections(estimate: Estimate) -> list[Section]:
     """Where the time of one plan goes: the roofline of its ops, the pipeline over time, its stages."""
     stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
-    sections = _roofline(estimate), _pipeline(estimate), stages
+    following = next_text(estimate)
+    tried = Text("Try next", [following]) if following else None
+    sections = tried, _roofline(estimate), _pipeline(estimate), stages
     return [section for section in sections if section is not None]
 
 
@@ -96,18 +98,24 @@ def headline(estimate: Estimate) -> str:
 
 def compare_page(left: Estimate, right: Estimate) -> Page:
     """Two plans side by side, term by term."""
+    names = ("A: " + _words(left), "B: " + _words(right))
+    if (left.plan, left.workload, left.model, left.cluster) == (
+        right.plan, right.workload, right.model, right.cluster
+    ):  # fmt: skip
+        return Page("; ".join(names), "A and B are the same plan", [Text("A and B", names)], left.fits)
     change = right.step_s / left.step_s - 1
-    rows = [_both(name, a, b, duration) for name, a, b in _terms(left.time_s, right.time_s)]
-    rows += [
+    totals = left.memory_bytes["total"], right.memory_bytes["total"]
+    rows = [
         _both("step", left.step_s, right.step_s, duration),
         _both("tokens/s", left.tokens_per_s, right.tokens_per_s, lambda x: with_prefix(x, "")),
         _both("MFU", left.mfu, right.mfu, lambda x: f"{x:.1%}"),
+        _both("memory", *totals, lambda x: with_prefix(x, "B")),
     ]
+    terms = [_both(name, a, b, duration) for name, a, b in _terms(left.time_s, right.time_s)]
     held = [
         _both(name, a, b, lambda x: with_prefix(x, "B"))
         for name, a, b in _terms(left.memory_bytes, right.memory_bytes)
     ]
-    names = ("A: " + _words(left), "B: " + _words(right))
     columns = ("", "A", "B", "B - A", "change")
     differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
     headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
@@ -115,12 +123,19 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
         "; ".join(names),
         headline,
         [
-            Text("A and B", [headline, *names]),
-            _bars("Time of a step, A and B", left.time_s, right.time_s, "s", Table("", columns, rows)),
+            Text("A and B", [headline, _fits_text(left, right), *names]),
+            Table("B against A", columns, rows),
+            _bars("Time of a step, A and B", left.time_s, right.time_s, "s", Table("", columns, terms)),
             _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B", Table("", columns, held)),
         ],
         left.fits and right.fits,
     )
+
+
+def _fits_text(left: Estimate, right: Estimate) -> str:
+    if left.fits == right.fits:
+        return "Both fit." if left.fits else "Neither fits."
+    return f"{'A' if left.fits else 'B'} fits, {'B' if left.fits else 'A'} does not."
 
 
 def _title(estimate: Estimate) -> str:
@@ -142,10 +157,15 @@ def _figures(estimate: Estimate) -> Table:
 
 def _time(estimate: Estimate) -> Chart:
     name, value = max(estimate.time_s.items(), key=lambda item: item[1])
-    return with_finding(
-        waterfall("Time of a step", estimate.time_s, "step", duration),
-        f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
-        f"{estimate.pace_rank}, which sets the pace.",
+    chart, interval = waterfall("Time of a step", estimate.time_s, "step", duration), estimate.step_s_interval
+    ends = [Bound(end, color=SUM_COLOR, line="dash") for end in interval]
+    return replace(
+        chart,
+        marks=[*chart.marks, *ends],
+        x=replace(chart.x, high=1.04 * interval.p90),
+        finding=f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
+        f"{estimate.pace_rank}, which sets the pace. 8 of 10 measured steps end between the dashed lines "
+        f"({between(interval)}).",
     )
 
 
@@ -276,6 +296,7 @@ def _both(name: str, a: float, b: float, show: Any) -> tuple[str, ...]:
 
 def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str, table: Table) -> Chart:
     terms = [term for term in _terms(left, right) if term[0] != "total"]
+    terms.sort(key=lambda term: -abs(term[2] - term[1]))
     names = [term[0] for term in terms]
     bars = [
         Bars(names, [term[i] for term in terms], [color] * len(terms), name=side)

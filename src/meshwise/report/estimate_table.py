@@ -11,15 +11,23 @@ from meshwise.core.ledger import PHASES, Ledger
 from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
+from meshwise.plan.plan import plan_text
 from meshwise.plan.workload import Workload
+from meshwise.report.search_table import why_none
 from meshwise.report.table import Facts, Table
+from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
 
 
 def print_estimate(
-    estimate: Estimate, console: Console, *, run: Mapping[str, float] | None = None, per_layer: bool = False
+    estimate: Estimate,
+    console: Console,
+    *,
+    run: Mapping[str, float] | None = None,
+    usd_per_million_tokens: float | None = None,
+    per_layer: bool = False,
 ) -> None:
     """Print the totals (of a whole `run` too), the parts, the stages, and perhaps the ops of a layer."""
-    _print_head(estimate, run or {}, console)
+    _print_head(estimate, run or {}, usd_per_million_tokens, console)
     console.print(_share_table("time of a step", estimate.time_s, estimate.step_s, duration))
     memory = dict(estimate.memory_bytes)
     total = memory.pop("total")
@@ -54,16 +62,77 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
     if watts := estimate.power_watts:
         chip, node = (with_prefix(value, "W", 3) for value in (watts["chip"], watts["node"]))
         lines.append(("power", f"{chip} a chip, {node} of its node at the wall"))
+    if hidden := hidden_text(estimate):
+        lines.append(("hidden", hidden))
     return lines + ([("experts", experts_text(estimate.experts))] if estimate.experts is not None else [])
 
 
-def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) -> None:
+def hidden_text(estimate: Estimate) -> str:
+    """Communication that hides behind compute, where it is at least a hundredth of the step."""
+    hidden = {name: s for name, s in estimate.hidden_s.items() if s >= 0.01 * estimate.step_s}
+    each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in hidden.items())
+    return f"{each} behind compute" if each else ""
+
+
+def next_text(estimate: Estimate) -> str:
+    """The largest cost and the change that shortens the step most; or what would fit."""
+    if not estimate.trains:
+        return ""
+    step = next_step(estimate)
+    if not estimate.fits:
+        return _fitting_text(estimate, step)
+    name, seconds = largest_cost(estimate)
+    cost = f"{name} takes {seconds / estimate.step_s:.0%}; "
+    if step is None:
+        return f"{cost}no change of one key is faster: meshwise search looks at all plans"
+    less = 1 - step.run.step_s / estimate.step_s
+    return f"{cost}{' and '.join(step.changes)} takes {duration(step.run.step_s)} a step, {less:.1%} less"
+
+
+def _fitting_text(estimate: Estimate, step: NextStep | None) -> str:
+    """A plan that fits, as near as there is one; else what else would do."""
+    what, run = (" and ".join(step.changes), step.run) if step is not None else ("", None)
+    if run is None:
+        found = other_plans(estimate)
+        if not found.best:
+            *_, last = why_none(found).split("\n")
+            return f"no plan fits; {last}"
+        run = found.best[0]
+        what = f"--plan {plan_text(run.plan)} --microbatch {run.workload.microbatch}"
+    size = with_prefix(run.memory_bytes["total"], "B")
+    return f"{what} fits: {size}, {duration(run.step_s)} a step"
+
+
+_GAUGE = 24
+"""Characters of a drawn interval and of a gauge."""
+
+
+def drawn_interval(estimate: Estimate) -> str:
+    """The interval of the step as a line with a mark at the prediction."""
+    low, high = estimate.step_s_interval
+    at = round((estimate.step_s - low) / (high - low) * (_GAUGE - 1)) if high > low else 0
+    return "├" + "".join("●" if i == at else "─" for i in range(_GAUGE)) + "┤"
+
+
+def gauge(frac: float) -> str:
+    """A share as a bar of fixed length."""
+    full = min(round(frac * _GAUGE), _GAUGE)
+    return "█" * full + "░" * (_GAUGE - full) + f" {frac:.0%}"
+
+
+def _print_head(estimate: Estimate, run: Mapping[str, float], usd: float | None, console: Console) -> None:
     work = estimate.workload
     console.print(
         f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
         f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}{sampled(work)}"
     )
-    console.print(Facts([*figures(estimate), *_run_lines(run)]))
+    frac = estimate.memory_bytes["total"] / estimate.cluster.chip.memory_bytes
+    drawn = {"step": drawn_interval(estimate), "memory": gauge(frac)}
+    lines = [(name, f"{text}   {drawn[name]}" if name in drawn else text) for name, text in figures(estimate)]
+    if usd is not None:
+        lines.append(("cost", f"{dollars(usd)} a million tokens"))
+    following = next_text(estimate)
+    console.print(Facts([*lines, *_run_lines(run), *([("next", following)] if following else [])]))
 
 
 def sampled(work: Workload) -> str:
@@ -107,7 +176,9 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     if "cost" in run:
-        lines.append(("cost", f"{dollars(run['cost'])} ({dollars(failing['cost'])} with failures)"))
+        lines.append(
+            ("cost of the run", f"{dollars(run['cost'])} ({dollars(failing['cost'])} with failures)")
+        )
     if "energy_joules" in run:
         energy, failing_energy = (with_prefix(each["energy_joules"] / 3600, "Wh") for each in (run, failing))
         per_gpu = with_prefix(run["watts_per_gpu"], "W", 3)

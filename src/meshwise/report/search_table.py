@@ -195,16 +195,24 @@ def _largest_cost(found: Estimate) -> str:
     return f"{name} {seconds / found.step_s:.0%}"
 
 
-def _term_by_term(best: Estimate, beside: Estimate) -> object:
-    terms = [
-        (name, duration(best.time_s[name]), duration(beside.time_s[name]))
-        for name in best.time_s
-        if max(best.time_s[name], beside.time_s[name]) > 1e-3 * best.step_s
-    ]
-    total = ("step", duration(best.step_s), duration(beside.step_s))
-    memory = ("memory needed", *(with_prefix(one.memory_bytes["total"], "B") for one in (best, beside)))
-    columns = ("term", "best", plan_text(beside.plan) or "default plan")
-    return Table("the best plan beside the one asked for", columns, [*terms, total, memory])
+def _term_by_term(best: Estimate, beside: Estimate) -> Table | str:
+    """The best plan and the one asked for: the whole first, then the terms, the largest difference first."""
+    asked = plan_text(beside.plan) or "default plan"
+    if (best.plan, best.workload) == (beside.plan, beside.workload):
+        return f"the best plan is the one asked for: {asked}"
+    terms = sorted(best.time_s, key=lambda name: -abs(beside.time_s[name] - best.time_s[name]))
+    seconds = {"step": (best.step_s, beside.step_s)}
+    seconds |= {name: (best.time_s[name], beside.time_s[name]) for name in terms}
+    sizes = (best.memory_bytes["total"], beside.memory_bytes["total"])
+    rows = [_beside(name, pair, duration) for name, pair in seconds.items() if max(pair) > 1e-3 * best.step_s]
+    rows.insert(1, _beside("memory needed", sizes, lambda size: with_prefix(size, "B")))
+    title = f"the best plan beside the one asked for ({asked})"
+    return Table(title, ("", "best", "asked for", "more"), rows)
+
+
+def _beside(name: str, pair: tuple[float, float], show: Callable[[float | None], str]) -> tuple[str, ...]:
+    best, asked = pair
+    return name, show(best), show(asked), f"{'-' if asked < best else '+'}{show(abs(asked - best))}"
 
 
 def why_none(result: Result) -> str:

@@ -23,7 +23,7 @@ GAP = 3
 _LEAST_NAME = 16
 """How short names may become."""
 _NUMBER = re.compile(r"[-+<$]?[\d.,]+( ?\S+)?$")
-_PARTS = re.compile(r"[^\s,/-]*[,/-]+|[^\s,/-]+")
+_PARTS = re.compile(r"(?<!\S)--[a-z][a-z-]*|[^\s,/-]*[,/-]+|[^\s,/-]+")
 
 
 @dataclass(frozen=True, slots=True)

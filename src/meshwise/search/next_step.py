@@ -1,0 +1,126 @@
+"""What to try next: the plans one change away from the one that is priced, or two where none of them fits.
+
+A change touches one key and leaves what is computed (types, optimizer, adapters) as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.plan.workload import Workload
+from meshwise.search.search import Result, search
+
+_LEAST_GAIN = 0.01
+"""A plan that is faster by less is not worth a change."""
+_CARRIED = 4
+"""Plans of one change from which a second one is made, those that need least memory."""
+_WORK = ("compute", "memory")
+"""Parts of a step that are the work of the kernels themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """`run` differs from the plan that was asked about by `changes`, as a person writes them."""
+
+    changes: tuple[str, ...]
+    run: Estimate
+
+
+def largest_cost(found: Estimate) -> tuple[str, float]:
+    """What the step spends most on beside the work of its kernels, and its seconds."""
+    costs = {name: seconds for name, seconds in found.time_s.items() if name not in _WORK}
+    name = max(costs, key=lambda one: costs[one])
+    return name, costs[name]
+
+
+def next_step(found: Estimate) -> NextStep | None:
+    """The fastest plan one change away that fits and is faster; or the nearest that fits.
+
+    None where no change helps, or the step does not train.
+    """
+    if not found.trains:
+        return None
+    near = [NextStep((text,), run) for text, run in _neighbours(found)]
+    fitting = [one for one in near if one.run.fits]
+    if found.fits:
+        best = min(fitting, key=lambda one: one.run.step_s, default=None)
+        gains = best is not None and best.run.step_s < (1 - _LEAST_GAIN) * found.step_s
+        return best if gains else None
+    if not fitting:
+        smallest = sorted(near, key=lambda one: one.run.memory_bytes["total"])[:_CARRIED]
+        fitting = [
+            NextStep((*one.changes, text), run)
+            for one in smallest
+            for text, run in _neighbours(one.run)
+            if run.fits
+        ]
+    return min(fitting, key=lambda one: one.run.step_s, default=None)
+
+
+COMPUTED = (
+    *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks", "loss_fusion"),
+    *("param_dtype", "lora_rank", "lora_targets", "frozen_dtype", "imbalance", "implementation", "software"),
+)
+"""Keys that say what a job computes, and by whose software: a search leaves them as they are."""
+
+
+def computed(plan: Plan) -> dict[str, tuple[Any, ...]]:
+    """What a plan states of the `COMPUTED` keys, as a search takes it."""
+    return {key: (value,) for key in COMPUTED if (value := getattr(plan, key)) != DEFAULTS[key]}
+
+
+def other_plans(found: Estimate) -> Result:
+    """A search of all plans that compute what `found` does, on its machine and for its batch."""
+    work = found.workload
+    return search(
+        model=found.model, cluster=found.cluster, batch=work.batch, seq=work.seq,
+        stated=computed(found.plan), top=1, memory_frac=1.0,
+    )  # fmt: skip
+
+
+def _neighbours(found: Estimate) -> Iterator[tuple[str, Estimate]]:
+    work = found.workload
+    for key, value in _changes(found.plan, work.microbatch):
+        try:
+            if key == "microbatch":
+                plan, near = found.plan, Workload(batch=work.batch, seq=work.seq, microbatch=value)
+            else:
+                plan, near = _changed(found.plan, key, value), work
+            text = value if isinstance(value, str) else f"{value:g}"
+            yield f"{key}={text}", estimate(found.model, found.cluster, plan, near)
+        except MeshwiseError:  # it is no plan of this model or cluster
+            continue
+
+
+def _changed(plan: Plan, key: str, value: Any) -> Plan:
+    """The plan with one key changed; what only went with its old value is left open."""
+    changes: dict[str, Any] = {key: value}
+    if key in ("pp", "vpp"):
+        changes["stages"] = None
+    if key == "recompute":
+        changes |= {"recompute_layers": None, "recompute_every": 1, "recompute_modules": ()}
+    return replace(plan, **changes)
+
+
+def _changes(plan: Plan, microbatch: int) -> Iterator[tuple[str, Any]]:
+    for key in ("tp", "cp", "pp", "ep") if plan.layout == "1d" and plan.dp is None else ():
+        degree = getattr(plan, key)
+        yield from ((key, other) for other in (degree // 2, 2 * degree) if other)
+    if plan.pp > 1:
+        yield from (("vpp", size) for size in (2 * plan.vpp, plan.vpp // 2) if size)
+    yield from (("microbatch", size) for size in (microbatch // 2, 2 * microbatch) if size)
+    yield from (("zero", stage) for stage in range(4) if stage != plan.zero)
+    yield from (("recompute", kind) for kind in ("none", "selective", "full") if kind != plan.recompute)
+    if plan.tp > 1 and not plan.overlap_tp:
+        yield "overlap_tp", True
+    if plan.ep > 1 and not plan.overlap_ep:
+        yield "overlap_ep", True
+    if plan.loss_chunks == 1:
+        yield "loss_chunks", 8
+    if not plan.offload_optimizer and not plan.lora_rank:
+        yield "offload_optimizer", 1.0
