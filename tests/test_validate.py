@@ -36,6 +36,8 @@ from meshwise.calibrate.fit_steps import (
     unfounded,
 )
 from meshwise.calibrate.leave_one_source_out import misses_by_others
+from meshwise.calibrate.mend import mends
+from meshwise.calibrate.releases import errors_by_release, read_board
 from meshwise.calibrate.robust import LinearMisses, minimise
 from meshwise.calibrate.runs import PROSE, Run, published_runs, read_runs
 from meshwise.calibrate.step_constants import LIMITS, START, TIED, every
@@ -634,3 +636,41 @@ def test_a_model_is_a_preset_or_a_path_and_a_system_any_chip(tmp_path: Path) -> 
     assert "no model is called 'poetry-7b'" in said["3"]
     assert "no model is called 'poetry-7b'" in said["h100_sxm"]
     assert "no chip is called" in said["pdp-11"]
+
+
+def test_a_board_compares_releases_on_the_rows_that_all_predicted(meshwise: Any, tmp_path: Path) -> None:
+    board = tmp_path / "board.csv"
+    words = ("validate", "--runs", str(RUNS), "--board", str(board))
+    first = meshwise(*words, "--release", "1.0", "--json").document["summary"]["step_s"]
+    lines = board.read_text().splitlines()
+    board.write_text("\n".join(line for line in lines if "mpt-072" not in line) + "\n")
+    rows = [row for row in validate([RUNS]).rows if row.quantity == "step_s"]
+    found = errors_by_release(read_board(board), rows)
+    assert list(found) == ["1.0", "now"] and found["now"].num_expressed == first["num_expressed"] - 1
+    assert found["1.0"].mean_abs_frac == pytest.approx(found["now"].mean_abs_frac, abs=1e-3)
+    shown = meshwise(*words).out
+    assert "mean / median" in shown and "1.0" in shown
+    meshwise(*words, "--release", "2.0")
+    assert list(read_board(board)) == ["1.0", "2.0"]
+
+
+def test_a_board_that_is_none_is_refused(meshwise: Any, tmp_path: Path) -> None:
+    assert "--release NAME" in meshwise("validate", "--runs", str(RUNS), "--board", str(tmp_path / "x")).err
+    assert "add --board" in meshwise("validate", "--runs", str(RUNS), "--release", "1").err
+    (tmp_path / "board.csv").write_text("release,quantity,id,predicted\n1,step_s,a,fast\n")
+    done = meshwise("validate", "--runs", str(RUNS), "--board", str(tmp_path / "board.csv"))
+    assert done.code == 2 and "line 2" in done.err
+
+
+def test_the_constant_that_was_wrong_is_the_one_that_mends() -> None:
+    """Steps that take what a chip of 1.4 times the energy per FLOP would."""
+    known = [express(run) for run in runs().values() if run.chip == "h100-80g-sxm" and "fp8" not in run.dtype]
+    tables = as_tables(
+        catalog_constants(), {"power.hopper.bf16": 1.4 * catalog_constants()["power.hopper.bf16"]}
+    )
+    slow = [
+        replace(each, run=restated(each.run, step_time_s=estimate_run(each, tables).step_s)) for each in known
+    ]
+    best = mends(slow)[0]
+    assert (best.constant, best.to / best.value) == ("power.hopper.bf16", pytest.approx(1.4, rel=0.03))
+    assert best.mended_mean_abs_frac < 0.02 < best.mean_abs_frac

@@ -55,10 +55,10 @@ class StepFit:
         return {name: getattr(self, name) for name in names}
 
 
-def as_tables(constants: Constants) -> Tables:
-    """Dotted names as tables."""
+def as_tables(constants: Constants, changed: Constants | None = None) -> Tables:
+    """Dotted names as tables: the fitted `constants`, what follows from them, and then `changed` ones."""
     tables: dict[str, Any] = {}
-    for name, value in every(constants).items():
+    for name, value in (every(constants) | (changed or {})).items():
         *path, last = name.split(".")
         table = tables
         for key in path:

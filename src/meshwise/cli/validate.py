@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,6 +11,11 @@ from meshwise import api
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
 from meshwise.core.options import takes
+
+if TYPE_CHECKING:
+    from meshwise.calibrate.mend import Mend
+    from meshwise.calibrate.releases import Board
+    from meshwise.calibrate.validate import Validation
 
 DATA_FILES = (
     *("published_runs_2.csv", "lora_runs.csv", "measured_iterations_a100.csv"),
@@ -28,6 +34,9 @@ def validate(
     data: Path | None = None,
     cases: Path | None = None,
     plot: Path | None = None,
+    board: Path | None = None,
+    release: str = "",
+    mend: bool = False,
     write_docs: Path | None = None,
     leave_one_source_out: bool = False,
     html: Path | None = None,
@@ -45,7 +54,10 @@ def validate(
         data: Folder of more tables: iterations, ops, collectives.
         cases: JSON of a published model's cases: compare every number.
         plot: Draw predicted against measured (png, svg, pdf).
-        write_docs: Write accuracy.md and its figures to this folder.
+        board: CSV of what earlier releases predicted for the same rows, shown old against new.
+        release: Keep today's predictions on the board under this name.
+        mend: Which one constant would mend the step times of the runs, and by how much.
+        write_docs: Write accuracy.md and its figures to this folder, with the board that lies there.
         leave_one_source_out: Also predict each source from the others (two minutes).
         worst: How many of the worst rows to print.
     """
@@ -57,6 +69,8 @@ def validate(
             "--power": power,
             "--data": data,
             "--leave-one-source-out": leave_one_source_out,
+            "--board": board,
+            "--mend": mend,
             "--plot": plot,
             "--write-docs": write_docs,
             "--html": html,
@@ -79,17 +93,49 @@ def validate(
         from meshwise.report.pages import draw
 
         draw(validation, plot)
+    releases = _releases(validation, board, release, write_docs)
     if write_docs is not None:
         from meshwise.report.accuracy import write_accuracy
 
-        write_accuracy(validation, write_docs)
+        write_accuracy(validation, write_docs, releases)
     write_html(validation, html)
+    found = _mends(files) if mend else []
     if json:
-        print_json(validation.to_json())
+        from dataclasses import asdict
+
+        print_json(validation.to_json() | ({"mends": [asdict(each) for each in found]} if mend else {}))
     else:
         from meshwise.report.accuracy_table import print_validation
 
-        print_validation(validation, console(), num_worst=worst)
+        print_validation(validation, console(), num_worst=worst, board=releases, mends=found)
+
+
+def _releases(validation: Validation, board: Path | None, release: str, docs: Path | None) -> Board:
+    """What earlier releases predicted, by the file that is named or lies in the folder of the docs."""
+    from meshwise.calibrate.releases import read_board, with_release, write_board
+
+    path = board or (docs / "board.csv" if docs else None)
+    if path is None:
+        if release:
+            raise DataError(f"--release {release} is the name of predictions on a board; add --board FILE")
+        return {}
+    if not path.is_file() and not release:
+        if board is None:
+            return {}
+        raise DataError(f"{path}: no such file; name a board, or begin one with --release NAME")
+    known = read_board(path) if path.is_file() else {}
+    if release:
+        write_board(with_release(known, release, validation.rows), path)
+    return {name: found for name, found in known.items() if name != release}
+
+
+def _mends(files: list[Path]) -> list[Mend]:
+    """The constants that would mend the runs of `files`."""
+    from meshwise.calibrate.fit_steps import priced_runs
+    from meshwise.calibrate.mend import mends
+    from meshwise.calibrate.table import header
+
+    return mends(priced_runs([path for path in files if "global_batch" in header(path)]))
 
 
 def _files(runs: list[Path] | None, others: list[Path], data: Path | None) -> list[Path]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from meshwise.calibrate.releases import Board
 from meshwise.calibrate.validate import Validation
 from meshwise.core.files import make_folder, write_text
 from meshwise.report.accuracy_page import TITLES, accuracy_picture
 from meshwise.report.accuracy_table import (
     Table,
+    board_table,
     coverage_text,
     error_table,
     group_tables,
@@ -31,8 +33,8 @@ NUM_WORST = 10
 OF_RUNS = ("step_s", "memory_bytes")
 
 
-def write_accuracy(validation: Validation, folder: Path) -> None:
-    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`."""
+def write_accuracy(validation: Validation, folder: Path, board: Board | None = None) -> None:
+    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`; `board`: of earlier releases."""
     make_folder(folder / "figures")
     lead = [replace(row, predicted=row.left_out) for row in validation.of("step_s") if row.left_out]
     runs = [row for row in validation.rows if row.quantity in OF_RUNS]
@@ -46,13 +48,15 @@ def write_accuracy(validation: Validation, folder: Path) -> None:
         if any(row.expressed for row in rows):
             draw_picture(accuracy_picture(Validation(rows)), folder / "figures" / FIGURE.format(name))
             figures.append(f"![{what}](figures/{FIGURE.format(name)})")
-    write_text(folder / "accuracy.md", accuracy_markdown(validation, figures))
+    write_text(folder / "accuracy.md", accuracy_markdown(validation, figures, board or {}))
 
 
-def accuracy_markdown(validation: Validation, figures: Sequence[str] = ()) -> str:
+def accuracy_markdown(validation: Validation, figures: Sequence[str] = (), board: Board | None = None) -> str:
     """The page as text, its words from `static/accuracy.md`: step times in a table and a figure, then all."""
     by_quantity = [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
     lines = [*_markdown(lead_table(validation.of("step_s"))), *figures[:1], ""]
+    if board:
+        lines += ["## Every release, on the same rows", "", *_markdown(board_table(board, validation.rows))]
     lines += ["## Every quantity", "", *_markdown(error_table("all rows", by_quantity)), *figures[1:], ""]
     for label, rows in by_quantity:
         lines += [f"## {label}", ""]

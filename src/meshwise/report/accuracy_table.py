@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
+from meshwise.calibrate.mend import Mend
+from meshwise.calibrate.releases import Board, errors_by_release
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import (
     Prediction,
@@ -125,6 +127,39 @@ def reasons_table(rows: Sequence[Prediction]) -> Table:
     return Table("", header, lines, left=header)
 
 
+def board_table(board: Board, rows: Sequence[Prediction]) -> Table:
+    """Mean and median error of each release and of now, on the rows that all of them predicted."""
+    groups: list[tuple[str, Callable[[Prediction], bool]]] = []
+    for quantity in dict.fromkeys(row.quantity for row in rows):
+        groups.append((quantity, lambda row, quantity=quantity: row.quantity == quantity))  # type: ignore[misc]
+        for name in ("kind", "scale", "chip", "source") if quantity == "step_s" else ():
+            key = GROUPS[name]
+            groups += [
+                (label, lambda row, key=key, label=label: row.quantity == "step_s" and key(row) == label)  # type: ignore[misc]
+                for label in dict.fromkeys(key(row) for row in rows if row.quantity == "step_s")
+            ]
+    lines = []
+    for label, keep in groups:
+        found = errors_by_release(board, rows, keep)
+        num = found["now"].num_expressed
+        if num:
+            lines.append([label, str(num), *(" / ".join(reversed(_sizes(each))) for each in found.values())])
+    return Table("", ("mean / median", "rows", *board, "now"), lines)
+
+
+def mend_table(mends: Sequence[Mend]) -> Table:
+    """Constants that would mend the runs, each alone."""
+    lines = [
+        [
+            mend.constant, f"{mend.value:.3g}", f"{mend.to:.3g}", str(mend.num_runs),
+            percent(mend.mean_abs_frac), percent(mend.mended_mean_abs_frac),
+        ]
+        for mend in mends
+    ]  # fmt: skip
+    header = ("constant that would mend", "now", "to", "runs it moves", "mean error", "mended")
+    return Table("", header, lines)
+
+
 def order_text(rows: Sequence[Prediction]) -> str:
     """How much slower than the measured best the plans are that we rank first; "" where none compete."""
     losses = [
@@ -164,8 +199,15 @@ def _parts_text(row: Prediction) -> str:
     return ", ".join(f"{name} {quantity_text(value, row.quantity)}" for name, value in largest)
 
 
-def print_validation(validation: Validation, console: Console, *, num_worst: int = 10) -> None:
-    """Print all quantities, then what could not be expressed."""
+def print_validation(
+    validation: Validation,
+    console: Console,
+    *,
+    num_worst: int = 10,
+    board: Board | None = None,
+    mends: Sequence[Mend] = (),
+) -> None:
+    """Print all quantities, earlier releases, what would mend runs, and what could not be expressed."""
     for quantity in validation.quantities:
         rows = validation.of(quantity)
         print_table(error_table(quantity, [("all", rows)]), console)
@@ -173,6 +215,9 @@ def print_validation(validation: Validation, console: Console, *, num_worst: int
             print_table(shown, console)
     if order := order_text(validation.of("step_s")):
         console.print(order)
+    if board:
+        print_table(board_table(board, validation.rows), console)
+    print_table(mend_table(mends), console)
     print_table(reasons_table(validation.rows), console)
 
 

@@ -1,0 +1,69 @@
+"""What earlier releases predicted for the same rows: progress and regressions, row by row.
+
+A board is a CSV file with the columns `release quantity id predicted`, a line for each row that a release
+could express. Rows are known by their id, so releases are compared on the rows that all of them predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from meshwise.calibrate.errors import ErrorSummary, summarize
+from meshwise.calibrate.table import header, lines
+from meshwise.calibrate.validate import Prediction
+from meshwise.core.errors import DataError
+from meshwise.core.files import csv_text, write_text
+
+COLUMNS = ("release", "quantity", "id", "predicted")
+
+Board = dict[str, dict[tuple[str, str], float]]
+"""What each release predicted, by quantity and id of a row; the oldest release first."""
+
+
+def read_board(path: Path) -> Board:
+    """The board of a file; DataError where it is none."""
+    if missing := [name for name in COLUMNS if name not in header(path)]:
+        raise DataError(
+            f"{path}, line 1: a board has the columns {', '.join(COLUMNS)}; {missing[0]} is missing"
+        )
+    board: Board = {}
+    for number, row, bad in lines(path):
+        try:
+            if bad:
+                raise bad
+            board.setdefault(row["release"], {})[row["quantity"], row["id"]] = float(row["predicted"])
+        except Exception as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+    return board
+
+
+def with_release(board: Board, name: str, rows: Sequence[Prediction]) -> Board:
+    """`board` with what is predicted now as the release `name`."""
+    today = {(row.quantity, row.id): row.predicted for row in rows if row.predicted is not None}
+    return {each: found for each, found in board.items() if each != name} | {name: today}
+
+
+def write_board(board: Board, path: Path) -> None:
+    """Write a board, four digits of each prediction."""
+    cells = (
+        (release, quantity, row_id, f"{value:.4g}")
+        for release, found in board.items()
+        for (quantity, row_id), value in found.items()
+    )
+    write_text(path, csv_text([COLUMNS, *cells]))
+
+
+def errors_by_release(
+    board: Board, rows: Sequence[Prediction], keep: Callable[[Prediction], bool] = lambda _: True
+) -> Mapping[str, ErrorSummary]:
+    """Errors of each release, and of `now`, on the `rows` to keep that all of them predicted."""
+    known = [
+        row
+        for row in rows
+        if row.expressed and keep(row) and all((row.quantity, row.id) in found for found in board.values())
+    ]
+    return {
+        release: summarize([found[row.quantity, row.id] / (row.measured or 1.0) - 1.0 for row in known])
+        for release, found in board.items()
+    } | {"now": summarize([row.error_frac for row in known])}
