@@ -329,7 +329,7 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., An
     for name, why in (
         ("pools", "column prefill_tp: ''"),
         ("blank", "column tp: ''"),
-        ("other", "model 'knows-400b"),
+        ("other", "no model is called 'Who/Knows-400B'"),
     ):
         assert not rows[name, "ttft_s"]["expressed"]
         assert why in rows[name, "ttft_s"]["reason"]

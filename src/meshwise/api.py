@@ -23,6 +23,7 @@ from meshwise.core.errors import ClusterError, MissingExtraError, WorkloadError
 from meshwise.core.options import Counts, Latency, Quantity, options_of
 
 if TYPE_CHECKING:
+    from meshwise.calibrate.fit_server import ServerFit
     from meshwise.calibrate.validate import Validation
     from meshwise.core.compare import Comparison
     from meshwise.estimate.collective import CollectiveTimes
@@ -399,7 +400,8 @@ def serve(
         turns: Requests of a session, each after the last one's answer, with all that was said before.
         turn_prompt: Tokens that each later turn adds [256].
         think_s: Mean pause before each later turn, in seconds (exponential) [0].
-        engine: vllm, sglang or trtllm, with settings: vllm,max_tokens=2048 [vllm].
+        engine: vllm, sglang or trtllm, or a file of `calibrate --serving`; with version and settings:
+            vllm@0.12.0,max_tokens=2048 [vllm].
         workers: Instances that take the requests.
         router: Which instance takes one: round-robin, least-loaded, session, or prefix (the one that has most
             of it in its cache and least to do; prefix=4 weighs the cache more).
@@ -524,6 +526,41 @@ def _turns(turns: int, prompt: int | None, think_s: float | None) -> Turns | Non
         if value is not None and not least <= value < 1e9:
             raise WorkloadError(f"{name}={value:g} must be at least {least}")
     return Turns(turns, 256 if prompt is None else prompt, think_s or 0.0) if turns > 1 else None
+
+
+def calibrate_server(
+    records: Sequence[str | Path],
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    plan: str | Path | Plan = "",
+    *,
+    engine: str = "vllm",
+) -> ServerFit:
+    """Fit an engine's constants to what a load generator measured of a server of one's own.
+
+    Args:
+        records: Files of vLLM's or SGLang's bench, GenAI-Perf or AIPerf.
+        model: What was served.
+        cluster: The GPUs of the server.
+        plan: Its plan, as in `serve`.
+        engine: vllm, sglang or trtllm, with version and settings: vllm@0.12.0.
+
+    Returns:
+        The constants before and after, and what both predict of each record.
+    """
+    from meshwise.calibrate.fit_server import fit_server
+    from meshwise.calibrate.server_records import read_records
+    from meshwise.serve.engine import parse_engine
+    from meshwise.serve.load import Fleet
+    from meshwise.serve.serving import serving
+
+    architecture, machine = _model(model), _cluster(cluster)
+    served = _plan(plan or f"tp={machine.num_chips}")
+
+    def fleet(prompt: int, output: int) -> Fleet:
+        return Fleet(serving(architecture, machine, served, prompt=prompt, output=output))
+
+    return fit_server(read_records([Path(path) for path in records]), fleet, parse_engine(engine))
 
 
 def rl(

@@ -126,21 +126,38 @@ def calibrate(
     quick: bool = False,
     source: list[Path] | None = None,
     steps: str = "",
+    serving: list[Path] | None = None,
+    model: str = "",
+    cluster: str = "",
+    plan: str = "",
+    engine: str = "vllm",
     json: bool = False,
 ) -> None:
-    """Write a cluster file of this machine, or from a job's traces.
+    """Write a cluster file of this machine, or from a job's traces; or an engine file of a server.
 
     Args:
         device: cpu or cuda.
-        output: The cluster file to write.
+        output: The file to write.
         ranks: Ranks of the measured collectives (0: two on a CPU, else all GPUs).
         quick: Fewer and smaller measurements.
         source: Traces of a job, instead of measuring this machine.
         steps: Of --from, only these steps: 3-7, or complete.
+        serving: Records of vLLM's or SGLang's bench, GenAI-Perf or AIPerf, to fit an engine's constants to.
+        model: Of --serving, what was served.
+        cluster: Of --serving, the GPUs of the server.
+        plan: Of --serving, its plan, as for serve.
+        engine: Of --serving, vllm, sglang or trtllm, with version and settings: vllm@0.12.0.
     """
     from meshwise.core.files import check_writable
 
     check_writable(output)
+    if serving:
+        if source or steps or ranks or quick or device != "cpu":
+            raise DataError("--serving reads records of a server; leave options of this machine out")
+        _calibrate_server(serving, model, cluster, plan, engine, output, json)
+        return
+    if model or cluster or plan:
+        raise DataError("--model, --cluster and --plan are of --serving RECORDS; name them too")
     if source:
         if device != "cpu" or ranks or quick:
             raise DataError(
@@ -170,6 +187,24 @@ def calibrate(
     columns = ("what", "shape", "dtype", "time", "rate")
     console().print(Table(found.source, columns, rows, left=columns[:3]))
     print(f"wrote {output}; use it as --cluster {output}")
+
+
+def _calibrate_server(
+    records: list[Path], model: str, cluster: str, plan: str, engine: str, output: Path, json: bool
+) -> None:
+    from meshwise.core.files import write_text
+
+    if not (model and cluster):
+        raise DataError("--serving needs what was served and on what: --model, --cluster and --plan")
+    found = api.calibrate_server(records, model, cluster, plan, engine=engine)
+    write_text(output, found.toml)
+    if json:
+        print_json(found.to_json() | {"file": str(output)})
+        return
+    from meshwise.report.server_fit_table import print_server_fit
+
+    print_server_fit(found, console())
+    print(f"wrote {output}; use it as serve --engine {output}")
 
 
 def is_command(program: str) -> bool:

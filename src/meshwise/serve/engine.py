@@ -6,25 +6,25 @@ sequences a pass takes, and how much of the cache a sequence reserves when it is
 reserved may run out: then the sequence admitted last gives its cache back and starts again, its generated
 tokens now part of the prompt.
 
-Defaults of the servers as read in their sources: vLLM 0.19.0 (`vllm/config/scheduler.py`,
-`v1/core/sched/scheduler.py`), SGLang 0.5.9 (`srt/server_args.py`, `srt/managers/schedule_policy.py`),
-TensorRT-LLM 1.x (`llmapi/llm_args.py`, `_torch/pyexecutor/scheduler.py`).
+Defaults of the servers by version, as read in their sources: `catalog/engines.toml`.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from meshwise.core.errors import WorkloadError
+from meshwise.core.files import read_catalog
+from meshwise.core.toml import read_toml
 from meshwise.serve.fitted import fitted
 
 _CONSTANTS = fitted().constants
-
-
-def _sizes(*spans: tuple[int, int, int]) -> tuple[int, ...]:
-    """Batch sizes 1, 2, 4 and those of each (first, last, step)."""
-    return (1, 2, 4, *(size for first, last, step in spans for size in range(first, last + 1, step)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,10 @@ class Engine:
     `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph).
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
     (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
-    The last three are those of all engines (`serve.fitted.Constants`).
+    `front_s` to `prompt_slowdown` are those of all engines (`serve.fitted.Constants`) unless they were fitted
+    to a server of one's own, as are `decode_slowdown`, the time of passes without prompts over that of their
+    kernels, and `pass_s`, the host's time before each pass. `settings_of`: the version that settings are of,
+    if it is another; `fitted_to`: what the constants were fitted to.
     """
 
     name: str
@@ -68,47 +71,107 @@ class Engine:
     front_s: float = _CONSTANTS.front_s
     front_token_s: float = _CONSTANTS.front_token_s
     reply_s: float = _CONSTANTS.reply_s
+    prompt_slowdown: float = _CONSTANTS.prompt_slowdown
+    decode_slowdown: float = 1.0
+    pass_s: float = 0.0
+    settings_of: str = ""
+    fitted_to: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name and version, and whose settings or constants it has if these are not its own."""
+        inherits = f", settings of {self.settings_of}" if self.settings_of else ""
+        fitted = f", fitted to {self.fitted_to}" if self.fitted_to else ""
+        return f"{self.name} {self.version}{inherits}{fitted}"
 
 
-ENGINES = {
-    engine.name: engine
-    for engine in (
-        Engine(
-            name="vllm",
-            version="0.19.0",
-            graph_sizes=_sizes((8, 248, 8), (256, 512, 16)),
-            widens_hopper_cache=True,
-        ),
-        Engine(
-            name="sglang",
-            version="0.5.9",
-            mixes=False,
-            reserve_frac=0.7,
-            plans_while_guessing=False,
-            graph_sizes=_sizes((8, 256, 8), (272, 512, 16)),
-        ),
-        Engine(name="trtllm", version="1.2", chunks=False, reserve_frac=1.0, max_sequences=2048),
-    )
-}
-"""Engines by name, with the settings that their servers start with on GPUs of 70 GB and more."""
+FITTED = ("front_s", "reply_s", "prompt_slowdown", "decode_slowdown", "pass_s")
+"""Constants that can be fitted to a server of one's own."""
 
+
+def _versions(name: str) -> dict[str, Engine]:
+    """Every listed version of an engine, the oldest first, with what it has of those before it."""
+    found: dict[str, Engine] = {}
+    stated: dict[str, Any] = {}
+    for table in read_catalog("engines.toml")[name]:
+        stated |= {key: value for key, value in table.items() if key != "source"}
+        spans = stated.get("graph_sizes", ())
+        sizes = tuple(size for first, last, step in spans for size in range(first, last + 1, step))
+        found[table["version"]] = Engine(name=name, **stated | {"graph_sizes": sizes})
+    return found
+
+
+VERSIONS = {name: _versions(name) for name in ("vllm", "sglang", "trtllm")}
+ENGINES = {name: list(versions.values())[-1] for name, versions in VERSIONS.items()}
+"""Engines by name: the last version that is listed."""
 
 SETTINGS = ("max_tokens", "max_sequences", "poll_passes", "align_passes", "fill_frac", "reserve_frac")
 """What a user may set of an engine."""
 
 
+def of_version(name: str, version: str) -> Engine:
+    """The engine in a version; as the last one listed before it, which its `settings_of` then names."""
+    versions = VERSIONS[name]
+    before = [each for each in versions if _order(each) <= _order(version)]
+    of = before[-1] if before else next(iter(versions))
+    return replace(versions[of], version=version, settings_of="" if of == version else of)
+
+
+def _order(version: str) -> tuple[int, ...]:
+    """Numbers to sort versions by: 0.5.10.post1 comes after 0.5.9, 1.2.0rc6 counts as 1.2."""
+    plain = re.match(r"v?\d+(\.\d+)*", version)
+    numbers = [int(part) for part in plain[0].removeprefix("v").split(".")] if plain else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
 def parse_engine(text: str) -> Engine:
-    """`vllm`, or with settings of its own: `vllm,max_tokens=2048,max_sequences=256`."""
+    """`vllm`, `vllm@0.12.0`, or a file of `calibrate --serving`; with settings: `vllm,max_tokens=2048`."""
     name, *words = text.split(",")
-    if name not in ENGINES:
-        raise WorkloadError(f"no engine is called {name!r}; choose one of {', '.join(ENGINES)}")
+    if name.endswith(".toml"):
+        engine = read_engine(Path(name))
+    else:
+        name, _, version = name.partition("@")
+        if name not in ENGINES:
+            raise WorkloadError(
+                f"no engine is called {name!r}; choose one of {', '.join(ENGINES)}, or a file of "
+                "`calibrate --serving`"
+            )
+        if version and not _order(version):
+            raise WorkloadError(f"engine: {version!r} is no version; write {name}@{ENGINES[name].version}")
+        engine = of_version(name, version) if version else ENGINES[name]
     settings = {}
     for word in words:
         key, _, value = word.partition("=")
         if key not in SETTINGS:
             raise WorkloadError(f"engine: {key!r} is no setting; choose among {', '.join(SETTINGS)}")
         settings[key] = _setting(key, value)
-    return replace(ENGINES[name], **settings)
+    return replace(engine, **settings)
+
+
+class EngineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine as `calibrate --serving` writes it: which one, and constants of a server of its own."""
+
+    engine: str
+    version: str
+    constants: dict[str, float]
+    fitted_to: str = ""
+
+
+def read_engine(path: Path) -> Engine:
+    """The engine of a file; WorkloadError for what it does not know."""
+    try:
+        found = msgspec.convert(read_toml(path, WorkloadError), EngineFile)
+    except msgspec.ValidationError as error:
+        raise WorkloadError(f"{path}: {error}; write it with `calibrate --serving`") from None
+    if found.engine not in ENGINES or set(found.constants) - set(FITTED):
+        raise WorkloadError(f"{path}: engine and constants must be among {', '.join((*ENGINES, *FITTED))}")
+    if not all(0 <= value < math.inf for value in found.constants.values()):
+        raise WorkloadError(f"{path}: constants must be numbers of 0 or more")
+    constants: dict[str, Any] = dict(found.constants)
+    engine = of_version(found.engine, found.version)
+    return replace(engine, fitted_to=found.fitted_to or str(path), **constants)
 
 
 def _setting(key: str, value: str) -> Any:

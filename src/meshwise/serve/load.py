@@ -246,7 +246,7 @@ class LoadResult:
             "num_gpus": self.fleet.num_chips,
             "workers": self.fleet.workers,
             "prefill_workers": self.fleet.prefill_workers if self.fleet.prefill else 0,
-            "engine": f"{self.engine.name} {self.engine.version}",
+            "engine": self.engine.title,
             "num_requests": len(served.output),
             "requests_per_s": self.requests_per_s,
             "queue_grows": self.queue_grows,

@@ -22,7 +22,7 @@ from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
 from meshwise.serve import aiconfigurator, inferencex
-from meshwise.serve.engine import ENGINES, Engine
+from meshwise.serve.engine import ENGINES, Engine, of_version
 from meshwise.serve.load import Fleet, LoadResult, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.serving import Serving, serving, speculating
@@ -35,11 +35,6 @@ COLUMNS = (
 """Columns that every table of points has."""
 RATE = "output_tokens_per_s_per_gpu"
 """What is measured of a point: mean latencies, and the rate over all chips."""
-
-
-TILED_EXPERTS = "0.12."
-"""Releases of vLLM whose experts in fp8 run in DeepGEMM on Hopper, unless tp=8 (its pull requests 29346 and
-39331: "pads each expert's token batch to BLOCK_M (128)")."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,13 +79,12 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
     name = row["backend"]
     if name not in ENGINES:
         raise PlanError(f"backend {name!r} is not known; known are {', '.join(ENGINES)}")
-    engine = ENGINES[name]
+    engine = of_version(name, row.get("backend_version") or ENGINES[name].version)
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
     if engine.name == "trtllm" and script.layout.dp > 1:
         engine = replace(engine, align_passes=60)
-    is_tiled = engine.name == "vllm" and row.get("backend_version", "").startswith(TILED_EXPERTS)
-    if is_tiled and row["tp"] != "8":
-        engine = replace(engine, expert_tile=128)
+    if row["tp"] == "8":  # the same pull requests
+        engine = replace(engine, expert_tile=1)
     if inferencex.is_row(row):
         return replace(engine, **script.settings)
     batch = "max_batch" if row.get("max_batch") else "concurrency"

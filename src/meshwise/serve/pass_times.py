@@ -65,9 +65,10 @@ class PassTimes:
 
     `prompt_experts` is what `prompt_rest` leaves out, of the tokens of all groups where these share them
     (`shares_experts`), `expert_token_s` what a token adds to it in a large pass; slowdowns are those of
-    `serve.fitted.Constants`.
+    `serve.fitted.Constants` and `serve.engine.Engine`.
     `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait;
-    `guess_host_s`: what it adds to a pass without prompts for each sequence. `encoding_token_s`: what a token
+    `guess_host_s`: what it adds to a pass without prompts for each sequence, `pass_s` to every pass.
+    `encoding_token_s`: what a token
     of a prompt stands for of encoding its images and sound.
     """
 
@@ -84,12 +85,14 @@ class PassTimes:
     prompt_slowdown: float = 1.0
     expert_slowdown: float = 1.0
     encoding_token_s: float = 0.0
+    decode_slowdown: float = 1.0
+    pass_s: float = 0.0
 
     def decode_s(self, sequences: int, context: float) -> float:
         """Seconds of a pass without prompts."""
         each = -(-sequences // self.groups)
         kernels_s = self.decode_rest[each] + self.decode_attention[each](context)
-        return kernels_s + each * self.guess_host_s
+        return self.decode_slowdown * kernels_s + each * self.guess_host_s + self.pass_s
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], sequences: int = 0, context: float = 0.0) -> float:
         """Seconds of a pass with the tokens from start to end of some prompts."""
@@ -105,7 +108,8 @@ class PassTimes:
         experts_s = self.prompt_experts(routed + each)
         experts_s += (self.expert_slowdown - 1.0) * self.expert_token_s * (routed + each)
         device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
-        return max(device_s, self.prompt_host_s) + busiest * self.encoding_token_s
+        device_s = max(device_s, self.prompt_host_s)
+        return device_s + busiest * self.encoding_token_s + self.pass_s
 
 
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
@@ -141,8 +145,10 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_host_s=0.0 if engine.graphs_prompts else launches_s(serving.model),
         guess_host_s=host_s(serving, engine),
         encoding_token_s=encoding_token_s(serving),
-        prompt_slowdown=fitted().constants.prompt_slowdown,
+        prompt_slowdown=engine.prompt_slowdown,
         expert_slowdown=fitted().constants.expert_slowdown,
+        decode_slowdown=engine.decode_slowdown,
+        pass_s=engine.pass_s,
     )
 
 

@@ -1,0 +1,174 @@
+"""Constants of a server of one's own, fitted to what its load generator measured.
+
+Of `serve.engine.FITTED` those are sought that minimise
+
+    sum (log(predicted / measured) / NOISE)^2 + sum (step / TYPICAL)^2
+
+over the mean time to first token and per token of all records: Gauss-Newton steps, slopes by simulating every
+record with each constant larger. The second sum holds a constant where it was unless records say otherwise,
+so that one record is enough to start with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.calibrate.server_records import ServerRecord
+from meshwise.core.errors import WorkloadError
+from meshwise.core.toml import toml_text
+from meshwise.serve.engine import FITTED, Engine
+from meshwise.serve.load import Fleet, pools_of
+from meshwise.serve.simulate import Pools, simulate
+
+Array = NDArray[np.float64]
+
+NOISE = 0.05
+"""Deviation of the log of a measured mean: a benchmark that is run again differs by so much."""
+
+TYPICAL = {"front_s": 0.7, "reply_s": 0.7, "prompt_slowdown": 0.3, "decode_slowdown": 0.2, "pass_s": 1e-3}
+"""By how much constants differ between servers: deviation of their logs, of `pass_s` seconds."""
+
+FAR = 3.0
+"""Misses beyond so many times the noise count by their length, not its square (Huber): a cold start."""
+
+NUDGE = 0.2
+"""Of those, what a constant is moved by to see its slope."""
+
+ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServerFit:
+    """`engine` with the constants found, `before` as it was; latencies [s] of each record, three ways."""
+
+    before: Engine
+    engine: Engine
+    records: Sequence[ServerRecord]
+    measured: Array
+    predicted_before: Array
+    predicted: Array
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `meshwise calibrate --serving --json`."""
+        rows = zip(self.records, self.measured, self.predicted_before, self.predicted, strict=True)
+        return {
+            "engine": f"{self.engine.name} {self.engine.version}",
+            "constants": {
+                name: {"before": getattr(self.before, name), "after": getattr(self.engine, name)}
+                for name in FITTED
+            },
+            "rows": [
+                {
+                    "record": record.where,
+                    **{
+                        f"{name}_s": {"measured": seen[i], "before": before[i], "after": after[i]}
+                        for i, name in enumerate(("ttft", "tpot"))
+                        if not math.isnan(seen[i])
+                    },
+                }
+                for record, seen, before, after in (
+                    (record, *(each.tolist() for each in arrays)) for record, *arrays in rows
+                )
+            ],
+            "mean_abs_frac": {
+                when: {
+                    name: float(np.nanmean(np.abs(of[:, i] / self.measured[:, i] - 1.0)))
+                    for i, name in enumerate(("ttft_s", "tpot_s"))
+                    if not np.isnan(self.measured[:, i]).all()
+                }
+                for when, of in (("before", self.predicted_before), ("after", self.predicted))
+            },
+        }
+
+    @property
+    def toml(self) -> str:
+        """The file that `serve --engine` takes."""
+        head = {
+            "engine": self.engine.name,
+            "version": self.engine.version,
+            "fitted_to": f"{len(self.records)} records of a server of one's own",
+        }
+        return toml_text(
+            [("", head), ("[constants]", {name: getattr(self.engine, name) for name in FITTED})], 4
+        )
+
+
+def fit_server(
+    records: Sequence[ServerRecord], fleet: Callable[[int, int], Fleet], engine: Engine
+) -> ServerFit:
+    """Fit the constants of `engine` to `records`; `fleet` is what serves prompts and outputs of such tokens.
+
+    WorkloadError where it has no room for a sequence.
+    """
+    requests = [record.requests for record in records]
+    pools = [pools_of(fleet(*each.mean_tokens), each, engine) for each in requests]
+    if not pools or not all(pools):
+        raise WorkloadError("no sequence has room beside the weights; check model, cluster and plan")
+    measured = np.array([(record.ttft_s, record.tpot_s or math.nan) for record in records])
+
+    def predict(step: Array) -> Array:
+        changed = _moved(engine, step)
+        served = [
+            simulate(each, _as(changed, of))
+            for each, of in zip(requests, pools, strict=True)
+            if of is not None
+        ]
+        return np.array(
+            [(one.ttft_s.mean(), one.tpot_s.mean() if one.tpot_s.size else math.nan) for one in served]
+        )
+
+    def misses(predicted: Array) -> Array:
+        found: Array = np.log(predicted / measured).ravel() / NOISE
+        return found[~np.isnan(measured.ravel())]
+
+    def badness(step: Array, predicted: Array) -> float:
+        far = np.abs(misses(predicted))
+        return float(np.where(far < FAR, far**2, FAR * (2.0 * far - FAR)).sum() + (step**2).sum())
+
+    step = np.zeros(len(FITTED))
+    before = predicted = predict(step)
+    for _ in range(ROUNDS):
+        miss = misses(predicted)
+        slopes = np.column_stack(
+            [(misses(predict(step + NUDGE * one)) - miss) / NUDGE for one in np.eye(len(FITTED))]
+        )
+        weight = np.sqrt(np.minimum(1.0, FAR / np.maximum(np.abs(miss), 1e-9)))
+        matrix = np.vstack([weight[:, None] * slopes, np.eye(len(FITTED))])
+        way = np.linalg.lstsq(matrix, -np.concatenate([weight * miss, step]), rcond=None)[0]
+        for share in (1.0, 0.5, 0.25):
+            tried = np.clip(step + share * way, -4.0, 4.0)
+            found = predict(tried)
+            if badness(tried, found) < badness(step, predicted):
+                break
+        else:
+            break
+        is_near = np.abs(tried - step).max() < 0.02
+        step, predicted = tried, found
+        if is_near:
+            break
+    return ServerFit(engine, _moved(engine, step), records, measured, before, predicted)
+
+
+def _moved(engine: Engine, step: Array) -> Engine:
+    """`engine` with its constants moved, in their typical differences."""
+    moved = {name: float(by) * TYPICAL[name] for name, by in zip(FITTED, step, strict=True)}
+    pass_s = max(engine.pass_s + moved.pop("pass_s"), 0.0)
+    scaled: dict[str, Any] = {name: getattr(engine, name) * math.exp(by) for name, by in moved.items()}
+    return replace(engine, pass_s=pass_s, **scaled)
+
+
+def _as(engine: Engine, pools: Pools) -> Pools:
+    """`pools` whose workers have the constants of `engine`."""
+    in_passes = {name: getattr(engine, name) for name in ("prompt_slowdown", "decode_slowdown", "pass_s")}
+    workers = {
+        name: replace(worker, engine=engine, times=replace(worker.times, **in_passes))
+        for name in ("worker", "prefill")
+        if (worker := getattr(pools, name)) is not None
+    }
+    return replace(pools, **workers)

@@ -1,0 +1,145 @@
+"""A server of one's own: records of four load generators are read, and constants fitted to them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwise.calibrate.server_records import read_records
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.find import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.serve.engine import ENGINES, of_version, parse_engine
+from meshwise.serve.load import Fleet, under_load
+from meshwise.serve.requests import Lengths, at_rate, in_closed_loop
+from meshwise.serve.serving import serving
+
+TRUE: dict[str, float] = {"front_s": 0.06, "prompt_slowdown": 1.5, "decode_slowdown": 1.25, "pass_s": 1e-3}
+"""Constants of a server that is slower than the catalog says."""
+
+
+def measured(clients: int, rate: float | None, num: int) -> dict[str, float]:
+    """What a client would see of that server: mean latencies [ms], tokens."""
+    of = serving(
+        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=100
+    )
+    lengths = Lengths(1000, 100)
+    requests = at_rate(rate, lengths, num=num) if rate else in_closed_loop(clients, lengths, num=num)
+    load = under_load(Fleet(of), requests, replace(ENGINES["vllm"], **TRUE))  # type: ignore[arg-type]
+    assert load is not None
+    return {"ttft": 1e3 * load.served.ttft_s.mean(), "tpot": 1e3 * load.served.tpot_s.mean()}
+
+
+def bench(clients: int | None, rate: Any, num: int) -> dict[str, Any]:
+    """An object of `vllm bench serve` and `sglang.bench_serving`."""
+    seen = measured(clients or num, rate if rate in (2.0, 4.0) else None, num)
+    return {
+        "completed": num, "total_input_tokens": 1000 * num, "total_output_tokens": 100 * num,
+        "request_rate": rate, "max_concurrency": clients, "mean_ttft_ms": seen["ttft"],
+        "mean_tpot_ms": seen["tpot"], "median_ttft_ms": 1.0,
+    }  # fmt: skip
+
+
+def perf(clients: int, config: dict[str, Any]) -> dict[str, Any]:
+    """The statistics of GenAI-Perf and AIPerf."""
+    seen, num = measured(clients, None, 10 * clients), 10 * clients
+    return {
+        "time_to_first_token": {"unit": "ms", "avg": seen["ttft"], "p50": 1.0},
+        "inter_token_latency": {"unit": "ms", "avg": seen["tpot"]},
+        "input_sequence_length": {"unit": "tokens", "avg": 1000.0},
+        "output_sequence_length": {"unit": "tokens", "avg": 100.0},
+        "request_count": {"unit": "requests", "avg": num},
+        "input_config": config,
+    }
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> list[str]:
+    lines = [bench(8, float("inf"), 80), bench(None, 4.0, 300)]
+    texts = {
+        "vllm.json": json.dumps(bench(64, "inf", 640)),
+        "sglang.jsonl": "\n".join(map(json.dumps, lines)),  # writes Infinity
+        "profile_export_genai_perf.json": json.dumps(perf(1, {"stimulus": {"concurrency": 1}})),
+        "profile_export_aiperf.json": json.dumps(perf(24, {"loadgen": {"concurrency": 24}})),
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return [str(tmp_path / name) for name in texts]
+
+
+def test_records_of_four_clients_are_read(records: list[str]) -> None:
+    read = read_records([Path(path) for path in records])
+    assert [(one.clients, one.rate, one.num) for one in read] == [
+        (64, None, 640), (8, None, 80), (300, 4.0, 300), (1, None, 10), (24, None, 240)
+    ]  # fmt: skip
+    assert {(one.lengths.prompt, one.lengths.output) for one in read} == {(1000, 100)}
+
+
+def test_a_server_is_found_from_its_records(
+    meshwise: Callable[..., Any], records: list[str], tmp_path: Path
+) -> None:
+    """From 17 % off to 1 %; the file is an engine for `serve`, which then says what it is fitted to."""
+    server = str(tmp_path / "server.toml")
+    files = [word for path in records for word in ("--serving", path)]
+    words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--output", server)
+    found = meshwise("calibrate", *files, *words, "--json").document
+    for quantity in ("ttft_s", "tpot_s"):
+        assert found["mean_abs_frac"]["before"][quantity] > 0.15
+        assert found["mean_abs_frac"]["after"][quantity] < 0.03
+    after = {name: value["after"] for name, value in found["constants"].items()}
+    assert after["prompt_slowdown"] == pytest.approx(TRUE["prompt_slowdown"], rel=0.15)
+    assert after["decode_slowdown"] == pytest.approx(TRUE["decode_slowdown"], rel=0.15)
+    shown = " ".join(meshwise("calibrate", *files, *words).out.split())
+    assert "decode_slowdown" in shown and "before" in shown
+    engine = parse_engine(server)
+    assert engine.front_s == pytest.approx(after["front_s"], rel=1e-3)
+    assert "fitted to 5 records" in engine.title
+
+
+def test_one_record_moves_constants_little_by_little(tmp_path: Path) -> None:
+    from meshwise.api import calibrate_server
+
+    (tmp_path / "one.json").write_text(json.dumps(bench(64, "inf", 640)))
+    found = calibrate_server([tmp_path / "one.json"], "llama3-8b", "h100-80g-sxm:1")
+    assert np.abs(np.log(found.predicted / found.measured)).max() < 0.05
+    assert found.engine.reply_s == pytest.approx(found.before.reply_s, rel=0.6)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "neither JSON nor JSON lines"),
+        ("{}", "no record of vLLM's or SGLang's bench"),
+        ('{"mean_ttft_ms": 1}', "no record of vLLM's or SGLang's bench"),
+        ('{"mean_ttft_ms": 0, "mean_tpot_ms": 1, "completed": 1, "total_input_tokens": 5, '
+         '"total_output_tokens": 5}', "must be above zero"),
+    ],
+)  # fmt: skip
+def test_a_bad_record_is_one_sentence(
+    meshwise: Callable[..., Any], tmp_path: Path, text: str, says: str
+) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--output", str(tmp_path / "x.toml"))
+    outcome = meshwise("calibrate", "--serving", str(tmp_path / "bad.json"), *words)
+    assert outcome.code == 2 and says in " ".join(outcome.err.split())
+
+
+@pytest.mark.parametrize(
+    ("asked", "tile", "title"),
+    [
+        ("vllm", 1, "vllm 0.19.0"),
+        ("vllm@0.12.0", 128, "vllm 0.12.0"),
+        ("vllm@0.12.1", 128, "vllm 0.12.1, settings of 0.12.0"),
+        ("vllm@0.25.0.post1", 1, "vllm 0.25.0.post1, settings of 0.19.0"),
+        ("vllm@0.8", 1, "vllm 0.8, settings of 0.10.0"),
+        ("trtllm@1.2.0rc6", 1, "trtllm 1.2.0rc6, settings of 1.2"),
+    ],
+)
+def test_a_version_has_the_settings_of_the_one_before_it(asked: str, tile: int, title: str) -> None:
+    engine = parse_engine(asked)
+    assert (engine.expert_tile, engine.title) == (tile, title)
+    assert of_version("sglang", "0.5.10.post1").graph_sizes == ENGINES["sglang"].graph_sizes
