@@ -336,3 +336,40 @@ def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Callable[...
     within = meshwise(*words, *limits, "--autoscale", "sla,min=4,max=9").document
     assert within["autoscale"]["requests_per_s"] < saturated
     assert within["within_limits_frac"] > 0.98
+
+
+def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(
+    meshwise: Callable[..., Any], tmp_path: Path
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    sessions = ("--rate", "30", "--turns", "3", "--think-s", "1", "--num-requests", "90", "--workers", "4")
+    words = (*BASE, *sessions, "--router", "session", "--autoscale", "utilization=0.5,min=2,max=5")
+    document = meshwise(*words, "--to", "vllm-stack", "--into", str(tmp_path), "--json").document
+    values = yaml.safe_load((tmp_path / "values.yaml").read_text())
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    assert (model["replicaCount"], model["requestGPU"]) == (4, 1)
+    assert (model["keda"]["minReplicaCount"], model["keda"]["maxReplicaCount"]) == (2, 5)
+    trigger = model["keda"]["triggers"][0]["metadata"]
+    assert float(trigger["threshold"]) == pytest.approx(document["autoscale"]["requests_per_s"], rel=1e-3)
+    arguments = model["vllmConfig"]["extraArgs"]
+    assert arguments[arguments.index("--max-num-seqs") + 1] == "1024"
+    assert values["routerSpec"]["routingLogic"] == "session"
+    replay = ("--requests", str(tmp_path / "load.jsonl"), "--sequences", "8", *words[-6:])
+    again = meshwise(*BASE[:6], *replay, "--json")
+    assert again.document["ttft_s"]["p50"] == pytest.approx(document["ttft_s"]["p50"], rel=1e-3)
+    assert again.document["prompt_tokens_found_frac"] == pytest.approx(document["prompt_tokens_found_frac"])
+
+    pools = ("--prefill-plan", "tp=1", "--prefill-workers", "2", "--router", "prefix", "--rate", "5",
+             "--num-requests", "50", "--length-ratio", "0.5", "--ttft-ms", "90")  # fmt: skip
+    found = meshwise(*BASE, *pools, "--to", "dynamo", "--json").document["deployment"]
+    graph = yaml.safe_load(found["files"]["fleet.yaml"])
+    kinds = {one["type"]: one["replicas"] for one in graph["spec"]["components"]}
+    assert kinds == {"frontend": 1, "prefill": 2, "decode": 1}
+    bench = found["commands"][-1].split()
+    mean, ratio = (
+        float(bench[bench.index(word) + 1]) for word in ("--random-input-len", "--random-range-ratio")
+    )
+    assert (mean * (1 - ratio), mean * (1 + ratio)) == pytest.approx((500, 1000), rel=1e-3)
+    assert bench[-2:] == ["--goodput", "ttft:90"]
+    plain = meshwise(*BASE, *pools[6:], "--to", "kubernetes").out
+    assert 'kind: "Deployment"' in plain and "router" not in plain

@@ -367,6 +367,7 @@ def serve(
     pareto: bool = False,
     collectives: Sequence[str | Path] = (),
     price: str | float = "",
+    to: str = "",
 ) -> ServingAnswer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
 
@@ -421,6 +422,7 @@ def serve(
         pareto: Trade-offs of all layouts: tokens/s a user against a GPU.
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         price: Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.
+        to: Also write what runs the fleet, and a command that loads it: kubernetes, dynamo or vllm-stack.
 
     Returns:
         Times in seconds, memory in bytes. An instance without room for one sequence is an answer too
@@ -477,6 +479,10 @@ def serve(
         burstiness=burstiness, length_ratio=length_ratio, length_sigma=length_sigma,
         shared_prefix=shared_prefix, turns=_turns(turns, turn_prompt, think_s),
     )  # fmt: skip
+    asked = {
+        "rate": rate, "concurrency": concurrency, "requests": requests, "burstiness": burstiness,
+        "length_ratio": length_ratio, "length_sigma": length_sigma, "shared_prefix": shared_prefix,
+    }  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
@@ -500,7 +506,8 @@ def serve(
         )
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
-        return sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd)
+        found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd)
+        return _deployed(found, to, asked)
     if isinstance(cluster, str) and "," in cluster:
         raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
     whole = instance(_cluster(cluster, collectives), plan)
@@ -510,10 +517,18 @@ def serve(
     elif prefill_workers != 1:
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
     fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
-    return answer(
+    found = answer(
         fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, percentile=percentile,
         autoscale=autoscale, usd_per_gpu_hour=usd,
     )  # fmt: skip
+    return _deployed(found, to, asked)
+
+
+def _deployed(found: ServingAnswer, to: str, asked: Mapping[str, Any]) -> ServingAnswer:
+    """`found` with what runs its fleet under `to`, if that is stated."""
+    from meshwise.serve.kubernetes import deployment
+
+    return replace(found, deployment=deployment(found, to, asked)) if to else found
 
 
 def _turns(turns: int, prompt: int | None, think_s: float | None) -> Turns | None:

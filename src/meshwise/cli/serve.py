@@ -21,6 +21,7 @@ def serve(
     plot: Path | None = None,
     trace: Path | None = None,
     html: Path | None = None,
+    into: Path | None = None,
     json: bool = False,
     **asked: Any,
 ) -> None:
@@ -35,6 +36,7 @@ def serve(
         csv: Write a row for each request of the load to this CSV file; or each layout considered.
         plot: Draw the trade-offs (png, svg, pdf).
         trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
+        into: Write the files of --to into this folder [print them].
     """
     found = api.serve(**asked)
     if plot and found.sizing is None:
@@ -52,12 +54,20 @@ def serve(
         from meshwise.report.pages import draw
 
         draw(found, plot)
+    if into is not None and found.deployment is None:
+        raise WorkloadError(
+            "--into is the folder of the files of --to; give --to kubernetes, dynamo or vllm-stack"
+        )
+    if into is not None and found.deployment is not None:
+        found.deployment.write(into)
     write_html(found, html)
     if json:
         print_json(found.to_json())
     else:
-        from meshwise.report.serve_table import print_serving
+        from meshwise.report.serve_table import print_deployment, print_serving
 
         print_serving(found, console())
+        if found.deployment is not None:
+            print_deployment(found.deployment, console(), with_files=into is None)
     if found.is_no:
         raise typer.Exit(1)

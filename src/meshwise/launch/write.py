@@ -236,11 +236,14 @@ def nested(settings: Settings) -> dict[str, Any]:
 
 
 def yaml_text(tree: dict[str, Any], indent: str = "") -> str:
-    """Nested mappings as YAML; a value is written as JSON, which is YAML too."""
+    """Nested mappings, and lists of them, as YAML; a value is written as JSON, which is YAML too."""
     lines = ""
     for key, value in tree.items():
         if isinstance(value, dict):
             lines += f"{indent}{key}:\n{yaml_text(value, indent + '  ')}"
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            items = (yaml_text(item, indent + "  ") for item in value)
+            lines += f"{indent}{key}:\n" + "".join(f"{indent}- {item[len(indent) + 2 :]}" for item in items)
         else:
             lines += f"{indent}{key}: {msgspec.json.encode(value).decode()}\n"
     return lines

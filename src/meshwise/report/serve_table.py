@@ -10,6 +10,7 @@ from rich.console import Console
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import Table
 from meshwise.serve.answer import ServingAnswer
+from meshwise.serve.deployment import Deployment
 from meshwise.serve.energy import energy
 from meshwise.serve.load import LoadResult
 from meshwise.serve.size import Sizing
@@ -216,3 +217,19 @@ def latency_table(document: Mapping[str, Any]) -> Table:
     columns = tuple(document["ttft_s"])
     rows = [(title, *map(duration, map(document[name].get, columns))) for name, title in names.items()]
     return Table("", ("", *columns), rows)
+
+
+def print_deployment(deployment: Deployment, console: Console, *, with_files: bool) -> None:
+    """Print what runs the fleet, the commands, and what is not expressed."""
+    for name, text in deployment.files.items():
+        if with_files and name != "load.jsonl":
+            console.print(f"\n--- {name}\n{text.rstrip()}", markup=False, soft_wrap=True)
+        else:
+            console.print(f"{name}: {text.count(chr(10)):,} lines", markup=False)
+    console.print("apply, then load:")
+    for command in deployment.commands:
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+    if deployment.not_expressed:
+        console.print("not expressed:")
+    for sentence in deployment.not_expressed:
+        console.print(f"  {sentence}", markup=False)

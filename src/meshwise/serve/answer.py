@@ -13,6 +13,7 @@ from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.capacity import autoscaled
+from meshwise.serve.deployment import Deployment
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.energy import energy
 from meshwise.serve.engine import Engine, parse_engine
@@ -41,6 +42,7 @@ class ServingAnswer(Shown):
     sizing: Sizing | None = None
     usd_per_gpu_hour: Mapping[str, float] | None = None
     encoders: EncoderPool | None = None
+    deployment: Deployment | None = None
     rows_in: ClassVar[str] = "passes"
 
     @property
@@ -119,6 +121,7 @@ class ServingAnswer(Shown):
             **self.cost,
             **(energy(self.load) if self.load else {}),
             **({"sizing": self.sizing.to_json()} if self.sizing else {}),
+            **({"deployment": self.deployment.to_json()} if self.deployment else {}),
             "notes": [*est.notes(of), *(self.load.notes if self.load else ())],
         }
 

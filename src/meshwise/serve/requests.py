@@ -236,11 +236,15 @@ def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float) -> Requests
             for i, block in enumerate(row.blocks):
                 covered = min(MOONCAKE_BLOCK_TOKENS, row.prompt - i * MOONCAKE_BLOCK_TOKENS)
                 sizes[block] = max(min(covered, sizes.get(block, covered)), 0)
-            chain += row.blocks
+            own = row.blocks
+            if len(turns) > 1 and not own:  # nobody else has these tokens
+                own = (-2 * len(after) - 1,)
+                sizes[own[0]] = row.prompt
+            chain += own
             chains.append(chain)
             after.append(len(after) - 1 if number else -1)
             if len(turns) > 1:
-                answer = -len(after)
+                answer = -2 * len(after)
                 sizes[answer] = row.output
                 chains[-1] = chain = (*chain, answer)
             arrival.append(turns[0].arrival_s - start_s)
