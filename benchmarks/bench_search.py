@@ -51,7 +51,9 @@ def main() -> None:
     for count in range(len(CALCULONS)):
         line(f"  {count} of these keys", *gpt3, dict.fromkeys(CALCULONS[::-1][:count], ("*",)))
     line("DeepSeek-V3 on 2,048 H800", "deepseek-v3", "h800-sxm:2048", 15360, 4096, {}, target_s=5.0)
-    line("Llama 3 405B on 16,384 H100", "llama3-405b", "h100-80g-sxm:16384", 2048, 8192, {})
+    line("Llama 3 405B on 16,384 H100", "llama3-405b", "h100-80g-sxm:16384", 2048, 8192, {}, target_s=1.0)
+    fsdp2 = {"implementation": ("fsdp2",)}
+    line("Llama 3 70B on 64 H100, FSDP2", "llama3-70b", "h100-80g-sxm:64", 256, 8192, fsdp2, target_s=3.0)
     if folder := os.environ.get("CALCULON"):
         code = [sys.executable, "-c", OTHERS]
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}

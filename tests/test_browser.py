@@ -220,8 +220,8 @@ def test_a_change_is_priced_and_a_link_holds_all_of_it(page: Any) -> None:
 def test_an_old_answer_is_dimmed_until_the_next(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     go, real = threading.Event(), app.answer
 
-    def slow(view: str, state: Any, server: Server, hear: Any = lambda considered: None) -> Any:
-        hear(1_234_567)
+    def slow(view: str, state: Any, server: Server, hear: Any = lambda so_far: None) -> Any:
+        hear("1,234,567 plans priced; so far tp=8, 3 s")
         go.wait(60)
         return real(view, state, server, hear)
 
@@ -234,7 +234,7 @@ def test_an_old_answer_is_dimmed_until_the_next(page: Any, monkeypatch: pytest.M
     for rate, act in (("6", "cancel"), ("7", "")):
         page.fill("#serve-rate", rate)
         page.keyboard.press("Tab")
-        until(page, "document.querySelector('#progress').textContent.includes('1,234,567 plans considered')")
+        until(page, "document.querySelector('#progress').textContent.includes('so far tp=8, 3 s')")
         assert opacity() < 1 and page.locator("#page h2").first.is_visible()
         if act:
             page.click(f"[data-act={act}]")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import meshwise as mw
+from meshwise.cost.schedule import SCHEDULES, valid
+from meshwise.program.order import Moments, all_moments, moments
 
 pytestmark = pytest.mark.slow
 PEAKS = tomllib.loads((Path(__file__).parent / "data" / "train_plans.toml").read_text())["peaks"]
@@ -26,3 +30,17 @@ def test_the_peak_is_the_dry_runs(words: str) -> None:
     estimate = mw.estimate(cut, f"b200-sxm:{ranks}", f"{plan},implementation=fsdp2", **sizes)
     memory = estimate.rank_step(rank).stages[-1].memory
     assert -0.02 < (memory.total - memory.overhead) / peak_bytes - 1.0 < 0.06
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_moments_of_many_microbatches_are_those_of_a_few(schedule: str) -> None:
+    index, num_told = SCHEDULES.index(schedule), 0
+    for pp, vpp, num_microbatches in itertools.product((2, 3, 4), (1, 2, 5), range(1, 33, 3)):
+        if not valid(index, pp, num_microbatches, vpp):
+            continue
+        for rank in range(pp):
+            job = index, pp, vpp, num_microbatches, rank
+            num_told += moments(*job) is not (told := all_moments(*job))
+            for name in Moments.__slots__:
+                assert np.array_equal(getattr(moments(*job), name), getattr(told, name)), (job, name)
+    assert num_told > 5 or schedule == "gpipe"

@@ -155,7 +155,7 @@ def test_slow_questions_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
 
     def answer(view: str, state: Any, server: Server, hear: Any) -> Any:
-        hear(7)
+        hear("7 plans")
         return go.wait(60) and {"title": "found"}
 
     monkeypatch.setattr("meshwise.web.app.answer", answer)
@@ -171,13 +171,13 @@ def test_slow_questions_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
         for i in range(SLOTS + 2):
             asked.append(threads.submit(search, f"q{i}"))
-            expected = {"before": max(i - SLOTS, 0), "considered": 7 if i < SLOTS else 0}
+            expected = {"before": max(i - SLOTS, 0), "so_far": "7 plans" if i < SLOTS else ""}
             while progress(f"q{i}") != expected or len(client.app.state.pool._jobs) != i + 1:
                 time.sleep(0.01)
         assert "2 questions wait for an answer already" in search("one more")["error"]
         go.set()
         assert [one.result() for one in asked] == [{"title": "found"}] * (SLOTS + 2)
-    assert progress("q0") == {"before": 0, "considered": 0}
+    assert progress("q0") == {"before": 0, "so_far": ""}
 
 
 @pytest.fixture

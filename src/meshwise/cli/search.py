@@ -15,11 +15,11 @@ from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
 from meshwise.core.options import options_in, takes
-from meshwise.core.units import duration
-from meshwise.plan.plan import plan_choices, plan_text
+from meshwise.plan.plan import plan_choices
 
 if TYPE_CHECKING:
     from meshwise.search.best_plans import BestPlans
+    from meshwise.search.study import StudyPoint
 
 
 @takes(
@@ -85,13 +85,13 @@ def search(
         single["--no-capped"] = not alone["capped"]
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
-        with _SearchProgress("machines") as say:
-            found = api.study(vary=vary, weak=weak, on_point=lambda _: say(1), **asked)
+        with _SearchProgress() as say:
+            found = api.study(vary=vary, weak=weak, on_point=say.of_machines, **asked)
         document, ok = found.to_json(budget), any(point.best for point in found.points)
     elif weak:
         raise WorkloadError("--weak is for several numbers of GPUs; add --vary gpus=64|128|...")
     else:
-        with _SearchProgress("plans") as say:
+        with _SearchProgress() as say:
             found = api.search(on_plans=say.of_plans, **alone, **asked)
         found = found if present is None else replace(found, beside=present)
         document, ok = found.to_json(budget), bool(found.best)
@@ -122,27 +122,26 @@ OF_ONE_MACHINE = (
 
 
 class _SearchProgress:
-    """How many are done, on stderr while the search runs, if that is a terminal."""
+    """How far a search is, on stderr while it runs, if that is a terminal."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
 
-        self.what, self.total = what, 0
         self._status = Console(stderr=True).status("")
+        self._machines = 0
 
     def __enter__(self) -> _SearchProgress:
         self._status.start()
         return self
 
-    def __call__(self, more: int, first: str = "") -> None:
-        self.total += more
-        self._status.update(f"{self.total:,} {self.what} (Ctrl-C keeps what is known){first}")
-
     def of_plans(self, kept: BestPlans) -> None:
-        """The number of plans, and the fastest so far."""
-        first = min(kept.fastest.values(), key=lambda one: one.step_s, default=None)
-        so_far = f"; so far {plan_text(first.plan)}, {duration(first.step_s)}" if first else ""
-        self(kept.considered - self.total, so_far)
+        """The plans so far."""
+        self._status.update(f"{kept.so_far} (Ctrl-C keeps it)")
+
+    def of_machines(self, _: StudyPoint) -> None:
+        """One machine more."""
+        self._machines += 1
+        self._status.update(f"{self._machines} machines (Ctrl-C keeps what is known)")
 
     def __exit__(self, *_: object) -> None:
         self._status.stop()

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
+from meshwise.estimate.fsdp2_least import least_step_bytes
 from meshwise.estimate.fsdp2_peak import (
     MICROBATCHES,
     Chunk,
@@ -32,8 +34,8 @@ from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import Unit, held_params, optimizer_bytes, shard_bytes, sums_are_shards
-from meshwise.program.moments import PartBytes
-from meshwise.program.order import moments
+from meshwise.program.moments import PartBytes, selected
+from meshwise.program.order import Moments, moments
 from meshwise.program.parts import block_input_bytes
 
 _LIKE = {"dualpipe-v": "zb-v", "zb-v": "zb-v", "dualpipe": "dualpipe"}
@@ -44,17 +46,34 @@ _FULL, _SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
 
 def fsdp2_memory(
     model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
-    overheads: Overheads, kept: Num,
+    overheads: Overheads, kept: Num = 0.0, wanted: Any = True,
 ) -> Memory:  # fmt: skip
     """Memory of one rank of `stage` at its peak; `held` are the units of its weights.
 
     `kept`: the most that is kept for the backward at once (`kept_peak`). Of the peak, gradients take what the
-    optimizer reads, activations what is kept, and buffers the rest.
+    optimizer reads, activations what is kept, and buffers the rest. `wanted`: the plans to tell it for.
     """
+    return _memory(
+        held, mesh, cut, overheads, _step_bytes(model, stage, parts, held, mesh, cut, wanted), kept
+    )
+
+
+def least_memory(
+    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
+    overheads: Overheads,
+) -> Memory:  # fmt: skip
+    """What a rank of `stage` needs in any case (`fsdp2_least`)."""
+    least = least_step_bytes(model, stage, parts, held, gradient_bytes(held, mesh, cut), mesh, cut)
+    return _memory(held, mesh, cut, overheads, least)
+
+
+def _memory(
+    held: Sequence[Unit], mesh: Mesh, cut: Cut, overheads: Overheads, step: Num, kept: Num = 0.0
+) -> Memory:
+    """Memory with a peak of `step` bytes beside weights and states, or that of the update if it is more."""
     weights = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
     states = optimizer_bytes(held, mesh, cut)
     gradients = gradient_bytes(held, mesh, cut)
-    step = _step_bytes(model, stage, parts, held, mesh, cut)
     step = np.maximum(step, gradients + _update_bytes(held, mesh, cut))
     gradients = np.minimum(gradients, step)
     activations = np.minimum(kept, step - gradients)
@@ -89,7 +108,8 @@ class _Way(NamedTuple):
     """How the steps of some plans run: what comes after what, but for the number of microbatches in flight.
 
     `layout`: the schedule that stands for all that deal chunks to ranks alike. `rounds`: without a pipeline,
-    microbatches that differ. `zero`: the ZeRO stage, without one.
+    microbatches that differ. `zero`: the ZeRO stage, without one. `num_redone`: layers of a chunk whose
+    forward runs again.
     """
 
     layout: int
@@ -98,7 +118,6 @@ class _Way(NamedTuple):
     rank: int
     rounds: int
     zero: int
-    recompute: int
     num_redone: int
     on_host_frac: float
 
@@ -107,7 +126,7 @@ class _Sizes(NamedTuple):
     """What the layers of a rank are made of, for the plans of a grid or for those that run alike.
 
     `ends`: units of the embedding, of the head, of both as one; `blocks`: units of each kind of layer. Of
-    each part `saved` is kept without recomputation, `kept` with selective one; `loose` as in `LivePart`.
+    each part `kept` is kept of a microbatch but where the whole forward runs again; `loose` as in `LivePart`.
     `table`: the gradient of the table, as tensor-parallel ranks make it; `shared` that of its other use.
     `further`: multi-token prediction outside its blocks.
     """
@@ -116,7 +135,6 @@ class _Sizes(NamedTuple):
     blocks: tuple[tuple[UnitBytes, ...], ...]
     live: tuple[PartBytes, ...]
     further: tuple[tuple[UnitBytes, PartBytes], ...]
-    saved: tuple[Num, ...]
     kept: tuple[Num, ...]
     loose: tuple[Num, ...]
     one_input: Num
@@ -125,29 +143,41 @@ class _Sizes(NamedTuple):
 
 
 def _step_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut
+    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut, wanted: Any
 ) -> Num:
-    """The most that is alive in a step beside shards of weights and states."""
-    redone = np.where(mesh.recompute == _FULL, np.minimum(mesh.recompute_layers, model.num_layers), 0.0)
+    """The most that is alive in a step beside shards of weights and states, of `wanted` plans."""
     in_pipeline = mesh.pp > 1
+    most_layers = np.ceil(model.num_layers / (mesh.pp * mesh.vpp)) if not mesh.plan.stages else np.inf
+    redone = np.minimum(np.ceil(np.minimum(mesh.recompute_layers, model.num_layers) / mesh.vpp), most_layers)
+    redone = np.where(mesh.recompute == _FULL, redone, 0.0)
     *keys, schedule, num_microbatches = np.broadcast_arrays(
         np.where(in_pipeline, _LAYOUTS[np.asarray(mesh.schedule, dtype=np.intp)], 0), mesh.pp, mesh.vpp,
         stage.index, np.where(in_pipeline, 0, np.minimum(mesh.num_microbatches, MICROBATCHES)),
-        np.where(in_pipeline, 0, mesh.zero), mesh.recompute, redone,
+        np.where(in_pipeline, 0, mesh.zero), redone,
         mesh.offload_activations, mesh.schedule, mesh.num_microbatches,
     )  # fmt: skip
     shape, orders = num_microbatches.shape, np.stack([schedule.ravel(), num_microbatches.ravel()])
-    is_there = np.broadcast_to(stage.num_layers + stage.embeddings + stage.heads > 0, shape).ravel()
+    is_stage = stage.num_layers + stage.embeddings + stage.heads > 0
+    is_there = _along(is_stage & wanted, shape).ravel()
     columns = _SizeTable(_sizes(model, parts, held, mesh, cut), shape)
-    distinct, which = np.unique(np.stack([key.ravel() for key in keys]), axis=1, return_inverse=True)
+    there = np.flatnonzero(is_there)
+    table = np.stack([key.ravel()[there] for key in keys])
+    first, which = distinct_columns(table)
     found = np.zeros(orders.shape[1])
-    for number, column in enumerate(distinct.T):
-        here = np.flatnonzero((which.ravel() == number) & is_there)
+    for number, column in enumerate(table[:, first].T):
+        here = there[which == number]
         *numbers, on_host_frac = column.tolist()
         way = _Way(*map(int, numbers), on_host_frac)  # type: ignore[call-arg]
-        if here.size:
-            found[here] = _peak(model, mesh, way, columns.at(here), orders[:, here])
+        found[here] = _peak(model, mesh, way, columns.at(here), orders[:, here])
     return found.reshape(shape)[()]
+
+
+def _along(wanted: Any, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Where any cell is wanted, along the axes of `shape`: along others, as overlaps, memory is the same."""
+    wanted = np.broadcast_to(wanted, np.broadcast_shapes(np.shape(wanted), shape))
+    in_shape = (1,) * (wanted.ndim - len(shape)) + shape
+    same = tuple(axis for axis, size in enumerate(in_shape) if size < wanted.shape[axis])
+    return np.asarray(wanted.any(axis=same, keepdims=True)).reshape(shape)
 
 
 class _SizeTable:
@@ -171,6 +201,7 @@ class _SizeTable:
 
 
 def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut) -> _Sizes:
+    is_selective = np.equal(mesh.recompute, _SELECTIVE)
     # Under tp DTensor makes the gradient of the whole table on each rank, and sums it over microbatches.
     of_table = model.vocab * model.hidden * (not cut.lora_rank)
     sums_whole = (mesh.num_microbatches > 1) * (1.0 - sums_are_shards(mesh))
@@ -192,10 +223,12 @@ def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh
     return _Sizes(
         ends=(embedding, head, tied),
         blocks=tuple(blocks),
-        live=tuple(part.live[0] for part in parts),
+        live=tuple(
+            selected([is_selective, True], [part.live[0], part.live[0].without_recomputation()])
+            for part in parts
+        ),
         further=further,
-        saved=tuple(part.saved_bytes for part in parts),
-        kept=tuple(part.saved_bytes - part.core_bytes for part in parts),
+        kept=tuple(part.saved_bytes - is_selective * part.core_bytes for part in parts),
         loose=tuple(part.loose_bytes for part in parts),
         one_input=block_input_bytes(model, cut),
         table=cut.precision.act_bytes * of_table * (1.0 + (mesh.tp > 1) / mesh.tp),
@@ -220,9 +253,13 @@ def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np
         found.append(chunk._replace(size=size, received=received))
     rank = PipelineRank(found, orders.shape[1])
     most = np.empty(orders.shape[1])
-    for order in np.unique(orders, axis=1).T:
-        here = (orders == order[:, None]).all(axis=0)
-        most[here] = rank.peak(moments(int(order[0]), way.pp, way.vpp, int(order[1]), way.rank), here)
+    first, which = distinct_columns(orders)
+    alike: dict[Moments, list[int]] = {}
+    for number, (order, num_microbatches) in enumerate(orders[:, first].T.astype(int).tolist()):
+        alike.setdefault(moments(order, way.pp, way.vpp, num_microbatches, way.rank), []).append(number)
+    for of_rank, numbers in alike.items():
+        here = np.isin(which, numbers)
+        most[here] = rank.peak(of_rank, here)
     return most
 
 
@@ -236,34 +273,29 @@ def _chunk(
     parts: list[LivePart] = []
     for i, number in enumerate(layers):
         kind = kinds.index(layer_kind(model, number))
-        layer = _layer(sizes, 1 + kind, sizes.blocks[kind], way, is_redone=i < way.num_redone / way.vpp)
+        layer = _layer(sizes, 1 + kind, sizes.blocks[kind], is_redone=i < way.num_redone)
         parts.append(layer._replace(kept=0.0) if i < num_on_host_here else layer)
     # In a pipeline nothing is given back before the end: the top layer of a run has the most below it.
     parts = shortened(parts, 2, 2) if way.pp == 1 else shortened(parts, 0, 1)
     if has_embedding:
         ends = (sizes.ends[2 if is_tied else 0],)
-        parts.insert(0, _layer(sizes, 0, ends, way)._replace(table=sizes.table, shared=shared))
+        parts.insert(0, _layer(sizes, 0, ends)._replace(table=sizes.table, shared=shared))
     if has_head:
-        head = _layer(sizes, -1, () if is_tied else (sizes.ends[1],), way)
+        head = _layer(sizes, -1, () if is_tied else (sizes.ends[1],))
         if sizes.further:
             head = head._replace(kept=head.part.saved, shared=sizes.ends[1].last_grad)
         parts.append(head)
     for unit, part in sizes.further if has_head else ():
         kind = kinds.index(layer_kind(model, model.num_layers - 1))
-        block = _layer(sizes, 1 + kind, sizes.blocks[-1], way._replace(recompute=0))
-        parts += [block] * model.mtp_layers
+        block = _layer(sizes, 1 + kind, sizes.blocks[-1])
+        parts += [
+            block._replace(part=block.part.without_recomputation(), kept=block.part.saved)
+        ] * model.mtp_layers
         parts.append(LivePart((unit,), part, part.saved))
     return Chunk(parts, sizes.one_input, has_embedding)
 
 
-def _layer(
-    sizes: _Sizes, part: int, units: tuple[UnitBytes, ...], way: _Way, *, is_redone: bool = False
-) -> LivePart:
-    live, kept = sizes.live[part], sizes.kept[part]
-    if way.recompute != _SELECTIVE:
-        kept = sizes.saved[part]
-        live = live.without_recomputation()
-    if is_redone:
-        kept = sizes.one_input
+def _layer(sizes: _Sizes, part: int, units: tuple[UnitBytes, ...], *, is_redone: bool = False) -> LivePart:
+    kept = sizes.one_input if is_redone else sizes.kept[part]
     is_block = 0 < part < len(sizes.live) - 1
-    return LivePart(units, live, kept, is_redone, loose=sizes.loose[part], is_block=is_block)
+    return LivePart(units, sizes.live[part], kept, is_redone, loose=sizes.loose[part], is_block=is_block)

@@ -3,7 +3,7 @@
 Keys that are numbers (`plan.plan.NUMBERS`, and the microbatch) become axes. Those of the layout of ranks are
 flattened into *rows*, of which only the valid ones are priced; those that act on a whole step alone (`TAIL`)
 stay axes of their own, in front of the rows, so that what does not depend on them is computed once. Keys that
-change which ops exist make a grid each, a `Cells`.
+change which ops exist make a grid each, a `Grid`; the rows of one that are priced together are a `Cells`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.adverse import Adversity, adverse_machine
-from meshwise.estimate.step import StepCost, step_cost
-from meshwise.estimate.timing import machine_for
+from meshwise.estimate.least import least_step_s
+from meshwise.estimate.step import PricedParts, StepCost, Wants, priced_parts, step_cost
+from meshwise.estimate.timing import Machine, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
@@ -124,11 +125,73 @@ class Cells:
         return num
 
 
-def price_grid(
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """Plans that differ in numbers alone, before they are priced; fields as in `Cells`.
+
+    `fixed`: the numbers that do not vary. `parts`: the parts of the model in every row; `least_s`: a step
+    time that no plan of a row stays below (`estimate.least`).
+    """
+
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    plan: Plan
+    switches: dict[str, Any]
+    tail_axes: list[Axis]
+    row_axes: list[Axis]
+    rows: tuple[NDArray[np.intp], ...]
+    fixed: dict[str, Num]
+    machine: Machine
+    adversity: Adversity
+    refused: Refusals
+    parts: PricedParts
+    least_s: NDArray[np.float64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of its `Cells`."""
+        return (*(len(axis.values) for axis in self.tail_axes), len(self.rows[0]))
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows are priced together."""
+        return max(CELLS_AT_ONCE // prod(self.shape[:-1]), 256)
+
+    def mesh(self, some: Any = slice(None)) -> tuple[Mesh, Any]:
+        """The meshes of some rows, all of their cells; where a cell is no plan after all."""
+        rows = _flat(self.row_axes, tuple(index[some] for index in self.rows))
+        mesh, sizes = _mesh(
+            self.plan, self.workload, self.cluster, self.fixed | _front(self.tail_axes) | rows
+        )
+        broken = (rule.is_broken for rule in rules(self.model, mesh, sizes, self.cluster))
+        return mesh, _any((*broken, *self.refused(mesh)))
+
+    def price(self, some: NDArray[np.intp] | None = None, wants: Wants | None = None) -> Iterator[Cells]:
+        """Price some rows [all], as many at once as stay in the cache; `wants`: as in `step_cost`."""
+        some = np.arange(len(self.rows[0])) if some is None else some
+        for first in range(0, len(some), self.rows_at_once):
+            of = some[first : first + self.rows_at_once]
+            mesh, broken = self.mesh(of)
+            mesh = self.adversity.mesh(self.model, mesh, self.machine)
+            cost = step_cost(self.model, mesh, self.machine, parts=self.parts.of_rows(of), wants=wants)
+            rows = tuple(index[of] for index in self.rows)
+            yield Cells(
+                self.plan, self.switches, self.tail_axes, self.row_axes, rows, cost.mesh, cost, broken
+            )
+
+
+def price_grid(*job: Any, **how: Any) -> Iterator[Cells]:
+    """Price all plans of `grids`, whose arguments these are."""
+    for grid in grids(*job, **how):
+        yield from grid.price()
+
+
+def grids(
     model: Model, cluster: Cluster, workload: Workload, space: Space, *, distinct: bool = False,
     refused: Refusals = lambda mesh: (), under: Callable[[Plan], Adversity] = lambda plan: Adversity(),
-) -> Iterator[Cells]:  # fmt: skip
-    """Price all combinations of `space` on `cluster`; a cell is the plan that states its values alone.
+) -> Iterator[Grid]:  # fmt: skip
+    """All combinations of `space` on `cluster`; a cell is the plan that states its values alone.
 
     Combinations that are no plans, or that are `refused`, are left out. `distinct`: of rows that are one plan
     in other words, keep one. `under`: adversities of each plan. PlanError for a key that no plan has.
@@ -142,9 +205,7 @@ def price_grid(
         of_one = {"layout": ("1d",)} | {key: (one,) for key, one in NO_GRID if one in space.get(key, ())}
         for of_layout in (of_one, of_grids):
             some = {**space, **of_layout}
-            yield from price_grid(
-                model, cluster, workload, some, distinct=distinct, refused=refused, under=under
-            )
+            yield from grids(model, cluster, workload, some, distinct=distinct, refused=refused, under=under)
         return
     by_layout = ("tp",) if layouts != ("1d",) else ()
     seen: set[Plan] = set()
@@ -168,7 +229,7 @@ def price_grid(
                 key: space[key][: space[key].index(stated[key])] for key in stated if distinct and key != "tp"
             }
             repeats = _Repeats(distinct, before)
-            yield from _cells(model, cluster, workload, some, plan, stated, repeats, refused, under(plan))
+            yield from _grid(model, cluster, workload, some, plan, stated, repeats, refused, under(plan))
 
 
 def _alike(
@@ -223,10 +284,10 @@ def _canonical(plan: Plan) -> Plan:
     return replace(plan, grid=grid, sp=None if plan.sp else plan.sp)
 
 
-def _cells(
+def _grid(
     model: Model, cluster: Cluster, workload: Workload, values: Mapping[str, Sequence[Any]], plan: Plan,
     switches: dict[str, Any], repeats: _Repeats, refused: Refusals, adversity: Adversity,
-) -> Iterator[Cells]:  # fmt: skip
+) -> Iterator[Grid]:  # fmt: skip
     tail = [axis for keys in TAIL if (axis := _axis(keys, values, plan)) is not None]
     row_axes = [axis for key in ROWS if (axis := _axis((key,), values, plan)) is not None]
     if not all(axis.values for axis in (*tail, *row_axes)):
@@ -242,9 +303,6 @@ def _cells(
         for i, axis in enumerate((*tail, *row_axes))
         for key in axis.keys
     }
-    in_front: dict[str, Num] = {
-        key: _along(axis.numbers(key), i, len(tail) + 1) for i, axis in enumerate(tail) for key in axis.keys
-    }
     mesh, sizes = _mesh(plan, workload, cluster, fixed | spread)
     broken = (
         mesh.is_paired != plan.is_paired,
@@ -257,19 +315,34 @@ def _cells(
         if prod(one.shape[: len(tail)]) == 1
     ]
     rows = np.nonzero(~np.broadcast_to(_any(of_rows), [len(axis.values) for axis in row_axes]))
+    some = fixed | _first_of(tail)
     if repeats.are_dropped:
-        mesh, _ = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, rows))
+        mesh, _ = _mesh(plan, workload, cluster, some | _flat(row_axes, rows))
         kept = repeats.kept(mesh, len(rows[0]))
         rows = tuple(index[kept] for index in rows)
-    runs_on = adverse_machine(machine_for(cluster, plan, workload.kind), adversity)
-    chunk = max(CELLS_AT_ONCE // prod(len(axis.values) for axis in tail), 256)
-    for first in range(0, len(rows[0]), chunk):
-        some = tuple(index[first : first + chunk] for index in rows)
-        mesh, sizes = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, some))
-        kept_rules = (rule.is_broken for rule in rules(model, mesh, sizes, cluster))
-        is_broken = _any((*kept_rules, *refused(mesh)))
-        cost = step_cost(model, adversity.mesh(model, mesh, runs_on), runs_on)
-        yield Cells(plan, switches, tail, row_axes, some, cost.mesh, cost, is_broken)
+    if not len(rows[0]):
+        return
+    mesh, _ = _mesh(plan, workload, cluster, some | _flat(row_axes, rows))
+    machine = adverse_machine(machine_for(cluster, plan, workload.kind), adversity)
+    mesh = adversity.mesh(model, mesh, machine)
+    parts = priced_parts(model, mesh, machine)
+    least_s = np.broadcast_to(least_step_s(model, mesh, parts, machine), rows[0].shape)
+    yield Grid(
+        model, cluster, workload, plan, switches, tail, row_axes, rows, fixed, machine, adversity, refused,
+        parts, least_s,
+    )  # fmt: skip
+
+
+def _front(tail: Sequence[Axis]) -> dict[str, Num]:
+    """The numbers of the tail axes, by key, in front of the rows."""
+    return {
+        key: _along(axis.numbers(key), i, len(tail) + 1) for i, axis in enumerate(tail) for key in axis.keys
+    }
+
+
+def _first_of(tail: Sequence[Axis]) -> dict[str, Num]:
+    """The numbers of the tail axes at their first values, by key."""
+    return {key: float(axis.numbers(key)[0]) for axis in tail for key in axis.keys}
 
 
 def _any(conditions: Iterable[Any]) -> Any:

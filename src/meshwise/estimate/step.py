@@ -12,11 +12,13 @@ microbatch) is computed along those alone, and only the last sums run over the w
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial, reduce
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.columns import Kinds, distinct_columns
 from meshwise.core.units import Num
@@ -24,7 +26,7 @@ from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import simulate
 from meshwise.estimate.balance import balanced, differ
-from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes
+from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes, least_memory
 from meshwise.estimate.kept_peak import kept_peak_bytes
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
@@ -154,8 +156,35 @@ class TowerParts:
 # --- parts -------------------------------------------------------------------------------------
 
 
-def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> tuple[Cut, dict[str, Part]]:
-    """Every part of the model on one rank and one microbatch, priced once for each distinct cut."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PricedParts:
+    """Every part of a model on one rank and one microbatch, priced once for each distinct cut.
+
+    `kind`: the cut of each row of a grid; None where all rows have one.
+    """
+
+    of_cuts: dict[str, Part]
+    kind: NDArray[np.intp] | None = None
+
+    def of_rows(self, rows: Any) -> PricedParts:
+        """The parts of some rows."""
+        return self if self.kind is None else replace(self, kind=self.kind[rows])
+
+    def spread(self) -> dict[str, Part]:
+        """The parts of every row."""
+        if self.kind is None:
+            return self.of_cuts
+        return {name: part.at(self.kind) for name, part in self.of_cuts.items()}
+
+    def total(self, name: str, counts: Sequence[float]) -> Num:
+        """The sum over so many of each part of one of their numbers, in every row."""
+        each = [getattr(part, name) for part in self.of_cuts.values()]
+        found = np.asarray(sum((count * number for count, number in zip(counts, each, strict=True)), 0.0))
+        return found[self.kind] if self.kind is not None and found.ndim else found[()]
+
+
+def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> PricedParts:
+    """The parts of a model in all rows of `mesh`; its keys of `estimate.grid.TAIL` play no part."""
     cut = cut_of(mesh)
     hide = tuple(axis for axis in ("tp", "ep") if getattr(mesh.plan, f"overlap_{axis}"))
     numbers = ((field.name, getattr(cut, field.name)) for field in fields(cut))
@@ -164,11 +193,10 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> tuple[Cut, dict[
         columns = np.stack(np.broadcast_arrays(*arrays.values()))
         flat = columns.reshape(len(arrays), -1)
         first, cells = distinct_columns(flat)
-        cells = cells.reshape(columns.shape[1:])
         of_cut = replace(cut, **dict(zip(arrays, flat[:, first], strict=True)))
         found = _priced(model, of_cut, hide, machine, grad_bytes(mesh))
-        return cut, {name: part.at(cells) for name, part in found.items()}
-    return cut, _price_alike(model, cut, hide, machine, grad_bytes(mesh))
+        return PricedParts(found, cells.reshape(columns.shape[1:]))
+    return PricedParts(_price_alike(model, cut, hide, machine, grad_bytes(mesh)))
 
 
 @lru_cache(maxsize=512)
@@ -232,17 +260,21 @@ def stage_time(
 
 def _stage_cost(
     model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op], kinds: Kinds | None,
-    mesh: Mesh, cut: Cut, machine: Machine,
+    mesh: Mesh, cut: Cut, machine: Machine, *, has_peak: bool = True,
 ) -> StageCost:  # fmt: skip
+    """`has_peak`: whether FSDP2's memory is told at its peak, or as much of it as there is in any case."""
     time = stage_time(model, stage, by_part, mesh, cut, machine)
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
     exchanged, comm_dp_s, filling_s = _exchanged(
         model, stage, held, units, shared, kinds, time, mesh, cut, machine
     )
-    if units:
+    if units and has_peak:
         gradients, kept = gradient_bytes(units, mesh, cut), kept_peak_bytes(model, stage, by_part, mesh, cut)
         memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads, kept)
+    elif units:
+        memory = least_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
+        gradients, kept = memory.gradients, memory.activations
     else:
         memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
         gradients, kept = memory.gradients, memory.activations
@@ -402,8 +434,8 @@ def _tower_parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[TowerPa
     for tower in model.towers:
         if tower.num_tokens and mesh.kind != "decode":
             own = tower_mesh(tower, mesh)
-            cut, priced = priced_parts(tower.encoder, own, machine)
-            yield TowerParts(tower.name, tower.encoder, own, cut, priced)
+            priced = priced_parts(tower.encoder, own, machine).spread()
+            yield TowerParts(tower.name, tower.encoder, own, cut_of(own), priced)
 
 
 def tower_time(tower: TowerParts, stage: Stage, machine: Machine) -> StageTime:
@@ -452,20 +484,32 @@ def added_times(one: StageTime, other: StageTime) -> StageTime:
 # --- the step ----------------------------------------------------------------------------------
 
 
-def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage] | None = None) -> StepCost:
-    """The cost of one step of the plans of `mesh`; `stages` None: those that the plans make."""
-    cut, by_name = priced_parts(model, mesh, machine)
+Wants = Callable[[Mesh, Num, Num], NDArray[np.bool_]]
+"""Which plans of a mesh are worth the telling of their peak, by their steps and the least that they need."""
+
+
+def step_cost(
+    model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage] | None = None,
+    parts: PricedParts | None = None, wants: Wants | None = None,
+) -> StepCost:  # fmt: skip
+    """The cost of one step of the plans of `mesh`.
+
+    `stages` None: those that the plans make. `parts`: those of `mesh` where they are priced already. `wants`:
+    the plans for which FSDP2's `memory_bytes` are told, infinite for all others; None: all.
+    """
+    cut, by_name = cut_of(mesh), (parts or priced_parts(model, mesh, machine)).spread()
     by_part = list(by_name.values())
     shared = shared_gradients(model, cut) if mesh.trains else []
     towers = list(_tower_parts(model, mesh, machine))
     front_s = sum((tower_time(tower, FRONT, machine).total_s for tower in towers), 0.0)
     mesh = balanced(model, mesh, by_part, front_s)
     kinds = _exchange_kinds(mesh)
+    has_peak = wants is None or not _is_fsdp2(cut) or bool(towers)
     costs = [
         reduce(
             partial(_with_tower, machine=machine),
             towers,
-            _stage_cost(model, stage, by_part, shared, kinds, mesh, cut, machine),
+            _stage_cost(model, stage, by_part, shared, kinds, mesh, cut, machine, has_peak=has_peak),
         )
         for stage in stages or stages_of(model, mesh)
     ]
@@ -480,6 +524,23 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     unpaired_s = lone_s * np.minimum(mesh.pp, mesh.num_microbatches)
     alone_s = work_s + unpaired_s + bubble + comm_pp + comm_dp + optimizer
     straggler = alone_s * (machine.overheads.straggler_frac * np.log2(mesh.world))
+    memory_bytes = _largest([cost.memory.total for cost in costs], exists)
+    if wants is not None and not has_peak:
+        wanted = wants(mesh, alone_s + straggler, memory_bytes)
+        peaks = [
+            fsdp2_memory(
+                model,
+                cost.stage,
+                by_part,
+                fsdp2.units(model, cost.stage, mesh),
+                mesh,
+                cut,
+                machine.overheads,
+                wanted=wanted,
+            ).total
+            for cost in costs
+        ]
+        memory_bytes = np.where(wanted, _largest(peaks, exists), np.inf)
     return StepCost(
         mesh=mesh,
         step_s=alone_s + straggler,
@@ -491,7 +552,7 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         optimizer_s=optimizer,
         straggler_s=straggler,
         hop_s=hop_s,
-        memory_bytes=_largest([cost.memory.total for cost in costs], exists),
+        memory_bytes=memory_bytes,
         stages=costs,
         parts=by_name,
         cut=cut,

@@ -88,14 +88,14 @@ def part_bytes(ops: Sequence[Op], grad_bytes: float) -> PartBytes:
             workspace[place] = np.maximum(workspace.get(place, 0.0), op.workspace_bytes)
     walks = [(cells, Walk(forward, views)) for cells, views in structures(forward)]
     found = [PartMoments(walk, workspace, grad_bytes).most() for _, walk in walks]
-    return found[0] if len(found) == 1 else _selected([cells for cells, _ in walks], found)
+    return found[0] if len(found) == 1 else selected([cells for cells, _ in walks], found)
 
 
-def _selected(cells: Sequence[Any], found: Sequence[Any]) -> Any:
-    """Of structures' tuples of numbers the one that holds in each cell."""
+def selected(cells: Sequence[Any], found: Sequence[Any]) -> Any:
+    """Of several tuples of numbers the one that holds in each cell: the first whose `cells` are true."""
     if not isinstance(found[0], tuple):
         return np.select(cells, found)
-    return type(found[0])(*(_selected(cells, values) for values in zip(*found, strict=True)))
+    return type(found[0])(*(selected(cells, values) for values in zip(*found, strict=True)))
 
 
 class PartMoments:

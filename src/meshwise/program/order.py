@@ -59,9 +59,24 @@ def patterns(mesh: Mesh, stage: Stage) -> tuple[list[Pattern], NDArray[np.intp]]
     return [tuple(map(int, column)) for column in distinct.T], which.reshape(cells.shape[1:])  # type: ignore[misc]
 
 
-@lru_cache(maxsize=1024)
+STEADY = 3
+"""Periods of a schedule's order, of as many microbatches as it has ranks, in which all moments have come."""
+
+
 def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> Moments:
-    """All moments of a step of pipeline rank `rank`; `schedule` is an index into `SCHEDULES`."""
+    """All moments of a step of pipeline rank `rank`; `schedule` is an index into `SCHEDULES`.
+
+    With more microbatches those of `STEADY` periods come again, but under GPipe, which keeps all alive.
+    """
+    period = pp * int(weight_copies(schedule))
+    if SCHEDULES[schedule] != "gpipe" and num_microbatches > STEADY * period:
+        num_microbatches = STEADY * period + num_microbatches % period
+    return all_moments(schedule, pp, vpp, num_microbatches, rank)
+
+
+@lru_cache(maxsize=1024)
+def all_moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> Moments:
+    """`moments` from the order of the whole step."""
     kinds, chunks = _order(schedule, pp, vpp, num_microbatches, rank)
     of_chunk = np.equal.outer(chunks, np.unique(chunks)).T
 

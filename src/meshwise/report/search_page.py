@@ -23,7 +23,7 @@ from meshwise.report.chart import (
     Series,
 )
 from meshwise.report.html import Page, PageLink, Text
-from meshwise.report.search_table import answer_lines, plans_table, why_none
+from meshwise.report.search_table import answer_lines, how_many, plans_table, why_none
 from meshwise.report.table import Table
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.search import Result
@@ -64,7 +64,7 @@ def search_page(
             replace(plans_table(result, link), title="Fastest plan of each family"),
             space,
             Table("Pareto front: less memory costs time", ("plan", "microbatch", "step", "memory"), front),
-            Text("", [f"{result.plans_feasible:,} plans fit; priced in {result.elapsed_s:.2f} s"]),
+            Text("", how_many(result)),
         ],
     )
 

@@ -29,11 +29,7 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
     `budget`: a run whose length, cost and energy are shown too.
     """
     budget = budget or TokenBudget()
-    rate = with_prefix(result.plans_considered / result.elapsed_s, "")
-    console.print(
-        f"{result.plans_considered:,} plans priced in {duration(result.elapsed_s)} ({rate} a second), "
-        f"{result.plans_feasible:,} fit in {with_prefix(result.capacity_bytes, 'B')}"
-    )
+    console.print("\n".join(how_many(result)))
     if not result.best:
         console.print(why_none(result), soft_wrap=True)
     else:
@@ -52,6 +48,17 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         console.print(_term_by_term(result.best[0], result.beside))
     if result.weighed is not None:
         _print_weighed(result.weighed, console)
+
+
+def how_many(result: Result) -> list[str]:
+    """How many plans there are, how many of them were priced, and how many of those fit."""
+    ruled_out = result.plans_considered - result.plans_priced
+    others = f", {ruled_out:,} of them ruled out by bounds" if result.complete and ruled_out > 0 else ""
+    return [
+        f"{result.plans_considered:,} plans{others}",
+        f"{result.plans_priced:,} priced in {duration(result.elapsed_s)}, "
+        f"{result.plans_feasible:,} fit in {with_prefix(result.capacity_bytes, 'B')}",
+    ]
 
 
 def answer_lines(result: Result) -> Iterator[str]:
@@ -86,11 +93,11 @@ def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
         (
             duration(found.step_s), duration(of.robust_s), f"{found.mfu:.1%}",
             with_prefix(found.memory_bytes["total"], "B"), _largest_cost(found), found.workload.microbatch,
-            num_variants, shown(plan_text(found.plan), found.workload.microbatch),
+            shown(plan_text(found.plan), found.workload.microbatch),
         )
-        for found, num_variants, of in zip(result.best, result.num_variants, result.bases, strict=True)
+        for found, of in zip(result.best, result.bases, strict=True)
     ]  # fmt: skip
-    columns = ("step", "robust", "MFU", "memory", "largest cost", "microbatch", "alike", "plan")
+    columns = ("step", "robust", "MFU", "memory", "largest cost", "microbatch", "plan")
     return Table("", columns, rows, left=("plan",))
 
 

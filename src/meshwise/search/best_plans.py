@@ -1,8 +1,8 @@
 """What a search keeps of the plans that it prices: the fastest of each family, and the Pareto front.
 
 A *family* is the plans with the same degrees (`FAMILY`), which differ in details. The front has the plans
-that fit and that no other beats in both step time and memory. Of plans that are equal, that one is kept of
-which fewest keys have another value than by default.
+that fit, take up to `FRONT_FRAC` times as long as the fastest, and that no other beats in both step time and
+memory. Of plans that are equal, that one is kept of which fewest keys have another value than by default.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
+from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
-from meshwise.estimate.grid import Cells, num_stated
+from meshwise.estimate.grid import Cells, Grid, num_stated
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, Plan, plan_text
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that tell one family of plans from another."""
+
+FRONT_FRAC = 1.25
+"""How many times the step of the fastest a plan of the front may take."""
+
+NEAR, NEAR_FRAC = 10, 1.1
+"""Families that may be as fast as the first: so many, and up to so many times its step."""
 
 TIE_FRAC = 1e-12
 """Plans are equal whose figures differ by no more: sums in another order do."""
@@ -73,34 +80,93 @@ class Found:
 class BestPlans:
     """The plans kept so far, of those that need at most `capacity_bytes`; `miss` needs the least of all.
 
-    `num_variants`: how many plans of each family fit. `front` is fastest first. `runnable` is the fastest of
-    those for which `runs` holds.
+    `top`: how many families are asked for. `considered`: plans of the space; `priced`: those that no bound
+    ruled out, of which `feasible` fit. `front` is fastest first. `runnable` is the fastest of those for which
+    `runs` holds; `can_run`: whether it may hold at all.
     """
 
     capacity_bytes: float
     runs: Callable[[Mesh], Any] = lambda mesh: False
+    can_run: bool = False
+    top: int = 1
     considered: int = 0
+    priced: int = 0
     feasible: int = 0
     fastest: dict[Family, Found] = field(default_factory=dict)
-    num_variants: dict[Family, int] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)
     miss: Found | None = None
     runnable: Found | None = None
     stopped: bool = False
 
+    @property
+    def fastest_s(self) -> float:
+        """The step of the fastest plan; infinite before there is one."""
+        return min((found.step_s for found in self.fastest.values()), default=np.inf)
+
+    @property
+    def runnable_s(self) -> float:
+        """The step of the fastest plan that runs; infinite before there is one."""
+        return self.runnable.step_s if self.runnable else np.inf
+
+    @property
+    def family_limit_s(self) -> float:
+        """The longest step of a plan that could still be the fastest of one of the best families."""
+        steps_s = sorted(found.step_s for found in self.fastest.values())
+        if len(steps_s) < self.top:
+            return np.inf
+        near_s = min([NEAR_FRAC * steps_s[0], *steps_s[NEAR - 1 : NEAR]])
+        return max(steps_s[self.top - 1], near_s) * (1.0 + TIE_FRAC)
+
+    @property
+    def limit_s(self) -> float:
+        """The longest step of a plan that could still be among these or on the front."""
+        return max(self.family_limit_s, FRONT_FRAC * self.fastest_s)
+
+    def wants(self, mesh: Mesh, step_s: Num, least_bytes: Num) -> NDArray[np.bool_]:
+        """Which plans could still be among the best, by their steps and the least memory that they need."""
+        seconds, needed = np.broadcast_arrays(np.asarray(step_s, float), np.asarray(least_bytes, float))
+        if not self.fastest:
+            nearest = self.miss.memory_bytes if self.miss else np.inf
+            return needed <= max(self.capacity_bytes, nearest)
+        may_be_first = np.asarray(seconds <= self.family_limit_s)
+        if self.can_run:
+            may_be_first |= self.runs(mesh) & (seconds <= self.runnable_s)
+        on_front = (seconds <= FRONT_FRAC * self.fastest_s) & ~self._beaten(seconds, needed)
+        return (needed <= self.capacity_bytes) & (may_be_first | on_front)
+
+    @property
+    def ranked(self) -> list[Found]:
+        """The fastest of each family, fastest first."""
+        return fastest_first(self.fastest.values())
+
+    @property
+    def so_far(self) -> str:
+        """How many plans were priced, and the fastest of them."""
+        first = next(iter(self.ranked), None)
+        best = (
+            f"; so far {plan_text(first.plan) or 'data parallel'}, {duration(first.step_s)}" if first else ""
+        )
+        return f"{self.priced:,} plans priced{best}"
+
+    @property
+    def near_front(self) -> list[Found]:
+        """The front as far as it is told (`FRONT_FRAC`)."""
+        return [found for found in self.front if found.step_s <= FRONT_FRAC * self.front[0].step_s]
+
     def add(self, cells: Cells) -> None:
-        """Look at the plans of one grid."""
+        """Look at the plans of some rows of a grid."""
         plans = distinct(cells)
         memory = cells.array(cells.step.memory_bytes)
         fits = plans & (memory <= self.capacity_bytes)
-        self.considered += int(plans.sum())
+        self.priced += int((plans & np.isfinite(memory)).sum())
         num_fitting = int(fits.sum())
         self.feasible += num_fitting
         if num_fitting:
             times = np.where(fits, cells.array(cells.step.step_s), np.inf)
             self._add_families(cells, times)
             self._add_front(cells, times, memory)
-            self._add_runnable(cells, times)
+            if self.can_run:
+                self._add_runnable(cells, times)
         elif not self.feasible:
             needed = np.where(plans, memory, np.inf)
             self.miss = _first(cells, needed, np.arange(cells.shape[-1]), self.miss, "memory_bytes")
@@ -110,7 +176,6 @@ class BestPlans:
         best = by_row.min(axis=0)
         degrees = np.stack([np.broadcast_to(getattr(cells.mesh, name), best.shape) for name in FAMILY])
         first, of_row = distinct_columns(degrees)
-        num_fitting = np.bincount(of_row, weights=np.isfinite(by_row).sum(axis=0))
         fastest_s = np.full(len(first), np.inf)
         np.minimum.at(fastest_s, of_row, best)
         tie_s = fastest_s[of_row] * (1.0 + TIE_FRAC)
@@ -121,7 +186,6 @@ class BestPlans:
         order = np.lexsort((stated, kinds))
         for i in order[np.unique(kinds[order], return_index=True)[1]]:
             family = tuple(map(float, degrees[:, first[kinds[i]]]))
-            self.num_variants[family] = self.num_variants.get(family, 0) + int(num_fitting[kinds[i]])
             kept = self.fastest.get(family)
             figures = float(times.flat[places[i]]), int(stated[i])
             if _comes_first(figures, None if kept is None else (kept.step_s, kept.num_stated)):
@@ -130,7 +194,7 @@ class BestPlans:
     def _add_runnable(self, cells: Cells, times: Floats) -> None:
         """Look at the rows alone that have a faster plan and one that runs."""
         in_front = tuple(range(times.ndim - 1))
-        least_s = self.runnable.step_s * (1.0 + TIE_FRAC) if self.runnable else np.inf
+        least_s = self.runnable_s * (1.0 + TIE_FRAC)
         rows = np.flatnonzero(np.less(times.min(axis=in_front), least_s))
         if not rows.size:
             return
@@ -166,22 +230,31 @@ class BestPlans:
 
 
 def distinct(cells: Cells) -> NDArray[np.bool_]:
-    """Which cells are plans that no other cell is in other words, along the axes in front of the rows.
+    """Which cells are plans that no other cell is in other words, along the axes in front of the rows."""
+    layers = np.broadcast_arrays(*(cost.stage.num_layers for cost in cells.step.stages))
+    return np.broadcast_to(_distinct(cells.mesh, cells.broken, np.max(np.stack(layers), axis=0)), cells.shape)
+
+
+def num_distinct(grid: Grid) -> int:
+    """How many such cells a grid has before it is priced: with layers placed evenly."""
+    mesh, broken = grid.mesh()
+    plans = _distinct(mesh, broken, np.ceil(grid.model.num_layers / mesh.pp))
+    return int(np.broadcast_to(plans, grid.shape).sum())
+
+
+def _distinct(mesh: Mesh, broken: Any, layers: Num) -> Any:
+    """Where no other cell is the same plan; `layers`: those of the fullest stage.
 
     Without replicas, and copies of a stage (DualPipe), all ZeRO stages and overlaps of exchanges are alike;
     recomputing as many layers as a stage has is recomputing all.
     """
-    mesh = cells.mesh
-    plans = ~np.asarray(cells.broken)
+    plans = ~np.asarray(broken)
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
     for key, alike in (("zero", alone), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
         values = getattr(mesh, key)
         if isinstance(values, np.ndarray):
             plans = plans & ~(alike & (values != values.flat[0]))
-    layers = np.broadcast_arrays(*(cost.stage.num_layers for cost in cells.step.stages))
-    all_of_them = mesh.recompute_layers >= np.max(np.stack(layers), axis=0)
-    plans = plans & ~(all_of_them & np.isfinite(mesh.recompute_layers))
-    return np.broadcast_to(plans, cells.shape)
+    return plans & ~((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))
 
 
 def found_at(cells: Cells, cell: int) -> Found:

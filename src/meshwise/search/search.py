@@ -1,9 +1,10 @@
-"""The best plan for a model on a cluster, proven best by pricing all of them.
+"""The best plan for a model on a cluster, proven best by pricing all that could be better.
 
 A key that the caller states has the stated values only, all others those of `search.space`. Every
-combination that divides what it cuts is priced by the same path as one plan (`estimate.grid`), and nothing is
-pruned: the first of `best` is the fastest plan of the space that fits. Plans that are the same in other words
-count once. Where nothing fits, the smallest changes are looked for that would do.
+combination that divides what it cuts is priced by the same path as one plan (`estimate.grid`), or ruled out
+by a time or memory that it does not stay below (`search.best_first`): the first of `best` is the fastest plan
+of the space that fits. Plans that are the same in other words count once. Where nothing fits, the smallest
+changes are looked for that would do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.adverse import Adversity, together
-from meshwise.estimate.grid import price_grid
+from meshwise.estimate.grid import grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.runs import refused, runs, says_model
@@ -31,7 +32,8 @@ from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.assumptions import Weighed, weigh
 from meshwise.search.basis import Basis, basis, simplest
-from meshwise.search.best_plans import BestPlans, Found, fastest_first
+from meshwise.search.best_first import best_first
+from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found
 from meshwise.search.space import Stated, free_values, not_tried
 
 MEMORY_FRAC = 0.92
@@ -44,9 +46,6 @@ MAX_GROWTH = 64
 """How many times more chips are tried where nothing fits."""
 
 STOPPED = "the search was stopped before the first plans were priced"
-
-NEAR, NEAR_FRAC = 10, 1.1
-"""Families that may be as fast as the first: so many, and up to so many times its step."""
 
 ANY_FRAMEWORK = "any"
 """`to` where a plan need not run anywhere."""
@@ -72,24 +71,26 @@ class Change:
 class Result(Shown):
     """What a search looked at and found.
 
-    `capacity_bytes`: what a plan may need. `best`: the fastest plan of each family that fits, fastest first;
-    `num_variants`: how many plans of its family fit. `pareto`: plans that fit and that no other beats in both
-    step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least memory, and each of
-    `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that the caller wants to
-    see beside the best. `complete` is false where the search was stopped: then the best are those so far.
-    `weighed`: which assumptions would change the choice, where the caller asked. `stated`: the values that
-    keys were given; `to`: the framework whose plans alone were looked at. `bases`: what the plans of `best`
-    rest on. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as fast as the first
-    of `best`, as far as the interval tells. `robust`: plans are ranked, and those of `pareto` priced, under
-    all adversities. `not_tried`: the largest value tried of each size that has larger ones.
+    `plans_considered`: all plans of the space; `plans_priced`: those that no bound ruled out, of which
+    `plans_feasible` fit in `capacity_bytes`. `best`: the fastest plan of each family that fits, fastest
+    first. `pareto`: plans that fit, take up to `best_plans.FRONT_FRAC` times as long as the fastest, and that
+    no other beats in both step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least
+    memory, and each of `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that
+    the caller wants to see beside the best. `complete` is false where the search was stopped: then the best
+    are those so far. `weighed`: which assumptions would change the choice, where the caller asked. `stated`:
+    the values that keys were given; `to`: the framework whose plans alone were looked at. `bases`: what the
+    plans of `best` rest on. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as
+    fast as the first of `best`, as far as the interval tells. `robust`: plans are ranked, and those of
+    `pareto` priced, under all adversities. `not_tried`: the largest value tried of each size that has larger
+    ones.
     """
 
     plans_considered: int
+    plans_priced: int
     plans_feasible: int
     elapsed_s: float
     capacity_bytes: float
     best: tuple[Estimate, ...]
-    num_variants: tuple[int, ...]
     pareto: tuple[Found, ...]
     nearest_miss: Found | None
     changes: tuple[Change, ...] = ()
@@ -126,6 +127,7 @@ class Result(Shown):
         miss, run = self.nearest_miss, (budget or TokenBudget()).run
         return {
             "plans_considered": self.plans_considered,
+            "plans_priced": self.plans_priced,
             "plans_feasible": self.plans_feasible,
             "elapsed_s": self.elapsed_s,
             "plans_per_s": self.plans_considered / self.elapsed_s,
@@ -134,14 +136,12 @@ class Result(Shown):
             "to": self.to or None,
             "notes": self.notes,
             "best": [
-                _best_json(found, num) | of.to_json() | run(found)
-                for found, num, of in zip(self.best, self.num_variants, self.bases, strict=True)
+                _best_json(found) | of.to_json() | run(found)
+                for found, of in zip(self.best, self.bases, strict=True)
             ],
             "runnable": self.runnable
-            and _best_json(self.runnable[0], 1)
-            | self.runnable[1].to_json()
-            | {"slower_frac": self.slower_frac},
-            "simplest": self.simplest and _best_json(self.simplest[0], 1) | self.simplest[1].to_json(),
+            and _best_json(self.runnable[0]) | self.runnable[1].to_json() | {"slower_frac": self.slower_frac},
+            "simplest": self.simplest and _best_json(self.simplest[0]) | self.simplest[1].to_json(),
             "robust": self.robust,
             "not_tried": [f"{key} above {most}" for key, most in self.not_tried.items()],
             "pareto": [found.to_json() for found in self.pareto],
@@ -152,11 +152,11 @@ class Result(Shown):
                 "changes": [change.to_json() for change in self.changes],
             },
             "reason": self.reason or None,
-            "beside": self.beside and _best_json(self.beside, 1) | {"fits": self.beside.fits},
+            "beside": self.beside and _best_json(self.beside) | {"fits": self.beside.fits},
         } | (self.weighed.to_json() if self.weighed else {})
 
 
-def _best_json(found: Estimate, num_variants: int) -> dict[str, Any]:
+def _best_json(found: Estimate) -> dict[str, Any]:
     return {
         "plan": found.to_json(ledger=False)["plan"],
         "plan_text": plan_text(found.plan),
@@ -168,7 +168,6 @@ def _best_json(found: Estimate, num_variants: int) -> dict[str, Any]:
         "memory_bytes": found.memory_bytes,
         "time_s": found.time_s,
         "hidden_s": found.hidden_s,
-        "num_variants": num_variants,
     }
 
 
@@ -209,14 +208,13 @@ def search(
     to = "" if to == ANY_FRAMEWORK else to
     if to and not says_model(to, model, seq):
         raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
-    space = _Space(model, cluster, workload, stated, memory_frac, to, robust, capped)
+    space = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped)
     kept = space.price(on_plans)
     if kept.considered and not kept.feasible and not kept.stopped:
         space = replace(space, stated={**OFFLOADED, **space.stated})
         kept = space.price(on_plans)
-    ranked = fastest_first(kept.fastest.values())
+    ranked = kept.ranked
     best = ranked[:top]
-    families = {id(found): family for family, found in kept.fastest.items()}
     no_fit = kept.considered > 0 and not best
     chosen = tuple(map(space.estimate, best))
     near = [space.estimate(one) for one in ranked[top:NEAR] if one.step_s < NEAR_FRAC * ranked[0].step_s]
@@ -227,12 +225,12 @@ def search(
 
     return Result(
         plans_considered=kept.considered,
+        plans_priced=kept.priced,
         plans_feasible=kept.feasible,
         elapsed_s=time.perf_counter() - started,
         capacity_bytes=kept.capacity_bytes,
         best=chosen,
-        num_variants=tuple(kept.num_variants[families[id(found)]] for found in best),
-        pareto=tuple(kept.front[:MAX_FRONT]),
+        pareto=tuple(kept.near_front[:MAX_FRONT]),
         nearest_miss=kept.miss if no_fit else None,
         changes=tuple(space.changes()) if no_fit and with_changes and not kept.stopped else (),
         reason="" if kept.considered else STOPPED if kept.stopped else space.reason(),
@@ -257,6 +255,7 @@ class _Space:
     workload: Workload
     stated: Stated
     memory_frac: float
+    top: int = 1
     to: str = ""
     robust: bool = False
     capped: bool = True
@@ -275,9 +274,8 @@ class _Space:
         return refused(self.to, self.model, mesh) if self.to else ()
 
     def runs(self, mesh: Mesh) -> Any:
-        """Where some framework runs plans; nowhere where all plans are of one."""
-        names = () if self.to else TRAINING
-        return reduce(np.logical_or, (runs(name, self.model, mesh) for name in names), False)
+        """Where some framework runs plans."""
+        return reduce(np.logical_or, (runs(name, self.model, mesh) for name in TRAINING))
 
     def price(
         self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None
@@ -288,15 +286,17 @@ class _Space:
         """
         under = self.under if against is None else lambda plan: against
         memory_frac = self.memory_frac * (1.0 if against is None else against.memory)
-        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, self.runs)
+        can_run = not self.to and any(says_model(name, self.model, self.workload.seq) for name in TRAINING)
+        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, self.runs, can_run, self.top)
         job = self.model, self.cluster, self.workload
         values = free_values(*job, self.stated, self.to, capped=self.capped)
         try:
-            for cells in price_grid(*job, values, distinct=True, refused=self.refused, under=under):
-                kept.add(cells)
-                on_plans(kept)
+            best_first(
+                partial(grids, *job, distinct=True, refused=self.refused, under=under), values, kept, on_plans
+            )
         except KeyboardInterrupt:
             kept.stopped = True
+            kept.considered = max(kept.considered, kept.priced)
         return kept
 
     def changes(self) -> Iterator[Change]:
@@ -306,7 +306,7 @@ class _Space:
                 others = {other: values for other, values in self.stated.items() if other != key}
                 kept = replace(self, stated=others).price()
                 if kept.feasible:
-                    yield Change(fastest_first(kept.fastest.values())[0], self.cluster.num_chips, key)
+                    yield Change(kept.ranked[0], self.cluster.num_chips, key)
         yield from self._more_chips()
 
     def _more_chips(self) -> Iterator[Change]:
@@ -347,4 +347,4 @@ class _Space:
 
 
 def _fastest(kept: BestPlans) -> Found | None:
-    return fastest_first(kept.fastest.values())[0] if kept.feasible else None
+    return kept.ranked[0] if kept.feasible else None

@@ -22,8 +22,8 @@ SLOTS = min(4, os.cpu_count() or 1)
 MOST_WAITING = 32
 """Questions that may wait."""
 
-Hear = Callable[[int], None]
-"""Hears now and then how many plans were considered."""
+Hear = Callable[[str], None]
+"""Hears now and then how far a search is."""
 
 
 class _LeftError(Exception):
@@ -35,15 +35,15 @@ class _Job:
     """A question in the line: whether its turn has come, and how far it is."""
 
     runs: bool = False
-    considered: int = 0
+    so_far: str = ""
     left: Event = field(default_factory=Event)
 
     def run(self, ask: Callable[[Hear], dict[str, Any]]) -> dict[str, Any]:
         self.runs = True
         return ask(self.hear)
 
-    def hear(self, considered: int) -> None:
-        self.considered = considered
+    def hear(self, so_far: str) -> None:
+        self.so_far = so_far
         if self.left.is_set():
             raise _LeftError
 
@@ -76,13 +76,13 @@ class Pool:
             if self._jobs.get(name) is job:
                 del self._jobs[name]
 
-    def progress(self, name: str) -> dict[str, int]:
-        """Of the question `name`: how many wait before it, and how many plans were considered for it."""
+    def progress(self, name: str) -> dict[str, Any]:
+        """Of the question `name`: how many wait before it, and how far its search is."""
         job = self._jobs.get(name)
         names = list(self._jobs)
         before = names[: names.index(name)] if job is not None and not job.runs else []
         waiting = sum(not self._jobs[other].runs for other in before)
-        return {"before": waiting, "considered": job.considered if job is not None else 0}
+        return {"before": waiting, "so_far": job.so_far if job is not None else ""}
 
     def close(self) -> None:
         """Let go of all questions."""

@@ -72,7 +72,7 @@ class Question:
     server: Server
 
 
-def answer(view: str, state: State, server: Server, hear: Hear = lambda considered: None) -> dict[str, Any]:
+def answer(view: str, state: State, server: Server, hear: Hear = lambda so_far: None) -> dict[str, Any]:
     """What the view `view` shows of `state`, as JSON values; `hear` is told how far a search is.
 
     Raises:
@@ -144,7 +144,7 @@ def _result(verb: Callable[..., Any], view: str, state: State) -> Any:
 def _kept(verb: Callable[..., Any], view: str, texts: tuple[tuple[str, str], ...]) -> Any:
     asked = options_in(_asked(view, dict(texts)), verb)
     if verb is api.search:
-        asked["on_plans"] = lambda kept: _hear.get()(kept.considered)
+        asked["on_plans"] = lambda kept: _hear.get()(kept.so_far)
     return verb(**asked)
 
 

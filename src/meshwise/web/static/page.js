@@ -89,11 +89,10 @@ async function run() {
 async function wait(mine, name) {
   document.body.classList.add("stale");
   while (mine === running && $("#page").ariaBusy === "true" && !mine.signal.aborted) {
-    const { before, considered } = await fetch(`api/progress/${name}`).then((reply) => reply.json()).catch(() => ({}));
+    const { before, so_far } = await fetch(`api/progress/${name}`).then((reply) => reply.json()).catch(() => ({}));
     if (mine !== running || $("#page").ariaBusy !== "true") return;
     const line = before ? `${before} questions are answered before this one` : "";
-    const searched = considered ? `${considered.toLocaleString("en")} plans considered` : "working";
-    $("#progress span").textContent = line || searched;
+    $("#progress span").textContent = line || so_far || "working";
     $("#progress").hidden = false;
     await new Promise((next) => setTimeout(next, PROGRESS_MS));
   }
