@@ -288,9 +288,8 @@ def _chunk(
     for unit, part in sizes.further if has_head else ():
         kind = kinds.index(layer_kind(model, model.num_layers - 1))
         block = _layer(sizes, 1 + kind, sizes.blocks[-1])
-        parts += [
-            block._replace(part=block.part.without_recomputation(), kept=block.part.saved)
-        ] * model.mtp_layers
+        block = block._replace(part=block.part.without_recomputation(), kept=block.part.saved)
+        parts += [block] * model.mtp_layers
         parts.append(LivePart((unit,), part, part.saved))
     return Chunk(parts, sizes.one_input, has_embedding)
 

@@ -109,7 +109,8 @@ class Part:
 
         def take(value: Any) -> Any:
             if isinstance(value, tuple):
-                return type(value)(*map(take, value))
+                taken = map(take, value)
+                return type(value)(*taken) if hasattr(value, "_fields") else tuple(taken)
             return value[index] if isinstance(value, np.ndarray) and value.ndim else value
 
         names = [name for name in Part.__slots__ if name not in ("machine", "rows", "flop")]
