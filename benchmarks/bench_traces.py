@@ -96,8 +96,9 @@ def _memory_bytes(pid: int) -> float:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         total = 1024.0 * int(text.split("Pss:")[1].split()[0])
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        total += sum(_memory_bytes(int(child)) for child in children)
+        for task in Path(f"/proc/{pid}/task").iterdir():  # a thread's processes are its own
+            children = (task / "children").read_text().split()
+            total += sum(_memory_bytes(int(child)) for child in children)
     return total
 
 

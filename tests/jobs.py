@@ -97,14 +97,16 @@ class _Play:
         return number
 
 
-def write_job(folder: Path, job: Job) -> dict[int, int]:
-    """Play the job and write one trace a rank.
+def write_job(folder: Path, job: Job, slow_hosts: dict[int, float] | None = None) -> dict[int, int]:
+    """Play the job and write one trace a rank; with `slow_hosts`, on hosts of 8, some slower by a factor.
 
     Returns:
         Of every rank, when its first event began on the clock of rank 0 [ns from the traces' base time].
     """
     random = np.random.default_rng(job.seed)
     speed = random.normal(1.0, 0.01, job.num_ranks)
+    for node, factor in (slow_hosts or {}).items():
+        speed[8 * node : 8 * node + 8] *= factor
     clock = random.normal(0.0, job.clock_s * 1e6, job.num_ranks)
     drift = random.normal(0.0, job.drift_ppm * 1e-6, job.num_ranks)
     play = _Play(job, random, speed, clock, drift, random.uniform(0.0, 100.0, job.num_ranks))
@@ -131,6 +133,7 @@ def write_job(folder: Path, job: Job) -> dict[int, int]:
     about |= {"further": msgspec.json.encode(operators)[1:-1]} if operators else {}
     for rank, found in play.events.items():
         if rank not in job.missing:
+            about |= {"host_name": f"host-{rank // 8}"} if slow_hosts else {}
             write_trace(folder / f"rank-{rank}.json", found, rank, job.num_ranks, **about)
     return {rank: round(1000 * play.local(0, time)) for rank, time in play.first.items()}
 

@@ -1,12 +1,15 @@
 """Captures of many ranks: the same answers from columns that are kept beside them."""
 
+import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jobs import Job, write_job
 from kineto import write_trace
+from meshwise.report.trace_page import trace_picture
 from meshwise.trace import read
 from meshwise.trace.columns import FOLDER, KeptTraces
 from meshwise.trace.critical_path import critical_path
@@ -85,3 +88,79 @@ def test_one_rank_at_a_time_is_in_memory(tmp_path, kept):
     traces, _ = read_traces([tmp_path])
     assert [one.rank for one in traces] == [0, 1, 2, 3] and [one.rank for one in traces[2:]] == [2, 3]
     assert traces[0] is traces[0] and traces[1].rank == 1 and traces[-1].rank == 3
+
+
+def test_sql_over_all_ranks(tmp_path, meshwise):
+    """Of a small capture too; its columns are then kept."""
+    pytest.importorskip("polars")
+    write_job(tmp_path, Job(4, 6, "slow device", rank=1, has_marks=True, has_numbers=True))
+    alone = summarize_paths([tmp_path])
+    sql = "SELECT name, count(*) AS n, sum(duration_ns) AS ns, min(start_s) AS first_s FROM events "
+    sql += "WHERE kind = 'compute' GROUP BY name ORDER BY name"
+    rows = meshwise("trace", "query", str(tmp_path), sql, "--json").document["rows"]
+    kernels = sorted((one.name, one.count, one.total_s) for one in alone.kernels if one.kind == "compute")
+    assert [(name, n, ns / 1e9) for name, n, ns, _ in rows] == kernels and min(row[3] for row in rows) >= 0
+    joined = "SELECT c.rank, r.span_s, sum(c.wait_s) AS w FROM collectives c JOIN ranks r ON c.rank = r.rank "
+    joined += "GROUP BY c.rank, r.span_s ORDER BY w LIMIT 1"
+    ((rank, span_s, _),) = meshwise("trace", "query", str(tmp_path), joined, "--json").document["rows"]
+    assert (rank, span_s) == (1, alone.ranks[1].span_s)
+    steps = "SELECT step, max(rank) AS most FROM steps WHERE part = 'whole' GROUP BY step"
+    shown = meshwise("trace", "query", str(tmp_path), steps, "--csv", str(tmp_path / "steps.csv"))
+    assert shown.code == 0 and (tmp_path / "steps.csv").read_text().startswith("step,most")
+    wrong = meshwise("trace", "query", str(tmp_path), "SELECT nothing FROM ranks")
+    assert wrong.code == 2 and "nothing" in wrong.err and "tables are events" in wrong.err
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """64 ranks on 8 hosts of which one is slow throughout, and another rank by itself."""
+    folder = tmp_path_factory.mktemp("many")
+    job = Job(64, 8, "slow device", rank=3, size=0.6, has_marks=True, has_numbers=True)
+    write_job(folder, job, slow_hosts={5: 1.2})
+    return folder
+
+
+def test_of_many_ranks_what_stands_out_is_shown(many, meshwise, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = summarize_paths([many])
+    compute = [(one.kind, one.name) for one in found.outliers if one.part == "compute"]
+    assert compute == [("rank", "3"), ("node", "host-5")]
+    shown = meshwise("trace", "summary", str(many)).out
+    assert "node host-5" in shown and "40-47" in shown and max(map(len, shown.splitlines())) <= 80
+    assert len(shown.splitlines()) < 60
+
+
+def test_a_timeline_of_the_worst_ranks(many, meshwise, tmp_path):
+    whole, few = tmp_path / "all.json", tmp_path / "few.json"
+    done = meshwise("trace", "merge", str(many), "--ranks", "worst:2", "-o", str(few), "--json")
+    assert done.document["num_ranks"] == 2
+    meshwise("trace", "merge", str(many), "-o", str(whole))
+    events = [json.loads(path.read_text())["traceEvents"] for path in (whole, few)]
+    shown = {event["pid"] for event in events[1]}
+    assert len(shown) == 2 and 3 in shown
+
+    def slices(of):
+        """Arrows and lanes are numbered by what is shown."""
+        return [(e["pid"], e["name"], e["ts"], e["dur"]) for e in of if e["ph"] == "X" and e["pid"] in shown]
+
+    assert slices(events[1]) == slices(events[0])
+    for text, says in (("worst", "write 0-7,12"), ("0-99", "there is no trace of rank 64")):
+        wrong = meshwise("trace", "merge", str(many), "--ranks", text, "-o", str(few))
+        assert wrong.code == 2 and says in wrong.err
+    assert "leave --ranks out" in meshwise("trace", "path", str(many), "--ranks", "0-1").err
+
+
+def test_many_ranks_are_a_map_of_ranks_and_steps(many, tmp_path, meshwise):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("plotly")
+    found = summarize_paths([many])
+    lanes = trace_picture(found).rows[0][0].marks[0]
+    late = list(lanes.kinds)
+    grid = lanes.grid[:, 1:]
+    assert grid.shape == (64, 7)
+    assert (grid[3] >= late.index("20 to 50 %")).all() and (
+        grid[40:48] >= late.index("10 to 20 %")
+    ).mean() > 0.9
+    assert (np.delete(grid, [3, *range(40, 48)], axis=0) <= late.index("5 to 10 %")).mean() > 0.95
+    assert meshwise("trace", "plot", str(many), "-o", str(tmp_path / "ranks.png")).code == 0
+    assert meshwise("trace", "report", str(many), "-o", str(tmp_path / "ranks.html")).code == 0

@@ -19,7 +19,7 @@ DATA = Path(__file__).parent / "data" / "traces"
 
 def _merged(paths, output):
     found = summarize_paths(paths)
-    num_cut = write_merged(found.traces, found.alignment, found.collectives, output).num_cut
+    num_cut = write_merged(found, output).num_cut
     content = output.read_bytes()
     document = json.loads(gzip.decompress(content) if output.suffix == ".gz" else content)
     return document["traceEvents"], num_cut
@@ -101,7 +101,7 @@ def test_any_slices_are_made_to_nest(tmp_path_factory, slices):
 def test_nothing_is_left_half_written(tmp_path):
     found = summarize_paths([DATA / "gloo4"])
     with pytest.raises(DataError, match="cannot write"):
-        write_merged(found.traces, found.alignment, found.collectives, tmp_path / "nowhere" / "all.json")
+        write_merged(found, tmp_path / "nowhere" / "all.json")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -191,7 +191,7 @@ def test_a_pretty_printed_trace_merges(tmp_path):
     path = write_trace(tmp_path / "rank-0.json", [host("cpu_op", "aten::mm", 0, 5, **dims)], 0)
     assert "\n" in path.read_text()
     found = summarize_paths([path])
-    write_merged(found.traces, found.alignment, found.collectives, tmp_path / "all.json")
+    write_merged(found, tmp_path / "all.json")
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     assert [e["args"]["Input Dims"] for e in events if e["ph"] == "X"] == [[[4, 4], [4, 4]]]
 

@@ -44,6 +44,7 @@ SHARED = {
     "limit": "Rows of each table.",
     "output": "Where to write.",
     "paths": "Trace files, or folders of them (*.json, *.json.gz).",
+    "ranks": "Only these ranks: 0-7,12, or worst:8 (those that others wait for longest).",
     "ray": "Compute on this Ray cluster: HOST:PORT, auto, or local.",
     "source": "A job of Megatron-LM, torchtitan, DeepSpeed or Accelerate to take all from.",
     "steps": "Only these steps: 3-7, or complete (all that were launched before the last one).",

@@ -6,6 +6,7 @@ read, tables and sentences; `_of_traces` makes it a command.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -80,6 +81,7 @@ def summary(
     paths: list[Path],
     *,
     steps: str = "",
+    ray: str = "",
     html: Path | None = None,
     json: bool = False,
     limit: int = 15,
@@ -110,7 +112,7 @@ def merge(found: Summary, *, output: Path, max_slices: Slices | None = None) -> 
     """
     from meshwise.trace.merge import write_merged
 
-    done = write_merged(found.traces, found.alignment, found.collectives, output, max_slices=max_slices)
+    done = write_merged(found, output, max_slices=max_slices)
     document = {"file": str(output), "num_ranks": len(found.traces), "num_slices": done.num_slices}
     document |= {"num_cut_slices": done.num_cut, "num_left_out": done.num_left_out}
     cut = f"; {done.num_cut} slices cut where the next one starts" if done.num_cut else ""
@@ -169,6 +171,8 @@ def path(found: Summary, *, limit: int = 12) -> Found:
     from meshwise.report.trace_table import path_tables
     from meshwise.trace.critical_path import critical_path
 
+    if len(found.ranks) < len(found.hosts):
+        raise DataError("the critical path goes through all ranks; leave --ranks out")
     critical = critical_path(found)
     return asdict(critical), path_tables(critical, limit=limit)
 
@@ -274,11 +278,51 @@ def ledger(paths: list[Path], *, steps: str = "", csv: Path | None = None, json:
         sys.stdout.write(found.to_csv())
 
 
+def query(words: list[str], *, csv: Path | None = None, json: bool = False, limit: int = 30) -> None:
+    """Select rows of all ranks by SQL.
+
+    Tables: events, collectives (a row for each rank of each call), steps, kernels, ranks.
+
+    Args:
+        words: Trace files or folders of them, and last the query.
+    """
+    from meshwise.core.files import csv_text, write_text
+    from meshwise.report.table import Table, cell_text
+    from meshwise.trace.query import query as rows_of
+
+    if len(words) < 2:
+        raise DataError('name a folder of traces and a query: trace query DIR "SELECT ..."')
+    found = rows_of(words[:-1], words[-1])
+    if csv is not None:
+        write_text(csv, csv_text([found.columns, *found.iter_rows()]))
+    if json:
+        print_json({"columns": found.columns, "rows": [list(row) for row in found.iter_rows()]})
+    elif csv is None:
+        rows = [
+            [cell_text(name, one) for name, one in zip(found.columns, row, strict=True)]
+            for row in found.head(limit).iter_rows()
+        ]
+        _print([Table(f"{min(limit, len(found))} of {len(found)} rows", found.columns, rows)])
+
+
 def _of_traces(work: Callable[..., Found]) -> Callable[..., None]:
     """The command that prints what `work` makes of the summary of traces."""
 
-    def verb(paths: list[Path], *, steps: str = "", json: bool = False, **asked: Any) -> None:
-        document, parts = work(_summarized(paths, steps), **asked)
+    def verb(
+        paths: list[Path],
+        *,
+        steps: str = "",
+        ranks: str = "",
+        ray: str = "",
+        json: bool = False,
+        **asked: Any,
+    ) -> None:
+        from meshwise.core.each import on_ray
+
+        with on_ray(ray):
+            found = _summarized(paths, steps)
+            document, parts = work(found.of_ranks(_chosen(found, ranks)) if ranks else found, **asked)
+            parts = list(parts)
         if json:
             print_json(document)
         else:
@@ -297,6 +341,16 @@ def _summarized(paths: list[Path], steps: str = "") -> Summary:
     for problem in found.problems:
         print(f"meshwise: {problem.text}", file=sys.stderr)
     return found
+
+
+def _chosen(found: Summary, text: str) -> list[int]:
+    """The ranks that `--ranks` names: 0-7,12, or worst:8."""
+    if worst := re.fullmatch(r"worst:(\d{1,6})", text):
+        return found.worst(int(worst[1]))
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+        raise DataError(f"--ranks {text}: write 0-7,12, or worst:8 for those that others wait for longest")
+    ends = [[*map(int, word.split("-"))] for word in text.split(",")]
+    return [rank for first, *last in ends for rank in range(first, max(last, default=first) + 1)]
 
 
 def _some(rows: Sequence[Any], missing: str) -> Sequence[Any]:
@@ -320,4 +374,4 @@ def _cluster(text: str | None) -> machine.Cluster | None:
 
 _OF_TRACES: tuple[Callable[..., Found], ...]
 _OF_TRACES = (merge, plot, sections, path, memory, rates, bandwidth, report, table)
-COMMANDS = (summary, *map(_of_traces, _OF_TRACES), diff, ledger)
+COMMANDS = (summary, *map(_of_traces, _OF_TRACES), diff, ledger, query)

@@ -85,6 +85,11 @@ def on_ray(address: str | None = "auto") -> Iterator[None]:
             ray.shutdown()
 
 
+def is_on_cluster() -> bool:
+    """Whether this is inside of `on_ray`."""
+    return _cluster.get() is not None
+
+
 def each(
     function: Callable[[Item], Answer],
     items: Sequence[Item],

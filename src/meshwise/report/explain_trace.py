@@ -31,10 +31,9 @@ def write_both(summary: Summary, estimate: Estimate, path: Path) -> Merged:
         for rank, one in marked.items()
         if (one.number == whole[0]).any()
     ]
-    origin = min(int(trace.start_ns[0]) - offsets[trace.rank] for trace in summary.traces if len(trace))
-    shift_us = (min(begins) - origin) / 1000
+    shift_us = (min(begins) - summary.origin_ns) / 1000
     beside = [_placed(event, shift_us) for event in timeline_events(estimate)]
-    return write_merged(summary.traces, summary.alignment, summary.collectives, path, beside=beside)
+    return write_merged(summary, path, beside=beside)
 
 
 def _placed(event: dict[str, Any], shift_us: float) -> dict[str, Any]:

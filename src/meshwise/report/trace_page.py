@@ -14,6 +14,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
 from meshwise.report.html import Page, Section, Text
 from meshwise.report.trace_table import (
+    MANY_RANKS,
     NOTHING,
     bandwidth_tables,
     clocks_text,
@@ -33,6 +34,12 @@ from meshwise.trace.partition import PARTS, Partition
 from meshwise.trace.summary import Summary
 
 PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", "#e9e9e9"), strict=True))
+_LATE = (-np.inf, -1e9, 0.02, 0.05, 0.1, 0.2, 0.5)
+_LATE_COLORS = {
+    "not recorded": "#ffffff", "below 2 %": "#e9eef3", "2 to 5 %": "#fbe3c0", "5 to 10 %": "#f6b873",
+    "10 to 20 %": "#e8853f", "20 to 50 %": "#c9452f", "50 % and more": "#7d1128",
+}  # fmt: skip
+_MOST_LANES = 64
 NUM_BINS = 1200
 _NUM_FINDINGS = 3
 MOST_ROWS = 30
@@ -44,7 +51,7 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     """What the ranks of a job did, and why the slow one is slow; rates beside the peaks of `cluster`."""
     others = [one.text for one in summary.findings[1:]]
     sections: list[Section] = [Text("Findings", others)] if others else []
-    sections += [_ranks(summary)] if summary.partitions else []
+    sections += _over_time(summary) if summary.partitions else []
     sections += path_tables(critical_path(summary), limit=MOST_ROWS)
     sections += _memory(summary)
     sections += _rates(summary, cluster)
@@ -55,13 +62,56 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     return Page(f"{len(summary.traces)} ranks", headline(summary.findings), sections, bool(summary.traces))
 
 
+def _over_time(summary: Summary) -> list[Section]:
+    """All ranks over time; of many, how late each is in each step, and the worst over time."""
+    if len(summary.partitions) <= MANY_RANKS:
+        return [_ranks(summary)]
+    worst = summary.of_ranks(summary.worst(MOST_LINES))
+    return [*_late_in_steps(summary), _ranks(worst)]
+
+
+def _late_in_steps(summary: Summary) -> list[Chart]:
+    """A map of ranks against steps: by how much of a step each works longer than the median rank.
+
+    Work is the span of a step but for exposed communication. A row of several ranks shows the latest.
+    """
+    ranks = [one.rank for one in summary.partitions]
+    numbers = sorted({step.number for step in summary.steps})
+    if len(numbers) < 2:
+        return []
+    row, column = ({one: i for i, one in enumerate(of)} for of in (ranks, numbers))
+    work, span = np.full((2, len(ranks), len(numbers)), np.nan)
+    for step in summary.steps:
+        at, done = (row[step.breakdown.rank], column[step.number]), step.breakdown
+        work[at], span[at] = done.span_s - done.exposed_communication_s, done.span_s
+    usual = np.nanmedian(work, axis=0)
+    late_frac = np.nan_to_num((work - usual) / np.nanmedian(span), nan=-np.inf)
+    each = -(-len(ranks) // _MOST_LANES)
+    first = np.arange(0, len(ranks), each)
+    shown = np.digitize(np.maximum.reduceat(late_frac, first), _LATE) - 1
+    blocks = [ranks[i : i + each] for i in first.tolist()]
+    named = {rank for one in summary.findings if len(one.ranks) < len(ranks) for rank in one.ranks}
+    names = [
+        "▸ " * (not named.isdisjoint(of)) + f"rank {of[0]}" + f"-{of[-1]}" * (len(of) > 1) for of in blocks
+    ]
+    most = np.unravel_index(int(late_frac.argmax()), late_frac.shape)
+    finding = (
+        f"Work beyond that of the median rank in the same step, as a share of a step; rank {ranks[most[0]]} "
+        f"works {late_frac[most]:.0%} of a step longer in step {numbers[most[1]]}."
+    )
+    lanes = Lanes(shown, np.array(numbers, dtype=float), names, _LATE_COLORS)
+    axis, height = ChartAxis("step"), min(160 + 12 * len(names), 900)
+    return [Chart("Ranks against steps", [lanes], axis, finding=finding, height=height)]
+
+
 def _ranks(summary: Summary) -> Chart:
     """What fills most of each moment of each rank; the ranks that a finding names are marked."""
-    offsets = [summary.alignment.offsets_ns[one.rank] for one in summary.partitions]
-    begin, end = _common_span(summary.partitions, offsets)
+    partitions = list(summary.whole_partitions())
+    offsets = [summary.alignment.offsets_ns[one.rank] for one in partitions]
+    begin, end = _common_span(partitions, offsets)
     edges = begin + np.linspace(0, end - begin, NUM_BINS + 1).astype(np.int64)
     grid = []
-    for one, offset in zip(summary.partitions, offsets, strict=True):
+    for one, offset in zip(partitions, offsets, strict=True):
         share = _shares(one, edges + offset)
         grid.append(np.where(share.sum(axis=0) > 0, share.argmax(axis=0), -1))
     times = ((edges[1:] + edges[:-1]) / 2 - begin) / 1e9
@@ -100,7 +150,14 @@ def _shares(one: Partition, edges: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def trace_picture(summary: Summary) -> Picture:
-    """All ranks over time, and beside them how long each did what in sum, under the first findings."""
+    """All ranks over time, and beside them how long each did what in sum, under the first findings.
+
+    Of many ranks, how late each is in each step, and the worst over time.
+    """
+    lines = [one.text for one in summary.findings[:_NUM_FINDINGS]] or [NOTHING]
+    title = "\n".join(map(sentence, lines))
+    if len(summary.partitions) > MANY_RANKS:
+        return Picture([[chart] for chart in _over_time(summary) if isinstance(chart, Chart)], title)
     lanes, parts = _ranks(summary), [one.seconds for one in summary.partitions]
     names, starts, bars = _rank_names(summary), np.zeros(len(parts)), []
     for part, color in PARTS_COLORS.items():
@@ -108,8 +165,7 @@ def trace_picture(summary: Summary) -> Picture:
         bars.append(Bars(names, seconds, [color] * len(parts), starts.copy()))
         starts += seconds
     sums = Chart("In sum", bars, ChartAxis(unit="s"), height=lanes.height)
-    lines = [one.text for one in summary.findings[:_NUM_FINDINGS]] or [NOTHING]
-    return Picture([[lanes, sums]], "\n".join(map(sentence, lines)), (3.5, 1.0))
+    return Picture([[lanes, sums]], title, (3.5, 1.0))
 
 
 def _memory(summary: Summary) -> list[Section]:

@@ -19,6 +19,8 @@ from meshwise.trace.summary import Summary
 
 NOTHING = "no rank, link or cause stands out"
 _NUM_HOLDERS = 8
+MANY_RANKS = 32
+"""From more ranks on, those that stand out are shown and not all."""
 Printed = str | Table
 
 
@@ -53,7 +55,10 @@ def summary_tables(summary: Summary, *, limit: int = 15, everything: bool = True
     """The tables of one job: who waits for whom, ranks, kernels, and of everything steps and collectives."""
     if summary.stragglers:
         yield _stragglers(summary, limit)
-    yield _ranks(summary, everything=everything)
+    if len(summary.ranks) <= MANY_RANKS:
+        yield _ranks(summary, everything=everything)
+    else:
+        yield _outliers(summary, limit)
     yield _kernels(summary, limit)
     if everything and len({step.number for step in summary.steps}) > 1:
         yield _steps(summary, limit)
@@ -79,6 +84,28 @@ def _stragglers(summary: Summary, limit: int) -> Table:
         **{"rank": "rank", "came last": "num_last", "waited": "waited_s", "others waited for it": "awaited_s"}
     }
     return records_table(title, shown, columns)
+
+
+def _outliers(summary: Summary, limit: int) -> Table:
+    """What of many ranks stands out, and the median rank."""
+    found = summary.outliers
+    columns: Fields = {
+        "": lambda one: f"{one.kind} {one.name}",
+        "ranks": lambda one: ranks_text(one.ranks) if len(one.ranks) > 1 else "",
+        **{"time for": "part", "takes": "seconds", "median rank": "usual_s"},
+        "more": lambda one: difference_text(one.excess_s),
+    }
+    shown = f"The {min(limit, len(found))} largest of {len(found)} differences" if found else "No differences"
+    return records_table(
+        f"{shown} among {len(summary.ranks)} ranks", found[:limit], columns, left=("", "ranks")
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`8-15`, or `3,11,19,...` where they do not follow one another."""
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks[:3])) + ",..." * (len(ranks) > 3)
 
 
 def _ranks(summary: Summary, *, everything: bool) -> Table:

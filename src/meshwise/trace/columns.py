@@ -185,6 +185,12 @@ class KeptTraces(Sequence[Trace]):
         self.kept = tuple(kept)
         self._load = lru_cache(maxsize=1)(lambda place: self.kept[place].load())
 
+    def file_beside(self, about: bytes, suffix: str) -> Path:
+        """Where what was made of all these traces is kept; its name is a digest of them and of `about`."""
+        names = "".join(f"{one.rank}:{one.file.name}," for one in self.kept)
+        digest = blake2b(about + names.encode(), digest_size=12).hexdigest()
+        return self.kept[0].file.with_name(digest + suffix)
+
     def __len__(self) -> int:
         return len(self.kept)
 
@@ -207,6 +213,13 @@ def ranks_of(traces: Sequence[Trace]) -> list[int]:
     """The rank of each trace; none is loaded for it."""
     kept = traces.kept if isinstance(traces, KeptTraces) else traces
     return [one.rank for one in kept]
+
+
+def chosen_of(traces: Sequence[Trace], places: Sequence[int]) -> Sequence[Trace]:
+    """The traces at some places."""
+    if isinstance(traces, KeptTraces):
+        return KeptTraces([traces.kept[place] for place in places])
+    return [traces[place] for place in places]
 
 
 def changed(traces: Sequence[Trace], changes: Mapping[int, Callable[[Trace], Trace]]) -> Sequence[Trace]:

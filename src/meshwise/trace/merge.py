@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import gzip
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.files import whole_file
-from meshwise.trace.align import Alignment
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.memory import timeline
 from meshwise.trace.nesting import launchers
+from meshwise.trace.summary import Summary
 
 _BATCH = 50_000
 _FIRST_GROUP_LANE = 100_000
@@ -48,46 +48,46 @@ class Merged:
 
 
 def write_merged(
-    traces: Sequence[Trace],
-    alignment: Alignment,
-    found: Sequence[Collective],
-    path: Path,
-    *,
-    max_slices: int | None = None,
-    beside: Sequence[dict[str, Any]] = (),
+    summary: Summary, path: Path, *, max_slices: int | None = None, beside: Sequence[dict[str, Any]] = ()
 ) -> Merged:
     """Write the timeline to `path` (gzip if it ends in .gz), whole or not at all.
 
     Args:
-        traces, alignment, found: As a summary holds them.
+        summary: Of the ranks that are shown.
         path: Where to.
         max_slices: Of all ranks, without the lanes of collectives; None for no bound.
         beside: Further events in the format of the file (a predicted timeline).
     """
-    num_cut = num_slices = num_arrows = 0
-    least_ns = _least_ns(traces, max_slices)
-    origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
-    parts: list[Iterable[dict[str, Any]]] = []
-    for trace in traces:
-        shift = origin + alignment.offsets_ns[trace.rank]
-        lane, names = _lanes(trace)
-        kept = np.flatnonzero(np.isin(trace.kind, _ALWAYS) | (trace.duration_ns >= least_ns))
-        num_slices += len(kept)
-        duration = np.full(len(trace), -1)
-        duration[kept], cut = nested(trace.start_ns[kept], trace.duration_ns[kept], lane[kept])
-        num_cut += cut
-        arrows = _arrows(trace, lane, shift, num_arrows, duration >= 0)
-        num_arrows += len(arrows) // 2
-        slices = _slices(trace, kept, lane, duration, shift)
-        parts += [_names(trace, names), slices, arrows, _counters(trace, shift)]
-    events = itertools.chain(*parts, _collective_lanes(found), beside)
+    done = Counter[str]()
+    events = itertools.chain(
+        _of_ranks(summary, _least_ns(summary.traces, max_slices), done),
+        _collective_lanes(summary.collectives),
+        beside,
+    )
     with whole_file(path) as file, _packed(file, path) as out:
         between = b'{"displayTimeUnit":"ms","traceEvents":[\n'
         while batch := list(itertools.islice(events, _BATCH)):
             out.write(between + b",\n".join(map(msgspec.json.encode, batch)))
             between = b",\n"
         out.write(b"\n]}\n")
-    return Merged(num_slices, num_cut, sum(map(len, traces)) - num_slices)
+    return Merged(done["slices"], done["cut"], done["left out"])
+
+
+def _of_ranks(summary: Summary, least_ns: int, done: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The events of every rank, one rank in memory at a time; what was `done` is counted."""
+    for trace in summary.traces:
+        shift = summary.origin_ns + summary.alignment.offsets_ns[trace.rank]
+        lane, names = _lanes(trace)
+        kept = np.flatnonzero(np.isin(trace.kind, _ALWAYS) | (trace.duration_ns >= least_ns))
+        duration = np.full(len(trace), -1)
+        duration[kept], cut = nested(trace.start_ns[kept], trace.duration_ns[kept], lane[kept])
+        arrows = _arrows(trace, lane, shift, done["arrows"], duration >= 0)
+        done.update({"slices": len(kept), "cut": cut, "left out": len(trace) - len(kept)})
+        done["arrows"] += len(arrows) // 2
+        yield from _names(trace, names)
+        yield from _slices(trace, kept, lane, duration, shift)
+        yield from arrows
+        yield from _counters(trace, shift)
 
 
 def _least_ns(traces: Sequence[Trace], max_slices: int | None) -> int:
@@ -231,7 +231,7 @@ def _collective_lanes(found: Sequence[Collective]) -> Iterator[dict[str, Any]]:
             for rank, wait in one.wait_s.items()
         }
         for rank, wait in one.wait_s.items():
-            if wait > 0 and one.wire_s > 0 and rank != one.last_rank:
+            if wait > 0 and one.wire_s > 0 and rank != one.last_rank and one.last_rank in place:
                 arrow = {"cat": "wait", "name": f"last of {one.name}", "id": f"{number}.{rank}"}
                 yield arrow | place[one.last_rank] | {"ph": "s", "ts": begun[one.last_rank]}
                 yield arrow | place[rank] | {"ph": "f", "bp": "e", "ts": begun[rank]}

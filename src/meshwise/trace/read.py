@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.each import Lost, each
+from meshwise.core.each import Lost, each, is_on_cluster
 from meshwise.core.errors import DataError
 from meshwise.trace.columns import KeptTrace, KeptTraces, columns_file, read_reasons, write_columns
 from meshwise.trace.decode import NOTHING, Args, Notes, decoded_pieces
@@ -69,7 +69,7 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[Sequence[Trace], list[File
     size_bytes = sum(
         path.stat().st_size * (10 if path.suffix == ".gz" else 1) for one in captures for path in one
     )
-    if size_bytes >= KEPT_BYTES and importlib.util.find_spec("polars"):
+    if (size_bytes >= KEPT_BYTES or is_on_cluster()) and importlib.util.find_spec("polars"):
         return kept_traces(captures)
     found = [read_trace(*files) for files in captures]
     ranks = [-1 if trace is None else trace.rank for trace, _ in found]

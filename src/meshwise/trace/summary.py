@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from meshwise.core.errors import DataError
+from meshwise.core.files import write_bytes
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
 from meshwise.trace.breakdown import Breakdown
 from meshwise.trace.collectives import Collective, RankWaiting, collectives, stragglers
-from meshwise.trace.columns import KeptTraces, changed, of_ranks
+from meshwise.trace.columns import KeptTraces, changed, chosen_of, of_ranks
 from meshwise.trace.events import FileProblem, Trace
 from meshwise.trace.findings import Finding, findings
 from meshwise.trace.kernels import KernelTotal, kernel_totals
 from meshwise.trace.match import Match, match
+from meshwise.trace.outliers import Outlier, outliers
 from meshwise.trace.partition import Partition, partition, parts
 from meshwise.trace.rank_facts import RankFacts, rank_facts
 from meshwise.trace.read import read_traces
@@ -43,7 +47,48 @@ class Summary(Shown):
     problems: list[FileProblem]
     steps: list[RankStep]
     """The marked steps of all ranks, by number."""
+    origin_ns: int = 0
+    """The beginning of the job on the common clock."""
+    hosts: dict[int, str] = field(default_factory=dict)
+    """Of each rank; empty text where its trace does not tell."""
     rows_in: ClassVar[str] = "ranks"
+
+    @property
+    def outliers(self) -> list[Outlier]:
+        """Ranks and groups of ranks that differ from the rest."""
+        return outliers(self.partitions, self.hosts, self.collectives)
+
+    def worst(self, num: int) -> list[int]:
+        """The ranks that findings name, then those that others waited for longest; in the order of ranks."""
+        few = [one.ranks for one in self.findings if len(one.ranks) < len(self.ranks)]
+        awaited = [row.rank for row in sorted(self.stragglers, key=lambda row: -row.awaited_s)]
+        others = [one.rank for one in self.ranks]
+        return sorted(list(dict.fromkeys(itertools.chain(*few, awaited, others)))[:num])
+
+    def of_ranks(self, ranks: Sequence[int]) -> Summary:
+        """The same of some ranks alone: their traces and their part of each collective."""
+        chosen = set(ranks)
+        if unknown := chosen - {one.rank for one in self.ranks}:
+            raise DataError(
+                f"there is no trace of rank {min(unknown)}; the ranks are those that summary lists"
+            )
+        places = [place for place, one in enumerate(self.ranks) if one.rank in chosen]
+
+        def within(values: dict[int, Any]) -> dict[int, Any]:
+            return {rank: value for rank, value in values.items() if rank in chosen}
+
+        calls = (
+            replace(c, enter_s=within(c.enter_s), wait_s=within(c.wait_s), events=within(c.events))
+            for c in self.collectives
+        )
+        return replace(
+            self,
+            traces=chosen_of(self.traces, places),
+            ranks=[self.ranks[place] for place in places],
+            partitions=[self.partitions[place] for place in places],
+            collectives=[one for one in calls if one.wait_s],
+            steps=[one for one in self.steps if one.breakdown.rank in chosen],
+        )
 
     def whole_partitions(self) -> Iterator[Partition]:
         """The partitions with their intervals, one after the other; of many ranks they are made again."""
@@ -82,6 +127,7 @@ class Summary(Shown):
             "collectives": [_collective_json(one) for one in self.collectives],
             "stragglers": msgspec.to_builtins(self.stragglers),
             "steps": msgspec.to_builtins(self.steps),
+            "outliers": msgspec.to_builtins(self.outliers),
             "problems": msgspec.to_builtins(self.problems),
         }
 
@@ -98,8 +144,51 @@ def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:
     `steps` is a range (`3-7`), one number, or `complete` (see `steps.with_steps`).
     """
     traces, problems = read_traces(paths)
+    if isinstance(traces, KeptTraces) and traces and not steps:
+        return summarize_kept(traces, problems)
     summary = summarize(with_steps(traces, steps) if steps and traces else traces)
     return replace(summary, problems=problems + summary.problems)
+
+
+class _KeptSummary(msgspec.Struct):
+    """A summary as it is kept beside the columns: without traces and intervals."""
+
+    ranks: list[Breakdown]
+    seconds: list[tuple[int, dict[str, float], float | None]]
+    kernels: list[KernelTotal]
+    alignment: Alignment
+    collectives: list[Collective]
+    stragglers: list[RankWaiting]
+    findings: list[Finding]
+    problems: list[FileProblem]
+    steps: list[RankStep]
+    origin_ns: int
+    hosts: dict[int, str]
+
+
+def summarize_kept(traces: KeptTraces, problems: list[FileProblem]) -> Summary:
+    """The summary of traces whose columns are kept. It is kept too, until a trace or meshwise changes."""
+    program = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    file = traces.file_beside(program, ".summary")
+    if file.exists():
+        kept = msgspec.msgpack.decode(file.read_bytes(), type=_KeptSummary)
+        found: dict[str, Any] = {name: getattr(kept, name) for name in _SAME}
+        found["partitions"] = [Partition(*of, {}, np.zeros(0, np.int64)) for of in kept.seconds]
+        drift = kept.alignment.drift
+        summary = Summary(traces=_undrifted(traces, drift) if drift else traces, **found)
+    else:
+        summary = summarize(traces)
+        seconds = [(one.rank, one.seconds, one.host_bound_s) for one in summary.partitions]
+        kept = _KeptSummary(seconds=seconds, **{name: getattr(summary, name) for name in _SAME})
+        write_bytes(file, msgspec.msgpack.encode(kept))
+    return replace(summary, problems=problems + summary.problems)
+
+
+_SAME = tuple(name for name in _KeptSummary.__struct_fields__ if name != "seconds")
+
+
+def _undrifted(traces: Sequence[Trace], drift: Mapping[int, float]) -> Sequence[Trace]:
+    return changed(traces, {rank: partial(undrifted, drift=of) for rank, of in drift.items()})
 
 
 def summarize(traces: Sequence[Trace]) -> Summary:
@@ -111,8 +200,7 @@ def summarize(traces: Sequence[Trace]) -> Summary:
     one_host = len(hosts) == 1 and "" not in hosts
     matches, alignment = _aligned(facts, one_host)
     if drift := alignment.drift:
-        changes = {rank: partial(undrifted, drift=of) for rank, of in drift.items()}
-        traces = changed(traces, changes)
+        traces = _undrifted(traces, drift)
         marked, facts = _facts(traces)
         matches, alignment = _aligned(facts, one_host)
         alignment = replace(alignment, drift=drift)
@@ -141,6 +229,8 @@ def summarize(traces: Sequence[Trace]) -> Summary:
             (step for one in facts for step in one.steps),
             key=lambda step: (step.number, step.breakdown.rank),
         ),
+        origin_ns=origin,
+        hosts={one.rank: one.host for one in facts},
     )
 
 
