@@ -154,7 +154,7 @@ PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and
 }  # fmt: skip
 ELSEWHERE = {
     "moe": {"num_shared_experts"},
-    "recurrence": {"num_groups", "gate_rank", "wide_gate"},
+    "recurrence": {"num_groups", "gate_rank", "wide_gate", "wide_decay"},
     "mla": set(),
     "diffusion": {"side_stride", "frame_stride", "text_tokens"},
 }
@@ -216,6 +216,7 @@ def test_narrow_gates_change_the_ops() -> None:
     narrow = replace(model, recurrence=replace(delta, gate_rank=128))
     assert price(narrow) != price(model)
     assert price(replace(model, recurrence=replace(delta, gate_rank=128, wide_gate=True))) != price(narrow)
+    assert price(replace(model, recurrence=replace(delta, wide_decay=True))) != price(model)
 
 
 def test_hyper_connections_change_the_ops() -> None:

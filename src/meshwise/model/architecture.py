@@ -294,13 +294,15 @@ class Recurrence:
     """What stands in place of attention in some blocks: a state of fixed size that each token updates.
 
     `kind`: `delta` (Gated DeltaNet, arXiv 2412.06464), `ssd` (Mamba 2, arXiv 2405.21060), `scan` (Mamba,
-    arXiv 2312.00752), or `conv` (a short convolution between two gates, without a state: LFM2). `num_heads`
+    arXiv 2312.00752), `linear` (lightning attention, arXiv 2405.17381; mLSTM, arXiv 2405.04517), `wkv`
+    (RWKV-7, arXiv 2503.14456), `lru` (Griffin, arXiv 2402.19427), or `conv` (a short convolution between two
+    gates, without a state: LFM2); further layers of these are `Side`s. `num_heads`
     heads of width `head_dim`, and in `num_groups` groups their keys and queries of width `state_dim`. A
-    causal convolution over `taps` tokens comes first. `norm`: a gated norm comes last. `dt_rank`: rank of
-    the time step of a `scan`, `inner_norms` whether it and the keys and queries are normalised (Jamba).
+    causal convolution over `taps` tokens comes first (0: none). `norm`: a gated norm comes last. `dt_rank`:
+    rank of the time step of a `scan`; `inner_norms`: it and the keys and queries are normalised (Jamba).
     `gate_rank`: the gates of a `delta`, then one for each channel, come through a layer of that width (Kimi
     Delta Attention, arXiv 2510.26692; 0: they come straight from the input; `wide_gate`: that of the output
-    does all the same, Kimi K3).
+    does all the same, Kimi K3). `wide_decay`: they come straight and are one for each channel (Ling 3).
     """
 
     kind: str
@@ -316,6 +318,7 @@ class Recurrence:
     inner_norms: bool = False
     gate_rank: int = 0
     wide_gate: bool = False
+    wide_decay: bool = False
 
     @property
     def inner(self) -> int:
@@ -328,12 +331,15 @@ class Recurrence:
         keys, heads = (self.num_groups * self.state_dim, self.num_groups), (self.num_heads, 0)
         inner = (self.inner, 0)
         gates = {"z": inner} if not self.gate_rank or self.wide_gate else {}
-        gates |= {} if self.gate_rank else {"a": heads}
+        gates |= {} if self.gate_rank else {"a": inner if self.wide_decay else heads}
         return {
             "delta": {"q": keys, "k": keys, "v": inner, "b": heads, **gates},
             "ssd": {"z": inner, "x": inner, "b": keys, "c": keys, "dt": heads},
             "scan": {"x": inner, "z": inner},
             "conv": {"b": inner, "c": inner, "x": inner},
+            "linear": {"q": keys, "k": keys, "v": inner, "z": inner},
+            "wkv": {"q": keys, "k": keys, "v": inner},
+            "lru": {"x": inner, "z": inner},
         }[self.kind]
 
     @property
@@ -626,7 +632,7 @@ def _one_of(value: str, known: tuple[str, ...], what: str) -> None:
         raise ModelError(f"{what} is {value!r}; known are {', '.join(known)}")
 
 
-_MAY_BE_ZERO = ("vocab", "q_lora_rank")
+_MAY_BE_ZERO = ("vocab", "q_lora_rank", "taps")
 """Counts that may be zero although they have no default; all others may if that is their default."""
 
 
@@ -692,7 +698,11 @@ def checked_model(model: Model, where: str) -> Model:
         raise ModelError(f"{where}: dropout is {model.dropout_frac}; it must be at least 0 and below 1")
     _check_features(model, where)
     if model.recurrence is not None:
-        _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
+        _one_of(
+            model.recurrence.kind,
+            ("delta", "ssd", "scan", "conv", "linear", "wkv", "lru"),
+            f"{where}: recurrence",
+        )
     if model.moe is not None:
         _check_moe(model, model.moe, where)
     if bool(model.vocab) + (model.patches is not None) + (model.frames is not None) != 1:

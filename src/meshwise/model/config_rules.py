@@ -37,7 +37,7 @@ from meshwise.model.config_fields import POOLED, Config, Fields, LayerSizes
 _ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish", "swiglu", "swigluoai", "situ"), "silu"),
     **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh"), "gelu"),
-    **{"quick_gelu": "gelu", "xielu": "gelu", "relu": "relu", "relu2": "relu2"},
+    **{"quick_gelu": "gelu", "xielu": "gelu", "relu": "relu", "relu2": "relu2", "sqrelu": "relu2"},
 }
 _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "relu2": "reglu"}
 
@@ -250,7 +250,7 @@ def _experts(c: Config) -> Fields:
         ffn_hidden=width,
         num_shared_experts=num_shared,
         shared_ffn_hidden=num_shared * shared_width,
-        balance_bias=c.topk_method == "noaux_tc",
+        balance_bias=c.topk_method == "noaux_tc" or c.moe_router_enable_expert_bias,
         expert_groups=(c.n_group or 0) * is_limited,
         top_groups=(c.topk_group or 0) * is_limited,
         latent=c.moe_latent_size or 0,
@@ -261,7 +261,7 @@ def _experts(c: Config) -> Fields:
 
 
 _MIXERS = {
-    **dict.fromkeys(("linear_attention", "mamba", "conv", "M"), "recurrence"),
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "recurrent", "M"), "recurrence"),
     **dict.fromkeys(("full_attention", "attention", "*"), "attention"),
     **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
 }
@@ -285,7 +285,9 @@ def _hybrid(c: Config) -> Fields:
 
 def _recurrence(c: Config) -> Recurrence:
     heads, dim = c.state_heads, c.state_head_dim
-    if c.recurrence in ("scan", "conv"):  # no heads: every channel has a state of its own
+    if (
+        c.recurrence in ("scan", "conv") and c.recurrence != "lru"
+    ):  # no heads: every channel has a state of its own
         heads, dim = c.state_expand * c.hidden_size, 1
     inner = c.state_expand * c.hidden_size if c.state_inner is None else c.state_inner
     rank = -(-c.hidden_size // 16) if isinstance(c.time_step_rank, str) else c.time_step_rank
@@ -298,12 +300,82 @@ def _recurrence(c: Config) -> Recurrence:
         taps=c.conv_kernel,
         conv_bias=c.conv_bias,
         bias=c.state_bias,
-        norm=c.state_norm and c.recurrence in ("delta", "ssd"),
+        norm=c.state_norm and c.recurrence in ("delta", "ssd", "linear", "wkv"),
         gate_rank=c.gate_rank,
         wide_gate=c.wide_gate,
+        wide_decay=c.wide_decay,
         dt_rank=rank if c.recurrence == "scan" else 0,
         inner_norms=c.inner_norms,
     )
+
+
+def _lightning(c: Config) -> Fields:
+    """Linear attention with the heads of attention between layers of attention (MiniMax-01)."""
+    kinds, dim = c.layer_types, c.head_dim or c.hidden_size // c.num_attention_heads
+    if kinds is None and c.attn_type_list is not None:
+        kinds = ["full_attention" if one else "linear_attention" for one in c.attn_type_list]
+    heads = c.num_attention_heads
+    own = {"state_heads": heads, "state_groups": heads, "state_head_dim": dim, "state_size": dim}
+    return _hybrid(structs.replace(c, layer_types=kinds, full_attention_every=2, **own))
+
+
+def _griffin(c: Config) -> Fields:
+    """RecurrentGemma: a cycle of recurrent blocks and blocks of attention with a window; a halved MLP."""
+    number, heads = c.num_hidden_layers, c.num_attention_heads
+    kinds = [c.block_types[i % len(c.block_types)] for i in range(number)]
+    width = c.lru_width or c.hidden_size
+    own = structs.replace(
+        c, layer_types=kinds, state_heads=heads, state_head_dim=width // heads, state_size=1, state_bias=True
+    )
+    near = tuple((c.sliding_window or 0) * (kind == "attention") for kind in kinds)
+    fields = _hybrid(own)
+    return fields | {"each": fields["each"] | {"window": near}, "ffn_hidden": (c.intermediate_size or 0) // 2}
+
+
+def _xlstm(c: Config) -> Fields:
+    """xLSTM 7B: only mLSTM blocks, with an MLP each; widths are rounded up to whole multiples."""
+    heads, unit = c.num_attention_heads, c.ffn_round_up_to_multiple_of
+    check_count(unit, "ffn_round_up_to_multiple_of")
+    width = -(-int(c.hidden_size * c.ffn_proj_factor) // unit) * unit
+    own = structs.replace(
+        c, state_heads=heads, state_groups=heads, state_size=int(c.hidden_size * c.qk_dim_factor) // heads,
+        state_head_dim=int(c.hidden_size * c.v_dim_factor) // heads, conv_kernel=0,
+    )  # fmt: skip
+    mixers = ("recurrence",) * c.num_hidden_layers
+    return {"each": {"mixer": mixers}, "recurrence": _recurrence(own), "ffn_hidden": width, "head_dim": 1}
+
+
+def _rwkv7(c: Config) -> Fields:
+    """Only RWKV blocks; all but the first mix their values with those of the first."""
+    number, dim = c.num_hidden_layers, c.head_dim or 64
+    heads = c.hidden_size // dim
+    own = structs.replace(
+        c, state_heads=heads, state_groups=heads, state_size=dim, state_head_dim=dim, conv_kernel=0
+    )
+    kinds = (("first",), *((("later",),) * (number - 1)))
+    each = {"mixer": ("recurrence",) * number, "kind": kinds}
+    width = c.intermediate_size or int(c.hidden_size * c.hidden_ratio)
+    heads_of = dict.fromkeys(("num_heads", "num_kv_heads"), heads)
+    return heads_of | {"each": each, "recurrence": _recurrence(own), "ffn_hidden": width, "head_dim": dim}
+
+
+def _bailing_hybrid(c: Config) -> Fields:
+    """Ling 3: Kimi Delta Attention whose gates come straight from the input, and latent attention between."""
+    kinds, heads, dim = c.layer_types, c.num_attention_heads, c.state_head_dim or c.head_dim or 128
+    if kinds is None:
+        check_count(c.layer_group_size, "layer_group_size")
+        ends = ((i + 1) % c.layer_group_size == 0 for i in range(c.num_hidden_layers))
+        kinds = ["full_attention" if end else "linear_attention" for end in ends]
+    own = {"state_heads": heads, "state_groups": heads, "state_head_dim": dim, "state_size": dim}
+    return _hybrid(structs.replace(c, layer_types=kinds, **own))
+
+
+def _heads_by_layer(c: Config) -> Fields:
+    """Layers with numbers of heads of their own (Laguna)."""
+    heads = c.num_attention_heads_per_layer
+    if heads is None or {*heads} == {c.num_attention_heads}:
+        return {}
+    return {"each": {"num_heads": tuple(_named(c, "num_attention_heads_per_layer", heads))}}
 
 
 def _only_recurrence(c: Config) -> Fields:
@@ -703,10 +775,14 @@ def _frames(c: Config) -> Fields:
 
 
 _ALL: tuple[Callable[[Config], Fields], ...] = (
-    _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision, _searched,
-    _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid, _softcaps, _mla,
-    _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text, _gpt_bigcode, _opt, _falcon,
-    _mpt, _patches, _frames,
+    _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision,
+    _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
+    _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
+    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _frames, _window, _experts, _compressed, _minimax_m3,
+    _near_heads, _mimo_v2, _wide_heads, _step_vision, _searched, _longcat, _hybrid, _lightning, _griffin,
+    _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2,
+    _granite_hybrid, _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n,
+    _siglip_text, _gpt_bigcode, _opt, _falcon, _mpt, _patches,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -58,6 +58,11 @@ _OTHER_NAMES = {
     "kimi_k2": "deepseek_v3",
     "deepseek_ref": "deepseek_v4",
     "mimo_v2": "mimo_v2_flash",
+    "bailing_moe_v2": "bailing_moe",
+    "bailingmoev2": "bailing_moe",
+    "ministral": "mistral",
+    "minimax_m1": "minimax",
+    "minimax_text_01": "minimax",
     "decilm": "nemotron-nas",
     "deci": "nemotron-nas",
 }

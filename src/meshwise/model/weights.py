@@ -345,7 +345,8 @@ def _recurrence(model: Model) -> Iterator[Weight]:
     for name in own.narrow_gates:
         yield from _linear(module, f"{name}_down", hidden, own.gate_rank, op="gate_down", gradient="part")
         yield from _linear(module, f"{name}_up", own.gate_rank, inner, cut=COLUMNS)
-    yield _learned(module, "conv", own.taps * own.convolved, cut=COLUMNS)
+    if own.taps:
+        yield _learned(module, "conv", own.taps * own.convolved, cut=COLUMNS)
     if own.conv_bias:
         yield _learned(module, "conv_bias", own.convolved, op="conv", cut=COLUMNS)
     if own.kind == "scan":
@@ -356,13 +357,17 @@ def _recurrence(model: Model) -> Iterator[Weight]:
         yield from _linear(module, "dt_proj", own.dt_rank, inner, bias=True, cut=COLUMNS)
         yield _learned(module, "a", inner * own.state_dim, op="scan", cut=COLUMNS)
         yield _learned(module, "d", inner, op="scan", cut=COLUMNS)
-    elif own.kind != "conv":
+    elif own.kind == "lru":  # each head has gates of its own
+        for name in ("input_gate", "decay_gate"):
+            yield from _linear(module, name, own.head_dim, inner, bias=True, cut=COLUMNS)
+        yield _learned(module, "decay", inner, op="scan", cut=COLUMNS)
+    elif own.kind in ("delta", "ssd"):
         for name in ("dt_bias", "a", "d") if own.kind == "ssd" else ("dt_bias", "a"):
-            is_per_channel = own.gate_rank and name == "dt_bias"
+            is_per_channel = (own.gate_rank or own.wide_decay) and name == "dt_bias"
             width = inner if is_per_channel else own.num_heads
             yield _learned(module, name, width, op="chunk", cut=COLUMNS)
-    if own.norm and own.kind == "ssd":
-        yield _learned(module, "gate_norm", inner, cut=COLUMNS)
+    if own.norm and own.kind in ("ssd", "linear", "wkv"):
+        yield _learned(module, "gate_norm", inner * (2 if own.kind == "wkv" else 1), cut=COLUMNS)
     elif own.norm:
         yield _learned(module, "gate_norm", own.head_dim, gradient="part")
     yield from _linear(module, "out", inner, hidden, op="out_proj", bias=own.bias, cut=ROWS)

@@ -24,12 +24,12 @@ from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul_flop
 from meshwise.model.architecture import Model, Recurrence
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, changed, collective, elementwise
+from meshwise.program.op import Op, Stated, changed, collective, elementwise, linears
 from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import column_linear, leave, norm, plain_linear, row_linear
 
 MODULE = "recurrence"
-CHUNK = {"delta": 64.0, "ssd": 256.0}
+CHUNK = {"delta": 64.0, "wkv": 64.0, "linear": 64.0, "ssd": 256.0}
 """Tokens of a chunk: of flash-linear-attention, and of mamba_ssm."""
 SCAN_FLOP = 9.0
 
@@ -58,8 +58,10 @@ def behind_norm(model: Model, cut: Cut, normed: Tensor, x: Tensor) -> Stated:
     inner = own.inner / cut.tp
     channels = inner + 2.0 * keys * (own.convolved > own.inner)
     projected = made(MODULE, "projected", (cut.tokens, channels), prec.act_dtype)
-    yield from elementwise(MODULE, "conv", "conv", projected, prec)
-    if own.kind == "scan":
+    if own.taps:
+        yield from elementwise(MODULE, "conv", "conv", projected, prec)
+    if own.kind in ("scan", "lru"):
+        yield from (_time_steps if own.kind == "scan" else _lru_gates)(own, cut, inner)
         yield from _scan(own, cut, inner)
     elif own.kind != "conv":
         yield from _chunks(own, cut, keys)
@@ -75,7 +77,7 @@ def behind_norm(model: Model, cut: Cut, normed: Tensor, x: Tensor) -> Stated:
 def state_bytes(own: Recurrence, cut: Cut) -> Num:
     """What a block keeps of a sequence on a rank: its state in fp32, the last inputs of the convolution."""
     state = 4.0 * own.inner * own.state_dim
-    return (state + cut.precision.act_bytes * (own.taps - 1) * own.convolved) / cut.tp
+    return (state + cut.precision.act_bytes * max(own.taps - 1, 0) * own.convolved) / cut.tp
 
 
 def _local(size: float, units: int, cut: Cut) -> Num:
@@ -90,7 +92,7 @@ def _exchange(name: str, cut: Cut, width: Num) -> Iterator[Op]:
 
 def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
     """The two matmuls of each chunk and head: among its tokens, and with the state before it."""
-    delta, act_bytes = own.kind == "delta", cut.precision.act_bytes
+    delta, act_bytes = own.kind in ("delta", "wkv"), cut.precision.act_bytes
     length = np.minimum(CHUNK[own.kind], cut.seq)
     heads, inner, state, dim = own.num_heads / cut.tp, own.inner / cut.tp, own.state_dim, own.head_dim
     chunks = cut.tokens / length * heads
@@ -124,7 +126,17 @@ def _gates(own: Recurrence, cut: Cut, hidden: float) -> Iterator[Op]:
         yield from plain_linear(MODULE, f"{name}_up", x, {f"{name}_up": own.inner / cut.tp}, cut)
 
 
-def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
+def _lru_gates(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
+    """Two gates of each head, from its own channels."""
+    prec, dim = cut.precision, float(own.head_dim)
+    shape = inner / dim, cut.tokens, dim
+    for name in ("input_gate", "decay_gate"):
+        x, y = (made(MODULE, f"{name}_{end}", shape, prec.act_dtype) for end in ("input", "output"))
+        yield from linears(MODULE, name, x, (y,), prec, bias=True, grouped=True, frozen=cut.lora_rank > 0)
+
+
+def _time_steps(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
+    """Time steps, keys and queries of Mamba, of all channels."""
     prec, rows, steps = cut.precision, cut.tokens, float(own.dt_rank + 2 * own.state_dim)
     x = made(MODULE, "convolved", (rows, inner), prec.act_dtype)
     (y,) = yield from plain_linear(MODULE, "x_proj", x, {"x_proj": steps}, cut)
@@ -135,6 +147,10 @@ def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
         yield from elementwise(MODULE, "x_norm", "rmsnorm", y, prec)
     ranks = made(MODULE, "steps", (rows, float(own.dt_rank)), prec.act_dtype)
     yield from plain_linear(MODULE, "dt_proj", ranks, {"dt_proj": inner}, cut, bias=True)
+
+
+def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
+    prec, rows = cut.precision, cut.tokens
     moved = prec.act_bytes * rows * (2.0 * inner + 2.0 * own.state_dim)
     cost = Cost(SCAN_FLOP * rows * inner * own.state_dim, moved, prec.act_bytes * rows * inner)
     kept = Tensor(f"{MODULE}.scan_input", (moved,), "uint8")
