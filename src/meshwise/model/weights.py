@@ -39,7 +39,8 @@ class Weight:
     """One weight of a part of a model.
 
     `module` and `op` name the op that brings it; `name` is the layer it belongs to. `shape` is [d_in, d_out]
-    of a matrix, [width] of a vector, the number of experts in front where each has its own (`is_expert`).
+    of a matrix, [width] of a vector, the number of experts in front where each has its own (`is_expert`), and
+    that of groups of heads where each has a matrix of its own.
 
     `cut` is the dim that tensor parallelism cuts: the last (`columns`), that before it (`rows`), or none. At
     most `units` ranks have different parts (0: any number): with fewer key-value heads than ranks, several
@@ -66,7 +67,7 @@ class Weight:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", math.prod(self.shape))
-        object.__setattr__(self, "is_matrix", len(self.shape) == (3 if self.is_expert else 2))
+        object.__setattr__(self, "is_matrix", len(self.shape) > (2 if self.is_expert else 1))
 
 
 Weights = tuple[Weight, ...]
@@ -126,7 +127,7 @@ def with_adapters(weights: Weights, rank: int, targets: tuple[str, ...] = ()) ->
 
 def has_adapters(weight: Weight) -> bool:
     """Whether LoRA puts adapters beside `weight`."""
-    return weight.is_matrix and not weight.is_expert and weight.op != "router"
+    return len(weight.shape) == 2 and not weight.is_expert and weight.op != "router"
 
 
 def _adapters(weight: Weight, rank: int) -> Iterator[Weight]:
@@ -210,9 +211,9 @@ def _attention(model: Model) -> Iterator[Weight]:
         yield _learned(module, "sinks", model.num_heads, op="core", cut=COLUMNS)
     width = model.num_heads * model.value_dim
     if model.low_rank:
-        inner = model.low_rank.groups * model.low_rank.out
-        yield from _linear(module, "o_down", width // model.low_rank.groups, inner, cut=COLUMNS)
-        width = inner
+        groups, rank = model.low_rank.groups, model.low_rank.out
+        yield _learned(module, "o_down", groups, width // groups, rank, cut=COLUMNS)
+        width = groups * rank
     if model.attention_gate and model.mla:
         yield from _linear(module, "gate", hidden, model.num_heads * model.gate_dim, cut=COLUMNS)
     yield from _linear(module, "o", width, hidden, op="out_proj", bias=model.out_bias, cut=ROWS)
@@ -359,7 +360,8 @@ def _recurrence(model: Model) -> Iterator[Weight]:
         yield _learned(module, "d", inner, op="scan", cut=COLUMNS)
     elif own.kind == "lru":  # each head has gates of its own
         for name in ("input_gate", "decay_gate"):
-            yield from _linear(module, name, own.head_dim, inner, bias=True, cut=COLUMNS)
+            yield _learned(module, name, own.num_heads, own.head_dim, own.head_dim, cut=COLUMNS)
+            yield _learned(module, f"{name}_bias", inner, op=name, cut=COLUMNS)
         yield _learned(module, "decay", inner, op="scan", cut=COLUMNS)
     elif own.kind in ("delta", "ssd"):
         for name in ("dt_bias", "a", "d") if own.kind == "ssd" else ("dt_bias", "a"):
