@@ -15,9 +15,9 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import cache
-from io import TextIOWrapper
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ import typer
 import typer.core
 
 from meshwise.cli.command import as_command
+from meshwise.cli.complete import join_words_of_bash
 from meshwise.cli.defaults import read_defaults
 from meshwise.cli.examples import epilog
 from meshwise.core.errors import MeshwiseError
@@ -171,8 +172,19 @@ def _spell(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("spell", _spell)
 
 
+def _complete_for_bash() -> None:
+    done, completed = join_words_of_bash(), StringIO()
+    try:
+        with redirect_stdout(completed):
+            app()
+    finally:
+        print("\n".join(line[done:] for line in completed.getvalue().splitlines()))
+
+
 def main() -> None:
     """Run the command line; a problem the user can act on is one sentence and an exit code."""
+    if os.environ.get("_MESHWISE_COMPLETE") == "complete_bash":
+        _complete_for_bash()
     try:
         if sys.stdout is None:
             raise MeshwiseError("stdout is closed; leave it open, or send it to /dev/null")

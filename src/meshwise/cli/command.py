@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwise.cli.complete import clusters, machines, models
+from meshwise.cli.complete import clusters, frameworks, machines, methods, models, plans
 from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
 SPELLED = {
@@ -27,11 +27,15 @@ SPELLED = {
 """Options that are spelled otherwise than their parameter."""
 
 COMPLETED = {
+    **dict.fromkeys(("plan", "beside", "prefill_plan", "rollout_plan", "train_plan"), plans),
+    "card": machines,
     "chip": machines,
     "cluster": clusters,
     "draft_model": models,
     "model": models,
+    "methods": methods,
     "prefill_cluster": clusters,
+    "to": frameworks,
 }
 """What a shell completes beside verbs and options."""
 

@@ -1,22 +1,74 @@
-"""What a shell completes beside verbs and options: names of the catalog."""
+"""What a shell completes beside verbs and options: names of the catalog, frameworks, keys of a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
 
 
 def models(incomplete: str) -> list[str]:
     """Presets that begin so."""
     from meshwise.model.find import model_names
 
-    return [name for name in model_names() if name.startswith(incomplete)]
+    return _beginning(model_names(), incomplete)
 
 
 def clusters(incomplete: str) -> list[str]:
     """Presets that begin so, and chips, behind which their number comes."""
     from meshwise.machine.hardware import chips, cluster_names
 
-    return [
-        name for name in (*cluster_names(), *(f"{chip}:" for chip in chips())) if name.startswith(incomplete)
-    ]
+    return _beginning([*cluster_names(), *(f"{chip}:" for chip in chips())], incomplete)
 
 
 def machines(incomplete: str) -> list[str]:
     """Clusters, or a chip alone."""
     return [name.removesuffix(":") for name in clusters(incomplete)]
+
+
+def frameworks(incomplete: str) -> list[str]:
+    """Frameworks that settings are written for."""
+    from meshwise.api import RL_FRAMEWORKS
+    from meshwise.launch.settings import FRAMEWORKS
+
+    return _beginning([*FRAMEWORKS, *RL_FRAMEWORKS], incomplete)
+
+
+def methods(incomplete: str) -> list[str]:
+    """Methods of fine-tuning."""
+    from meshwise.search.fit_card import METHODS
+
+    return _beginning(METHODS, incomplete)
+
+
+def plans(incomplete: str) -> list[str]:
+    """The plan so far with the next key, or with a value of the last one where its values have names."""
+    from meshwise.plan.plan import KEYS
+
+    start, _, last = incomplete.rpartition(",")
+    start += "," if start else ""
+    key, equals, value = last.partition("=")
+    if not equals:
+        return _beginning([f"{start}{name}=" for name in KEYS], incomplete)
+    before, _, value = value.rpartition("|")
+    before += "|" if before else ""
+    names = KEYS[key].names if key in KEYS else ()
+    return _beginning([f"{start}{key}={before}{name}" for name in names], incomplete)
+
+
+def join_words_of_bash() -> int:
+    """bash breaks words at `=` and `:`; make `--plan tp=8,pp` one word again before typer reads them.
+
+    How many characters of a completion bash has already, in the words before its last.
+    """
+    words, last = os.environ["COMP_WORDS"].split(), int(os.environ["COMP_CWORD"])
+    words += [""] * (last + 1 - len(words))
+    first = last
+    while first > 1 and (words[first] in ("=", ":") or words[first - 1] in ("=", ":")):
+        first -= 1
+    joined = [*words[:first], "".join(words[first : last + 1])]
+    os.environ |= {"COMP_WORDS": " ".join(joined), "COMP_CWORD": str(first)}
+    return len("".join(words[first : last + (words[last] in ("=", ":"))]))
+
+
+def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

@@ -56,7 +56,7 @@ def estimate(
         raise PlanError(f"--convention {convention} must be one of {known}")
     budget = api.budget(**of_run)
     found = api.estimate(ideal=convention == "ideal", **asked)
-    run, usd = budget.run(found), budget.usd_per_million_tokens(found)
+    run = budget.run(found)
     if csv is not None:
         (found.layer() if per_layer else found.ledger).to_csv(csv)
     write_html(found, html)
@@ -71,12 +71,11 @@ def estimate(
     from meshwise.report.estimate_table import layer_totals, print_estimate
 
     if not json:
-        print_estimate(found, console(), run=run, usd_per_million_tokens=usd, per_layer=per_layer)
+        print_estimate(found, console(), run=run, per_layer=per_layer)
         for sentence in job.unread if job is not None else ():
             console().print(f"not in the plan: {sentence}", markup=False)
         return
     document = found.to_json(ledger=not per_layer) | ({"run": run} if run else {})
-    document |= {} if usd is None else {"usd_per_million_tokens": usd}
     if per_layer:
         layer = found.layer()
         document |= {"ledger": layer.to_json(), "layer": layer_totals(layer)}

@@ -18,7 +18,7 @@ RUN_FILES = ("published_runs_2.csv", "lora_runs.csv", "measured_iterations_a100.
 
 def fit(
     *,
-    data: Path = Path("../shared/data"),
+    data: Path,
     only: Literal["ops", "steps", "serving", "all"] = "all",
     write: bool = True,
     json: bool = False,
@@ -26,7 +26,7 @@ def fit(
     """Fit every constant again: of kernels, of steps, of servers.
 
     Args:
-        data: Folder of the measurements.
+        data: Folder of the measurements (docs/data.md names its files).
         only: Kernels and collectives, whole steps, serving engines, or (all) the first two.
         write: Write the catalog; --no-write only reports.
     """

@@ -148,7 +148,7 @@ def report(found: Summary, *, output: Path = Path("report.html"), cluster: str |
     return {"file": str(output), "num_ranks": len(found.traces)}, [f"{output}: {len(found.traces)} ranks"]
 
 
-def sections(found: Summary, *, limit: int = 40) -> Found:
+def sections(found: Summary, *, limit: int = 15) -> Found:
     """Show the named sections of all ranks.
 
     Time, compute, communication and waiting inside; spread and straggler.
@@ -163,7 +163,7 @@ def sections(found: Summary, *, limit: int = 40) -> Found:
     return document, [joint_table(joint, "Sections of all ranks", limit=limit)]
 
 
-def path(found: Summary, *, limit: int = 12) -> Found:
+def path(found: Summary, *, limit: int = 15) -> Found:
     """Show the critical path through all ranks.
 
     Also how much shorter the job would be if one thing were faster.
@@ -177,7 +177,7 @@ def path(found: Summary, *, limit: int = 12) -> Found:
     return asdict(critical), path_tables(critical, limit=limit)
 
 
-def memory(found: Summary, *, limit: int = 12) -> Found:
+def memory(found: Summary, *, limit: int = 15) -> Found:
     """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
     from meshwise.report.trace_table import memory_tables
     from meshwise.trace.memory import memory_peaks
@@ -187,7 +187,7 @@ def memory(found: Summary, *, limit: int = 12) -> Found:
     return {"peaks": list(map(asdict, peaks))}, memory_tables(peaks, limit=limit)
 
 
-def rates(found: Summary, *, cluster: str | None = None, limit: int = 20) -> Found:
+def rates(found: Summary, *, cluster: str | None = None, limit: int = 15) -> Found:
     """Show the rates of operators by shape, against the chip's.
 
     FLOP and bytes a second of operators of known work; the roof is that of --cluster's chip.
@@ -203,7 +203,7 @@ def rates(found: Summary, *, cluster: str | None = None, limit: int = 20) -> Fou
     return {"operators": document}, rate_tables(rows, limit=limit)
 
 
-def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 20) -> Found:
+def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 15) -> Found:
     """Show the bandwidth of collectives by group and size.
 
     Algorithm and bus bandwidth, against the links of --cluster.
@@ -217,7 +217,7 @@ def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 20) ->
 
 
 def table(
-    found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", rank: int | None = None, limit: int = 25
+    found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", rank: int | None = None, limit: int = 15
 ) -> Found:
     """Show the profiler's table of each rank, and of all. It has fourteen columns.
 
@@ -244,7 +244,7 @@ def table(
     return {"ranks": document, "joint": list(map(asdict, joint))}, tables
 
 
-def diff(paths: list[Path], *, json: bool = False, limit: int = 30) -> None:
+def diff(paths: list[Path], *, json: bool = False, limit: int = 15) -> None:
     """Show what changed between two jobs or two traces. Kernels and rank times.
 
     Args:

@@ -60,22 +60,25 @@ class TokenBudget:
         watts = self.watts or (estimate.power_watts or {}).get("node")
         return watts and watts * (self.pue or 1.0)
 
-    def usd_per_million_tokens(self, estimate: Estimate) -> float | None:
-        """Dollars of a million tokens; None without a price."""
-        if self.price is None:
-            return None
-        return 1e6 / estimate.tokens_per_s * estimate.cluster.num_chips / 3600 * self.price
-
     def run(self, estimate: Estimate) -> dict[str, Any]:
-        """Seconds, days, GPU-hours, cost and joules of the run, and `with_failures`; empty without tokens."""
+        """Seconds, days, GPU-hours, cost and joules of the run, and `with_failures`; empty without tokens.
+
+        With a price, also the dollars of a million tokens, whatever the length of the run.
+        """
+        found: dict[str, Any] = {}
+        if self.price is not None:
+            gpu_hours = estimate.cluster.num_chips / estimate.tokens_per_s / 3600
+            found["usd_per_million_tokens"] = 1e6 * gpu_hours * self.price
         if self.tokens is None:
-            return {}
+            return found
         if not estimate.trains:
             kind = estimate.workload.kind
             raise WorkloadError(f"--tokens is the length of a training run; leave it out with --kind {kind}")
         seconds = self.tokens / estimate.tokens_per_s
-        return {"tokens": self.tokens, **self._taking(seconds, estimate)} | {
-            "with_failures": self._with_failures(seconds, estimate)
+        return found | {
+            "tokens": self.tokens,
+            **self._taking(seconds, estimate),
+            "with_failures": self._with_failures(seconds, estimate),
         }
 
     def _taking(self, seconds: float, estimate: Estimate) -> dict[str, float]:

@@ -23,11 +23,10 @@ def print_estimate(
     console: Console,
     *,
     run: Mapping[str, float] | None = None,
-    usd_per_million_tokens: float | None = None,
     per_layer: bool = False,
 ) -> None:
     """Print the totals (of a whole `run` too), the parts, the stages, and perhaps the ops of a layer."""
-    _print_head(estimate, run or {}, usd_per_million_tokens, console)
+    _print_head(estimate, run or {}, console)
     console.print(_share_table("time of a step", estimate.time_s, estimate.step_s, duration))
     memory = dict(estimate.memory_bytes)
     total = memory.pop("total")
@@ -120,7 +119,7 @@ def gauge(frac: float) -> str:
     return "█" * full + "░" * (_GAUGE - full) + f" {frac:.0%}"
 
 
-def _print_head(estimate: Estimate, run: Mapping[str, float], usd: float | None, console: Console) -> None:
+def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) -> None:
     work = estimate.workload
     console.print(
         f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
@@ -129,8 +128,6 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], usd: float | None,
     frac = estimate.memory_bytes["total"] / estimate.cluster.chip.memory_bytes
     drawn = {"step": drawn_interval(estimate), "memory": gauge(frac)}
     lines = [(name, f"{text}   {drawn[name]}" if name in drawn else text) for name, text in figures(estimate)]
-    if usd is not None:
-        lines.append(("cost", f"{dollars(usd)} a million tokens"))
     following = next_text(estimate)
     console.print(Facts([*lines, *_run_lines(run), *([("next", following)] if following else [])]))
 
@@ -157,12 +154,15 @@ def between(interval: Interval) -> str:
 
 
 def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A whole run for people: days, GPU-hours, cost and energy, and the same with failures."""
-    if not run:
-        return []
+    """What a million tokens cost, and a whole run: days, GPU-hours, cost, energy, and with failures."""
+    price = run.get("usd_per_million_tokens")
+    cost = [] if price is None else [("cost", f"{dollars(price)} a million tokens")]
+    if "tokens" not in run:
+        return cost
     failing = run["with_failures"]
     num_failures = failing["num_failures"]
     lines = [
+        *cost,
         (
             f"{with_prefix(run['tokens'], '')} tokens",
             f"{long_duration(run['run_s'])}, {with_prefix(run['gpu_hours'], '', 3)} GPU-hours",

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwise.core.units import duration, with_prefix
+from meshwise.core.units import dollars, duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
@@ -40,7 +40,7 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         runs = [_run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
             run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
-            console.print(Table("the whole run", (*runs[0], "plan"), run_rows, left=("plan",)))
+            console.print(Table("what it costs", (*runs[0], "plan"), run_rows, left=("plan",)))
     if result.not_tried:
         larger = ", ".join(f"{key} above {most}" for key, most in result.not_tried.items())
         console.print(f"not tried: {larger} (--no-capped, or KEY=*)", markup=False)
@@ -105,7 +105,8 @@ def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
     """What a run of tokens takes, as far as it is known."""
     shown = {
         "days": ("days", lambda days: f"{days:,.0f}" if days >= 100 else f"{days:.3g}"),
-        "cost": ("cost", lambda dollars: f"${with_prefix(dollars, '', 3)}"),
+        "usd_per_million_tokens": ("$ a M tokens", lambda usd: f"{usd:.3g}"),
+        "cost": ("cost", dollars),
         "energy_joules": ("energy", lambda joules: with_prefix(joules / 3600, "Wh", 3)),
     }
     return {title: show(run[key]) for key, (title, show) in shown.items() if key in run}
