@@ -100,8 +100,12 @@ def settled(
     while True:
         requests = _staggered(stream.draw(num))
         served = serve(requests)
-        found = window(served)
+        least_s, most_s = _full_sessions(requests, served)
         is_last = 2 * num > max(MOST_REQUESTS, 20 * stream.concurrency)
+        if most_s < 4.0 * least_s and not is_last:
+            num *= 2
+            continue
+        found = window(served, least_s, most_s)
         is_long = num >= 10 * served.peak_sequences  # so that most are served while no more find room
         grows = found.rise > STUDENT_199 and not stream.concurrency
         if grows and ((grew and is_long) or is_last):
@@ -130,14 +134,24 @@ def _staggered(requests: Requests) -> Requests:
     return replace(requests, output=(*left, *requests.output[num:]))
 
 
-def window(served: Served) -> CountedWindow:
-    """The requests of a simulation that count, between its warm-up and its end."""
+def _full_sessions(requests: Requests, served: Served) -> tuple[float, float]:
+    """Between which times as many sessions begin as end: after two mean ones, before the last begins."""
+    if not requests.after:
+        return 0.0, math.inf
+    ends = np.append(np.array(requests.after)[1:], -1) < 0
+    sent_s = served.sent_s[np.array(requests.after) < 0]
+    return float(sent_s.min() + 2.0 * (served.last_s[ends] - sent_s).mean()), float(sent_s.max())
+
+
+def window(served: Served, least_s: float = 0.0, most_s: float = math.inf) -> CountedWindow:
+    """The requests of a simulation that count, between its warm-up and its end; sent in these times."""
     order = np.argsort(served.sent_s, kind="stable")
     sent_s, last_s = served.sent_s[order], served.last_s[order]
-    stop_s = sent_s[-1] - (last_s - sent_s).mean()
+    stop_s = min(sent_s[-1] - (last_s - sent_s).mean(), most_s)
     in_time = max(int(np.searchsorted(sent_s, stop_s)), len(order) // 2)
     series = [served.ttft_s[order][:in_time], _token_s(served)[order][:in_time]]
-    warm_up = max(_warm_up(one) for one in series)
+    warm_up = max(int(np.searchsorted(sent_s[:in_time], least_s)), *(_warm_up(one) for one in series))
+    warm_up = min(warm_up, in_time // 2)
     counted = order[warm_up:in_time]
     start_s, stop_s = float(sent_s[warm_up]), float(sent_s[in_time - 1])
     ends = (last_s > start_s) & (last_s <= stop_s)
