@@ -308,7 +308,10 @@ def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
     counters = [event for event in events if event["ph"] == "C"]
     assert {event["name"] for event in counters} == {"requests waiting", "requests running", "replicas"}
     assert all(event["args"]["num"] >= 0 for event in counters)
-    assert 0.1 * 2100 < document["power_watts"] < 0.74 * 2100
+    watts = document["power_watts"]
+    assert 0.3 * 2100 < watts["gpus"] < 2100 < watts["wall"] + 3 * 300
+    tokens_per_s = 3 * document["output_tokens_per_s_per_gpu"]
+    assert document["joule_per_output_token"] == pytest.approx(watts["wall"] / tokens_per_s)
 
 
 def test_sessions_settle_at_the_rate_of_their_requests_and_by_littles_law(

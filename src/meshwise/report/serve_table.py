@@ -55,9 +55,8 @@ def print_serving(answer: ServingAnswer, console: Console) -> None:
         _print_load(answer.load, console)
     if answer.load is not None and (power := energy(answer.load))["power_watts"]:
         console.print(
-            "about {power_watts:,.0f} W, {joule_per_output_token:.3g} J an output token (GPUs alone)".format(
-                **power
-            )
+            "{gpus:,.0f} W of GPUs, {wall:,.0f} W at the wall".format(**power["power_watts"])
+            + f"; {power['joule_per_output_token']:.3g} J an output token"
         )
     if answer.cost:
         console.print(

@@ -1,36 +1,61 @@
-"""Power and energy of GPUs that serve.
+"""Power and energy of a fleet under load, by the model of `cost.power`.
 
-A GPU that works on passes draws a share of its power limit, one that waits a tenth of it; the mean power is
-between them by the share of the time that is busy. Of 258 points of vLLM on H100 (21 models, batches of 8 to
-512; ml-energy/leaderboard 0cd52da, mean board power) the median is 0.74 of the limit, the 10th and 90th
-percentiles 0.57 and 0.90: more in dense models and larger batches. `nvidia-smi` shows about 70 W of 700 W on
-an idle H100. Only GPUs are counted: a node's processors, memory, network and fans come on top.
+A GPU waits while its engine has no pass, and in a pass for the kernels of communication; in the rest it does
+the matrix FLOP of the tokens that it computes: two for each active parameter, of prompts what no cache held.
+The kernels' share is that of a decode pass of the mean batch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from meshwise.cost.power import chip_watts, node_watts
+from meshwise.model.weights import num_active_params
+from meshwise.serve.engine_pass import mean_pass
 from meshwise.serve.load import LoadResult
-
-BUSY_FRAC = {"p10": 0.57, "p50": 0.74, "p90": 0.90}
-"""Mean power of a GPU in passes over its limit."""
-IDLE_FRAC = 0.1
+from meshwise.serve.serving import Serving
 
 
 def energy(load: LoadResult) -> dict[str, Any]:
-    """Watts of all GPUs, joules an output token and kWh a million; None where no power limit is published."""
+    """Watts of all GPUs, and of their nodes at the wall; by the latter joules an output token, kWh a million.
+
+    None where no power limit is published.
+    """
     fleet, run = load.fleet, load.simulated
-    pools = [(fleet.serving, load.mean_workers)]
-    pools += [(fleet.prefill, float(fleet.prefill_workers))] if fleet.prefill else []
-    limit_watts = sum(num * of.num_chips * of.cluster.chip.power_watts for of, num in pools)
-    if not all(of.cluster.chip.power_watts for of, _ in pools):
-        return {"power_watts": None, "power_watts_interval": None, "joule_per_output_token": None}
-    busy = min(run.busy_s / run.span_s, 1.0)
-    watts = {name: limit_watts * (IDLE_FRAC + (frac - IDLE_FRAC) * busy) for name, frac in BUSY_FRAC.items()}
+    output_frac = run.num_tokens / (run.num_tokens + sum(load.requests.prompt) - run.num_found)
+    pools = [(fleet.serving, load.mean_workers, 1.0)]
+    if fleet.prefill:
+        pools = [
+            (fleet.serving, load.mean_workers, output_frac),
+            (fleet.prefill, float(fleet.prefill_workers), 1.0 - output_frac),
+        ]
+    if not all(of.cluster.chip.power_watts for of, _, _ in pools):
+        return {"power_watts": None, "joule_per_output_token": None, "kwh_per_million_output_tokens": None}
+    watts = [(num * of.num_chips, _chip_watts(load, of, num, share)) for of, num, share in pools]
+    wall_watts = sum(chips * float(node_watts(each)) for chips, each in watts)
+    joule = wall_watts / load.output_tokens_per_s
     return {
-        "power_watts": watts["p50"],
-        "power_watts_interval": {"p10": watts["p10"], "p90": watts["p90"]},
-        "joule_per_output_token": watts["p50"] / load.output_tokens_per_s,
-        "kwh_per_million_output_tokens": watts["p50"] / load.output_tokens_per_s / 3.6,
+        "power_watts": {"gpus": sum(chips * each for chips, each in watts), "wall": wall_watts},
+        "joule_per_output_token": joule,
+        "kwh_per_million_output_tokens": joule / 3.6,
     }
+
+
+def _chip_watts(load: LoadResult, of: Serving, workers: float, token_share: float) -> float:
+    """Mean watts of a GPU of one pool, which computes `token_share` of all tokens."""
+    run, chip, dtype = load.simulated, of.cluster.chip, of.mesh.plan.dtype
+    busy_frac = min(max(run.busy_s / run.span_s, 1e-6), 1.0)
+    running = float((run.last_s - run.first_s).sum()) / run.span_s / workers / of.groups
+    time_s = mean_pass(of, max(running, 1.0), load.engine).time_s
+    spent = {name: float(part) for name, part in time_s.items()}
+    exchanged = sum(part for name, part in spent.items() if name.startswith("comm"))
+    working_frac = busy_frac * (1.0 - exchanged / sum(spent.values()))
+    tokens = run.num_tokens + sum(load.requests.prompt) - run.num_found
+    flop = 2.0 * num_active_params(of.model) * tokens * token_share
+    flop_per_s = flop / (workers * of.num_chips * run.span_s * working_frac)
+    sustained = min(
+        of.machine.overheads.sustained_flop_per_s(dtype, chip.power_watts), chip.matrix_peak(dtype)
+    )
+    return float(
+        chip_watts(chip.power_watts, waiting_frac=1.0 - working_frac, matrix_frac=flop_per_s / sustained)
+    )
