@@ -778,11 +778,8 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision,
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
-    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _frames, _window, _experts, _compressed, _minimax_m3,
-    _near_heads, _mimo_v2, _wide_heads, _step_vision, _searched, _longcat, _hybrid, _lightning, _griffin,
-    _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2,
-    _granite_hybrid, _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n,
-    _siglip_text, _gpt_bigcode, _opt, _falcon, _mpt, _patches,
+    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _frames, _lightning, _griffin, _xlstm, _rwkv7,
+    _bailing_hybrid, _heads_by_layer,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""
