@@ -51,6 +51,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         cache.set(SECONDS, cache.get(SECONDS, {}) | taken_s)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many classes of `transformers` the walk found exact, refused and wrong (`test_transformers.py`)."""
+    found: Counter[str] = Counter()
+    reports = (report for each in terminalreporter.stats.values() for report in each)
+    for report in reports:
+        if getattr(report, "when", "") == "call" and "test_transformers" in report.nodeid:
+            found.update(dict(report.user_properties))
+    if found:
+        said = ", ".join(f"{number} {verdict}" for verdict, number in found.items())
+        terminalreporter.write_line(f"classes of transformers: {said}")
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
