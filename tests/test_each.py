@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import tasks
+from jobs import Job, write_job
 from meshwise.core.each import Lost, each, on_ray
 from meshwise.core.errors import DataError
 
@@ -54,3 +55,21 @@ def test_no_cluster_is_one_sentence():
     pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
     with pytest.raises(DataError, match="Connection refused"), on_ray("127.0.0.1:1"):
         pass
+
+
+@pytest.mark.slow
+def test_a_study_a_sizing_and_traces_are_the_same_on_a_cluster(tmp_path, meshwise):
+    """To the last digit; a study here is what its points are alone."""
+    pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
+    write_job(tmp_path, Job(4, 6, "slow device", rank=1, has_marks=True, has_numbers=True))
+    study = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--batch", "16", "--seq", "2048")
+    study += ("--plan", "vpp=1,schedule=1f1b,cp=1", "--vary", "gpus=4|8")
+    sizing = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:8,h200-sxm:8", "--prompt", "512")
+    sizing += ("--output", "128", "--rate", "2", "--ttft-ms", "500", "--token-ms", "50")
+    traces = ("trace", "summary", str(tmp_path))
+    for words in (study, sizing, traces):
+        alone, there = (meshwise(*words, *more, "--json").document for more in ((), ("--ray", "local")))
+        for document in (alone, there):
+            for speed in ("elapsed_s", "configurations_per_s"):
+                document.get("sizing", {}).pop(speed, None)
+        assert alone == there

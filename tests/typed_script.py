@@ -24,7 +24,8 @@ def main(folder: Path) -> None:
     again = mw.estimate(model, "h100-80g-sxm:8", mw.plan_text(best.plan), batch=8, seq=8192,
                         microbatch=best.workload.microbatch)  # fmt: skip
     assert again.step_s == best.step_s
-    scaling = mw.study(model, cluster, "gpus=8|16", batch=16, seq=8192)
+    with mw.on_ray(None):  # here; "auto" is the cluster that this machine is part of
+        scaling = mw.study(model, cluster, "gpus=8|16", batch=16, seq=8192)
     assert scaling.front("num_chips") and scaling.points[1].cluster.num_chips == 16
     card = mw.fit_card("4090", models=["llama3-8b"], methods=["qlora"], tokens=1e7, price=0.35)
     assert card.runs[0].fits and card.to_polars()["cost"][0] < 1.0

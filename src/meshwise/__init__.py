@@ -42,6 +42,7 @@ from meshwise.api import (
 )
 
 if TYPE_CHECKING:
+    from meshwise.core.each import on_ray as on_ray
     from meshwise.core.errors import MeshwiseError as MeshwiseError
     from meshwise.core.ledger import Ledger as Ledger
     from meshwise.estimate.one_plan import Estimate as Estimate
@@ -66,6 +67,7 @@ _HOME = {
     "Workload": "plan.workload",
     "find_cluster": "machine.hardware",
     "find_model": "model.find",
+    "on_ray": "core.each",
     "parse_plan": "plan.plan",
     "plan_text": "plan.plan",
 }
@@ -74,7 +76,7 @@ _HOME = {
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
 __all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "rl", "study"]
-__all__ += ["find_cluster", "find_model", "fit_card", "parse_plan", "plan_text", "validate"]
+__all__ += ["find_cluster", "find_model", "fit_card", "on_ray", "parse_plan", "plan_text", "validate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from meshwise.calibrate.step_constants import (
     every,
 )
 from meshwise.calibrate.validate import estimate_run, reported_bytes
+from meshwise.core.each import all_of
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.toml import catalog_toml
 from meshwise.machine.efficiency import Efficiency
@@ -167,6 +169,8 @@ REACH = (2.0, 1.4, 1.15)
 """The most that a constant moves in each round of the search."""
 
 MIN_SOURCES = 2
+_ROWS_EACH = 64
+"""Rows that are priced together, in one process or on one node."""
 
 
 def search(constants: Constants, training: Sequence[Expressed], quantity: Quantity) -> Constants:
@@ -185,6 +189,15 @@ def weights_of(rows: Sequence[Expressed]) -> Array:
 
 def linearize(at: Constants, rows: Sequence[Expressed], quantity: Quantity) -> LinearMisses:
     """The misses of `rows` near the constants `at`."""
+    parts = [rows[i : i + _ROWS_EACH] for i in range(0, max(len(rows), 1), _ROWS_EACH)]
+    found = all_of(partial(_near, at=at, quantity=quantity), parts)
+    miss, slopes = (np.concatenate(of) for of in zip(*found, strict=True))
+    sources = np.array([publication(each.run.source) for each in rows])
+    return LinearMisses(miss, slopes, weights_of(rows), (sources[:, None] == np.unique(sources)) * 1.0)
+
+
+def _near(rows: Sequence[Expressed], at: Constants, quantity: Quantity) -> tuple[Array, Array]:
+    """The misses of some rows, and how they change with each constant."""
     here = as_tables(at)
     miss = np.array([quantity.miss(each, here) for each in rows])
     slopes = np.zeros((len(rows), len(quantity.names)))
@@ -194,8 +207,7 @@ def linearize(at: Constants, rows: Sequence[Expressed], quantity: Quantity) -> L
         for line, each in enumerate(rows):
             if touches(name, each):
                 slopes[line, column] = (quantity.miss(each, near) - miss[line]) / math.log(factor)
-    sources = np.array([publication(each.run.source) for each in rows])
-    return LinearMisses(miss, slopes, weights_of(rows), (sources[:, None] == np.unique(sources)) * 1.0)
+    return miss, slopes
 
 
 def moved(at: Constants, linear: LinearMisses, quantity: Quantity, reach: float = math.inf) -> Array:

@@ -21,6 +21,7 @@ def fit(
     data: Path,
     only: Literal["ops", "steps", "serving", "all"] = "all",
     write: bool = True,
+    ray: str = "",
     json: bool = False,
 ) -> None:
     """Fit every constant again: of kernels, of steps, of servers.
@@ -36,11 +37,13 @@ def fit(
     if only in ("ops", "all"):
         found["ops"] = _fit_ops(_files(data, OP_FILES), write=write, quiet=json)
     if only == "all":
-        found |= _fit_steps_afresh(data, write=write, quiet=json)
+        found |= _fit_steps_afresh(data, write=write, ray=ray, quiet=json)
     if only == "steps":
         from meshwise.calibrate.runs import published_runs
+        from meshwise.core.each import on_ray
 
-        found["steps"] = _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write, quiet=json)
+        with on_ray(ray):
+            found["steps"] = _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write, quiet=json)
     unfounded = any(each.get("problems") for each in found.values())
     if json:
         print_json(found | {"written": write and not unfounded})
@@ -109,7 +112,7 @@ def _fit_serving(path: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
     return found.to_json()
 
 
-def _fit_steps_afresh(data: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
+def _fit_steps_afresh(data: Path, *, write: bool, ray: str, quiet: bool) -> dict[str, Any]:
     """Fit the steps in a process of its own, which reads the constants of ops just written."""
     import subprocess
     import sys
@@ -117,7 +120,7 @@ def _fit_steps_afresh(data: Path, *, write: bool, quiet: bool) -> dict[str, Any]
     import msgspec
 
     words = ["fit", "--only", "steps", "--data", str(data), "--write" if write else "--no-write"]
-    words += ["--json"] * quiet
+    words += ["--json"] * quiet + ["--ray", ray] * bool(ray)
     command = [sys.executable, "-m", "meshwise", *words]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE if quiet else None)
     if done.returncode and not done.stdout:

@@ -12,6 +12,7 @@ import typer
 from meshwise import api
 from meshwise.cli.job import fill_in, job_json, need_model
 from meshwise.cli.output import console, print_json, write_html
+from meshwise.core.each import on_ray
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
 from meshwise.core.options import options_in, takes
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 def search(
     *,
     vary: str = "",
+    ray: str = "",
     csv: Path | None = None,
     plot: Path | None = None,
     html: Path | None = None,
@@ -85,9 +87,11 @@ def search(
         single["--no-capped"] = not alone["capped"]
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
-        with _SearchProgress() as say:
+        with on_ray(ray), _SearchProgress() as say:
             found = api.study(vary=vary, weak=weak, on_point=say.of_machines, **asked)
         document, ok = found.to_json(budget), any(point.best for point in found.points)
+    elif ray:
+        raise WorkloadError("--ray is for several machines; add --vary gpus=64|128|...")
     elif weak:
         raise WorkloadError("--weak is for several numbers of GPUs; add --vary gpus=64|128|...")
     else:

@@ -9,6 +9,7 @@ import typer
 
 from meshwise import api
 from meshwise.cli.output import console, print_json, write_html
+from meshwise.core.each import on_ray
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import csv_text, write_text
 from meshwise.core.options import takes
@@ -17,6 +18,7 @@ from meshwise.core.options import takes
 @takes(api.serve)
 def serve(
     *,
+    ray: str = "",
     csv: Path | None = None,
     plot: Path | None = None,
     trace: Path | None = None,
@@ -38,7 +40,10 @@ def serve(
         trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
         into: Write the files of --to into this folder [print them].
     """
-    found = api.serve(**asked)
+    with on_ray(ray):
+        found = api.serve(**asked)
+    if ray and found.sizing is None:
+        raise WorkloadError("--ray is for sizing on several clusters; give limits and no tp, or leave it out")
     if plot and found.sizing is None:
         raise WorkloadError("--plot shows layouts; add --pareto, or limits and a rate without tp")
     if (csv or trace) and found.load is None and (trace or found.sizing is None):

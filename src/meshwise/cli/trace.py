@@ -33,6 +33,7 @@ def explain(
     *,
     rl_log: Path | None = None,
     source: Path | None = None,
+    ray: str = "",
     html: Path | None = None,
     json: bool = False,
     limit: int = 15,
@@ -50,7 +51,10 @@ def explain(
         return
     if not asked["traces"]:
         raise DataError("name trace files or folders, or a step log with --rl-log")
-    found = api.explain(**asked)
+    from meshwise.core.each import on_ray
+
+    with on_ray(ray):
+        found = api.explain(**asked)
     write_html(found, html)
     if json:
         print_json(found.to_json())

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -62,6 +63,8 @@ def on_ray(address: str | None = "auto") -> Iterator[None]:
     if not address:
         yield
         return
+    if address not in ("auto", "local") and not re.fullmatch(r"(ray://)?[^/\s]+:\d{1,5}", address):
+        raise DataError(f"--ray {address} is no address of a cluster; write HOST:PORT, auto or local")
     try:
         ray = importlib.import_module("ray")
     except ImportError:

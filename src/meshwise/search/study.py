@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+from meshwise.core.each import Lost, each
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.one_plan import Estimate
@@ -135,17 +138,21 @@ def study(
                 f"{machine.num_chips}; use numbers of GPUs that divide or are divided by it"
             )
         machines.append((changes, machine, grown))
-    points: list[StudyPoint] = []
-    try:
-        for changes, machine, grown in machines:
-            found = search(
-                model, machine, batch=grown, seq=seq, stated=stated, to=to, top=1, memory_frac=memory_frac,
-                with_changes=False,
-            )  # fmt: skip
-            if not found.complete:
-                raise KeyboardInterrupt
-            points.append(StudyPoint(changes, machine, grown, next(iter(found.best), None)))
-            on_point(points[-1])
-    except KeyboardInterrupt:
-        return Study(tuple(points), complete=False)
-    return Study(tuple(points))
+    best = partial(_best, model=model, seq=seq, stated=stated, to=to, memory_frac=memory_frac)
+    points: dict[int, StudyPoint] = {}
+    with suppress(KeyboardInterrupt):
+        for place, found in each(best, [(machine, grown) for _, machine, grown in machines], jobs=1):
+            if isinstance(found, Lost):
+                raise WorkloadError(f"the search of a machine was lost: {found.reason}")
+            points[place] = StudyPoint(*machines[place], found)
+            on_point(points[place])
+    return Study(tuple(points[place] for place in sorted(points)), complete=len(points) == len(machines))
+
+
+def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> Estimate | None:
+    """The best plan on one machine for a batch."""
+    machine, batch = of
+    found = search(model, machine, batch=batch, top=1, with_changes=False, **asked)
+    if not found.complete:
+        raise KeyboardInterrupt
+    return next(iter(found.best), None)

@@ -15,12 +15,14 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, product
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from meshwise.core.each import all_of
 from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.serve.engine import Engine
@@ -188,7 +190,7 @@ def size(
 ) -> Sizing:  # fmt: skip
     """The fewest GPUs of one of `clusters` (or of two, one for each pool) that hold what is `wanted`."""
     began = perf_counter()
-    found = [screen(instance, cluster, fixed, engine) for cluster in clusters]
+    found = all_of(partial(_screened, instance=instance, fixed=fixed, engine=engine), clusters)
     screens = [one for one in found if one is not None]
     pairs = list(product(screens, screens))
     num = sum(one.pass_s.size for one in screens)
@@ -208,6 +210,12 @@ def size(
         for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
     ]
     return Sizing(num, elapsed_s, simulated, _trade_offs(wide), tuple(wide), *least)
+
+
+def _screened(
+    cluster: Cluster, instance: Instance, fixed: Mapping[str, Sequence[Any]], engine: Engine
+) -> Screen | None:
+    return screen(instance, cluster, fixed, engine)
 
 
 # --- choices in closed form ----------------------------------------------------------------------
