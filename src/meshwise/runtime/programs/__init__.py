@@ -35,6 +35,7 @@ PROGRAMS = {
     "tensor-parallel": "meshwise.runtime.programs.tensor_parallel",
     "eval-lm": "meshwise.runtime.programs.eval_lm",
     "generate": "meshwise.runtime.programs.generate",
+    "rl": "meshwise.runtime.programs.rl",
 }
 
 MOST_RANKS = 1 << 24

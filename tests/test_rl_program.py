@@ -1,0 +1,74 @@
+"""The program `rl`: a real GRPO step on two pools of ranks, held against the closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from meshwise.core.errors import WorkloadError
+from meshwise.model.weights import num_params
+from meshwise.rl.step import SYNC_BYTES
+from meshwise.runtime.compare_program import compare_program
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.programs import find_program, parse_options
+from meshwise.runtime.programs.rl import the_model
+from meshwise.runtime.run import run_rank
+
+pytestmark = pytest.mark.slow
+RL = find_program("rl")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Four ranks."""
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (0, ""),
+        (2, ""),
+        (3, "--updates 2 --samples 8"),
+        (1, "--rollout-ranks 1 --pack-length 200 --samples 9 --output 31"),
+        (2, "--rollout-ranks 3 --prompts 3 --steps 2"),
+    ],
+)
+def test_passes_tokens_payloads_and_memory_of_both_pools_agree(rank: int, words: str, pool: Ranks) -> None:
+    """Estimate, dry run and run, to the last digit."""
+    found = compare_program(RL, parse_options(RL, words.split()), ranks=4, rank=rank, pool=pool)
+    assert not found.differences()
+    columns = {(row.op, row.column): row.values for row in found.rows}
+    assert {"tokens", "passes", "matmul", "attention", "broadcast"} <= {op for op, _ in columns}
+
+
+def test_the_weights_travel_as_the_estimate_of_a_step_prices_them(pool: Ranks) -> None:
+    """In two bytes a parameter, from one trainer to all engines."""
+    options = parse_options(RL, [])
+    ledger = pool.call(run_rank, "rl", options, 0, True)[0].ledger
+    sync = [row for row in ledger.rows() if row["axis"] == "sync"]
+    assert [row["payload_bytes"] for row in sync] == [SYNC_BYTES * num_params(the_model(options))]
+
+
+def test_the_reward_rises(pool: Ranks) -> None:
+    """The update is a real one: answers get more even tokens than chance has."""
+    options = parse_options(RL, ["--steps", "30", "--lr", "0.003", "--samples", "8"])
+    rewards = pool.call(run_rank, "rl", options, 0, True)[0].result["rewards"]
+    assert sum(rewards[-5:]) / 5 > 0.6 > sum(rewards[:5]) / 5
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--rollout-ranks 4", "leaves no trainer"),
+        ("--prompts 3", "3 prompts do not divide by 2"),
+        ("--pack-length 10", "holds no sample of 32 tokens"),
+        ("--samples 5 --pack-length 128", "do not fill the bins"),
+    ],
+)
+def test_what_does_not_divide_gets_a_sentence(words: str, sentence: str) -> None:
+    """Before anything starts."""
+    with pytest.raises(WorkloadError, match=sentence):
+        RL.check(parse_options(RL, words.split()), 4)
