@@ -21,7 +21,7 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.norm import Norm
-from meshwise.runtime.programs.rl import RlOptions
+from meshwise.runtime.programs.rl_options import RlOptions
 from meshwise.runtime.programs.rotary import Rotate, turns
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, gather, scatter
 
