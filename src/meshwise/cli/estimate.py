@@ -46,7 +46,7 @@ def estimate(
 
     if convention in CONVENTIONS:
         others = of_run | {"plot": plot, "trace": trace, "html": html}
-        others |= {name: asked.pop(name) for name in ("capacity_factor", "collectives")}
+        others |= {name: asked.pop(name) for name in OF_ESTIMATE}
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
         tables = api.reproduce(convention, **asked)
         _print_tables(tables, csv, json)
@@ -84,9 +84,15 @@ def estimate(
     print_json(document)
 
 
+OF_ESTIMATE = (
+    *("capacity_factor", "collectives", "images", "image_size", "audio_s", "frames", "steps", "guidance"),
+)
+"""Options that published models do not know."""
+
+
 def _refuse(convention: str, options: dict[str, Any]) -> None:
     for option, value in options.items():
-        if value is not None and value != ():
+        if value not in (None, (), "", 0, False):
             raise PlanError(
                 f"convention {convention} has tables of one step only; leave --{option.replace('_', '-')} out"
             )
