@@ -27,7 +27,9 @@ def print_estimate(
 ) -> None:
     """Print the totals (of a whole `run` too), the parts, the stages, and perhaps the ops of a layer."""
     _print_head(estimate, run or {}, console)
-    console.print(_share_table("time of a step", estimate.time_s, estimate.step_s, duration))
+    console.print(
+        _share_table(f"time of a {unit_of_work(estimate)}", estimate.time_s, estimate.step_s, duration)
+    )
     memory = dict(estimate.memory_bytes)
     total = memory.pop("total")
     console.print(_share_table("memory of the fullest rank", memory, total, lambda x: with_prefix(x, "B")))
@@ -52,10 +54,10 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
     )
     lines = [
         ("plan", f"{degrees}, {plan.implementation}"),
-        ("step", f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
+        (unit_of_work(estimate), f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
         ("tokens/s", f"{rate} ({per_gpu} per GPU)"),
         ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
-        ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
+        ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + f" per {unit_of_work(estimate)}"),
         ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
     ]
     if watts := estimate.power_watts:
@@ -126,10 +128,15 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
         f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}{sampled(work)}"
     )
     frac = estimate.memory_bytes["total"] / estimate.cluster.chip.memory_bytes
-    drawn = {"step": drawn_interval(estimate), "memory": gauge(frac)}
+    drawn = {unit_of_work(estimate): drawn_interval(estimate), "memory": gauge(frac)}
     lines = [(name, f"{text}   {drawn[name]}" if name in drawn else text) for name, text in figures(estimate)]
     following = next_text(estimate)
     console.print(Facts([*lines, *_run_lines(run), *([("next", following)] if following else [])]))
+
+
+def unit_of_work(estimate: Estimate) -> str:
+    """What is timed: a step, or a whole sampling."""
+    return "sampling" if estimate.workload.kind == "sampling" else "step"
 
 
 def sampled(work: Workload) -> str:
