@@ -29,11 +29,24 @@ class EngineSequence:
     """A request in an engine: `total` tokens to prefill, of which `past` are cached; `left` to generate.
 
     It holds the blocks `pinned`, of `shared` tokens, together with others. `found` tokens were in a cache
-    when it was admitted first, at `start_s`, `loaded` of them below the chip.
+    when it was admitted first, at `start_s`, `loaded` of them below the chip; a router expects it to lack
+    `missing`.
     """
 
     __slots__ = (
-        *("arrival", "end", "first_s", "found", "index", "last_s", "late_s", "left", "loaded", "past"),
+        *(
+            "arrival",
+            "end",
+            "first_s",
+            "found",
+            "index",
+            "last_s",
+            "late_s",
+            "left",
+            "loaded",
+            "missing",
+            "past",
+        ),
         *("pinned", "sent", "shared", "start_s", "total"),
     )
 
@@ -44,7 +57,7 @@ class EngineSequence:
         self.start_s = self.first_s = self.last_s = math.nan
         self.late_s = 0.0  # by which its tokens come to the client after their passes
         self.pinned: Blocks = ()
-        self.shared = self.found = self.loaded = 0
+        self.shared = self.found = self.loaded = self.missing = 0
 
     @property
     def has_ended(self) -> bool:
@@ -117,6 +130,12 @@ class Instance:
         self.queue.insert(place, sequence)
         if not place:
             self.is_blocked = False
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens that wait to be computed, those of requests that have not begun by `missing`."""
+        begun = sum(one.total - one.past for one in self.prefilling)
+        return begun + sum(one.missing for one in self.queue)
 
     def found_tokens(self, sequence: EngineSequence) -> int:
         """Tokens of a prompt that its caches hold."""

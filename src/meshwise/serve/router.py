@@ -1,10 +1,12 @@
 """To which replica a router sends a request.
 
-- `round-robin`: the next one. - `least-loaded`: the one with the fewest requests under way. - `session`: all
-requests of a session to one, the first of it to the least loaded. - `prefix`, or `prefix=WEIGHT`: where
-WEIGHT x the tokens of the prompt that no cache of the replica holds, and the prompts under way there, are
-fewest together (the cost of NVIDIA Dynamo's KV router, whose weight is 1 too; caches are known as they are,
-as from engines' events). More weight finds more, less spreads the load more evenly.
+- `round-robin`: the next one.
+- `least-loaded`: the one with the fewest requests under way.
+- `session`: all requests of a session to one, the first of it to the least loaded.
+- `prefix`, or `prefix=WEIGHT`: where WEIGHT x the prompt tokens to compute, of this request and of those
+  that wait there, and the prompts under way there are fewest together (the cost of NVIDIA Dynamo's KV router,
+  whose weight is 1 too; caches are known as they are, as from engines' events). More weight finds more, less
+  spreads the load more evenly.
 """
 
 from __future__ import annotations
@@ -85,11 +87,12 @@ class Router:
     def _cheapest(self, replicas: Sequence[Replica], sequence: EngineSequence) -> Replica:
         cheapest, least = replicas[0], float("inf")
         for one in replicas:
-            if one.tokens < least:  # else no cache makes it cheaper
+            cost = self.weight * one.instance.pending_tokens + one.tokens
+            if cost < least:  # else no cache makes it cheaper
                 missing = sequence.total - one.instance.found_tokens(sequence)
-                cost = self.weight * missing + one.tokens
+                cost += self.weight * missing
                 if cost < least:
-                    cheapest, least = one, cost
+                    cheapest, least, sequence.missing = one, cost, missing
         return cheapest
 
 
