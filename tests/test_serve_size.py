@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from meshwise.serve.load import Fleet, cost, under_load
 from meshwise.serve.requests import Lengths, at_rate
 from meshwise.serve.screen import BATCHES, Screen, screen
 from meshwise.serve.size import Sizing, size, wanted
+from meshwise.serve.stationary import RequestStream
 
 ENGINE = ENGINES["vllm"]
 LENGTHS = {"prompt": 1024, "output": 128}
@@ -29,8 +31,12 @@ def screened(model: str, cluster: str, **fixed: Any) -> Screen:
     return found
 
 
-def sized(model: str, cluster: str, rate: float, ttft_s: float, tpot_s: float, **fixed: Any) -> Sizing:
-    load = wanted(at_rate(rate, Lengths(**LENGTHS), num=400), ttft_s, tpot_s)
+def sized(
+    model: str, cluster: str, rate: float, ttft_s: float, tpot_s: float, *, pools: str = "",
+    prices: dict[str, float] | None = None, **fixed: Any,
+) -> Sizing:  # fmt: skip
+    requests = at_rate(rate, Lengths(**LENGTHS), num=400)
+    load = wanted(requests, ttft_s, tpot_s, pools=pools, usd_per_gpu_hour=prices)
     clusters = [find_cluster(name) for name in cluster.split(",")]
     return size(partial(est.serving, find_model(model), **LENGTHS), clusters, fixed, ENGINE, load)
 
@@ -61,8 +67,52 @@ def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None
     assert best is not None
     assert best.within_frac >= 0.9
     assert best.fleet.num_chips <= 16
-    assert best is found.simulated[-1]  # the first that holds ends it
-    assert all(one.fleet.num_chips <= best.fleet.num_chips for one in found.simulated)
+    assert {one.fleet.prefill is None for one in found.bests} == {True, False}  # one pool, and two
+    for one in found.bests:
+        kind = [other for other in found.simulated if other.kind == one.kind]
+        assert kind[-1] is one  # the first of its kind that holds ends it
+        assert all(other.rank[0] <= one.rank[0] for other in kind)
+
+
+def test_with_prices_the_cheapest_wins_and_without_the_fewest() -> None:
+    """B200 at four times the price of H100: fewer of them hold the load, and cost more."""
+    prices = {"h100-80g-sxm": 2.0, "b200-sxm": 8.0}
+    asked = ("llama3-8b", "h100-80g-sxm:16,b200-sxm:16", 30.0, 0.5, 0.02)
+    fewest, cheapest = sized(*asked).best, sized(*asked, prices=prices).best
+    assert fewest is not None and cheapest is not None
+    assert fewest.kind[1] == "b200-sxm" and cheapest.kind[1] == "h100-80g-sxm"
+    assert cheapest.fleet.num_chips > fewest.fleet.num_chips
+    usd = replace(fewest, usd_per_gpu_hour=prices).usd_per_hour
+    assert usd is not None and cheapest.usd_per_hour is not None and cheapest.usd_per_hour < usd
+
+
+@pytest.mark.parametrize(("pools", "has_prefill"), [("one", False), ("two", True)])
+def test_either_kind_of_pools_can_be_ruled_out(pools: str, has_prefill: bool) -> None:
+    found = sized("llama3-8b", "h100-80g-sxm:16", 10.0, 0.5, 0.02, pools=pools)
+    assert found.simulated
+    assert all((one.fleet.prefill is not None) == has_prefill for one in found.choices + found.simulated)
+
+
+def test_headroom_is_the_traffic_that_still_holds() -> None:
+    """One notch of MORE_TRAFFIC further the limits break, as longer simulations say too."""
+
+    def stream(rate: float) -> RequestStream:
+        return RequestStream(lambda num: at_rate(rate, Lengths(**LENGTHS), num=num), rate, most=16_000)
+
+    asked = wanted(stream(30.0), 0.5, 0.02, pools="one")
+    make = partial(est.serving, find_model("llama3-8b"), **LENGTHS)
+    found = size(make, [find_cluster("h100-80g-sxm:16")], {}, ENGINE, asked)
+    best, more = found.best, found.headroom_frac
+    assert best is not None and more is not None
+    engine = replace(ENGINE, max_sequences=best.sequences)
+
+    def within(rate: float) -> float:
+        load = under_load(best.fleet, stream(rate), engine, ttft_s=0.5, tpot_s=0.02)
+        assert load is not None
+        return load.within_limits_frac or 0.0
+
+    assert within(30.0 * (1.0 + more)) >= 0.9
+    assert within(30.0 * (1.0 + more) * 1.5) < 0.9
 
 
 def test_closed_form_and_simulation_agree_below_saturation() -> None:
@@ -109,7 +159,8 @@ def test_command_names_layout_workers_and_price(meshwise: Callable[..., Any], tm
     again = meshwise("serve", "llama3-8b", "--cluster", f"{best['chip']}:{best['gpus_per_worker']}",
                      "--plan", best["plan_text"], "--sequences", "8", "--json").document  # fmt: skip
     assert again["plan"]["tp"] == document["plan"]["tp"]
-    assert "fewest GPUs within the limits" in meshwise(*BASE, *LIMITS).out
+    first = meshwise(*BASE, *LIMITS).out.splitlines()[0]
+    assert first.startswith("1 GPU holds") and "max_sequences=" in first
 
 
 def test_trade_offs_need_no_load(meshwise: Callable[..., Any]) -> None:
@@ -126,3 +177,21 @@ def test_limits_that_nothing_keeps_are_a_no(meshwise: Callable[..., Any]) -> Non
     assert outcome.code == 1
     assert "no layout of this cluster fits and keeps the limits" in outcome.out
     assert meshwise(*words, "--json").document["sizing"]["least_tpot_s"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "instances", "gpus"),
+    [
+        ("llama3-8b", "h100-80g-sxm:64", 8, 8),
+        ("llama3-405b", "h100-80g-sxm:64", 4, 16),
+        ("llama3-8b", "h100-80g-sxm:4", 1, 4),
+        ("llama3-8b", "gb200:72", 9, 8),
+    ],
+)
+def test_a_cluster_without_a_plan_is_answered(
+    meshwise: Callable[..., Any], model: str, cluster: str, instances: int, gpus: int
+) -> None:
+    """tp=64 of 64 GPUs is refused: instances of a node, or of so many as the model needs."""
+    document = meshwise("serve", model, "--cluster", cluster, "--json").document
+    assert (document["num_instances"], document["cluster"]["num_chips"]) == (instances, gpus)
+    assert document["max_sequences"] > 0

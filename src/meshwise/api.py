@@ -365,6 +365,7 @@ def serve(
     capacity_factor: float | None = None,
     percentile: float = 90.0,
     pareto: bool = False,
+    pools: str = "",
     collectives: Sequence[str | Path] = (),
     price: str | float = "",
     to: str = "",
@@ -378,7 +379,8 @@ def serve(
     Args:
         model: As in `estimate`.
         cluster: The GPUs of an instance: a preset, chip:count, or a TOML file.
-        plan: tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp [tp=all].
+        plan: tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp [tp=all; without a plan
+            instances of a node or more, so that the model fits].
         prompt: Tokens of a prompt [2048], of its text where it has images or sound too.
         output: Tokens generated after it [256].
         images, image_size, audio_s: As in `estimate`, of each request; their tokens come on top of `prompt`.
@@ -419,7 +421,8 @@ def serve(
         redundant_experts: Slots for copies of the busiest experts.
         capacity_factor: Also say what experts of at most this times their even share would drop.
         percentile: Share of the requests, in percent, that must keep the limits.
-        pareto: Trade-offs of all layouts: tokens/s a user against a GPU.
+        pareto: Trade-offs of all layouts: tokens/s a user against a GPU; and what else was simulated.
+        pools: Of the fewest GPUs: one (prompts and tokens together) or two (apart) [the better].
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         price: Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.
         to: Also write what runs the fleet, and a command that loads it: kubernetes, dynamo or vllm-stack.
@@ -442,7 +445,7 @@ def serve(
     from meshwise.serve.requests import read_requests
     from meshwise.serve.router import parse_router
     from meshwise.serve.serving import serving, speculating
-    from meshwise.serve.size import size, wanted
+    from meshwise.serve.size import default_instance, size, wanted
 
     trace = None if requests is None else read_requests(Path(requests))
     if trace is not None and (prompt, output) != (None, None):
@@ -487,9 +490,11 @@ def serve(
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
     arrives = load is not None and not load.concurrency
-    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1 or encoders is not None
-    if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
-        if pools:
+    is_laid_out = (
+        workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1 or encoders is not None
+    )
+    if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not is_laid_out):
+        if is_laid_out:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
         if autoscale:
             raise WorkloadError("autoscale is of one layout; state tp in the plan")
@@ -502,15 +507,24 @@ def serve(
             clusters,
             fixed,
             parse_engine(engine or "vllm"),
-            wanted(load, *limits, percentile, policy, tiers),
+            wanted(load, *limits, percentile, policy, tiers, pools, usd),
         )
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
-        found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd)
+        found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd, has_details=pareto)
         return _deployed(found, to, asked)
+    if pools:
+        raise WorkloadError("pools is of a question for the fewest GPUs: give a rate and limits, and no tp")
     if isinstance(cluster, str) and "," in cluster:
         raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
-    whole = instance(_cluster(cluster, collectives), plan)
+    machine = _cluster(cluster, collectives)
+    num_instances = 1
+    if not fixed and not is_laid_out:
+        whole = default_instance(instance, machine)
+        num_instances = machine.num_chips // whole.num_chips
+        workers = num_instances if load else 1
+    else:
+        whole = instance(machine, plan)
     first = None
     if prefill_plan or prefill_cluster:
         first = instance(_cluster(prefill_cluster or cluster, collectives), prefill_plan or plan)
@@ -521,7 +535,7 @@ def serve(
         fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, percentile=percentile,
         autoscale=autoscale, usd_per_gpu_hour=usd,
     )  # fmt: skip
-    return _deployed(found, to, asked)
+    return _deployed(replace(found, num_instances=num_instances), to, asked)
 
 
 def _deployed(found: ServingAnswer, to: str, asked: Mapping[str, Any]) -> ServingAnswer:

@@ -11,7 +11,7 @@ import numpy as np
 from meshwise.core.units import duration
 from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.html import Page, Section, Text
-from meshwise.report.serve_table import choices_table, latency_table, passes_table
+from meshwise.report.serve_table import choices_table, latency_table, passes_table, sized_lines
 from meshwise.report.table import Table
 from meshwise.serve.answer import ServingAnswer
 from meshwise.serve.size import Choice, Sizing
@@ -26,15 +26,21 @@ def serve_page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
             f"first token after {duration(answer.first_token_s)}, room for {answer.max_sequences:,} "
             f"sequences of {of.prompt} + {of.output} tokens"
         )
-    if answer.load is not None:
+    if answer.sizing is not None and answer.load is not None:
+        headline = "; ".join(sized_lines(answer))
+    elif answer.load is not None:
         found = answer.load
         headline += (
             f"; under load the median first token takes {duration(float(np.median(found.served.ttft_s)))}, "
             f"{found.to_json()['output_tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
         )
-    sections: list[Section] = [_trade(answer)] if answer.passes else []
-    sections += [_layouts(sizing)] if sizing and sizing.trade_offs else []
+    sections: list[Section] = []
+    if sizing and sizing.bests:
+        best = [one.to_json() for one in sizing.bests]
+        sections.append(replace(choices_table(best), title="The best of each chip, of one pool and of two"))
     sections += _under_load(answer) if answer.load is not None else []
+    sections += [_trade(answer)] if answer.passes else []
+    sections += [_layouts(sizing)] if sizing and sizing.trade_offs else []
     sections.append(Text("Notes", answer.to_json()["notes"]))
     return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, not answer.is_no)
 

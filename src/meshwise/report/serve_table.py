@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from meshwise.serve.answer import ServingAnswer
 from meshwise.serve.deployment import Deployment
 from meshwise.serve.energy import energy
 from meshwise.serve.load import LoadResult
+from meshwise.serve.screen import layout_text
+from meshwise.serve.serving import Serving
 from meshwise.serve.size import Sizing
 
 _HEADINGS = (
@@ -22,8 +25,95 @@ _HEADINGS = (
 
 
 def print_serving(answer: ServingAnswer, console: Console) -> None:
-    """Print what fits, the first token, and a row for each number of running sequences."""
+    """Print the answer, then why, then what else there is: alternatives, or running sequences."""
     document = answer.to_json()
+    if answer.sizing is not None and answer.load is not None:
+        _print_sized(answer, document, console)
+    else:
+        _print_one(answer, document, console)
+    if answer.sizing is not None and answer.has_details:
+        _print_details(answer.sizing, console)
+    if answer.has_details and document["passes"]:
+        console.print(passes_table(document))
+    if document["passes"]:
+        for note in document["notes"]:
+            console.print(f"note: {note}")
+
+
+def _print_sized(answer: ServingAnswer, document: Mapping[str, Any], console: Console) -> None:
+    """The fewest GPUs, or dollars, for a load within its limits."""
+    sizing, load = answer.sizing, answer.load
+    assert sizing is not None and load is not None
+    for line in sized_lines(answer):
+        console.print(line)
+    _print_costs(answer, console)
+    console.print(latency_table(document))
+    for line in _fleet_lines(document):
+        console.print(line)
+    found = sizing.to_json()
+    if found["best_of_each"]:
+        console.print("the best of each chip, of one pool and of two:")
+        console.print(choices_table(found["best_of_each"], ("batch", "binds", "tokens/s\na GPU")))
+    else:
+        console.print("simulated:")
+        console.print(choices_table(found["simulated"][-4:]))
+
+
+def sized_lines(answer: ServingAnswer) -> Iterator[str]:
+    """What holds a load within its limits, what that gives, and why it takes so much."""
+    sizing, load = answer.sizing, answer.load
+    assert sizing is not None and load is not None
+    choice = sizing.best or sizing.nearest
+    assert choice is not None
+    fleet, document = choice.fleet, load.to_json()
+    pools = f"{fleet.workers} x {_layout(fleet.serving)}"
+    if fleet.prefill:
+        pools = f"prefill {fleet.prefill_workers} x {_layout(fleet.prefill)}, decode {pools}"
+    num = fleet.num_chips
+    gpus, verb = (f"{num} GPUs", "hold") if num > 1 else ("1 GPU", "holds")
+    if sizing.best is None:
+        verb = "do not hold" if num > 1 else "does not hold"
+    settings = f"max_sequences={choice.sequences}"
+    rate = f"{sizing.rate or 0.0:.4g} requests/s"
+    yield f"{gpus} {verb} {rate}: {pools}; {load.engine.title}, {settings}"
+    asked = " and ".join(
+        f"{duration(limit_s)} {what}"
+        for limit_s, what in ((load.ttft_s, "to the first token"), (load.tpot_s, "a token after it"))
+        if limit_s is not None and limit_s < math.inf
+    )
+    yield (
+        f"{document['within_limits_frac']:.1%} of the requests within {asked} ({load.percentile:g} % must "
+        f"be): goodput {document['goodput_per_s']:.4g} requests/s"
+    )
+    if sizing.headroom_frac is not None:
+        more = sizing.headroom_frac
+        yield (
+            f"headroom: {more:.0%} more traffic keeps the limits"
+            if more
+            else "headroom: not 10 % more traffic"
+        )
+    why = _WHY.get(choice.binds, "")
+    if why:
+        yield "why so many: " + why.format(batch=f"{choice.sequences:,} sequences a dp rank")
+
+
+_WHY = {
+    "memory": "the cache of a GPU has no room for more than {batch}",
+    "token": "with more than {batch} a token takes too long",
+    "first token": "with more than {batch} the first token takes too long",
+    "rate": "a worker holds more than that; fewer GPUs are no worker",
+}
+"""What keeps a batch from growing (`Choice.binds`), in words."""
+
+
+def _layout(of: Serving) -> str:
+    text = layout_text(of)
+    plan = text if text.startswith("tp=") else f"tp=1,{text}"
+    return f"({plan} on {of.num_chips} {of.cluster.chip.name})"
+
+
+def _print_one(answer: ServingAnswer, document: Mapping[str, Any], console: Console) -> None:
+    """One server, under its load if there is one; what memory and an idle engine give."""
     cluster, plan = document["cluster"], document["plan"]
     silent = {"imbalance": 1.0, "cp": 1, "pp": 1}
     shown = {name: value for name, value in plan.items() if value and value != silent.get(name)}
@@ -31,6 +121,12 @@ def print_serving(answer: ServingAnswer, console: Console) -> None:
         f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
     )
     console.print(f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}")
+    if answer.num_instances > 1:
+        load = "which share the load" if answer.load else "of which this is one"
+        console.print(f"no plan was stated: the cluster holds {answer.num_instances} such instances, {load}")
+    if answer.load is not None:
+        _print_load(answer.load, console)
+        _print_costs(answer, console)
     console.print(
         f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "
         f"{with_prefix(document['cache_bytes_per_sequence'], 'B')} a GPU for a sequence of "
@@ -49,10 +145,10 @@ def print_serving(answer: ServingAnswer, console: Console) -> None:
     if answer.token_s is not None:
         within = document["sequences_within_limit"]
         console.print(f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences")
-    if answer.sizing is not None:
-        _print_sizing(answer, answer.sizing, console)
-    if answer.load is not None:
-        _print_load(answer.load, console)
+
+
+def _print_costs(answer: ServingAnswer, console: Console) -> None:
+    """Watts and dollars, where they are known."""
     if answer.load is not None and (power := energy(answer.load))["power_watts"]:
         console.print(
             "{gpus:,.0f} W of GPUs, {wall:,.0f} W at the wall".format(**power["power_watts"])
@@ -63,10 +159,6 @@ def print_serving(answer: ServingAnswer, console: Console) -> None:
             "${usd_per_hour:,.2f} an hour; ${usd_per_million_input_tokens:.3g} a million tokens in, "
             "${usd_per_million_output_tokens:.3g} out".format(**answer.cost)
         )
-    if document["passes"]:
-        console.print(passes_table(document))
-        for note in document["notes"]:
-            console.print(f"note: {note}")
 
 
 def passes_table(document: Mapping[str, Any]) -> Table:
@@ -103,27 +195,20 @@ def _filled(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: Seq
 
 
 _CHOICES = (
-    *("GPUs", "workers", "prefill\nworkers", "batch", "first\ntoken ms", "token\nms", "tokens/s\na GPU"),
-    *("binds", "within"),
+    *("GPUs", "$ an\nhour", "workers", "prefill\nworkers", "batch", "first\ntoken ms", "token\nms"),
+    *("tokens/s\na GPU", "binds", "within"),
 )
 
 
-def _print_sizing(answer: ServingAnswer, sizing: Sizing, console: Console) -> None:
-    """Print what was chosen, the finalists and the trade-offs."""
+def _print_details(sizing: Sizing, console: Console) -> None:
+    """Print what was simulated, and the trade-offs."""
     document = sizing.to_json()
     console.print(
         f"{document['configurations_considered']:,} configurations in {duration(document['elapsed_s'])} "
         f"({document['configurations_per_s']:,.0f}/s)"
     )
-    if answer.load is not None:
-        holds = (
-            "the fewest GPUs within the limits" if sizing.best else "no choice keeps the limits; the nearest"
-        )
-        enough = f"{answer.load.percentile:g} % of the requests must keep them"
-        console.print(f"{holds}: {answer.load.fleet.num_chips} ({enough})")
-        if answer.load.fleet.prefill:
-            console.print("the figures above and the passes below are of a decode worker")
-        console.print("simulated, fewest GPUs first:")
+    if document["simulated"]:
+        console.print("simulated, of each kind the cheapest first:")
         console.print(choices_table(document["simulated"]))
     elif not sizing.choices:
         console.print("no layout of this cluster fits and keeps the limits")
@@ -140,11 +225,13 @@ MAX_TRADE_OFFS = 16
 """Rows of the table of trade-offs; the document and the picture have all."""
 
 
-def choices_table(choices: Sequence[dict[str, Any]]) -> Table:
-    """Layouts and batches with what they give: as simulated, where they were."""
+def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()) -> Table:
+    """Layouts and batches with what they give, as simulated where they were; some columns left out."""
     chips = {row[f"{pool}chip"] for row in choices for pool in ("", "prefill_")} - {None}
     rows = [_choice(row, names_chip=len(chips) > 1) for row in choices]
-    return _filled(_CHOICES, rows, left=_CHOICES[1:3])
+    kept = [i for i, name in enumerate(_CHOICES) if name not in without]
+    names = [_CHOICES[i] for i in kept]
+    return _filled(names, [[row[i] for i in kept] for row in rows], left=_CHOICES[2:4])
 
 
 def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
@@ -157,10 +244,12 @@ def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
     def mean(name: str) -> float:
         return float(row[f"simulated_{name}"]["mean"] if f"simulated_{name}" in row else row[name])
 
+    usd = row["usd_per_hour"]
     per_gpu = row.get("simulated_output_tokens_per_s_per_gpu", row["tokens_per_s_per_gpu"])
     return (
-        f"{row['num_gpus']:,}", workers(""), workers("prefill_"), f"{row['max_sequences_per_dp_rank']:,}",
-        f"{1e3 * mean('ttft_s'):,.4g}", f"{1e3 * mean('tpot_s'):,.4g}", f"{per_gpu:,.0f}", row["binds"],
+        f"{row['num_gpus']:,}", f"{usd:,.2f}" if usd else "", workers(""), workers("prefill_"),
+        f"{row['max_sequences_per_dp_rank']:,}", f"{1e3 * mean('ttft_s'):,.4g}",
+        f"{1e3 * mean('tpot_s'):,.4g}", f"{per_gpu:,.0f}", row["binds"],
         f"{row['simulated_within_limits_frac']:.0%}" if "holds" in row else "",
     )  # fmt: skip
 

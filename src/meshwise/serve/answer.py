@@ -33,6 +33,8 @@ class ServingAnswer(Shown):
     """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load.
 
     With `sizing`, `serving` is the layout that was chosen. `usd_per_gpu_hour` by chip ("" is any).
+    `num_instances`: how many of them the stated cluster holds, where no plan was stated. `has_details`:
+    whether passes and trade-offs are shown beside the answer.
     """
 
     serving: Serving
@@ -43,6 +45,8 @@ class ServingAnswer(Shown):
     usd_per_gpu_hour: Mapping[str, float] | None = None
     encoders: EncoderPool | None = None
     deployment: Deployment | None = None
+    num_instances: int = 1
+    has_details: bool = True
     rows_in: ClassVar[str] = "passes"
 
     @property
@@ -107,6 +111,7 @@ class ServingAnswer(Shown):
             "model": of.model.name,
             "cluster": of.cluster.to_json(),
             "plan": of.plan,
+            "num_instances": self.num_instances,
             "prompt": of.prompt,
             "output": of.output,
             "weight_bytes": est.weight_bytes(of),
@@ -177,11 +182,15 @@ def sized(
     *,
     token_s: float | None,
     usd_per_gpu_hour: Mapping[str, float] | None = None,
+    has_details: bool = False,
 ) -> ServingAnswer:
     """The answer of `sizing`: its best choice, or what came nearest, or an instance that does not fit."""
     choice = sizing.best or sizing.nearest or next(reversed(sizing.trade_offs), None)
     serving, load = (choice.fleet.serving, choice.load) if choice else (otherwise, None)
-    return ServingAnswer(serving, _counts(serving, sequences), token_s, load, sizing, usd_per_gpu_hour)
+    return ServingAnswer(
+        serving, _counts(serving, sequences), token_s, load, sizing, usd_per_gpu_hour,
+        has_details=has_details or bool(sequences) or load is None,
+    )  # fmt: skip
 
 
 def parse_prices(text: str) -> dict[str, float]:

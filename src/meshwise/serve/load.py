@@ -272,24 +272,32 @@ class LoadResult:
         return interval_of(name, mean, self.regime).to_json() if mean else None
 
 
+def pool_usd_per_hour(of: Serving, workers: float, usd_per_gpu_hour: Mapping[str, float]) -> float:
+    """Dollars an hour of `workers` instances, at a price of each chip (`""`: of any)."""
+    chip = of.cluster.chip.name
+    if not {"", chip} & set(usd_per_gpu_hour):
+        raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
+    return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.num_chips * workers
+
+
+def usd_per_hour(fleet: Fleet, usd_per_gpu_hour: Mapping[str, float]) -> float:
+    """Dollars an hour of all workers."""
+    first = fleet.prefill
+    prefill = pool_usd_per_hour(first, fleet.prefill_workers, usd_per_gpu_hour) if first else 0.0
+    return prefill + pool_usd_per_hour(fleet.serving, fleet.workers, usd_per_gpu_hour)
+
+
 def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
     """What tokens cost, at a price of each chip (`""`: of any).
 
     Prompts pay for the share of the time that they take (the prefill pool, where there is one), generated
     tokens for the rest.
     """
-
-    def usd_per_hour(of: Serving, workers: float) -> float:
-        chip = of.cluster.chip.name
-        if not {"", chip} & set(usd_per_gpu_hour):
-            raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
-        return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.num_chips * workers
-
     fleet, run = load.fleet, load.simulated
     workers = load.mean_workers
-    last, first = usd_per_hour(fleet.serving, workers), 0.0
+    last, first = pool_usd_per_hour(fleet.serving, workers, usd_per_gpu_hour), 0.0
     if fleet.prefill:
-        first = usd_per_hour(fleet.prefill, fleet.prefill_workers)
+        first = pool_usd_per_hour(fleet.prefill, fleet.prefill_workers, usd_per_gpu_hour)
     else:
         prompts_frac = load.requests_per_s * prompt_s(fleet.serving) / (fleet.serving.groups * workers)
         first = last * min(prompts_frac * run.span_s / run.busy_s, 1.0)

@@ -1,9 +1,10 @@
-"""How many GPUs a load needs within its latency limits: screen all layouts, then simulate the finalists.
+"""What a load needs within its latency limits: screen all layouts, then simulate the finalists.
 
 Each layout, and each pair of layouts for separate pools, gets the largest batch that keeps the limits in
-closed form (`serve.screen`), and as many workers as the rate asks for. The cheapest are simulated under the
-load, fewest GPUs first; where too many requests miss a limit, a worker is added. The first that holds is the
-answer: fewer GPUs were tried with every layout among the finalists.
+closed form (`serve.screen`), and as many workers as the rate asks for. Of each chip, with one pool and with
+two, those that cost least are simulated under the load, until one holds; where too many requests miss a
+limit, a worker is added. The answer is the cheapest of these: by dollars where prices are stated, else by
+GPUs. Pools of two different chips are tried where their closed form costs less than what one chip takes.
 
 *Trade-offs* are what no other choice beats in both tokens/s a user and tokens/s a GPU, of all GPUs. Pools are
 matched in rate there, as if workers could be shared out in any ratio.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
@@ -23,16 +24,17 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.each import all_of
-from meshwise.core.errors import WorkloadError
+from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.serve.engine import Engine
 from meshwise.serve.limits import limits_of
-from meshwise.serve.load import Fleet, LoadResult, under_load
+from meshwise.serve.load import Fleet, LoadResult, under_load, usd_per_hour
 from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
 from meshwise.serve.screen import (
     BATCHES,
+    MAX_RANKS,
     PREFILL_UTILIZATION,
     Grid,
     Instance,
@@ -41,12 +43,15 @@ from meshwise.serve.screen import (
     layout_text,
     screen,
 )
-from meshwise.serve.serving import Serving
-from meshwise.serve.stationary import RequestStream
+from meshwise.serve.serving import Serving, max_sequences
+from meshwise.serve.stationary import RequestStream, at_most, faster
 
-FINALISTS = 12
-"""Choices that are simulated, each with as many workers as it takes."""
-MAX_SIMULATIONS = 40
+FINALISTS, MAX_SIMULATIONS = 6, 12
+"""Choices of each kind (chips, pools) that are simulated, and how often, workers being added."""
+SEARCH_REQUESTS, ANSWER_REQUESTS, HEADROOM_REQUESTS = 8_000, 32_000, 16_000
+"""Requests of a simulation at most: of finalists, of one that holds and has not settled, of more traffic."""
+MORE_TRAFFIC = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0)
+"""Of the load's rate, what is tried to see how much more there may be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +69,24 @@ class Choice:
     tokens_per_s_per_gpu: float
     binds: str = ""
     load: LoadResult | None = None
+    usd_per_gpu_hour: Mapping[str, float] | None = None
+
+    @property
+    def kind(self) -> tuple[str | None, str]:
+        """The chips of its prefill pool (None: it has none), and of its workers."""
+        first, last = self.fleet.prefill, self.fleet.serving
+        return first.cluster.chip.name if first else None, last.cluster.chip.name
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Dollars of all its GPUs; None without prices."""
+        return None if self.usd_per_gpu_hour is None else usd_per_hour(self.fleet, self.usd_per_gpu_hour)
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """What it costs, to compare: dollars or GPUs, GPUs, whether pools are two, the time of a token."""
+        num, usd = self.fleet.num_chips, self.usd_per_hour
+        return (num if usd is None else usd), num, self.fleet.prefill is not None, self.tpot_s
 
     @property
     def within_frac(self) -> float:
@@ -73,19 +96,21 @@ class Choice:
     @property
     def holds(self) -> bool:
         """Whether enough requests keep the limits."""
-        return self.load is not None and self.within_frac >= self.load.limits.within_frac
+        load = self.load
+        return load is not None and not load.queue_grows and self.within_frac >= load.limits.within_frac
 
     def to_json(self) -> dict[str, Any]:
         """Its layouts in words, its figures, and what was simulated of it."""
         fleet, first, simulated = self.fleet, self.fleet.prefill, {}
         if self.load:
             load = self.load.to_json()
-            names = ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu", "within_limits_frac")
+            names = ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu", "within_limits_frac", "goodput_per_s")
             simulated = {"holds": self.holds} | {f"simulated_{name}": load[name] for name in names}
         return {
             **_instance(fleet.serving, fleet.workers),
             **{f"prefill_{key}": value for key, value in _instance(first, fleet.prefill_workers).items()},
             "num_gpus": self.fleet.num_chips,
+            "usd_per_hour": self.usd_per_hour,
             "max_sequences_per_dp_rank": self.sequences,
             "ttft_s": self.ttft_s,
             "tpot_s": self.tpot_s,
@@ -109,9 +134,10 @@ def _instance(of: Serving | None, workers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sizing:
-    """What was screened and simulated; `best` is what holds with the fewest GPUs, None if nothing does.
+    """What was screened and simulated; `best` is the cheapest that holds, None if nothing does.
 
     `least_ttft_s` and `least_tpot_s`: the least of any layout that fits, alone; None where none does.
+    `rate`: requests a second. `headroom_frac`: how much more the best holds, of MORE_TRAFFIC.
     """
 
     num_considered: int
@@ -121,6 +147,8 @@ class Sizing:
     choices: tuple[Choice, ...]
     least_ttft_s: float | None
     least_tpot_s: float | None
+    rate: float | None = None
+    headroom_frac: float | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -129,8 +157,16 @@ class Sizing:
 
     @property
     def best(self) -> Choice | None:
-        """The first simulated choice that holds; None if none does."""
-        return next((one for one in self.simulated if one.holds), None)
+        """The cheapest simulated choice that holds; None if none does."""
+        return next(iter(self.bests), None)
+
+    @property
+    def bests(self) -> list[Choice]:
+        """The best of each chip with one pool and with two, the cheapest first."""
+        found: dict[tuple[str | None, str], Choice] = {}
+        for choice in sorted((one for one in self.simulated if one.holds), key=lambda one: one.rank):
+            found.setdefault(choice.kind, choice)
+        return list(found.values())
 
     @property
     def nearest(self) -> Choice | None:
@@ -147,6 +183,9 @@ class Sizing:
             "least_ttft_s": self.least_ttft_s,
             "least_tpot_s": self.least_tpot_s,
             "best": best and best.to_json(),
+            "rate": self.rate,
+            "headroom_frac": self.headroom_frac,
+            "best_of_each": [one.to_json() for one in self.bests],
             "nearest_miss": nearest.to_json() if nearest and not best else None,
             "simulated": [one.to_json() for one in self.simulated],
             "pareto": [one.to_json() for one in self.trade_offs],
@@ -158,6 +197,7 @@ class Wanted:
     """A load and its limits: `rate` requests a second, or (None) only trade-offs.
 
     `percentile` of the requests must keep both limits. `router` and `offload` are those of each fleet.
+    `pools`: "one", "two", or "" for either. `usd_per_gpu_hour` by chip ("" is any).
     """
 
     requests: Requests | RequestStream | None
@@ -167,20 +207,25 @@ class Wanted:
     percentile: float = 90.0
     router: RouterPolicy = ROUND_ROBIN
     offload: Offload | None = None
+    pools: str = ""
+    usd_per_gpu_hour: Mapping[str, float] | None = None
 
 
 def wanted(
     requests: Requests | RequestStream | None, ttft_s: float | None, tpot_s: float | None,
     percentile: float = 90.0, router: RouterPolicy = ROUND_ROBIN, offload: Offload | None = None,
+    pools: str = "", usd_per_gpu_hour: Mapping[str, float] | None = None,
 ) -> Wanted:  # fmt: skip
     """What requests that arrive want; WorkloadError for clients in a closed loop, or a limit of nothing."""
     limits = limits_of(ttft_s, tpot_s, percentile)
     if requests is not None and requests.concurrency:
         raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
+    if pools not in ("", "one", "two"):
+        raise WorkloadError(f"pools={pools} must be one or two; leave it out to compare both")
     rate = requests.rate if requests is not None else None
     return Wanted(
         requests=requests, rate=rate, ttft_s=limits.ttft_s, tpot_s=limits.tpot_s, percentile=percentile,
-        router=router, offload=offload,
+        router=router, offload=offload, pools=pools, usd_per_gpu_hour=usd_per_gpu_hour,
     )  # fmt: skip
 
 
@@ -190,26 +235,53 @@ def size(
 ) -> Sizing:  # fmt: skip
     """The fewest GPUs of one of `clusters` (or of two, one for each pool) that hold what is `wanted`."""
     began = perf_counter()
-    found = all_of(partial(_screened, instance=instance, fixed=fixed, engine=engine), clusters)
-    screens = [one for one in found if one is not None]
+    screened = all_of(partial(_screened, instance=instance, fixed=fixed, engine=engine), clusters)
+    screens = [one for one in screened if one is not None]
     pairs = list(product(screens, screens))
     num = sum(one.pass_s.size for one in screens)
     num += sum(len(first.instances) * last.pass_s.size for first, last in pairs)
 
     def choices(of: Wanted) -> list[Choice]:
-        together = [choice for one in screens for choice in _together(one, of)]
-        return together + [choice for first, last in pairs for choice in _apart(first, last, of)]
+        together = (choice for one in screens for choice in _together(one, of))
+        apart = (choice for first, last in pairs for choice in _apart(first, last, of))
+        found = [*(together if of.pools != "two" else ()), *(apart if of.pools != "one" else ())]
+        return [replace(choice, usd_per_gpu_hour=of.usd_per_gpu_hour) for choice in found]
 
     most = {cluster.chip.name: cluster.num_chips for cluster in clusters}
     wide = [one for one in choices(replace(wanted, rate=None)) if _is_within(one.fleet, most)]
-    ranked = sorted(choices(wanted), key=lambda one: (one.fleet.num_chips, one.tpot_s)) if wanted.rate else []
+    ranked = sorted(choices(wanted) if wanted.rate else [], key=lambda one: one.rank)
     elapsed_s = max(perf_counter() - began, 1e-9)
-    simulated = tuple(_simulated(ranked[:FINALISTS], engine, wanted, most))
-    least = [
+    simulated = tuple(_finalists(ranked, engine, wanted, most))
+    least_ttft_s, least_tpot_s = (
         min((float(part(one).min()) for one in screens if one.fits.any()), default=None)
         for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
-    ]
-    return Sizing(num, elapsed_s, simulated, _trade_offs(wide), tuple(wide), *least)
+    )
+    found = Sizing(
+        num, elapsed_s, simulated, _trade_offs(wide), tuple(wide), least_ttft_s, least_tpot_s, wanted.rate
+    )
+    best = found.best
+    return replace(found, headroom_frac=_headroom_frac(best, wanted, engine)) if best else found
+
+
+def default_instance(instance: Callable[[Cluster, str], Serving], cluster: Cluster) -> Serving:
+    """The instance for who states no plan: tp over all of a node, else over 8 ranks, else what works.
+
+    Of a model that has no room on 8 ranks the least that it needs, if the cluster has so many.
+    """
+    whole, ranks = cluster.num_chips, cluster.levels[0].ranks if cluster.levels else 1
+    usual = [num for num in (8, 4, 2, 1) if num <= min(whole, ranks)]
+    wide = [2**i for i in range(4, 20) if 2**i <= min(whole, MAX_RANKS)]
+    found = None
+    for num in dict.fromkeys([*([whole] if whole <= ranks else []), *usual, *wide]):
+        name = cluster.name if num == whole else f"{cluster.chip.name}:{num}"
+        try:
+            of = instance(replace(cluster, num_chips=num, name=name), f"tp={num}")
+        except PlanError:
+            continue
+        found = found or of
+        if max_sequences(of):
+            return of
+    return found or instance(cluster, f"tp={whole}")
 
 
 def _screened(
@@ -295,35 +367,71 @@ def _trade_offs(choices: Sequence[Choice]) -> tuple[Choice, ...]:
 # --- finalists under the load --------------------------------------------------------------------
 
 
+def _finalists(
+    ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
+) -> Iterator[Choice]:
+    """The simulated choices of each kind; of pools of two chips only what may cost less than others take."""
+    kinds: dict[tuple[str | None, str], list[Choice]] = {}
+    for choice in ranked:
+        if _is_within(choice.fleet, most):
+            kinds.setdefault(choice.kind, []).append(choice)
+    least = math.inf
+    for (first, last), members in sorted(
+        kinds.items(), key=lambda item: item[0][0] not in (None, item[0][1])
+    ):
+        if first in (None, last) or members[0].rank[0] < least:
+            for choice in _simulated(members[:FINALISTS], engine, wanted, most):
+                least = min(least, choice.rank[0]) if choice.holds else least
+                yield choice
+
+
 def _simulated(
     ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
 ) -> Iterator[Choice]:
-    """Finalists under the load, fewest GPUs first, until one holds; a worker more where one does not."""
+    """Finalists under the load, the cheapest first, until one holds; a worker more where one does not."""
     order = count()
-    heap = [(one.fleet.num_chips, next(order), one) for one in ranked]
+    heap = [(one.rank[0], next(order), one) for one in ranked]
     for _ in range(MAX_SIMULATIONS):
-        if not heap:
+        if not heap or wanted.requests is None:
             return
         _, _, choice = heapq.heappop(heap)
-        if not _is_within(choice.fleet, most) or wanted.requests is None:
+        if not _is_within(choice.fleet, most):
             continue
-        limited = replace(engine, max_sequences=min(engine.max_sequences, choice.sequences))
-        load = under_load(
-            replace(choice.fleet, router=wanted.router, offload=wanted.offload),
-            wanted.requests,
-            limited,
-            ttft_s=wanted.ttft_s,
-            tpot_s=wanted.tpot_s,
-            percentile=wanted.percentile,
-        )
-        if load is None:
+        found = _under(choice, engine, wanted, at_most(wanted.requests, SEARCH_REQUESTS))
+        if found.holds and found.load and found.load.window and not found.load.window.is_settled:
+            found = _under(choice, engine, wanted, at_most(wanted.requests, ANSWER_REQUESTS))
+        if found.load is None:
             continue
-        found = replace(choice, load=load)
         yield found
         if found.holds:
             return
-        larger = replace(choice, fleet=_larger(choice.fleet, load, wanted))
-        heapq.heappush(heap, (larger.fleet.num_chips, next(order), larger))
+        larger = replace(choice, fleet=_larger(choice.fleet, found.load, wanted))
+        heapq.heappush(heap, (larger.rank[0], next(order), larger))
+
+
+def _under(choice: Choice, engine: Engine, wanted: Wanted, requests: Requests | RequestStream) -> Choice:
+    """`choice` with what requests get of it; the engine runs no more sequences than were chosen."""
+    load = under_load(
+        replace(choice.fleet, router=wanted.router, offload=wanted.offload),
+        requests,
+        replace(engine, max_sequences=min(engine.max_sequences, choice.sequences)),
+        ttft_s=wanted.ttft_s,
+        tpot_s=wanted.tpot_s,
+        percentile=wanted.percentile,
+    )
+    return replace(choice, load=load)
+
+
+def _headroom_frac(choice: Choice, wanted: Wanted, engine: Engine) -> float:
+    """How much more traffic `choice` holds."""
+    assert wanted.requests is not None
+    held = 1.0
+    for factor in MORE_TRAFFIC:
+        more = faster(at_most(wanted.requests, HEADROOM_REQUESTS), factor)
+        if not _under(choice, engine, wanted, more).holds:
+            break
+        held = factor
+    return held - 1.0
 
 
 def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:

@@ -49,11 +49,33 @@ RULE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestStream:
-    """Requests that go on: `draw` makes so many of them. `rate` a second, or clients in a closed loop."""
+    """Requests that go on: `draw` makes so many of them. `rate` a second, or clients in a closed loop.
+
+    `most`: about how many are simulated at most.
+    """
 
     draw: Callable[[int], Requests]
     rate: float | None = None
     concurrency: int = 0
+    most: int = MOST_REQUESTS
+
+
+def at_most(requests: Requests | RequestStream, num: int) -> Requests | RequestStream:
+    """`requests`, of a stream no more than about `num`."""
+    return requests if isinstance(requests, Requests) else replace(requests, most=num)
+
+
+def faster(requests: Requests | RequestStream, factor: float) -> Requests | RequestStream:
+    """The same requests, `factor` times as many a second."""
+    if isinstance(requests, Requests):
+        return replace(requests, arrival_s=tuple(second / factor for second in requests.arrival_s))
+
+    def draw(num: int) -> Requests:
+        drawn = faster(requests.draw(num), factor)
+        assert isinstance(drawn, Requests)
+        return drawn
+
+    return replace(requests, draw=draw, rate=factor * (requests.rate or 0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +123,7 @@ def settled(
         requests = _staggered(stream.draw(num))
         served = serve(requests)
         least_s, most_s = _full_sessions(requests, served)
-        is_last = 2 * num > max(MOST_REQUESTS, 20 * stream.concurrency)
+        is_last = 2 * num > max(stream.most, 20 * stream.concurrency)
         if most_s < 4.0 * least_s and not is_last:
             num *= 2
             continue
@@ -210,7 +232,7 @@ def _half_frac(series: Seconds) -> float:
     outside = np.flatnonzero(np.arange(num) >= SOKAL * sums)
     tau = max(float(sums[outside[0] if outside.size else -1]), 1.0)
     wider = max(LEAST_LENGTHS * tau / num, 1.0) ** 2
-    return wider * NORMAL_95 * float(series.std()) * (tau / num) ** 0.5 / float(series.mean())
+    return NORMAL_95 * float(series.std() / series.mean()) * min(wider * (tau / num) ** 0.5, 1.0)
 
 
 def _rise(sent_s: Seconds, last_s: Seconds, start_s: float, stop_s: float) -> float:
