@@ -81,10 +81,11 @@ def sized_lines(answer: ServingAnswer) -> Iterator[str]:
         for limit_s, what in ((load.ttft_s, "to the first token"), (load.tpot_s, "a token after it"))
         if limit_s is not None and limit_s < math.inf
     )
-    yield (
-        f"{document['within_limits_frac']:.1%} of the requests within {asked} ({load.percentile:g} % must "
-        f"be): goodput {document['goodput_per_s']:.4g} requests/s"
-    )
+    if asked:
+        yield (
+            f"{document['within_limits_frac']:.1%} of the requests within {asked} ({load.percentile:g} % must "
+            f"be): goodput {document['goodput_per_s']:.4g} requests/s"
+        )
     if sizing.headroom_frac is not None:
         more = sizing.headroom_frac
         yield (
@@ -250,7 +251,7 @@ def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
         f"{row['num_gpus']:,}", f"{usd:,.2f}" if usd else "", workers(""), workers("prefill_"),
         f"{row['max_sequences_per_dp_rank']:,}", f"{1e3 * mean('ttft_s'):,.4g}",
         f"{1e3 * mean('tpot_s'):,.4g}", f"{per_gpu:,.0f}", row["binds"],
-        f"{row['simulated_within_limits_frac']:.0%}" if "holds" in row else "",
+        f"{within:.0%}" if (within := row.get("simulated_within_limits_frac")) is not None else "",
     )  # fmt: skip
 
 

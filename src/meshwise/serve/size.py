@@ -90,8 +90,11 @@ class Choice:
 
     @property
     def within_frac(self) -> float:
-        """Share of the simulated requests that keep the limits."""
-        return (self.load and self.load.within_limits_frac) or 0.0
+        """Share of the simulated requests that keep the limits; all, where there are none."""
+        if self.load is None:
+            return 0.0
+        within = self.load.within_limits_frac
+        return 1.0 if within is None else within
 
     @property
     def holds(self) -> bool:
