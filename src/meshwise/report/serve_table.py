@@ -83,8 +83,8 @@ def sized_lines(answer: ServingAnswer) -> Iterator[str]:
     )
     if asked:
         yield (
-            f"{document['within_limits_frac']:.1%} of the requests within {asked} ({load.percentile:g} % must "
-            f"be): goodput {document['goodput_per_s']:.4g} requests/s"
+            f"{document['within_limits_frac']:.1%} of the requests within {asked} ({load.percentile:g} % "
+            f"must be): goodput {document['goodput_per_s']:.4g} requests/s"
         )
     if sizing.headroom_frac is not None:
         more = sizing.headroom_frac
