@@ -434,7 +434,6 @@ def test_weak_scaling_grows_the_batch(meshwise) -> None:
         (("--vary", "chip=z80"), "no cluster or chip is called 'z80'"),
         (("--weak",), "add --vary gpus"),
         (("--vary", "gpus=8", "--beside", "tp=8"), "--beside is for one machine"),
-        (("--price", "2"), "add --tokens"),
         (("--plot", "/no/where.png"), "cannot write /no/where.png"),
     ],
 )

@@ -13,12 +13,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import tasks
+from meshwise.cli import app
 from meshwise.core.each import on_ray
 from meshwise.core.errors import DataError
 from meshwise.sweep import sweep as sweeps
-from meshwise.sweep.sweep import Store, read_sweep, run_sweep
+from meshwise.sweep.sweep import ON_BY_DEFAULT, VERBS, Store, read_sweep, run_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -338,3 +340,24 @@ def test_other_verbs_have_columns_of_their_own(meshwise, tmp_path, verb, argumen
     assert done.code == 0, done.err
     head, *rows = csv.reader((tmp_path / "grid.csv").read_text().splitlines())
     assert len(rows) == 2 and all(row[head.index(column)] for row in rows)
+
+
+def test_no_option_of_a_sweep_is_dropped(tmp_path: Path) -> None:
+    """What is off is said where it would be on: `ledger = false` runs at full speed."""
+    verbs = dict.fromkeys(VERBS, typer.main.get_command(app))
+    for verb in verbs:
+        for word in verb.split():
+            verbs[verb] = verbs[verb].commands[word]
+    flags = [option for verb in verbs.values() for param in verb.params for option in param.secondary_opts]
+    assert {flag.removeprefix("--no-") for flag in flags} == set(ON_BY_DEFAULT)
+    text = 'verb = "run"\narguments = ["ulysses"]\n[options]\nledger = false\n[grid]\nranks = [1]\n'
+    (point,) = read_sweep(_file(tmp_path, text)).points
+    assert "--no-ledger" in point.words
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "examples").glob("*benchmark*.toml")))
+def test_a_benchmark_of_the_examples_is_a_sweep(path: Path) -> None:
+    first, *others = read_sweep(path).points
+    assert len(others) > 20 and {"seq", "layers", "experts", "ranks", "profile"} <= set(
+        found.points[0].values
+    )

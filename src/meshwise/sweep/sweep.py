@@ -48,6 +48,8 @@ from meshwise.core.each import Lost, each, last_line
 from meshwise.core.errors import DataError
 from meshwise.core.toml import read_toml
 
+ON_BY_DEFAULT = ("capped", "ledger", "run")
+"""Options of the verbs that hold unless `--no-NAME` says otherwise."""
 Scalar = str | int | float | bool
 MAX_POINTS = 10**6
 _LONG_FORMAT = re.compile(r"[{}]|[0-9]{3}")
@@ -205,7 +207,8 @@ def _words(path: Path, file: _SweepFile, values: Mapping[str, Scalar]) -> tuple[
     for key, value in options.items():
         flag = "--" + key.replace("_", "-")
         if isinstance(value, bool):
-            words += [flag] if value else []
+            off = [f"--no-{flag[2:]}"] if key.replace("-", "_") in ON_BY_DEFAULT else []
+            words += [flag] if value else off
         else:
             words += [flag, str(value)]
     return (*words, "--json")
