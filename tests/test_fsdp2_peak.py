@@ -12,6 +12,10 @@ import pytest
 
 import meshwise as mw
 from meshwise.cost.schedule import SCHEDULES, valid
+from meshwise.model.architecture import layer_kinds
+from meshwise.model.find import find_model
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
 from meshwise.program.order import Moments, all_moments, moments
 
 pytestmark = pytest.mark.slow
@@ -44,3 +48,17 @@ def test_the_moments_of_many_microbatches_are_those_of_a_few(schedule: str) -> N
             for name in Moments.__slots__:
                 assert np.array_equal(getattr(moments(*job), name), getattr(told, name)), (job, name)
     assert num_told > 5 or schedule == "gpipe"
+
+
+@pytest.mark.parametrize("name", ["glm-5.2", "nemotron-3-nano", "deepseek-v4-flash"])
+def test_matmuls_of_activations_alone_are_those_of_the_layout(name: str) -> None:
+    """Scores of an indexer and chunks of a recurrence: PyTorch computes as many FLOP as Megatron-LM."""
+    flop = {}
+    for implementation in ("megatron", "fsdp2"):
+        cut = Cut(microbatch=1.0, seq=8192.0, implementation=implementation)
+        model = find_model(name)
+        ops = (op for layer in layer_kinds(model) for op in block(model, cut, layer))
+        inner = [op for op in ops if op.name in ("index_scores", "chunk", "state")]
+        flop[implementation] = sum(op.cost.flop for op in inner)
+        assert all(min(op.shape) > 0 for op in inner)
+    assert flop["fsdp2"] == flop["megatron"] > 0

@@ -46,8 +46,9 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
     for op in ops:
         if _gathers_again(op) or op.name in ("keys_values", "merge_rounds"):
             continue
-        if op.kind == "matmul" and not (op.module == "attention" and op.name in CORE):
-            yield from _matmuls(cut, op, results[op.module, op.name])
+        made_by = results.get((op.module, op.name))
+        if op.kind == "matmul" and made_by and not (op.module == "attention" and op.name in CORE):
+            yield from _matmuls(cut, op, made_by)
         elif op.kind == "attention":
             yield from _ring_attention(cut, op)
         else:
