@@ -93,8 +93,10 @@ class _Fleet:
         offload = self.fleet.offload
         if offload is None:
             return []
-        if offload.disk_bytes or self.engine.name != "vllm" or not offload.host_bytes:
+        is_vllm = self.engine.name == "vllm"
+        if offload.disk_bytes or not is_vllm:
             self.not_expressed.append("offload: only vLLM's offload to the host's memory is written")
+        if not offload.host_bytes or not is_vllm:
             return []
         return ["--kv-offloading-size", f"{offload.host_bytes * of.num_chips / 2**30:g}"]
 
