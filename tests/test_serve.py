@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import meshwise as mw
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import Num
 from meshwise.estimate.one_plan import estimate
@@ -375,3 +376,14 @@ def test_the_state_of_a_recurrence_is_named_as_itself() -> None:
         est.price_pass(of, of.decode(256.0, 1024.0)).time_s["recurrence"] for of in (hybrid, dense)
     )
     assert spent > 0 == none
+
+
+@pytest.mark.parametrize(("model", "plan"), [("deepseek-v3", "tp=8,dtype=fp8"), ("llama3-70b", "tp=8")])
+@pytest.mark.parametrize("tokens", [16, 2048])
+def test_kernels_of_the_first_token_are_the_prefill_of_estimate(model: str, plan: str, tokens: int) -> None:
+    """What is longer in serve is the engine's host, and says so."""
+    priced = mw.estimate(model, "h200-sxm:8", plan, batch=1, seq=tokens, kind="prefill")
+    document = mw.serve(model, "h200-sxm:8", plan, prompt=tokens).to_json()
+    assert document["first_token_kernels_s"] == pytest.approx(priced.step_s, rel=1e-6)
+    assert document["first_token_s"] >= document["first_token_kernels_s"]
+    assert any("kernels alone" in note for note in priced.to_json()["notes"])

@@ -266,6 +266,8 @@ class Estimate(Shown):
                 f"{self.workload.seq:,} tokens are beyond the {self.model.max_seq:,} of {self.model.name}: "
                 "its rotary positions reach further, untrained"
             )
+        if self.workload.kind == "prefill":
+            notes.append("kernels alone: serve adds what the engine's host takes (first token)")
         if self.model.diffusion is not None:
             notes.append("the transformer alone: text encoder, VAE and scheduler are not priced")
         if self.trains and self.plan.lora_rank:

@@ -134,7 +134,8 @@ def _print_one(answer: ServingAnswer, document: Mapping[str, Any], console: Cons
         f"{document['prompt']} + {document['output']} tokens"
     )
     console.print(
-        f"first token after {duration(document['first_token_s'])}; "
+        f"first token after {duration(document['first_token_s'])} (kernels "
+        f"{duration(document['first_token_kernels_s'])}, the engine's host the rest); "
         f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
     )
     if document["max_sequences"]:

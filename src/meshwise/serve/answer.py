@@ -118,6 +118,7 @@ class ServingAnswer(Shown):
             "cache_bytes_per_sequence": est.sequence_bytes(of),
             "max_sequences": self.max_sequences,
             "first_token_s": self.first_token_s,
+            "first_token_kernels_s": est.first_token_kernels_s(of),
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,
             "sequences_within_limit": self.sequences_within_limit,
             "encoding": self._encoding,

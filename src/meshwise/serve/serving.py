@@ -420,6 +420,11 @@ def first_token_s(serving: Serving) -> float:
     return float(prompt_alone_s(serving))
 
 
+def first_token_kernels_s(serving: Serving) -> float:
+    """Of that, the kernels of the prompt, as `estimate` prices a prefill; the rest is what they wait for."""
+    return float(price_pass(serving, serving.prefill(1.0)).total_s)
+
+
 def prompt_s(serving: Serving) -> float:
     """Time that a group spends on each prompt, where several go into one pass."""
     together = float(int(serving.prompts_together))
