@@ -128,7 +128,7 @@ def dollars(amount: float | None) -> str:
     """A sum for people, cents where they count: `$0.68`, `$12.40`, `$611,195`; None is empty."""
     if amount is None:
         return ""
-    if 0 < amount < 0.1:
+    if 0 < amount < 0.01:
         return f"${amount:.2g}"
     return f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}" if amount < 1e9 else f"${amount:.4g}"
 

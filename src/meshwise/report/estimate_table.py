@@ -163,7 +163,7 @@ def between(interval: Interval) -> str:
 def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a million tokens cost, and a whole run: days, GPU-hours, cost, energy, and with failures."""
     price = run.get("usd_per_million_tokens")
-    cost = [] if price is None else [("cost", f"{dollars(price)} a million tokens")]
+    cost = [] if price is None else [("cost", f"${price:,.3g} a million tokens")]
     if "tokens" not in run:
         return cost
     failing = run["with_failures"]
