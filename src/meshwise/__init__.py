@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from meshwise.plan.plan import plan_text as plan_text
     from meshwise.plan.workload import Workload as Workload
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "Cluster": "machine.hardware",
