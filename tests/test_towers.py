@@ -9,10 +9,12 @@ import pytest
 
 import meshwise as mw
 from meshwise.core.errors import MeshwiseError
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Layer, Model, layer_counts
 from meshwise.model.huggingface import model_from_config
 from meshwise.model.inputs import Inputs, with_inputs
 from meshwise.model.weights import num_params
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
 
 TEXT = {
     **{"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -221,3 +223,18 @@ def test_a_pool_of_encoders_takes_their_work_and_weights() -> None:
     assert slow["ttft_s"]["p99"] > 0.8 * (200 * slow["encoding"]["request_s"] - 200 / 100.0) > 2.0
     with pytest.raises(MeshwiseError, match="encoder_cluster encodes images"):
         serve(images=0, image_size="", encoder_cluster="h100-80g-sxm:1")
+
+
+def test_windows_of_images_are_priced() -> None:
+    """Qwen2.5-VL: 28 of 32 blocks attend inside 8 x 8 patches, the others to the whole image."""
+    (tower,) = with_inputs(model_of("qwen2_5_vl"), Inputs(images=1, width=1036, height=756)).towers
+    positions, width = 74 * 54, 1280
+    near, far = (Layer(window=32), Layer())
+    assert layer_counts(tower.encoder) == {near: 28, far: 4}
+    cut = Cut(microbatch=1.0, seq=float(positions))
+    flop = {
+        kind: next(op.cost.flop for op in block(tower.encoder, cut, kind) if op.name == "flash")
+        for kind in (near, far)
+    }
+    assert flop[far] == 4 * positions**2 * width
+    assert flop[near] == pytest.approx(4 * positions * 64 * width, rel=0.01)

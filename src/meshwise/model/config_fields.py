@@ -232,6 +232,8 @@ class Config(msgspec.Struct):
     attention_width: int = 0
     mlp_ratio: float = 8960 / 1536
     vision_use_head: bool = True
+    window_size: int = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
     pools: tuple[str, ...] = ("", *POOLED)
     is_decoder: bool = False
     num_labels: int | None = None

@@ -768,6 +768,14 @@ def _patches(c: Config) -> Fields:
     return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
 
 
+def _patch_windows(c: Config) -> Fields:
+    """Blocks of images attend inside squares of `window_size` pixels, but for those named (Qwen2.5-VL)."""
+    assert isinstance(c.patch_size, int)
+    reach = (c.window_size // c.patch_size) ** 2 // 2  # patches on either side
+    numbers = range(c.num_hidden_layers)
+    return {"layers": tuple(Layer(window=reach * (i not in c.fullatt_block_indexes)) for i in numbers)}
+
+
 def _frames(c: Config) -> Fields:
     """An encoder of sound: tokens from the frames of a spectrogram."""
     frames = Frames(number=c.max_source_positions, channels=c.num_mel_bins)
@@ -778,8 +786,8 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision,
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
-    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _frames, _lightning, _griffin, _xlstm, _rwkv7,
-    _bailing_hybrid, _heads_by_layer,
+    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
+    _rwkv7, _bailing_hybrid, _heads_by_layer,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -117,9 +117,15 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
 
 
 def projected(model: Model, cut: Cut) -> Iterator[Op]:
-    """What the towers give, made tokens of the sequence; each rank does those of its own tokens."""
+    """What the towers give, made tokens of the sequence; a pass that decodes only holds the weights."""
+    for op in _projected(model, cut):
+        yield structs.replace(op, count=0.0) if cut.kind == "decode" else op
+
+
+def _projected(model: Model, cut: Cut) -> Iterator[Op]:
+    """Each rank does those of its own tokens."""
     num_tokens = sum(tower.num_tokens for tower in model.towers)
-    prec, rows = cut.precision, cut.split_tokens * (num_tokens / cut.seq) * (cut.kind != "decode")
+    prec, rows = cut.precision, cut.split_tokens * (num_tokens / cut.seq)
     for name, own in projectors(model):
         if own.num_others:
             table = made("embedding", f"{name}_learned", (1.0, float(own.num_others)), prec.act_dtype)
