@@ -26,6 +26,7 @@ from meshwise.serve.requests import (
     at_rate,
     in_closed_loop,
     in_sessions,
+    read_rates,
     read_requests,
 )
 from meshwise.serve.router import POLICIES, parse_router
@@ -220,16 +221,15 @@ def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
 # --- scaling -------------------------------------------------------------------------------------
 
 
-def test_replicas_follow_the_load_and_are_paid_for_from_their_start() -> None:
+def test_replicas_follow_the_load_and_are_paid_for_from_their_start(tmp_path: Path) -> None:
     """A quiet hour, a busy one, a quiet one: replicas as the rates ask for, late by the start-up time."""
-    rates = (1.0, 8.0, 1.0)
-    parts = [at_rate(rate, Lengths(100, 20), num=round(3600 * rate)) for rate in rates]
-    arrival = tuple(3600.0 * i + second for i, part in enumerate(parts) for second in part.arrival_s)
-    requests = Requests(
-        sum((part.prompt for part in parts), ()),
-        sum((part.output for part in parts), ()),
-        tuple(sorted(arrival)),
-    )
+    (tmp_path / "day.csv").write_text("second,rate\n0,1\n3600,8\n7200,1\n10800,0\n")
+    requests = read_rates(tmp_path / "day.csv").requests(Lengths(100, 20), 1)
+    (tmp_path / "bad.csv").write_text("second,rate\n0,1\n0,2\n")
+    with pytest.raises(DataError, match="line 3: a second after the one before"):
+        read_rates(tmp_path / "bad.csv")
+    hours = np.histogram(requests.arrival_s, bins=[0, 3600, 7200, 10800])[0]
+    assert hours / 3600 == pytest.approx([1, 8, 1], rel=0.06)
     scaling = Autoscaling(1.5, least=1, most=20, every_s=60.0, start_s=120.0, hold_s=300.0)
     served = on(requests, num=1, router=parse_router("least-loaded"), scaling=scaling)
     assert served.num_tokens == sum(requests.output)

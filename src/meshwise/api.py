@@ -339,6 +339,7 @@ def serve(
     memory_frac: float = 0.9,
     engine_s: Latency = 0.0,
     rate: float | None = None,
+    rates: str | Path | None = None,
     concurrency: int | None = None,
     requests: str | Path | None = None,
     num_requests: int | None = None,
@@ -392,6 +393,7 @@ def serve(
         memory_frac: Share of the memory that the engine may take.
         engine_s: The engine's own time between two passes.
         rate: Load: requests a second.
+        rates: Load: requests a second over time, as of a day: CSV of second and rate; the last row ends it.
         concurrency: Load: clients that each send a request when the last has ended.
         requests: Load: a trace (CSV of arrival [s], prompt, output; Azure's, BurstGPT's; Mooncake's JSON
             lines with hash_ids, session_id, delay), or a CSV of prompt and output to draw lengths from.
@@ -442,7 +444,7 @@ def serve(
     from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.prefix_cache import parse_offload
-    from meshwise.serve.requests import read_requests
+    from meshwise.serve.requests import read_rates, read_requests
     from meshwise.serve.router import parse_router
     from meshwise.serve.serving import serving, speculating
     from meshwise.serve.size import default_instance, size, wanted
@@ -481,9 +483,10 @@ def serve(
         prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
         burstiness=burstiness, length_ratio=length_ratio, length_sigma=length_sigma,
         shared_prefix=shared_prefix, turns=_turns(turns, turn_prompt, think_s),
+        rates=None if rates is None else read_rates(Path(rates)),
     )  # fmt: skip
     asked = {
-        "rate": rate, "concurrency": concurrency, "requests": requests, "burstiness": burstiness,
+        "rate": rate, "concurrency": concurrency, "requests": requests or rates, "burstiness": burstiness,
         "length_ratio": length_ratio, "length_sigma": length_sigma, "shared_prefix": shared_prefix,
     }  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)

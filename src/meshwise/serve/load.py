@@ -19,7 +19,7 @@ from meshwise.serve.instance import ServingWorker
 from meshwise.serve.limits import LatencyLimits, limits_of
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.prefix_cache import Offload, Tier
-from meshwise.serve.requests import Lengths, Requests, Turns, at_rate, in_closed_loop, in_sessions
+from meshwise.serve.requests import Lengths, RateCurve, Requests, Turns, at_rate, in_closed_loop, in_sessions
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
 from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, simulate
@@ -39,6 +39,7 @@ def traffic(
     length_sigma: float | None = None,
     shared_prefix: int | None = None,
     turns: Turns | None = None,
+    rates: RateCurve | None = None,
 ) -> Requests | RequestStream | None:
     """What is asked for: so many requests or a trace, else a stream of them; None without a load.
 
@@ -46,10 +47,12 @@ def traffic(
     """
     check_lengths(prompt, output)
     arrives = trace is not None and bool(trace.arrival_s)
-    loads = {"rate": rate, "concurrency": concurrency, "requests": trace if arrives else None}
+    loads = {
+        "rate": rate, "rates": rates, "concurrency": concurrency, "requests": trace if arrives else None,
+    }  # fmt: skip
     stated = [name for name, load in loads.items() if load is not None]
     if len(stated) > 1:
-        raise WorkloadError(f"{' and '.join(stated)} are two loads; give one of rate, concurrency, requests")
+        raise WorkloadError(f"{' and '.join(stated)} are two loads; give one of {', '.join(loads)}")
     shape = {
         "num_requests": num_requests, "burstiness": burstiness, "length_ratio": length_ratio,
         "length_sigma": length_sigma, "shared_prefix": shared_prefix, "turns": turns.turns if turns else None,
@@ -74,13 +77,15 @@ def traffic(
         raise WorkloadError("burstiness is of arrivals at a rate; a closed loop has none")
     pairs = tuple(zip(trace.prompt, trace.output, strict=True)) if trace else ()
     lengths = Lengths(prompt, output, ratio, length_sigma or 0.0, pairs)
-    if rate is None and concurrency is None:
+    if not stated:
         return None
 
     each = turns.turns if turns else 1
 
     def draw(num: int) -> Requests:
-        if rate is None:
+        if rates is not None:
+            found = rates.requests(lengths, each)
+        elif rate is None:
             assert concurrency is not None
             found = in_closed_loop(concurrency, lengths, num=-(-num // each))
         else:
@@ -91,7 +96,9 @@ def traffic(
             return in_sessions(found, turns, shared_prefix or 0)
         return found if shared_prefix is None else _beginning_alike(found, shared_prefix)
 
-    return draw(num_requests) if num_requests else RequestStream(draw, rate, concurrency or 0)
+    if rates is not None and num_requests is not None:
+        raise WorkloadError("rates say how many requests there are; leave num_requests out")
+    return draw(num_requests or 1) if num_requests or rates else RequestStream(draw, rate, concurrency or 0)
 
 
 def _beginning_alike(requests: Requests, tokens: int) -> Requests:

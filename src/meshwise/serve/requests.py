@@ -131,6 +131,46 @@ def at_rate(rate: float, lengths: Lengths, *, num: int, burstiness: float = 1.0)
     return Requests(*lengths.draw(num, rng), tuple(np.cumsum(gaps).tolist()))
 
 
+@dataclass(frozen=True, slots=True)
+class RateCurve:
+    """Requests a second over time: `rate` from each `second` on, to the next; the last one ends it."""
+
+    second: tuple[float, ...]
+    rate: tuple[float, ...]
+
+    def requests(self, lengths: Lengths, each: int) -> Requests:
+        """Requests that arrive so (a Poisson process), `each` of them for one that is drawn here."""
+        rng = np.random.default_rng(SEED)
+        expected = np.concatenate([[0.0], np.cumsum(np.diff(self.second) * self.rate[:-1])]) / each
+        most = expected[-1] + 6.0 * math.sqrt(expected[-1]) + 20.0
+        if most > MOST_REQUESTS:
+            raise WorkloadError(f"{most:.3g} requests are too many to simulate; the most is {MOST_REQUESTS}")
+        place = np.cumsum(rng.exponential(1.0, int(most)))
+        arrival = np.interp(place[place < expected[-1]], expected, self.second)
+        return Requests(*lengths.draw(arrival.size, rng), tuple((arrival - self.second[0]).tolist()))
+
+
+def read_rates(path: Path) -> RateCurve:
+    """A CSV of `second,rate`."""
+    rows = read_csv(path)
+    _, head = next(rows, (1, []))
+    if head != ["second", "rate"]:
+        raise DataError(f"{path}, line 1: rates over time have the columns second,rate")
+    second, rate = list[float](), list[float]()
+    for number, cells in rows:
+        try:
+            at, value = map(float, cells)
+        except ValueError:
+            at, value = math.nan, math.nan
+        if not 0 <= value < _LONGEST_S or not abs(at) < _LONGEST_S or (second and at <= second[-1]):
+            raise DataError(f"{path}, line {number}: a second after the one before and a rate of 0 or more")
+        second.append(at)
+        rate.append(value)
+    if not any(rate[:-1]):
+        raise DataError(f"{path} has no time with requests; give rows of second,rate, the last where it ends")
+    return RateCurve(tuple(second), tuple(rate))
+
+
 def in_closed_loop(concurrency: int, lengths: Lengths, *, num: int) -> Requests:
     """`num` requests of `concurrency` clients."""
     return Requests(*lengths.draw(num, np.random.default_rng(SEED)), concurrency=concurrency)
