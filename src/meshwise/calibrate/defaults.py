@@ -41,6 +41,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lora_targets: str = "all"
     frozen_dtype: str = ""
     grad_dtype: str = "fp32"
+    recompute_kind: str | None = None
     tp_comm_overlap: bool = False
     grad_reduce_overlap: bool = True
     moe_a2a_overlap: bool = False
@@ -52,6 +53,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     cp_kind: str = "ring"
     loss_fusion: str = ""
+    loss_chunks: int = 1
     dropout_frac: float = 0.0
     vocab_multiple: int = 1
     selective: dict[str, str] = {}

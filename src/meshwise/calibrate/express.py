@@ -281,6 +281,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         cp=run.cp or 1,
         cp_kind=defaults.cp_kind,
         loss_fusion=run.loss_fusion or None,
+        loss_chunks=defaults.loss_chunks,
         pp=run.pp,
         vpp=vpp,
         schedule="interleaved" if vpp > 1 else "1f1b",
@@ -316,7 +317,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         modules = "per_op" if run.recompute_kind == "per_op" else defaults.selective.get(kind, "core_attn")
         modules = run.recompute_modules or modules
         plan = replace(plan, recompute="selective", recompute_modules=_words(modules))
-    elif stated.recompute_kind == "full":
+    elif run.recompute_kind == "full":
         plan = replace(plan, recompute="full", recompute_layers=run.recompute_layers)
     changes = [plan_keys(text) for text in defaults.tried]
     return (plan, *(_changed(plan, change) for change in changes if _leaves_open(stated, plan, change)))

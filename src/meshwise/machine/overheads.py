@@ -78,6 +78,9 @@ FULL_WATTS = {
 }
 """The most that a chip of the generation may use (data sheets, as in catalog/chips.toml)."""
 
+NATIVE_ATTENTION = {"torch-2024": ("ampere", "ada")}
+"""Generations whose own fused attention software runs: PyTorch has FlashAttention-2 since 2.2."""
+
 DEFAULT_SOFTWARE = "megatron-2024"
 """What a plan runs on that does not say: the generation that most sources of published runs measured."""
 
@@ -229,7 +232,9 @@ def _find(generation: str, software: str, among: Tables) -> Overheads:
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(among.software)}")
     constants: dict[str, Any] = {**among.software[software], **among.common}
     power = dict(among.power.get(generation, {}))
-    if "attention_slowdown" in constants:
+    if generation in NATIVE_ATTENTION.get(software, ()):
+        constants["attention_slowdown"] = 1.0
+    elif "attention_slowdown" in constants:
         constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)
     return Overheads(
         static_watts=power.pop("static_watts", 0.0),
