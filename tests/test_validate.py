@@ -241,6 +241,10 @@ def test_frameworks_by_their_release() -> None:
     for release, fusion in (("0.0.2", None), ("2025-06-13", "kernels"), ("6fc499f", "kernels")):
         of = restated(run, framework="torchtitan", framework_release=release, year=2025)
         assert express(of).plans[0].loss_fusion == fusion, release
+    tuned = restated(run, framework="torchtune", framework_release="2024-12", recompute_kind=None)
+    (plan,) = {express(each).plans[0] for each in (tuned, restated(tuned, recompute_kind="full"))}
+    assert (plan.recompute, plan.loss_chunks) == ("full", 8)
+    assert express(restated(tuned, recompute_kind="none")).plans[0].recompute == "none"
     assert defaults_of(restated(run, framework="mine", year=2025)).names == ("",)
     for entry in entries():
         assert entry.source and entry.software in SOFTWARE
@@ -307,6 +311,17 @@ def test_more_overhead_never_saves_time(name: str, value: float) -> None:
         for factor in (1.0, 2.0)
     )
     assert more >= less * (1 - 1e-12)
+
+
+def test_pytorch_runs_the_attention_that_was_written_for_ampere() -> None:
+    slowdowns = {
+        (chip, software): find_overheads(find_chip(chip), software).attention_slowdown
+        for chip in ("a100-80g-sxm", "h100-80g-sxm", "mi300x")
+        for software in ("torch-2023", "torch-2024", "megatron-2024")
+    }
+    assert slowdowns["a100-80g-sxm", "torch-2024"] == 1.0 < slowdowns["a100-80g-sxm", "torch-2023"]
+    assert slowdowns["h100-80g-sxm", "torch-2024"] > 1.0 == slowdowns["h100-80g-sxm", "megatron-2024"]
+    assert slowdowns["mi300x", "torch-2024"] == pytest.approx(3.5, rel=0.05)
 
 
 def test_small_models_run_at_the_speed_of_the_host() -> None:
