@@ -173,6 +173,7 @@ class Config(msgspec.Struct):
     gate_rank: int = 0
     wide_gate: bool = False
     wide_decay: bool = False
+    cross_attention_layers: list[int] | None = None
     attn_type_list: list[int] | None = None
     block_types: tuple[str, ...] = ("recurrent", "recurrent", "attention")
     lru_width: int | None = None
@@ -302,11 +303,15 @@ class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WholeConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """A model of several parts: key and family of the part that is priced, and its towers."""
+    """A model of several parts: key and family of the part that is priced, and its towers.
+
+    `alone`: a class of the whole that is that part alone.
+    """
 
     text: str = "text_config"
     family: str = ""
     tied: bool | None = None
+    alone: str = ""
     towers: list[TowerConfig] = []
 
 

@@ -545,6 +545,13 @@ def _step_vision(c: Config) -> Fields:
     return {"ffn_hidden": int(c.hidden_size * c.mlp_ratio)}
 
 
+def _mllama(c: Config) -> Fields:
+    """Layers that attend to the image in place of the text, every fifth of them unless they are named."""
+    number, cross = c.num_hidden_layers, c.cross_attention_layers
+    cross = list(range(3, number, 5)) if cross is None else cross
+    return {"each": {"kind": tuple(("cross",) * (i in cross) for i in range(number))}}
+
+
 def _searched(c: Config) -> Fields:
     """Nemotron-NAS (arXiv 2411.19146): attention and MLP differ by layer, or are missing."""
     if c.block_configs is None:
@@ -787,7 +794,7 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
     _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
-    _rwkv7, _bailing_hybrid, _heads_by_layer,
+    _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -144,7 +144,8 @@ def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
     fields = _fields(text | above | labels, _part_family(text, whole.family), nested=True)
     left_out: list[tuple[str, int]] = []
     towers: list[Tower] = []
-    for tower in whole.towers:
+    is_alone = whole.alone and raw.get("architectures") == [whole.alone]
+    for tower in () if is_alone else whole.towers:
         try:
             counted, priced = _tower(raw, tower, fields["hidden"])
             left_out, towers = left_out + counted, towers + priced
