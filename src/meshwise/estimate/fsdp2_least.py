@@ -27,6 +27,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import Unit, reduced_bytes, sums_are_shards
 from meshwise.program.order import ACTIVE_CHUNKS
 from meshwise.program.parts import block_input_bytes
+from meshwise.program.sharding import FSDP2, at_stage
 
 _FULL, _SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
 _SPLIT = tuple(i for i, name in enumerate(SCHEDULES) if name.startswith(("zb", "dualpipe")))
@@ -42,7 +43,7 @@ def least_step_bytes(
     sums = sums * (mesh.num_microbatches > 1)
     a_microbatch, a_layer = _kept(model, stage, parts, mesh, cut)
     turn = _turn(stage, parts, mesh)
-    alone = (mesh.zero < 3) * whole + sums + a_microbatch + turn
+    alone = (1.0 - at_stage(FSDP2.weights, mesh.zero)) * whole + sums + a_microbatch + turn
     is_split = np.isin(mesh.schedule, _SPLIT)
     num_chunks = mesh.vpp * weight_copies(mesh.schedule)
     active = np.minimum(ACTIVE_CHUNKS / num_chunks, 1.0) * whole

@@ -27,6 +27,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import Unit, reduced_bytes, shard_bytes
 from meshwise.program.moments import PartBytes
 from meshwise.program.order import ACTIVE_CHUNKS, Moments
+from meshwise.program.sharding import FSDP2, at_stage
 
 MICROBATCHES = 3
 """The first, the last, and one that stands for all between them."""
@@ -288,12 +289,11 @@ class Chunk(NamedTuple):
 def peak_without_pipeline(chunk: Chunk, num_microbatches: int, zero: int) -> Num:
     """The most in a step of microbatches one after the other."""
     live, rounds = Live(), min(num_microbatches, MICROBATCHES)
+    reshards, reduces = (bool(at_stage(column, zero)) for column in (FSDP2.weights, FSDP2.sums))
     for number in range(rounds):
         is_last = number == rounds - 1
-        chunk.forward(live, reshards=zero == 3)
-        chunk.backward(
-            live, reduces=is_last or zero >= 2, reshards=is_last or zero == 3, prefetches=zero == 3
-        )
+        chunk.forward(live, reshards=reshards)
+        chunk.backward(live, reduces=is_last or reduces, reshards=is_last or reshards, prefetches=reshards)
     return live.most
 
 

@@ -167,7 +167,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
         last = layer_kind(model, model.num_layers - 1)
         blocks.append((last, further * stage.heads, further * in_last))
     for kind, count, in_forward in blocks:
-        in_backward = count * mesh.num_microbatches * alone * (mesh.zero >= 3)
+        in_backward = count * mesh.num_microbatches * alone * at_stage(FSDP2.weights, mesh.zero)
         for is_expert in (False, True):
             of_block = block_weights(model, kind, lora_rank, mesh.plan.lora_targets)
             weights = tuple(one for one in of_block if one.is_expert == is_expert)
@@ -182,7 +182,8 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
     table = np.array([_gathers_of_pattern(model, mesh.plan.stages, *pattern) for pattern in distinct])
     held = (stage.embeddings, *stage.layers, stage.heads)
     gathered = np.moveaxis(table[which], -1, 0)
-    return [np.where(mesh.zero >= 3, again, once) for again, once in zip(gathered, held, strict=True)]
+    is_given_back = at_stage(FSDP2.weights, mesh.zero) > 0
+    return [np.where(is_given_back, again, once) for again, once in zip(gathered, held, strict=True)]
 
 
 def reductions(stage: Stage, mesh: Mesh) -> Num:

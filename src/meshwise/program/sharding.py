@@ -7,7 +7,8 @@ sums held as shards are reduced after the backward of every microbatch, whole on
 has the memory of one row and the exchanges of another.
 
 ZeRO 1, 2 and 3 are DeepSpeed's stages (arXiv 1910.02054) and Megatron-FSDP's `optim`, `optim_grads` and
-`optim_grads_params`. FSDP2 (`program.fsdp2`) always has shards; under stages 0 and 1 it sums whole gradients.
+`optim_grads_params`. FSDP2 (`program.fsdp2`) always has shards between steps, and within one under stage 3;
+under stages 0 and 1 it sums whole gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Column = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What is held as shards under ZeRO stages 0 to 3: weights, sums of gradients, optimizer states."""
+    """What is held as shards under ZeRO stages 0 to 3: weights between their uses in a step, sums of
+    gradients between microbatches, and optimizer states.
+    """
 
     weights: Column
     sums: Column
@@ -32,7 +35,7 @@ class Sharding:
 
 
 STAGES = Sharding(weights=(0.0, 0.0, 0.0, 1.0), sums=(0.0, 0.0, 1.0, 1.0), states=(0.0, 1.0, 1.0, 1.0))
-FSDP2 = Sharding(weights=(1.0, 1.0, 1.0, 1.0), sums=(0.0, 0.0, 1.0, 1.0), states=(1.0, 1.0, 1.0, 1.0))
+FSDP2 = Sharding(weights=(0.0, 0.0, 0.0, 1.0), sums=(0.0, 0.0, 1.0, 1.0), states=(1.0, 1.0, 1.0, 1.0))
 
 
 def at_stage(column: Column, zero: Num) -> Num:
