@@ -105,7 +105,7 @@ def exchanges(
         copied = gathered * group
         of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload} | shared
         yield Exchange(
-            op=f"{name}gradients", collective="reduce_scatter", count=reductions * grads,
+            op=f"{name}gradients", collective="reduce_scatter", count=sharded * reductions * grads,
             shards_copied=copied, **of_grads,
         )  # fmt: skip
         yield Exchange(
@@ -113,9 +113,8 @@ def exchanges(
             payload_bytes=grad_payload / group, group_size=replicas / at_place, stride=far,
             runs=far_runs, count=reductions * grads,
         )  # fmt: skip
-        # Without ZeRO the gradients come back by the second half of an all-reduce.
-        yield Exchange(
-            op=f"{name}gradients", collective="all_gather", count=(1.0 - sharded) * grads, **of_grads,
+        yield Exchange(  # without ZeRO: DDP
+            op=f"{name}gradients", collective="all_reduce", count=(1.0 - sharded) * grads, **of_grads,
         )  # fmt: skip
         of_weights: dict[str, Any] = {"payload_bytes": weight_payload} | shared
         yield Exchange(
