@@ -87,12 +87,14 @@ class Router:
     def _cheapest(self, replicas: Sequence[Replica], sequence: EngineSequence) -> Replica:
         cheapest, least = replicas[0], float("inf")
         for one in replicas:
-            cost = self.weight * one.instance.pending_tokens + one.tokens
-            if cost < least:  # else no cache makes it cheaper
-                missing = sequence.total - one.instance.found_tokens(sequence)
-                cost += self.weight * missing
-                if cost < least:
-                    cheapest, least, sequence.missing = one, cost, missing
+            if one.tokens >= least:  # no cache makes it cheaper
+                continue
+            instance = one.instance
+            waits = instance.pending_tokens if instance.queue or instance.prefilling else 0
+            missing = sequence.total - instance.found_tokens(sequence)
+            cost = self.weight * (waits + missing) + one.tokens
+            if cost < least:
+                cheapest, least, sequence.missing = one, cost, missing
         return cheapest
 
 
