@@ -108,6 +108,7 @@ def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
         "usd_per_million_tokens": ("$ a M tokens", lambda usd: f"{usd:.3g}"),
         "cost": ("cost", dollars),
         "energy_joules": ("energy", lambda joules: with_prefix(joules / 3600, "Wh", 3)),
+        "co2_kg": ("CO2", lambda kilograms: f"{kilograms / 1000:,.3g} t"),
     }
     return {title: show(run[key]) for key, (title, show) in shown.items() if key in run}
 
