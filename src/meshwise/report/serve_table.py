@@ -86,13 +86,8 @@ def sized_lines(answer: ServingAnswer) -> Iterator[str]:
             f"{document['within_limits_frac']:.1%} of the requests within {asked} ({load.percentile:g} % "
             f"must be): goodput {document['goodput_per_s']:.4g} requests/s"
         )
-    if sizing.headroom_frac is not None:
-        more = sizing.headroom_frac
-        yield (
-            f"headroom: {more:.0%} more traffic keeps the limits"
-            if more
-            else "headroom: not 10 % more traffic"
-        )
+    if (more := sizing.headroom_frac) is not None:
+        yield f"headroom: {more:.0%} more traffic keeps the limits" if more else "headroom: less than 10 %"
     why = _WHY.get(choice.binds, "")
     if why:
         yield "why so many: " + why.format(batch=f"{choice.sequences:,} sequences a dp rank")
@@ -102,7 +97,7 @@ _WHY = {
     "memory": "the cache of a GPU has no room for more than {batch}",
     "token": "with more than {batch} a token takes too long",
     "first token": "with more than {batch} the first token takes too long",
-    "rate": "a worker holds more than that; fewer GPUs are no worker",
+    "rate": "one worker holds more than that, and none is smaller",
 }
 """What keeps a batch from growing (`Choice.binds`), in words."""
 
