@@ -53,10 +53,10 @@ def main() -> None:
         for rank in range(NUM_RANKS):
             _write(folder / f"rank-{rank}.json", rank)
         size_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        ours = _measured(sys.executable, OURS, folder)
+        ours = measured(sys.executable, OURS, folder)
         print(f"{NUM_RANKS} ranks, {size_bytes / 1e6:.0f} MB: {_text(ours)}")
         if python := os.environ.get("HTA_PYTHON"):
-            theirs = _measured(python, HTA, folder)
+            theirs = measured(python, HTA, folder)
             apart = np.abs(np.array(ours[2]) - np.array(theirs[2])).max()
             ratios = f"{theirs[0] / ours[0]:.1f} times the CPU time, {theirs[1] / ours[1]:.1f} the memory"
             print(f"HolisticTraceAnalysis: {_text(theirs)}: {ratios}; figures {apart:.3g} us apart")
@@ -66,7 +66,7 @@ def _text(found: tuple[float, float, list[list[float]]]) -> str:
     return f"{found[0]:.1f} s of CPU time, {found[1] / 1e6:.0f} MB"
 
 
-def _measured(python: str, code: str, folder: Path) -> tuple[float, float, list[list[float]]]:
+def measured(python: str, code: str, folder: Path) -> tuple[float, float, list[list[float]]]:
     """CPU seconds, largest bytes of memory, and what the process printed."""
     environment = os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"}
     words = [python, "-W", "ignore", "-c", code, str(folder)]

@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 FOLDER = ".meshwise"
 _VERSION = b"1"
 _SAMPLE_BYTES = 1 << 16
+_FEW_RANKS = 16
+"""Up to as many are analysed sooner than processes have started."""
 _ABOUT, _REASONS = "meshwise.trace", "meshwise.reasons"
 _MEMORY = tuple(field.name for field in fields(MemoryEvents))
 
@@ -238,7 +240,8 @@ def of_ranks(
     """
     if not isinstance(traces, KeptTraces):
         return [function(one, *(of[one.rank] for of in about)) for one in traces]
-    return all_of(_of_kept, [(function, one, *(of[one.rank] for of in about)) for one in traces.kept], jobs=0)
+    items = [(function, one, *(of[one.rank] for of in about)) for one in traces.kept]
+    return all_of(_of_kept, items, jobs=0 if len(items) > _FEW_RANKS else 1)
 
 
 def _of_kept(asked: tuple[Any, ...]) -> Any:
