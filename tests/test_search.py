@@ -381,6 +381,65 @@ def test_a_plan_stands_beside_the_best(meshwise) -> None:
     assert "the best plan beside the one asked for" in shown
 
 
+def test_key_by_key_a_plan_becomes_the_best(meshwise) -> None:
+    beside = meshwise(*ARGUMENTS, "--beside", "tp=8,ep=8,etp=1,recompute=full", "--json").document
+    reasons, first = beside["beside"]["reasons"], beside["best"][0]
+    assert sum(one["gain_s"] for one in reasons) == pytest.approx(
+        beside["beside"]["step_s"] - first["step_s"]
+    )
+    assert reasons[-1]["step_s"] == first["step_s"]
+    assert any(one["change"].endswith("recompute full to none") for one in reasons)
+    for one in reasons:
+        assert sum(one["more_s"].values()) == pytest.approx(-one["gain_s"], rel=1e-6, abs=1e-9)
+
+
+def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
+    names = ("megatron-2020", "megatron-2026")
+    document = meshwise(*ARGUMENTS, "--software", "|".join(names), "--json").document
+    for name, version in zip(names, document["versions"], strict=True):
+        words = ("--plan", version["plan_text"], "--microbatch", str(document["best"][0]["microbatch"]))
+        priced = meshwise("estimate", *ARGUMENTS[1:], *words, "--json").document
+        assert priced["plan"]["software"] == name and priced["step_s"] == version["step_s"]
+        alone = meshwise(*ARGUMENTS, "--plan", f"software={name}", "--top", "1", "--json").document
+        assert alone["best"][0]["step_s"] == version["best"]["step_s"] <= version["step_s"]
+    steps = [version["step_s"] for version in document["versions"]]
+    assert (
+        document["versions"][1]["gain_frac"] == pytest.approx(1 - steps[1] / steps[0])
+        and steps[0] != steps[1]
+    )
+    both = meshwise(*ARGUMENTS, "--software", names[0], "--plan", f"software={names[1]}")
+    assert both.code == 2 and "--software names the versions" in both.err
+
+
+def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise) -> None:
+    """Each is met by days and dollars with failures; a batch needs the more tokens the larger it is."""
+    job = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "64", "--seq", "8192")
+    few = (
+        "--plan",
+        "tp=1|2,pp=1,cp=1",
+        "--vary",
+        "gpus=16|64,batch=64|256",
+        "--tokens",
+        "1e11",
+        "--price",
+        "2",
+    )
+    few += ("--critical-batch", "4e6", "--json")
+    points = meshwise(*job, *few).document["points"]
+    for one in points:
+        assert one["tokens"] == pytest.approx(1e11 * (1 + one["batch"] * 8192 / 4e6))
+    days, cost = ([one["with_failures"][name] for one in points] for name in ("days", "cost"))
+    middle = sorted(days)[1]
+    chosen = meshwise(*job, *few, "--deadline", str(middle)).document["chosen"]
+    assert cost[chosen] == min(c for c, d in zip(cost, days, strict=True) if d <= middle)
+    middle = sorted(cost)[1]
+    chosen = meshwise(*job, *few, "--spend", str(middle)).document["chosen"]
+    assert days[chosen] == min(d for c, d in zip(cost, days, strict=True) if c <= middle)
+    none = meshwise(*job, *few, "--spend", "1")
+    assert none.code == 1 and none.document["chosen"] is None
+    assert meshwise(*job, "--vary", "gpus=16", "--deadline", "3").code == 2
+
+
 def test_nothing_fits_is_exit_1(meshwise) -> None:
     arguments = ("search", "gpt3-175b", "--cluster", "v100-16g-sxm:8", "--plan", "dtype=fp16", "--batch", "8")
     done = meshwise(*arguments)
@@ -434,6 +493,7 @@ def test_weak_scaling_grows_the_batch(meshwise) -> None:
         (("--vary", "chip=z80"), "no cluster or chip is called 'z80'"),
         (("--weak",), "add --vary gpus"),
         (("--vary", "gpus=8", "--beside", "tp=8"), "--beside is for one machine"),
+        (("--watts", "2"), "add --tokens"),
         (("--plot", "/no/where.png"), "cannot write /no/where.png"),
     ],
 )

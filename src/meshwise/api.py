@@ -166,6 +166,7 @@ def search(
     top: int = 5,
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
+    software: str = "",
     assumptions: bool = False,
     robust: bool = False,
     capped: bool = True,
@@ -186,7 +187,9 @@ def search(
             torchtitan, deepspeed or accelerate [any: that of the job with --from].
         top: How many plans to show, the fastest of each family with the same degrees.
         memory_frac: Share of the memory that a plan may need.
-        beside: A plan to show beside the best one, term by term.
+        beside: A plan to show beside the best one, term by term, and why it takes longer, key by key.
+        software: Versions of the training software to compare, as megatron-2024|megatron-2026: the best plan
+            under the first is priced under all, and each is searched for its own best.
         assumptions: Also say which adversity hurts most, and which changes the choice.
         robust: Rank plans by their step when less overlap, experts out of balance and slower rates come
             together.
@@ -212,6 +215,7 @@ def search(
     share = _share(memory_frac)
     found = find(
         **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, capped=capped,
+        software=tuple(filter(None, software.split("|"))),
         on_plans=on_plans,
     )  # fmt: skip
     if beside is None:
@@ -233,15 +237,23 @@ def study(
     to: str = "",
     memory_frac: float = 0.92,
     weak: bool = False,
+    deadline: float | None = None,
+    spend: float | None = None,
+    critical_batch: Quantity | None = None,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
     """Search the best plan on each of many machines: scaling over numbers of GPUs, and co-design.
 
     Args:
         model, cluster, plan, batch, seq, microbatch, to, memory_frac: As in `search`.
-        vary: Machines to compare: gpus=64|128,chip=h100-80g-sxm|b200-sxm,domain=8|72, and factors of memory,
-            memory_rate, compute, inner and outer links; every combination.
+        vary: Machines to compare: gpus=64|128,chip=h100-80g-sxm|b200-sxm,domain=8|72, batch=256|512, and
+            factors of memory, memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
+        deadline: Days that the run may take, failures included: the point of fewest GPU-hours that keeps it
+            is chosen.
+        spend: Dollars that it may cost: the fastest point that keeps it is chosen.
+        critical_batch: Tokens of a batch from which on more of them hardly save steps: a run needs
+            1 + batch / critical times the tokens [as many with any batch].
         on_point: Hears of each point; Ctrl-C ends the study with those so far.
 
     Returns:
@@ -251,12 +263,14 @@ def study(
         MeshwiseError: A name is unknown or a number makes no sense.
     """
     from meshwise.search.machines import parse_changes
+    from meshwise.search.study import Goal
     from meshwise.search.study import study as look
 
     values = parse_changes(vary) if isinstance(vary, str) else vary
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
     share = _share(memory_frac)
-    return look(vary=values, to=to, memory_frac=share, weak=weak, on_point=on_point, **job)
+    goal = Goal(deadline=deadline, spend=spend, critical_batch=critical_batch)
+    return look(vary=values, to=to, memory_frac=share, weak=weak, goal=goal, on_point=on_point, **job)
 
 
 def _search_job(

@@ -53,10 +53,11 @@ def search(
     from meshwise.report.pages import draw
     from meshwise.report.search_table import print_search, print_study, search_rows
     from meshwise.search.next_step import computed
+    from meshwise.search.study import Goal
 
     budget = api.budget(**options_in(asked, api.budget))
     alone = {name: asked.pop(name) for name in OF_ONE_MACHINE}
-    weak = asked.pop("weak")
+    of_study = {name: asked.pop(name) for name in ("weak", "deadline", "spend", "critical_batch")}
     for path in (csv, plot):
         if path is not None:
             check_writable(path)
@@ -87,13 +88,14 @@ def search(
         single["--no-capped"] = not alone["capped"]
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
+        Goal(**{name: value for name, value in of_study.items() if name != "weak"}).check(budget)
         with on_ray(ray), _SearchProgress() as say:
-            found = api.study(vary=vary, weak=weak, on_point=say.of_machines, **asked)
+            found = api.study(vary=vary, **of_study, on_point=say.of_machines, **asked)
         document, ok = found.to_json(budget), any(point.best for point in found.points)
-    elif ray:
-        raise WorkloadError("--ray is for several machines; add --vary gpus=64|128|...")
-    elif weak:
-        raise WorkloadError("--weak is for several numbers of GPUs; add --vary gpus=64|128|...")
+        ok = ok and (found.chosen(budget) is not None or not (of_study["deadline"] or of_study["spend"]))
+    elif given := [name for name, value in (of_study | {"ray": ray}).items() if value]:
+        option = given[0].replace("_", "-")
+        raise WorkloadError(f"--{option} is for several machines; add --vary gpus=64|128|...")
     else:
         with _SearchProgress() as say:
             found = api.search(on_plans=say.of_plans, **alone, **asked)
@@ -120,7 +122,18 @@ def search(
 
 
 OF_ONE_MACHINE = (
-    *("beside", "top", "assumptions", "robust", "capped", "collectives", "images", "image_size", "audio_s"),
+    *(
+        "beside",
+        "software",
+        "top",
+        "assumptions",
+        "robust",
+        "capped",
+        "collectives",
+        "images",
+        "image_size",
+        "audio_s",
+    ),
 )
 """Options of a search that a study of several machines does not have."""
 

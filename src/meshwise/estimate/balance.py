@@ -73,13 +73,14 @@ def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[
     more than one layer fewer on each: from what the ends cost, and from nothing.
     """
     num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers
-    if not np.any((mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2)):
+    needs = (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2)
+    if not np.any(needs):
         return
     for first, last in (ends, (0.0, 0.0)):
         missing = -(layers + first + last) % num_chunks
         half = np.floor(missing / 2.0)
         for more in (0.0, half, missing):
-            yield first + more, last + missing - more
+            yield needs * (first + more), needs * (last + missing - more)  # other cells have none, as alone
 
 
 def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
@@ -23,7 +23,14 @@ from meshwise.report.chart import (
     Series,
 )
 from meshwise.report.html import Page, PageLink, Text
-from meshwise.report.search_table import answer_lines, how_many, plans_table, why_none
+from meshwise.report.search_table import (
+    answer_lines,
+    how_many,
+    of_versions,
+    plans_table,
+    why_none,
+    why_slower,
+)
 from meshwise.report.table import Table
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.search import Result
@@ -56,6 +63,8 @@ def search_page(
     ]  # fmt: skip
     sample = cloud(best.model, best.cluster, best.workload, result.stated, result.to, most=most)
     space = _space(result, sample, color, link)
+    against = [why_slower(found)] if (found := result.reasons) else []
+    against += [of_versions(result.versions)] if result.versions else []
     return Page(
         title,
         headline,
@@ -63,6 +72,7 @@ def search_page(
             Text("", list(answer_lines(result))),
             replace(plans_table(result, link), title="Fastest plan of each family"),
             space,
+            *against,
             Table("Pareto front: less memory costs time", ("plan", "microbatch", "step", "memory"), front),
             Text("", how_many(result)),
         ],
@@ -85,6 +95,8 @@ def _space(
         marks.append(_plans(f"{color}={value}", points, link, color=shade, line="", opacity=0.55))
     front = [(one.step_s, one.memory_bytes, plan_text(one.plan), one.microbatch) for one in result.pareto]
     marks.append(_plans("Pareto front", front, link, color=FRONT_COLOR))
+    for (name, point), shade in zip(_marked(result), (INK, COLORS[3], COLORS[0]), strict=False):
+        marks.append(_plans(name, [point], link, color=shade, **MARKED))
     named = front[:: max(len(front) // 8, 1)]
     texts = [f"{text or 'default plan'}, microbatch {microbatch}" for _, _, text, microbatch in named]
     marks += [
@@ -99,11 +111,27 @@ def _space(
     return Chart("The space: step time against memory", marks, *axes, finding, height=460)
 
 
+MARKED: dict[str, Any] = {"line": "", "symbol": "circle-open", "size": 13}
+"""How plans look that stand out."""
+
+
+def _marked(result: Result) -> Iterator[tuple[str, tuple[float, float, str, int]]]:
+    """The fastest plan, the fastest that a framework runs where it is another, and the one asked for."""
+    runnable = result.runnable and result.runnable[0]
+    named = {"fastest": result.best[0], "fastest that a framework runs": runnable, "asked for": result.beside}
+    seen: list[tuple[str, int]] = []
+    for name, found in named.items():
+        if found is not None and (at := (plan_text(found.plan), found.workload.microbatch)) not in seen:
+            seen.append(at)
+            yield name, (found.step_s, found.memory_bytes["total"], *at)
+
+
 def _plans(
     name: str, points: list[tuple[float, float, str, int]], link: Callable[[str, int], PageLink], **look: Any
 ) -> Series:
+    look = {"size": 6} | look
     return Series(
-        [point[0] for point in points], [point[1] for point in points], name, size=6,
+        [point[0] for point in points], [point[1] for point in points], name,
         texts=[f"{text}, microbatch {microbatch}" for _, _, text, microbatch in points],
         links=[link(text, microbatch).href for _, _, text, microbatch in points], **look,
     )  # fmt: skip

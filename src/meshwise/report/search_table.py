@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,8 +16,10 @@ from meshwise.plan.plan import plan_text
 from meshwise.report.table import Table
 from meshwise.search.assumptions import Weighed
 from meshwise.search.basis import Basis
+from meshwise.search.difference import Reason
 from meshwise.search.search import Change, Result
 from meshwise.search.study import MEASURES, Study
+from meshwise.search.versions import Version
 
 WORK = ("compute", "memory")
 """Parts of a step that are work of the kernels themselves."""
@@ -46,6 +48,10 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         console.print(f"not tried: {larger} (--no-capped, or KEY=*)", markup=False)
     if result.beside is not None and result.best:
         console.print(_term_by_term(result.best[0], result.beside))
+        if found := result.reasons:
+            console.print(why_slower(found))
+    if result.versions:
+        console.print(of_versions(result.versions))
     if result.weighed is not None:
         _print_weighed(result.weighed, console)
 
@@ -140,7 +146,10 @@ def print_study(study: Study, console: Console, budget: TokenBudget | None = Non
     fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
     keys = list(study.points[0].changes) if study.points else []
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    runs = {id(best): _run_cells(budget.run(best)) for _, _, best in found}
+    chosen = study.chosen(budget)
+    has_goal = study.goal.deadline is not None or study.goal.spend is not None
+    whole = {id(best): study.goal.run(best, budget) for _, _, best in found}
+    runs = {key: _run_cells(run["with_failures"] if has_goal else run) for key, run in whole.items()}
     run_columns = next(iter(runs.values()), {})
     figures = [
         (
@@ -169,6 +178,20 @@ def print_study(study: Study, console: Console, budget: TokenBudget | None = Non
     ]
     console.print(Table("", (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",)))
     console.print("front: no other machine has both a shorter time per token and less of it")
+    if has_goal:
+        console.print(_choice(study, chosen, [runs[id(best)] for _, _, best in found]), soft_wrap=True)
+
+
+def _choice(study: Study, chosen: int | None, runs: Sequence[Mapping[str, str]]) -> str:
+    """The point that meets deadline and budget, with failures, or that none does."""
+    if chosen is None:
+        return "no machine keeps the deadline and the budget, failures included"
+    point, with_best = study.points[chosen], [one for one in study.points if one.best is not None]
+    run = runs[with_best.index(point)]
+    machine = ", ".join(f"{key}={value}" for key, value in point.changes.items())
+    taken = ", ".join(f"{value} {name}" if name == "days" else value for name, value in run.items())
+    by = "fewest days" if study.goal.deadline is None else "fewest GPU-hours"
+    return f"chosen, {by}: {machine} ({taken}, failures included)"
 
 
 FRONTS = {
@@ -180,7 +203,9 @@ FRONTS = {
 def search_rows(document: Mapping[str, Any]) -> Iterator[list[Any]]:
     """The plans of the document of a search or a study as a table, its head first."""
     found = document.get("points")
-    if found is None:
+    if found is not None:
+        found = [{key: value for key, value in one.items() if not isinstance(value, dict)} for one in found]
+    else:
         best = [{"kind": "best", **_flat(one)} for one in document["best"]]
         found = best + [{"kind": "pareto", **one} for one in document["pareto"]]
     columns = list(dict.fromkeys(key for one in found for key in one))
@@ -217,6 +242,42 @@ def _term_by_term(best: Estimate, beside: Estimate) -> Table | str:
     rows.insert(1, _beside("memory needed", sizes, lambda size: with_prefix(size, "B")))
     title = f"the best plan beside the one asked for ({asked})"
     return Table(title, ("", "best", "asked for", "more"), rows)
+
+
+def why_slower(found: Sequence[Reason]) -> Table:
+    """What leads from the plan asked for to the best, key by key."""
+    rows = []
+    for reason in found:
+        moved = [name for name, more in reason.more_s.items() if abs(more) > 0.1 * abs(reason.gain_s)]
+        terms = [f"{name} {_signed(reason.more_s[name])}" for name in moved[:2]]
+        step = duration(reason.run.step_s) + ("" if reason.run.fits else " (does not fit)")
+        rows.append((reason.text, _signed(-reason.gain_s), step, ", ".join(terms)))
+    return Table(
+        "from the plan asked for to the best",
+        ("change", "adds", "step", "mostly"),
+        rows,
+        left=("change", "mostly"),
+    )
+
+
+def _signed(seconds: float) -> str:
+    return ("-" if seconds < 0 else "+") + duration(abs(seconds))
+
+
+def of_versions(found: Sequence[Version]) -> Table:
+    """The same plan under several versions of software, and the best plan of each."""
+    rows = [
+        (
+            one.software,
+            duration(one.plan.step_s) if one.plan.fits else "does not fit",
+            f"{one.gain_frac:.1%}" if one is not found[0] else "",
+            duration(one.best.step_s) if one.best else "nothing fits",
+            plan_text(one.best.plan) if one.best else "",
+        )
+        for one in found
+    ]
+    columns = ("software", "this plan", "gains", "its best", "plan")
+    return Table("the best plan under other versions of the software", columns, rows, left=("plan",))
 
 
 def _beside(name: str, pair: tuple[float, float], show: Callable[[float | None], str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.estimate.grid import Grid, Space
-from meshwise.search.best_plans import BestPlans, num_distinct
+from meshwise.search.best_plans import BestPlans, num_listed
 
 FEW_ROWS = 256
 """Rows that are priced together at first, twice as many each time: with each the limit may come down."""
@@ -66,7 +66,7 @@ def best_first(grids: Grids, space: Space, kept: BestPlans, on_plans: Callable[[
         kept.priced = kept.feasible = 0  # they come again
     opened = []
     for grid in grids(space):
-        kept.considered += num_distinct(grid)
+        kept.considered += num_listed(grid)
         opened.append(_Open(grid))
     at_once = FEW_ROWS
     for limit_s in (lambda: kept.fastest_s, lambda: kept.limit_s):

@@ -18,6 +18,7 @@ from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
+from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, Plan, plan_text
 
@@ -235,11 +236,14 @@ def distinct(cells: Cells) -> NDArray[np.bool_]:
     return np.broadcast_to(_distinct(cells.mesh, cells.broken, np.max(np.stack(layers), axis=0)), cells.shape)
 
 
-def num_distinct(grid: Grid) -> int:
-    """How many such cells a grid has before it is priced: with layers placed evenly."""
-    mesh, broken = grid.mesh()
-    plans = _distinct(mesh, broken, np.ceil(grid.model.num_layers / mesh.pp))
-    return int(np.broadcast_to(plans, grid.shape).sum())
+def listed(model: Model, mesh: Mesh, broken: Any) -> Any:
+    """Where a plan is counted, priced or not: as `distinct`, with layers placed evenly."""
+    return _distinct(mesh, broken, np.ceil(model.num_layers / mesh.pp))
+
+
+def num_listed(grid: Grid) -> int:
+    """How many plans a grid has."""
+    return int(np.broadcast_to(listed(grid.model, *grid.mesh()), grid.shape).sum())
 
 
 def _distinct(mesh: Mesh, broken: Any, layers: Num) -> Any:

@@ -15,7 +15,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, KEYS
 from meshwise.plan.workload import Workload
-from meshwise.search.best_plans import distinct
+from meshwise.search.best_plans import listed
 from meshwise.search.space import Stated, free_values
 
 
@@ -40,13 +40,15 @@ def cloud(
     draw = np.random.default_rng(0)
     outside = partial(refused, to, model) if to else lambda mesh: ()
     for cells in price_grid(*job, space, distinct=True, refused=outside):
-        kept = sorted([*kept, *_drawn(cells, draw, most)], key=lambda pair: pair[0])[:most]
+        kept = sorted([*kept, *_drawn(model, cells, draw, most)], key=lambda pair: pair[0])[:most]
     return [one for _, one in kept]
 
 
-def _drawn(cells: Cells, draw: np.random.Generator, most: int) -> Iterator[tuple[float, Sampled]]:
+def _drawn(
+    model: Model, cells: Cells, draw: np.random.Generator, most: int
+) -> Iterator[tuple[float, Sampled]]:
     """The plans of one grid with the smallest random numbers, and these numbers."""
-    places = np.flatnonzero(distinct(cells))
+    places = np.flatnonzero(np.broadcast_to(listed(model, cells.mesh, cells.broken), cells.shape))
     numbers = draw.random(places.size)
     seconds, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
     for i in np.argsort(numbers)[:most]:

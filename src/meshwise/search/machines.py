@@ -1,4 +1,4 @@
-"""A cluster with something changed: more GPUs, another chip, faster memory, wider domains.
+"""A cluster with something changed: more GPUs, another chip, faster memory, wider domains; or its batch.
 
 Rates and sizes are factors of the cluster's own: `memory=2` doubles what a chip holds.
 """
@@ -15,6 +15,7 @@ from meshwise.plan.fields import Field, number, read_field, whole
 KEYS: dict[str, Field] = {
     "chip": Field("a name of the catalog", str, "another chip, with its usual links"),
     "gpus": whole("number of GPUs"),
+    "batch": whole("sequences of a step"),
     "domain": whole("ranks of the innermost links (NVLink)"),
     "memory": number("memory of a GPU, times", 0.01, 100),
     "memory_rate": number("bandwidth of the memory, times", 0.01, 100),
@@ -40,12 +41,12 @@ def parse_changes(text: str) -> dict[str, tuple[str | int | float, ...]]:
 
 
 def changed(cluster: Cluster, changes: Changes) -> Cluster:
-    """The cluster after all `changes`; ClusterError for an unknown key or chip."""
+    """The cluster after all `changes` but that of the batch; ClusterError for an unknown key or chip."""
     unknown = sorted(set(changes) - set(KEYS))
     if unknown:
         raise ClusterError(f"a cluster cannot vary in {unknown[0]!r}; known keys: {', '.join(KEYS)}")
     for key in KEYS:
-        if key in changes:
+        if key in changes and key != "batch":
             cluster = _CHANGE[key](cluster, read_field(key, changes[key], KEYS, ClusterError))
     return cluster
 

@@ -10,7 +10,7 @@ changes are looked for that would do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -34,7 +34,9 @@ from meshwise.search.assumptions import Weighed, weigh
 from meshwise.search.basis import Basis, basis, simplest
 from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found
+from meshwise.search.difference import Reason, reasons
 from meshwise.search.space import Stated, free_values, not_tried
+from meshwise.search.versions import Version, versions
 
 MEMORY_FRAC = 0.92
 """Share of the memory that a plan may need; the rest is for what the estimate does not know."""
@@ -82,7 +84,7 @@ class Result(Shown):
     plans of `best` rest on. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as
     fast as the first of `best`, as far as the interval tells. `robust`: plans are ranked, and those of
     `pareto` priced, under all adversities. `not_tried`: the largest value tried of each size that has larger
-    ones.
+    ones. `versions`: the first of `best` under several versions of software.
     """
 
     plans_considered: int
@@ -105,7 +107,13 @@ class Result(Shown):
     simplest: tuple[Estimate, Basis] | None = None
     robust: bool = False
     not_tried: Mapping[str, int] = field(default_factory=dict)
+    versions: tuple[Version, ...] = ()
     rows_in: ClassVar[str] = "best"
+
+    @property
+    def reasons(self) -> list[Reason]:
+        """What leads from the plan `beside` to the first of `best`, key by key."""
+        return reasons(self.beside, self.best[0]) if self.beside and self.best else []
 
     @property
     def slower_frac(self) -> float | None:
@@ -152,7 +160,10 @@ class Result(Shown):
                 "changes": [change.to_json() for change in self.changes],
             },
             "reason": self.reason or None,
-            "beside": self.beside and _best_json(self.beside) | {"fits": self.beside.fits},
+            "beside": self.beside
+            and _best_json(self.beside)
+            | {"fits": self.beside.fits, "reasons": [reason.to_json() for reason in self.reasons]},
+            "versions": [version.to_json() for version in self.versions],
         } | (self.weighed.to_json() if self.weighed else {})
 
 
@@ -181,6 +192,7 @@ def search(
     to: str = "",
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
+    software: Sequence[str] = (),
     assumptions: bool = False,
     robust: bool = False,
     capped: bool = True,
@@ -195,7 +207,8 @@ def search(
     `memory_frac`: share of a chip's memory that a plan may need. `robust`: rank plans by their step when
     adversities come together (`estimate.adverse`), and let them fit then. `capped`: try sizes up to the usual
     ones (`not_tried` says which are larger), but of keys that are `*`. `assumptions`: also say which of
-    them would change the choice; `with_changes`: what would fit where nothing does. `on_plans` hears of the
+    them would change the choice; `software`: versions under which the first plan is priced too, and searched
+    for. `with_changes`: what would fit where nothing does. `on_plans` hears of the
     plans kept so far; Ctrl-C ends the search with them. The result has no `best` where nothing fits.
 
     Raises:
@@ -203,6 +216,12 @@ def search(
     """
     started = time.perf_counter()
     workload, stated = Workload(batch=batch, seq=seq), stated or {}
+    if software:
+        if "software" in stated:
+            raise PlanError("--software names the versions to compare; leave software out of --plan")
+        for name in software:
+            Plan(software=name)
+        stated = {**stated, "software": software[:1]}
     if to not in ("", ANY_FRAMEWORK, *TRAINING):
         raise PlanError(f"--to {to} must be one of {', '.join((*TRAINING, ANY_FRAMEWORK))}")
     to = "" if to == ANY_FRAMEWORK else to
@@ -242,6 +261,7 @@ def search(
         runnable=None if kept.runnable is None else with_basis(space.estimate(kept.runnable)),
         simplest=with_basis(simplest([*chosen, *near])) if chosen else None,
         robust=robust,
+        versions=versions(software, chosen[0], space.fastest_under) if software and chosen else (),
         not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
     )
 
@@ -326,6 +346,10 @@ class _Space:
     def fastest_on(self, cluster: Cluster) -> Found | None:
         """The fastest plan that fits another cluster; None if none does."""
         return _fastest(replace(self, cluster=cluster).price())
+
+    def fastest_under(self, software: str) -> Found | None:
+        """The fastest plan that fits under a version of the software; None if none does."""
+        return _fastest(replace(self, stated={**self.stated, "software": (software,)}).price())
 
     def fastest_against(self, adversity: Adversity) -> Found | None:
         """The fastest plan that fits under an adversity; None if none does."""

@@ -2,6 +2,10 @@
 
 Each point of a study is a whole search. *Strong* scaling keeps the batch; *weak* scaling grows it with the
 GPUs. A point is on the front of a measure where no other has both a shorter time per token and less of it.
+
+A deadline or a budget of dollars chooses among the points by their whole runs, failures included. A larger
+batch needs more tokens for the same loss, 1 + B / B_crit times those of a small one (arXiv 1812.06162), where
+the critical batch B_crit [tokens] is stated; otherwise as many.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,6 +31,45 @@ from meshwise.search.space import Stated
 
 MEASURES = ("num_chips", "gpu_s_per_token", "joules_per_token", "memory_bytes")
 """What a point takes beside its time: each has a front. Cost per token is GPU-seconds times a price."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A run of at most `deadline` days and `spend` dollars; `critical_batch`: tokens (the top of this file).
+
+    Making one raises WorkloadError for a number that is not above zero.
+    """
+
+    deadline: float | None = None
+    spend: float | None = None
+    critical_batch: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise WorkloadError(f"--{name.replace('_', '-')} {value:g} must be above zero")
+
+    def check(self, budget: TokenBudget) -> None:
+        """Raise WorkloadError where `budget` lacks what the goal is told by."""
+        for name in (name for name in self.__slots__ if getattr(self, name) is not None):
+            if budget.tokens is None:
+                raise WorkloadError(f"--{name.replace('_', '-')} is for a run of some length; add --tokens")
+        if self.spend is not None and budget.price is None:
+            raise WorkloadError("--spend is in dollars; add --price of a GPU-hour")
+
+    def run(self, found: Estimate, budget: TokenBudget) -> dict[str, Any]:
+        """The run with a plan, of the tokens that its batch needs."""
+        if budget.tokens is None:
+            return budget.run(found)
+        more = found.workload.batch * found.workload.seq / self.critical_batch if self.critical_batch else 0.0
+        return replace(budget, tokens=budget.tokens * (1.0 + more)).run(found)
+
+    def is_met(self, run: Mapping[str, Any]) -> bool:
+        """Whether a run keeps deadline and budget, failures included."""
+        taken = run["with_failures"]
+        return (self.deadline is None or taken["days"] <= self.deadline) and (
+            self.spend is None or taken["cost"] <= self.spend
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +95,8 @@ class StudyPoint:
             "memory_bytes": self.best.memory_bytes["total"],
         }
 
-    def to_json(self, budget: TokenBudget) -> dict[str, Any]:
-        """The machine, its best plan, and the run of `budget` with it."""
+    def to_json(self, budget: TokenBudget, goal: Goal) -> dict[str, Any]:
+        """The machine, its best plan, and the run of `budget` with it; its failures where `goal` asks."""
         machine = {**self.changes, "num_chips": self.cluster.num_chips, "batch": self.batch}
         if self.best is None:
             return machine | {"plan_text": None}
@@ -67,7 +110,7 @@ class StudyPoint:
                 "tokens_per_s": self.best.tokens_per_s,
             }
             | self.measures(budget)
-            | {key: value for key, value in budget.run(self.best).items() if key != "with_failures"}
+            | goal.run(self.best, budget)
         )
 
 
@@ -77,6 +120,7 @@ class Study(Shown):
 
     points: tuple[StudyPoint, ...]
     complete: bool = True
+    goal: Goal = field(default_factory=Goal)
     rows_in: ClassVar[str] = "points"
 
     def front(self, measure: str, budget: TokenBudget | None = None) -> list[int]:
@@ -88,6 +132,19 @@ class Study(Shown):
                 least = values[measure]
                 front.append(i)
         return front
+
+    def chosen(self, budget: TokenBudget) -> int | None:
+        """Of the points that meet the goal the one of fewest GPU-hours; with a budget alone, of fewest days.
+
+        None without a goal, and where none meets it.
+        """
+        if self.goal.deadline is None and self.goal.spend is None:
+            return None
+        self.goal.check(budget)
+        runs = [(i, self.goal.run(point.best, budget)) for i, point in enumerate(self.points) if point.best]
+        measure = "days" if self.goal.deadline is None else "gpu_hours"
+        met = [(run["with_failures"][measure], i) for i, run in runs if self.goal.is_met(run)]
+        return min(met)[1] if met else None
 
     def speedup(self, i: int) -> float | None:
         """Tokens a second of point `i` over those of the first, per GPU: 1 is ideal; None where none fits."""
@@ -102,8 +159,10 @@ class Study(Shown):
         budget = budget or TokenBudget()
         return {
             "points": [
-                point.to_json(budget) | {"efficiency": self.speedup(i)} for i, point in enumerate(self.points)
+                point.to_json(budget, self.goal) | {"efficiency": self.speedup(i)}
+                for i, point in enumerate(self.points)
             ],
+            "chosen": self.chosen(budget),
             "fronts": {measure: self.front(measure, budget) for measure in MEASURES},
             "complete": self.complete,
         }
@@ -120,18 +179,21 @@ def study(
     to: str = "",
     memory_frac: float = MEMORY_FRAC,
     weak: bool = False,
+    goal: Goal | None = None,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
     """Search each machine that `vary` makes of `cluster` (`search.machines.KEYS`), every combination.
 
-    `weak`: `batch` is that of `cluster`, and grows with the GPUs. Ctrl-C ends the study with the points so
-    far. ClusterError for an unknown key, WorkloadError where a batch does not grow to a whole number.
+    `weak`: `batch` is that of `cluster`, and grows with the GPUs. `goal`: what a point is chosen by. Ctrl-C
+    ends the study with the points so far. ClusterError for an unknown key, WorkloadError where a batch does
+    not grow to a whole number.
     """
     machines = []
     for values in itertools.product(*vary.values()):
         changes = dict(zip(vary, values, strict=True))
         machine = changed(cluster, changes)
-        grown, rest = divmod(batch * machine.num_chips, cluster.num_chips) if weak else (batch, 0)
+        alike = int(changes.get("batch", batch))
+        grown, rest = divmod(alike * machine.num_chips, cluster.num_chips) if weak else (alike, 0)
         if rest or not grown:
             raise WorkloadError(
                 f"batch {batch} on {cluster.num_chips} GPUs does not grow to a whole number on "
@@ -146,7 +208,8 @@ def study(
                 raise WorkloadError(f"the search of a machine was lost: {found.reason}")
             points[place] = StudyPoint(*machines[place], found)
             on_point(points[place])
-    return Study(tuple(points[place] for place in sorted(points)), complete=len(points) == len(machines))
+    told = tuple(points[place] for place in sorted(points))
+    return Study(told, complete=len(points) == len(machines), goal=goal or Goal())
 
 
 def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> Estimate | None:
