@@ -46,6 +46,8 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
     if result.not_tried:
         larger = ", ".join(f"{key} above {most}" for key, most in result.not_tried.items())
         console.print(f"not tried: {larger} (--no-capped, or KEY=*)", markup=False)
+    for note in result.notes:
+        console.print(f"note: {note}", markup=False)
     if result.beside is not None and result.best:
         console.print(_term_by_term(result.best[0], result.beside))
         if found := result.reasons:
