@@ -250,6 +250,17 @@ def test_a_view_opens_with_something_useful(page: Any, view: str) -> None:
     assert page.locator("#page .chart, #page .drop").count() > 0
 
 
+def test_the_page_is_saved_as_one_file_named_after_the_plan(page: Any, tmp_path: Path) -> None:
+    """Model, cluster and plan are inside, and it needs no server."""
+    show(page, "explore", "model=llama3-8b&cluster=h100-80g-sxm:16&plan=tp=2,pp=4&batch=32&seq=4096")
+    with page.expect_download() as saved:
+        page.locator("[data-act=save]").click()
+    assert saved.value.suggested_filename == "llama3-8b-h100-80g-sxm-16-tp-2-pp-4.html"
+    saved.value.save_as(tmp_path / "step.html")
+    text = (tmp_path / "step.html").read_text()
+    assert "llama3-8b on 16 x h100-80g-sxm, tp=2,pp=4, batch 32 x 4096" in text and "http:" not in text[:2000]
+
+
 def test_by_keyboard_alone(page: Any) -> None:
     before = show(page, "explore")
     keyboard = page.keyboard

@@ -54,7 +54,12 @@ class ServingAnswer(Shown):
         """Whether nothing fits, nothing holds the limits, or the queue grows without end."""
         sizing = self.sizing
         misses = sizing is not None and not (sizing.best if self.load else sizing.choices)
-        return not self.max_sequences or misses or (self.load is not None and self.load.queue_grows)
+        if self.load is not None:
+            within = self.load.within_limits_frac
+            misses |= self.load.queue_grows or (within is not None and within < self.load.percentile / 100)
+        else:
+            misses |= self.sequences_within_limit == 0
+        return not self.max_sequences or misses
 
     @property
     def cost(self) -> dict[str, float]:

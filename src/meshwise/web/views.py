@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -27,10 +28,10 @@ from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import KEYS, plan_keys, plan_text
 from meshwise.published.frontier import OPTIONS
 from meshwise.report.accuracy_page import accuracy_page
-from meshwise.report.estimate_page import compare_page, op_sections, summary_page
+from meshwise.report.estimate_page import compare_page, estimate_page, op_sections, summary_page
 from meshwise.report.explain_page import explain_page
 from meshwise.report.frontier_page import frontier_page
-from meshwise.report.html import Page, Text, sections_html
+from meshwise.report.html import Page, Text, html_page, sections_html
 from meshwise.report.rl_page import rl_page
 from meshwise.report.search_page import search_page
 from meshwise.report.serve_page import serve_page
@@ -219,6 +220,15 @@ def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
     }
 
 
+def _save(context: Question, **_: Any) -> dict[str, Any]:
+    """The page of the plan as one file that needs no network, with the plan in its name."""
+    found = _estimate(context.state)
+    name = re.sub(
+        "[^a-z0-9.]+", "-", f"{found.model.name}-{found.cluster.name}-{plan_text(found.plan)}".lower()
+    )
+    return {"name": f"{name[:80]}.html", "text": html_page(estimate_page(found))}
+
+
 def _machine(context: Question, **asked: Any) -> dict[str, Any]:
     return {"text": cluster_text(_cluster(asked))}
 
@@ -364,6 +374,6 @@ def _shown(page: Page) -> dict[str, Any]:
 VIEWS: dict[str, Callable[..., dict[str, Any]]] = {
     view.__name__: view for view in (explore, search, serve, rl, frontier, traces, accuracy)
 }
-_ANSWERS = VIEWS | {"ops": _ops, "options": _options, "launch": _launch, "machine": _machine}
-QUICK = ("explore", "ops", "options", "launch", "machine")
+_ANSWERS = VIEWS | {"ops": _ops, "options": _options, "launch": _launch, "machine": _machine, "save": _save}
+QUICK = ("explore", "ops", "options", "launch", "machine", "save")
 """Views that take a few milliseconds; the others leave the server's loop."""

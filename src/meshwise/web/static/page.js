@@ -262,6 +262,14 @@ const ACTS = {
     field.closest("details").open = true;
     field.focus();
   },
+  async save() {
+    const found = await ask("save", state());
+    if (found.error) return say(found.error);
+    const href = URL.createObjectURL(new Blob([found.text], { type: "text/html" }));
+    Object.assign(document.createElement("a"), { href, download: found.name }).click();
+    setTimeout(() => URL.revokeObjectURL(href));
+    say(`${found.name} saved`);
+  },
   async launch() {
     const found = await ask("launch", state());
     $("#launch-title").textContent = found.error ? "No launch settings" : found.title;
