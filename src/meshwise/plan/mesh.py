@@ -532,6 +532,10 @@ def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
             f"implementation=huggingface: what transformers keeps of {what} ({{model.name}}) is not known; "
             "leave it out",
         )
+    yield Rule(
+        mesh.plan.layout != "1d",
+        "implementation=huggingface cuts its matrices along one dim; use layout=1d, not {plan.layout}",
+    )
 
 
 def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
