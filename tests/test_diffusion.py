@@ -111,7 +111,7 @@ def test_published_times_are_met_where_kernels_are_those_of_the_chip() -> None:
     usual = [error for (_, error), is_slow in zip(errors, slow, strict=True) if not is_slow]
     assert len(errors) == 47 and len(usual) == 35
     assert median(map(abs, usual)) < 0.16
-    assert max(usual) < 0.25 and min(usual) > -0.45
+    assert max(usual) < 0.25 and min(usual) > -0.5
 
 
 @pytest.mark.parametrize(

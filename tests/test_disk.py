@@ -65,6 +65,9 @@ SLOW = {"run": (f"{SMALL} --ranks 1", ("--csv x.csv", "--profile ."))}
 """In a process of its own, whose limit its ranks inherit."""
 ELSEWHERE = {
     ("serve", "--output"): "tokens, not a file",
+    ("serve", "--trace"): "of simulated requests: test_fleet.py",
+    ("trace query", "--csv"): "written as all tables are",
+    ("fit-card", "--csv"): "written as all tables are",
     ("rl", "--output"): "tokens, not a file",
     ("rl", "--html"): "written as all pages are",
     ("sweep", "--csv"): "written as all tables are",

@@ -104,6 +104,8 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("eval-lm",): ["--max-tokens", "2", "--ranks", "4"],
     ("validate",): ["--runs", str(DATA / "validate" / "published_runs_excerpt.csv")],
     ("list",): ["chips"],
+    ("fit-card",): ["4090", "--models", "qwen3-0.6b", "--methods", "qlora"],
+    ("trace", "query"): [GLOO, "SELECT * FROM ranks"],
     ("trace", "diff"): [GLOO, GLOO],
     **{
         ("trace", name): [GLOO]

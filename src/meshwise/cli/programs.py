@@ -133,7 +133,9 @@ def calibrate(
     engine: str = "vllm",
     json: bool = False,
 ) -> None:
-    """Write a cluster file of this machine, or from a job's traces; or an engine file of a server.
+    """Write a cluster file of this machine.
+
+    Or, of a job, from its traces; or an engine file of a server, from its benchmark records.
 
     Args:
         device: cpu or cuda.

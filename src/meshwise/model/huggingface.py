@@ -21,6 +21,7 @@ import math
 import re
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,16 @@ def read_config(path: str | Path, like: str = "") -> Model:
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
-    raw = parse_file(path, "JSON", json.loads, ModelError)  # which reads the Infinity that some files hold
+    raw = parse_file(path, "JSON", partial(json.loads, parse_constant=_infinity), ModelError)
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     return model_from_config(raw, name=name, where=str(path), like=like)
+
+
+def _infinity(text: str) -> float:
+    """The Infinity that some files hold; ValueError for NaN, which says nothing."""
+    if text == "NaN":
+        raise ValueError("NaN is no number")
+    return float(text)
 
 
 def model_from_config(raw: Any, *, name: str, where: str = "config", like: str = "") -> Model:

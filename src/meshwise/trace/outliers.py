@@ -71,8 +71,10 @@ def groupings(hosts: Mapping[int, str], found: Sequence[Collective]) -> dict[str
 def outliers(
     partitions: Sequence[Partition], hosts: Mapping[int, str], found: Sequence[Collective]
 ) -> list[Outlier]:
-    """What stands out, the largest difference first."""
-    span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
+    """What stands out, the largest difference first; nothing where no rank could be read."""
+    if not partitions:
+        return []
+    span_s = max(sum(one.seconds.values()) for one in partitions)
     place = {one.rank: i for i, one in enumerate(partitions)}
     groups = groupings(hosts, found)
     rows = [
