@@ -34,9 +34,9 @@ def _shell(example: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     settings = {**os.environ, "PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     command = "set -o pipefail; " + example.removeprefix("$ ")
-    done = subprocess.run(
-        ["bash", "-c", command], env=settings, check=True, text=True, stdout=subprocess.PIPE
-    )
+    done = subprocess.run(["bash", "-c", command], env=settings, text=True, stdout=subprocess.PIPE)
+    if done.returncode != 1:  # the answer is no
+        done.check_returncode()
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.rstrip().splitlines())
 
 
