@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.report.html import escape, plotly_js, static
-from meshwise.web.forms import form_html
+from meshwise.web.forms import form_html, view_name
 from meshwise.web.pool import Pool
 from meshwise.web.views import QUICK, VIEWS, Server, answer, options
 
@@ -110,7 +110,7 @@ class _Guard:
 
 
 async def _index(request: Request) -> Response:
-    links = "".join(f'<a href="#{view}">{escape(view.capitalize())}</a>' for view in VIEWS)
+    links = "".join(f'<a href="#{view}">{escape(view_name(view))}</a>' for view in VIEWS)
     written = "".join(form_html(view, options(view)) for view in VIEWS)
     page = request.app.state.files["page.html"]
     return HTMLResponse(page.replace("<!--links-->", links).replace("<!--forms-->", written))

@@ -49,10 +49,15 @@ OTHERS = {
 """What stands in a form at first: a job that every view but that of traces answers at once."""
 
 
+def view_name(view: str) -> str:
+    """What a view is called on the page."""
+    return "RL" if view == "rl" else view.capitalize()
+
+
 def form_html(view: str, options: dict[str, Option]) -> str:
     """The form of a view."""
     groups: dict[str, list[str]] = {}
-    first, example = view.capitalize(), EXAMPLE | OTHERS.get(view, {})
+    first, example = view_name(view), EXAMPLE | OTHERS.get(view, {})
     for option in sorted(options.values(), key=lambda option: option.name != "path"):
         if view == "explore" and option.name == "plan":
             for key in KEYS:
