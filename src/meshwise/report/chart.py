@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from numpy.typing import NDArray
@@ -178,8 +178,3 @@ def roofline(
         roofs.append(Series([left, ridge, right], heights, name, ROOF_COLOR, line))
     axes = ChartAxis("FLOP/byte", log=True, low=left, high=right), ChartAxis("FLOP/s", log=True)
     return Chart(title, [*roofs, *marks], *axes, height=400)
-
-
-def with_finding(chart: Chart, finding: str) -> Chart:
-    """`chart` with a sentence that says what it shows."""
-    return replace(chart, finding=finding)

@@ -210,8 +210,7 @@ class GrpoTrainer(_PoolRank):
     def __init__(self, options: RlOptions, model: Model, context: Context, packed: PackedBatch) -> None:
         super().__init__(options, model, context, packed)
         engines = options.rollout_ranks
-        num = context.world_size - engines
-        self.dp = MeshAxis(self.pool, num, context.rank - engines)
+        self.dp = MeshAxis(self.pool, context.world_size - engines, context.rank - engines)
         with context.recorder.setup():
             self.policy.flat.requires_grad_()
             self.master = self._shard(self.policy.flat.detach()).float()
@@ -223,12 +222,13 @@ class GrpoTrainer(_PoolRank):
         options, groups = self.options, rewards.view(-1, self.options.samples)
         scale = groups.std(dim=1, keepdim=True) + 1e-4
         advantages = ((groups - groups.mean(dim=1, keepdim=True)) / scale).flatten()
+        bins = self._bins()
         with torch.no_grad():
-            before = [self._logprobs(samples[bin]) for bin in self._bins()]
+            before = [self._logprobs(samples[bin]) for bin in bins]
         for update in range(options.updates):
-            for place in range(update * self.packed.bins, (update + 1) * self.packed.bins):
-                bin = self._bins()[place]
-                ratio = (self._logprobs(samples[bin]) - before[place]).exp()
+            own = slice(update * self.packed.bins, (update + 1) * self.packed.bins)
+            for bin, old in zip(bins[own], before[own], strict=True):
+                ratio = (self._logprobs(samples[bin]) - old).exp()
                 clipped = ratio.clamp(1.0 - options.clip, 1.0 + options.clip)
                 weight = advantages[bin].unsqueeze(1)
                 loss = -torch.minimum(ratio * weight, clipped * weight).mean() / self.packed.bins
@@ -257,7 +257,7 @@ class GrpoTrainer(_PoolRank):
         """Sum the gradients over the trainers, update this rank's shard, and gather all shards."""
         phase = self.context.recorder.phase
         with phase("backward"):
-            self.master.grad = self._own(scatter(self.gradients, self.dp)) / self.dp.size
+            self.master.grad = scatter(self.gradients, self.dp) / self.dp.size
         with phase("optimizer"):
             self.optimizer.step()
         with phase("forward"), torch.no_grad():
@@ -266,9 +266,6 @@ class GrpoTrainer(_PoolRank):
 
     def _shard(self, whole: Tensor) -> Tensor:
         return whole.chunk(self.dp.size)[self.dp.index]
-
-    def _own(self, scattered: Tensor) -> Tensor:
-        return scattered.clone() if self.dp.size == 1 else scattered
 
     def held_bytes(self) -> dict[str, float]:
         """Weights, gradients, and the optimizer's copy and moments of a shard."""
