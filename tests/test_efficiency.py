@@ -665,3 +665,21 @@ def test_a_chip_without_cores_has_those_of_its_generation() -> None:
     unstated = replace(stated, chip=replace(stated.chip, num_cores=0))
     one, other = (mw.estimate("llama3-8b", on, "zero=3", batch=8, seq=8192) for on in (stated, unstated))
     assert other.step_s == one.step_s
+
+
+def test_a_cluster_at_its_own_size_is_shown_beside_the_largest_group_that_was_measured(
+    meshwise, tmp_path
+) -> None:
+    rows = ((8388608, 256, 1117), (8388608, 64, 782), (4294967296, 256, 123100))
+    machine = "A100, Perlmutter-like nodes: {} nodes x 4 GPUs (NVLink3 inside, Slingshot between)"
+    (tmp_path / "sweep.csv").write_text(
+        "source,hardware,op,shape_or_size,ranks,value,unit,notes\n"
+        + "".join(f'me,"{machine.format(n // 4)}",all_reduce,{size} B,{n},{us},us,\n' for size, n, us in rows)
+    )
+    words = ("collective", "all_reduce", "--cluster", "perlmutter", "--data", str(tmp_path / "sweep.csv"))
+    found = {row["payload_bytes"]: row["measured_s"] for row in meshwise(*words, "--json").document}
+    known = {size: seconds for size, seconds in found.items() if seconds}
+    assert known == pytest.approx({8388608: 1117e-6, 2**32: 0.1231})
+    assert "groups of 256 ranks" in meshwise(*words).out
+    asked = meshwise(*words, "--ranks", "64", "--json").document
+    assert [row["measured_s"] for row in asked if row["measured_s"]] == pytest.approx([782e-6])
