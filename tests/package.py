@@ -72,7 +72,7 @@ def oldest_versions() -> list[str]:
 
 
 def try_core(interpreter: str, packages: Sequence[str | Path]) -> None:
-    """Run the tests of the core with `packages`, in an environment of its own; others' warnings are theirs."""
+    """Run the tests of the core with `packages`, in its own environment; others' warnings are theirs."""
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / "bin" / "python"
         run(interpreter, "-m", "venv", folder)
