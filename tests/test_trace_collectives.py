@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.trace.events import collective_kind
-from meshwise.trace.sections import joint_sections
+from meshwise.trace.operators import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
 
 DATA = Path(__file__).parent / "data" / "traces"

@@ -12,11 +12,11 @@ from jobs import Job, write_job
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.machine.hardware import find_chip
 from meshwise.trace.bandwidths import bandwidths
+from meshwise.trace.breakdown import CAUSES
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import length
 from meshwise.trace.memory import memory_peaks
 from meshwise.trace.op_rates import op_rates
-from meshwise.trace.partition import CAUSES
 from meshwise.trace.summary import summarize_paths
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
@@ -55,9 +55,9 @@ def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
     assert sum(one.share_frac for one in found.pieces) == pytest.approx(1.0)
     assert all(sum(one.by_rank.values()) == pytest.approx(one.seconds) for one in found.pieces)
     assert all(0 < one.gain_frac < 1 for one in found.what_if)
-    for part in found_in.partitions:
+    for part, one in zip(found_in.intervals(), found_in.partitions, strict=True):
         by_cause = sum(length(part.idle(cause)) for cause in CAUSES)
-        assert by_cause / 1e9 == pytest.approx(part.seconds["idle"])
+        assert by_cause / 1e9 == pytest.approx(one.seconds["idle"])
 
 
 def test_calls_in_another_order_on_each_rank_end_the_path(tmp_path):
@@ -92,7 +92,7 @@ def test_idle_time_by_cause(tmp_path):
         events += [kernel("gemm", start, lasts, correlation=number)]
     found = summarize_paths([write_trace(tmp_path / "rank-0.json", events, 0)])
     idle = {"host": 20_000, "device": 1000, "dependency": 50_000, "unknown": 0}
-    assert {cause: length(found.partitions[0].idle(cause)) for cause in CAUSES} == idle
+    assert {cause: length(next(found.intervals()).idle(cause)) for cause in CAUSES} == idle
 
 
 def _memory(ts, delta, total, address, device=0):

@@ -8,10 +8,9 @@ from kineto import all_reduce, host, kernel, write_trace
 from meshwise.core.ledger import Ledger
 from meshwise.report.profile_table import profile_table
 from meshwise.trace.kernels import kernel_changes
-from meshwise.trace.operators import operator_totals
+from meshwise.trace.operators import joint_sections, operator_totals
 from meshwise.trace.read import read_trace
 from meshwise.trace.rows import profile_ledger
-from meshwise.trace.sections import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
 
 GLOO4 = str(Path(__file__).parent / "data" / "traces" / "gloo4")

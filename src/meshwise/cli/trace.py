@@ -158,7 +158,7 @@ def sections(found: Summary, *, limit: int = 15) -> Found:
     Time, compute, communication and waiting inside; spread and straggler.
     """
     from meshwise.report.trace_table import joint_table
-    from meshwise.trace.sections import joint_sections
+    from meshwise.trace.operators import joint_sections
     from meshwise.trace.summary import all_sections
 
     rows = all_sections(found)
@@ -231,8 +231,7 @@ def table(
     """
     from meshwise.report.profile_table import profile_table
     from meshwise.report.trace_table import joint_table
-    from meshwise.trace.operators import operator_totals
-    from meshwise.trace.sections import joint_operators
+    from meshwise.trace.operators import joint_operators, operator_totals
 
     ranks = ", ".join(str(trace.rank) for trace in found.traces)
     chosen = [trace for trace in found.traces if rank in (None, trace.rank)]

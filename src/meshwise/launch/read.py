@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,9 @@ def _beside(words: list[str], option: str, path: Path) -> tuple[str, Path]:
 def _trainer_flags(framework: str, words: list[str]) -> Settings:
     """The arguments of the Hugging Face Trainer in a command line that names a framework's own file."""
     known = framework_arguments(framework).arguments
-    return {name: values[0] if values else True for name, values in _options(words).items() if name in known}
+    pairs = zip(words, [*words[1:], "--"], strict=True)
+    stated = ((name, after) for name, after in pairs if name.startswith("--") and name in known)
+    return {name: True if after.startswith("--") else after for name, after in stated}
 
 
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
@@ -304,56 +307,57 @@ def _expand(text: str, known: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)", value, text)
 
 
-def _options(words: list[str]) -> dict[str, list[str]]:
-    """The values of each `--name value ...` and `--name=value`; the last of a name holds."""
-    found: dict[str, list[str]] = {}
+def _flags(words: list[str], path: Path) -> Settings:
+    """`--name value ...`, `--name=value` and `--name`; the last of a name holds."""
+    known = framework_arguments("megatron-lm").arguments
+    stated: Settings = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            found[name] = [value] if equals else []
+            stated[name] = [value] if equals else []
         elif name:
-            found[name].append(word)
-    return found
-
-
-def _flags(words: list[str], path: Path) -> Settings:
-    """The arguments of Megatron-LM."""
-    known = framework_arguments("megatron-lm").arguments
+            stated[name].append(word)
     found: Settings = {}
-    for name, values in _options(words).items():
-        if name not in known or known[name].is_flag:
-            found |= {name: True} if name in known else {}
+    for name, values in stated.items():
+        if name not in known:
             continue
-        if not values:
+        argument = known[name]
+        if not argument.is_flag and not values:
             raise DataError(f"{path}: {name} has no value")
-        if "$" in values[0]:
+        if not argument.is_flag and any("$" in value for value in values[:1]):
             raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
-        found[name] = values if known[name].type.startswith("list") else values[0]
+        several = argument.type.startswith("list")
+        found[name] = True if argument.is_flag else values if several else values[0]
     return found
 
 
 def _titan_words(words: list[str]) -> Settings:
     """torchtitan's overrides: `--section.name value`, `--section.no_name`, `activation-checkpoint:mode`."""
     known = framework_arguments("torchtitan").arguments
-    modes = [word for word in words if word.startswith("activation-checkpoint:")]
-    found: Settings = {"activation_checkpoint": modes[-1]} if modes else {}
-    for name, values in _options([word for word in words if word not in modes]).items():
+    found: Settings = {}
+    for place, word in enumerate(words, 1):
+        values = list(takewhile(lambda one: not one.startswith(("--", "activation-")), words[place:]))
+        if word.startswith("activation-checkpoint:"):
+            found["activation_checkpoint"] = word
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.partition("=")
         section, dot, key = name[2:].replace("-", "_").partition(".")
-        full = f"{section}.{key}" if dot else name
-        if (turned_off := f"{section}.{key.removeprefix('no_')}") != full and turned_off in known:
-            found[turned_off] = False
+        if key.startswith("no_") and f"{section}.{key[3:]}" in known:
+            found[f"{section}.{key[3:]}"] = False
         else:
+            full = f"{section}.{key}" if dot else name
             several = full in known and known[full].type.startswith("list")
-            found[full] = values if several else values[0] if values else True
+            found[full] = value if equals else values if several else values[0] if values else True
     return found
 
 
 def _gpus(words: list[str]) -> int | None:
     """GPUs of all nodes, where torchrun's words say how many."""
-    sizes = {name.replace("_", "-"): values for name, values in _options(words).items()}
-    nodes, node = (
-        whole((sizes.get(name) or [least])[0])
-        for name, least in (("--nnodes", "1"), ("--nproc-per-node", ""))
-    )
+    sizes = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        sizes[name.replace("_", "-")] = value if equals else after
+    nodes, node = (whole(sizes.get(*of)) for of in (("--nnodes", "1"), ("--nproc-per-node", "")))
     return nodes * node if nodes and node else None

@@ -34,8 +34,6 @@ def print_collective(found: CollectiveTimes, console: Console) -> None:
     if measured_s:
         columns += ["measured", "error"]
     console.print(Table("", columns, rows, left=("algorithm",)))
-    if measured_s:
-        console.print(f"measured of groups of {found.ranks:,} ranks")
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")
     console.print(
         f"ceiling of the bus bandwidth: {ceiling} (a ring or direct copies at the links' full rate)"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
@@ -26,11 +25,11 @@ from meshwise.report.trace_table import (
     summary_tables,
 )
 from meshwise.trace.bandwidths import bandwidths
+from meshwise.trace.breakdown import PARTS
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import covered
 from meshwise.trace.memory import memory_peaks, timeline
 from meshwise.trace.op_rates import op_rates
-from meshwise.trace.partition import PARTS, Partition
 from meshwise.trace.summary import Summary
 
 PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", "#e9e9e9"), strict=True))
@@ -55,10 +54,8 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     sections += path_tables(critical_path(summary), limit=MOST_ROWS)
     sections += _memory(summary)
     sections += _rates(summary, cluster)
-    sections += [
-        *summary_tables(summary, limit=MOST_ROWS),
-        Text("Notes", [clocks_text(summary), *(one.text for one in summary.problems)]),
-    ]
+    sections += summary_tables(summary, limit=MOST_ROWS)
+    sections.append(Text("Notes", [clocks_text(summary), *(one.text for one in summary.problems)]))
     return Page(f"{len(summary.traces)} ranks", headline(summary.findings), sections, bool(summary.traces))
 
 
@@ -90,10 +87,7 @@ def _late_in_steps(summary: Summary) -> list[Chart]:
     first = np.arange(0, len(ranks), each)
     shown = np.digitize(np.maximum.reduceat(late_frac, first), _LATE) - 1
     blocks = [ranks[i : i + each] for i in first.tolist()]
-    named = {rank for one in summary.findings if len(one.ranks) < len(ranks) for rank in one.ranks}
-    names = [
-        "▸ " * (not named.isdisjoint(of)) + f"rank {of[0]}" + f"-{of[-1]}" * (len(of) > 1) for of in blocks
-    ]
+    names = _rank_names(summary, blocks)
     most = np.unravel_index(int(late_frac.argmax()), late_frac.shape)
     finding = (
         f"Work beyond that of the median rank in the same step, as a share of a step; rank {ranks[most[0]]} "
@@ -106,14 +100,20 @@ def _late_in_steps(summary: Summary) -> list[Chart]:
 
 def _ranks(summary: Summary) -> Chart:
     """What fills most of each moment of each rank; the ranks that a finding names are marked."""
-    partitions = list(summary.whole_partitions())
-    offsets = [summary.alignment.offsets_ns[one.rank] for one in partitions]
-    begin, end = _common_span(partitions, offsets)
+    offsets = summary.alignment.offsets_ns
+    done = [(one.spans, offsets[one.rank]) for one in summary.intervals()]
+    bounds = [
+        (start - offset, end - offset)
+        for spans, offset in done
+        for starts, ends in spans.values()
+        for start, end in zip(starts[:1], ends[-1:], strict=True)
+    ]
+    begin, end = min((b[0] for b in bounds), default=0), max((b[1] for b in bounds), default=1)
     edges = begin + np.linspace(0, end - begin, NUM_BINS + 1).astype(np.int64)
     grid = []
-    for one, offset in zip(partitions, offsets, strict=True):
-        share = _shares(one, edges + offset)
-        grid.append(np.where(share.sum(axis=0) > 0, share.argmax(axis=0), -1))
+    for spans, offset in done:
+        filled = np.array([np.diff(covered(spans[part], edges + offset)) for part in PARTS])
+        grid.append(np.where(filled.sum(axis=0) > 0, filled.argmax(axis=0), -1))
     times = ((edges[1:] + edges[:-1]) / 2 - begin) / 1e9
     idle = {one.rank: one.seconds["idle"] for one in summary.partitions}
     most = max(idle, key=lambda rank: idle[rank])
@@ -125,28 +125,12 @@ def _ranks(summary: Summary) -> Chart:
     )
 
 
-def _rank_names(summary: Summary) -> list[str]:
-    """The names of the ranks, with an arrow before those that a finding names."""
-    num_ranks = len(summary.partitions)
-    named = {rank for one in summary.findings if len(one.ranks) < num_ranks for rank in one.ranks}
-    return ["▸ " * (one.rank in named) + f"rank {one.rank}" for one in summary.partitions]
-
-
-def _common_span(partitions: Sequence[Partition], offsets: Sequence[int]) -> tuple[int, int]:
-    """First and last moment [ns] of all ranks on the common clock; `offsets` [ns] lead from it to theirs."""
-    bounds = [
-        (start - offset, end - offset)
-        for one, offset in zip(partitions, offsets, strict=True)
-        for starts, ends in one.spans.values()
-        for start, end in zip(starts[:1], ends[-1:], strict=True)
-    ]
-    return min((b[0] for b in bounds), default=0), max((b[1] for b in bounds), default=1)
-
-
-def _shares(one: Partition, edges: NDArray[np.int64]) -> NDArray[np.float64]:
-    """What share of each bin between `edges` [ns, the rank's clock] each of `PARTS` fills: [part, bin]."""
-    filled = [np.diff(covered(one.spans[part], edges)) for part in PARTS]
-    return np.array(filled) / np.maximum(np.diff(edges), 1)
+def _rank_names(summary: Summary, blocks: Sequence[Sequence[int]] = ()) -> list[str]:
+    """The names of the ranks (or of blocks of them), with an arrow before those that a finding names."""
+    ranks = [(one.rank,) for one in summary.partitions]
+    named = {rank for one in summary.findings if len(one.ranks) < len(ranks) for rank in one.ranks}
+    texts = ((of, f"rank {of[0]}" + f"-{of[-1]}" * (len(of) > 1)) for of in blocks or ranks)
+    return ["▸ " * (not named.isdisjoint(of)) + text for of, text in texts]
 
 
 def trace_picture(summary: Summary) -> Picture:
@@ -176,7 +160,7 @@ def _memory(summary: Summary) -> list[Section]:
     most = max(peaks, key=lambda one: one.peak_bytes)
     offsets = summary.alignment.offsets_ns
     device = -1 if most.device == "host" else int(most.device.split()[1])
-    lines = {trace.rank: timeline(trace, device) for trace in summary.traces[:MOST_LINES]}
+    lines = {trace.rank: timeline(trace, device) for trace in itertools.islice(summary.traces, MOST_LINES)}
     origin = min(int(time[0]) - offsets[rank] for rank, (time, _) in lines.items() if len(time))
     marks = [
         Series(
@@ -185,9 +169,8 @@ def _memory(summary: Summary) -> list[Section]:
         )
         for (rank, (time, total)), color in zip(lines.items(), itertools.cycle(COLORS), strict=False)
     ]  # fmt: skip
-    text = (
-        f"The largest peak, {with_prefix(most.peak_bytes, 'B')}, is on rank {most.rank} in {most.operator}."
-    )
+    peak = with_prefix(most.peak_bytes, "B")
+    text = f"The largest peak, {peak}, is on rank {most.rank} in {most.operator}."
     chart = Chart("Memory over time", marks, ChartAxis(unit="s"), ChartAxis(unit="B"), text)
     return [chart, *(memory_tables(peaks, limit=MOST_ROWS))]
 

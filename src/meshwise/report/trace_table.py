@@ -14,7 +14,7 @@ from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelChange
 from meshwise.trace.memory import MemoryPeak
 from meshwise.trace.op_rates import OpRate
-from meshwise.trace.sections import AcrossRanks
+from meshwise.trace.operators import AcrossRanks
 from meshwise.trace.summary import Summary
 
 NOTHING = "no rank, link or cause stands out"
@@ -80,10 +80,8 @@ def _stragglers(summary: Summary, limit: int) -> Table:
     found = summary.stragglers
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
-    columns: Fields = {
-        **{"rank": "rank", "came last": "num_last", "waited": "waited_s", "others waited for it": "awaited_s"}
-    }
-    return records_table(title, shown, columns)
+    columns: Fields = {"rank": "rank", "came last": "num_last", "waited": "waited_s"}
+    return records_table(title, shown, columns | {"others waited for it": "awaited_s"})
 
 
 def _outliers(summary: Summary, limit: int) -> Table:
@@ -96,9 +94,8 @@ def _outliers(summary: Summary, limit: int) -> Table:
         "more": lambda one: difference_text(one.excess_s),
     }
     shown = f"The {min(limit, len(found))} largest of {len(found)} differences" if found else "No differences"
-    return records_table(
-        f"{shown} among {len(summary.ranks)} ranks", found[:limit], columns, left=("", "ranks")
-    )
+    title = f"{shown} among {len(summary.ranks)} ranks"
+    return records_table(title, found[:limit], columns, left=("", "ranks"))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -170,14 +167,14 @@ def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
     """What changed between two sets of traces; the last row is the sum over all kernels."""
     columns = ("name", "count", "total before", "total after", "change")
     before, after = sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows)
-    cells = [
-        (
-            *(short(row.name), f"{row.count_before} -> {row.count_after}", duration(row.total_before_s)),
-            *(duration(row.total_after_s), difference_text(row.change_s)),
-        )
-        for row in rows[:limit]
+    shown = [
+        (short(one.name), f"{one.count_before} -> {one.count_after}", one.total_before_s, one.total_after_s)
+        for one in rows[:limit]
     ]
-    cells.append(("all", "", duration(before), duration(after), difference_text(after - before)))
+    cells = [
+        (name, count, duration(old), duration(new), difference_text(new - old))
+        for name, count, old, new in (*shown, ("all", "", before, after))
+    ]
     return Table("Kernels, before and after", columns, cells, no_wrap=True)
 
 

@@ -159,11 +159,9 @@ def read_sweep(path: Path) -> Sweep:
         raise DataError(f"{path} is not a sweep: {error}") from None
     if file.verb not in VERBS:
         raise DataError(f"{path}: verb {file.verb!r} cannot be swept; use {', '.join(VERBS)}")
-    if file.timeout_s is not None and not 0 < file.timeout_s <= threading.TIMEOUT_MAX:
-        raise DataError(
-            f"{path}: timeout_s is {file.timeout_s:g}; give seconds above 0 and up to "
-            f"{threading.TIMEOUT_MAX:g}, or leave it out"
-        )
+    most_s = threading.TIMEOUT_MAX
+    if file.timeout_s is not None and not 0 < file.timeout_s <= most_s:
+        raise DataError(f"{path}: timeout_s is {file.timeout_s:g}; give seconds above 0, up to {most_s:g}")
     grids = file.grid if isinstance(file.grid, list) else [file.grid]
     empty = [key for grid in grids for key, values in grid.items() if not values]
     if empty or not any(grids):
@@ -224,9 +222,8 @@ class Store:
                 lock = opened.enter_context(path.open("ab"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise DataError(
-                    f"another sweep is writing to {path}; wait for it, name another file"
-                ) from None
+                reason = "wait for it, name another file"
+                raise DataError(f"another sweep is writing to {path}; {reason}") from None
             except OSError as error:
                 raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
             with self._told():
@@ -246,9 +243,8 @@ class Store:
             reason = " ".join(str(error).split())[:200]
             if getattr(error, "sqlite_errorname", "").startswith(_NO_ROOM):
                 raise DataError(f"cannot write {self.path}: {reason}; make room and start again") from None
-            raise DataError(
-                f"{self.path} is not a results file of a sweep ({reason}); name another"
-            ) from None
+            text = f"{self.path} is not a results file of a sweep ({reason}); name another"
+            raise DataError(text) from None
 
     def __enter__(self) -> Store:
         return self
@@ -268,18 +264,14 @@ class Store:
             "error": answer.error,
         }
         query = f"INSERT OR REPLACE INTO points ({', '.join(row)}) VALUES (:{', :'.join(row)})"
-        try:
-            with self._database:
-                self._database.execute(query, row)
-        except sqlite3.OperationalError as error:
-            raise DataError(f"cannot write {self.path}: {error}; make room and start again") from None
+        with self._told(), self._database:
+            self._database.execute(query, row)
 
     def finished(self, *, with_failed: bool = True) -> set[str]:
         """The keys of the points that need not run again."""
-        status = ("done", "failed") if with_failed else ("done", "done")
         with self._told():
-            rows = self._database.execute("SELECT command FROM points WHERE status IN (?, ?)", status)
-            return {key for (key,) in rows}
+            rows = self._database.execute("SELECT command, status FROM points").fetchall()
+        return {key for key, status in rows if with_failed or status == "done"}
 
     def rows(self, sweep: Sweep) -> list[FinishedPoint]:
         """The finished points of a sweep in the order of its grid."""
@@ -288,8 +280,8 @@ class Store:
         with self._told():
             found = {key: rest for key, *rest in self._database.execute(query)}
             for point in sweep.points:
-                if point.key in found:
-                    status, seconds, text, error = msgspec.convert(found[point.key], _Row)
+                if row := found.get(point.key):
+                    status, seconds, text, error = msgspec.convert(row, _Row)
                     document = json.loads(text) if text else None
                     results = {name: look_up(document, path) for name, path in sweep.results.items()}
                     rows.append(FinishedPoint(point.values, status, seconds, results, error))
@@ -323,20 +315,13 @@ def run_sweep(
     finished = store.finished(with_failed=not retry)
     todo = [point for point in sweep.points if point.key not in finished]
     is_program = sweep.verb in _PROGRAMS
-    answers = each(
-        answer_of,
-        [point.words for point in todo],
-        jobs=jobs or int(is_program),
-        apart=True,
-        fresh=is_program,
-        timeout_s=sweep.timeout_s,
-    )
-    for place, found in answers:
+    how: dict[str, Any] = {"apart": True, "fresh": is_program, "timeout_s": sweep.timeout_s}
+    words = [point.words for point in todo]
+    for place, found in each(answer_of, words, jobs=jobs or int(is_program), **how):
         answer = CommandAnswer(None, found.reason, found.seconds) if isinstance(found, Lost) else found
         if answer.error and _UNKNOWN_OPTION.search(answer.error):
-            raise DataError(
-                f"an option of the sweep is unknown to its verb: {answer.error}; correct the file"
-            )
+            reason = f"{answer.error}; correct the file"
+            raise DataError(f"an option of the sweep is unknown to its verb: {reason}")
         store.add(todo[place], answer)
         on_answer(todo[place], answer)
 

@@ -87,7 +87,8 @@ def align(
     residual = _residual(ends, offset)
     one_clock = one_host and _coincide(shared) and not (kernels and _is_steady(ends, offset))
     if one_clock:
-        offset, residual = np.zeros_like(offset), _residual(ends, np.zeros_like(offset))
+        offset = np.zeros_like(offset)
+        residual = _residual(ends, offset)
     elif not kernels:
         offset = np.where(np.abs(offset) > residual, offset, 0.0)
     return Alignment(
@@ -144,7 +145,7 @@ def _blocks(shared: Sequence[Match], ranks: Sequence[int]) -> _Blocks:
 
 
 def _joined(blocks: _Blocks, num_ranks: int) -> _Ends:
-    sizes = np.concatenate([np.full(len(end), len(ranks)) for ranks, end in blocks])
+    sizes = np.repeat([len(ranks) for ranks, _ in blocks], [len(end) for _, end in blocks])
     rank = np.concatenate([np.tile(ranks, len(end)) for ranks, end in blocks])
     time = np.concatenate([end.ravel() for _, end in blocks])
     return _Ends(np.repeat(np.arange(len(sizes)), sizes), rank, time, num_ranks)
@@ -224,9 +225,7 @@ def _offsets(ends: _Ends) -> Floats:
         aligned = ends.time - offset[ends.rank]
         error = aligned - (ends.over_calls(weight * aligned) / total)[ends.call]
         weight = 1 / np.maximum(np.abs(error), _FLOOR_NS)
-    first = np.flatnonzero(np.diff(ends.call, prepend=-1))
-    groups = {tuple(ranks.tolist()) for ranks in np.split(ends.rank, first[1:])}
-    for linked_ranks in linked(groups):
+    for linked_ranks in linked(map(tuple, np.split(ends.rank, np.flatnonzero(np.diff(ends.call)) + 1))):
         offset[list(linked_ranks)] -= offset[min(linked_ranks)]
     return offset
 

@@ -64,23 +64,10 @@ def _row(calls: Sequence[Collective], cluster: Cluster | None) -> Bandwidth:
         kind = "send" if one.name == "send_recv" else one.name
         if kind in COLLECTIVES:
             predicted_s = _predicted_s(cluster, cast(Kind, kind), size, one.group_size or len(ranks), ranks)
-    return Bandwidth(
-        one.name,
-        one.group,
-        one.group_size,
-        size,
-        len(calls),
-        wire_s,
-        size / wire_s,
-        bus,
-        link,
-        frac,
-        predicted_s,
-    )
+    rates = size / wire_s, bus, link, frac, predicted_s
+    return Bandwidth(one.name, one.group, one.group_size, size, len(calls), wire_s, *rates)
 
 
 def _predicted_s(cluster: Cluster, kind: Kind, size: float, num_ranks: int, ranks: Sequence[int]) -> float:
-    seconds = machine(cluster, "fp32", overheads=NONE).collective_s(
-        kind, size, num_ranks, float(ranks[1] - ranks[0])
-    )
-    return float(seconds)
+    of = machine(cluster, "fp32", overheads=NONE)
+    return float(of.collective_s(kind, size, num_ranks, float(ranks[1] - ranks[0])))

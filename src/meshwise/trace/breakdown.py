@@ -14,6 +14,24 @@ So span = compute + non-compute + idle, the definition of HolisticTraceAnalysis 
 On a rank without a device, operators are the compute and gloo's transfers the communication. Operators that
 only start or await a transfer (`c10d::...`) are neither. An operator around such a call (an autograd
 function, a gradient hook) waits in it as long as the transfer lasts, and computes in the rest of its time.
+
+Beside these sums, every moment of a rank is one thing: compute, transfer, memory, waiting or idle.
+
+    compute     a compute kernel runs (an operator, on a rank without a device), whatever else does
+    transfer    communication is on the wire, and no compute hides it
+    memory      copies, and neither of these
+    wait        nothing but communication that waits for its last rank
+    idle        nothing
+
+So the five sum to the span, and ranks that run in step differ in what each spends on its own account: the
+rank that the others wait for is the one that waits least, and what it spends more than they do is why.
+
+Idle time of a device has a cause:
+
+    host          the kernel that ends it was launched only after it began: the device had nothing to do
+    device        launched before, and the gap is below 5 us: what the device takes between kernels
+    dependency    launched before, and the gap is longer: the kernel waited for another stream or an event
+    unknown       nothing tells the launch; on a rank without a device all idle time is of this kind
 """
 
 from __future__ import annotations
@@ -28,6 +46,10 @@ from numpy.typing import NDArray
 from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Trace
 from meshwise.trace.intervals import NO_SPANS, Spans, difference, intersection, joined, length, merged
 from meshwise.trace.nesting import launchers, parents
+
+PARTS = ("compute", "transfer", "memory", "wait", "idle")
+CAUSES = ("host", "device", "dependency", "unknown")
+_BETWEEN_KERNELS_NS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +161,75 @@ def split(rank: int, device: str, spans: Mapping[Kind, Spans]) -> Breakdown:
         exposed_communication_s=(total - hidden) / 1e9,
         overlap_frac=hidden / total if total else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Seconds of each of the `PARTS` of one rank; they sum to its span."""
+
+    rank: int
+    seconds: dict[str, float]
+    host_bound_s: float | None
+    """Idle time that the host is the cause of; None where the trace holds no launches."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankIntervals:
+    """The parts of one rank as disjoint sets of intervals [ns] on its own clock."""
+
+    rank: int
+    spans: Mapping[str, Spans]
+    idle_cause: Ints
+    """Of each idle stretch, its place in `CAUSES`."""
+
+    def idle(self, cause: str) -> Spans:
+        """The idle stretches of one cause."""
+        (start, end), is_meant = self.spans["idle"], self.idle_cause == CAUSES.index(cause)
+        return start[is_meant], end[is_meant]
+
+    def why_idle(self, start: int, end: int) -> str:
+        """The cause of the stretch that ends at `end`; where work went on since `start`, none."""
+        idle = self.spans["idle"]
+        at = int(np.searchsorted(idle[0], end)) - 1
+        return CAUSES[self.idle_cause[at]] if at >= 0 and idle[1][at] > start else "beside other work"
+
+
+def intervals(trace: Trace, wait_ns: Mapping[int, int]) -> RankIntervals:
+    """The parts of one rank; `wait_ns` is the waiting at the beginning of an event, by its number."""
+    done, end_ns, wait_end = work(trace), trace.end_ns, trace.start_ns.copy()
+    communication = np.flatnonzero(done.kind == Kind.COMMUNICATION)
+    for event, wait in wait_ns.items():
+        wait_end[event] += wait
+    sets = {
+        "compute": done.spans[Kind.COMPUTE],
+        "transfer": merged(wait_end[communication], end_ns[communication]),
+        "memory": done.spans[Kind.MEMORY],
+        "wait": merged(trace.start_ns[communication], wait_end[communication]),
+    }
+    taken = NO_SPANS
+    spans: dict[str, Spans] = {}
+    for part, found in sets.items():
+        spans[part] = difference(found, taken)
+        taken = joined(taken, found)
+    spans["idle"] = difference((taken[0][:1], taken[1][-1:]), taken)
+    return RankIntervals(trace.rank, spans, _causes(trace, spans["idle"]))
+
+
+def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
+    """The seconds of the parts of one rank; `wait_ns` as for `intervals`."""
+    found = intervals(trace, wait_ns)
+    is_known = (found.idle_cause != CAUSES.index("unknown")).any()
+    host_bound_s = length(found.idle("host")) / 1e9 if is_known else None
+    return Partition(trace.rank, {part: length(found.spans[part]) / 1e9 for part in PARTS}, host_bound_s)
+
+
+def _causes(trace: Trace, idle: Spans) -> NDArray[np.int64]:
+    """The cause of each idle stretch; unknown where the trace holds no launches of kernels."""
+    kernels = np.flatnonzero(work(trace).kind != Kind.OTHER)
+    launcher = launchers(trace)[kernels]
+    if not trace.has_device or not (launcher >= 0).any():
+        return np.full(len(idle[0]), CAUSES.index("unknown"))
+    ending = np.minimum(np.searchsorted(trace.start_ns[kernels], idle[1]), len(kernels) - 1)
+    launch = launcher[ending]
+    late, short = trace.start_ns[launch] >= idle[0], idle[1] - idle[0] < _BETWEEN_KERNELS_NS
+    return np.select([launch < 0, late, short], [3, 0, 1], 2)

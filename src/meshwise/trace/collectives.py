@@ -31,7 +31,7 @@ from meshwise.core.ledger import Collective as Kind
 from meshwise.cost.collective import sent_bytes
 from meshwise.trace.align import Alignment
 from meshwise.trace.match import Match
-from meshwise.trace.transfers import SYNCHRONISING
+from meshwise.trace.transfers import SYNCHRONISING, times
 
 _SLACK_S = 1e-4
 _FASTEST_FRAC = 0.1
@@ -116,27 +116,23 @@ def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:
     for one in found:
         alike[one.name, one.group, one.bytes].append(one.wire_s)
     fastest = {key: float(np.quantile(wires, _FASTEST_FRAC)) for key, wires in alike.items()}
-    return [
-        _split_at(one, fastest[one.name, one.group, one.bytes])
-        if one.num_ranks < (one.group_size or 0)
-        else one
-        for one in found
-    ]
 
+    def split(one: Collective) -> Collective:
+        wire_s = fastest[one.name, one.group, one.bytes]
+        if one.num_ranks >= (one.group_size or 0) or not 0 < wire_s < one.wire_s:
+            return one
+        wait = {rank: wait + one.wire_s - wire_s for rank, wait in one.wait_s.items()}
+        speed = one.sent_bytes_per_s and one.sent_bytes_per_s * one.wire_s / wire_s
+        return replace(one, wire_s=wire_s, wait_s=wait, sent_bytes_per_s=speed)
 
-def _split_at(one: Collective, wire_s: float) -> Collective:
-    """The call as if its transfer took no longer than `wire_s`."""
-    if not 0 < wire_s < one.wire_s:
-        return one
-    wait = {rank: wait + one.wire_s - wire_s for rank, wait in one.wait_s.items()}
-    speed = one.sent_bytes_per_s and one.sent_bytes_per_s * one.wire_s / wire_s
-    return replace(one, wire_s=wire_s, wait_s=wait, sent_bytes_per_s=speed)
+    return [split(one) for one in found]
 
 
 def _overlaps(one: Match, alignment: Alignment, tolerance_ns: float) -> bool:
     """Whether the calls can have met: all enter before one leaves; what is received was sent before."""
-    starts = {rank: t.start_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items()}
-    ends = {rank: t.end_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items()}
+    offsets = alignment.offsets_ns
+    starts = {rank: t.start_ns - offsets[rank] for rank, t in one.by_rank.items()}
+    ends = {rank: t.end_ns - offsets[rank] for rank, t in one.by_rank.items()}
     if one.is_message:
         sent = [starts[rank] for rank, t in one.by_rank.items() if t.kind == "send"]
         received = [ends[rank] for rank, t in one.by_rank.items() if t.kind == "recv"]
@@ -148,8 +144,8 @@ def _overlaps(one: Match, alignment: Alignment, tolerance_ns: float) -> bool:
 
 def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
     ranks = sorted(one.by_rank)
-    duration = np.array([one.by_rank[rank].end_ns - one.by_rank[rank].start_ns for rank in ranks])
-    start = np.array([one.by_rank[rank].start_ns - alignment.offsets_ns[rank] for rank in ranks])
+    began, ended = times([one.by_rank[rank] for rank in ranks])
+    duration, start = ended - began, began - [alignment.offsets_ns[rank] for rank in ranks]
     last = ranks[int(np.lexsort((-start, duration))[0])]
     wire, wait = int(duration.min()), duration - duration.min()
     if len(ranks) > 1 and any(t.is_buffered for t in one.by_rank.values()):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from meshwise.core.each import all_of
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.files import make_folder, whole_file
-from meshwise.trace.events import COLUMNS, CommunicationArgs, Kind, MemoryEvents, Trace, kind_of
+from meshwise.trace.events import COLUMNS, Kind, MemoryEvents, Trace, kind_of
 
 if TYPE_CHECKING:
     import polars
@@ -39,22 +39,14 @@ _ABOUT, _REASONS = "meshwise.trace", "meshwise.reasons"
 _MEMORY = tuple(field.name for field in fields(MemoryEvents))
 
 
-class _About(msgspec.Struct):
-    """What of a trace is no column; ranks that communications name are places in a list of them."""
-
-    path: str
-    rank: int
-    world_size: int | None
-    backend: str
-    host: str
-    groups: dict[str, tuple[int, ...]]
-    labels: list[tuple[str, str]]
-    tracks: list[tuple[Any, Any]]
-    track_names: dict[int, str]
-    shapes: list[tuple[str, str, str]]
-    communications: dict[int, CommunicationArgs]
-    ranks: list[tuple[int, ...] | None]
-    metadata: dict[str, Any]
+_TOLD = {
+    name: kind
+    for name, kind in get_type_hints(Trace).items()
+    if name not in (*COLUMNS, "label_kind", "memory", "selected")
+}
+"""What of a trace is no column."""
+_About = msgspec.defstruct("_About", [*_TOLD.items(), ("ranks", list[tuple[int, ...] | None])])
+"""It, and the `ranks` that communications name: places in a list of them."""
 
 
 def polars_module() -> Any:
@@ -93,24 +85,20 @@ def write_columns(trace: Trace, reasons: Sequence[str], path: Path) -> None:
         event: replace(args, ranks=(ranks.setdefault(args.ranks, len(ranks)),))
         for event, args in trace.communications.items()
     }
-    about = _About(
-        **{name: getattr(trace, name) for name in _About.__struct_fields__ if hasattr(trace, name)}
-        | {"path": str(trace.path), "communications": communications, "ranks": list(ranks)}
-    )
+    told = {name: getattr(trace, name) for name in _TOLD} | {"communications": communications}
+    about = _About(**told, ranks=list(ranks))
     frame = pl.DataFrame({name: getattr(trace, name) for name in COLUMNS})
     kinds = [Kind(kind).name.lower() for kind in trace.label_kind.tolist()]
-    texts = {
-        "name": ([name for _, name in trace.labels], "label"),
-        "category": ([category for category, _ in trace.labels], "label"),
-        "kind": (kinds, "label"),
-        "thread": ([trace.track_names.get(i, str(tid)) for i, (_, tid) in enumerate(trace.tracks)], "track"),
-        "dims": ([dims for dims, _, _ in trace.shapes], "shape"),
-    }
-    for name, (values, by) in texts.items():
-        place = pl.Series(np.where(getattr(trace, by) < 0, len(values), getattr(trace, by)))
-        frame = frame.with_columns(
-            pl.Series(name, [*values, None], dtype=pl.String).gather(place).alias(name)
-        )
+    threads = [trace.track_names.get(i, str(tid)) for i, (_, tid) in enumerate(trace.tracks)]
+    for name, place, values in (
+        ("name", trace.label, [name for _, name in trace.labels]),
+        ("category", trace.label, [category for category, _ in trace.labels]),
+        ("kind", trace.label, kinds),
+        ("thread", trace.track, threads),
+        ("dims", trace.shape, [dims for dims, _, _ in trace.shapes]),
+    ):
+        text = pl.Series(name, [*values, None], dtype=pl.String)
+        frame = frame.with_columns(text.gather(np.where(place < 0, len(values), place)).alias(name))
     make_folder(path.parent)
     if len(trace.memory.time_ns):
         with whole_file(path.with_suffix(".memory")) as file:
@@ -121,7 +109,7 @@ def write_columns(trace: Trace, reasons: Sequence[str], path: Path) -> None:
 
 
 def _text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+    return msgspec.json.encode(value, enc_hook=str).decode()
 
 
 def read_reasons(path: Path) -> tuple[int, list[str]]:
@@ -133,7 +121,8 @@ def read_reasons(path: Path) -> tuple[int, list[str]]:
 def read_columns(path: Path) -> Trace:
     """The trace that is kept at `path`."""
     pl = polars_module()
-    about = msgspec.json.decode(pl.read_parquet_metadata(path)[_ABOUT], type=_About)
+    text = pl.read_parquet_metadata(path)[_ABOUT]
+    about: Any = msgspec.json.decode(text, type=_About, dec_hook=lambda kind, value: kind(value))
     communications = {
         event: replace(args, ranks=about.ranks[args.ranks[0]]) if args.ranks else args
         for event, args in about.communications.items()
@@ -143,17 +132,9 @@ def read_columns(path: Path) -> Trace:
     held = (
         _arrays(pl.read_parquet(memory)) if memory.exists() else dict.fromkeys(_MEMORY, np.zeros(0, np.int64))
     )
-    told = {
-        name: getattr(about, name) for name in ("rank", "world_size", "backend", "host", "groups", "metadata")
-    }
+    told = {name: getattr(about, name) for name in _TOLD} | {"communications": communications}
     return Trace(
-        path=Path(about.path),
-        labels=tuple(about.labels),
         label_kind=np.array(kinds, dtype=np.int8),
-        tracks=tuple(about.tracks),
-        track_names=about.track_names,
-        shapes=tuple(about.shapes),
-        communications=communications,
         memory=MemoryEvents(**held),
         **told,
         **_arrays(pl.read_parquet(path, columns=list(COLUMNS))),
@@ -165,85 +146,78 @@ def _arrays(frame: polars.DataFrame) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTrace:
-    """A trace whose columns are kept in a file: its rank, and what is changed of it when it is loaded."""
+class RankTrace:
+    """The trace of one rank: in memory, or in a file of columns that are loaded when they are needed."""
 
-    file: Path
     rank: int
+    trace: Trace | None = None
+    file: Path = Path()
     changes: tuple[Callable[[Trace], Trace], ...] = ()
+    """What is changed of a trace when it is loaded."""
 
     def load(self) -> Trace:
         """The trace with its events."""
+        if self.trace is not None:
+            return self.trace
         trace = replace(read_columns(self.file), rank=self.rank)
         for change in self.changes:
             trace = change(trace)
         return trace
 
+    def changed(self, change: Callable[[Trace], Trace]) -> RankTrace:
+        """The trace as `change` makes it."""
+        if self.trace is not None:
+            return replace(self, trace=change(self.trace))
+        return replace(self, changes=(*self.changes, change))
 
-class KeptTraces(Sequence[Trace]):
-    """The traces of a capture, of which one at a time is in memory."""
 
-    def __init__(self, kept: Sequence[KeptTrace]) -> None:
-        self.kept = tuple(kept)
-        self._load = lru_cache(maxsize=1)(lambda place: self.kept[place].load())
+class Traces(Sequence[Trace]):
+    """The traces of a job by rank. Of those whose columns are kept, one at a time is in memory."""
 
-    def file_beside(self, about: bytes, suffix: str) -> Path:
-        """Where what was made of all these traces is kept; its name is a digest of them and of `about`."""
-        names = "".join(f"{one.rank}:{one.file.name}," for one in self.kept)
-        digest = blake2b(about + names.encode(), digest_size=12).hexdigest()
-        return self.kept[0].file.with_name(digest + suffix)
+    def __init__(self, of_rank: Sequence[RankTrace]) -> None:
+        self.of_rank = tuple(of_rank)
+        self.are_kept = bool(of_rank) and of_rank[0].trace is None
+        self._load = lru_cache(maxsize=1)(lambda place: self.of_rank[place].load())
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.of_rank)
 
-    @overload
-    def __getitem__(self, place: int) -> Trace: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> KeptTraces: ...
-
-    def __getitem__(self, place: int | slice) -> Trace | KeptTraces:
-        if isinstance(place, slice):
-            return KeptTraces(self.kept[place])
+    def __getitem__(self, place: int) -> Trace:  # type: ignore[override]
         return self._load(range(len(self))[place])
 
     def __iter__(self) -> Iterator[Trace]:
-        return (one.load() for one in self.kept)
+        return (one.load() for one in self.of_rank)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The rank of each trace; none is loaded for it."""
+        return [one.rank for one in self.of_rank]
+
+    def chosen(self, ranks: Collection[int]) -> Traces:
+        """The traces of some ranks."""
+        return Traces([one for one in self.of_rank if one.rank in ranks])
+
+    def changed(self, changes: Mapping[int, Callable[[Trace], Trace]]) -> Traces:
+        """The traces, each as its rank's function changes it."""
+        return Traces([one.changed(changes[one.rank]) for one in self.of_rank])
+
+    def each(self, function: Callable[..., Result], *about: Mapping[int, Any]) -> list[Result]:
+        """What `function` makes of each trace and what each of `about` holds for its rank.
+
+        Traces that are kept are loaded where it runs: in processes of this machine or on a cluster.
+        """
+        items = [(function, one, *(of[one.rank] for of in about)) for one in self.of_rank]
+        if not self.are_kept:
+            return [_of_rank(item) for item in items]
+        return all_of(_of_rank, items, jobs=0 if len(items) > _FEW_RANKS else 1)
+
+    def file_beside(self, about: bytes, suffix: str) -> Path:
+        """Where what was made of all these traces is kept; its name is a digest of them and of `about`."""
+        names = "".join(f"{one.rank}:{one.file.name}," for one in self.of_rank)
+        digest = blake2b(about + names.encode(), digest_size=12).hexdigest()
+        return self.of_rank[0].file.with_name(digest + suffix)
 
 
-def ranks_of(traces: Sequence[Trace]) -> list[int]:
-    """The rank of each trace; none is loaded for it."""
-    kept = traces.kept if isinstance(traces, KeptTraces) else traces
-    return [one.rank for one in kept]
-
-
-def chosen_of(traces: Sequence[Trace], places: Sequence[int]) -> Sequence[Trace]:
-    """The traces at some places."""
-    if isinstance(traces, KeptTraces):
-        return KeptTraces([traces.kept[place] for place in places])
-    return [traces[place] for place in places]
-
-
-def changed(traces: Sequence[Trace], changes: Mapping[int, Callable[[Trace], Trace]]) -> Sequence[Trace]:
-    """The traces, each as its rank's function changes it."""
-    if isinstance(traces, KeptTraces):
-        return KeptTraces([replace(one, changes=(*one.changes, changes[one.rank])) for one in traces.kept])
-    return [changes[one.rank](one) for one in traces]
-
-
-def of_ranks(
-    function: Callable[..., Result], traces: Sequence[Trace], *about: Mapping[int, Any]
-) -> list[Result]:
-    """What `function` makes of each trace and what each of `about` holds for its rank.
-
-    Traces that are kept are loaded where the function runs: in processes of this machine or on a cluster.
-    """
-    if not isinstance(traces, KeptTraces):
-        return [function(one, *(of[one.rank] for of in about)) for one in traces]
-    items = [(function, one, *(of[one.rank] for of in about)) for one in traces.kept]
-    return all_of(_of_kept, items, jobs=0 if len(items) > _FEW_RANKS else 1)
-
-
-def _of_kept(asked: tuple[Any, ...]) -> Any:
-    function, kept, *about = asked
-    return function(kept.load(), *about)
+def _of_rank(asked: tuple[Any, ...]) -> Any:
+    function, one, *about = asked
+    return function(one.load(), *about)

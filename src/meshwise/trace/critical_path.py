@@ -27,13 +27,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.breakdown import work
+from meshwise.trace.breakdown import RankIntervals, work
 from meshwise.trace.collectives import Collective
-from meshwise.trace.columns import of_ranks, ranks_of
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import NO_SPANS, Spans, covered
 from meshwise.trace.nesting import nearest
-from meshwise.trace.partition import Partition
 from meshwise.trace.straggler import median_of_others
 from meshwise.trace.summary import Summary
 
@@ -102,28 +100,22 @@ def critical_path(summary: Summary) -> CriticalPath:
     for i, one in enumerate(shared):
         for rank, event in one.events.items():
             number[rank][event] = i
-    found_ranks = of_ranks(_rank, summary.traces, offsets, number)
-    ranks = {
-        rank: one for rank, one in zip(ranks_of(summary.traces), found_ranks, strict=True) if len(one.start)
-    }
+    played = zip(summary.traces.ranks, summary.traces.each(_rank, offsets, number), strict=True)
+    ranks = {rank: one for rank, one in played if len(one.start)}
     if not ranks:
         return CriticalPath(0.0, [], [])
-    found: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    parts = {one.rank: one for one in summary.whole_partitions()}
+    found: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    parts = {one.rank: one for one in summary.intervals()}
     for rank, kind, name, length in _walk(summary, ranks, parts, shared):
-        found[kind, name].append((rank, length))
-    total = sum(length for steps in found.values() for _, length in steps)
-    pieces = [_piece(*key, steps, total) for key, steps in found.items()]
+        found[kind, name][rank].append(length)
+    total = sum(sum(lengths) for steps in found.values() for lengths in steps.values())
+    pieces = []
+    for key, steps in found.items():
+        by_rank = {rank: sum(lengths) / 1e9 for rank, lengths in sorted(steps.items())}
+        own, count = sum(map(sum, steps.values())), sum(map(len, steps.values()))
+        pieces.append(PathPiece(*key, count, own / 1e9, own / total, by_rank))
     pieces.sort(key=lambda piece: (-piece.seconds, piece.name))
     return CriticalPath(total / 1e9, pieces, _what_if(summary, ranks, parts, shared))
-
-
-def _piece(kind: str, name: str, steps: Sequence[tuple[int, int]], total_ns: int) -> PathPiece:
-    by_rank: dict[int, float] = defaultdict(float)
-    for rank, length in steps:
-        by_rank[rank] += length / 1e9
-    seconds = sum(length for _, length in steps) / 1e9
-    return PathPiece(kind, name, len(steps), seconds, seconds * 1e9 / total_ns, dict(sorted(by_rank.items())))
 
 
 def _rank(trace: Trace, offset_ns: int, number: Mapping[int, int]) -> _Rank:
@@ -146,11 +138,9 @@ def _rank(trace: Trace, offset_ns: int, number: Mapping[int, int]) -> _Rank:
         before[calls[runs]] = operators[place[runs]]
     call = np.array([number.get(one, -1) for one in event.tolist()], dtype=np.int64)
     back = np.append(nearest(before, call >= 0), -1)[before]
-    num_kinds, label = len(Kind), np.full(len(event), -1)
-    seen = event[event >= 0]
-    used, label[event >= 0] = np.unique(trace.label[seen] * num_kinds + done.kind[seen], return_inverse=True)
-    pairs = (divmod(one, num_kinds) for one in used.tolist())
-    labels = tuple((Kind(kind).name.lower(), trace.labels[name][1]) for name, kind in pairs)
+    label, seen = np.full(len(event), -1), event[event >= 0]
+    used, label[event >= 0] = np.unique((trace.label[seen], done.kind[seen]), axis=1, return_inverse=True)
+    labels = tuple((Kind(kind).name.lower(), trace.labels[name][1]) for name, kind in used.T.tolist())
     return _Rank(start, end, label, labels, call, before, back)
 
 
@@ -163,7 +153,7 @@ def _ended_before(time: Ints, end: Ints) -> Ints:
 def _walk(
     summary: Summary,
     ranks: Mapping[int, _Rank],
-    parts: Mapping[int, Partition],
+    parts: Mapping[int, RankIntervals],
     shared: Sequence[Collective],
 ) -> Iterator[tuple[int, str, str, int]]:
     """(rank, kind, name, ns) of every piece, the last first."""
@@ -290,7 +280,7 @@ def _replay(network: _Network, own_s: Floats, wire_s: Floats) -> Floats:
 def _what_if(
     summary: Summary,
     ranks: Mapping[int, _Rank],
-    parts: Mapping[int, Partition],
+    parts: Mapping[int, RankIntervals],
     shared: Sequence[Collective],
 ) -> list[FasterJob]:
     """What would shorten the job, the largest gain first; nothing where the calls cannot be put in order."""

@@ -251,11 +251,9 @@ def _decode_piece(piece: bytes, offset: int, notes: Notes) -> list[Any]:
     except _BROKEN:
         cured, count = _NOT_A_NUMBER.subn(b"null", piece)
         notes.num_not_numbers += count
-        try:
+        with suppress(*_BROKEN):
             if count:
                 return _decoded(cured, notes)
-        except _BROKEN:
-            pass
         return _rescued(cured, offset, notes)
 
 
@@ -286,11 +284,9 @@ def _rescued(piece: bytes, offset: int, notes: Notes) -> list[Any]:
             if notes.first_bad_byte is None:
                 notes.first_bad_byte = offset + max(0, piece.find(text))
         saved = _rescue(text, event_type)
-        if saved is None:
-            notes.num_lost += 1
-        else:
-            notes.num_repaired += 1
-            events.append(saved)
+        notes.num_lost += saved is None
+        notes.num_repaired += saved is not None
+        events += [saved] if saved is not None else []
     return events
 
 

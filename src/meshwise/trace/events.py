@@ -23,9 +23,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.names import COLLECTIVES, KINDS
+from meshwise.core.files import read_catalog
 
 Ints = NDArray[np.int64]
+_NAMES = read_catalog("trace_names.toml")
+"""How traces name what they show."""
+KERNEL_CLASSES, MODULE_PARTS = (
+    {name: re.compile("|".join(words), re.IGNORECASE) for name, words in _NAMES[what].items()}
+    for what in ("classes", "parts")
+)
+"""What names of kernels and operators, and of modules, have in them by class, and by part of a model."""
+_KINDS = {category: kind for kind, categories in _NAMES["categories"].items() for category in categories}
 
 
 class Kind(enum.IntEnum):
@@ -62,7 +70,7 @@ def kind_of(category: str, name: str) -> Kind:
         if _MEMORY.match(name):
             return Kind.MEMORY
         return Kind.COMPUTE
-    kind = Kind[KINDS.get(category, "other").upper()]
+    kind = Kind[_KINDS.get(category, "other").upper()]
     if kind in (Kind.ANNOTATION, Kind.CPU_OP) and _HOST_COMMUNICATION.match(name):
         return Kind.HOST_COMMUNICATION
     return kind
@@ -71,7 +79,7 @@ def kind_of(category: str, name: str) -> Kind:
 def collective_kind(name: str) -> str:
     """The collective that a kernel or call performs, by its name; `unknown` where the name hides it."""
     plain = re.sub(r"[^a-z]", "", name.lower())
-    return next((kind for part, kind in COLLECTIVES.items() if part in plain), "unknown")
+    return next((kind for part, kind in _NAMES["collectives"].items() if part in plain), "unknown")
 
 
 def is_shape(sizes: list[Any]) -> bool:

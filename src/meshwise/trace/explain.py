@@ -43,16 +43,14 @@ from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
-from meshwise.trace.breakdown import work
+from meshwise.trace.breakdown import partition, work
 from meshwise.trace.collectives import Collective
-from meshwise.trace.events import Ints, Kind, Trace
+from meshwise.trace.events import KERNEL_CLASSES, Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
-from meshwise.trace.names import CLASSES
 from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
-from meshwise.trace.partition import partition
 from meshwise.trace.stated_job import contradictions
 from meshwise.trace.steps import whole_steps, with_steps
 from meshwise.trace.summary import Summary, waits_ns
@@ -135,12 +133,13 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     seconds, expected_seconds = (
         _sums((one.of, one.seconds) for one in side) for side in (measured, expected)
     )
+    pairs = (
+        (of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in {**seconds, **expected_seconds}
+    )
     classes = _sorted(
-        OpDifference(
-            "", of, "step", expected_seconds.get(of, 0.0) if is_predicted else None, seconds.get(of, 0.0)
-        )
-        for of in seconds.keys() | expected_seconds.keys()
-        if seconds.get(of) or expected_seconds.get(of)
+        OpDifference("", of, "step", there if is_predicted else None, here)
+        for of, there, here in pairs
+        if there or here
     )
     rows = _joined(measured, expected) if is_predicted else classes
     step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if is_predicted else None
@@ -152,12 +151,9 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     if not summary.steps:
         findings.append("no step is marked (torch.profiler's step()), so the whole trace counts as one step")
     if seconds.get(_UNNAMED, 0.0) >= _SHARE * step_s > 0:
-        names = (
-            one.name
-            for one in summary.kernels
-            if one.kind == "compute" and _class_of_kernel(one.name) == _UNNAMED
-        )
-        shown = ", ".join(name[:40] for name in itertools.islice(names, 3))
+        names = (one.name for one in summary.kernels if one.kind == "compute")
+        unnamed = (name[:40] for name in names if _class_of_kernel(name) == _UNNAMED)
+        shown = ", ".join(itertools.islice(unnamed, 3))
         findings.append(f"kernels of no known class take {seconds[_UNNAMED] / step_s:.1%} of a step: {shown}")
     return Explanation(rows, classes, expected_s, step_s, findings, mismatches)
 
@@ -197,7 +193,7 @@ def _joined(measured: Sequence[_Spent], expected: Sequence[_Spent]) -> list[OpDi
 
 
 def _class_of_kernel(name: str) -> str:
-    return next((of for of, pattern in CLASSES.items() if pattern.search(name)), _UNNAMED)
+    return next((of for of, pattern in KERNEL_CLASSES.items() if pattern.search(name)), _UNNAMED)
 
 
 def _predicted(ledger: Ledger) -> list[_Spent]:
@@ -217,7 +213,7 @@ def _looks_of_op(row: Mapping[str, Any]) -> Looks:
     """How an op of the ledger looks in a trace."""
     of, phase = _class_of_op(row), "forward" if row["phase"] == "forward" else "backward"
     if row["collective"]:
-        return _looks(of, _size(row["group_size"]), _bytes(row["payload_bytes"]))
+        return _looks(of, int(row["group_size"] or 0), _bytes(row["payload_bytes"]))
     if of == "matmul":
         sizes = _sizes(row["shape"])
         return (of, phase, *sizes), (of, *sizes), (of, part_of_op(row)), (of,)
@@ -245,10 +241,6 @@ def _sizes(shape: str) -> tuple[int, ...]:
     return math.prod(batch), min(rows, columns), max(rows, columns), inner
 
 
-def _size(number: float | None) -> int:
-    return int(number or 0)
-
-
 def _bytes(number: float | None) -> str:
     """Bytes to three digits."""
     return f"{number or 0:.2e}"
@@ -261,7 +253,7 @@ def _class_of_op(row: Mapping[str, Any]) -> str:
         return "waiting"
     if row["op"] in _IDLE:
         return "idle"
-    named = next((name for name in ("attention", "optimizer") if CLASSES[name].search(row["op"])), "")
+    named = next((name for name in ("attention", "optimizer") if KERNEL_CLASSES[name].search(row["op"])), "")
     if named:
         return named
     moved = (row["read_bytes"] or 0.0) + (row["write_bytes"] or 0.0)
@@ -292,7 +284,7 @@ def _measured(summary: Summary) -> list[_Spent]:
 
 
 def _looks_of_call(one: Collective) -> Looks:
-    return _looks(_class_of_collective(one.name), _size(one.group_size), _bytes(one.bytes))
+    return _looks(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
 
 
 def _of_whole_steps(summary: Summary) -> tuple[list[tuple[Trace, dict[str, float]]], int]:
@@ -365,11 +357,10 @@ def _in_words(
 ) -> list[str]:
     """The measured step beside the predicted one, and the class that differs most; a late rank may be why."""
     late = [one.text for one in summary.findings if 0 < len(one.ranks) < len(summary.traces)]
-    text = f"a step takes {duration(step_s)}"
-    if expected_s is not None:
-        text += f" where {duration(expected_s)} is predicted"
+    is_predicted = expected_s is not None
+    text = f"a step takes {duration(step_s)}" + f" where {duration(expected_s)} is predicted" * is_predicted
     if rows:
         text += f"; {rows[0].op} takes {duration(rows[0].measured_s or 0.0)}"
-        text += "" if expected_s is None else f" instead of {duration(rows[0].predicted_s or 0.0)}"
+        text += f" instead of {duration(rows[0].predicted_s or 0.0)}" * is_predicted
         text += f": {late.pop(0)}" if rows[0].op == "waiting" and late else ""
     return [text, *late]

@@ -20,14 +20,18 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from meshwise.core.units import duration, with_prefix
+from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
 from meshwise.trace.collectives import Collective, split_by_fastest, stragglers
-from meshwise.trace.partition import PARTS, Partition
-from meshwise.trace.rank_facts import RankFacts
+from meshwise.trace.events import Trace
+from meshwise.trace.kernels import KernelRuns, kernel_runs
+from meshwise.trace.steps import Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
+from meshwise.trace.transfers import Transfer, transfers
 
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""
@@ -38,6 +42,46 @@ _EXPOSED_FRAC = 0.15
 _MOSTLY = 0.5
 _SHARED_CORES = 0.8
 """How much of the time in which only this rank had no core counts as lateness."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One rank: where it ran, the time of its work, kernels, steps and communications.
+
+    Small beside its events, so thousands of ranks fit in memory.
+    """
+
+    rank: int
+    path: str
+    host: str
+    world_size: int | None
+    has_device: bool
+    first_ns: int | None
+    """The start of its first event on its own clock."""
+    captured: dict[str, Any]
+    """What meshwise's capture noted of the rank; empty where something else captured it."""
+    breakdown: Breakdown
+    kernels: list[KernelRuns]
+    steps: list[RankStep]
+    transfers: list[Transfer]
+
+
+def rank_facts(trace: Trace, marked: Marks) -> RankFacts:
+    """The facts of one rank, its steps as they are marked."""
+    captured = trace.metadata.get("meshwise")
+    return RankFacts(
+        rank=trace.rank,
+        path=str(trace.path),
+        host=trace.host,
+        world_size=trace.world_size,
+        has_device=trace.has_device,
+        first_ns=int(trace.start_ns[0]) if len(trace) else None,
+        captured=captured if isinstance(captured, dict) else {},
+        breakdown=breakdown(trace),
+        kernels=kernel_runs(trace),
+        steps=step_table(trace, marked),
+        transfers=transfers(trace, marked),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +142,13 @@ def findings(
     linked = {rank for link in links for rank in link.ranks}
     unseen = {rank for one in job.collectives if one.num_ranks < (one.group_size or 0) for rank in one.wait_s}
     holders = [_holder(job, one) for one in late if one.seconds >= _MIN_FRAC * span_s]
-    holders = [
-        one
-        for one in holders
-        if (one.kind != "slow transfer" or not (linked | unseen) & set(one.ranks))
-        and (len(one.ranks) < 2 or not linked.issuperset(one.ranks))
-    ]
+
+    def is_told(one: Finding) -> bool:
+        """Whether a slow link or a rank without a trace is why."""
+        of_link = one.kind == "slow transfer" and not (linked | unseen).isdisjoint(one.ranks)
+        return of_link or (len(one.ranks) > 1 and linked.issuperset(one.ranks))
+
+    holders = [one for one in holders if not is_told(one)]
     single = sorted([*holders, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
     return [*(single or _undecided(job, undecided)), *_host_bound(job), *_exposed(job)]
 
@@ -245,10 +290,10 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
     for groups in speeds.values():
         if len(groups) < 2:
             continue
-        speed_of = {
-            group: float(np.median([one.sent_bytes_per_s for one in calls]))
-            for group, calls in groups.items()
-        }
+        speeds_of = (
+            (group, [one.sent_bytes_per_s or 0.0 for one in calls]) for group, calls in groups.items()
+        )
+        speed_of = {group: float(np.median(of)) for group, of in speeds_of}
         usual = float(np.quantile(list(speed_of.values()), 0.5, method="higher"))
         least = _SLOW_LINK if len(groups) > 2 else _SLOW_LINK_OF_TWO
         for group, speed in speed_of.items():

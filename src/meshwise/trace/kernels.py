@@ -53,17 +53,14 @@ def kernel_runs(trace: Trace) -> list[KernelRuns]:
     work = np.flatnonzero(kind != Kind.OTHER)
     order = work[np.argsort(trace.label[work], kind="stable")]
     labels, first = np.unique(trace.label[order], return_index=True)
-    return [
-        KernelRuns(
-            name=trace.labels[label][1],
-            kind=Kind(kind[runs[0]]).name.lower(),
-            count=len(runs),
-            total_ns=int(spent[runs].sum()),
-            min_ns=int(spent[runs].min()),
-            max_ns=int(spent[runs].max()),
+    found = []
+    for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
+        name, of = trace.labels[label][1], Kind(kind[runs[0]]).name.lower()
+        lengths = spent[runs]
+        found.append(
+            KernelRuns(name, of, len(runs), int(lengths.sum()), int(lengths.min()), int(lengths.max()))
         )
-        for label, runs in zip(labels, np.split(order, first[1:]), strict=False)
-    ]
+    return found
 
 
 def kernel_totals(runs: Iterable[KernelRuns]) -> list[KernelTotal]:
@@ -78,16 +75,9 @@ def kernel_totals(runs: Iterable[KernelRuns]) -> list[KernelTotal]:
 
 def _total(name: str, kind: str, runs: Sequence[KernelRuns], whole_s: float) -> KernelTotal:
     total_s, count = sum(one.total_ns for one in runs) / 1e9, sum(one.count for one in runs)
-    return KernelTotal(
-        name=name,
-        kind=kind,
-        count=count,
-        total_s=total_s,
-        mean_s=total_s / count,
-        min_s=min(one.min_ns for one in runs) / 1e9,
-        max_s=max(one.max_ns for one in runs) / 1e9,
-        share_frac=total_s / whole_s if whole_s else 0.0,
-    )
+    ends_s = min(one.min_ns for one in runs) / 1e9, max(one.max_ns for one in runs) / 1e9
+    share_frac = total_s / whole_s if whole_s else 0.0
+    return KernelTotal(name, kind, count, total_s, total_s / count, *ends_s, share_frac)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +100,9 @@ class KernelChange:
 def kernel_changes(before: Sequence[KernelTotal], after: Sequence[KernelTotal]) -> list[KernelChange]:
     """Every kernel of either side, the largest change (up or down) first."""
     old, new = ({(k.name, k.kind): k for k in side} for side in (before, after))
-    rows = [
-        KernelChange(
-            name=key[0],
-            kind=key[1],
-            count_before=old[key].count if key in old else 0,
-            count_after=new[key].count if key in new else 0,
-            total_before_s=old[key].total_s if key in old else 0.0,
-            total_after_s=new[key].total_s if key in new else 0.0,
-        )
-        for key in old.keys() | new.keys()
-    ]
+    rows = []
+    for key in old.keys() | new.keys():
+        sides = [(side[key].count, side[key].total_s) if key in side else (0, 0.0) for side in (old, new)]
+        counts, totals_s = zip(*sides, strict=True)
+        rows.append(KernelChange(*key, *counts, *totals_s))
     return sorted(rows, key=lambda row: (-abs(row.change_s), row.name))

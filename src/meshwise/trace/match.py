@@ -27,7 +27,7 @@ end long before its receive begins, so those are counted off, and only if both s
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +50,7 @@ _UNEVEN = ("all_to_all", "gather", "scatter")
 """Collectives whose size differs between ranks."""
 
 Group = tuple[int, ...] | str
+_Ends = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +81,25 @@ class Match:
 
 def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False) -> list[Match]:
     """The communications of all ranks, matched; one of a single rank stands alone; by group and index."""
-    groups: dict[tuple[Group, str], dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
-    pairs: dict[tuple[Group, str, int | None, int | None], dict[int, list[Transfer]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    calls: dict[tuple[Group, str, _Ends | None], dict[int, list[Transfer]]]
+    calls = defaultdict(lambda: defaultdict(list))
     for rank in sorted(transfers):
         for one in transfers[rank]:
-            if one.is_message:
-                pairs[one.group, one.group_name, one.source, one.destination][rank].append(one)
-            else:
-                groups[one.group, one.group_name][rank].append(one)
-    names: dict[Group, set[str]] = defaultdict(set)
-    for group, name in groups:
-        names[group].add(name)
+            ends = (one.source, one.destination) if one.is_message else None
+            calls[one.group, one.group_name, ends][rank].append(one)
+    num_names = Counter(group for group, _, ends in calls if ends is None)
     matches: list[Match] = []
-    for (group, name), members in groups.items():
-        if name or not isinstance(group, str):
-            matches += _collectives(group, name if len(names[group]) > 1 else "", members, one_host)
+    for (group, name, ends), members in calls.items():
+        if ends is not None:
+            pair = "->".join("?" if rank is None else str(rank) for rank in ends)
+            matches += _matches(pair, "", members, _by_message(ends, members, one_host))
             continue
-        apart = _apart(members, one_host)
+        apart = [members] if name or not isinstance(group, str) else _apart(members, one_host)
         for part in apart:
-            among = tuple(part) if len(apart) > 1 else group
-            matches += _collectives(among, group if len(apart) > 1 else "", part, one_host)
-    for (_, _, source, destination), members in pairs.items():
-        matches += _messages(source, destination, members, one_host)
+            among: tuple[Group, str] = (group, name if num_names[group] > 1 else "")
+            if len(apart) > 1:
+                among = tuple(part), str(group)
+            matches += _matches(*among, part, _by_call(part, one_host), is_counted=_is_counted(part))
     return matches
 
 
@@ -132,47 +128,51 @@ def _can_meet(a: Sequence[Transfer], b: Sequence[Transfer], one_host: bool) -> b
     return bool(unshifted and is_steady and (not one_host or abs(unshifted.offset_ns) <= _SLACK_NS))
 
 
-def _collectives(
-    group: Group, name: str, members: Mapping[int, list[Transfer]], one_host: bool
+def _matches(
+    group: Group,
+    name: str,
+    members: Mapping[int, list[Transfer]],
+    numbers: Mapping[int, Sequence[int]],
+    *,
+    is_counted: bool = False,
 ) -> list[Match]:
-    counted = all(t.sequence is not None for found in members.values() for t in found)
-    numbers = _by_sequence(members) if counted else _by_step(members) or _by_order(members, one_host)
+    """Calls of equal numbers as one, in the order of time (of their numbers where every call has one)."""
     slots: dict[tuple[int, str, int], dict[int, Transfer]] = defaultdict(dict)
     for rank, found in members.items():
-        seen: dict[tuple[int, str], int] = defaultdict(int)  # coalesced calls share a sequence number
+        seen: Counter[tuple[int, str]] = Counter()  # coalesced calls share a sequence number
         for number, transfer in zip(numbers[rank], found, strict=True):
-            slots[number, transfer.kind, seen[number, transfer.kind]][rank] = transfer
-            seen[number, transfer.kind] += 1
-    if counted:
+            key = number, "" if transfer.is_message else transfer.kind
+            slots[*key, seen[key]][rank] = transfer
+            seen[key] += 1
+    if is_counted:
         return [Match(group, name, number, by_rank) for (number, _, _), by_rank in sorted(slots.items())]
     in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
     return [Match(group, name, index, by_rank) for index, by_rank in enumerate(in_time)]
 
 
-def _messages(
-    source: int | None, destination: int | None, members: Mapping[int, list[Transfer]], one_host: bool
-) -> list[Match]:
-    """The messages of one rank to another; those whose other side is not known stand alone."""
-    known = source is not None and destination is not None and source != destination
-    group = f"{'?' if source is None else source}->{'?' if destination is None else destination}"
+def _is_counted(members: Mapping[int, list[Transfer]]) -> bool:
+    """Whether every call has a sequence number."""
+    return all(t.sequence is not None for found in members.values() for t in found)
+
+
+def _by_call(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int, list[int]]:
+    if _is_counted(members):
+        return {rank: [t.sequence or 0 for t in found] for rank, found in members.items()}
+    return _by_step(members) or _by_order(members, one_host)
+
+
+def _by_message(
+    ends: _Ends, members: Mapping[int, list[Transfer]], one_host: bool
+) -> Mapping[int, Sequence[int]]:
+    """The messages of one rank to another numbered; those whose other side is not known stand alone."""
     buffered = any(t.is_buffered for found in members.values() for t in found)
-    if not known or (buffered and len({len(found) for found in members.values()}) > 1):
-        return [
-            Match(group, "", index, {rank: transfer})
-            for rank, found in members.items()
-            for index, transfer in enumerate(found)
-        ]
-    numbers = {rank: list(range(len(found))) for rank, found in members.items()}
-    slots: dict[int, dict[int, Transfer]] = defaultdict(dict)
-    for rank, order in (numbers if buffered else _by_step(members) or _by_order(members, one_host)).items():
-        for number, transfer in zip(order, members[rank], strict=True):
-            slots[number][rank] = transfer
-    in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
-    return [Match(group, "", index, by_rank) for index, by_rank in enumerate(in_time)]
-
-
-def _by_sequence(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
-    return {rank: [t.sequence or 0 for t in found] for rank, found in members.items()}
+    uneven = len({len(found) for found in members.values()}) > 1
+    if None in ends or ends[0] == ends[1] or (buffered and uneven):
+        alone = itertools.count()
+        return {rank: [next(alone) for _ in found] for rank, found in members.items()}
+    if buffered:
+        return {rank: range(len(found)) for rank, found in members.items()}
+    return _by_step(members) or _by_order(members, one_host)
 
 
 def _by_step(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:

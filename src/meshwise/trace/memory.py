@@ -77,17 +77,17 @@ def _peak(trace: Trace, parent: Ints, rows: Ints, device: int) -> MemoryPeak:
         by_name[_owner(trace, parent, place)].append(size)
     holders = [Holder(name, float(sum(sizes)), len(sizes)) for name, sizes in by_name.items()]
     now = enclosing(trace, parent, memory.track[at : at + 1], memory.time_ns[at : at + 1])
-    reserved = int(memory.reserved_bytes[at])
+    total, reserved = float(memory.total_bytes[at]), float(memory.reserved_bytes[at])
     known = float(memory.delta_bytes[rows[: peak + 1]].sum())
     return MemoryPeak(
-        rank=trace.rank,
-        device="host" if device < 0 else f"device {device}",
-        peak_bytes=float(memory.total_bytes[at]),
-        reserved_bytes=float(reserved) if reserved > 0 else None,
-        time_s=(int(memory.time_ns[at]) - int(trace.start_ns[0])) / 1e9,
-        operator=_owner(trace, parent, int(now[0])),
-        held_before_bytes=max(float(memory.total_bytes[at]) - known, 0.0),
-        holders=sorted(holders, key=lambda one: (-one.bytes, one.name)),
+        trace.rank,
+        "host" if device < 0 else f"device {device}",
+        total,
+        reserved if reserved > 0 else None,
+        (int(memory.time_ns[at]) - int(trace.start_ns[0])) / 1e9,
+        _owner(trace, parent, int(now[0])),
+        max(total - known, 0.0),
+        sorted(holders, key=lambda one: (-one.bytes, one.name)),
     )
 
 

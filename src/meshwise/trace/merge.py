@@ -16,10 +16,10 @@ import gzip
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -64,7 +64,10 @@ def write_merged(
         _collective_lanes(summary.collectives),
         beside,
     )
-    with whole_file(path) as file, _packed(file, path) as out:
+    with whole_file(path) as file, ExitStack() as opened:
+        out: Any = file
+        if path.name.endswith(".gz"):
+            out = opened.enter_context(gzip.GzipFile(fileobj=file, mode="wb", mtime=0, compresslevel=4))
         between = b'{"displayTimeUnit":"ms","traceEvents":[\n'
         while batch := list(itertools.islice(events, _BATCH)):
             out.write(between + b",\n".join(map(msgspec.json.encode, batch)))
@@ -96,13 +99,6 @@ def _least_ns(traces: Sequence[Trace], max_slices: int | None) -> int:
     if max_slices is None or len(lengths) <= max_slices:
         return 0
     return int(np.partition(lengths, -max_slices)[-max_slices]) + 1
-
-
-def _packed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
-    """What to write into: a gzip stream where the name asks for one, else the file itself."""
-    if path.name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=file, mode="wb", mtime=0, compresslevel=4)
-    return nullcontext(file)
 
 
 def nested(start: Ints, duration: Ints, lane: Ints) -> tuple[Ints, int]:
@@ -158,23 +154,18 @@ def _slices(trace: Trace, kept: Ints, lane: Ints, duration: Ints, shift_ns: int)
             args["Input Dims"] = msgspec.Raw(trace.shapes[shape][0].encode())
         if i in trace.communications:
             args |= {k: v for k, v in msgspec.to_builtins(trace.communications[i]).items() if v is not None}
-        yield {
-            **{"ph": "X", "cat": category, "name": name, "pid": trace.rank, "tid": one},
-            **{"ts": ts, "dur": dur, "args": args},
-        }
+        track = {"ph": "X", "cat": category, "name": name, "pid": trace.rank, "tid": one}
+        yield track | {"ts": ts, "dur": dur, "args": args}
 
 
 def _counters(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
     """Allocated bytes of each device."""
-    found = {}
     for device in np.unique(trace.memory.device).tolist():
-        found["memory of " + ("the host" if device < 0 else f"device {device}")] = timeline(trace, device)
-    for name, (time, value) in found.items():
+        time, value = timeline(trace, device)
         every = 1 + len(time) // _MOST_POINTS
-        for ts, one in zip(
-            ((time[::every] - shift_ns) / 1000.0).tolist(), value[::every].tolist(), strict=True
-        ):
-            yield {"ph": "C", "name": name, "pid": trace.rank, "ts": ts, "args": {"value": one}}
+        of = {"ph": "C", "name": "memory of " + ("the host" if device < 0 else f"device {device}")}
+        points = zip(((time - shift_ns) / 1000.0)[::every].tolist(), value[::every].tolist(), strict=True)
+        yield from (of | {"pid": trace.rank, "ts": ts, "args": {"value": one}} for ts, one in points)
 
 
 def _arrows(
@@ -185,11 +176,9 @@ def _arrows(
     arrows = []
     for number, kernel in enumerate(kernels.tolist(), start=first_id):
         for phase, event in (("s", int(launcher[kernel])), ("f", kernel)):
-            ts = float(trace.start_ns[event] - shift_ns) / 1000.0
             common = {"ph": phase, "cat": "launch", "name": "launch", "id": number, "pid": trace.rank}
-            arrows.append(
-                common | {"tid": int(lane[event]), "ts": ts} | ({"bp": "e"} if phase == "f" else {})
-            )
+            place = {"tid": int(lane[event]), "ts": float(trace.start_ns[event] - shift_ns) / 1000.0}
+            arrows.append(common | place | ({"bp": "e"} if phase == "f" else {}))
     return arrows
 
 
@@ -198,38 +187,30 @@ def _collective_lanes(found: Sequence[Collective]) -> Iterator[dict[str, Any]]:
 
     Calls of one group that are under way together on a rank lie in lanes of their own.
     """
-    lanes = {
-        (group, 0): i for i, group in enumerate(dict.fromkeys(c.group for c in found), _FIRST_GROUP_LANE)
-    }
+    groups = dict.fromkeys(c.group for c in found)
+    lanes = {(group, 0): i for i, group in enumerate(groups, _FIRST_GROUP_LANE)}
     taken_until: dict[tuple[int, str], list[int]] = defaultdict(list)
     for number, one in enumerate(found):
         if one.num_ranks < 2:
             continue
-        wire_ns, place = round(one.wire_s * 1e9), {}
+        wire_ns, place, begun = round(one.wire_s * 1e9), {}, {}
         for rank, wait_s in one.wait_s.items():
             enter_ns, wait_ns = round(one.enter_s[rank] * 1e9), round(wait_s * 1e9)
             ends = taken_until[rank, one.group]
             k = next((k for k, end in enumerate(ends) if end <= enter_ns), len(ends))
-            is_new = k == len(ends)
-            ends[k : k + 1] = [enter_ns + wait_ns + wire_ns]
+            begun[rank] = (enter_ns + wait_ns) / 1000.0
             tid = lanes.setdefault((one.group, k), _FIRST_GROUP_LANE + len(lanes))
             place[rank] = lane = {"pid": rank, "tid": tid}
-            if is_new:
+            if k == len(ends):
                 text = f"collectives of {one.group}" + (f" ({k + 1})" if k else "")
                 yield {"ph": "M", "name": "thread_name", **lane, "args": {"name": text}}
+            ends[k : k + 1] = [enter_ns + wait_ns + wire_ns]
             args = {"index": one.index, "bytes": one.bytes, "last_rank": one.last_rank}
-            slices = [
-                (f"wait for rank {one.last_rank}", wait_ns, enter_ns),
-                (one.name, wire_ns, enter_ns + wait_ns),
-            ]
-            for name, length_ns, start_ns in slices:
-                if length_ns > 0:
-                    times = {"ts": start_ns / 1000.0, "dur": length_ns / 1000.0}
-                    yield {"ph": "X", "cat": "collective", "name": name, **lane, **times, "args": args}
-        begun = {
-            rank: (round(one.enter_s[rank] * 1e9) + round(wait * 1e9)) / 1000.0
-            for rank, wait in one.wait_s.items()
-        }
+            waiting = (f"wait for rank {one.last_rank}", enter_ns / 1000.0, wait_ns / 1000.0)
+            for name, ts, dur in (waiting, (one.name, begun[rank], wire_ns / 1000.0)):
+                if dur > 0:
+                    times = {"ts": ts, "dur": dur, "args": args}
+                    yield {"ph": "X", "cat": "collective", "name": name, **lane, **times}
         for rank, wait in one.wait_s.items():
             if wait > 0 and one.wire_s > 0 and rank != one.last_rank and one.last_rank in place:
                 arrow = {"cat": "wait", "name": f"last of {one.name}", "id": f"{number}.{rank}"}

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.trace import names
-from meshwise.trace.events import Ints, Trace
+from meshwise.trace.events import MODULE_PARTS, Ints, Trace
 from meshwise.trace.nesting import launchers
 
 _MODULE = "nn.Module: "
 _BACKWARD = "autograd::engine::evaluate_function"
-_NAMES = {"backward": re.compile(_BACKWARD), **names.PARTS}
+_NAMES = {"backward": re.compile(_BACKWARD), **MODULE_PARTS}
 PARTS = ("", *_NAMES)
 _OF_MODULE = {"shared_expert": "moe"}
 

@@ -101,18 +101,15 @@ def op_rates(traces: Sequence[Trace], chip: Chip | None = None) -> list[OpRate]:
         flop, moved = float(cost.flop), float(cost.read_bytes + cost.write_bytes)
         spread = float(np.median(np.abs(np.array(seconds) - median))) / median
         roof = _roof_s(chip, dtype, flop, moved) if chip else None
-        found.append(
-            OpRate(kind, name, shapes, dtype, len(seconds), sum(seconds), median, spread, flop, moved, roof)
-        )
+        times = len(seconds), sum(seconds), median, spread
+        found.append(OpRate(kind, name, shapes, dtype, *times, flop, moved, roof))
     return sorted(found, key=lambda row: (-row.total_s, row.op, row.shape))
 
 
 def _roof_s(chip: Chip, dtype: str, flop: float, moved_bytes: float) -> float | None:
     dtypes = ("tf32", "fp32") if dtype == "fp32" else (dtype,)  # PyTorch may multiply fp32 in tf32
-    peaks = [
-        table.get(one, 0.0) for one in dtypes for table in (chip.matrix_flop_per_s, chip.vector_flop_per_s)
-    ]
-    peak = max(peaks)
+    tables = chip.matrix_flop_per_s, chip.vector_flop_per_s
+    peak = max(table.get(one, 0.0) for one in dtypes for table in tables)
     return max(flop / peak, moved_bytes / chip.memory_bytes_per_s) if peak else None
 
 

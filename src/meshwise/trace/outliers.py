@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.trace.breakdown import PARTS, Partition
 from meshwise.trace.collectives import Collective
 from meshwise.trace.match import linked
-from meshwise.trace.partition import PARTS, Partition
 
 _SPREADS, _SPAN_FRAC, _MOSTLY = 6 * 1.4826, 0.02, 0.8
 _LEAST_GROUPS = 3

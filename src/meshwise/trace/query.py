@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import DataError
-from meshwise.trace.columns import KeptTraces, polars_module
+from meshwise.trace.columns import Traces, polars_module
 from meshwise.trace.read import captures_in, kept_traces
 from meshwise.trace.summary import Summary, summarize_kept
 
@@ -51,7 +51,7 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
         raise DataError(f"the query cannot be answered: {reason[:300]}; {tables}") from None
 
 
-def _events(pl: Any, traces: KeptTraces, summary: Summary) -> Any:
+def _events(pl: Any, traces: Traces, summary: Summary) -> Any:
     offsets = summary.alignment.offsets_ns
     frames = [
         pl.scan_parquet(one.file).with_columns(
@@ -59,19 +59,19 @@ def _events(pl: Any, traces: KeptTraces, summary: Summary) -> Any:
             ((pl.col("start_ns") - offsets[one.rank] - summary.origin_ns) / 1e9).alias("start_s"),
             (pl.col("duration_ns") / 1e9).alias("duration_s"),
         )
-        for one in traces.kept
+        for one in traces.of_rank
     ]
     return pl.concat(frames).select(EVENT_COLUMNS)
 
 
 def _calls(summary: Summary) -> list[dict[str, Any]]:
     names = ("name", "group", "group_size", "index", "step", "bytes", "dtype", "wire_s", "last_rank")
-    return [
-        {name: getattr(one, name) for name in names}
-        | {"rank": rank, "enter_s": one.enter_s[rank], "wait_s": wait_s}
-        for one in summary.collectives
-        for rank, wait_s in one.wait_s.items()
-    ]
+    rows = []
+    for one in summary.collectives:
+        call = {name: getattr(one, name) for name in names}
+        times = ((rank, one.enter_s[rank], wait_s) for rank, wait_s in one.wait_s.items())
+        rows += [call | {"rank": rank, "enter_s": at, "wait_s": wait_s} for rank, at, wait_s in times]
+    return rows
 
 
 def _flat(step: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.each import Lost, each, is_on_cluster
 from meshwise.core.errors import DataError
-from meshwise.trace.columns import KeptTrace, KeptTraces, columns_file, read_reasons, write_columns
+from meshwise.trace.columns import RankTrace, Traces, columns_file, read_reasons, write_columns
 from meshwise.trace.decode import NOTHING, Args, Notes, decoded_pieces
 from meshwise.trace.events import (
     COLUMNS,
@@ -57,7 +57,7 @@ _IDS_EACH = 1 << 40
 """More than there are launches in a part of a capture."""
 
 
-def read_traces(paths: Iterable[str | Path]) -> tuple[Sequence[Trace], list[FileProblem]]:
+def read_traces(paths: Iterable[str | Path]) -> tuple[Traces, list[FileProblem]]:
     """The traces of all ranks in `paths` (files, or folders searched throughout), sorted by rank.
 
     The parts of one capture are one trace; of other files of one rank, the first is taken. A file that cannot
@@ -74,11 +74,11 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[Sequence[Trace], list[File
     found = [read_trace(*files) for files in captures]
     ranks = [-1 if trace is None else trace.rank for trace, _ in found]
     numbers, problems = _numbered(captures, ranks, found)
-    traces = [found[place][0] for place in numbers.values()]
-    return [replace(one, rank=rank) for rank, one in zip(numbers, traces, strict=True) if one], problems
+    traces = {rank: found[place][0] for rank, place in numbers.items()}
+    return Traces([RankTrace(rank, replace(one, rank=rank)) for rank, one in traces.items() if one]), problems
 
 
-def kept_traces(captures: Sequence[tuple[Path, ...]]) -> tuple[KeptTraces, list[FileProblem]]:
+def kept_traces(captures: Sequence[tuple[Path, ...]]) -> tuple[Traces, list[FileProblem]]:
     """The same by columns; processes on all cores make those that are not kept yet."""
     files = [columns_file(capture) for capture in captures]
     asked = list(zip(captures, files, strict=True))
@@ -91,7 +91,7 @@ def kept_traces(captures: Sequence[tuple[Path, ...]]) -> tuple[KeptTraces, list[
     for place in set(range(len(captures))) - set(missing):
         found[place] = read_reasons(files[place])
     numbers, problems = _numbered(captures, [-1 if rank is None else rank for rank, _ in found], found)
-    return KeptTraces([KeptTrace(files[place], rank) for rank, place in numbers.items()]), problems
+    return Traces([RankTrace(rank, file=files[place]) for rank, place in numbers.items()]), problems
 
 
 def _keep(asked: tuple[tuple[Path, ...], Path]) -> tuple[int | None, list[str]]:
@@ -143,9 +143,8 @@ def trace_files(paths: Iterable[str | Path]) -> list[Path]:
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.name.endswith((".json", ".json.gz")))
             if not found:
-                raise DataError(
-                    f"no trace in {path}: there is no *.json or *.json.gz file; name another folder"
-                )
+                reason = "there is no *.json or *.json.gz file; name another folder"
+                raise DataError(f"no trace in {path}: {reason}")
             files += found
         elif path.is_file():
             files.append(path)
@@ -172,7 +171,7 @@ def read_trace(path: Path, *further: Path) -> _Found:
         calls = [*(metadata.get(_CALLS) or []), *(about.get(_CALLS) or [])]
         metadata = about | metadata | ({_CALLS: calls} if calls else {})
         reasons += own.sentences()
-    if not metadata and not len(columns):
+    if not metadata and not columns.parts and not columns.memory:
         return None, reasons or ["not a trace: it holds no traceEvents"]
     trace = columns.trace(path, metadata, groups, notes)
     if not len(trace) and not len(trace.memory.time_ns):
@@ -200,14 +199,10 @@ class _Columns:
     memory: list[tuple[Ints, ...]] = field(default_factory=list)
     communications: dict[int, CommunicationArgs] = field(default_factory=dict)
     num_events: int = 0
-    num_events_of_memory: int = 0
     num_unpaired: int = 0
     num_parts: int = 0
-    num_ended: int = 0
-    num_ended_of_memory: int = 0
-
-    def __len__(self) -> int:
-        return self.num_events + self.num_events_of_memory
+    ended: tuple[int, int] = (0, 0)
+    """How many of `parts` and of `memory` are of files that were read to their end."""
 
     def add(self, events: list[Any], notes: Notes) -> None:
         """Take in a piece; complete events without a usable time are counted as lost."""
@@ -239,26 +234,20 @@ class _Columns:
                 self.communications[self.num_events + i] = CommunicationArgs(source=peer, destination=peer)
         self.parts.append(
             (
-                start,
-                duration,
+                *(start, duration),
                 _ints([labels[e.cat, e.name] for e in spans]),
                 _ints([tracks[e.pid, e.tid] for e in spans]),
-                _whole([a.stream for a in args]),
-                _whole([a.device for a in args]),
-                _whole([a.correlation for a in args]),
+                *(_whole([getattr(a, name) for a in args]) for name in ("stream", "device", "correlation")),
                 _whole([a.external if a.external is not None else a.external_old for a in args]),
                 _whole([a.size for a in args]),
-                _ints(
-                    [
-                        -1 if a.dims is NOTHING else self._shape(e.name, a)
-                        for e, a in zip(spans, args, strict=True)
-                    ]
-                ),
+                _ints([self._shape(e.name, a) for e, a in zip(spans, args, strict=True)]),
             )
         )
         self.num_events += len(spans)
 
     def _shape(self, name: Any, args: Args) -> int:
+        if args.dims is NOTHING:
+            return -1
         values = bytes(args.concrete) if "attention" in str(name) else b""
         return self.shapes[bytes(args.dims), bytes(args.types), values]
 
@@ -266,32 +255,28 @@ class _Columns:
         """Count the times read since the last part from 1970; its ids of launches are those of no other."""
         base = _whole_number(metadata.get("baseTimeNanoseconds") or 0)
         base = base if 0 <= base < _MAX_US * 1000 else 0
-        for columns in self.parts[self.num_ended :]:
+        for columns in self.parts[self.ended[0] :]:
             start, *_, correlation, external, _, _ = columns
             start += base
             for ids in (correlation, external):
                 ids[ids > 0] += self.num_parts * _IDS_EACH
-        for columns in self.memory[self.num_ended_of_memory :]:
+        for columns in self.memory[self.ended[1] :]:
             columns[0][:] += base
-        self.num_ended, self.num_ended_of_memory = len(self.parts), len(self.memory)
+        self.ended = len(self.parts), len(self.memory)
         self.num_parts += 1
 
     def _add_memory(self, events: list[Any]) -> None:
         if not events:
             return
         time = _nanoseconds([e.ts for e in events])
+        numbers = ("delta", "total", "reserved", "address")
         columns = (
             time,
             _ints([self.tracks[e.pid, e.tid] for e in events]),
-            _whole([e.args.delta for e in events]),
-            _whole([e.args.total for e in events]),
-            _whole([e.args.reserved for e in events]),
-            _whole([e.args.address for e in events]),
+            *(_whole([getattr(e.args, name) for e in events]) for name in numbers),
             _whole([-1 if e.args.device_type in (0, None) else _size(e.args.device_id) or 0 for e in events]),
         )
-        known = time != _NO_TIME
-        self.memory.append(tuple(column[known] for column in columns))
-        self.num_events_of_memory += int(known.sum())
+        self.memory.append(tuple(column[time != _NO_TIME] for column in columns))
 
     def trace(
         self, path: Path, metadata: dict[str, Any], groups: dict[str, tuple[int, ...]], notes: Notes
@@ -338,10 +323,10 @@ def _memory(parts: list[tuple[Ints, ...]]) -> MemoryEvents:
 
 
 def _communication(args: Args) -> CommunicationArgs:
-    sizes = ("in_elements", "out_elements", "group_size", "sequence", "source", "destination")
-    texts = {name: getattr(args, name) for name in ("collective", "dtype", "group")}
-    told: dict[str, Any] = {name: None if text is None else str(text) for name, text in texts.items()}
-    told |= {name: _size(getattr(args, name)) for name in sizes}
+    texts, sizes = ("collective", "dtype", "group"), ("in_elements", "out_elements", "group_size", "sequence")
+    told: dict[str, Any] = {name: getattr(args, name) for name in texts}
+    told = {name: None if text is None else str(text) for name, text in told.items()}
+    told |= {name: _size(getattr(args, name)) for name in (*sizes, "source", "destination")}
     return CommunicationArgs(ranks=_ranks(args.ranks), **told)
 
 
@@ -357,10 +342,9 @@ def _rank(path: Path, info: dict[str, Any], notes: Notes) -> int:
         return rank
     for part in (path.name, path.parent.name):
         if found := _RANK_IN_NAME.search(part):
-            notes.others.append(
-                f"the file does not tell its rank; taken as {int(found.group(1))} from its name"
-            )
-            return int(found.group(1))
+            rank = int(found.group(1))
+            notes.others.append(f"the file does not tell its rank; taken as {rank} from its name")
+            return rank
     return -1
 
 
@@ -380,13 +364,9 @@ def _said(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The ranks of each process group by its name; from PyTorch's list or meshwise's own table."""
-    configured = info.get("pg_config")
-    pairs = [
-        (group.get("pg_name"), group.get("ranks"))
-        for group in (configured if isinstance(configured, list) else [])
-        if isinstance(group, dict)
-    ]
-    captured = info.get("groups")
+    configured, captured = info.get("pg_config"), info.get("groups")
+    listed = [one for one in configured if isinstance(one, dict)] if isinstance(configured, list) else []
+    pairs = [(one.get("pg_name"), one.get("ranks")) for one in listed]
     pairs += captured.items() if isinstance(captured, dict) else []
     return {str(name): ranks for name, value in pairs if (ranks := _ranks(value))}
 
@@ -437,7 +417,7 @@ def _ints(values: list[int]) -> Ints:
 def _whole(values: list[Any]) -> NDArray[np.int64]:
     """Numbers of any writer as int64; -1 for none, ids beyond int64 wrapped, addresses in hex text read."""
     try:
-        return np.array([-1 if value is None else value for value in values], dtype=np.int64)
+        return _ints([-1 if value is None else value for value in values])
     except (OverflowError, ValueError, TypeError):
         return _ints([_whole_number(value) for value in values])
 

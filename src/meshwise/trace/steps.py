@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwise.core.errors import DataError
 from meshwise.trace.breakdown import Breakdown, split, union, work
-from meshwise.trace.columns import changed, of_ranks, ranks_of
+from meshwise.trace.columns import Traces
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.intervals import intersection
 from meshwise.trace.nesting import launchers
@@ -57,9 +57,9 @@ class RankStep:
     breakdown: Breakdown
 
 
-def marks(traces: Sequence[Trace]) -> dict[int, Marks]:
+def marks(traces: Traces) -> dict[int, Marks]:
     """The steps of every rank, all of them marked by the same name."""
-    found = dict(zip(ranks_of(traces), of_ranks(_sections, traces), strict=True))
+    found = dict(zip(traces.ranks, traces.each(_sections), strict=True))
     names = set.intersection(*(set(one) for one in found.values())) if found else set()
     if PROFILER_STEP not in names:
         counts = {name: {len(one[name].number) for one in found.values()} for name in names}
@@ -99,10 +99,10 @@ def launched_ns(trace: Trace) -> Ints:
     return np.where(launcher >= 0, trace.start_ns[launcher], trace.start_ns)
 
 
-def with_steps(traces: Sequence[Trace], steps: str) -> Sequence[Trace]:
+def with_steps(traces: Traces, steps: str) -> Traces:
     """The traces with the work of some steps only: `3-7`, `5`, or `complete`."""
     changes = {rank: partial(_chosen, marked=own, steps=steps) for rank, own in marks(traces).items()}
-    return changed(traces, changes)
+    return traces.changed(changes)
 
 
 def whole_steps(rows: Sequence[RankStep]) -> list[int]:
@@ -147,20 +147,14 @@ def _range(steps: str) -> tuple[int, int]:
 def step_table(trace: Trace, marked: Marks) -> list[RankStep]:
     """The breakdown of every marked step of one rank, by the work launched in it."""
     done, number = work(trace), marked.step(launched_ns(trace))
-    rows = []
+    rows, bounds = [], np.append(marked.start_ns, marked.end_ns[-1:])
     for place, step in enumerate(marked.number.tolist()):
         inside = (number == step) & (done.kind != Kind.OTHER)
         if trace.has_device:
-            spans = {
-                kind: union(trace, np.flatnonzero(inside & (done.kind == kind))) for kind in DEVICE_KINDS
-            }
+            events = {kind: np.flatnonzero(inside & (done.kind == kind)) for kind in DEVICE_KINDS}
+            spans = {kind: union(trace, of) for kind, of in events.items()}
         else:
-            end = (
-                marked.start_ns[place + 1 : place + 2]
-                if place + 1 < len(marked.number)
-                else marked.end_ns[-1:]
-            )
-            window = (marked.start_ns[place : place + 1], end)
+            window = bounds[place : place + 1], bounds[place + 1 : place + 2]
             spans = {kind: intersection(done.spans[kind], window) for kind in DEVICE_KINDS}
         if inside.any():
             parts = split(trace.rank, "gpu" if trace.has_device else "cpu", spans)

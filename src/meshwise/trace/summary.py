@@ -5,30 +5,27 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import msgspec
-import numpy as np
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import write_bytes
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
-from meshwise.trace.breakdown import Breakdown
+from meshwise.trace.breakdown import Breakdown, Partition, RankIntervals, intervals, partition
 from meshwise.trace.collectives import Collective, RankWaiting, collectives, stragglers
-from meshwise.trace.columns import KeptTraces, changed, chosen_of, of_ranks
-from meshwise.trace.events import FileProblem, Trace
-from meshwise.trace.findings import Finding, findings
+from meshwise.trace.columns import Traces
+from meshwise.trace.events import FileProblem
+from meshwise.trace.findings import Finding, RankFacts, findings, rank_facts
 from meshwise.trace.kernels import KernelTotal, kernel_totals
 from meshwise.trace.match import Match, match
+from meshwise.trace.operators import Section, sections
 from meshwise.trace.outliers import Outlier, outliers
-from meshwise.trace.partition import Partition, partition, parts
-from meshwise.trace.rank_facts import RankFacts, rank_facts
 from meshwise.trace.read import read_traces
-from meshwise.trace.sections import Section, sections
 from meshwise.trace.steps import Marks, RankStep, marks, with_steps
 
 
@@ -36,7 +33,7 @@ from meshwise.trace.steps import Marks, RankStep, marks, with_steps
 class Summary(Shown):
     """Ranks, kernels, clocks and collectives of one job, and what was wrong with its files."""
 
-    traces: Sequence[Trace]
+    traces: Traces
     ranks: list[Breakdown]
     partitions: list[Partition]
     kernels: list[KernelTotal]
@@ -47,9 +44,9 @@ class Summary(Shown):
     problems: list[FileProblem]
     steps: list[RankStep]
     """The marked steps of all ranks, by number."""
-    origin_ns: int = 0
+    origin_ns: int
     """The beginning of the job on the common clock."""
-    hosts: dict[int, str] = field(default_factory=dict)
+    hosts: dict[int, str]
     """Of each rank; empty text where its trace does not tell."""
     rows_in: ClassVar[str] = "ranks"
 
@@ -69,10 +66,8 @@ class Summary(Shown):
         """The same of some ranks alone: their traces and their part of each collective."""
         chosen = set(ranks)
         if unknown := chosen - {one.rank for one in self.ranks}:
-            raise DataError(
-                f"there is no trace of rank {min(unknown)}; the ranks are those that summary lists"
-            )
-        places = [place for place, one in enumerate(self.ranks) if one.rank in chosen]
+            reason = "the ranks are those that summary lists"
+            raise DataError(f"there is no trace of rank {min(unknown)}; {reason}")
 
         def within(values: dict[int, Any]) -> dict[int, Any]:
             return {rank: value for rank, value in values.items() if rank in chosen}
@@ -83,18 +78,17 @@ class Summary(Shown):
         )
         return replace(
             self,
-            traces=chosen_of(self.traces, places),
-            ranks=[self.ranks[place] for place in places],
-            partitions=[self.partitions[place] for place in places],
+            traces=self.traces.chosen(chosen),
+            ranks=[one for one in self.ranks if one.rank in chosen],
+            partitions=[one for one in self.partitions if one.rank in chosen],
             collectives=[one for one in calls if one.wait_s],
             steps=[one for one in self.steps if one.breakdown.rank in chosen],
         )
 
-    def whole_partitions(self) -> Iterator[Partition]:
-        """The partitions with their intervals, one after the other; of many ranks they are made again."""
+    def intervals(self) -> Iterator[RankIntervals]:
+        """When each rank did what, one after the other."""
         waits = waits_ns(self.collectives)
-        for place, one in enumerate(self.partitions):
-            yield one if one.spans else partition(self.traces[place], waits[one.rank])
+        return (intervals(trace, waits[trace.rank]) for trace in self.traces)
 
     def check_readable(self) -> None:
         """DataError if none of the files is a readable trace."""
@@ -104,19 +98,16 @@ class Summary(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
-        return {
-            "findings": msgspec.to_builtins(self.findings),
-            "ranks": [
-                msgspec.to_builtins(rank)
-                | {
-                    "busy_frac": rank.busy_s / rank.span_s if rank.span_s else None,
-                    "exposed_transfer_s": parts.seconds["transfer"],
-                    "exposed_wait_s": parts.seconds["wait"],
-                    "host_bound_s": parts.host_bound_s,
-                }
-                for rank, parts in zip(self.ranks, self.partitions, strict=True)
-            ],
-            "kernels": msgspec.to_builtins(self.kernels),
+        document = {
+            name: msgspec.to_builtins(getattr(self, name))
+            for name in ("findings", "ranks", "kernels", "stragglers", "steps", "outliers", "problems")
+        }
+        for rank, parts in zip(document["ranks"], self.partitions, strict=True):
+            rank["busy_frac"] = rank["busy_s"] / rank["span_s"] if rank["span_s"] else None
+            rank["exposed_transfer_s"] = parts.seconds["transfer"]
+            rank["exposed_wait_s"] = parts.seconds["wait"]
+            rank["host_bound_s"] = parts.host_bound_s
+        return document | {
             "alignment": {
                 "method": self.alignment.method,
                 "residual_s": self.alignment.residual_s,
@@ -125,10 +116,6 @@ class Summary(Shown):
                 "drift_ppm": {str(rank): 1e6 * drift for rank, drift in self.alignment.drift.items()},
             },
             "collectives": [_collective_json(one) for one in self.collectives],
-            "stragglers": msgspec.to_builtins(self.stragglers),
-            "steps": msgspec.to_builtins(self.steps),
-            "outliers": msgspec.to_builtins(self.outliers),
-            "problems": msgspec.to_builtins(self.problems),
         }
 
 
@@ -144,57 +131,39 @@ def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:
     `steps` is a range (`3-7`), one number, or `complete` (see `steps.with_steps`).
     """
     traces, problems = read_traces(paths)
-    if isinstance(traces, KeptTraces) and traces and not steps:
+    if traces.are_kept and not steps:
         return summarize_kept(traces, problems)
     summary = summarize(with_steps(traces, steps) if steps and traces else traces)
     return replace(summary, problems=problems + summary.problems)
 
 
-class _KeptSummary(msgspec.Struct):
-    """A summary as it is kept beside the columns: without traces and intervals."""
-
-    ranks: list[Breakdown]
-    seconds: list[tuple[int, dict[str, float], float | None]]
-    kernels: list[KernelTotal]
-    alignment: Alignment
-    collectives: list[Collective]
-    stragglers: list[RankWaiting]
-    findings: list[Finding]
-    problems: list[FileProblem]
-    steps: list[RankStep]
-    origin_ns: int
-    hosts: dict[int, str]
+_KEPT = {name: kind for name, kind in get_type_hints(Summary).items() if name not in ("traces", "rows_in")}
+_Kept = msgspec.defstruct("_Kept", list(_KEPT.items()))
+"""A summary as it is kept beside the columns: without the traces."""
 
 
-def summarize_kept(traces: KeptTraces, problems: list[FileProblem]) -> Summary:
+def summarize_kept(traces: Traces, problems: list[FileProblem]) -> Summary:
     """The summary of traces whose columns are kept. It is kept too, until a trace or meshwise changes."""
     program = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    file = traces.file_beside(program, ".summary")
-    if file.exists():
-        kept = msgspec.msgpack.decode(file.read_bytes(), type=_KeptSummary)
-        found: dict[str, Any] = {name: getattr(kept, name) for name in _SAME}
-        found["partitions"] = [Partition(*of, {}, np.zeros(0, np.int64)) for of in kept.seconds]
-        drift = kept.alignment.drift
-        summary = Summary(traces=_undrifted(traces, drift) if drift else traces, **found)
+    file = traces.file_beside(program, ".summary") if traces else None
+    if file is not None and file.exists():
+        kept = msgspec.msgpack.decode(file.read_bytes(), type=_Kept)
+        summary = Summary(traces, **{name: getattr(kept, name) for name in _KEPT})
+        if drift := summary.alignment.drift:
+            summary = replace(summary, traces=_undrifted(traces, drift))
     else:
         summary = summarize(traces)
-        seconds = [(one.rank, one.seconds, one.host_bound_s) for one in summary.partitions]
-        kept = _KeptSummary(seconds=seconds, **{name: getattr(summary, name) for name in _SAME})
-        write_bytes(file, msgspec.msgpack.encode(kept))
+        if file is not None:
+            write_bytes(file, msgspec.msgpack.encode({name: getattr(summary, name) for name in _KEPT}))
     return replace(summary, problems=problems + summary.problems)
 
 
-_SAME = tuple(name for name in _KeptSummary.__struct_fields__ if name != "seconds")
+def _undrifted(traces: Traces, drift: Mapping[int, float]) -> Traces:
+    return traces.changed({rank: partial(undrifted, drift=of) for rank, of in drift.items()})
 
 
-def _undrifted(traces: Sequence[Trace], drift: Mapping[int, float]) -> Sequence[Trace]:
-    return changed(traces, {rank: partial(undrifted, drift=of) for rank, of in drift.items()})
-
-
-def summarize(traces: Sequence[Trace]) -> Summary:
+def summarize(traces: Traces) -> Summary:
     """The summary of the traces of one job, one trace a rank."""
-    if not traces:
-        return Summary([], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [], [])
     marked, facts = _facts(traces)
     hosts = {one.host for one in facts}
     one_host = len(hosts) == 1 and "" not in hosts
@@ -213,8 +182,7 @@ def summarize(traces: Sequence[Trace]) -> Summary:
         problems.append(FileProblem("", reason))
     problems += _of_the_job(facts, found)
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
-    few = not isinstance(traces, KeptTraces)
-    partitions = of_ranks(partition if few else parts, traces, waits_ns(found))
+    partitions = traces.each(partition, waits_ns(found))
     return Summary(
         traces=traces,
         ranks=[one.breakdown for one in facts],
@@ -226,18 +194,17 @@ def summarize(traces: Sequence[Trace]) -> Summary:
         findings=findings(facts, partitions, found, first_step),
         problems=problems,
         steps=sorted(
-            (step for one in facts for step in one.steps),
-            key=lambda step: (step.number, step.breakdown.rank),
+            itertools.chain(*(one.steps for one in facts)), key=lambda one: (one.number, one.breakdown.rank)
         ),
         origin_ns=origin,
         hosts={one.rank: one.host for one in facts},
     )
 
 
-def _facts(traces: Sequence[Trace]) -> tuple[dict[int, Marks], list[RankFacts]]:
+def _facts(traces: Traces) -> tuple[dict[int, Marks], list[RankFacts]]:
     """The steps that are marked on every rank, and the facts of every rank."""
     marked = marks(traces)
-    return marked, of_ranks(rank_facts, traces, marked)
+    return marked, traces.each(rank_facts, marked)
 
 
 def _aligned(facts: Sequence[RankFacts], one_host: bool) -> tuple[list[Match], Alignment]:
@@ -252,7 +219,7 @@ def _of_the_job(facts: Sequence[RankFacts], found: Sequence[Collective]) -> Iter
     sizes = Counter(one.world_size for one in facts if one.world_size)
     here = {one.rank for one in facts}
     usual = sizes.most_common(1)[0][0] if sizes else 0
-    world = max(usual, max(here) + 1)
+    world = max(usual, max(here, default=-1) + 1)
     missing = sorted(set(range(world)) - here) if world < 2 * len(here) else []
     if missing:
         shown = ", ".join(map(str, missing[:6])) + (", ..." if len(missing) > 6 else "")
@@ -277,5 +244,5 @@ def waits_ns(found: Sequence[Collective]) -> dict[int, dict[int, int]]:
 
 def all_sections(summary: Summary) -> list[Section]:
     """The sections of every rank, their communication split into transfer and waiting."""
-    found = of_ranks(sections, summary.traces, waits_ns(summary.collectives))
+    found = summary.traces.each(sections, waits_ns(summary.collectives))
     return [row for rows in found for row in rows]

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -76,6 +75,9 @@ class Transfer:
         return self.kind in POINT_TO_POINT
 
 
+_Call = tuple[tuple[int, ...] | str, str, int | None, int | None, float | None, str]
+
+
 class _Recorded(msgspec.Struct):
     """A call as PyTorch's flight recorder knows it."""
 
@@ -118,22 +120,10 @@ def _kernels(trace: Trace) -> list[Transfer]:
         dtype, payload = _shape_bytes(trace, call) if call >= 0 and kind != "all_gather" else ("", None)
         if args.dtype:
             dtype, payload = args.dtype, _elements(kind, args) * element_bytes(args.dtype)
-        found.append(
-            Transfer(
-                event=i,
-                kind=kind,
-                group=ranks or named,
-                group_name=args.group or "",
-                group_size=args.group_size or (len(ranks) if ranks else None),
-                sequence=args.sequence,
-                payload_bytes=payload if args.dtype else payload or None,
-                dtype=dtype,
-                start_ns=int(trace.start_ns[i]),
-                end_ns=int(end_ns[i]),
-                source=source,
-                destination=destination,
-            )
-        )
+        size = args.group_size or (len(ranks) if ranks else None)
+        payload = payload if args.dtype else payload or None
+        about = (ranks or named, args.group or "", size, args.sequence, payload, dtype)
+        found.append(Transfer(i, kind, *about, int(trace.start_ns[i]), int(end_ns[i]), source, destination))
     return found
 
 
@@ -190,50 +180,30 @@ def _host(trace: Trace) -> list[Transfer]:
         if stages and kind in POINT_TO_POINT:  # a call numbers the ranks of its group
             source = source if kind == "send" else _nth(stages, source)
             destination = destination if kind == "recv" else _nth(stages, destination)
-        moved = _recorded_call(trace, call, kind) if call else _unrecorded_call(trace, i, kind)
-        found.append(
-            Transfer(
-                event=i,
-                kind=kind,
-                sequence=call.collective_seq_id if call else None,
-                start_ns=int(trace.start_ns[i]),
-                end_ns=int(end_ns[i]),
-                source=source,
-                destination=destination,
-                is_buffered=kind in POINT_TO_POINT,
-                **moved | ({"payload_bytes": 0.0} if kind == "barrier" else {}),
-            )
-        )
+        about = _recorded_call(trace, call, kind) if call else _unrecorded_call(trace, i, kind)
+        ends_ns, buffered = (int(trace.start_ns[i]), int(end_ns[i])), kind in POINT_TO_POINT
+        one = Transfer(i, kind, *about, *ends_ns, source, destination, is_buffered=buffered)
+        found.append(replace(one, payload_bytes=0.0) if kind == "barrier" else one)
     return found
 
 
-def _recorded_call(trace: Trace, call: _Recorded, kind: str) -> dict[str, Any]:
-    """The group, payload and type of a call, as PyTorch recorded it."""
+def _recorded_call(trace: Trace, call: _Recorded, kind: str) -> _Call:
+    """Group, its name and size, number, payload and type of a call, as PyTorch recorded it."""
     name = (call.process_group or [""])[0]
     group = trace.groups.get(name) or f"group {name}"
     size = len(group) if isinstance(group, tuple) else None
-    return {
-        "group": group,
-        "group_name": name,
-        "group_size": size,
-        "payload_bytes": _call_bytes(call, kind, size or 1),
-        "dtype": (call.input_dtypes or [""])[0],
-    }
+    dtype, payload = (call.input_dtypes or [""])[0], _call_bytes(call, kind, size or 1)
+    return group, name, size, call.collective_seq_id, payload, dtype
 
 
-def _unrecorded_call(trace: Trace, event: int, kind: str) -> dict[str, Any]:
+def _unrecorded_call(trace: Trace, event: int, kind: str) -> _Call:
     """The same by the shapes of the event, in the only group that the trace knows, or one unknown."""
     size = trace.world_size if trace.world_size and len(trace.groups) <= 1 else None
     dtype, payload = _shape_bytes(trace, event)
     if kind == "all_gather" and payload is not None:
         payload = payload * size if size else None
-    return {
-        "group": tuple(range(trace.world_size)) if trace.world_size else "world",
-        "group_name": "",
-        "group_size": size,
-        "payload_bytes": payload,
-        "dtype": dtype,
-    }
+    group = tuple(range(trace.world_size)) if trace.world_size else "world"
+    return group, "", size, None, payload, dtype
 
 
 def _stages(trace: Trace, recorded: Mapping[str, Iterable[_Recorded]]) -> tuple[int, ...]:
@@ -274,20 +244,17 @@ def _call_bytes(call: _Recorded, kind: str, num_ranks: int) -> float:
 
     Of a coalesced all-gather it records the output as large as the input.
     """
-    sides = ((call.input_sizes, call.input_dtypes), (call.output_sizes, call.output_dtypes))
-    sums = [
-        float(
-            sum(
-                math.prod(shape) * element_bytes(dtype)
-                for shape, dtype in zip(sizes or [], dtypes or [], strict=False)
-                if is_shape(shape)
-            )
+
+    def side(sizes: list[list[int]] | None, dtypes: list[str] | None) -> float:
+        pairs = zip(sizes or [], dtypes or [], strict=False)
+        return float(
+            sum(math.prod(shape) * element_bytes(dtype) for shape, dtype in pairs if is_shape(shape))
         )
-        for sizes, dtypes in sides
-    ]
+
+    taken, left = side(call.input_sizes, call.input_dtypes), side(call.output_sizes, call.output_dtypes)
     if kind == "all_to_all":
-        return sums[0]
-    return max(sums[0] * (num_ranks if kind == "all_gather" else 1), sums[1])
+        return taken
+    return max(taken * (num_ranks if kind == "all_gather" else 1), left)
 
 
 def _shape_bytes(trace: Trace, event: int) -> tuple[str, float | None]:
@@ -302,7 +269,5 @@ def _shape_bytes(trace: Trace, event: int) -> tuple[str, float | None]:
 
 def times(found: Sequence[Transfer]) -> tuple[Ints, Ints]:
     """Start and end [ns] of the transfers as arrays."""
-    return (
-        np.array([t.start_ns for t in found], dtype=np.int64),
-        np.array([t.end_ns for t in found], dtype=np.int64),
-    )
+    start, end = np.array([(t.start_ns, t.end_ns) for t in found], dtype=np.int64).reshape(-1, 2).T
+    return start, end

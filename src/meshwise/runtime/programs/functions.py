@@ -1,4 +1,4 @@
-"""Differentiable pieces that programs share: SwiGLU, a projection of every head, collectives."""
+"""Differentiable pieces that programs share: activations, a projection of every head, collectives."""
 
 from __future__ import annotations
 
@@ -8,26 +8,46 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 aten = torch.ops.aten
 
 
+def kept_as(x: Tensor, narrow: bool) -> Tensor:
+    """x as an activation function keeps it: in one byte an element where `narrow`, cut off at +-448."""
+    return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn) if narrow else x
+
+
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up; keeps both."""
+    """silu(gate) * up; keeps both, in fp8 where `narrow`."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, narrow: bool = False) -> Tensor:
         """[..., f] x 2 -> [..., f]."""
-        ctx.save_for_backward(gate, up)
+        ctx.save_for_backward(kept_as(gate, narrow), kept_as(up, narrow))
         return silu(gate) * up
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """Computes silu(gate) again."""
-        gate, up = ctx.saved_tensors
-        return aten.silu_backward(grad * up, gate), grad * silu(gate)
+        gate, up = (kept.to(grad.dtype) for kept in ctx.saved_tensors)
+        return aten.silu_backward(grad * up, gate), grad * silu(gate), None
+
+
+class Gelu(torch.autograd.Function):
+    """gelu(x); keeps x, in fp8 where `narrow`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, narrow: bool) -> Tensor:
+        """[..., f] -> the same."""
+        ctx.save_for_backward(kept_as(x, narrow))
+        return gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """[..., f] -> the same."""
+        return aten.gelu_backward(grad, ctx.saved_tensors[0].to(grad.dtype)), None
 
 
 class Project(torch.autograd.Function):
