@@ -386,5 +386,12 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(
     )
     assert (mean * (1 - ratio), mean * (1 + ratio)) == pytest.approx((500, 1000), rel=1e-3)
     assert bench[-2:] == ["--goodput", "ttft:90"]
+    values = yaml.safe_load(
+        meshwise(*BASE, *pools, "--to", "llm-d", "--json").document["deployment"]["files"]["values.yaml"]
+    )
+    assert [values[pool]["replicas"] for pool in ("prefill", "decode")] == [2, 1]
+    assert values["decode"]["parallelism"] == {"tensor": 1, "data": 1}
+    (container,) = values["prefill"]["containers"]
+    assert "--kv-transfer-config" in container["args"] and "--tensor-parallel-size" not in container["args"]
     plain = meshwise(*BASE, *pools[6:], "--to", "kubernetes").out
     assert 'kind: "Deployment"' in plain and "router" not in plain

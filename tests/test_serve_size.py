@@ -15,10 +15,11 @@ from meshwise.model.find import find_model
 from meshwise.serve import serving as est
 from meshwise.serve.answer import parse_prices
 from meshwise.serve.engine import ENGINES
+from meshwise.serve.limits import LatencyLimits
 from meshwise.serve.load import Fleet, cost, under_load
 from meshwise.serve.requests import Lengths, at_rate
 from meshwise.serve.screen import BATCHES, Screen, screen
-from meshwise.serve.size import Sizing, size, wanted
+from meshwise.serve.size import Sizing, Wanted, size
 from meshwise.serve.stationary import RequestStream
 
 ENGINE = ENGINES["vllm"]
@@ -36,7 +37,8 @@ def sized(
     prices: dict[str, float] | None = None, **fixed: Any,
 ) -> Sizing:  # fmt: skip
     requests = at_rate(rate, Lengths(**LENGTHS), num=400)
-    load = wanted(requests, ttft_s, tpot_s, pools=pools, usd_per_gpu_hour=prices)
+    limits = LatencyLimits(ttft_s, tpot_s)
+    load = Wanted(requests=requests, limits=limits, pools=pools, usd_per_gpu_hour=prices)
     clusters = [find_cluster(name) for name in cluster.split(",")]
     return size(partial(est.serving, find_model(model), **LENGTHS), clusters, fixed, ENGINE, load)
 
@@ -99,7 +101,7 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     def stream(rate: float) -> RequestStream:
         return RequestStream(lambda num: at_rate(rate, Lengths(**LENGTHS), num=num), rate, most=16_000)
 
-    asked = wanted(stream(30.0), 0.5, 0.02, pools="one")
+    asked = Wanted(requests=stream(30.0), limits=LatencyLimits(0.5, 0.02), pools="one")
     make = partial(est.serving, find_model("llama3-8b"), **LENGTHS)
     found = size(make, [find_cluster("h100-80g-sxm:16")], {}, ENGINE, asked)
     best, more = found.best, found.headroom_frac
@@ -107,7 +109,7 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     engine = replace(ENGINE, max_sequences=best.sequences)
 
     def within(rate: float) -> float:
-        load = under_load(best.fleet, stream(rate), engine, ttft_s=0.5, tpot_s=0.02)
+        load = under_load(best.fleet, stream(rate), engine, asked.limits)
         assert load is not None
         return load.within_limits_frac or 0.0
 

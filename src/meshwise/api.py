@@ -441,7 +441,8 @@ def serve(
         pools: Of the fewest GPUs: one (prompts and tokens together) or two (apart) [the better].
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         price: Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.
-        to: Also write what runs the fleet, and a command that loads it: kubernetes, dynamo or vllm-stack.
+        to: Also write what runs the fleet, and a command that loads it: kubernetes, dynamo, llm-d or
+            vllm-stack.
 
     Returns:
         Times in seconds, memory in bytes. An instance without room for one sequence is an answer too
@@ -456,12 +457,13 @@ def serve(
     from meshwise.serve.encoding import encoder_pool, num_tokens
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.experts import unevenly_routed
+    from meshwise.serve.limits import limits_of
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.prefix_cache import parse_offload
     from meshwise.serve.requests import read_rates, read_requests
     from meshwise.serve.router import parse_router
     from meshwise.serve.serving import serving, speculating
-    from meshwise.serve.size import default_instance, size, wanted
+    from meshwise.serve.size import Wanted, default_instance, size
 
     trace = None if requests is None else read_requests(Path(requests))
     if trace is not None and (prompt, output) != (None, None):
@@ -505,12 +507,12 @@ def serve(
     }  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)
     usd = parse_prices(str(price)) if price != "" else None
-    fixed, limits = _choices(plan), (ttft_s, token_s)
+    fixed, limits = _choices(plan), limits_of(ttft_s, token_s, percentile)
     arrives = load is not None and not load.concurrency
     is_laid_out = (
         workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1 or encoders is not None
     )
-    if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not is_laid_out):
+    if pareto or ("tp" not in fixed and arrives and limits.any and not is_laid_out):
         if is_laid_out:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
         if autoscale:
@@ -524,7 +526,9 @@ def serve(
             clusters,
             fixed,
             parse_engine(engine or "vllm"),
-            wanted(load, *limits, percentile, policy, tiers, pools, usd),
+            Wanted(
+                requests=load, limits=limits, router=policy, offload=tiers, pools=pools, usd_per_gpu_hour=usd
+            ),
         )
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
@@ -549,8 +553,7 @@ def serve(
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
     fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
     found = answer(
-        fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, percentile=percentile,
-        autoscale=autoscale, usd_per_gpu_hour=usd,
+        fleet, sequences, limits, requests=load, engine=engine, autoscale=autoscale, usd_per_gpu_hour=usd,
     )  # fmt: skip
     return _deployed(replace(found, num_instances=num_instances), to, asked)
 

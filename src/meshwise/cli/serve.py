@@ -61,7 +61,7 @@ def serve(
         draw(found, plot)
     if into is not None and found.deployment is None:
         raise WorkloadError(
-            "--into is the folder of the files of --to; give --to kubernetes, dynamo or vllm-stack"
+            "--into is the folder of the files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack"
         )
     if into is not None and found.deployment is not None:
         found.deployment.write(into)

@@ -78,13 +78,16 @@ def sized_lines(answer: ServingAnswer) -> Iterator[str]:
     yield f"{gpus} {verb} {rate}: {pools}; {load.engine.title}, {settings}"
     asked = " and ".join(
         f"{duration(limit_s)} {what}"
-        for limit_s, what in ((load.ttft_s, "to the first token"), (load.tpot_s, "a token after it"))
-        if limit_s is not None and limit_s < math.inf
+        for limit_s, what in (
+            (load.limits.ttft_s, "to the first token"),
+            (load.limits.tpot_s, "a token after it"),
+        )
+        if limit_s < math.inf
     )
     if asked:
         yield (
-            f"{document['within_limits_frac']:.1%} of the requests within {asked} ({load.percentile:g} % "
-            f"must be): goodput {document['goodput_per_s']:.4g} requests/s"
+            f"{document['within_limits_frac']:.1%} of the requests within {asked} "
+            f"({load.limits.percentile:g} % must be): goodput {document['goodput_per_s']:.4g} requests/s"
         )
     if (more := sizing.headroom_frac) is not None:
         yield f"headroom: {more:.0%} more traffic keeps the limits" if more else "headroom: less than 10 %"
@@ -128,9 +131,10 @@ def _print_one(answer: ServingAnswer, document: Mapping[str, Any], console: Cons
         f"{with_prefix(document['cache_bytes_per_sequence'], 'B')} a GPU for a sequence of "
         f"{document['prompt']} + {document['output']} tokens"
     )
+    first_s, kernels_s = document["first_token_s"], document["first_token_kernels_s"]
+    kernels = f" (kernels {duration(kernels_s)})" if first_s != kernels_s else ""
     console.print(
-        f"first token after {duration(document['first_token_s'])} (kernels "
-        f"{duration(document['first_token_kernels_s'])}, the engine's host the rest); "
+        f"first token after {duration(first_s)}{kernels}; "
         f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
     )
     if document["max_sequences"]:

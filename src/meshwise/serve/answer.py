@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +18,9 @@ from meshwise.serve.deployment import Deployment
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.energy import energy
 from meshwise.serve.engine import Engine, parse_engine
-from meshwise.serve.engine_pass import rows, sequences_within
-from meshwise.serve.limits import limits_of
+from meshwise.serve.limits import NO_LIMITS, LatencyLimits
 from meshwise.serve.load import Fleet, LoadResult, cost, under_load
+from meshwise.serve.pass_times import first_token_s, rows, sequences_within
 from meshwise.serve.records import records
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN
@@ -55,8 +56,7 @@ class ServingAnswer(Shown):
         sizing = self.sizing
         misses = sizing is not None and not (sizing.best if self.load else sizing.choices)
         if self.load is not None:
-            within = self.load.within_limits_frac
-            misses |= self.load.queue_grows or (within is not None and within < self.load.percentile / 100)
+            misses |= self.load.queue_grows or not self.load.limits.hold(self.load.served)
         else:
             misses |= self.sequences_within_limit == 0
         return not self.max_sequences or misses
@@ -73,9 +73,9 @@ class ServingAnswer(Shown):
 
     @property
     def first_token_s(self) -> float:
-        """Time to the first token of a prompt that finds the instance idle."""
+        """Time to the first token of a prompt on an idle instance: kernels, with a load the host too."""
         encoded_s = self.encoders.request_s + self.encoders.transfer_s if self.encoders else 0.0
-        return encoded_s + est.first_token_s(self.serving)
+        return encoded_s + first_token_s(self.serving, self._engine)
 
     @property
     def sequences_within_limit(self) -> int | None:
@@ -140,21 +140,19 @@ class ServingAnswer(Shown):
 def answer(
     fleet: Fleet,
     sequences: Sequence[int] = (),
-    token_s: float | None = None,
+    limits: LatencyLimits = NO_LIMITS,
     *,
     requests: Requests | RequestStream | None = None,
     engine: str = "",
-    ttft_s: float | None = None,
-    percentile: float = 90.0,
     autoscale: str = "",
     usd_per_gpu_hour: Mapping[str, float] | None = None,
 ) -> ServingAnswer:
     """What `fleet` gives, alone and, with `requests`, under their load."""
-    serving, limits = fleet.serving, limits_of(ttft_s, token_s, percentile)
+    serving = fleet.serving
     of_a_load = {
-        "engine": engine, "ttft_ms": ttft_s, "workers": fleet.workers > 1, "prefill_plan": fleet.prefill,
-        "price": usd_per_gpu_hour, "router": fleet.router != ROUND_ROBIN, "offload": fleet.offload,
-        "autoscale": autoscale, "percentile": percentile != 90.0,
+        "engine": engine, "ttft_ms": limits.ttft_s < math.inf, "workers": fleet.workers > 1,
+        "prefill_plan": fleet.prefill, "price": usd_per_gpu_hour, "router": fleet.router != ROUND_ROBIN,
+        "offload": fleet.offload, "autoscale": autoscale, "percentile": limits.percentile != 90.0,
     }  # fmt: skip
     if requests is None and (unused := [name for name, stated in of_a_load.items() if stated]):
         raise WorkloadError(f"{unused[0]} needs a load; give rate, concurrency or requests too")
@@ -163,7 +161,8 @@ def answer(
         runs = parse_engine(engine or "vllm")
         if autoscale:
             fleet = autoscaled(fleet, requests, runs, autoscale, limits)
-        load = under_load(fleet, requests, runs, ttft_s=ttft_s, tpot_s=token_s, percentile=percentile)
+        load = under_load(fleet, requests, runs, limits)
+    token_s = limits.tpot_s if limits.tpot_s < math.inf else None
     return ServingAnswer(
         serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour,
         encoders=fleet.encoders,

@@ -11,8 +11,8 @@ from typing import Any
 
 from meshwise.cost.power import chip_watts, node_watts
 from meshwise.model.weights import num_active_params
-from meshwise.serve.engine_pass import mean_pass
 from meshwise.serve.load import LoadResult
+from meshwise.serve.pass_times import mean_pass
 from meshwise.serve.serving import Serving
 
 

@@ -42,7 +42,8 @@ class Engine:
     (FlashAttention-3 transposes the values of fp8 in the kernel, arXiv 2407.08608, section 3.3).
     `expert_tile`: rows of a tile of the experts' grouped matmuls in fp8 on Hopper. DeepGEMM has 128 and fills
     every expert up to a tile, and where the host does not know how many tokens each gets, by 127 rows.
-    `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph).
+    `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph), or
+    those of at most `prompt_graph_tokens` (vLLM's cudagraph_mode FULL_AND_PIECEWISE, since 0.11 its default).
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
     (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
     `front_s` to `prompt_slowdown` are those of all engines (`serve.fitted.Constants`) unless they were fitted
@@ -67,6 +68,7 @@ class Engine:
     widens_hopper_cache: bool = False
     expert_tile: int = 1
     graphs_prompts: bool = False
+    prompt_graph_tokens: int = 0
     plans_while_guessing: bool = True
     front_s: float = _CONSTANTS.front_s
     front_token_s: float = _CONSTANTS.front_token_s

@@ -1,4 +1,4 @@
-"""LatencyLimits of latency, and the share of the requests that must keep them all."""
+"""Limits of latency, and the share of the requests that must keep them all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from meshwise.serve.simulate import Served
 
 @dataclass(frozen=True, slots=True)
 class LatencyLimits:
-    """At most `ttft_s` to the first token, `tpot_s` for each after it, for `within_frac` of the requests."""
+    """At most `ttft_s` to the first token, `tpot_s` for each after it, for `percentile` % of the requests."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
-    within_frac: float = 0.9
+    percentile: float = 90.0
+
+    def __post_init__(self) -> None:
+        for what, limit_s in (("per token", self.tpot_s), ("for the first token", self.ttft_s)):
+            if not limit_s > 0:
+                raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
+        if not 0 < self.percentile <= 100:
+            raise WorkloadError(
+                f"percentile={self.percentile:g} must be above 0 and at most 100: of the requests"
+            )
 
     @property
     def any(self) -> bool:
@@ -34,15 +43,13 @@ class LatencyLimits:
 
     def hold(self, served: Served) -> bool:
         """Whether enough requests keep all limits."""
-        return float(self.kept(served).mean()) >= self.within_frac
+        return float(self.kept(served).mean()) >= self.percentile / 100.0
+
+
+NO_LIMITS = LatencyLimits()
 
 
 def limits_of(ttft_s: float | None, tpot_s: float | None, percentile: float = 90.0) -> LatencyLimits:
-    """LatencyLimits as a user states them; WorkloadError for a limit of nothing."""
-    for what, limit_s in (("per token", tpot_s), ("for the first token", ttft_s)):
-        if limit_s is not None and not limit_s > 0:
-            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
-    if not 0 < percentile <= 100:
-        raise WorkloadError(f"percentile={percentile:g} must be above 0 and at most 100: of the requests")
+    """Limits as a user states them, None where there is none; WorkloadError for a limit of nothing."""
     first_s, token_s = (math.inf if limit_s is None else limit_s for limit_s in (ttft_s, tpot_s))
-    return LatencyLimits(first_s, token_s, percentile / 100.0)
+    return LatencyLimits(first_s, token_s, percentile)

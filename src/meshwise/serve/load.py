@@ -16,7 +16,7 @@ from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import interval_of
 from meshwise.serve.instance import ServingWorker
-from meshwise.serve.limits import LatencyLimits, limits_of
+from meshwise.serve.limits import NO_LIMITS, LatencyLimits
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.prefix_cache import Offload, Tier
 from meshwise.serve.requests import Lengths, RateCurve, Requests, Turns, at_rate, in_closed_loop, in_sessions
@@ -150,7 +150,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadResult:
-    """What `requests` get from `engine` on `fleet`; `ttft_s` and `tpot_s` are limits, if any.
+    """What `requests` get from `engine` on `fleet`.
 
     `simulated` has all requests, `served` those that count: between warm-up and end where a stream is served
     until it has settled (`window`), else all.
@@ -161,10 +161,8 @@ class LoadResult:
     engine: Engine
     simulated: Served
     cache_tokens: int
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    limits: LatencyLimits = NO_LIMITS
     window: CountedWindow | None = None
-    percentile: float = 90.0
 
     @property
     def served(self) -> Served:
@@ -189,11 +187,6 @@ class LoadResult:
     def queue_grows(self) -> bool:
         """Whether more requests come than can be served, so that times depend on how long one measures."""
         return self.window is not None and self.window.queue_grows
-
-    @property
-    def limits(self) -> LatencyLimits:
-        """What is asked of the requests."""
-        return limits_of(self.ttft_s, self.tpot_s, self.percentile)
 
     @property
     def within_limits_frac(self) -> float | None:
@@ -242,7 +235,7 @@ class LoadResult:
     def to_json(self) -> dict[str, Any]:
         """The keys that a load adds to the document of `meshwise serve --json`."""
         served, run, scaling = self.served, self.simulated, self.fleet.scaling
-        prompt_tokens, percentile = sum(self.requests.prompt), self.percentile
+        prompt_tokens, percentile = sum(self.requests.prompt), self.limits.percentile
         within = self.within_limits_frac
         figures: dict[str, Any] = {
             "ttft_s": statistics(served.ttft_s, percentile),
@@ -343,10 +336,7 @@ def under_load(
     fleet: Fleet,
     requests: Requests | RequestStream,
     engine: Engine,
-    *,
-    ttft_s: float | None = None,
-    tpot_s: float | None = None,
-    percentile: float = 90.0,
+    limits: LatencyLimits = NO_LIMITS,
 ) -> LoadResult | None:
     """Serve `requests`, a stream until it has settled; None where one sequence has no room."""
 
@@ -364,7 +354,7 @@ def under_load(
         served = simulate(requests, pools)
     else:
         window, served, requests = settled(requests, serve)
-    return LoadResult(fleet, requests, engine, served, tokens, ttft_s, tpot_s, window, percentile)
+    return LoadResult(fleet, requests, engine, served, tokens, limits, window)
 
 
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:

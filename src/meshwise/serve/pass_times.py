@@ -1,26 +1,36 @@
-"""Seconds of every pass that an engine may form, tabulated once and interpolated.
+"""Passes as an engine runs them: their kernels, a table of decode passes, all that it may form, interpolated.
+
+Kernels are those of `serving.price_pass`. An engine replays CUDA graphs of some batches: others are padded up
+to the next of these, or launched kernel by kernel, which takes the host a time for each layer of models with
+latent attention or recurrences. Passes with prompts are launched unless a graph of so many tokens was
+captured (vLLM's piecewise graphs: up to 512). SGLang on 16 H100, in July 2025, had the first token of
+DeepSeek-R1 after 180 ms for 128 tokens, 190 for 2,048 and 200 for 4,096 (tenstorrent/tt-inference-server
+issue 356); with graphs of prompts that of Kimi-K2, as deep, came after 95 (sgl-project/sglang pull request
+13466). Where an engine checks guesses and cannot plan ahead, what the host does for each sequence shows.
 
 A pass gives each of `sequences` one token behind `context` cached ones and works on `chunks` of prompts
 (first and last token of each). Its time is the sum of
 - everything but the core of attention, by the tokens of the pass,
 - attention of the decoding sequences, by their number and mean context,
 - attention of each chunk: A(end) - A(start), with A(n) that of a whole prompt of n tokens.
-The tables are passes priced like any other (`serving.price_pass`). All of it is of one group (a dp rank, or
-one of the batches in its pipeline); groups run in step, and requests are spread evenly, so that a pass takes
-as long as that of the busiest group.
+All of it is of one group (a dp rank, or one of the batches in its pipeline); groups run in step, and requests
+are spread evenly, so that a pass takes as long as that of the busiest group.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from meshwise.core.units import Num
+from meshwise.cost.routing import summary
+from meshwise.model.architecture import Model, layer_kind
 from meshwise.serve.engine import Engine
-from meshwise.serve.engine_pass import attending, graphed_pass, host_s, run_by
 from meshwise.serve.fitted import fitted
 from meshwise.serve.serving import (
     PREFILL_TOKENS,
@@ -29,9 +39,14 @@ from meshwise.serve.serving import (
     decode_pass,
     encoding_token_s,
     expert_token_s,
-    launches_s,
+    first_token_kernels_s,
+    max_sequences,
+    memory_bytes,
     price_pass,
+    prompt_alone_s,
+    prompt_s,
     shares_experts,
+    token_pass,
 )
 
 POINTS = 256
@@ -42,6 +57,143 @@ TILE, MOST_POINTS = 32, 512
 
 CONTEXTS = 8
 """Points along the mean context, in which attention of one query is all but linear."""
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def attending(serving: Serving, engine: Engine) -> Serving:
+    """`serving` with the cache that its attention reads as fast as its own."""
+    mesh, chip = serving.mesh, serving.cluster.chip
+    if not engine.widens_hopper_cache or chip.generation != "hopper" or serving.model.mla is not None:
+        return serving
+    return replace(serving, mesh=replace(mesh, plan=replace(mesh.plan, kv_dtype="bf16")))
+
+
+def run_by(serving: Serving, engine: Engine) -> Serving:
+    """`serving` with the tiles of the engine's experts."""
+    if serving.mesh.plan.dtype != "fp8" or serving.cluster.chip.generation != "hopper":
+        return serving
+    return replace(serving, expert_tile=float(engine.expert_tile))
+
+
+def launches_s(model: Model) -> float:
+    """Seconds of the host to launch a pass kernel by kernel: models with latent attention or recurrences."""
+    kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
+    has_many = model.mla is not None or any(kind.mixer in ("recurrence", "beside") for kind in kinds)
+    return fitted().constants.launched_layer_s * model.num_layers * has_many
+
+
+def prompt_launches_s(serving: Serving, engine: Engine, tokens: float) -> float:
+    """Seconds of the host to launch a pass with prompts, of so many tokens; 0 where a graph is replayed."""
+    is_replayed = engine.graphs_prompts or tokens <= engine.prompt_graph_tokens
+    return 0.0 if is_replayed else launches_s(serving.model)
+
+
+def first_token_s(serving: Serving, engine: Engine | None) -> float:
+    """Time to the first token of a prompt on an idle instance; without an engine its kernels alone."""
+    if engine is None:
+        return first_token_kernels_s(serving)
+    return max(float(prompt_alone_s(serving)), prompt_launches_s(serving, engine, serving.prompt))
+
+
+def host_s(serving: Serving, engine: Engine) -> float:
+    """Seconds of the host that show for each sequence of a group, for each token that guessing gives it."""
+    guess = serving.speculation
+    if guess is None or engine.plans_while_guessing:
+        return 0.0
+    return fitted().constants.guess_host_s / guess.tokens_per_pass
+
+
+def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> PricedPass:
+    """The kernels of a pass of `sequences` in each group: in a graph of so many or more, or without."""
+    counts = np.asarray(sequences, dtype=np.float64)
+    padded = np.array([_padded(count, engine) for count in counts.ravel().tolist()]).reshape(counts.shape)
+    is_launched = ~np.isin(padded, engine.graph_sizes or padded)
+    priced = decode_pass(run_by(serving, engine), padded, past)
+    busy_s = priced.total_s - priced.time_s["attention"]
+    waits_s = np.maximum(is_launched * launches_s(serving.model) - busy_s, 0.0)
+    return PricedPass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
+
+
+def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> PricedPass:
+    """A whole pass: attention reads the caches of the sequences themselves, whatever the graph pads."""
+    graphed = graphed_pass(serving, engine, sequences, past)
+    time_s = dict(graphed.time_s)
+    time_s["attention"] = decode_pass(attending(serving, engine), sequences, past).time_s["attention"]
+    time_s["engine"] = time_s["engine"] + np.multiply(sequences, host_s(serving, engine))
+    return PricedPass(time_s, graphed.memory)
+
+
+def _padded(count: float, engine: Engine) -> float:
+    """The captured batch size that runs `count` sequences; `count` itself where there is none."""
+    sizes = engine.graph_sizes if engine.pads_batches else ()
+    place = bisect_left(sizes, count)
+    return max(sizes[place] if place < len(sizes) else count, 1)
+
+
+# --- the table of decode passes ------------------------------------------------------------------
+
+
+def mean_pass(serving: Serving, sequences: Num, engine: Engine | None) -> PricedPass:
+    """The mean pass of decoding, caches half through the output; without an engine its kernels alone."""
+    if engine is None:
+        return token_pass(serving, sequences)
+    return engine_pass(serving, engine, sequences, serving.prompt + serving.output / 2.0)
+
+
+def sequences_within(serving: Serving, token_s: float, engine: Engine | None = None) -> int:
+    """The most sequences of the instance that fit and get a token each `token_s`; 0 if none does."""
+    counts = np.arange(1.0, max_sequences(serving) + 1.0)
+    if not counts.size:
+        return 0
+    quick = counts[np.asarray(mean_pass(serving, counts, engine).total_s) <= token_s]
+    return int(quick[-1]) * serving.groups if quick.size else 0
+
+
+def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = None) -> list[dict[str, Any]]:
+    """What each number of running sequences of the whole instance gives; they divide by its groups.
+
+    `tokens_per_s` counts generated tokens while only decoding; `with_prefill_per_s` the same where the
+    instance takes the prompts too, one batch after the other.
+    """
+    num_chips, room = serving.num_chips, serving.memory_frac * serving.cluster.chip.memory_bytes
+    each = np.array(sequences, dtype=np.float64) / serving.groups
+    time, memory = mean_pass(serving, each, engine).time_s, memory_bytes(serving, each)
+    prompt = prompt_s(serving)
+
+    def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
+        return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
+
+    moe, found = serving.model.moe, []
+    checked = 1 + (serving.speculation.drafts if serving.speculation else 0)
+    for i, count in enumerate(sequences):
+        time_s, used = of(i, time), of(i, memory)
+        token_s, total = sum(time_s.values()), sum(used.values())
+        tokens_per_s = count / token_s
+        routed = count * checked // int(serving.mesh.pp)
+        experts = moe and summary(moe, routed, serving.expert_shares)
+        with_prefill_per_s = count * serving.output / (each[i] * prompt + serving.output * token_s)
+        found.append(
+            {
+                "sequences": count,
+                "token_s": token_s,
+                "tokens_per_s_per_sequence": 1.0 / token_s,
+                "tokens_per_s": tokens_per_s,
+                "tokens_per_s_per_gpu": tokens_per_s / num_chips,
+                "with_prefill_per_s": float(with_prefill_per_s),
+                "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
+                "memory_bytes": used | {"total": total},
+                "time_s": time_s,
+                "distinct_experts": experts and experts["distinct_experts"],
+                "experts": experts,
+                "fits": total <= room,
+            }
+        )
+    return found
+
+
+# --- all passes ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +218,9 @@ class PassTimes:
     `prompt_experts` is what `prompt_rest` leaves out, of the tokens of all groups where these share them
     (`shares_experts`), `expert_token_s` what a token adds to it in a large pass; slowdowns are those of
     `serve.fitted.Constants` and `serve.engine.Engine`.
-    `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait;
-    `guess_host_s`: what it adds to a pass without prompts for each sequence, `pass_s` to every pass.
-    `encoding_token_s`: what a token
-    of a prompt stands for of encoding its images and sound.
+    `prompt_host_s`: time of the host to launch a pass with prompts of more than `prompt_graph_tokens`, during
+    which the chip may wait; `guess_host_s`: what it adds to a pass without prompts for each sequence,
+    `pass_s` to every pass. `encoding_token_s`: what a token of a prompt stands for of encoding its inputs.
     """
 
     decode_rest: Sequence[float]
@@ -81,6 +232,7 @@ class PassTimes:
     groups: int = 1
     shares_experts: bool = False
     prompt_host_s: float = 0.0
+    prompt_graph_tokens: float = 0.0
     guess_host_s: float = 0.0
     prompt_slowdown: float = 1.0
     expert_slowdown: float = 1.0
@@ -108,7 +260,8 @@ class PassTimes:
         experts_s = self.prompt_experts(routed + each)
         experts_s += (self.expert_slowdown - 1.0) * self.expert_token_s * (routed + each)
         device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
-        device_s = max(device_s, self.prompt_host_s)
+        if busiest + each > self.prompt_graph_tokens:
+            device_s = max(device_s, self.prompt_host_s)
         return device_s + busiest * self.encoding_token_s + self.pass_s
 
 
@@ -142,7 +295,8 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         groups=serving.groups,
         shares_experts=bool(shares_experts(serving)),
-        prompt_host_s=0.0 if engine.graphs_prompts else launches_s(serving.model),
+        prompt_host_s=prompt_launches_s(serving, engine, math.inf),
+        prompt_graph_tokens=engine.prompt_graph_tokens,
         guess_host_s=host_s(serving, engine),
         encoding_token_s=encoding_token_s(serving),
         prompt_slowdown=engine.prompt_slowdown,

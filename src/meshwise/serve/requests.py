@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +80,18 @@ class Requests:
         for index, before in enumerate(self.after):
             found.append(index if before < 0 else found[before])
         return found
+
+    @property
+    def found_frac(self) -> float:
+        """Share of the prompts' tokens that a cache of infinite size would hold when they come, in order."""
+        known, found, size = set(self.kept), 0, self.block_tokens
+        for prompt, blocks in zip(self.prompt, self.blocks, strict=False):
+            tokens = 0
+            for block in takewhile(known.__contains__, blocks):
+                tokens += size if isinstance(size, int) else size[block]
+            found += min(tokens, prompt - 1)
+            known.update(blocks)
+        return found / sum(self.prompt)
 
     @property
     def rate(self) -> float | None:

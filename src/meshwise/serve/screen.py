@@ -5,9 +5,10 @@ ranks. With B sequences running on each dp rank, t(B) the seconds of a decode pa
 full pass, and O tokens of output, an instance alone gives a token each `t + B p / O` seconds and serves
 `r = B dp / (O t + B p)` requests a second. Separate pools serve `dp / p` and `B dp / (O t)`; a token takes t.
 
-The first token comes after the front end, its prompt alone, and a queue: of an engine that prompts keep busy
-for a share rho, `rho p / (2 (1 - rho))` (M/D/1), and, where prompts and decodes share an engine, the pass
-under way.
+Of a prompt only the tokens count that no cache holds: those of a cache of infinite size, whose room the
+simulation then checks. The first token comes after the front end, its prompt alone, and a queue: of an
+engine that prompts keep busy for a share rho, `rho p / (2 (1 - rho))` (M/D/1), and, where prompts and decodes
+share an engine, the pass under way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from meshwise.plan.mesh import mesh_of, rules
 from meshwise.plan.plan import Plan, numbers_of, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
-from meshwise.serve.engine_pass import attending
+from meshwise.serve.pass_times import attending, prompt_launches_s
 from meshwise.serve.serving import (
     PREFILL_TOKENS,
     Serving,
@@ -98,16 +99,23 @@ class Screen:
 
 
 def screen(
-    instance: Instance, cluster: Cluster, fixed: Mapping[str, Sequence[Any]], engine: Engine
+    instance: Instance,
+    cluster: Cluster,
+    fixed: Mapping[str, Sequence[Any]],
+    engine: Engine,
+    missing_frac: float = 1.0,
 ) -> Screen | None:
-    """All layouts on chips of `cluster` with the `fixed` values of plan keys; None if no such plan works."""
+    """All layouts on chips of `cluster` with the `fixed` values of plan keys; None if no such plan works.
+
+    `missing_frac`: the share of the prompts' tokens that no cache holds.
+    """
     formats = {key: values for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
     screens = []
     for values in product(*formats.values()):
         base = instance(replace(cluster, num_chips=1), Plan(**dict(zip(formats, values, strict=True))))
         layouts = [one for one in _layouts(base.model, cluster, fixed) if _is_plan(base, cluster, one)]
         if layouts:
-            screens.append(_priced(instance, base, cluster, layouts, engine))
+            screens.append(_priced(instance, base, cluster, layouts, engine, missing_frac))
     if not screens:
         return None
     columns = ("num_chips", "dp", "most", "prompt_s", "alone_s", "pass_s")
@@ -128,8 +136,9 @@ def _layouts(model: Model, cluster: Cluster, fixed: Mapping[str, Sequence[Any]])
 
 
 def _priced(
-    instance: Instance, base: Serving, cluster: Cluster, layouts: Sequence[Layout], engine: Engine
-) -> Screen:
+    instance: Instance, base: Serving, cluster: Cluster, layouts: Sequence[Layout], engine: Engine,
+    missing_frac: float,
+) -> Screen:  # fmt: skip
     """Price `layouts`, all of which are plans, together; `base` is one rank of them."""
     plan, prompt = base.mesh.plan, base.prompt
     ranks, tp, ep = (np.array(column, dtype=np.float64)[:, None] for column in zip(*layouts, strict=True))
@@ -138,7 +147,9 @@ def _priced(
     of = replace(base, mesh=replace(mesh, dp=ranks / tp), cluster=replace(cluster, num_chips=MAX_RANKS))
     memory = memory_bytes(of, 1.0)
     room = base.memory_frac * cluster.chip.memory_bytes - memory["weights"] - memory["working"]
-    together = max(PREFILL_TOKENS // prompt, 1)
+    computed = max(missing_frac * prompt, 1.0)
+    together = max(PREFILL_TOKENS // computed, 1.0)
+    launched_s = prompt_launches_s(of, engine, computed)
 
     def grid(values: Num) -> Grid:
         return np.broadcast_to(values, (len(layouts), np.shape(values)[-1] if np.ndim(values) else 1))
@@ -153,8 +164,10 @@ def _priced(
         num_chips=ranks,
         dp=ranks / tp,
         most=grid(np.maximum(np.floor(room / memory["cache"]), 0.0)),
-        prompt_s=grid(prompts_s(of, of.prefill(float(together)))) / together,
-        alone_s=grid(prompt_alone_s(of)) + engine.front_s + engine.front_token_s * prompt,
+        prompt_s=grid(prompts_s(of, of.prefill(together, computed))) / together,
+        alone_s=grid(np.maximum(prompt_alone_s(of, computed), launched_s))
+        + engine.front_s
+        + engine.front_token_s * prompt,
         pass_s=grid(token_pass(attending(of, engine), BATCHES).total_s),
     )
 

@@ -27,7 +27,7 @@ from meshwise.estimate.priced_part import Part, PricedOp, price_parts
 from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model, layer_kind
+from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
 from meshwise.plan.stages import Stage, stages_of
@@ -62,7 +62,7 @@ class Serving:
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
     `speculation`: how tokens are guessed. `expert_tile`: rows that grouped matmuls take at a time
-    (`engine_pass.run_by`). `encoding`: images or sound of each prompt, whose tokens `prompt` counts.
+    (`pass_times.run_by`). `encoding`: images or sound of each prompt, whose tokens `prompt` counts.
     """
 
     model: Model
@@ -365,7 +365,7 @@ def max_sequences(serving: Serving) -> int:
 
 
 def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
-    """Seconds of a pass of prompts: its kernels and what they wait for, or the host's launches if longer.
+    """Seconds of a pass of prompts: its kernels and what they wait for.
 
     `routed`: the pass of which experts have the tokens (None: `cut`).
     """
@@ -378,7 +378,7 @@ def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
     num_tokens = cut.microbatch * cut.seq
     waits_s = (overheads.expert_slowdown - 1.0) * expert_token_s(serving) * num_tokens
     encoding_s = encoding_token_s(serving) * whole_tokens
-    return np.maximum(kernels_s + experts_s + waits_s, launches_s(serving.model)) + encoding_s
+    return kernels_s + experts_s + waits_s + encoding_s
 
 
 def encoding_token_s(serving: Serving) -> float:
@@ -397,32 +397,21 @@ def expert_token_s(serving: Serving) -> Num:
     return (second_s - first_s) / MANY_TOKENS
 
 
-def launches_s(model: Model) -> float:
-    """Seconds of the host to launch a pass of prompts: models with latent attention (MLA) or recurrences."""
-    kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
-    has_many = model.mla is not None or any(kind.mixer in ("recurrence", "beside") for kind in kinds)
-    return fitted().constants.launched_layer_s * model.num_layers * has_many
-
-
 def shares_experts(serving: Serving) -> Num:
     """1 where the tokens of all groups meet in the same experts, else 0."""
     return is_exchanged(serving.decode(1.0, 1.0)) * (serving.mesh.pp == 1)
 
 
-def prompt_alone_s(serving: Serving) -> Num:
-    """Seconds of a pass of one prompt in one group, while the others have none."""
+def prompt_alone_s(serving: Serving, tokens: Num | None = None) -> Num:
+    """Seconds of a pass of one prompt, of `tokens` or as served, in one group, while the others have none."""
     share = np.where(shares_experts(serving), 1.0 / serving.mesh.dp, 1.0)
-    return prompts_s(serving, serving.prefill(1.0), serving.prefill(share))
-
-
-def first_token_s(serving: Serving) -> float:
-    """Time to the first token of a prompt that finds the instance idle."""
-    return float(prompt_alone_s(serving))
+    return prompts_s(serving, serving.prefill(1.0, tokens), serving.prefill(share, tokens))
 
 
 def first_token_kernels_s(serving: Serving) -> float:
-    """Of that, the kernels of the prompt, as `estimate` prices a prefill; the rest is what they wait for."""
-    return float(price_pass(serving, serving.prefill(1.0)).total_s)
+    """Seconds of the kernels of one prompt, as `estimate` prices a prefill; its inputs encoded before."""
+    encoding_s = serving.encoding.request_s if serving.encoding else 0.0
+    return float(price_pass(serving, serving.prefill(1.0)).total_s) + encoding_s
 
 
 def prompt_s(serving: Serving) -> float:

@@ -23,11 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.core.each import all_of
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.serve.engine import Engine
-from meshwise.serve.limits import limits_of
+from meshwise.serve.limits import LatencyLimits
 from meshwise.serve.load import Fleet, LoadResult, under_load, usd_per_hour
 from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Requests
@@ -37,7 +36,6 @@ from meshwise.serve.screen import (
     MAX_RANKS,
     PREFILL_UTILIZATION,
     Grid,
-    Instance,
     Mask,
     Screen,
     layout_text,
@@ -50,6 +48,8 @@ FINALISTS, MAX_SIMULATIONS = 6, 12
 """Choices of each kind (chips, pools) that are simulated, and how often, workers being added."""
 SEARCH_REQUESTS, ANSWER_REQUESTS, HEADROOM_REQUESTS = 8_000, 32_000, 16_000
 """Requests of a simulation at most: of finalists, of one that holds and has not settled, of more traffic."""
+SAMPLE_REQUESTS = 2_000
+"""That say how long prompts are, and how much of them a cache may hold."""
 MORE_TRAFFIC = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0)
 """Of the load's rate, what is tried to see how much more there may be."""
 
@@ -91,16 +91,13 @@ class Choice:
     @property
     def within_frac(self) -> float:
         """Share of the simulated requests that keep the limits; all, where there are none."""
-        if self.load is None:
-            return 0.0
-        within = self.load.within_limits_frac
-        return 1.0 if within is None else within
+        return 0.0 if self.load is None else float(self.load.limits.kept(self.load.served).mean())
 
     @property
     def holds(self) -> bool:
         """Whether enough requests keep the limits."""
         load = self.load
-        return load is not None and not load.queue_grows and self.within_frac >= load.limits.within_frac
+        return load is not None and not load.queue_grows and load.limits.hold(load.served)
 
     def to_json(self) -> dict[str, Any]:
         """Its layouts in words, its figures, and what was simulated of it."""
@@ -161,7 +158,7 @@ class Sizing:
     @property
     def best(self) -> Choice | None:
         """The cheapest simulated choice that holds; None if none does."""
-        return next(iter(self.bests), None)
+        return _best(self.simulated)
 
     @property
     def bests(self) -> list[Choice]:
@@ -199,71 +196,87 @@ class Sizing:
 class Wanted:
     """A load and its limits: `rate` requests a second, or (None) only trade-offs.
 
-    `percentile` of the requests must keep both limits. `router` and `offload` are those of each fleet.
-    `pools`: "one", "two", or "" for either. `usd_per_gpu_hour` by chip ("" is any).
+    `router` and `offload` are those of each fleet. `pools`: "one", "two", or "" for either.
+    `usd_per_gpu_hour` by chip ("" is any). WorkloadError for clients in a closed loop.
     """
 
     requests: Requests | RequestStream | None
-    rate: float | None
-    ttft_s: float = math.inf
-    tpot_s: float = math.inf
-    percentile: float = 90.0
+    limits: LatencyLimits
     router: RouterPolicy = ROUND_ROBIN
     offload: Offload | None = None
     pools: str = ""
     usd_per_gpu_hour: Mapping[str, float] | None = None
 
+    def __post_init__(self) -> None:
+        if self.requests is not None and self.requests.concurrency:
+            raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
+        if self.pools not in ("", "one", "two"):
+            raise WorkloadError(f"pools={self.pools} must be one or two; leave it out to compare both")
 
-def wanted(
-    requests: Requests | RequestStream | None, ttft_s: float | None, tpot_s: float | None,
-    percentile: float = 90.0, router: RouterPolicy = ROUND_ROBIN, offload: Offload | None = None,
-    pools: str = "", usd_per_gpu_hour: Mapping[str, float] | None = None,
-) -> Wanted:  # fmt: skip
-    """What requests that arrive want; WorkloadError for clients in a closed loop, or a limit of nothing."""
-    limits = limits_of(ttft_s, tpot_s, percentile)
-    if requests is not None and requests.concurrency:
-        raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
-    if pools not in ("", "one", "two"):
-        raise WorkloadError(f"pools={pools} must be one or two; leave it out to compare both")
-    rate = requests.rate if requests is not None else None
-    return Wanted(
-        requests=requests, rate=rate, ttft_s=limits.ttft_s, tpot_s=limits.tpot_s, percentile=percentile,
-        router=router, offload=offload, pools=pools, usd_per_gpu_hour=usd_per_gpu_hour,
-    )  # fmt: skip
+    @property
+    def rate(self) -> float | None:
+        """Requests a second; None without requests."""
+        return self.requests.rate if self.requests is not None else None
 
 
 def size(
-    instance: Instance, clusters: Sequence[Cluster], fixed: Mapping[str, Sequence[Any]], engine: Engine,
-    wanted: Wanted,
+    instance: Callable[..., Serving], clusters: Sequence[Cluster], fixed: Mapping[str, Sequence[Any]],
+    engine: Engine, wanted: Wanted,
 ) -> Sizing:  # fmt: skip
     """The fewest GPUs of one of `clusters` (or of two, one for each pool) that hold what is `wanted`."""
     began = perf_counter()
-    screened = all_of(partial(_screened, instance=instance, fixed=fixed, engine=engine), clusters)
+    missing_frac, requests = 1.0, wanted.requests
+    if requests is not None:
+        drawn = requests if isinstance(requests, Requests) else requests.draw(SAMPLE_REQUESTS)
+        missing_frac = 1.0 - drawn.found_frac
+        if drawn.after:  # a turn's prompt is all that was said before
+            prompt, output = drawn.mean_tokens
+            instance = partial(instance, prompt=prompt, output=output)
+    screened = (screen(instance, cluster, fixed, engine, missing_frac) for cluster in clusters)
     screens = [one for one in screened if one is not None]
     pairs = list(product(screens, screens))
     num = sum(one.pass_s.size for one in screens)
     num += sum(len(first.instances) * last.pass_s.size for first, last in pairs)
 
-    def choices(of: Wanted) -> list[Choice]:
-        together = (choice for one in screens for choice in _together(one, of))
-        apart = (choice for first, last in pairs for choice in _apart(first, last, of))
-        found = [*(together if of.pools != "two" else ()), *(apart if of.pools != "one" else ())]
-        return [replace(choice, usd_per_gpu_hour=of.usd_per_gpu_hour) for choice in found]
+    def choices(rate: float | None) -> list[Choice]:
+        together = (choice for one in screens for choice in _together(one, wanted.limits, rate))
+        apart = (choice for first, last in pairs for choice in _apart(first, last, wanted.limits, rate))
+        found = [*(together if wanted.pools != "two" else ()), *(apart if wanted.pools != "one" else ())]
+        return [replace(choice, usd_per_gpu_hour=wanted.usd_per_gpu_hour) for choice in found]
 
     most = {cluster.chip.name: cluster.num_chips for cluster in clusters}
-    wide = [one for one in choices(replace(wanted, rate=None)) if _is_within(one.fleet, most)]
-    ranked = sorted(choices(wanted) if wanted.rate else [], key=lambda one: one.rank)
+    wide = [one for one in choices(None) if _is_within(one.fleet, most)]
+    ranked = sorted(choices(wanted.rate) if wanted.rate else [], key=lambda one: one.rank)
     elapsed_s = max(perf_counter() - began, 1e-9)
-    simulated = tuple(_finalists(ranked, engine, wanted, most))
+    simulated = list(_finalists(ranked, engine, wanted, most))
+    while (best := _best(simulated)) and best.load and best.load.window and not best.load.window.is_settled:
+        assert wanted.requests is not None
+        longer = _under(best, engine, wanted, at_most(wanted.requests, ANSWER_REQUESTS))
+        simulated[simulated.index(best)] = longer
+        if longer.holds or longer.load is None:
+            break
+        more = replace(best, fleet=_larger(best.fleet, longer.load))
+        simulated += _simulated([more], engine, wanted, most)
     least_ttft_s, least_tpot_s = (
         min((float(part(one).min()) for one in screens if one.fits.any()), default=None)
         for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
     )
     found = Sizing(
-        num, elapsed_s, simulated, _trade_offs(wide), tuple(wide), least_ttft_s, least_tpot_s, wanted.rate
+        num,
+        elapsed_s,
+        tuple(simulated),
+        _trade_offs(wide),
+        tuple(wide),
+        least_ttft_s,
+        least_tpot_s,
+        wanted.rate,
     )
     best = found.best
     return replace(found, headroom_frac=_headroom_frac(best, wanted, engine)) if best else found
+
+
+def _best(choices: Sequence[Choice]) -> Choice | None:
+    return min((one for one in choices if one.holds), key=lambda one: one.rank, default=None)
 
 
 def default_instance(instance: Callable[[Cluster, str], Serving], cluster: Cluster) -> Serving:
@@ -287,37 +300,28 @@ def default_instance(instance: Callable[[Cluster, str], Serving], cluster: Clust
     return found or instance(cluster, f"tp={whole}")
 
 
-def _screened(
-    cluster: Cluster, instance: Instance, fixed: Mapping[str, Sequence[Any]], engine: Engine
-) -> Screen | None:
-    return screen(instance, cluster, fixed, engine)
-
-
 # --- choices in closed form ----------------------------------------------------------------------
 
 
-def _together(of: Screen, wanted: Wanted) -> Iterator[Choice]:
+def _together(of: Screen, limits: LatencyLimits, asked: float | None) -> Iterator[Choice]:
     """Each layout taking prompts and decoding: at the largest batch within the limits, or at several."""
     token_s, first_s, rate = of.token_s, of.first_s, of.rate
-    holds = of.fits & (token_s <= wanted.tpot_s) & (first_s <= wanted.ttft_s)
-    for i, j in _cells(of, holds, wanted):
-        instance = of.instances[i]
-        num = math.ceil(wanted.rate / rate[i, j]) if wanted.rate else 1
-        binds = _binds(of, i, j, token_s, wanted, num * rate[i, j])
+    holds = of.fits & (token_s <= limits.tpot_s) & (first_s <= limits.ttft_s)
+    for i, j in _cells(holds, asked):
+        num = math.ceil(asked / rate[i, j]) if asked else 1
         yield Choice(
-            Fleet(instance, num), int(BATCHES[j]), float(first_s[i, j]), float(token_s[i, j]),
-            float(rate[i, j] * of.output / of.num_chips[i, 0]), binds,
+            Fleet(of.instances[i], num), int(BATCHES[j]), float(first_s[i, j]), float(token_s[i, j]),
+            float(rate[i, j] * of.output / of.num_chips[i, 0]),
+            _binds(of, i, j, token_s, limits, asked, num * rate[i, j]),
         )  # fmt: skip
 
 
-def _apart(first: Screen, last: Screen, wanted: Wanted) -> Iterator[Choice]:
+def _apart(first: Screen, last: Screen, limits: LatencyLimits, asked: float | None) -> Iterator[Choice]:
     """Pairs of layouts for separate pools. Without a rate, workers are matched to each other's."""
     alone_s, prompt_s = first.alone_s[:, 0], first.prompt_s[:, 0]
-    fits = (first.most >= 1)[:, 0]
-    token_s = last.pass_s
-    holds = last.fits & (token_s <= wanted.tpot_s)
-    for i, j in _cells(last, holds, wanted):
-        left_s = wanted.ttft_s - alone_s - token_s[i, j]
+    fits, token_s = (first.most >= 1)[:, 0], last.pass_s
+    for i, j in _cells(last.fits & (token_s <= limits.tpot_s), asked):
+        left_s = limits.ttft_s - alone_s - token_s[i, j]
         shares = 2.0 * np.maximum(left_s, 0.0) / prompt_s
         busy = np.minimum(1.0 - 1.0 / (1.0 + shares), PREFILL_UTILIZATION)
         rate = busy * first.dp[:, 0] / prompt_s
@@ -328,33 +332,35 @@ def _apart(first: Screen, last: Screen, wanted: Wanted) -> Iterator[Choice]:
         k = int(gpus_per_rate.argmin())  # fewest GPUs for a request a second
         decode_rate = float(last.decode_rate[i, j])
         gpus = gpus_per_rate[k] + last.num_chips[i, 0] / decode_rate
-        num = math.ceil(wanted.rate / decode_rate) if wanted.rate else 1
-        num_prefill = math.ceil((wanted.rate or decode_rate) / rate[k])
+        num = math.ceil(asked / decode_rate) if asked else 1
+        num_prefill = math.ceil((asked or decode_rate) / rate[k])
         waits_s = busy[k] * prompt_s[k] / (2.0 * (1.0 - busy[k]))
         yield Choice(
             Fleet(last.instances[i], num, first.instances[k], num_prefill), int(BATCHES[j]),
             float(alone_s[k] + waits_s + token_s[i, j]), float(token_s[i, j]), float(last.output / gpus),
-            _binds(last, i, j, token_s, wanted, num * decode_rate),
+            _binds(last, i, j, token_s, limits, asked, num * decode_rate),
         )  # fmt: skip
 
 
-def _cells(of: Screen, holds: Mask, wanted: Wanted) -> Iterator[tuple[int, int]]:
+def _cells(holds: Mask, rate: float | None) -> Iterator[tuple[int, int]]:
     """The largest batch of each layout where something `holds`; without a rate every fourth batch too."""
     for i, row in enumerate(holds):
         found = np.flatnonzero(row)
         if found.size:
-            yield from ((i, int(j)) for j in (found[-1:] if wanted.rate else {*found[::4], found[-1]}))
+            yield from ((i, int(j)) for j in (found[-1:] if rate else {*found[::4], found[-1]}))
 
 
-def _binds(of: Screen, i: int, j: int, token_s: Grid, wanted: Wanted, rate: float) -> str:
+def _binds(
+    of: Screen, i: int, j: int, token_s: Grid, limits: LatencyLimits, asked: float | None, rate: float
+) -> str:
     """What keeps the batch from growing; the rate, where half of it would do."""
-    if wanted.rate and rate > 2.0 * wanted.rate:
+    if asked and rate > 2.0 * asked:
         return "rate"
     if j + 1 == BATCHES.size or BATCHES[j + 1] > of.most[i, 0]:
         return "memory"
-    if token_s[i, j + 1] > wanted.tpot_s:
+    if token_s[i, j + 1] > limits.tpot_s:
         return "token"
-    return "first token" if wanted.ttft_s < math.inf else ""
+    return "first token" if limits.ttft_s < math.inf else ""
 
 
 def _trade_offs(choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -401,14 +407,12 @@ def _simulated(
         if not _is_within(choice.fleet, most):
             continue
         found = _under(choice, engine, wanted, at_most(wanted.requests, SEARCH_REQUESTS))
-        if found.holds and found.load and found.load.window and not found.load.window.is_settled:
-            found = _under(choice, engine, wanted, at_most(wanted.requests, ANSWER_REQUESTS))
         if found.load is None:
             continue
         yield found
         if found.holds:
             return
-        larger = replace(choice, fleet=_larger(choice.fleet, found.load, wanted))
+        larger = replace(choice, fleet=_larger(choice.fleet, found.load))
         heapq.heappush(heap, (larger.rank[0], next(order), larger))
 
 
@@ -418,9 +422,7 @@ def _under(choice: Choice, engine: Engine, wanted: Wanted, requests: Requests | 
         replace(choice.fleet, router=wanted.router, offload=wanted.offload),
         requests,
         replace(engine, max_sequences=min(engine.max_sequences, choice.sequences)),
-        ttft_s=wanted.ttft_s,
-        tpot_s=wanted.tpot_s,
-        percentile=wanted.percentile,
+        wanted.limits,
     )
     return replace(choice, load=load)
 
@@ -446,10 +448,10 @@ def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:
     return all(num <= most[chip] for chip, num in used.items())
 
 
-def _larger(fleet: Fleet, load: LoadResult, wanted: Wanted) -> Fleet:
+def _larger(fleet: Fleet, load: LoadResult) -> Fleet:
     """A worker more: of the pool whose limit more requests miss."""
-    served = load.served
-    late = (served.ttft_s > wanted.ttft_s).mean() >= (served.tpot_s > wanted.tpot_s).mean()
+    served, limits = load.served, load.limits
+    late = (served.ttft_s > limits.ttft_s).mean() >= (served.tpot_s > limits.tpot_s).mean()
     if fleet.prefill and late:
         return replace(fleet, prefill_workers=fleet.prefill_workers + 1)
     return replace(fleet, workers=fleet.workers + 1)
