@@ -22,7 +22,7 @@ DEMO := llama3-70b --cluster h100-80g-sxm:64 --batch 128 --seq 8192
 
 demo: install  # four commands, about ten seconds once installed
 	@echo "1/4  What does a step of Llama 3 70B on 64 H100 cost, cut by tp=8,pp=2?"
-	@$(BIN)/meshwise estimate $(DEMO) --plan tp=8,pp=2 | sed '/^time/,$$d'
+	@$(BIN)/meshwise estimate $(DEMO) --plan tp=8,pp=2 | sed '/^Time/,$$d'
 	@echo; echo "2/4  Which plan is the fastest that fits?"
 	@$(BIN)/meshwise search $(DEMO) --top 3
 	@echo "3/4  What does a run of a trillion tokens cost with it, at 2 dollars a GPU-hour?"

@@ -15,7 +15,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.report.chart import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
 from meshwise.report.chart_page import plotly_figure
 from meshwise.report.chart_picture import picture_figure
-from meshwise.report.estimate_page import layer_ops
+from meshwise.report.estimate import layer_ops
 from meshwise.report.estimate_trace import timeline_events
 from meshwise.report.pages import page_of
 

@@ -11,7 +11,7 @@ import meshwise as mw
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.collective import KINDS
-from meshwise.report.search_table import print_search
+from meshwise.report.pages import print_result
 
 H200 = ("--cluster", "h200-sxm:16")
 
@@ -105,7 +105,7 @@ def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -
             "measured, not predicted (all_reduce_perf.txt): all_reduce among 4" in one for one in notes
         )
     console = Console(record=True, width=200, file=io.StringIO())
-    print_search(found, console)
+    print_result(found, console)
     assert "note: measured, not predicted (all_reduce_perf.txt)" in console.export_text()
     output.write_text("no table")
     with pytest.raises(DataError, match="no output of nccl-tests"):

@@ -168,7 +168,7 @@ def test_a_bill_that_makes_no_sense_is_refused(meshwise, words, says) -> None:
 def test_what_to_try_next_is_priced_as_it_is_said(meshwise: Any, job: str, said: str) -> None:
     """A change that is offered fits, and takes as long as `estimate` with it says."""
     text = " ".join(meshwise("estimate", *job.split()).out.split())
-    line = text[text.index(" next ") : text.index(" time of a step")]
+    line = text[text.index(" next ") : text.index(" Time of a step")]
     words = job.split()
     now = meshwise("estimate", *words, "--json").document
     if said == "on more chips":

@@ -28,7 +28,8 @@ from meshwise.core.files import write_text
 from meshwise.core.toml import parse_toml
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.published.frontier import find_device, frontier
-from meshwise.report.frontier_table import print_run
+from meshwise.report.frontier import run_parts
+from meshwise.report.pages import print_parts
 from meshwise.sweep.sweep import read_sweep
 
 ESTIMATE = ("estimate", "llama3-8b", "--batch", "64", "--seq", "1024")
@@ -210,7 +211,7 @@ def test_a_chip_without_watts_has_no_energy(meshwise: Any, tmp_path: Path) -> No
     limit = document["limit"]
     assert limit["power_watts"] is None and limit["energy_j"] is None and limit["devices"] > 0
     printed = io.StringIO()
-    print_run(document, Console(file=printed, width=120))
+    print_parts(run_parts(document), Console(file=printed, width=120))
     table = printed.getvalue()
     assert "devices" in table and " 0 W" not in table and " 0 J" not in table
     run = meshwise(*ESTIMATE, "--cluster", str(path), "--tokens", "1e9", "--json").document["run"]

@@ -9,8 +9,7 @@ from meshwise.published.frontier.assumptions import Assumptions, assumptions, la
 from meshwise.published.frontier.device import Device, find_device
 from meshwise.published.frontier.run import RUN_UTILIZATION, failure_sensitivity, frontier, sensitivity
 from meshwise.published.frontier.step import all_reduce_latency_s
-from meshwise.report.frontier_page import frontier_picture, sensitivity_picture
-from meshwise.report.frontier_table import flop
+from meshwise.report.frontier import flop, picture, sensitivity_picture
 from meshwise.report.pages import draw
 
 CHIPS = ("v100-16g-sxm", "a100-80g-sxm", "h100-80g-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72")
@@ -97,7 +96,7 @@ def main() -> None:
     found = [frontier(find_device(name, utilization=RUN_UTILIZATION)) for name in CHIPS]
     h100 = found[CHIPS.index("h100-80g-sxm")]
     draw(h100, here / "frontier_h100.png")
-    draw(frontier_picture(found), here / "frontier_chips.png")
+    draw(picture(found), here / "frontier_chips.png")
     rows = sensitivity(h100.device)
     draw(sensitivity_picture(rows), here / "frontier_sensitivity.png")
     model = sizes(h100.run, h100.ideal.limit.training_flop)

@@ -13,10 +13,10 @@ def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: 
     Args:
         what: Which part to list.
     """
-    from meshwise.report.catalog_table import catalog_rows, print_catalog
+    from meshwise.report.catalog import catalog_rows, catalog_table
 
     rows = catalog_rows(what)
     if json:
         print_json({what: rows})
     else:
-        print_catalog(what, rows, console())
+        console().print(catalog_table(what, rows))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise import api
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import show
 from meshwise.core.options import takes
 
 
@@ -17,14 +17,5 @@ def collective(*, plot: Path | None = None, json: bool = False, **asked: Any) ->
     Args:
         plot: Draw bus bandwidth by size (png, svg, pdf).
     """
-    from meshwise.report.collective_table import collective_picture, print_collective
-
     found = api.collective(**asked)
-    if plot is not None:
-        from meshwise.report.pages import draw
-
-        draw(collective_picture(found), plot)
-    if json:
-        print_json(found.to_json()["rows"])
-    else:
-        print_collective(found, console())
+    show(found, found.to_json()["rows"], json=json, plot=plot)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwise import api
-from meshwise.cli.job import fill_in, job_json, need_model
-from meshwise.cli.output import console, print_json, write_html
+from meshwise.cli.job import fill_in, job_json, need_model, print_unread
+from meshwise.cli.output import show
 from meshwise.core.errors import PlanError
+from meshwise.core.files import write_text
 from meshwise.core.options import options_in, takes
-
-if TYPE_CHECKING:
-    from meshwise.published.convention import PublishedStep
 
 
 @takes(api.estimate, api.budget, without=("ideal",), optional=("model",))
@@ -49,7 +47,9 @@ def estimate(
         others |= {name: asked.pop(name) for name in OF_ESTIMATE}
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
         tables = api.reproduce(convention, **asked)
-        _print_tables(tables, csv, json)
+        if csv is not None:
+            write_text(csv, tables.to_csv())
+        show(tables, json=json)
         return
     if convention not in ("default", "ideal"):
         known = ", ".join(("default", "ideal", *CONVENTIONS))
@@ -59,29 +59,19 @@ def estimate(
     run = budget.run(found)
     if csv is not None:
         (found.layer() if per_layer else found.ledger).to_csv(csv)
-    write_html(found, html)
-    if plot is not None:
-        from meshwise.report.pages import draw
-
-        draw(found, plot)
     if trace is not None:
         from meshwise.report.estimate_trace import write_timeline
 
         write_timeline(found, trace)
-    from meshwise.report.estimate_table import layer_totals, print_estimate
-
-    if not json:
-        print_estimate(found, console(), run=run, per_layer=per_layer)
-        for sentence in job.unread if job is not None else ():
-            console().print(f"not in the plan: {sentence}", markup=False)
-        return
     document = found.to_json(ledger=not per_layer) | ({"run": run} if run else {})
     if per_layer:
+        from meshwise.report.layer import layer_totals
+
         layer = found.layer()
         document |= {"ledger": layer.to_json(), "layer": layer_totals(layer)}
-    if job is not None:
-        document["from"] = job_json(job)
-    print_json(document)
+    document |= {"from": job_json(job)} if job is not None else {}
+    show(found, document, json=json, html=html, plot=plot, run=run, per_layer=per_layer)
+    print_unread(job.unread if job and not json else (), "plan")
 
 
 OF_ESTIMATE = (
@@ -96,16 +86,3 @@ def _refuse(convention: str, options: dict[str, Any]) -> None:
             raise PlanError(
                 f"convention {convention} has tables of one step only; leave --{option.replace('_', '-')} out"
             )
-
-
-def _print_tables(tables: PublishedStep, csv: Path | None, json: bool) -> None:
-    """Print the tables of a published model, and write them with its columns and units to `csv`."""
-    from meshwise.core.files import write_text
-    from meshwise.report.published_table import print_published
-
-    if csv is not None:
-        write_text(csv, tables.to_csv())
-    if json:
-        print_json(tables.to_json())
-    else:
-        print_published(tables, console())

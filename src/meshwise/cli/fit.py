@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import typer
 
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import print_json, print_parts
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
 SERVING_FILES = ("measured_serving.csv",)
@@ -68,12 +68,12 @@ def _catalog(name: str) -> Path:
 
 def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit import fit_all
-    from meshwise.report.fit_table import print_op_fit
+    from meshwise.report.fit import op_fit
 
     today = date.today().isoformat()
     found = fit_all(paths, checked=today, write_to=_catalog("efficiency.toml") if write else None)
     if not quiet:
-        print_op_fit(found, console())
+        print_parts(op_fit(found))
     if found.unbounded:
         typer.echo(f"not written: {'; '.join(found.unbounded)}", err=True)
     return found.to_json()
@@ -83,12 +83,12 @@ def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]
     from meshwise.calibrate.fit_steps import fit_overheads, priced_runs
     from meshwise.calibrate.leave_one_source_out import intervals_toml, misses_by_others
     from meshwise.core.files import write_text
-    from meshwise.report.fit_table import print_step_fit
+    from meshwise.report.fit import step_fit
 
     runs = priced_runs(paths)
     found = fit_overheads(runs, checked=date.today().isoformat(), data=[path.name for path in paths])
     if not quiet:
-        print_step_fit(found, console())
+        print_parts(step_fit(found))
     if found.problems:
         typer.echo(f"not written: {'; '.join(found.problems)}", err=True)
     elif write:
@@ -102,11 +102,11 @@ def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]
 def _fit_serving(path: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit_serving import fit_serving, serving_toml
     from meshwise.core.files import write_text
-    from meshwise.report.fit_table import print_serving_fit
+    from meshwise.report.fit import serving_fit
 
     found = fit_serving(path)
     if not quiet:
-        print_serving_fit(found, console())
+        print_parts(serving_fit(found))
     if write:
         write_text(_catalog("serving.toml"), serving_toml(found))
     return found.to_json()

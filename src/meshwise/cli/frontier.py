@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise import api
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import print_json, print_parts
 from meshwise.core.errors import WorkloadError
 from meshwise.core.options import takes
 
@@ -73,7 +73,7 @@ def layer(
         LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp, elem_bytes=elem_bytes),
         batch,
     )
-    _show(document, "print_layer", json)
+    _show(document, "layer", json)
 
 
 @takes(api.frontier)
@@ -98,15 +98,15 @@ def run(
     pairs: dict[str, Any] = _pairs(settings)
     found = [api.frontier(name, **asked, **pairs) for name in chip]
     if plot is not None:
-        from meshwise.report.frontier_page import draw_frontiers
+        from meshwise.report.frontier import draw_frontiers
 
         draw_frontiers(found, plot)
     documents = [one.to_json(watts=watts, price_per_device_hour=price) for one in found]
     if json and len(documents) > 1:
-        _show({"runs": documents}, "print_run", json)
+        _show({"runs": documents}, "run", json)
         return
     for document in documents:
-        _show(document, "print_run", json)
+        _show(document, "run", json)
 
 
 @takes(api.frontier)
@@ -133,21 +133,21 @@ def sensitivity(
     rows = vary(device, run_settings)
     failure_rows = failure_sensitivity(device, run_settings, failures)
     if plot is not None:
-        from meshwise.report.frontier_page import sensitivity_picture
+        from meshwise.report.frontier import sensitivity_picture
         from meshwise.report.pages import draw
 
         draw(sensitivity_picture(rows), plot)
     document = {"device": device.name, "rows": rows, "with_failures": failure_rows}
-    _show(document, "print_sensitivity", json)
+    _show(document, "sensitivity", json)
 
 
-def _show(document: dict[str, Any], printer: str, json: bool) -> None:
+def _show(document: dict[str, Any], what: str, json: bool) -> None:
     if json:
         print_json(document)
     else:
-        from meshwise.report import frontier_table
+        from meshwise.report import frontier
 
-        getattr(frontier_table, printer)(document, console())
+        print_parts(getattr(frontier, f"{what}_parts")(document))
 
 
 def _pairs(settings: list[str] | None) -> dict[str, str]:

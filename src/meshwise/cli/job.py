@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise import api
+from meshwise.cli.output import console
 from meshwise.core.errors import WorkloadError
 
 if TYPE_CHECKING:
@@ -38,3 +40,9 @@ def need_model(asked: dict[str, Any]) -> None:
 def job_json(job: Job) -> dict[str, Any]:
     """What a document says about the job that it was taken from."""
     return {"framework": job.framework, "num_gpus": job.num_gpus, "unread": list(job.unread)}
+
+
+def print_unread(sentences: Sequence[str], of: str) -> None:
+    """Print what a job says that nothing of ours holds, below the answer."""
+    for sentence in sentences:
+        console().print(f"not in the {of}: {sentence}")

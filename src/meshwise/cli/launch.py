@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from meshwise import api
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import show
 from meshwise.core.options import takes
 
 OF_RESULTS = ("framework", "length_sigma", "lengths", "output", "price", "train_steps")
@@ -24,11 +22,4 @@ def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> N
     """
     found = api.launch(**asked)
     written = found.write(output) if output is not None else []
-    if json:
-        print_json(found.to_json())
-    else:
-        from meshwise.report.launch_table import print_launch
-
-        print_launch(found, console(), written)
-    if not found.runs_as_priced:
-        raise typer.Exit(1)
+    show(found, json=json, ok=found.runs_as_priced, written=written)

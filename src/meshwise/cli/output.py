@@ -7,24 +7,63 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import typer
+
+from meshwise.core.files import csv_text, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from meshwise.report.answer import Section
 
 STDERR = 2
 """Where the output of a program that is started goes when stdout holds the document."""
 
 
-def write_html(result: Any, path: Path | None) -> None:
-    """Write the page of `result` to the file that `--html` names, if it names one."""
-    if path is not None:
-        from meshwise.report.pages import write_html as write
+def show(
+    found: Any,
+    document: dict[str, Any] | None = None,
+    *,
+    json: bool,
+    html: Path | None = None,
+    plot: Path | None = None,
+    ok: bool = True,
+    **shown: Any,
+) -> None:
+    """Print a result, and write its page and picture; exit code 1 where the answer is no (not `ok`).
 
-        write(result, path)
+    As JSON it is `document` (by default its own), else the parts that `shown` asks for.
+    """
+    from meshwise.report.pages import draw, print_result, write_html
+
+    if html is not None:
+        write_html(found, html)
+    if plot is not None:
+        draw(found, plot)
+    if json:
+        print_json(found.to_json() if document is None else document)
+    else:
+        print_result(found, console(), **shown)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def print_parts(parts: Iterable[Section]) -> None:
+    """Print sentences and tables that are of no result."""
+    from meshwise.report.pages import print_parts as printed
+
+    printed(parts, console())
+
+
+def write_rows(path: Path | None, rows: Iterable[Iterable[Any]]) -> None:
+    """Write a table, its head first, to the file that `--csv` names, if it names one."""
+    if path is not None:
+        write_text(path, csv_text(rows))
 
 
 def print_json(document: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from meshwise import api
-from meshwise.cli.output import STDERR, console, print_json
+from meshwise.cli.output import STDERR, show
 from meshwise.core.errors import DataError
 from meshwise.core.options import takes
 
@@ -25,21 +25,12 @@ def profile(*, limit: int = 15, all: bool = False, json: bool = False, **asked: 
             "torch.distributed.init_process_group on, and the folder must have room"
         )
     summary = summarize_paths(done.files)
-    if json:
-        document: dict[str, Any] = {
-            "command": list(done.command),
-            "exit_code": done.exit_code,
-            "wall_s": done.wall_s,
-            "bare_s": done.bare_s,
-            "overhead_frac": done.overhead_frac,
-            "files": [str(file) for file in done.files],
-        }
-        print_json(document | summary.to_json())
-    else:
-        from meshwise.report.trace_table import print_summary
-
+    names = ("exit_code", "wall_s", "bare_s", "overhead_frac")
+    document: dict[str, Any] = {"command": list(done.command), "files": [str(file) for file in done.files]}
+    document |= {name: getattr(done, name) for name in names} | summary.to_json()
+    show(summary, document, json=json, limit=limit, everything=all)
+    if not json:
         folder = asked["directory"]
-        print_summary(summary, console(), limit=limit, everything=all)
         print(f"{len(done.files)} ranks in {folder} (see: meshwise trace table|sections|merge {folder})")
         if done.overhead_frac is not None:
             bare = f"{done.wall_s:.2f} s with capture, {done.bare_s:.2f} s without"

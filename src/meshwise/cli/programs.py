@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from meshwise import api
-from meshwise.cli.output import STDERR, console, print_json
+from meshwise.cli.output import STDERR, console, print_json, print_parts, show
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.options import takes
 
@@ -72,7 +72,7 @@ def dryrun(
     if is_command(program):
         command = [program, *context.args]
         script = api.dry_run_script(command, stdout=STDERR if json else None, **asked)
-        _show_script(script, csv, json)
+        _show(script, csv, json)
         return
     found, options = _parse(context, program, show_help)
     outcome = api.dry_run(found.name, quiet=json, **asked, **options)
@@ -107,15 +107,8 @@ def compare(
         raise PlanError(f"--estimate is for scripts; {program} knows its own closed form")
     found, options = _parse(context, program, show_help)
     result = api.compare(found.name, **asked, **options)
-    if json:
-        of = {"program": found.name, "ranks": asked["ranks"], "rank": asked["rank"]}
-        print_json(of | result.to_json())
-    else:
-        from meshwise.report.compare_table import print_comparison
-
-        print_comparison(result, console())
-    if not result.agree:
-        raise typer.Exit(1)
+    of = {"program": found.name, "ranks": asked["ranks"], "rank": asked["rank"]}
+    show(result, of | result.to_json(), json=json, ok=result.agree)
 
 
 def calibrate(
@@ -203,9 +196,9 @@ def _calibrate_server(
     if json:
         print_json(found.to_json() | {"file": str(output)})
         return
-    from meshwise.report.server_fit_table import print_server_fit
+    from meshwise.report.fit import server_fit
 
-    print_server_fit(found, console())
+    print_parts(server_fit(found))
     print(f"wrote {output}; use it as serve --engine {output}")
 
 
@@ -252,26 +245,10 @@ def _print_options(program: Program) -> None:
     out.print(table)
 
 
-def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) -> None:
+def _show(outcome: Outcome | ScriptOutcome, csv: Path | None, json: bool, **shown: Any) -> None:
     if csv is not None:
         outcome.ledger.to_csv(csv)
-    if json:
-        print_json(outcome.to_json())
-    else:
-        from meshwise.report.script_table import print_outcome
-
-        print_outcome(outcome, console(), says_result=says_result)
-
-
-def _show_script(outcome: ScriptOutcome, csv: Path | None, json: bool) -> None:
-    if csv is not None:
-        outcome.ledger.to_csv(csv)
-    if json:
-        print_json(outcome.to_json())
-    else:
-        from meshwise.report.script_table import print_script
-
-        print_script(outcome, console())
+    show(outcome, json=json, **shown)
 
 
 def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> None:
@@ -290,9 +267,9 @@ def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> N
         of = {"program": outcome.program, "ranks": outcome.ranks, "rank": rank}
         print_json(of | found.to_json() | {"peak_bytes": outcome.peak_bytes})
     else:
-        from meshwise.report.script_table import print_comparison
+        from meshwise.report.script import difference_parts
 
-        print_comparison(found, console())
+        print_parts(difference_parts(found))
     if not found.agree:
         raise typer.Exit(1)
 

@@ -8,7 +8,8 @@ from typing import Any
 import typer
 
 from meshwise import api
-from meshwise.cli.output import console, print_json, write_html
+from meshwise.cli.job import print_unread
+from meshwise.cli.output import show
 from meshwise.core.options import options_of, takes
 
 
@@ -23,15 +24,9 @@ def rl(*, source: Path | None = None, html: Path | None = None, json: bool = Fal
     """
     unread = fill_in(asked, source) if source is not None else []
     found = api.rl(**asked)
-    write_html(found, html)
-    if json:
-        print_json(found.to_json() | ({"from": {"unread": unread}} if source is not None else {}))
-    else:
-        from meshwise.report.rl_table import print_rl
-
-        print_rl(found, console())
-        for sentence in unread:
-            console().print(f"not in the job: {sentence}")
+    document = found.to_json() | ({"from": {"unread": unread}} if source is not None else {})
+    show(found, document, json=json, html=html)
+    print_unread(() if json else unread, "job")
     if found.is_no:
         raise typer.Exit(1)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwise import api
-from meshwise.cli.job import fill_in, job_json, need_model
-from meshwise.cli.output import console, print_json, write_html
+from meshwise.cli.job import fill_in, job_json, need_model, print_unread
+from meshwise.cli.output import show, write_rows
 from meshwise.core.each import on_ray
 from meshwise.core.errors import WorkloadError
-from meshwise.core.files import check_writable, csv_text, write_text
+from meshwise.core.files import check_writable
 from meshwise.core.options import options_in, takes
 from meshwise.plan.plan import plan_choices
 
@@ -50,8 +50,7 @@ def search(
         plot: Draw the trade-offs: .png, .svg or .pdf.
     """
     from meshwise.report.chart_picture import check_format
-    from meshwise.report.pages import draw
-    from meshwise.report.search_table import print_search, print_study, search_rows
+    from meshwise.report.search import search_rows
     from meshwise.search.next_step import computed
     from meshwise.search.study import Goal
 
@@ -101,19 +100,10 @@ def search(
             found = api.search(on_plans=say.of_plans, **alone, **asked)
         found = found if present is None else replace(found, beside=present)
         document, ok = found.to_json(budget), bool(found.best)
-        write_html(found, html)
-    if csv is not None:
-        write_text(csv, csv_text(search_rows(document)))
-    if plot is not None:
-        draw(found, plot)
-    if json:
-        print_json(document | ({} if job is None else {"from": job_json(job)}))
-    elif vary:
-        print_study(found, console(), budget)
-    else:
-        print_search(found, console(), budget)
-        for sentence in job.unread if job is not None else ():
-            console().print(f"not in the plan: {sentence}", markup=False)
+    write_rows(csv, search_rows(document))
+    document |= {} if job is None else {"from": job_json(job)}
+    show(found, document, json=json, html=html, plot=plot, budget=budget)
+    print_unread(job.unread if job and not json else (), "plan")
     if not document["complete"]:
         print("meshwise: stopped; these are the best of what was priced", file=sys.stderr)
         sys.exit(130)
@@ -122,18 +112,8 @@ def search(
 
 
 OF_ONE_MACHINE = (
-    *(
-        "beside",
-        "software",
-        "top",
-        "assumptions",
-        "robust",
-        "capped",
-        "collectives",
-        "images",
-        "image_size",
-        "audio_s",
-    ),
+    *("beside", "software", "top", "assumptions", "robust", "capped", "collectives"),
+    *("images", "image_size", "audio_s"),
 )
 """Options of a search that a study of several machines does not have."""
 

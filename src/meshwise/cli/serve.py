@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from meshwise import api
-from meshwise.cli.output import console, print_json, write_html
+from meshwise.cli.output import show, write_rows
 from meshwise.core.each import on_ray
 from meshwise.core.errors import WorkloadError
-from meshwise.core.files import csv_text, write_text
 from meshwise.core.options import takes
 
 
@@ -48,31 +45,16 @@ def serve(
         raise WorkloadError("--plot shows layouts; add --pareto, or limits and a rate without tp")
     if (csv or trace) and found.load is None and (trace or found.sizing is None):
         raise WorkloadError("--csv and --trace show a load; give rate, concurrency or requests (or --pareto)")
-    if csv is not None:
-        columns = found.columns
-        write_text(csv, csv_text([list(columns), *zip(*columns.values(), strict=True)]))
-    if trace is not None and found.load is not None:
-        from meshwise.report.serve_trace import write_load_timeline
-
-        write_load_timeline(found.load.simulated, trace)
-    if plot is not None and found.sizing is not None:
-        from meshwise.report.pages import draw
-
-        draw(found, plot)
     if into is not None and found.deployment is None:
         raise WorkloadError(
             "--into is the folder of the files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack"
         )
+    columns = found.columns if csv is not None else {}
+    write_rows(csv, [list(columns), *zip(*columns.values(), strict=True)])
+    if trace is not None and found.load is not None:
+        from meshwise.report.serve_trace import write_load_timeline
+
+        write_load_timeline(found.load.simulated, trace)
     if into is not None and found.deployment is not None:
         found.deployment.write(into)
-    write_html(found, html)
-    if json:
-        print_json(found.to_json())
-    else:
-        from meshwise.report.serve_table import print_deployment, print_serving
-
-        print_serving(found, console())
-        if found.deployment is not None:
-            print_deployment(found.deployment, console(), with_files=into is None)
-    if found.is_no:
-        raise typer.Exit(1)
+    show(found, json=json, html=html, plot=plot, ok=not found.is_no, with_files=into is None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import console, print_json, write_rows
 from meshwise.core.errors import DataError
 
 
@@ -33,7 +33,6 @@ def sweep(
         plot: Where the figure goes [FILE.png].
     """
     from meshwise.core.each import on_ray
-    from meshwise.core.files import csv_text, write_text
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 
     wanted = read_sweep(file)
@@ -59,7 +58,7 @@ def sweep(
             raise
         rows = store.rows(wanted)
     table = csv or database.with_suffix(".csv")
-    write_text(table, csv_text(csv_rows(wanted, rows)))
+    write_rows(table, csv_rows(wanted, rows))
     from meshwise.report.sweep_report import draw_sweep, print_sweep
 
     figure = draw_sweep(wanted, rows, plot or database.with_suffix(".png"))

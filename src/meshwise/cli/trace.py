@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from meshwise import api
-from meshwise.cli.output import console, print_json, write_html
+from meshwise.cli.output import print_json, print_parts, show, write_rows
 from meshwise.core.errors import DataError
 from meshwise.core.options import options_of, takes
 
@@ -55,19 +55,11 @@ def explain(
 
     with on_ray(ray):
         found = api.explain(**asked)
-    write_html(found, html)
-    if json:
-        print_json(found.to_json())
-    else:
-        from meshwise.report.explain_table import print_explanation
-
-        print_explanation(found, console(), limit=limit, everything=all)
+    show(found, json=json, html=html, limit=limit, everything=all)
 
 
 def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any], *, json: bool) -> None:
     """Print the step log of a post-training job beside the prediction."""
-    from meshwise.report.rl_table import print_rl_log
-
     defaults = {name: option.default for name, option in options_of(api.explain).items()}
     others = [n for n in asked if n not in ("model", "cluster") and asked[n] not in (defaults[n], None, ())]
     if rl_log is None or others:
@@ -75,10 +67,7 @@ def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any],
             f"--from goes with --rl-log, a model and a cluster alone; leave {(others or ['it'])[0]} out"
         )
     found = api.explain_rl(rl_log, asked["model"], asked["cluster"], source)
-    if json:
-        print_json(found.to_json())
-    else:
-        print_rl_log(found, console())
+    show(found, json=json)
 
 
 def summary(
@@ -95,16 +84,13 @@ def summary(
 
     Who waits for whom; with --all also steps, collectives and clocks.
     """
-    from meshwise.report.trace_table import print_summary
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths, steps=steps)
-    if json:  # what is wrong with each file too, where none is readable
-        print_json(found.to_json())
+    if json and not found.traces:
+        print_json(found.to_json())  # what is wrong with each file
     found.check_readable()
-    write_html(found, html)
-    if not json:
-        print_summary(found, console(), limit=limit, everything=all)
+    show(found, json=json, html=html, limit=limit, everything=all)
 
 
 def merge(found: Summary, *, output: Path, max_slices: Slices | None = None) -> Found:
@@ -265,7 +251,7 @@ def diff(paths: list[Path], *, json: bool = False, limit: int = 15) -> None:
         sides = {"before": list(map(asdict, old.ranks)), "after": list(map(asdict, new.ranks))}
         print_json({"kernels": kernels} | sides)
     else:
-        _print([change_table(rows, limit=limit)])
+        print_parts([change_table(rows, limit=limit)])
 
 
 def ledger(paths: list[Path], *, steps: str = "", csv: Path | None = None, json: bool = False) -> None:
@@ -289,7 +275,6 @@ def query(words: list[str], *, csv: Path | None = None, json: bool = False, limi
     Args:
         words: Trace files or folders of them, and last the query.
     """
-    from meshwise.core.files import csv_text, write_text
     from meshwise.report.table import Table, cell_text
     from meshwise.trace.query import query as rows_of
 
@@ -297,7 +282,7 @@ def query(words: list[str], *, csv: Path | None = None, json: bool = False, limi
         raise DataError('name a folder of traces and a query: trace query DIR "SELECT ..."')
     found = rows_of(words[:-1], words[-1])
     if csv is not None:
-        write_text(csv, csv_text([found.columns, *found.iter_rows()]))
+        write_rows(csv, [found.columns, *found.iter_rows()])
     if json:
         print_json({"columns": found.columns, "rows": [list(row) for row in found.iter_rows()]})
     elif csv is None:
@@ -305,7 +290,7 @@ def query(words: list[str], *, csv: Path | None = None, json: bool = False, limi
             [cell_text(name, one) for name, one in zip(found.columns, row, strict=True)]
             for row in found.head(limit).iter_rows()
         ]
-        _print([Table(f"{min(limit, len(found))} of {len(found)} rows", found.columns, rows)])
+        print_parts([Table(f"{min(limit, len(found))} of {len(found)} rows", found.columns, rows)])
 
 
 def _of_traces(work: Callable[..., Found]) -> Callable[..., None]:
@@ -329,7 +314,7 @@ def _of_traces(work: Callable[..., Found]) -> Callable[..., None]:
         if json:
             print_json(document)
         else:
-            _print(parts)
+            print_parts(parts)
 
     verb.__name__, verb.__doc__ = work.__name__, work.__doc__
     return takes(work, without=("found",))(verb)
@@ -361,12 +346,6 @@ def _some(rows: Sequence[Any], missing: str) -> Sequence[Any]:
     if not rows:
         raise DataError(missing)
     return rows
-
-
-def _print(parts: Iterable[Table | str]) -> None:
-    screen = console()
-    for one in parts:
-        screen.print(one)
 
 
 def _cluster(text: str | None) -> machine.Cluster | None:

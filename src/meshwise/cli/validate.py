@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwise import api
-from meshwise.cli.output import console, print_json, write_html
+from meshwise.cli.output import show
 from meshwise.core.errors import DataError
 from meshwise.core.options import takes
 
@@ -62,19 +63,15 @@ def validate(
         worst: How many of the worst rows to print.
     """
     if cases is not None:
-        others = {
+        others: dict[str, Any] = {
             "--runs": runs,
             "--serving": serving,
             "--rl": rl,
             "--power": power,
             "--data": data,
-            "--leave-one-source-out": leave_one_source_out,
-            "--board": board,
-            "--mend": mend,
-            "--plot": plot,
-            "--write-docs": write_docs,
-            "--html": html,
         }
+        others |= {"--leave-one-source-out": leave_one_source_out, "--board": board, "--mend": mend}
+        others |= {"--plot": plot, "--write-docs": write_docs, "--html": html}
         if unused := [option for option, value in others.items() if value]:
             raise DataError(f"--cases compares its own file only; leave {unused[0]} out")
         _validate_cases(cases, json=json)
@@ -89,25 +86,14 @@ def validate(
         validation = predicted_by_others(validation, files)
     for warning in validation.warnings:
         typer.echo(warning, err=True)
-    if plot is not None:
-        from meshwise.report.pages import draw
-
-        draw(validation, plot)
     releases = _releases(validation, board, release, write_docs)
     if write_docs is not None:
         from meshwise.report.accuracy import write_accuracy
 
         write_accuracy(validation, write_docs, releases)
-    write_html(validation, html)
-    found = _mends(files) if mend else []
-    if json:
-        from dataclasses import asdict
-
-        print_json(validation.to_json() | ({"mends": [asdict(each) for each in found]} if mend else {}))
-    else:
-        from meshwise.report.accuracy_table import print_validation
-
-        print_validation(validation, console(), num_worst=worst, board=releases, mends=found)
+    mends = _mends(files) if mend else []
+    document = validation.to_json() | ({"mends": [asdict(each) for each in mends]} if mend else {})
+    show(validation, document, json=json, html=html, plot=plot, num_worst=worst, board=releases, mends=mends)
 
 
 def _releases(validation: Validation, board: Path | None, release: str, docs: Path | None) -> Board:
@@ -151,12 +137,6 @@ def _files(runs: list[Path] | None, others: list[Path], data: Path | None) -> li
 def _validate_cases(path: Path, *, json: bool) -> None:
     """Print how far a published model's cases are from ours; exit code 1 where one differs."""
     from meshwise.published.nersc import check_cases
-    from meshwise.report.cases_table import print_cases
 
     checked = check_cases(path)
-    if json:
-        print_json(checked.to_json())
-    else:
-        print_cases(checked, console())
-    if not checked.agrees:
-        raise typer.Exit(1)
+    show(checked, json=json, ok=checked.agrees)

@@ -48,11 +48,11 @@ class Shown:
         return found
 
     def __repr__(self) -> str:
-        text: str = import_module("meshwise.report.shown").text_of(self)
+        text: str = import_module("meshwise.report.pages").text_of(self)
         return text
 
     def _repr_html_(self) -> str:
-        return str(import_module("meshwise.report.shown").tables_of(self))
+        return str(import_module("meshwise.report.pages").tables_of(self))
 
 
 def frames(package: str) -> Any:

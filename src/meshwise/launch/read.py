@@ -268,10 +268,7 @@ def _titan_toml(stated: Settings) -> Settings:
 
 def shell_words(text: str, path: Path) -> list[str]:
     """The words of a shell script with its variables and arrays put in."""
-    try:
-        tokens = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise DataError(f"{path} is not a shell script that can be read: {error}") from None
+    tokens = _split(text.replace("\\\n", " "), path)
     known: dict[str, str] = {}
     words: list[str] = []
     array: str | None = None
@@ -286,15 +283,19 @@ def shell_words(text: str, path: Path) -> list[str]:
         elif start and not token.startswith("-"):
             known[start[1]] = _expand(start[2].strip("()"), known)
         else:
-            words += [word for part in _expand(token, known).split("\n") for word in _split(part)]
+            for part in _expand(token, known).split("\n"):  # a variable, or `bash -c '...'`
+                words += _split(part, path) if " --" in part or part.startswith("--") else [part]
     if not any(word.startswith("--") or "=" in word for word in words):  # a file of variables only
         words = " ".join(known.values()).split()
     return words
 
 
-def _split(text: str) -> list[str]:
-    """A word that holds a command line (a variable, or `bash -c '...'`) as its words."""
-    return shlex.split(text) if " --" in text or text.startswith("--") else [text]
+def _split(text: str, path: Path) -> list[str]:
+    """The words of a command line of the script `path`; DataError where a quotation has no end."""
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError as error:
+        raise DataError(f"{path} is not a shell script that can be read: {error}") from None
 
 
 def _expand(text: str, known: dict[str, str]) -> str:

@@ -13,20 +13,10 @@ from pathlib import Path
 from meshwise.calibrate.releases import Board
 from meshwise.calibrate.validate import Validation
 from meshwise.core.files import make_folder, write_text
-from meshwise.report.accuracy_page import TITLES, accuracy_picture
-from meshwise.report.accuracy_table import (
-    Table,
-    board_table,
-    coverage_text,
-    error_table,
-    group_tables,
-    lead_table,
-    order_text,
-    reasons_table,
-    worst_table,
-)
+from meshwise.report import validation as shown
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.html import static
+from meshwise.report.table import Table
 
 FIGURE = "accuracy_{}.png"
 NUM_WORST = 10
@@ -38,7 +28,7 @@ def write_accuracy(validation: Validation, folder: Path, board: Board | None = N
     make_folder(folder / "figures")
     lead = [replace(row, predicted=row.left_out) for row in validation.of("step_s") if row.left_out]
     runs = [row for row in validation.rows if row.quantity in OF_RUNS]
-    ops = [row for row in validation.rows if row.quantity in TITLES and row.quantity not in OF_RUNS]
+    ops = [row for row in validation.rows if row.quantity in shown.TITLES and row.quantity not in OF_RUNS]
     figures: list[str] = []
     for name, what, rows in (
         ("left_out", "step times predicted by the other sources", lead),
@@ -46,24 +36,39 @@ def write_accuracy(validation: Validation, folder: Path, board: Board | None = N
         ("ops", "predicted against measured", ops),
     ):
         if any(row.expressed for row in rows):
-            draw_picture(accuracy_picture(Validation(rows)), folder / "figures" / FIGURE.format(name))
+            draw_picture(shown.picture(Validation(rows)), folder / "figures" / FIGURE.format(name))
             figures.append(f"![{what}](figures/{FIGURE.format(name)})")
     write_text(folder / "accuracy.md", accuracy_markdown(validation, figures, board or {}))
 
 
 def accuracy_markdown(validation: Validation, figures: Sequence[str] = (), board: Board | None = None) -> str:
     """The page as text, its words from `static/accuracy.md`: step times in a table and a figure, then all."""
-    by_quantity = [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
-    lines = [*_markdown(lead_table(validation.of("step_s"))), *figures[:1], ""]
+    by_quantity = [(shown.TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
+    lines = [*_markdown(shown.lead_table(validation.of("step_s"))), *figures[:1], ""]
     if board:
-        lines += ["## Every release, on the same rows", "", *_markdown(board_table(board, validation.rows))]
-    lines += ["## Every quantity", "", *_markdown(error_table("all rows", by_quantity)), *figures[1:], ""]
+        lines += [
+            "## Every release, on the same rows",
+            "",
+            *_markdown(shown.board_table(board, validation.rows)),
+        ]
+    lines += [
+        "## Every quantity",
+        "",
+        *_markdown(shown.error_table("all rows", by_quantity)),
+        *figures[1:],
+        "",
+    ]
     for label, rows in by_quantity:
         lines += [f"## {label}", ""]
-        for table in (*group_tables(rows), worst_table(rows, NUM_WORST)):
+        for table in (*shown.group_tables(rows), shown.worst_table(rows, NUM_WORST)):
             lines += _markdown(table)
-        lines += [line for text in (coverage_text(rows), order_text(rows)) if text for line in (text, "")]
-    lines += ["## Rows that are not expressed", "", *(_markdown(reasons_table(validation.rows)))]
+        lines += [
+            line
+            for text in (shown.coverage_text(rows), shown.order_text(rows))
+            if text
+            for line in (text, "")
+        ]
+    lines += ["## Rows that are not expressed", "", *(_markdown(shown.reasons_table(validation.rows)))]
     return static("accuracy.md").replace("<!-- tables -->", "\n".join(lines))
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
 from meshwise.report.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 COLORS = ("#4a8fc2", "#e0812c", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da8bc3", "#7f7f7f")
 LIMIT_COLOR, FRONT_COLOR, SUM_COLOR, ROOF_COLOR = "#d62728", "#d62728", "#7f7f7f", "#7f7f7f"
@@ -133,6 +136,10 @@ class Chart:
     table: Table | None = None
     height: int = 320
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.table is not None:
+            yield self.table
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -158,7 +165,9 @@ def waterfall(
         texts=[*(f"{show(value)}  {value / whole:.0%}" for value in values), show(whole)],
     )
     rows = [(name, show(value), f"{value / whole:.1%}") for name, value in shown.items()]
-    table, height = Table("", ("part", "value", "share"), rows), 90 + 26 * (len(values) + 1)
+    shares = [*(value / whole for value in values), 0.0]
+    columns, rows = ("part", "value", "share"), [*rows, ("total", show(whole), "100%")]
+    table, height = Table(title, columns, rows, shares=shares), 90 + 26 * len(rows)
     return Chart(title, [bars], ChartAxis(unit=unit, low=0.0, high=1.02 * whole), table=table, height=height)
 
 

@@ -1,9 +1,8 @@
 """Results as HTML: the page in the browser, a self-contained file and a notebook show the same sections.
 
-A result is described once, as a `Page` of sections: sentences, tables, and charts with a caption that states
-the finding and the numbers as a table. Python writes all of the
-HTML; `static/draw.js` only hands each figure to plotly with the colours of the page. Text from a user is
-escaped here.
+A result is described once (`report.answer`): sentences, tables, and charts with a caption that states the
+finding and the numbers as a table. Python writes all of the HTML; `static/draw.js` only hands each figure to
+plotly with the colours of the page. Text from a user is escaped here.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import base64
 import hashlib
 import html
 import importlib.util
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,41 +20,9 @@ import msgspec
 
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.files import check_writable, write_text
-from meshwise.report.chart import Chart
+from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.chart_page import plotly_figure
-from meshwise.report.table import Table
-
-
-@dataclass(frozen=True, slots=True)
-class PageLink:
-    """A cell that leads to an address or, in the page in the browser only, to a `#state` of the page."""
-
-    text: str
-    href: str
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Sentences, as a list."""
-
-    title: str
-    lines: Sequence[str]
-
-
-Section = Table | Chart | Text
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What is shown of one result: a title, the answer in one sentence, and sections.
-
-    `ok` is False where the answer is no.
-    """
-
-    title: str
-    headline: str
-    sections: Sequence[Section]
-    ok: bool = True
+from meshwise.report.table import Facts, Table
 
 
 def write_page(page: Page, path: Path) -> None:
@@ -117,10 +83,16 @@ def _sha256(text: str) -> str:
 
 
 def _section(section: Section, place: int, links: bool) -> str:
+    if isinstance(section, str):
+        return f"<p>{escape(section)}</p>"
+    if isinstance(section, Facts):
+        section = Table("", ("", " "), section.rows, left=("", " "))
     title = f"<h2>{escape(section.title)}</h2>" if section.title else ""
     if isinstance(section, Table):
         return f"<section>{title}{_table(section, links)}</section>"
     if isinstance(section, Text):
+        if section.verbatim:
+            return f"<section>{title}<pre>{escape(section)}</pre></section>"
         lines = "".join(f"<li>{escape(line)}</li>" for line in section.lines)
         return f"<section>{title}<ul>{lines}</ul></section>"
     figure = msgspec.json.encode(plotly_figure(section), enc_hook=_plain).decode()

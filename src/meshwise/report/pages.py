@@ -1,37 +1,56 @@
-"""The page and the picture of any result: found by its class, built in the module of that name."""
+"""The parts, the page and the picture of any result: found by its class, stated in a module of its own."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwise.report.chart import Picture
-from meshwise.report.chart_picture import draw_picture
-from meshwise.report.html import Page, write_page
+from meshwise.report.answer import Page, Section, Text
+from meshwise.report.chart import Chart, Picture
+from meshwise.report.table import Table
 
-_PAGES = {
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MODULES = {
+    "CaseCheck": "cases",
+    "CardFit": "card",
+    "CollectiveTimes": "collective",
+    "Comparison": "compare",
     "Estimate": "estimate",
-    "Result": "search",
-    "Study": "study",
-    "ServingAnswer": "serve",
-    "RlAnswer": "rl",
-    "Frontier": "frontier",
-    "Summary": "trace",
     "Explanation": "explain",
-    "Validation": "accuracy",
+    "Frontier": "frontier",
+    "Launch": "launch",
+    "Outcome": "outcome",
+    "PublishedStep": "published",
+    "Result": "search",
+    "RlAnswer": "rl",
+    "RlExplanation": "rl_log",
+    "ScriptOutcome": "script",
+    "ServingAnswer": "serve",
+    "Study": "study",
+    "Summary": "trace",
+    "Validation": "validation",
 }
+"""The module of this folder that states what is shown of a result, by its class."""
+_WIDTH = 120
+"""Characters of a line, as of a command in a pipe."""
+_MOST_ROWS = 15
+"""Rows of each table in a notebook; a frame has all."""
 
 
 def page_of(result: Any) -> Page:
     """The page of a result of `estimate`, `search`, `serve`, `frontier`, `explain`, `validate`, of traces."""
-    page: Page = _built(result, "page")
+    page: Page = _module(result).page(result)
     return page
 
 
-def _built(result: Any, what: str) -> Any:
-    name = _PAGES[type(result).__name__]
-    return getattr(import_module(f"meshwise.report.{name}_page"), f"{name}_{what}")(result)
+def _module(result: Any) -> Any:
+    return import_module(f"meshwise.report.{_MODULES[type(result).__name__]}")
 
 
 def write_html(result: Any, path: str | Path) -> None:
@@ -39,6 +58,8 @@ def write_html(result: Any, path: str | Path) -> None:
 
     Raises DataError where it cannot be written, MissingExtraError without plotly.
     """
+    from meshwise.report.html import write_page
+
     write_page(page_of(result), Path(path))
 
 
@@ -47,4 +68,44 @@ def draw(result: Any, path: str | Path) -> None:
 
     Raises DataError for another ending and where it cannot be written, MissingExtraError without matplotlib.
     """
-    draw_picture(result if isinstance(result, Picture) else _built(result, "picture"), Path(path))
+    from meshwise.report.chart_picture import draw_picture
+
+    draw_picture(result if isinstance(result, Picture) else _module(result).picture(result), Path(path))
+
+
+def print_result(result: Any, console: Console, **shown: Any) -> None:
+    """Print the parts of `result` that `shown` asks for."""
+    print_parts(_module(result).parts(result, **shown), console)
+
+
+def print_parts(parts: Iterable[Section], console: Console) -> None:
+    """Print parts one below the other."""
+    for part in parts:
+        if not isinstance(part, Text):
+            console.print(part)
+        elif part.lines:
+            console.print(str(part), soft_wrap=part.verbatim)
+
+
+def text_of(result: Any) -> str:
+    """What the command line prints of `result`."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    print_result(result, Console(file=file, width=_WIDTH, highlight=False, markup=False))
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
+
+
+def tables_of(result: Any) -> str:
+    """The same as small HTML: its tables, and its sentences between them."""
+    from meshwise.report.html import sections_html
+
+    parts = (part.table if isinstance(part, Chart) else part for part in _module(result).parts(result))
+    return "".join(sections_html(map(_few_rows, filter(None, parts))))
+
+
+def _few_rows(part: Section) -> Section:
+    if not isinstance(part, Table) or len(part.rows) <= _MOST_ROWS:
+        return part
+    title = f"{part.title} ({_MOST_ROWS} of {len(part.rows):,} rows)".strip()
+    return replace(part, title=title, rows=part.rows[:_MOST_ROWS])

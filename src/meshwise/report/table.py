@@ -31,7 +31,8 @@ class Table:
     """Rows with one cell for each of `columns` (text, number, a link of a page); None is an empty cell.
 
     The columns named in `left` are flush left (None: the first one), all others flush right. `no_wrap`: a
-    row is one line, so a terminal shortens the names in columns that are flush left.
+    row is one line, so a terminal shortens the names in columns that are flush left. `shares` are drawn on a
+    terminal as a bar behind each row.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Table:
     rows: Sequence[Sequence[object]]
     left: Collection[str] | None = None
     no_wrap: bool = False
+    shares: Sequence[float] = ()
 
     def is_left(self, column: str) -> bool:
         """Whether a column is flush left."""
@@ -53,6 +55,9 @@ class Table:
             _Column(name, [row[i] for row in rows], self.is_left(name), self.no_wrap)
             for i, name in enumerate(self.columns)
         ]
+        if self.shares:
+            bars = [bar(share, 40) for share in self.shares]
+            columns.append(_Column("", bars, is_left=True, no_wrap=False))
         title = self.title or None
         for block in _blocks(columns, options.max_width):
             drawn = Drawn(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
@@ -192,6 +197,11 @@ def records_table(
     }
     filled = {heading: column for heading, column in cells.items() if any(cell != "" for cell in column)}
     return Table(title, tuple(filled), list(zip(*filled.values(), strict=True)), left=left, no_wrap=True)
+
+
+def bar(share: float, width: int) -> str:
+    """A share as a bar, at least one character long; the whole is `width` of them."""
+    return "█" * max(1, round(width * share)) if share else ""
 
 
 def short(text: str, width: int = MOST_CHARACTERS) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
+from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
-from meshwise.report.html import Page, Section, Text
 from meshwise.report.trace_table import (
     MANY_RANKS,
     NOTHING,

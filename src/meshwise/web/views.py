@@ -27,15 +27,14 @@ from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
 from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import KEYS, plan_keys, plan_text
 from meshwise.published.frontier import OPTIONS
-from meshwise.report.accuracy_page import accuracy_page
-from meshwise.report.estimate_page import compare_page, estimate_page, op_sections, summary_page
-from meshwise.report.explain_page import explain_page
-from meshwise.report.frontier_page import frontier_page
-from meshwise.report.html import Page, Text, html_page, sections_html
-from meshwise.report.rl_page import rl_page
-from meshwise.report.search_page import search_page
-from meshwise.report.serve_page import serve_page
-from meshwise.report.trace_page import trace_page
+from meshwise.report import frontier as frontiers
+from meshwise.report import search as searched
+from meshwise.report import serve as served
+from meshwise.report.answer import Page, Text
+from meshwise.report.estimate import op_sections, summary_page
+from meshwise.report.html import html_page, sections_html
+from meshwise.report.pages import page_of
+from meshwise.report.two_plans import compare_page
 from meshwise.web.drop import Drop
 from meshwise.web.forms import COUNTS, DEGREES
 from meshwise.web.pool import Hear
@@ -226,7 +225,7 @@ def _save(context: Question, **_: Any) -> dict[str, Any]:
     name = re.sub(
         "[^a-z0-9.]+", "-", f"{found.model.name}-{found.cluster.name}-{plan_text(found.plan)}".lower()
     )
-    return {"name": f"{name[:80]}.html", "text": html_page(estimate_page(found))}
+    return {"name": f"{name[:80]}.html", "text": html_page(page_of(found))}
 
 
 def _machine(context: Question, **asked: Any) -> dict[str, Any]:
@@ -278,7 +277,7 @@ def search(
     """
     kept = ("model", "config", "cluster", "machine", "batch", "seq")
     job = {name: context.state[name] for name in kept if context.state.get(name)}
-    return _shown(search_page(_result(api.search, "search", context.state), color=color, job=job))
+    return _shown(searched.page(_result(api.search, "search", context.state), color=color, job=job))
 
 
 @takes(api.serve, _own, without=("pareto",))
@@ -289,13 +288,13 @@ def serve(context: Question, **asked: Any) -> dict[str, Any]:
     formats = ",".join(item for item in asked["plan"].split(",") if item.partition("=")[0].endswith("dtype"))
     same = ("model", "cluster", "prompt", "output", "token_s", "ttft_s")
     layouts = {name: asked[name] for name in same}
-    return _shown(serve_page(found, found.sizing or api.serve(**layouts, plan=formats, pareto=True).sizing))
+    return _shown(served.page(found, found.sizing or api.serve(**layouts, plan=formats, pareto=True).sizing))
 
 
 @takes(api.rl, _own, without=("lengths",))
 def rl(context: Question, **asked: Any) -> dict[str, Any]:
     """A step of post-training, phase by phase, and the best split where it is left open."""
-    return _shown(rl_page(api.rl(**options_in(asked, api.rl))))
+    return _shown(page_of(api.rl(**options_in(asked, api.rl))))
 
 
 @takes(api.frontier)
@@ -314,7 +313,7 @@ def frontier(
     settings = asked | {"elem_bytes": elem_bytes, "num_experts": num_experts}
     settings["device_s_between_interruptions"] = 3.6e6 * mtbf_hours
     first, *others = (api.frontier(name, **settings) for name in filter(None, (chip, beside)))
-    return _shown(frontier_page(first, others))
+    return _shown(frontiers.page(first, others))
 
 
 @takes(api.explain, _own, without=("traces",))
@@ -329,10 +328,10 @@ def traces(context: Question, *, path: str = "", **asked: Any) -> dict[str, Any]
 
     summary = summarize_paths([folder], steps=asked["steps"])
     summary.check_readable()
-    page = trace_page(summary)
+    page = page_of(summary)
     job = options_in(asked, api.explain)
     if any(value for name, value in job.items() if name not in ("steps", "kind")):
-        joined = explain_page(api.explain(folder, **job))
+        joined = page_of(api.explain(folder, **job))
         page = replace(page, sections=[Text("", [joined.headline]), *joined.sections, *page.sections])
     return _shown(page)
 
@@ -358,7 +357,7 @@ def accuracy(
         and quantity in ("", row.quantity)
         and abs(row.error_frac or 0.0) >= worse / 100
     ]  # fmt: skip
-    return _shown(accuracy_page(replace(found, rows=rows)))
+    return _shown(page_of(replace(found, rows=rows)))
 
 
 @lru_cache(1)

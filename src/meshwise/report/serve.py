@@ -1,14 +1,18 @@
-"""What an inference server gives, as text and a table."""
+"""What an inference server gives: the answer, why, and what else there is; on a page the trade-offs drawn."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 
 from meshwise.core.units import duration, with_prefix
+from meshwise.report.answer import Page, Section, Text
+from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.table import Table
 from meshwise.serve.answer import ServingAnswer
 from meshwise.serve.deployment import Deployment
@@ -16,7 +20,7 @@ from meshwise.serve.energy import energy
 from meshwise.serve.load import LoadResult
 from meshwise.serve.screen import layout_text
 from meshwise.serve.serving import Serving
-from meshwise.serve.size import Sizing
+from meshwise.serve.size import Choice, Sizing
 
 _HEADINGS = (
     *("sequences", "a token", "tokens/s\na GPU", "with\nprompts", "memory", "experts"),
@@ -24,39 +28,37 @@ _HEADINGS = (
 )
 
 
-def print_serving(answer: ServingAnswer, console: Console) -> None:
-    """Print the answer, then why, then what else there is: alternatives, or running sequences."""
+def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section]:
+    """The answer, then why, then what else there is: alternatives, running sequences, what runs the fleet."""
     document = answer.to_json()
     if answer.sizing is not None and answer.load is not None:
-        _print_sized(answer, document, console)
+        yield from _sized(answer, document)
     else:
-        _print_one(answer, document, console)
+        yield from _one(answer, document)
     if answer.sizing is not None and answer.has_details:
-        _print_details(answer.sizing, console)
+        yield from _details(answer.sizing)
     if answer.has_details and document["passes"]:
-        console.print(passes_table(document))
-    if document["passes"]:
-        for note in document["notes"]:
-            console.print(f"note: {note}")
+        yield passes_table(document)
+    yield Text("Notes", document["notes"] if document["passes"] else [], "note: ")
+    if answer.deployment is not None:
+        yield from _deployment(answer.deployment, with_files=with_files)
 
 
-def _print_sized(answer: ServingAnswer, document: Mapping[str, Any], console: Console) -> None:
+def _sized(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section]:
     """The fewest GPUs, or dollars, for a load within its limits."""
     sizing, load = answer.sizing, answer.load
     assert sizing is not None and load is not None
-    for line in sized_lines(answer):
-        console.print(line)
-    _print_costs(answer, console)
-    console.print(latency_table(document))
-    for line in _fleet_lines(document):
-        console.print(line)
+    yield from sized_lines(answer)
+    yield from _costs(answer)
+    yield latency_table(document)
+    yield from _fleet_lines(document)
     found = sizing.to_json()
     if found["best_of_each"]:
-        console.print("the best of each chip, of one pool and of two:")
-        console.print(choices_table(found["best_of_each"], ("batch", "binds", "tokens/s\na GPU")))
+        yield "the best of each chip, of one pool and of two:"
+        yield choices_table(found["best_of_each"], ("batch", "binds", "tokens/s\na GPU"))
     else:
-        console.print("simulated:")
-        console.print(choices_table(found["simulated"][-4:]))
+        yield "simulated:"
+        yield choices_table(found["simulated"][-4:])
 
 
 def sized_lines(answer: ServingAnswer) -> Iterator[str]:
@@ -111,7 +113,7 @@ def _layout(of: Serving) -> str:
     return f"({plan} on {of.num_chips} {of.cluster.chip.name})"
 
 
-def _print_one(answer: ServingAnswer, document: Mapping[str, Any], console: Console) -> None:
+def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section]:
     """One server, under its load if there is one; what memory and an idle engine give."""
     cluster, plan = document["cluster"], document["plan"]
     silent = {"imbalance": 1.0, "cp": 1, "pp": 1}
@@ -119,44 +121,42 @@ def _print_one(answer: ServingAnswer, document: Mapping[str, Any], console: Cons
     keys = ", ".join(
         f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
     )
-    console.print(f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}")
+    yield f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}"
     if answer.num_instances > 1:
         load = "which share the load" if answer.load else "of which this is one"
-        console.print(f"no plan was stated: the cluster holds {answer.num_instances} such instances, {load}")
+        yield f"no plan was stated: the cluster holds {answer.num_instances} such instances, {load}"
     if answer.load is not None:
-        _print_load(answer.load, console)
-        _print_costs(answer, console)
-    console.print(
+        yield from _load(answer.load)
+        yield from _costs(answer)
+    yield (
         f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "
         f"{with_prefix(document['cache_bytes_per_sequence'], 'B')} a GPU for a sequence of "
         f"{document['prompt']} + {document['output']} tokens"
     )
     first_s, kernels_s = document["first_token_s"], document["first_token_kernels_s"]
     kernels = f" (kernels {duration(kernels_s)})" if first_s != kernels_s else ""
-    console.print(
+    yield (
         f"first token after {duration(first_s)}{kernels}; "
         f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
     )
     if document["max_sequences"]:
-        console.print(f"room for {document['max_sequences']:,} sequences")
+        yield f"room for {document['max_sequences']:,} sequences"
     else:
-        console.print(
-            "out of memory: not one sequence fits beside the weights; use more GPUs or a narrower type"
-        )
+        yield ("out of memory: not one sequence fits beside the weights; use more GPUs or a narrower type")
     if answer.token_s is not None:
         within = document["sequences_within_limit"]
-        console.print(f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences")
+        yield f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences"
 
 
-def _print_costs(answer: ServingAnswer, console: Console) -> None:
+def _costs(answer: ServingAnswer) -> Iterator[Section]:
     """Watts and dollars, where they are known."""
     if answer.load is not None and (power := energy(answer.load))["power_watts"]:
-        console.print(
+        yield (
             "{gpus:,.0f} W of GPUs, {wall:,.0f} W at the wall".format(**power["power_watts"])
             + f"; {power['joule_per_output_token']:.3g} J an output token"
         )
     if answer.cost:
-        console.print(
+        yield (
             "${usd_per_hour:,.2f} an hour; ${usd_per_million_input_tokens:.3g} a million tokens in, "
             "${usd_per_million_output_tokens:.3g} out".format(**answer.cost)
         )
@@ -201,25 +201,25 @@ _CHOICES = (
 )
 
 
-def _print_details(sizing: Sizing, console: Console) -> None:
-    """Print what was simulated, and the trade-offs."""
+def _details(sizing: Sizing) -> Iterator[Section]:
+    """What was simulated, and the trade-offs."""
     document = sizing.to_json()
-    console.print(
+    yield (
         f"{document['configurations_considered']:,} configurations in {duration(document['elapsed_s'])} "
         f"({document['configurations_per_s']:,.0f}/s)"
     )
     if document["simulated"]:
-        console.print("simulated, of each kind the cheapest first:")
-        console.print(choices_table(document["simulated"]))
+        yield "simulated, of each kind the cheapest first:"
+        yield choices_table(document["simulated"])
     elif not sizing.choices:
-        console.print("no layout of this cluster fits and keeps the limits")
+        yield "no layout of this cluster fits and keeps the limits"
         if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
             least = f"{duration(sizing.least_ttft_s)}, of a token {duration(sizing.least_tpot_s)}"
-            console.print(f"the least of a first token is {least}; allow more than that")
+            yield f"the least of a first token is {least}; allow more than that"
     every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
     if document["pareto"]:
-        console.print("trade-offs, in closed form:")
-        console.print(choices_table(document["pareto"][::every]))
+        yield "trade-offs, in closed form:"
+        yield choices_table(document["pareto"][::every])
 
 
 MAX_TRADE_OFFS = 16
@@ -255,25 +255,24 @@ def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _print_load(load: LoadResult, console: Console) -> None:
-    """Print what clients measure."""
+def _load(load: LoadResult) -> Iterator[Section]:
+    """What clients measure."""
     document = load.to_json()
-    console.print(
+    yield (
         f"under load ({document['engine']}, {_counted(document)}): {document['requests_per_s']:.4g} "
         f"requests/s, {document['output_tokens_per_s_per_gpu']:,.0f} output tokens/s a GPU; up to "
         f"{document['peak_sequences']:,} sequences, {document['peak_cache_frac']:.0%} of the cache"
     )
     if load.queue_grows:
-        console.print(load.notes[0])
+        yield load.notes[0]
         return
     if document["within_limits_frac"] is not None:
-        console.print(
+        yield (
             f"{document['within_limits_frac']:.1%} of the requests within the limits: "
             f"goodput {document['goodput_per_s']:.4g} requests/s"
         )
-    for line in _fleet_lines(document):
-        console.print(line)
-    console.print(latency_table(document))
+    yield from _fleet_lines(document)
+    yield latency_table(document)
 
 
 def _fleet_lines(document: Mapping[str, Any]) -> Iterator[str]:
@@ -308,17 +307,112 @@ def latency_table(document: Mapping[str, Any]) -> Table:
     return Table("", ("", *columns), rows)
 
 
-def print_deployment(deployment: Deployment, console: Console, *, with_files: bool) -> None:
-    """Print what runs the fleet, the commands, and what is not expressed."""
+def _deployment(deployment: Deployment, *, with_files: bool) -> Iterator[Section]:
+    """What runs the fleet, the commands, and what is not expressed."""
     for name, text in deployment.files.items():
         if with_files and name != "load.jsonl":
-            console.print(f"\n--- {name}\n{text.rstrip()}", markup=False, soft_wrap=True)
+            yield Text(name, [f"\n--- {name}\n{text.rstrip()}"], verbatim=True)
         else:
-            console.print(f"{name}: {text.count(chr(10)):,} lines", markup=False)
-    console.print("apply, then load:")
-    for command in deployment.commands:
-        console.print(f"  {command}", markup=False, soft_wrap=True)
+            yield f"{name}: {text.count(chr(10)):,} lines"
+    commands = [f"  {command}" for command in deployment.commands]
+    yield Text("Apply", ["apply, then load:", *commands], verbatim=True)
     if deployment.not_expressed:
-        console.print("not expressed:")
-    for sentence in deployment.not_expressed:
-        console.print(f"  {sentence}", markup=False)
+        yield Text("Not expressed", ["not expressed:", *(f"  {one}" for one in deployment.not_expressed)])
+
+
+def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
+    """The same as a page; the trade-offs of `sizing` (by default the answer's own) are drawn beside it."""
+    of, sizing = answer.serving, sizing or answer.sizing
+    if answer.sizing is not None and answer.load is not None:
+        headline = "; ".join(sized_lines(answer))
+    elif answer.max_sequences:
+        headline = (
+            f"first token after {duration(answer.first_token_s)}, room for {answer.max_sequences:,} "
+            f"sequences of {of.prompt} + {of.output} tokens"
+        )
+    else:
+        headline = "out of memory: not one sequence fits beside the weights"
+    bests = [one.to_json() for one in sizing.bests] if sizing and answer.sizing is None else []
+    table = replace(choices_table(bests), title="The best of each chip, of one pool and of two")
+    sections: list[Section] = [
+        *parts(answer),
+        *([table] if bests else []),
+        *([_latency(answer.load)] if answer.load is not None else []),
+        *([_trade(answer)] if answer.passes else []),
+        *([_layouts(sizing)] if sizing and sizing.trade_offs else []),
+    ]
+    return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, not answer.is_no)
+
+
+def _name(answer: ServingAnswer) -> str:
+    stated = (f"{key}={value}" for key, value in answer.serving.plan.items() if value not in (None, False, 1))
+    plan = ", ".join(stated) or "one GPU"
+    return f"{answer.serving.cluster.num_chips} x {answer.serving.cluster.chip.name}: {plan}"
+
+
+_AXES = ChartAxis("output tokens/s a user", low=0.0), ChartAxis("output tokens/s a GPU", low=0.0)
+
+
+def _trade(answer: ServingAnswer) -> Chart:
+    rows = [row for row in answer.passes if row["fits"]]
+    line = Series(
+        [row["tokens_per_s_per_sequence"] for row in rows],
+        [row["with_prefill_per_s_per_gpu"] for row in rows],
+        texts=[f"{row['sequences']:,} running, {duration(row['token_s'])} a token" for row in rows],
+        size=6,
+    )
+    most = max(rows, default=None, key=lambda row: row["sequences"])
+    finding = "" if most is None else (
+        f"With {most['sequences']:,} sequences a user gets {most['tokens_per_s_per_sequence']:,.0f} tokens/s "
+        f"and a GPU gives {most['with_prefill_per_s_per_gpu']:,.0f}, the time for prompts included."
+    )  # fmt: skip
+    title = "User speed against GPU throughput of this layout"
+    return Chart(title, [line], *_AXES, finding, passes_table(answer.to_json()), 380)
+
+
+def _layouts(sizing: Sizing) -> Chart:
+    """Every choice by chip, those with a prefill pool hollow, and the front that none is beyond."""
+    groups: dict[tuple[str, bool], list[Choice]] = {}
+    for choice in sizing.choices:
+        pools = choice.fleet.prefill
+        chips = dict.fromkeys(one.cluster.chip.name for one in (pools, choice.fleet.serving) if one)
+        groups.setdefault((" + ".join(chips), pools is not None), []).append(choice)
+    colors = dict(zip(dict.fromkeys(name for name, _ in groups), itertools.cycle(COLORS), strict=False))
+    marks = [
+        Series(*_speeds(members), name + ", separate prefill" * apart, colors[name], "", size=5,
+               symbol="circle-open" if apart else "circle")
+        for (name, apart), members in groups.items()
+    ]  # fmt: skip
+    rows = [one.to_json() for one in sizing.trade_offs]
+    texts = [f"{row['num_gpus']} GPUs: {row['workers']} x {row['layout']}" for row in rows]
+    marks.append(Series(*_speeds(sizing.trade_offs), "Pareto front", FRONT_COLOR, size=4, texts=texts))
+    finding = f"What no other of {sizing.num_considered:,} layouts and batches beats, prompts counted in."
+    user = replace(_AXES[0], log=True, low=None)
+    return Chart("Pareto front of all layouts", marks, user, _AXES[1], finding, choices_table(rows), 420)
+
+
+def _speeds(choices: Sequence[Choice]) -> tuple[list[float], list[float]]:
+    """Tokens a second of a user, and of a GPU."""
+    return [1.0 / one.tpot_s for one in choices], [one.tokens_per_s_per_gpu for one in choices]
+
+
+def picture(answer: ServingAnswer) -> Picture:
+    """The trade-offs between all layouts of a sizing."""
+    assert answer.sizing is not None
+    return Picture(
+        [[_layouts(answer.sizing)]], f"{answer.serving.model.name} on {answer.serving.cluster.name}"
+    )
+
+
+def _latency(load: LoadResult) -> Chart:
+    served, shares = load.served, np.linspace(0, 100, 101)
+    latencies = {"first token": served.ttft_s, "each token after": served.tpot_s}
+    lines = [
+        Series(np.percentile(seconds, shares), shares, name, color)
+        for (name, seconds), color in zip(latencies.items(), COLORS, strict=False)
+        if seconds.size
+    ]
+    document = load.to_json()
+    finding = f"Requests within a latency: {document['num_requests']:,} requests on {document['engine']}."
+    seconds, share = ChartAxis("latency", "s", log=True), ChartAxis("% of requests", low=0.0, high=101.0)
+    return Chart("Latency under load", lines, seconds, share, finding, latency_table(document))

@@ -1,27 +1,36 @@
-"""Errors as tables, for the console and for a page: the summary, each group of rows, the worst rows."""
+"""Predicted against measured: the errors in short, of each group, the worst rows; on a page every row."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from meshwise.calibrate import validate as held
 from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
 from meshwise.calibrate.mend import Mend
 from meshwise.calibrate.releases import Board, errors_by_release
 from meshwise.calibrate.runs import publication
-from meshwise.calibrate.validate import (
-    Prediction,
-    Validation,
-    competing,
-    coverage_by_source_frac,
-    coverage_frac,
-)
+from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
+from meshwise.core.errors import DataError
 from meshwise.core.units import duration, with_prefix
+from meshwise.report.answer import Page, PageLink, Section, Text
+from meshwise.report.chart import COLORS, LINES, SUM_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.table import Table, percent
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
+TITLES = {
+    **{"step_s": "Step time", "memory_bytes": "Memory per GPU", "ttft_s": "First token", "tpot_s": "Token"},
+    **{
+        "gemm_s": "Matmul",
+        "attention_s": "Attention",
+        "decode_s": "Decode attention",
+        "experts_s": "Experts",
+    },
+    **{"collective_s": "Collective", "dispatch_s": "Dispatch and combine"},
+    **{"chip_watts": "Power of a chip", "node_watts": "Power of a node"},
+}
+"""What a quantity is called."""
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")
 
@@ -164,7 +173,7 @@ def order_text(rows: Sequence[Prediction]) -> str:
     """How much slower than the measured best the plans are that we rank first; "" where none compete."""
     losses = [
         order_loss([row.measured or 0.0 for row in group], [row.predicted or 0.0 for row in group])
-        for group in competing(rows)
+        for group in held.competing(rows)
     ]
     if not losses:
         return ""
@@ -177,7 +186,7 @@ def order_text(rows: Sequence[Prediction]) -> str:
 
 def coverage_text(rows: Sequence[Prediction]) -> str:
     """How many measurements lie in their intervals, by rows and by sources; "" where there are none."""
-    of_rows, of_sources = coverage_frac(rows), coverage_by_source_frac(rows)
+    of_rows, of_sources = coverage_frac(rows), held.coverage_by_source_frac(rows)
     if of_rows is None or of_sources is None:
         return ""
     return (
@@ -199,29 +208,89 @@ def _parts_text(row: Prediction) -> str:
     return ", ".join(f"{name} {quantity_text(value, row.quantity)}" for name, value in largest)
 
 
-def print_validation(
-    validation: Validation,
-    console: Console,
-    *,
-    num_worst: int = 10,
-    board: Board | None = None,
-    mends: Sequence[Mend] = (),
-) -> None:
-    """Print all quantities, earlier releases, what would mend runs, and what could not be expressed."""
+def parts(
+    validation: Validation, *, num_worst: int = 10, board: Board | None = None, mends: Sequence[Mend] = ()
+) -> Iterator[Section]:
+    """All quantities, earlier releases, what would mend runs, and what could not be expressed."""
+    tables: list[Table] = []
     for quantity in validation.quantities:
         rows = validation.of(quantity)
-        print_table(error_table(quantity, [("all", rows)]), console)
-        for shown in (*group_tables(rows), worst_table(rows, num_worst)):
-            print_table(shown, console)
-    if order := order_text(validation.of("step_s")):
-        console.print(order)
-    if board:
-        print_table(board_table(board, validation.rows), console)
-    print_table(mend_table(mends), console)
-    print_table(reasons_table(validation.rows), console)
+        tables += [error_table(quantity, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
+    yield from (table for table in tables if table.rows)
+    yield Text("Order", list(filter(None, [order_text(validation.of("step_s"))])))
+    others = board_table(board or {}, validation.rows if board else []), mend_table(mends)
+    yield from (table for table in (*others, reasons_table(validation.rows)) if table.rows)
 
 
-def print_table(shown: Table, console: Console) -> None:
-    """Print a table, if it has rows."""
-    if shown.rows:
-        console.print(shown)
+def page(validation: Validation) -> Page:
+    """The error of every row, and of each quantity in short."""
+    errors = error_table("quantity", [(name, validation.of(name)) for name in validation.quantities])
+    rows = errors.rows
+    sections: list[Section] = [replace(errors, title="Errors")]
+    sections += [_quantity_chart(quantity, validation.of(quantity)) for quantity in validation.quantities]
+    num = f"{len(validation.rows):,} measured numbers"
+    headline = f"{num}; the median error of {rows[0][0]} is {rows[0][3]}" if rows else num
+    return Page("Predicted against measured", headline, sections, bool(rows))
+
+
+def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> Chart:
+    """Every row of a quantity, one color per chip; between the dotted lines the model is right to 10 %."""
+    known = [row for row in rows if row.error_frac is not None]
+    values = [value for row in known for value in (row.measured, row.predicted) if value] or [1.0]
+    ends = [min(values) / 1.2, 1.2 * max(values)]
+    marks = [
+        Series(ends, [factor * end for end in ends], name, SUM_COLOR, line)
+        for name, factor, line in (
+            ("equal", 1.0, LINES[0]),
+            ("10 % more", 1.1, LINES[2]),
+            ("10 % less", 0.9, LINES[2]),
+        )
+    ]
+    by_chip = grouped(known, lambda row: row.chip)
+    for (chip, members), color in zip(sorted(by_chip.items()), itertools.cycle(COLORS), strict=False):
+        marks.append(
+            Series(
+                [row.measured or 0.0 for row in members], [row.predicted or 0.0 for row in members],
+                f"{chip or 'unknown chip'} ({len(members)})", color, "", size=6, opacity=0.7,
+                texts=[f"{row.id} ({row.source}): {row.error_frac:+.1%}" for row in members],
+            )
+        )  # fmt: skip
+    cells = [
+        (
+            row.id, _where(row.source), row.chip,
+            quantity_text(row.measured, quantity), quantity_text(row.predicted, quantity),
+            percent(row.error_frac, sign=True), row.reason,
+        )
+        for row in sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))
+    ]  # fmt: skip
+    columns = ("run", "source", "chip", "measured", "predicted", "error", "reason")
+    within = sum(abs(row.error_frac or 0.0) <= 0.1 for row in known)
+    finding = (
+        f"{within:,} of {len(known):,} predictions are within 10 %; {len(rows) - len(known):,} rows "
+        "have no prediction, for the reason in the table."
+    )
+    table = Table("", columns, cells, left=("run", "source", "chip", "reason"))
+    unit = "B" if quantity.endswith("bytes") else "s"
+    measured = ChartAxis("measured", unit, log=True, low=ends[0], high=ends[1])
+    axes = measured, replace(measured, title="predicted")
+    return Chart(TITLES.get(quantity, quantity), marks, *axes, finding, table, 460)
+
+
+def picture(validation: Validation) -> Picture:
+    """A chart for each quantity that has predictions, two in a row; DataError where there is none."""
+    charts = [
+        _quantity_chart(quantity, validation.of(quantity))
+        for quantity in validation.quantities
+        if any(row.expressed for row in validation.of(quantity))
+    ]
+    if not charts:
+        raise DataError("no row was expressed, so there is nothing to draw")
+    return Picture([charts[i : i + 2] for i in range(0, len(charts), 2)])
+
+
+def _where(source: str) -> PageLink:
+    """A source with its address: the paper that it cites, or the repository that it begins with."""
+    if paper := re.search(r"arXiv[ :](\d{4}\.\d{4,5})", source):
+        return PageLink(source, f"https://arxiv.org/abs/{paper[1]}")
+    repository = re.match(r"[\w.-]+/[\w.-]+(?= )", source)
+    return PageLink(source, f"https://github.com/{repository[0]}" if repository else "")

@@ -1,61 +1,104 @@
-"""The plans that a search found, as tables."""
+"""What a search found: the fastest plans that fit, what they lean on; on a page the space as a picture."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-
-from rich.console import Console
+from urllib.parse import urlencode
 
 from meshwise.core.units import dollars, duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
 from meshwise.plan.plan import plan_text
+from meshwise.report import chart as plot
+from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import Table
 from meshwise.search.assumptions import Weighed
 from meshwise.search.basis import Basis
+from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.difference import Reason
 from meshwise.search.search import Change, Result
-from meshwise.search.study import MEASURES, Study
 from meshwise.search.versions import Version
 
 WORK = ("compute", "memory")
 """Parts of a step that are work of the kernels themselves."""
 
 
-def print_search(result: Result, console: Console, budget: TokenBudget | None = None) -> None:
-    """Print how many plans there were, the fastest that fit, and how a plan differs that was asked for.
+def parts(result: Result, budget: TokenBudget | None = None, unread: Sequence[str] = ()) -> Iterator[Section]:
+    """How many plans there were, the fastest that fit, and how a plan differs that was asked for.
 
     `budget`: a run whose length, cost and energy are shown too.
     """
     budget = budget or TokenBudget()
-    console.print("\n".join(how_many(result)))
-    if not result.best:
-        console.print(why_none(result), soft_wrap=True)
-    else:
-        for line in answer_lines(result):
-            console.print(line, markup=False, highlight=False)
+    yield Text("", how_many(result))
+    if result.best:
+        yield from answer_lines(result)
         plans = [plan_text(found.plan) for found in result.best]
-        console.print(plans_table(result, lambda plan, _: plan))
-        runs = [_run_cells(budget.run(found)) for found in result.best]
+        yield plans_table(result, lambda plan, _: plan)
+        runs = [run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
             run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
-            console.print(Table("what it costs", (*runs[0], "plan"), run_rows, left=("plan",)))
+            yield Table("what it costs", (*runs[0], "plan"), run_rows, left=("plan",))
+    else:
+        yield Text("", [why_none(result)], verbatim=True)
     if result.not_tried:
         larger = ", ".join(f"{key} above {most}" for key, most in result.not_tried.items())
-        console.print(f"not tried: {larger} (--no-capped, or KEY=*)", markup=False)
-    for note in result.notes:
-        console.print(f"note: {note}", markup=False)
+        yield f"not tried: {larger} (--no-capped, or KEY=*)"
+    yield Text("Notes", result.notes, "note: ")
     if result.beside is not None and result.best:
-        console.print(_term_by_term(result.best[0], result.beside))
-        if found := result.reasons:
-            console.print(why_slower(found))
+        yield _term_by_term(result.best[0], result.beside)
+        yield from [why_slower(found)] if (found := result.reasons) else []
     if result.versions:
-        console.print(of_versions(result.versions))
+        yield of_versions(result.versions)
     if result.weighed is not None:
-        _print_weighed(result.weighed, console)
+        yield from _weighed(result.weighed)
+
+
+def page(
+    result: Result, *, color: str = "tp", job: Mapping[str, str] | None = None, most: int = 2000
+) -> Page:
+    """What a search found; its picture has at most `most` plans of the space, colored by the key `color`.
+
+    `job`: the state of the page in the browser, so that plans lead to it.
+    """
+    if not result.best:
+        return Page("Search", why_none(result), [], ok=False)
+    best = result.best[0]
+    opened = dict(job or {}) | {"a.plan": plan_text(best.plan), "a.microbatch": str(best.workload.microbatch)}
+
+    def link(text: str, microbatch: int) -> PageLink:
+        return PageLink(text or "data parallel", "#explore?" + urlencode(_state(opened, text, microbatch)))
+
+    title = f"{best.model.name} on {best.cluster.num_chips} x {best.cluster.chip.name}"
+    headline = (
+        f"{plan_text(best.plan) or 'data parallel'}, microbatch {best.workload.microbatch} is the fastest "
+        f"of {result.plans_considered:,} plans: {duration(best.step_s)} a step, MFU {best.mfu:.1%}"
+    )
+    front = [
+        (link(plan_text(found.plan), found.microbatch), found.microbatch, duration(found.step_s),
+         with_prefix(found.memory_bytes, "B"))
+        for found in result.pareto
+    ]  # fmt: skip
+    sample = cloud(best.model, best.cluster, best.workload, result.stated, result.to, most=most)
+    space = _space(result, sample, color, link)
+    against = [why_slower(found)] if (found := result.reasons) else []
+    against += [of_versions(result.versions)] if result.versions else []
+    return Page(
+        title,
+        headline,
+        [
+            Text("", list(answer_lines(result))),
+            replace(plans_table(result, link), title="Fastest plan of each family"),
+            space,
+            *against,
+            Table("Pareto front: less memory costs time", ("plan", "microbatch", "step", "memory"), front),
+            Text("", how_many(result)),
+        ],
+    )
 
 
 def how_many(result: Result) -> list[str]:
@@ -109,7 +152,7 @@ def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
     return Table("", columns, rows, left=("plan",))
 
 
-def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
+def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
     """What a run of tokens takes, as far as it is known."""
     shown = {
         "days": ("days", lambda days: f"{days:,.0f}" if days >= 100 else f"{days:.3g}"),
@@ -121,7 +164,7 @@ def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
     return {title: show(run[key]) for key, (title, show) in shown.items() if key in run}
 
 
-def _print_weighed(weighed: Weighed, console: Console) -> None:
+def _weighed(weighed: Weighed) -> Iterator[Section]:
     rows = [
         (
             one.name,
@@ -133,73 +176,13 @@ def _print_weighed(weighed: Weighed, console: Console) -> None:
         for one in weighed.assumptions
     ]
     columns = ("if this were", "lower by", "it takes longer by", "and loses", "the best plan then")
-    console.print(Table("assumptions", columns, rows, left=("if this were", "the best plan then")))
+    yield Table("assumptions", columns, rows, left=("if this were", "the best plan then"))
     most = weighed.hurts_most
     hurt = f"by {most.longer_frac:.1%}" if most.kept_s < math.inf else "out of memory"
-    console.print(f"{most.name} hurts most: {hurt}")
+    yield f"{most.name} hurts most: {hurt}"
     safest = plan_text(weighed.safest.plan) or "default plan"
     worst = duration(weighed.worst_s) if weighed.worst_s < math.inf else "out of memory"
-    console.print(f"least to lose: {safest}, microbatch {weighed.safest.microbatch} (at worst {worst})")
-
-
-def print_study(study: Study, console: Console, budget: TokenBudget | None = None) -> None:
-    """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
-    budget = budget or TokenBudget()
-    fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
-    keys = list(study.points[0].changes) if study.points else []
-    found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    chosen = study.chosen(budget)
-    has_goal = study.goal.deadline is not None or study.goal.spend is not None
-    whole = {id(best): study.goal.run(best, budget) for _, _, best in found}
-    runs = {key: _run_cells(run["with_failures"] if has_goal else run) for key, run in whole.items()}
-    run_columns = next(iter(runs.values()), {})
-    figures = [
-        (
-            *point.changes.values(),
-            duration(best.step_s),
-            f"{best.mfu:.1%}",
-            with_prefix(best.tokens_per_s, "", 3),
-            "" if (per_gpu := study.speedup(i)) is None else f"{per_gpu:.1%}",
-            with_prefix(point.measures(budget)["joules_per_token"], "J", 3),
-            " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
-        )
-        for i, point, best in found
-    ]
-    columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", "front")
-    console.print(Table("", columns, figures, left=("front",)))
-    plans = [
-        (
-            *point.changes.values(),
-            *(
-                (*runs[id(one)].values(), one.workload.microbatch, plan_text(one.plan))
-                if (one := point.best)
-                else (*(None for _ in run_columns), None, "nothing fits")
-            ),
-        )
-        for point in study.points
-    ]
-    console.print(Table("", (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",)))
-    console.print("front: no other machine has both a shorter time per token and less of it")
-    if has_goal:
-        console.print(_choice(study, chosen, [runs[id(best)] for _, _, best in found]), soft_wrap=True)
-
-
-def _choice(study: Study, chosen: int | None, runs: Sequence[Mapping[str, str]]) -> str:
-    """The point that meets deadline and budget, with failures, or that none does."""
-    if chosen is None:
-        return "no machine keeps the deadline and the budget, failures included"
-    point, with_best = study.points[chosen], [one for one in study.points if one.best is not None]
-    run = runs[with_best.index(point)]
-    machine = ", ".join(f"{key}={value}" for key, value in point.changes.items())
-    taken = ", ".join(f"{value} {name}" if name == "days" else value for name, value in run.items())
-    by = "fewest days" if study.goal.deadline is None else "fewest GPU-hours"
-    return f"chosen, {by}: {machine} ({taken}, failures included)"
-
-
-FRONTS = {
-    "num_chips": "GPUs", "gpu_s_per_token": "cost", "joules_per_token": "energy", "memory_bytes": "memory",
-}  # fmt: skip
-"""What the fronts are called in a table."""
+    yield f"least to lose: {safest}, microbatch {weighed.safest.microbatch} (at worst {worst})"
 
 
 def search_rows(document: Mapping[str, Any]) -> Iterator[list[Any]]:
@@ -309,3 +292,74 @@ def _change_text(change: Change) -> str:
         f"{change.found.microbatch} ({with_prefix(change.found.memory_bytes, 'B')}, "
         f"{duration(change.found.step_s)} a step)"
     )
+
+
+def _space(
+    result: Result, sample: Sequence[Sampled], color: str, link: Callable[[str, int], PageLink]
+) -> plot.Chart:
+    """Step time against memory: a sample of the space, colored by the key `color`, and the Pareto front."""
+    by_value: dict[Any, list[Sampled]] = {}
+    for one in sample:
+        by_value.setdefault(one.values.get(color), []).append(one)
+    values = sorted(by_value, key=lambda value: (isinstance(value, str), value is None, value))
+    marks: list[plot.Mark] = []
+    for value, shade in zip(values, itertools.cycle(plot.COLORS), strict=False):
+        points = [
+            (one.step_s, one.memory_bytes, one.plan_text, one.values["microbatch"]) for one in by_value[value]
+        ]
+        marks.append(_plans(f"{color}={value}", points, link, color=shade, line="", opacity=0.55))
+    front = [(one.step_s, one.memory_bytes, plan_text(one.plan), one.microbatch) for one in result.pareto]
+    marks.append(_plans("Pareto front", front, link, color=plot.FRONT_COLOR))
+    for (name, point), shade in zip(
+        _marked(result), (plot.INK, plot.COLORS[3], plot.COLORS[0]), strict=False
+    ):
+        marks.append(_plans(name, [point], link, color=shade, **MARKED))
+    named = front[:: max(len(front) // 8, 1)]
+    texts = [f"{text or 'default plan'}, microbatch {microbatch}" for _, _, text, microbatch in named]
+    marks += [
+        plot.Names([one[0] for one in named], [one[1] for one in named], texts, [plot.INK] * len(named)),
+        plot.Bound(result.capacity_bytes, "y", line="dot"),
+    ]
+    finding = (
+        f"{len(sample):,} plans drawn from {result.plans_considered:,}; those below the dotted line fit "
+        f"({with_prefix(result.capacity_bytes, 'B')})."
+    )
+    axes = plot.ChartAxis("step", "s", log=True), plot.ChartAxis("memory of the fullest rank", "B", log=True)
+    return plot.Chart("The space: step time against memory", marks, *axes, finding, height=460)
+
+
+MARKED: dict[str, Any] = {"line": "", "symbol": "circle-open", "size": 13}
+"""How plans look that stand out."""
+
+
+def _marked(result: Result) -> Iterator[tuple[str, tuple[float, float, str, int]]]:
+    """The fastest plan, the fastest that a framework runs where it is another, and the one asked for."""
+    runnable = result.runnable and result.runnable[0]
+    named = {"fastest": result.best[0], "fastest that a framework runs": runnable, "asked for": result.beside}
+    seen: list[tuple[str, int]] = []
+    for name, found in named.items():
+        if found is not None and (at := (plan_text(found.plan), found.workload.microbatch)) not in seen:
+            seen.append(at)
+            yield name, (found.step_s, found.memory_bytes["total"], *at)
+
+
+def _plans(
+    name: str, points: list[tuple[float, float, str, int]], link: Callable[[str, int], PageLink], **look: Any
+) -> plot.Series:
+    look = {"size": 6} | look
+    return plot.Series(
+        [point[0] for point in points], [point[1] for point in points], name,
+        texts=[f"{text}, microbatch {microbatch}" for _, _, text, microbatch in points],
+        links=[link(text, microbatch).href for _, _, text, microbatch in points], **look,
+    )  # fmt: skip
+
+
+def picture(result: Result) -> plot.Picture:
+    """The Pareto front of a search, each plan with its name."""
+    front = _space(result, [], "", lambda text, _: PageLink(text, ""))
+    finding = f"Less memory costs time; plans below the line fit ({with_prefix(result.capacity_bytes, 'B')})."
+    return plot.Picture([[replace(front, title="Pareto front of step time and memory", finding=finding)]])
+
+
+def _state(job: Mapping[str, str], plan: str, microbatch: int) -> dict[str, str]:
+    return {**job, "plan": plan, "microbatch": str(microbatch)}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-
 from meshwise.published.convention import PublishedStep
+from meshwise.report.answer import Section
 from meshwise.report.table import Table
 
 
-def print_published(step: PublishedStep, console: Console) -> None:
-    """Print the tables of a published model, the first column of each a name."""
+def parts(step: PublishedStep) -> Iterator[Section]:
+    """The tables of a published model, the first column of each a name."""
     for excerpt in step.excerpts:
         rows = [[_cell(row[column]) for column in excerpt.columns] for row in excerpt.rows]
-        console.print(Table(excerpt.title, excerpt.columns, rows))
-        for sentence in excerpt.sentences:
-            console.print(sentence)
+        yield Table(excerpt.title, excerpt.columns, rows)
+        yield from excerpt.sentences
 
 
 def _cell(value: Any) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Console
-
 from meshwise.core.units import with_prefix
 from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
@@ -81,12 +79,12 @@ _HEADINGS = {
 _COUNTS = ("num_layers", "hidden", "num_heads", "num_chips")
 
 
-def print_catalog(what: str, rows: list[dict[str, Any]], console: Console) -> None:
-    """Print one part of the catalog; `--json` has every field and the sources."""
+def catalog_table(what: str, rows: list[dict[str, Any]]) -> Table:
+    """One part of the catalog; `--json` has every field and the sources."""
     shown = _SHOWN[what]
     columns = [_HEADINGS.get(name, name) for name in shown]
     left = ("name", "generation", "chip", "links", *_SHOWN["plan"])
-    console.print(Table("", columns, [[_cell(name, row) for name in shown] for row in rows], left=left))
+    return Table("", columns, [[_cell(name, row) for name in shown] for row in rows], left=left)
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from rich.console import Console
 
 from meshwise.calibrate.errors import grouped, summarize
 from meshwise.calibrate.fit import FitReport
+from meshwise.calibrate.fit_server import ServerFit
 from meshwise.calibrate.fit_serving import Case, ServingFit
 from meshwise.calibrate.fit_steps import StepFit
+from meshwise.core.units import duration
+from meshwise.report.answer import Section
 from meshwise.report.table import Table, percent
 
 
-def print_op_fit(found: FitReport, console: Console) -> None:
-    """Print the error of every set of constants on its held-out rows (of 10 µs or 1 MiB and more)."""
+def op_fit(found: FitReport) -> Iterator[Section]:
+    """The error of every set of constants on its held-out rows (of 10 µs or 1 MiB and more)."""
     header = ("constants", "chip", "rows", "held out", "median", "mean", "p90", "bias")
     rows = [
         [
@@ -25,26 +27,26 @@ def print_op_fit(found: FitReport, console: Console) -> None:
         ]
         for score in found.scores
     ]
-    console.print(Table("", header, rows, left=("constants", "chip")))
+    yield Table("", header, rows, left=("constants", "chip"))
     if found.problems:
         first = found.problems[0].reason
-        console.print(f"{len(found.problems)} rows could not be used; the first: {first}")
+        yield f"{len(found.problems)} rows could not be used; the first: {first}"
 
 
-def print_step_fit(found: StepFit, console: Console) -> None:
-    """Print the fitted overheads and their error on both halves of the rows."""
+def step_fit(found: StepFit) -> Iterator[Section]:
+    """The fitted overheads and their error on both halves of the rows."""
     rows = [[name, f"{value:.4g}"] for name, value in found.constants.items()]
-    console.print(Table("", ("overheads of steps", "value"), rows))
-    console.print(
+    yield Table("", ("overheads of steps", "value"), rows)
+    yield (
         f"mean error {percent(found.fitted_mean_abs_frac)} on the rows that fitted, "
         f"{percent(found.held_out_mean_abs_frac)} on those held out"
     )
 
 
-def print_serving_fit(found: ServingFit, console: Console) -> None:
-    """Print the constants, and the errors of each model and each system left out of the fit."""
+def serving_fit(found: ServingFit) -> Iterator[Section]:
+    """The constants, and the errors of each model and each system left out of the fit."""
     rows = [[name, f"{getattr(found.constants, name):.4g}"] for name in found.constants.__struct_fields__]
-    console.print(Table("", ("constants of engines", "value"), rows))
+    yield Table("", ("constants of engines", "value"), rows)
     by_aspect: dict[str, tuple[Callable[[Case], str], np.ndarray]] = {
         "all points": (lambda case: case.regime, found.misses),
         "left-out model": (lambda case: case.model, found.without_model),
@@ -63,4 +65,29 @@ def print_serving_fit(found: ServingFit, console: Console) -> None:
                  percent(summary.median_abs_frac), percent(summary.mean_signed_frac, sign=True)]
             )  # fmt: skip
         header = ("quantity", name, "points", "mean", "median", "bias")
-        console.print(Table("", header, sorted(shown), left=header[:2]))
+        yield Table("", header, sorted(shown), left=header[:2])
+
+
+def server_fit(found: ServerFit) -> Iterator[Section]:
+    """The constants before and after, and how far predictions lie off the records."""
+    document = found.to_json()
+    rows = [
+        (name, *(_constant(name, values[when]) for when in ("before", "after")))
+        for name, values in document["constants"].items()
+    ]
+    yield Table(f"constants of {document['engine']}", ("constant", "before", "after"), rows)
+    columns = ("record", "quantity", "measured", "before", "after")
+    misses = [
+        (row["record"].rpartition("/")[2], name, *(duration(row[f"{name}_s"][key]) for key in columns[2:]))
+        for row in document["rows"]
+        for name in ("ttft", "tpot")
+        if f"{name}_s" in row
+    ]
+    yield Table("records", columns, misses, left=columns[1:2])
+    for name, after in document["mean_abs_frac"]["after"].items():
+        before = document["mean_abs_frac"]["before"][name]
+        yield f"{name}: off by {after:.1%} in the mean, {before:.1%} before"
+
+
+def _constant(name: str, value: float) -> str:
+    return duration(value) if name.endswith("_s") else f"{value:.3f}"

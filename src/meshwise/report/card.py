@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
-from rich.console import Console
-
 from meshwise.core.units import dollars, long_duration, with_prefix
+from meshwise.report.answer import Section, Text
 from meshwise.report.table import Table
 from meshwise.search.fit_card import CardFit, CardRun
 
@@ -18,26 +18,25 @@ MEANINGS = {
 }
 
 
-def print_card(found: CardFit, console: Console, *, everything: bool = False) -> None:
-    """Print how each model that fits is trained, what does not fit, and the command to go on with."""
+def parts(found: CardFit, *, everything: bool = False) -> Iterator[Section]:
+    """How each model that fits is trained, what does not fit, and the command to go on with."""
     whole = found.card.chip.memory_bytes
     usable = f"{with_prefix(found.memory_frac * whole, 'B')} of its {with_prefix(whole, 'B')}"
-    console.print(
+    yield (
         f"{found.card.chip.name}, {usable}: fine-tuning with Hugging Face's modules, "
         f"{found.batch} sequences of {found.seq:,} tokens a step"
     )
     shown = [one for one in found.runs if one.fits or everything]
     if shown:
-        console.print(card_table(found, shown))
+        yield card_table(found, shown)
         for method in dict.fromkeys(one.method for one in shown):
-            console.print(f"{TITLES[method]}: {MEANINGS[method]}")
-        console.print(between(shown))
-    for sentence in too_large(found):
-        console.print(sentence)
+            yield f"{TITLES[method]}: {MEANINGS[method]}"
+        yield between(shown)
+    yield from too_large(found)
     for name, why in found.refused.items():
-        console.print(f"not priced: {name}: {why}")
+        yield f"not priced: {name}: {why}"
     if fitting := [one for one in found.runs if one.fits]:
-        console.print(next_commands(fitting[-1]), soft_wrap=True)
+        yield Text("Next", next_commands(fitting[-1]), verbatim=True)
 
 
 def card_table(found: CardFit, runs: list[CardRun]) -> Table:
@@ -85,11 +84,11 @@ def too_large(found: CardFit) -> list[str]:
     return [f"too large: {', '.join(needs)}"] if needs else []
 
 
-def next_commands(one: CardRun) -> str:
+def next_commands(one: CardRun) -> list[str]:
     """How to look into the largest model that fits, and how to start it."""
     row, run = one.to_json(None, None), one.run
     job = (
         f"{run.model.name} --cluster {run.cluster.chip.name}:1 --plan {row['plan_text']} "
         f"--batch {run.workload.batch} --microbatch {run.workload.microbatch} --seq {run.workload.seq}"
     )
-    return f"next: meshwise estimate {job}\n      meshwise launch {job} --to peft"
+    return [f"next: meshwise estimate {job}", f"      meshwise launch {job} --to peft"]

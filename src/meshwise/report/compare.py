@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.console import Console
+from collections.abc import Iterator, Sequence
 
 from meshwise.core.compare import TIME, Comparison, Row
 from meshwise.core.units import duration
+from meshwise.report.answer import Section
 from meshwise.report.table import Table
 
 _MOST_ROWS, _MOST_DIFFERENCES = 20, 50
 
 
-def print_comparison(result: Comparison, out: Console) -> None:
-    """Print whether all numbers agree, or those that do not; the seconds of a cluster where it has them."""
+def parts(result: Comparison) -> Iterator[Section]:
+    """Whether all numbers agree, or those that do not; the seconds of a cluster where it has them."""
     differing = result.differences()
     if times := [row for row in result.rows if row.column == TIME]:
-        out.print(times_table(times))
+        yield times_table(times)
     num_counts = len(result.rows) - len(times)
     instruments = list(result.rows[0].values) if result.rows else []
     if not differing:
-        out.print(f"all {num_counts} numbers agree: {', '.join(instruments)}")
+        yield f"all {num_counts} numbers agree: {', '.join(instruments)}"
         return
     place = ("module", "op", "phase", "shape", "column")
     rows = [
@@ -29,8 +28,8 @@ def print_comparison(result: Comparison, out: Console) -> None:
         + ["-" if value is None else f"{value:,.10g}" for value in map(row.values.get, instruments)]
         for row in differing[:_MOST_DIFFERENCES]
     ]
-    out.print(Table("Where they differ", (*place, *instruments), rows, left=place))
-    out.print(f"{len(differing)} of {num_counts} numbers differ")
+    yield Table("Where they differ", (*place, *instruments), rows, left=place)
+    yield f"{len(differing)} of {num_counts} numbers differ"
 
 
 def times_table(times: Sequence[Row]) -> Table:

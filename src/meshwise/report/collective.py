@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Iterator
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.collective import CollectiveTimes
+from meshwise.report.answer import Section
 from meshwise.report.chart import COLORS, Bound, Chart, ChartAxis, Mark, Picture, Series
 from meshwise.report.table import Table, percent
 
 
-def print_collective(found: CollectiveTimes, console: Console) -> None:
-    """Print a row a size, and the measured times where there are any."""
+def parts(found: CollectiveTimes) -> Iterator[Section]:
+    """A row a size, and the measured times where there are any."""
     times, measured_s = found
     columns = ["size", "time", "algorithm", "bus bandwidth", "of ceiling"]
     rows = []
@@ -33,14 +34,12 @@ def print_collective(found: CollectiveTimes, console: Console) -> None:
         )
     if measured_s:
         columns += ["measured", "error"]
-    console.print(Table("", columns, rows, left=("algorithm",)))
+    yield Table("", columns, rows, left=("algorithm",))
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")
-    console.print(
-        f"ceiling of the bus bandwidth: {ceiling} (a ring or direct copies at the links' full rate)"
-    )
+    yield f"ceiling of the bus bandwidth: {ceiling} (a ring or direct copies at the links' full rate)"
 
 
-def collective_picture(found: CollectiveTimes) -> Picture:
+def picture(found: CollectiveTimes) -> Picture:
     """Bus bandwidth by size, under its ceiling, with what was measured as dots."""
     times, measured_s = found
     sizes, rates = [one.payload_bytes for one in times], [one.bus_bytes_per_s for one in times]

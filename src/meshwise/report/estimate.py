@@ -1,0 +1,418 @@
+"""What one plan costs: figures, time, memory, stages; on a page the roofline of its ops and the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.ledger import Ledger
+from meshwise.core.units import dollars, duration, long_duration, with_prefix
+from meshwise.cost.simulate import Timeline
+from meshwise.estimate.intervals import Interval
+from meshwise.estimate.one_plan import Estimate
+from meshwise.estimate.pipeline import play
+from meshwise.model.architecture import layer_counts
+from meshwise.plan.plan import plan_text
+from meshwise.plan.workload import Workload
+from meshwise.program.parts import layer_names
+from meshwise.report import chart as plot
+from meshwise.report.answer import Page, Section, Text
+from meshwise.report.layer import binds, layer_tables
+from meshwise.report.search import why_none
+from meshwise.report.table import Facts, Table
+from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
+
+MAX_ACTIONS = 20_000
+"""A pipeline that cannot be shown with fewer actions is not drawn."""
+_ACTIONS = {
+    "forward": plot.COLORS[0],
+    "backward": plot.COLORS[3],
+    "input gradient": plot.COLORS[3],
+    "weight gradient": plot.COLORS[2],
+}
+_PHASES: dict[str, tuple[str, Any]] = {
+    "forward": (plot.COLORS[0], "circle"), "backward": (plot.COLORS[3], "triangle-up"),
+}  # fmt: skip
+"""Color and mark of an op on the roofline."""
+_NAMED_FRAC = 0.01
+"""An op with at least this share of the layer's time is named in a picture."""
+NUM_BINS = 600
+"""Moments that a timeline shows."""
+NUM_SHOWN = NUM_BINS // 3
+"""Actions of a stage that it can show."""
+_GAUGE = 24
+"""Characters of a drawn interval and of a gauge."""
+
+
+def parts(
+    estimate: Estimate, *, run: Mapping[str, float] | None = None, per_layer: bool = False
+) -> Iterator[Section]:
+    """The totals (of a whole `run` too), the parts, the stages, and perhaps the ops of a layer."""
+    work = estimate.workload
+    yield (
+        f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
+        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}{_sampled(work)}"
+    )
+    frac = estimate.memory_bytes["total"] / estimate.cluster.chip.memory_bytes
+    drawn = {unit_of_work(estimate): drawn_interval(estimate), "memory": gauge(frac)}
+    lines = [(name, f"{text}   {drawn[name]}" if name in drawn else text) for name, text in figures(estimate)]
+    following = next_text(estimate)
+    yield Facts([*lines, *_run_lines(run or {}), *([("next", following)] if following else [])])
+    yield from (_time(estimate), _memory(estimate))
+    if len(estimate.step.stages) > 1:
+        yield stage_table(estimate)
+    if per_layer:
+        yield from layer_tables(estimate.layer())
+    yield Text("Notes", estimate.notes(), "note: ")
+
+
+def page(estimate: Estimate) -> Page:
+    """What one plan costs, where its time goes, and what to try next."""
+    summary = summary_page(estimate)
+    return replace(summary, sections=[*summary.sections, *op_sections(estimate)])
+
+
+def summary_page(estimate: Estimate) -> Page:
+    """What one plan costs: time, memory, figures, notes."""
+    facts, notes = Facts(figures(estimate)), Text("Notes", estimate.notes())
+    return Page(
+        _title(estimate),
+        headline(estimate),
+        [_time(estimate), _memory(estimate), facts, notes],
+        estimate.fits,
+    )
+
+
+def op_sections(estimate: Estimate) -> list[Section]:
+    """Where the time of one plan goes: the roofline of its ops, the pipeline over time, its stages."""
+    stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
+    following = next_text(estimate)
+    tried = Text("Try next", [following]) if following else None
+    sections = tried, _roofline(estimate), _pipeline(estimate), stages
+    return [section for section in sections if section is not None]
+
+
+def picture(estimate: Estimate) -> plot.Picture:
+    """Time, memory and roofline of one plan."""
+    rows = [[_time(estimate), _memory(estimate)], [_roofline(estimate)]]
+    rate = f"{estimate.tokens_per_s / estimate.cluster.num_chips:,.1f} tokens/s per GPU"
+    shares = f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
+    return plot.Picture(rows, f"{_title(estimate)}\n{headline(estimate)}; {rate}, {shares}")
+
+
+def headline(estimate: Estimate) -> str:
+    """The answer in one sentence."""
+    total, capacity = estimate.memory_bytes["total"], estimate.cluster.chip.memory_bytes
+    verdict = "fits" if estimate.fits else "DOES NOT FIT"
+    return (
+        f"{duration(estimate.step_s)} a step ({between(estimate.step_s_interval)}), "
+        f"{with_prefix(total, 'B')} of {with_prefix(capacity, 'B')}: {verdict}"
+    )
+
+
+def figures(estimate: Estimate) -> list[tuple[str, str]]:
+    """The totals of an estimate, each with its name."""
+    plan, on, chips = estimate.plan, estimate.mesh, estimate.cluster.num_chips
+    degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
+    if estimate.model.moe:
+        degrees += f" ep={plan.ep} etp={int(on.etp)}"
+    verdict = "fits" if estimate.fits else "DOES NOT FIT"
+    capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
+    rate, per_gpu = (
+        with_prefix(value, "") for value in (estimate.tokens_per_s, estimate.tokens_per_s / chips)
+    )
+    lines = [
+        ("plan", f"{degrees}, {plan.implementation}"),
+        (unit_of_work(estimate), f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
+        ("tokens/s", f"{rate} ({per_gpu} per GPU)"),
+        ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
+        ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + f" per {unit_of_work(estimate)}"),
+        ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
+    ]
+    if watts := estimate.power_watts:
+        chip, node = (with_prefix(value, "W", 3) for value in (watts["chip"], watts["node"]))
+        lines.append(("power", f"{chip} a chip, {node} of its node at the wall"))
+    if hidden := hidden_text(estimate):
+        lines.append(("hidden", hidden))
+    return lines + ([("experts", experts_text(estimate.experts))] if estimate.experts is not None else [])
+
+
+def hidden_text(estimate: Estimate) -> str:
+    """Communication that hides behind compute, where it is at least a hundredth of the step."""
+    hidden = {name: s for name, s in estimate.hidden_s.items() if s >= 0.01 * estimate.step_s}
+    each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in hidden.items())
+    return f"{each} behind compute" if each else ""
+
+
+def next_text(estimate: Estimate) -> str:
+    """The largest cost and the change that shortens the step most; or what would fit."""
+    if not estimate.trains:
+        return ""
+    step = next_step(estimate)
+    if not estimate.fits:
+        return _fitting_text(estimate, step)
+    name, seconds = largest_cost(estimate)
+    cost = f"{name} takes {seconds / estimate.step_s:.0%}; "
+    if step is None:
+        return f"{cost}no change of one key is faster: meshwise search looks at all plans"
+    less = 1 - step.run.step_s / estimate.step_s
+    return f"{cost}{' and '.join(step.changes)} takes {duration(step.run.step_s)} a step, {less:.1%} less"
+
+
+def _fitting_text(estimate: Estimate, step: NextStep | None) -> str:
+    """A plan that fits, as near as there is one; else what else would do."""
+    what, run = (" and ".join(step.changes), step.run) if step is not None else ("", None)
+    if run is None:
+        found = other_plans(estimate)
+        if not found.best:
+            *_, last = why_none(found).split("\n")
+            return f"no plan fits; {last}"
+        run = found.best[0]
+        what = f"--plan {plan_text(run.plan)} --microbatch {run.workload.microbatch}"
+    size = with_prefix(run.memory_bytes["total"], "B")
+    return f"{what} fits: {size}, {duration(run.step_s)} a step"
+
+
+def drawn_interval(estimate: Estimate) -> str:
+    """The interval of the step as a line with a mark at the prediction."""
+    low, high = estimate.step_s_interval
+    at = round((estimate.step_s - low) / (high - low) * (_GAUGE - 1)) if high > low else 0
+    return "├" + "".join("●" if i == at else "─" for i in range(_GAUGE)) + "┤"
+
+
+def gauge(frac: float) -> str:
+    """A share as a bar of fixed length."""
+    full = min(round(frac * _GAUGE), _GAUGE)
+    return "█" * full + "░" * (_GAUGE - full) + f" {frac:.0%}"
+
+
+def unit_of_work(estimate: Estimate) -> str:
+    """What is timed: a step, or a whole sampling."""
+    return "sampling" if estimate.workload.kind == "sampling" else "step"
+
+
+def _sampled(work: Workload) -> str:
+    """How often a sampling runs the model, behind what it samples; nothing for other work."""
+    if work.kind != "sampling":
+        return ""
+    return f", {work.steps} steps" + (" with and without guidance" if work.guidance else "")
+
+
+def experts_text(experts: Mapping[str, float | None]) -> str:
+    """How many experts the tokens of a layer meet; with a capacity, what is dropped and padded."""
+    met = "{distinct_experts:.0f} of {num_experts} for the {tokens:,} tokens of a rank"
+    slots = "; {capacity:,} slots each, {padded_frac:.1%} empty, {dropped_frac:.1%} of choices dropped"
+    return (met + (slots if experts["capacity"] else "")).format(**experts)
+
+
+def between(interval: Interval) -> str:
+    """`12.9 to 15.1`, in the unit of the number before it; with units where they differ."""
+    low, high = duration(float(f"{interval.p10:.3g}")), duration(float(f"{interval.p90:.3g}"))
+    same = low.split()[1] == high.split()[1]
+    return f"{low.split()[0]} to {high.split()[0]}" if same else f"{low} to {high}"
+
+
+def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a million tokens cost, and a whole run: days, GPU-hours, cost, energy, and with failures."""
+    price = run.get("usd_per_million_tokens")
+    cost = [] if price is None else [("cost", f"${price:,.3g} a million tokens")]
+    if "tokens" not in run:
+        return cost
+    failing = run["with_failures"]
+    num_failures = failing["num_failures"]
+    lines = [
+        *cost,
+        (
+            f"{with_prefix(run['tokens'], '')} tokens",
+            f"{long_duration(run['run_s'])}, {with_prefix(run['gpu_hours'], '', 3)} GPU-hours",
+        ),
+        (
+            "with failures",
+            f"{long_duration(failing['run_s'])} (goodput {failing['goodput_frac']:.1%}, "
+            f"{num_failures:{',.0f' if num_failures >= 10 else '.2g'}} failures, "
+            f"a checkpoint of {with_prefix(failing['checkpoint_bytes'], 'B')} every "
+            f"{duration(failing['checkpoint_every_s'])})",
+        ),
+    ]
+    if "cost" in run:
+        lines.append(
+            ("cost of the run", f"{dollars(run['cost'])} ({dollars(failing['cost'])} with failures)")
+        )
+    if "energy_joules" in run:
+        energy, failing_energy = (with_prefix(each["energy_joules"] / 3600, "Wh") for each in (run, failing))
+        per_gpu = with_prefix(run["watts_per_gpu"], "W", 3)
+        lines.append(("energy", f"{energy} ({failing_energy} with failures), {per_gpu} for each GPU"))
+    if "co2_kg" in run:
+        tonnes, failing_tonnes = (f"{each['co2_kg'] / 1000:,.1f} t" for each in (run, failing))
+        lines.append(("CO2", f"{tonnes} ({failing_tonnes} with failures)"))
+    return lines
+
+
+def stage_table(estimate: Estimate) -> Table:
+    """What each kind of stage holds, and its times for one microbatch."""
+    rows = []
+    for cost in estimate.step.stages:
+        stage, time = cost.stage, cost.time
+        ends = ("embedding + " if stage.embeddings else "") + f"{float(stage.num_layers):g}"
+        rows.append(
+            (
+                int(stage.index),
+                int(stage.num_stages),
+                ends + (" + head" if stage.heads else ""),
+                duration(float(time.forward_s)),
+                duration(float(time.backward_s + time.weight_s)),
+                with_prefix(float(cost.memory.total), "B"),
+            )
+        )
+    columns = ("stage", "alike", "layers", "forward", "backward", "memory")
+    return Table("pipeline stages (one microbatch)", columns, rows, left=())
+
+
+def _title(estimate: Estimate) -> str:
+    work = estimate.workload
+    where = f"{estimate.cluster.num_chips} x {estimate.cluster.chip.name}"
+    return f"{estimate.model.name} on {where}, {plan_words(estimate)}, batch {work.batch} x {work.seq}"
+
+
+def plan_words(estimate: Estimate) -> str:
+    return plan_text(estimate.plan) or "data parallel"
+
+
+def _time(estimate: Estimate) -> plot.Chart:
+    name, value = max(estimate.time_s.items(), key=lambda item: item[1])
+    chart, interval = (
+        plot.waterfall(f"Time of a {unit_of_work(estimate)}", estimate.time_s, "step", duration),
+        estimate.step_s_interval,
+    )
+    ends = [plot.Bound(end, color=plot.SUM_COLOR, line="dash") for end in interval]
+    return replace(
+        chart,
+        marks=[*chart.marks, *ends],
+        x=replace(chart.x, high=1.04 * interval.p90),
+        finding=f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
+        f"{estimate.pace_rank}, which sets the pace. 8 of 10 measured steps end between the dashed lines "
+        f"({between(interval)}).",
+    )
+
+
+def _memory(estimate: Estimate) -> plot.Chart:
+    parts, chip = dict(estimate.memory_bytes), estimate.cluster.chip
+    total, capacity = parts.pop("total"), chip.memory_bytes
+    name, value = max(parts.items(), key=lambda item: item[1])
+    free = f"{with_prefix(capacity - total, 'B')} of {chip.name} is free"
+    if not estimate.fits:
+        free = f"{with_prefix(total - capacity, 'B')} more than {chip.name} has"
+    chart = plot.waterfall(
+        "Memory of the fullest rank", parts, "peak", lambda size: with_prefix(size, "B"), unit="B"
+    )
+    return replace(
+        chart,
+        marks=[*chart.marks, plot.Bound(capacity)],
+        x=replace(chart.x, high=1.02 * max(total, capacity)),
+        finding=f"The largest part is {name}: {value / total:.0%}; {free}. The red line is its capacity.",
+    )
+
+
+def _roofline(estimate: Estimate) -> plot.Chart:
+    """The ops of one layer under the roofs; the longest of each kind are named."""
+    chip, ops = estimate.cluster.chip, layer_ops(estimate)
+    peaks = {dtype: chip.matrix_peak(dtype) for dtype in estimate.machine.by_dtype}
+    rate, ridge = chip.memory_bytes_per_s, max(peaks.values()) / chip.memory_bytes_per_s
+    intensity, reached = ops["flop"] / (ops["read_bytes"] + ops["write_bytes"]), ops["flop"] / ops["time_s"]
+    area = ops["time_s"] / ops["time_s"].sum()
+    marks: list[plot.Mark] = []
+    for phase, (color, symbol) in _PHASES.items():
+        mine = np.flatnonzero(ops["phase"] == phase)
+        if mine.size:
+            hints = [f"{ops['op'][i]}: {duration(ops['time_s'][i])}" for i in mine]
+            look: Any = {"color": color, "symbol": symbol, "opacity": 0.75, "texts": hints, "line": ""}
+            marks.append(
+                plot.Series(intensity[mine], reached[mine], phase, size=7 + 30 * np.sqrt(area[mine]), **look)
+            )
+    longest: dict[tuple[str, str], int] = {}
+    for i in np.argsort(-area, kind="stable"):
+        if area[i] >= _NAMED_FRAC:
+            longest.setdefault((ops["op"][i], ops["phase"][i]), int(i))
+    named = list(longest.values())
+    texts = [op + " bwd" * (phase == "backward") for op, phase in longest]
+    marks.append(
+        plot.Names(intensity[named], reached[named], texts, [_PHASES[phase][0] for _, phase in longest])
+    )
+    rows = [
+        (row["op"], row["phase"], row["shape"], f"{x:.3g}", with_prefix(y, "FLOP/s"), duration(row["time_s"]),
+         binds(row))
+        for row, x, y in zip(ops.rows(), intensity, reached, strict=True)
+    ]  # fmt: skip
+    columns = ("op", "phase", "shape", "FLOP/byte", "reached", "time", "binds")
+    bound = sum(share for share, row in zip(area, rows, strict=True) if row[-1] == "memory")
+    roofs = {f"{dtype}, {with_prefix(peak, 'FLOP/s')}": peak for dtype, peak in peaks.items()}
+    chart = plot.roofline(
+        "Roofline: the ops of one layer", marks, roofs, rate,
+        (min(intensity.min(), ridge) / 2, 4 * max(intensity.max(), ridge)),
+    )  # fmt: skip
+    return replace(
+        chart,
+        finding=f"{bound:.0%} of the ops' time is bound by memory ({with_prefix(rate, 'B/s')}), the rest by "
+        "compute; a mark's area is its time.",
+        table=Table("", columns, rows, left=("phase", "shape", "binds")),
+    )
+
+
+def layer_ops(estimate: Estimate) -> Ledger:
+    """The ops (not the collectives) of the kind of layer that the model has most of, one microbatch."""
+    model, ledger = estimate.model, estimate.layer()
+    numbers = layer_counts(model)
+    names = dict(zip(numbers, layer_names(model), strict=True))
+    kind = names[max(numbers, key=lambda layer: (numbers[layer], layer.moe, not layer.window))]
+    of_kind = np.array([module.partition(".")[0] == kind for module in ledger["module"]])
+    phases = list(_PHASES) if estimate.trains else ["forward"]
+    keep = of_kind & (ledger["flop"] > 0) & np.isin(ledger["phase"], phases)
+    return Ledger({name: column[keep] for name, column in ledger.columns.items()})
+
+
+def _pipeline(estimate: Estimate) -> Section | None:
+    mesh, plan = estimate.mesh, estimate.plan
+    if not estimate.trains or plan.pp == 1:
+        return None
+    num_all, every = int(mesh.num_microbatches), 2 * plan.pp
+    num_drawn = min(num_all, max(NUM_SHOWN // (2 * plan.vpp) // every, 1) * every)
+    if 2 * plan.pp * plan.vpp * num_drawn > MAX_ACTIONS:
+        return Text("Pipeline", [f"{plan.pp} stages are too many to draw; use --trace for Perfetto"])
+    timeline = play(
+        estimate.model, replace(mesh, num_microbatches=num_drawn), estimate.step, estimate.machine,
+        hop_s=float(estimate.step.hop_s),
+    )  # fmt: skip
+    times = (np.arange(NUM_BINS) + 0.5) * timeline.makespan_s / NUM_BINS
+    names = [f"stage {rank}" for rank in range(timeline.num_ranks)]
+    busy = timeline.busy_s / timeline.makespan_s
+    rows = [(name, f"{share:.1%}", f"{1 - share:.1%}") for name, share in zip(names, busy, strict=True)]
+    title = f"Pipeline over time: {plan.schedule}"
+    finding = (
+        f"Ranks compute {busy.mean():.0%} of the {duration(timeline.makespan_s)} that the pipeline takes"
+    )
+    if num_drawn < num_all:
+        title += f" with {num_drawn} of its {num_all:,} microbatches"
+        bubble_frac = estimate.time_s["bubble"] / estimate.step_s
+        finding += f" with {num_drawn} microbatches; with all, {bubble_frac:.1%} of the step is bubble"
+    lanes = plot.Lanes(timeline_bins(timeline, NUM_BINS), times, names, _ACTIONS)
+    return plot.Chart(
+        title, [lanes], plot.ChartAxis(unit="s"),
+        finding=f"{finding}.", table=Table("", ("stage", "computes", "waits"), rows),
+        height=min(110 + 22 * len(names), 700),
+    )  # fmt: skip
+
+
+def timeline_bins(timeline: Timeline, num_bins: int) -> NDArray[np.int64]:
+    """The action (an index into `_ACTIONS`) of each rank at `num_bins` moments; -1 where it waits."""
+    moments = (np.arange(num_bins) + 0.5) * timeline.makespan_s / num_bins
+    grid = np.full((timeline.num_ranks, num_bins), -1)
+    for rank in range(timeline.num_ranks):
+        mine = np.flatnonzero((timeline.rank == rank) & ~timeline.paired)
+        at = np.searchsorted(timeline.start_s[mine], moments, side="right") - 1
+        inside = (at >= 0) & (moments < timeline.end_s[mine][at])
+        grid[rank, inside] = timeline.kind[mine][at[inside]]
+    return grid

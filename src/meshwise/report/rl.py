@@ -1,0 +1,126 @@
+"""A step of post-training by reinforcement: phases, memory, cost, and every candidate of an open layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from meshwise.core.units import duration, with_prefix
+from meshwise.plan.plan import plan_text
+from meshwise.report.answer import Page, Section, Text
+from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Picture
+from meshwise.report.table import Table, percent
+from meshwise.rl.answer import RlAnswer
+from meshwise.rl.best_split import BestSplit
+from meshwise.rl.step import PHASES, RlStep
+
+_OF_PHASES = {
+    "generation": "engines generate; the trainer waits",
+    "scoring": "log-probabilities and other passes",
+    "train": "optimizer steps on packed samples",
+    "sync": "weights travel to the engines",
+    "switch": "optimizer states to the host and back",
+    "wait": "data, rewards, logs",
+}
+
+
+def parts(answer: RlAnswer) -> Iterator[Section]:
+    """The step, its phases, memory and cost, and all candidates of an open layout."""
+    step, document = answer.step, answer.to_json()
+    of = step.job
+    pools = (
+        f"{of.rollout_gpus} for rollout, {of.train_gpus} for training" if of.is_split else "shared in turn"
+    )
+    yield f"{of.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}, {of.mode}: GPUs {pools}"
+    yield (
+        f"training {document['train_plan'] or 'dp'}; {step.pool.num} engines of "
+        f"{document['rollout_plan'] or 'tp=1'}; {document['framework']}"
+    )
+    if step.step_s is not None:
+        low_s, high_s = document["step_s_interval"].values()
+        yield (
+            f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): "
+            f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
+        )
+        yield _phases(answer)
+        idle = step.idle_frac
+        yield (
+            f"generation alone {duration(step.generation_s)}: half of the samples after "
+            f"{duration(document['half_of_samples_s'])}, the last tenth takes {duration(document['tail_s'])}"
+        )
+        stale = f"; staleness {step.staleness:.2g}" if step.staleness else ""
+        yield f"idle: rollout {percent(idle['rollout'])}, training {percent(idle['train'])}{stale}"
+    if cost := answer.cost:
+        words = {"usd_per_step": "${:,.2f} a step", "run_days": "{:,.3g} days", "run_usd": "${:,.0f} the run"}
+        yield "; ".join(text.format(cost[name]) for name, text in words.items() if name in cost)
+    for pool, held in (("rollout", step.engine_bytes), ("training", step.trainer_bytes)):
+        each = ", ".join(f"{name} {with_prefix(part, 'B')}" for name, part in held.items() if part)
+        yield f"{pool} GPU: {with_prefix(sum(held.values()), 'B')} ({each})"
+    yield Text("Notes", step.notes, "note: ")
+    if answer.split is not None:
+        yield from _split(answer.split)
+
+
+def page(answer: RlAnswer) -> Page:
+    """The same as a page."""
+    of, first = answer.step.job, answer.step.step_s
+    headline = "; ".join(answer.step.problems) or f"a step takes {duration(first)}"
+    title = f"{of.model.name} post-trained on {of.cluster.num_chips} x {of.cluster.chip.name}"
+    return Page(title, headline, list(parts(answer)), not answer.is_no)
+
+
+def picture(answer: RlAnswer) -> Picture:
+    """The phases."""
+    return Picture([[_phases(answer)]], answer.step.job.model.name)
+
+
+def _split(split: BestSplit) -> Iterator[Section]:
+    """Every candidate that was priced, the best first; what other splits take, and what more memory gains."""
+    rows = [
+        (
+            step.job.mode,
+            step.job.staleness,
+            step.gpus["rollout"],
+            plan_text(step.job.rollout_plan) or "tp=1",
+            step.gpus["train"] if step.job.is_split else "the same",
+            plan_text(step.job.train_plan),
+            duration(step.step_s or 0.0) if step.fits else "too much memory",
+            "*" if step in split.front else "",
+        )
+        for step in split.best
+    ]
+    columns = ("mode", "bound", "rollout", "engine", "training", "plan", "a step", "front")
+    yield Table("Candidates", columns, rows, left={"mode", "engine", "plan"})
+    if len(split.about_s) > 1:
+        splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
+        yield f"rollout GPUs of that mode and engine, at first look: {splits}"
+    if (larger := split.larger_share) is not None and larger.step_s:
+        yield f"with --memory-frac {larger.job.memory_frac:g} a step takes {duration(larger.step_s)}"
+
+
+def _phases(answer: RlAnswer) -> Chart:
+    """The phases of what was asked, or of every candidate, one bar each; the table is of the first."""
+    steps = list(answer.split.best) if answer.split else [answer.step]
+    steps = [step for step in steps if step.step_s is not None]
+    names = [f"{i}: {_name(step)}" for i, step in enumerate(steps, 1)]
+    starts, marks = [0.0] * len(steps), []
+    for phase, color in zip(PHASES, itertools.cycle(COLORS), strict=False):
+        values = [step.phases_s[phase] for step in steps]
+        marks.append(Bars(names, values, [color] * len(steps), list(starts), phase))
+        starts = [start + value for start, value in zip(starts, values, strict=True)]
+    phases, total = answer.step.phases_s, answer.step.step_s or 1.0
+    longest = max(phases, key=lambda name: phases[name])
+    finding = f"The longest phase of the first is {longest}, {duration(phases[longest])}."
+    rows = [
+        (name, duration(seconds), percent(seconds / total), _OF_PHASES[name])
+        for name, seconds in phases.items()
+        if seconds
+    ]
+    table = Table("", ("phase", "time", "share", "what"), rows, left={"phase", "what"})
+    axis, height = ChartAxis("a step", "s", low=0.0), 120 + 30 * len(steps)
+    return Chart("Phases of a step", marks, axis, finding=finding, table=table, height=height)
+
+
+def _name(step: RlStep) -> str:
+    split = f"{step.gpus['rollout']} + {step.gpus['train']}" if step.job.is_split else "shared"
+    return f"{step.job.mode}, {split}"

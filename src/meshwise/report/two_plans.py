@@ -1,0 +1,77 @@
+"""Two plans side by side: what differs first, term by term."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwise.core.units import duration, with_prefix
+from meshwise.estimate.one_plan import Estimate
+from meshwise.report.answer import Page, Text
+from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis
+from meshwise.report.estimate import plan_words
+from meshwise.report.table import Table
+
+
+def compare_page(left: Estimate, right: Estimate) -> Page:
+    """Two plans side by side, term by term."""
+    names = ("A: " + plan_words(left), "B: " + plan_words(right))
+    if (left.plan, left.workload, left.model, left.cluster) == (
+        right.plan, right.workload, right.model, right.cluster
+    ):  # fmt: skip
+        return Page("; ".join(names), "A and B are the same plan", [Text("A and B", names)], left.fits)
+    change = right.step_s / left.step_s - 1
+    totals = left.memory_bytes["total"], right.memory_bytes["total"]
+    rows = [
+        _both("step", left.step_s, right.step_s, duration),
+        _both("tokens/s", left.tokens_per_s, right.tokens_per_s, lambda x: with_prefix(x, "")),
+        _both("MFU", left.mfu, right.mfu, lambda x: f"{x:.1%}"),
+        _both("memory", *totals, lambda x: with_prefix(x, "B")),
+    ]
+    terms = [_both(name, a, b, duration) for name, a, b in _terms(left.time_s, right.time_s)]
+    held = [
+        _both(name, a, b, lambda x: with_prefix(x, "B"))
+        for name, a, b in _terms(left.memory_bytes, right.memory_bytes)
+    ]
+    columns = ("", "A", "B", "B - A", "change")
+    differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
+    headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
+    return Page(
+        "; ".join(names),
+        headline,
+        [
+            Text("A and B", [headline, _fits_text(left, right), *names]),
+            Table("B against A", columns, rows),
+            _bars("Time of a step, A and B", left.time_s, right.time_s, "s", Table("", columns, terms)),
+            _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B", Table("", columns, held)),
+        ],
+        left.fits and right.fits,
+    )
+
+
+def _fits_text(left: Estimate, right: Estimate) -> str:
+    if left.fits == right.fits:
+        return "Both fit." if left.fits else "Neither fits."
+    return f"{'A' if left.fits else 'B'} fits, {'B' if left.fits else 'A'} does not."
+
+
+def _terms(left: dict[str, float], right: dict[str, float]) -> list[tuple[str, float, float]]:
+    return [(name, left[name], right[name]) for name in left if left[name] or right[name]]
+
+
+def _both(name: str, a: float, b: float, show: Any) -> tuple[str, ...]:
+    sign = "-" if b < a else "+"
+    return (name, show(a), show(b), f"{sign}{show(abs(b - a))}", f"{b / a - 1:+.1%}" if a else "")
+
+
+def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str, table: Table) -> Chart:
+    terms = [term for term in _terms(left, right) if term[0] != "total"]
+    terms.sort(key=lambda term: -abs(term[2] - term[1]))
+    names = [term[0] for term in terms]
+    bars = [
+        Bars(names, [term[i] for term in terms], [color] * len(terms), name=side)
+        for side, i, color in (("A", 1, COLORS[0]), ("B", 2, COLORS[1]))
+    ]
+    name, a, b = max(terms, key=lambda term: abs(term[2] - term[1]))
+    show = duration if unit == "s" else lambda value: with_prefix(value, "B")
+    finding = f"The largest difference is {name}: {show(a)} in A, {show(b)} in B."
+    return Chart(title, bars, ChartAxis(unit=unit), finding=finding, table=table, height=80 + 34 * len(terms))
