@@ -89,31 +89,13 @@ def test_fp32_agrees_to_its_precision(plan: str, pool: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "model"),
-    [
-        ("zero=3,head_dtype=fp8,dtype=fp8", "llama"),
-        ("ep=2,lora_rank=4,dtype=fp8", "moe"),
-    ],
+    ("plan", "model"), [("zero=3,dtype=fp8", "llama"), ("ep=2,lora_rank=4,dtype=fp8", "moe")]
 )
 def test_narrow_products_agree_to_the_sums_of_bf16(plan: str, model: str, pool: Ranks) -> None:
     """Where ranks cast what one process casts, only sums of gradients round apart."""
     found = checked(pool, plan=plan, batch=4, model=model)["differences"]
     assert found["loss"] < 1e-6
     assert found["gradients"] < 1e-2
-
-
-def test_tokens_in_fp8_make_the_gradients_of_one_rank(pool: Ranks, tmp_path: Path) -> None:
-    """Rounded the same whoever sends them: in fp64 all else agrees to the last digits."""
-    config = json.loads(Path(MODELS["moe"]).read_text()) | {"hidden_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    values = {"model": str(tmp_path / "config.json"), "batch": 4, "seq": 16, "check": True}
-    gradients = []
-    for dtype in ("fp8", "bf16"):
-        plan = f"tp=2,ep=2,etp=1,dispatch_dtype={dtype},dtype=fp64"
-        result = pool.call(run_rank, "train", make_options(TRAIN, values | {"plan": plan}), 0, True)[0].result
-        assert result["differences"]["gradients"] < 1e-10
-        gradients.append(result["losses"])
-    assert gradients[0] != gradients[1]
 
 
 def test_narrow_products_are_near_those_in_fp32() -> None:
@@ -150,17 +132,6 @@ def test_losses_fall_alike_in_every_world(pool: Ranks) -> None:
         expected = alone.call(run_rank, "train", options, 0, True)[0].result["losses"]
     assert all(found == pytest.approx(expected, rel=1e-5) for found in losses[1:])
     assert expected[0] > expected[1] > expected[2]
-
-
-def test_states_in_host_memory_make_the_same_step(pool: Ranks) -> None:
-    """Two steps of AdamW: the second loss is that of weights which came back from the host."""
-    results = [
-        pool.call(run_rank, "train", train_options(plan=plan, batch=8, steps=2), 0, True)[0].result
-        for plan in ("dtype=fp64", "dtype=fp64,offload_optimizer=1")
-    ]
-    assert len({str(result["losses"]) for result in results}) == 1
-    every, none = (result["bytes"]["optimizer"] for result in results)
-    assert every > none == 0
 
 
 def test_a_ring_rank_holds_the_tokens_that_torch_balances() -> None:

@@ -171,10 +171,6 @@ class OpRecorder(TorchDispatchMode):
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
         self._weights.update(_local(tensor).untyped_storage()._cdata for tensor in tensors)
 
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a storage of `weights`."""
-        return _local(tensor).untyped_storage()._cdata in self._weights
-
     def track(self, *tensors: torch.Tensor) -> None:
         """Count tensors that were made outside the recorder as alive."""
         for tensor in tensors:

@@ -41,7 +41,6 @@ HOMES = {
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "will_engine_execute_node": "torch._C._will_engine_execute_node",
     "autograd_sequence_nr": "torch.autograd._get_sequence_nr",
-    "current_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
     # DTensor, FSDP2, context parallelism
     "dtensor_dispatch": "torch.distributed.tensor._dispatch",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop.ShardingPropagator",

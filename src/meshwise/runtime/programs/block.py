@@ -31,20 +31,7 @@ class Block(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         """The block itself, whoever calls it and however often."""
         with self.setting.recorder.section("attention"):
-            is_latent = isinstance(self.attention, LatentAttention)
-            x = x + self.setting.read_again("layernorm" * is_latent, self.norm1, self.attention, x)
+            x = x + self.attention(self.norm1(x))
         with self.setting.recorder.section("mlp"):
-            return x + self._feed_forward(x)
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        redone, modules = self.setting.redone, self.setting.redone_modules
-        if isinstance(self.mlp, FeedForward):
-            return redone("mlp", self.mlp, self.norm2(x))
-        if "moe" not in modules:
-            return self.setting.read_again("layernorm", self.norm2, self._mixed, x)
-        if "layernorm" in modules:
-            return redone("moe", lambda x: self._mixed(self.norm2(x)), x)
-        return redone("moe", self._mixed, self.norm2(x))
-
-    def _mixed(self, normed: Tensor) -> Tensor:
-        return self.mlp(normed, self.mlp.scores(normed))
+            kind = "moe" if isinstance(self.mlp, Mixture) else "mlp"
+            return x + self.setting.redone(kind, self.mlp, self.norm2(x))

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional as F
 
 from meshwise.runtime.programs.local import local
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Hidden states [tokens, hidden] times the matrix [vocabulary, hidden]: the logits."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Mean loss of the logits [tokens, vocabulary] of the labels [tokens]."""
 
@@ -26,9 +25,7 @@ class LossInChunks(torch.autograd.Function):
     """Mean loss of hidden states [tokens, hidden] under the head's matrix [vocabulary, hidden]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, number: int, product: Product, loss_of: Loss
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, number: int, loss_of: Loss) -> Tensor:
         """`loss_of` takes the logits of one of `number` chunks."""
         grad = torch.empty_like(x)
         of_weight: list[Tensor] = []
@@ -38,7 +35,7 @@ class LossInChunks(torch.autograd.Function):
             leaves = part.detach(), weight.detach()
             with torch.enable_grad():
                 trained = [leaf.requires_grad_() for leaf in leaves[:num_trained]]
-                loss = loss_of(product(*leaves), targets) / number
+                loss = loss_of(F.linear(*leaves), targets) / number
             of_part, *more = torch.autograd.grad(loss, trained)
             mine.copy_(of_part)
             of_weight = (
@@ -53,15 +50,13 @@ class LossInChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward has found, times the gradient of the loss."""
         of_x, of_weight, *_ = *((one * grad).to(one.dtype) for one in ctx.saved_tensors), None
-        return of_x, of_weight, None, None, None, None
+        return of_x, of_weight, None, None, None
 
 
-def loss_in_chunks(
-    x: Tensor, weight: Tensor, labels: Tensor, number: int, product: Product, loss_of: Loss
-) -> Tensor:
+def loss_in_chunks(x: Tensor, weight: Tensor, labels: Tensor, number: int, loss_of: Loss) -> Tensor:
     """Mean loss of [batch, own tokens, hidden]; a `weight` cut by tp over the vocabulary sees all tokens."""
     if not isinstance(weight, DTensor):
-        return LossInChunks.apply(x.flatten(0, 1), weight, labels.flatten(), number, product, loss_of)
+        return LossInChunks.apply(x.flatten(0, 1), weight, labels.flatten(), number, loss_of)
     mesh = weight.device_mesh
     mine = Shard(1) if x.shape[1] < labels.shape[1] else Replicate()  # of the tokens of a sequence, or all
     rows = DTensor.from_local(x, mesh, [mine]).redistribute(placements=[Replicate()])
@@ -70,4 +65,4 @@ def loss_in_chunks(
     def of_parts(logits: Tensor, targets: Tensor) -> Tensor:
         return loss_of(DTensor.from_local(logits, mesh, [Shard(1)], run_check=False), targets)
 
-    return LossInChunks.apply(hidden, local(weight), labels.flatten(), number, product, of_parts)
+    return LossInChunks.apply(hidden, local(weight), labels.flatten(), number, of_parts)

@@ -56,12 +56,6 @@ class Recorder(Protocol):
     def weights(self, *tensors: torch.Tensor) -> None:
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
 
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a storage of `weights`."""
-
-    def hold(self, tensor: torch.Tensor, holder: object) -> None:
-        """`tensor` is kept for the backward for as long as `holder` is there."""
-
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Collectives of `group` run along the mesh axis `axis`."""
 

@@ -10,23 +10,18 @@ layers. It takes token numbers or activations, and gives activations or the loss
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model, is_moe_layer
-from meshwise.plan.stages import num_on_host
 from meshwise.runtime.programs.adapters import is_adapter
 from meshwise.runtime.programs.block import Block
 from meshwise.runtime.programs.chunked_loss import loss_in_chunks
 from meshwise.runtime.programs.decoder_parts import DecoderNorm, Setting
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.multi_token_prediction import LOSS_WEIGHT, Further
-from meshwise.runtime.programs.narrow import NarrowLinear, Product
-from meshwise.runtime.programs.offload import kept_on_host
 
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
 
@@ -56,9 +51,7 @@ class Head(nn.Module):
     def __init__(self, model: Model, setting: Setting) -> None:
         super().__init__()
         self.norm = DecoderNorm(model)
-        self.product = Product.apply if setting.formats.head else F.linear
-        linear = NarrowLinear if setting.formats.head else nn.Linear
-        self.logits = linear(model.hidden, model.vocab, bias=False)
+        self.logits = nn.Linear(model.hidden, model.vocab, bias=False)
         self.is_whole = setting.loss_chunks == 1
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,10 +99,8 @@ class Decoder(nn.Module):
             assert self.embedding is not None
             with section("embedding"):
                 x = self._for_blocks(self.embedding(x))
-        on_host = num_on_host(self.setting.on_host_frac, len(self.layers))
-        for place, block in enumerate(self.layers.values()):
-            with kept_on_host(self.setting.recorder) if place < on_host else nullcontext():
-                x = block(x)
+        for block in self.layers.values():
+            x = block(x)
         if self.head is None:
             return x
         assert labels is not None
@@ -130,8 +121,7 @@ class Decoder(nn.Module):
         with self.setting.recorder.section("/loss"):
             if self.setting.loss_chunks == 1:
                 return mean_loss(found, labels)
-            of, number = self.head.logits.weight, self.setting.loss_chunks
-            return loss_in_chunks(found, of, labels, number, self.head.product, mean_loss)
+            return loss_in_chunks(found, self.head.logits.weight, labels, self.setting.loss_chunks, mean_loss)
 
     def _for_blocks(self, embedded: Tensor) -> Tensor:
         """Beside adapters an embedding is frozen, but the blocks that read it pass gradients on."""

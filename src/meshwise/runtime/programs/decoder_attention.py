@@ -67,22 +67,10 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
-        of_query = self.q_norm(self.q_down(x))
-        if "mla_up_proj" in self.setting.redone_modules:
-
-            def heads(of_query: Tensor, of_pair: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                return self._queries(of_query), *self._keys_values(of_pair, key)
-
-            mixed = self.setting.mixed_from(heads, of_query, *self._latents_of_pair(x))
-        else:
-            q = self._queries(of_query)
-            mixed = self.setting.mixed(q, *self._keys_values(*self._latents_of_pair(x)))
-        return self.out(mixed.flatten(2))
-
-    def _latents_of_pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The latents of the keys and values of a rank's tokens, and the one key that all heads share."""
+        q = self._queries(self.q_norm(self.q_down(x)))
         latents, key = (part.contiguous() for part in self.kv_down(x).split(self.parts_of_latents, dim=-1))
-        return self.kv_norm(latents), local(self.shared_key(key))
+        mixed = self.setting.mixed(q, *self._keys_values(self.kv_norm(latents), local(self.shared_key(key))))
+        return self.out(mixed.flatten(2))
 
     def _queries(self, latents: Tensor) -> Tensor:
         """[batch, own tokens, latent] -> [batch, heads, tokens, width]."""

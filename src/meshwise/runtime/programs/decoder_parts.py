@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.adapters import Adapted
 from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.functions import Gelu, SwiGLU
-from meshwise.runtime.programs.heads import Heads, deal_back, deal_heads
+from meshwise.runtime.programs.functions import SwiGLU
+from meshwise.runtime.programs.heads import deal_back, deal_heads
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.narrow import WIDE, Formats, NarrowLinear
+from meshwise.runtime.programs.narrow import NarrowLinear
 from meshwise.runtime.programs.norm import Norm
-from meshwise.runtime.programs.remade import MadeAgain
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 from meshwise.runtime.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder
     from meshwise.runtime.programs.routes import Routes
-    from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,10 +36,8 @@ class Setting:
     `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
     `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
     `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
-    recomputed whole, the first ones. `loss_chunks`: in how many pieces the loss is computed. `formats`: what
-    is in fp8. `lora_rank`:
-    that of adapters beside frozen weights (0: all train). `on_host_frac`: the share of a piece's layers, the
-    first ones, that keep in host memory what they keep.
+    recomputed whole, the first ones. `loss_chunks`: in how many pieces the loss is computed. `is_narrow`:
+    linear layers of blocks compute in fp8. `lora_rank`: of adapters beside frozen weights (0: all train).
     """
 
     turns: tuple[Tensor, Tensor]
@@ -49,46 +47,17 @@ class Setting:
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0
     loss_chunks: int = 1
-    formats: Formats = WIDE
+    is_narrow: bool = False
     routes: Routes | None = None
     heads: MeshAxis | None = None
     lora_rank: int = 0
-    on_host_frac: float = 0.0
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
-        return self._attended(*self._dealt(q, k, v))
-
-    def mixed_from(self, heads: Callable[..., Heads], *latents: Tensor) -> Tensor:
-        """The same of what `heads` makes of `latents`, which the backward makes again; attention it does not.
-
-        Unless that is recomputed too.
-        """
-
-        def made(*latents: Tensor) -> Heads:
-            return self._dealt(*heads(*latents))
-
-        mixed: Tensor = self.read_again("mla_up_proj", made, self._attended, *latents)
-        return mixed
-
-    def _dealt(self, q: Tensor, k: Tensor, v: Tensor) -> Heads:
-        """Where ranks exchange heads for tokens, all tokens of this rank's heads."""
-        return (q, k, v) if self.heads is None else deal_heads(self.heads, q, k, v)
-
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mixed: Tensor = self.redone("core_attn", self.attend, q, k, v)
-        return mixed if self.heads is None else deal_back(self.heads, mixed)
-
-    def read_again(
-        self, module: str, make: Callable[..., Tensor | Heads], read: Callable[..., Any], *inputs: Tensor
-    ) -> Any:
-        """`read` of what `make` makes; where `module` is recomputed, the backward makes it again."""
-        if module not in self.redone_modules:
-            return read(*_several(make(*inputs)))
-        again = MadeAgain(lambda *inputs: _several(make(*inputs)), self.recorder)
-        results = again.make(*inputs)
-        with again.reading(results):
-            return read(*results)
+        if self.heads is None:
+            mixed: Tensor = self.redone("core_attn", self.attend, q, k, v)
+            return mixed
+        return deal_back(self.heads, self.redone("core_attn", self.attend, *deal_heads(self.heads, q, k, v)))
 
     def redone(self, module: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """`function(*inputs)`; where `module` is recomputed, the backward runs it again from its inputs."""
@@ -110,33 +79,15 @@ class Setting:
         with set_checkpoint_early_stop(False):
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keeps)
 
-    def activated(self, *wide: Tensor) -> Tensor:
-        """SwiGLU of gate and up, or GELU of up."""
-        return (SwiGLU if len(wide) == 2 else Gelu).apply(*wide, self.formats.act_inputs)
-
-    def read_activated(self, read: Callable[[Tensor], Tensor], *wide: Tensor) -> Tensor:
-        """`read` of the same; under `moe_act` made again from what its own gradient keeps, in fp8 perhaps."""
-        act, dtype = self.activated(*wide), wide[0].dtype
-        if "moe_act" not in self.redone_modules or act.grad_fn is None:
-            return read(act)
-        again = MadeAgain(lambda *kept: (self.activated(*(one.to(dtype) for one in kept)),), self.recorder)
-        again.keep(*act.grad_fn.saved_tensors)
-        with again.reading((act,)):
-            return read(act)
-
     def planned(self, layer: nn.Linear) -> nn.Module:
         """`layer` as the plan has it: its product in fp8, or with adapters, whose are not."""
-        if self.formats.matmuls:
+        if self.is_narrow:
             layer = NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         return Adapted(layer, self.lora_rank) if self.lora_rank else layer
 
     def _place(self) -> AbstractContextManager[None]:
         in_backward = current_graph_task_id() != -1
         return self.recorder.phase("recompute") if in_backward else nullcontext()
-
-
-def _several(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (made,) if isinstance(made, Tensor) else made
 
 
 class DecoderNorm(nn.Module):
@@ -152,7 +103,7 @@ class DecoderNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
         bias = None if self.bias is None else local(self.bias)
-        return Norm.apply(local(x), local(self.weight), bias, self.is_centered, x.shape[-1], None)
+        return Norm.apply(local(x), local(self.weight), bias, self.is_centered, x.shape[-1], ALONE)
 
 
 class FeedForward(nn.Module):
@@ -160,7 +111,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: Model, setting: Setting, width: int) -> None:
         super().__init__()
-        self.setting, bias = setting, model.linear_bias
+        bias = model.linear_bias
         wide = [setting.planned(nn.Linear(model.hidden, width, bias=bias)) for _ in range(1 + model.gated)]
         self.gate = wide[1] if model.gated else None
         self.up = wide[0]
@@ -169,4 +120,9 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
         layers = [self.up] if self.gate is None else [self.gate, self.up]
-        return self.down(self.setting.activated(*(layer(x) for layer in layers)))
+        return self.down(activated(*(layer(x) for layer in layers)))
+
+
+def activated(*wide: Tensor) -> Tensor:
+    """SwiGLU of gate and up, or GELU of up."""
+    return SwiGLU.apply(*wide) if len(wide) == 2 else F.gelu(*wide)

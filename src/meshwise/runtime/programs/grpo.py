@@ -6,7 +6,7 @@ the engines, and its gradient is reduced in one piece. Matrices are [d_in, d_out
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,14 +19,13 @@ from meshwise.model.architecture import Model
 from meshwise.rl.packing import PackedBatch
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.functions import SwiGLU
-from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.rl_options import RlOptions
 from meshwise.runtime.programs.rotary import Rotate, turns
-from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, gather, scatter
+from meshwise.runtime.programs.tensor_parallel.block import BlockParts, block, shapes
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
 
 DTYPE = torch.bfloat16
-Cache = list[tuple[Tensor, Tensor]]
+Cache = list[tuple[Tensor, ...]]
 """Keys and values of each layer, [sequences, heads, tokens, width]."""
 
 
@@ -34,25 +33,26 @@ class Policy:
     """The policy on one rank; `flat` holds all its weights."""
 
     def __init__(self, model: Model, context: Context, seed: int) -> None:
-        self.model = model
-        self.shapes = dict(_shapes(model))
-        sizes = [prod(shape) for shape in self.shapes.values()]
-        self.flat = context.empty(sum(sizes), dtype=DTYPE)
-        self.sizes = sizes
+        self.model, self.recorder = model, context.recorder
+        blocks = {
+            f"{layer}.{name}": shape
+            for layer in range(model.num_layers)
+            for name, shape in shapes(model).items()
+        }
+        last = {"norm": (model.hidden,), "logits": (model.hidden, model.vocab)}
+        self.shapes: dict[str, tuple[int, ...]] = {"table": (model.vocab, model.hidden)} | blocks | last
+        self.flat = context.empty(sum(map(prod, self.shapes.values())), dtype=DTYPE)
         for place, (name, weight) in enumerate(self.weights().items()):
             if "norm" in name:
                 weight.fill_(1.0)
             else:
-                weight.copy_(
-                    context.normal(*weight.shape, dtype=DTYPE, key=(seed, place), std=weight.shape[0] ** -0.5)
-                )
+                std = weight.shape[0] ** -0.5
+                weight.copy_(context.normal(*weight.shape, dtype=DTYPE, key=(seed, place), std=std))
 
     def weights(self) -> dict[str, Tensor]:
         """Views of the flat tensor."""
-        parts = self.flat.split(self.sizes)
-        return {
-            name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        parts = self.flat.split(list(map(prod, self.shapes.values())))
+        return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Token numbers [sequences, tokens] behind those in `cache` -> [sequences x tokens, hidden].
@@ -60,36 +60,27 @@ class Policy:
         Behind the last norm. Given a cache, its keys and values are extended; an empty one is filled.
         """
         model, weights = self.model, self.weights()
-        num, seq = tokens.shape
         past = cache[0][0].shape[2] if cache else 0
-        places = torch.arange(past, past + seq, device=tokens.device)
-        cos, sin = turns(places, model.head_dim, DTYPE)
+        places = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        angles = turns(places, model.head_dim, DTYPE)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            q, k, v = qkv.view(*tokens.shape, -1, model.head_dim).split(model.num_heads, dim=2)
+            q, k = (Rotate.apply(one, *angles) for one in (q, k))
+            q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+            if cache is not None and past:
+                k, v = cache[layer] = tuple(
+                    torch.cat(both, dim=2) for both in zip(cache[layer], (k, v), strict=True)
+                )
+            elif cache is not None:
+                cache.append((k.contiguous(), v.contiguous()))
+            return Attend.apply(q, k, v, past == 0).reshape(len(qkv), -1)
+
         x = F.embedding(tokens.flatten(), weights["table"])
         for layer in range(model.num_layers):
-            of = {
-                name.removeprefix(f"{layer}."): one
-                for name, one in weights.items()
-                if name.startswith(f"{layer}.")
-            }
-            normed = _norm(x, of["norm1"])
-            q, k, v = (
-                part.view(num, seq, model.num_heads, model.head_dim)
-                for part in (normed @ of["qkv"]).split(model.hidden, dim=1)
-            )
-            q, k, v = (
-                one.transpose(1, 2) for one in (Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin), v)
-            )
-            if cache is not None:
-                if past:
-                    k, v = (torch.cat(both, dim=2) for both in zip(cache[layer], (k, v), strict=True))
-                    cache[layer] = k, v
-                else:
-                    cache.append((k.contiguous(), v.contiguous()))
-            mixed = Attend.apply(q, k, v, past == 0)
-            x = x + mixed.reshape(num * seq, -1) @ of["out_proj"]
-            up, gate = (_norm(x, of["norm2"]) @ of["fc1"]).chunk(2, dim=1)
-            x = x + SwiGLU.apply(gate, up) @ of["fc2"]
-        return _norm(x, weights["norm"])
+            on = BlockParts(model=model, recorder=self.recorder, attend=partial(attend, layer))
+            x = block(on, x, {name: weights[f"{layer}.{name}"] for name in shapes(model)})
+        return on.norm(x, {"norm.weight": weights["norm"]}, "norm")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary] in fp32."""
@@ -100,24 +91,6 @@ class Policy:
         logits = self.logits(self.hidden(samples)).view(*samples.shape, -1)
         chosen = F.cross_entropy(logits[:, :-1].flatten(0, 1), samples[:, 1:].flatten(), reduction="none")
         return -chosen.view(len(samples), -1)[:, prompt - 1 :]
-
-
-def _shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, ffn = model.hidden, model.ffn_hidden
-    yield "table", (model.vocab, hidden)
-    for layer in range(model.num_layers):
-        yield f"{layer}.norm1", (hidden,)
-        yield f"{layer}.qkv", (hidden, 3 * hidden)
-        yield f"{layer}.out_proj", (hidden, hidden)
-        yield f"{layer}.norm2", (hidden,)
-        yield f"{layer}.fc1", (hidden, 2 * ffn)
-        yield f"{layer}.fc2", (ffn, hidden)
-    yield "norm", (hidden,)
-    yield "logits", (hidden, model.vocab)
-
-
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return Norm.apply(x, weight, None, False, x.shape[-1], None)
 
 
 class _PoolRank:
@@ -257,11 +230,11 @@ class GrpoTrainer(_PoolRank):
         """Sum the gradients over the trainers, update this rank's shard, and gather all shards."""
         phase = self.context.recorder.phase
         with phase("backward"):
-            self.master.grad = scatter(self.gradients, self.dp) / self.dp.size
+            self.master.grad = start_scatter(self.gradients, self.dp)() / self.dp.size
         with phase("optimizer"):
             self.optimizer.step()
         with phase("forward"), torch.no_grad():
-            self.policy.flat.copy_(gather(self.master.to(DTYPE), self.dp))
+            self.policy.flat.copy_(start_gather(self.master.to(DTYPE), self.dp)())
         self.gradients.zero_()
 
     def _shard(self, whole: Tensor) -> Tensor:

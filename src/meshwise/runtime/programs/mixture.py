@@ -16,21 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model
-from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
-from meshwise.runtime.programs.dispatch import NarrowExchange, exchange
+from meshwise.runtime.programs.decoder_parts import FeedForward, Setting, activated
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.routes import ExpertPlace
-from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
+from meshwise.runtime.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
 
 class Experts(nn.Module):
     """The MLPs of this rank's experts, a matrix each in three (or two) stacks, or its parts of them."""
 
-    def __init__(self, model: Model, setting: Setting, place: ExpertPlace) -> None:
+    def __init__(self, model: Model, place: ExpertPlace) -> None:
         super().__init__()
         assert model.moe is not None
         number, width = model.moe.num_experts // place.ranks, model.moe.ffn_hidden // place.parts
-        self.setting, self.number, self.place = setting, number, place
+        self.number, self.place = number, place
         self.gate = nn.Parameter(torch.empty(number, model.hidden, width)) if model.gated else None
         self.up = nn.Parameter(torch.empty(number, model.hidden, width))
         self.down = nn.Parameter(torch.empty(number, width, model.hidden))
@@ -38,8 +37,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[experts, rows, hidden] -> the same, or this rank's part of their sum."""
         matrices = [self.up] if self.gate is None else [self.gate, self.up]
-        wide = [torch.bmm(x, matrix) for matrix in matrices]
-        return self.setting.read_activated(lambda act: torch.bmm(act, self.down), *wide)
+        return torch.bmm(activated(*(torch.bmm(x, matrix) for matrix in matrices)), self.down)
 
 
 class Mixture(nn.Module):
@@ -52,34 +50,24 @@ class Mixture(nn.Module):
         self.router = nn.Linear(model.hidden, moe.num_experts, bias=moe.router_bias)
         if moe.balance_bias:  # moves the choice of experts, which is forced here, by a rule
             self.balance_bias = nn.Parameter(torch.empty(moe.num_experts))
-        self.experts = Experts(model, setting, routes.place)
+        self.experts = Experts(model, routes.place)
         self.shared = FeedForward(model, setting, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
         self.setting, self.routes = setting, routes
 
-    def scores(self, x: Tensor) -> Tensor:
-        """The router's: [batch, own tokens, hidden] -> [batch x own tokens, experts]."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, own tokens, hidden] -> the same."""
         bias = None if self.router.bias is None else local(self.router.bias)
-        return F.linear(x.flatten(0, 1), local(self.router.weight), bias)
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        """[batch, own tokens, hidden], and their `scores`, -> the same."""
+        logits = F.linear(x.flatten(0, 1), local(self.router.weight), bias)
         way = self.routes
         tokens, num_choices = x.flatten(0, 1), way.experts.shape[1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
         copies = tokens.index_select(0, way.sources)
-        arrived = self._by_expert(_gathered(self._sent(copies, there=True), way.parts))
-        answers = self._sent(_added(self._by_rank(self.experts(arrived)), way.parts), there=False)
+        arrived = self._by_expert(_gathered(_exchanged(copies, way.group), way.parts))
+        answers = _exchanged(_added(self._by_rank(self.experts(arrived)), way.parts), way.group)
         weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
         mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
         return mixed if self.shared is None else mixed + self.setting.redone("shared_experts", self.shared, x)
-
-    def _sent(self, rows: Tensor, *, there: bool) -> Tensor:
-        """Copies to the ranks of their experts, or answers back."""
-        way = self.routes
-        if self.setting.formats.tokens:
-            return NarrowExchange.apply(rows, way.group, there)
-        return exchange(rows, way.group)
 
     def _by_expert(self, copies: Tensor) -> Tensor:
         """Copies as they arrived, [sources x experts x rows, hidden] -> [experts, sources x rows, hidden]."""
@@ -89,6 +77,11 @@ class Mixture(nn.Module):
     def _by_rank(self, answers: Tensor) -> Tensor:
         """The inverse of `_by_expert`."""
         return answers.unflatten(1, (self.routes.place.sources, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _exchanged(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Equal parts of the rows to the ranks that hold the experts: copies there, answers back."""
+    return rows if group is None else all_to_all_single(rows, None, None, group)
 
 
 def _gathered(copies: Tensor, group: dist.ProcessGroup | None) -> Tensor:

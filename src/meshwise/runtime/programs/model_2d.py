@@ -193,15 +193,11 @@ def layer(
     """x [N/P, d] -> x + relu(x W1) W2, over the TP ranks of `group`."""
     import torch
 
-    from meshwise.runtime.programs.functions import (
-        DifferentiableCollective,
-        all_gather,
-        reduce_scatter,
-    )
+    from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
 
     op = context.recorder.op
     with op("input"):
-        gathered = DifferentiableCollective.apply(x, all_gather, reduce_scatter, group)
+        gathered = all_gather_single(x, 0, group)
     if shown is not None:
         weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
         context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
@@ -211,7 +207,7 @@ def layer(
         context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
     with op("output"):
         partial = torch.mm(inter, weight_out)
-        summed = DifferentiableCollective.apply(partial, reduce_scatter, all_gather, group)
+        summed = reduce_scatter_single(partial, "sum", 0, group)
     with op("residual"):
         return x + summed
 

@@ -1,48 +1,22 @@
-"""What a plan computes, sends or keeps in few bits, and its linear layers.
+"""Linear layers that compute in fp8.
 
-Operands of a matmul are cast, sums are in the type of the input. In fp8 each tensor has a scale; weights and
-inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is kept as it is and cast
-again in the backward, as torchao's Float8Linear does; all else stays as it is.
+Operands of a matmul are cast, each with a scale for the whole tensor, and sums are in the type of the input:
+weights and inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is kept as it
+is and cast again in the backward, as torchao's Float8Linear does; all else stays as it is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from meshwise.plan.plan import Plan
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import scaled_mm, will_engine_execute_node
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """What is in fp8: linear layers of blocks, the head, tokens on their way to experts, kept inputs."""
-
-    matmuls: bool = False
-    head: bool = False
-    tokens: bool = False
-    act_inputs: bool = False
-
-    @classmethod
-    def of(cls, plan: Plan) -> Formats:
-        """Those of a plan."""
-        return cls(
-            matmuls=plan.dtype == "fp8",
-            head=plan.head_dtype == "fp8",
-            tokens=plan.dispatch_dtype == "fp8",
-            act_inputs=plan.act_input_dtype == "fp8",
-        )
-
-
-WIDE = Formats()
-"""Nothing is in few bits."""
 
 
 class NarrowLinear(nn.Linear):

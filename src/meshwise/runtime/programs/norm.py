@@ -27,13 +27,11 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_centered: bool, width: int,
-        along: MeshAxis | None,
+        along: MeshAxis,
     ) -> Tensor:  # fmt: skip
         """[..., columns] -> the same."""
         rows = x.flatten(0, -2)
-        scales = norm_sums(rows, is_centered)
-        if along is not None:
-            all_sum(scales, along)
+        scales = all_sum(norm_sums(rows, is_centered), along)
         norm_scales_(scales, width)
         ctx.width, ctx.along, ctx.has_bias = width, along, bias is not None
         ctx.save_for_backward(x, scales, weight)
@@ -44,9 +42,7 @@ class Norm(torch.autograd.Function):
         """One exchange of the sums that the gradient of x needs; the weights' are of the rank's tokens."""
         x, scales, weight = ctx.saved_tensors
         rows, d_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        sums = norm_gradient_sums(d_rows, rows, scales, weight)
-        if ctx.along is not None:
-            all_sum(sums, ctx.along)
+        sums = all_sum(norm_gradient_sums(d_rows, rows, scales, weight), ctx.along)
         dx, d_weight, d_bias = norm_backward(d_rows, rows, scales, weight, sums, ctx.width)
         return dx.view(x.shape), d_weight, d_bias if ctx.has_bias else None, None, None, None
 

@@ -52,7 +52,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     import torch
     from torch.profiler import record_function
 
-    from meshwise.runtime.programs.flat_optimizer import make_optimizer
+    from meshwise.runtime.programs.flat_optimizer import FlatOptimizer
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
     from meshwise.runtime.programs.training import Trainer
@@ -64,7 +64,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         parameters = trainer.parameters()
         recorder.weights(*parameters)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        optimizer = make_optimizer(trainer.plan, trained, options.lr)
+        optimizer = FlatOptimizer(trainer.plan, trained, options.lr)
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):
@@ -76,7 +76,8 @@ def main(options: Options, context: Context) -> dict[str, Any]:
             with recorder.phase("optimizer"):
                 if trainer.plan.optimizer != "none":
                     optimizer.step()
-            optimizer.zero_grad()
+            for parameter in parameters:
+                parameter.grad = None
         losses.append(loss)
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}

@@ -4,16 +4,16 @@ Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism
 `zero_group`), pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by
 torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
 by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules, of the first layers
-of each chunk, or of ops whose results are not kept (`recompute`), inputs of activation functions kept in fp8
-(`act_input_dtype`), adapters beside frozen weights (`lora_rank`), AdamW or SGD.
+of each chunk, or of ops whose results are not kept (`recompute`), adapters beside frozen weights
+(`lora_rank`), AdamW or SGD.
 Gradients of several microbatches add up before the optimizer steps. Dropout is left out. Layouts beyond 1d,
 and what `RUN` leaves out, are priced by `meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -26,7 +26,6 @@ from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import KEYS, Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
-from meshwise.program.parts import FP8_TILE
 
 RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("implementation", ("fsdp2",), "it is made of PyTorch's own parts; use implementation=fsdp2"),
@@ -39,11 +38,28 @@ RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("param_dtype", ("bf16",), "it keeps wide weights; leave param_dtype out"),
     ("lora_targets", ((),), "it adapts all linear layers; leave lora_targets out"),
     ("frozen_dtype", (None,), "it keeps frozen weights as all others; leave frozen_dtype out"),
-    ("offload_optimizer", (0.0, 1.0), "the host keeps all states or none; use offload_optimizer=1 or 0"),
+    ("offload_optimizer", (0.0,), "the device keeps all states; leave offload_optimizer out"),
     ("loss_fusion", (None, "none"), "its loss is PyTorch's own, not compiled; leave loss_fusion out"),
+    ("head_dtype", ("bf16",), "its head computes as its blocks keep; leave head_dtype out"),
+    ("act_input_dtype", ("bf16",), "it keeps inputs of activation functions as they are; leave it out"),
+    ("dispatch_dtype", ("bf16",), "it sends tokens as they are; leave dispatch_dtype out"),
+    ("offload_activations", (0.0,), "the device keeps them; use recompute=full"),
     ("imbalance", (1.0,), "it gives all experts as many tokens; leave imbalance out"),
 )
 """Keys of a plan of which less runs than is priced: what runs, and what to do about the rest."""
+MODEL = (
+    *("name", "source", "checked", "aliases", "left_out", "num_layers", "hidden", "ffn_hidden", "num_heads"),
+    *("num_kv_heads", "head_dim", "vocab", "max_seq", "extra_position_rows", "activation", "norm"),
+    *("norm_bias", "linear_bias", "qkv_bias", "out_bias", "positions", "tied_embedding", "mtp_layers"),
+    *("dropout_frac", "mla", "moe", "layers", "fused_qkv", "towers"),
+)
+MOE = (
+    *("num_experts", "top_k", "ffn_hidden", "num_shared_experts", "shared_ffn_hidden", "first_dense_layers"),
+    *("every", "router_bias", "balance_bias", "expert_groups", "top_groups", "narrow_weights"),
+)
+"""What may be stated of a model, and of its experts."""
+RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "per_op")
+"""What `recompute_modules` may name: what torch runs again as a whole, or op by op."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +90,9 @@ class Options:
 
 def check(options: Options, ranks: int) -> None:
     """PlanError, ModelError or WorkloadError for what does not fit or is not built."""
-    plan, model, mesh = the_plan(options), the_model(options), the_mesh(options, ranks)
+    model, mesh = the_model(options), the_mesh(options, ranks)
     if model.moe is None:
         return
-    if plan.dispatch_dtype == "fp8" and model.hidden % FP8_TILE:
-        raise PlanError(
-            f"train: dispatch_dtype=fp8 scales {FP8_TILE} elements of a token together, which do not divide "
-            f"the hidden width {model.hidden} of {model.name}; use dispatch_dtype=bf16"
-        )
     alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
     run = tokens_in_a_row(options)
     for what, number, divisor in (
@@ -104,53 +115,41 @@ def the_plan(options: Options) -> Plan:
                 f"the program train does not run {key}={KEYS[key].show(value)}, "
                 f"which meshwise estimate prices; {hint}"
             )
+    if others := set(plan.recompute_modules) - set(RECOMPUTED):
+        raise PlanError(
+            f"the program train does not run recompute_modules={'+'.join(sorted(others))}, which meshwise "
+            f"estimate prices; torch.utils.checkpoint runs {', '.join(RECOMPUTED)}"
+        )
     return plan
 
 
 def the_model(options: Options) -> Model:
     """The model without dropout, cut to its first layers where asked; ModelError for another shape."""
     model = find_model(options.model)
-    has = {
-        "a gate of shared experts": model.moe is not None and model.moe.shared_gate,
-        "a capacity of experts": model.moe is not None and model.moe.capacity_factor > 0,
-        "experts with biases": model.moe is not None and model.linear_bias,
-        "sparse attention": model.sparse is not None or any(layer.sparse for layer in model.layers),
-        "experts of another width, or that compute nothing": model.moe is not None
-        and model.moe.latent + model.moe.zero_experts > 0,
-        "small layers beside the large ones": any(kind.sides for kind in layer_kinds(model)) or model.sides,
-        "compressed queries and results": model.low_rank is not None or model.v_head_dim,
-        f"the activation {model.activation}": model.activation not in ("swiglu", "gelu"),
-        "norms of queries and keys": model.qk_norm,
-        "norms without weights": not model.norm_weight,
-        f"{model.positions} positions": model.positions not in ("rotary", "learned"),
-        f"{model.num_norms} norms a block": model.num_norms != 2 or not model.final_norm,
-        "a norm of embeddings": model.embedding_norm,
-        "a parallel block": model.parallel_block,
-        "sinks": model.sinks,
-        "a sliding window": any(kind.window for kind in layer_kinds(model)),
-        "attention that sees what follows": not model.causal,
-        "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
-        "layer scales": model.layer_scale,
-        "per-layer embeddings": model.per_layer is not None,
-        "several residual streams": model.streams is not None,
-        "layers of several sizes": any(
-            kind.head_dim or kind.num_heads or kind.keys for kind in layer_kinds(model)
-        ),
-        "scores of distances": model.distances is not None,
-        "an encoder": model.encoder is not None,
-        "recurrent layers": model.recurrence is not None,
-        "gated attention": model.attention_gate,
-        "patches": model.patches is not None,
-        "token types": model.token_types > 0,
-        "capped scores or logits": model.attention_softcap or model.logit_softcap,
-    }
-    for what, is_there in has.items():
-        if is_there:
-            raise ModelError(
-                f"train: {model.name} has {what}; choose one shaped like GPT, Llama, Mixtral or DeepSeek-V2"
-            )
+    stated = list(_beside(model, MODEL))
+    for kind in layer_kinds(model):
+        stated += _beside(kind, ("moe",))
+    if model.moe is not None:
+        stated += [*_beside(model.moe, MOE), *("experts with biases",) * model.linear_bias]
+    for name, value, run in (
+        ("the activation", model.activation, ("swiglu", "gelu")),
+        ("positions", model.positions, ("rotary", "learned")),
+    ):
+        stated += [f"{name} {value}"] * (value not in run)
+    if stated:
+        raise ModelError(
+            f"train: {model.name} has {stated[0]}; choose one shaped like GPT, Llama, Mixtral or DeepSeek-V2"
+        )
     layers = options.layers or model.num_layers
     return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
+
+
+def _beside(part: Any, built: Sequence[str]) -> Iterator[str]:
+    """What is stated of a part of a model beside what is `built`."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.name not in built and value != field.default:
+            yield f"{field.name}={value}" if isinstance(value, int | str) else field.name
 
 
 def the_workload(options: Options, ranks: int) -> Workload:

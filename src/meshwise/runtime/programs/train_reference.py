@@ -55,14 +55,13 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     In the type of the states; where matmuls are fp8, in the type of the rest."""
     options, model, device = trainer.options, trainer.model, trainer.context.device
     kept = torch.float64 if trainer.plan.dtype == "fp64" else torch.float32
-    dtype = trainer.context.dtype("fp8") if trainer.setting.formats.matmuls else kept
+    dtype = trainer.context.dtype("fp8") if trainer.setting.is_narrow else kept
     places = torch.arange(options.seq, device=device)
     angles = turns(places, turned_width(model), dtype)
     way = routes(places, 1, model) if model.moe else None
     setting = Setting(
         turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way,
-        formats=trainer.setting.formats, lora_rank=trainer.plan.lora_rank,
-        redone_modules=("moe_act",) * ("moe_act" in trainer.setting.redone_modules),  # of what was rounded
+        is_narrow=trainer.setting.is_narrow, lora_rank=trainer.plan.lora_rank,
     )  # fmt: skip
     with torch.device(device):
         decoder = Decoder(model, setting, range(model.num_layers)).to(kept)

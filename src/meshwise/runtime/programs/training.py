@@ -21,7 +21,6 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.mixture import Experts
-from meshwise.runtime.programs.narrow import Formats
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
@@ -208,17 +207,14 @@ class Trainer:
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
             redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
-            loss_chunks=plan.loss_chunks,
-            formats=Formats.of(plan), routes=self._routes(own), heads=self.heads,
-            lora_rank=plan.lora_rank,
-            on_host_frac=plan.offload_activations,
+            loss_chunks=plan.loss_chunks, is_narrow=plan.dtype == "fp8", routes=self._routes(own),
+            heads=self.heads, lora_rank=plan.lora_rank,
         )  # fmt: skip
 
     def _redone_modules(self) -> tuple[str, ...]:
         """What selective recomputation covers; that of a whole mixture covers what is inside."""
         modules = self.plan.recompute_modules if self.plan.recompute == "selective" else ()
-        inside = ("moe_act", "shared_experts") if "moe" in modules else ()
-        return tuple(module for module in modules if module not in inside)
+        return tuple(module for module in modules if not ("moe" in modules and module == "shared_experts"))
 
     def _redone_layers(self) -> float:
         """Layers of each piece, the first ones, that are recomputed whole."""

@@ -142,8 +142,9 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
     from torch import bmm
 
     from meshwise.runtime.programs.attention_kernels import Attend
-    from meshwise.runtime.programs.functions import DifferentiableCollective, Project, all_to_all
+    from meshwise.runtime.programs.functions import Project
     from meshwise.runtime.programs.softmax_in_place import SoftmaxInPlace
+    from meshwise.runtime.torch_private import all_to_all_single
 
     op, step, num = context.recorder.op, context.step, context.world_size
     exchange = context.mesh(ulysses=num).get_group("ulysses")
@@ -153,7 +154,7 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
     spread, gathered = "[P, h/P, N/P, d/h]", "[h/P, N, d/h]"
 
     def dealt(tensor: torch.Tensor) -> torch.Tensor:
-        return DifferentiableCollective.apply(tensor, all_to_all, all_to_all, exchange)
+        return all_to_all_single(tensor, None, None, exchange)
 
     def to_heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(name):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, gather
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, start_gather
 from meshwise.runtime.programs.text_data import PAD
 
 
@@ -58,7 +58,7 @@ class Vocabulary(nn.Module):
         if self.tp.size == 1:
             return logits.float().log_softmax(dim=-1)
         shifted, log_total = self._shifted(logits)
-        return gather((shifted - log_total).unsqueeze(0), self.tp).transpose(0, 1).flatten(1)
+        return start_gather((shifted - log_total).unsqueeze(0), self.tp)().transpose(0, 1).flatten(1)
 
     def _local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of `tokens` on this rank, and a mask of those that are on another."""

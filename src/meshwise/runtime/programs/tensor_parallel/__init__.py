@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from meshwise.runtime.programs.context import Context
-    from meshwise.runtime.programs.tensor_parallel.block import TensorLayout
+    from meshwise.runtime.programs.tensor_parallel.layouts import TensorLayout
 
 
 STATES_WORK_ONLY = True
@@ -138,40 +138,32 @@ def estimate(options: TensorParallelOptions, tape: Tape) -> None:
 
 def main(options: TensorParallelOptions, context: Context) -> dict[str, Any]:
     """Forward, backward, and the sum of shared gradients; with `--check`, the differences to one process."""
-    from meshwise.runtime.programs.tensor_parallel.block import block, sum_shared_gradients
+    from meshwise.runtime.programs.tensor_parallel.block import block
+    from meshwise.runtime.programs.tensor_parallel.layouts import new_layout, sum_shared_gradients
     from meshwise.runtime.programs.tensor_parallel.reference import differences
 
     recorder = context.recorder
-    on = _layout(options, context)
+    cut = cut_of(options, context.world_size)
+    on = new_layout(context, model_of(options), cut)
     with recorder.setup():
-        x, gradient, weights = _inputs(options, on)
+        x, gradient, weights = _inputs(options, on, context)
     recorder.weights(*weights.values())
     context.step("inputs", {"x [tokens, columns]": x})
-    y = block(on, x, weights)
+    y = block(on.parts, x, weights)
     context.step("forward", {"y [tokens, columns]": y})
     y.backward(gradient)
     sum_shared_gradients(on, weights)
     assert x.grad is not None
     context.step("backward", {"dx [tokens, columns]": x.grad})
-    result: dict[str, Any] = {"grid": [int(size) for size in on.cut.grid]}
+    result: dict[str, Any] = {"grid": [int(size) for size in cut.grid]}
     if options.check and not context.is_fake:
         with recorder.setup():
-            result["max_abs_diff"] = differences(on, x, y, weights, options.seed)
+            result["max_abs_diff"] = differences(on, context, x, y, weights, options.seed)
     return result
 
 
-def _layout(options: TensorParallelOptions, context: Context) -> TensorLayout:
-    from meshwise.runtime.programs.tensor_parallel.block_1d import Layout1D
-    from meshwise.runtime.programs.tensor_parallel.block_2d import Layout2D
-    from meshwise.runtime.programs.tensor_parallel.block_3d import Layout3D
-
-    kinds: dict[str, type[TensorLayout]] = {"1d": Layout1D, "2d-cp": Layout1D, "3d": Layout3D}
-    kind = kinds.get(options.layout, Layout2D)
-    return kind(context, model_of(options), cut_of(options, context.world_size))
-
-
 def _inputs(
-    options: TensorParallelOptions, on: TensorLayout
+    options: TensorParallelOptions, on: TensorLayout, context: Context
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """x, the gradient of the output, and the weights: with `--check` cut from whole ones, else local ones."""
     from meshwise.runtime.programs.tensor_parallel.reference import (
@@ -181,21 +173,22 @@ def _inputs(
         whole_weights,
     )
 
-    context, dtype = on.context, on.context.dtype(options.dtype)
+    dtype = context.dtype(options.dtype)
     if options.check and not context.is_fake:
-        weights = my_pieces(on, whole_weights(on.model, context, dtype, options.seed))
-        x, gradient = (my_part(on, whole_activations(on, dtype, options.seed, place)) for place in (0, 1))
+        weights = my_pieces(on, whole_weights(on.parts.model, context, dtype, options.seed))
+        x, gradient = (
+            my_part(on, whole_activations(on, context, dtype, options.seed, place)) for place in (0, 1)
+        )
         return x.requires_grad_(), gradient, {name: w.requires_grad_() for name, w in weights.items()}
-    num_tokens = sum(end - begin for begin, end in on.tokens) * on.batch
+    shape = len(on.tokens) * on.heads.batch, len(on.columns)
     x, gradient = (
-        context.normal(num_tokens, len(on.columns), dtype=dtype, key=(options.seed, place, context.rank))
-        for place in (0, 1)
+        context.normal(*shape, dtype=dtype, key=(options.seed, place, context.rank)) for place in (0, 1)
     )
     weights = {
         name: context.normal(
             *(len(index) for index in piece), dtype=dtype, key=(options.seed, 2, place),
             std=len(piece[0]) ** -0.5, requires_grad=True,
         )
-        for place, (name, piece) in enumerate(on.pieces().items())
+        for place, (name, piece) in enumerate(on.pieces.items())
     }  # fmt: skip
     return x.requires_grad_(), gradient, weights

@@ -14,54 +14,51 @@ import torch
 from torch import Tensor
 
 from meshwise.runtime.programs.attention_kernels import attention, attention_backward
-from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, gather, scatter
-from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, flat, rank_spans
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
+from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, rank_spans
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CutSequence:
-    """A sequence of `seq` tokens cut over the ranks of an axis (None: not cut)."""
-
-    seq: int
-    is_causal: bool
-    along: MeshAxis | None = None
-
-    @property
-    def mine(self) -> Spans:
-        """This rank's tokens."""
-        num_ranks, rank = (self.along.size, self.along.index) if self.along else (1, 0)
-        return rank_spans(self.seq, num_ranks, rank, is_causal=self.is_causal)
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        """All tokens in order, from this rank's along `dim`."""
-        if self.along is None or self.along.size == 1:
-            return x
-        order = chunk_order(self.along.size, is_causal=self.is_causal)
-        chunks = gather(x, self.along, dim).chunk(len(order), dim)
-        return torch.cat([chunks[order.index(place)] for place in range(len(order))], dim)
-
-    def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of the sum over all ranks of `x`, all tokens in order."""
-        if self.along is None or self.along.size == 1:
-            return x
-        order = chunk_order(self.along.size, is_causal=self.is_causal)
-        chunks = x.chunk(len(order), dim)
-        return scatter(torch.cat([chunks[chunk] for chunk in order], dim), self.along, dim)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class LocalHeads:
-    """The attention of one rank: so many of its heads, of so many sequences, over a `sequence`."""
+    """The attention of one rank: so many of its heads, of so many sequences, cut `along` an axis."""
 
     heads: int
     kv_heads: int
     head_dim: int
     batch: int
-    sequence: CutSequence
+    seq: int
+    is_causal: bool
+    along: MeshAxis
     recorder: Recorder
+
+    @property
+    def spans(self) -> Spans:
+        """This rank's tokens."""
+        return rank_spans(self.seq, self.along, is_causal=self.is_causal)
+
+    def gathered(self, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values [batch, kv_heads, seq, d], from the own [tokens, batch, 2 kv_heads, d]."""
+        with self.recorder.op("keys_values"):
+            whole = self._reordered(start_gather(keys_values, self.along)(), back=False)
+            key, value = whole.permute(1, 2, 0, 3).chunk(2, 1)
+        return key, value
+
+    def scattered(self, dk: Tensor, dv: Tensor) -> Tensor:
+        """This rank's tokens of the sum over all ranks of the gradients of all keys and values."""
+        with self.recorder.op("keys_values"):
+            whole = self._reordered(torch.cat([dk, dv], dim=1).permute(2, 0, 1, 3), back=True)
+            return start_scatter(whole, self.along)()
+
+    def _reordered(self, x: Tensor, *, back: bool) -> Tensor:
+        """Tokens in the order of the sequence, from that in which the ranks hold them, or `back`."""
+        if self.along.size == 1:
+            return x
+        order = chunk_order(self.along.size, is_causal=self.is_causal)
+        chunks = x.chunk(len(order))
+        return torch.cat([chunks[place if back else order.index(i)] for i, place in enumerate(order)])
 
 
 class FusedAttention(torch.autograd.Function):
@@ -71,11 +68,9 @@ class FusedAttention(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, on: LocalHeads) -> Tensor:
         """Queries stay views into qkv; keys and values are gathered together."""
         query, keys_values = _views(qkv, on)
-        with on.recorder.op("keys_values"):
-            key, value = on.sequence.gather(keys_values, 0).permute(1, 2, 0, 3).chunk(2, 1)
+        key, value = on.gathered(keys_values)
         with on.recorder.op("flash"):
-            spans = flat(on.sequence.mine)
-            out, lse = attention(query, key, value, spans, on.sequence.is_causal)
+            out, lse = attention(query, key, value, sum(on.spans, ()), on.is_causal)
         result = out.permute(2, 0, 1, 3).view(qkv.shape[0], -1)
         ctx.on = on
         ctx.save_for_backward(qkv, result, lse)
@@ -86,18 +81,15 @@ class FusedAttention(torch.autograd.Function):
         """Gathers keys and values again, and returns their gradients to the ranks that hold them."""
         on, (qkv, result, lse) = ctx.on, ctx.saved_tensors
         query, keys_values = _views(qkv, on)
-        with on.recorder.op("keys_values"):
-            key, value = on.sequence.gather(keys_values, 0).permute(1, 2, 0, 3).chunk(2, 1)
+        key, value = on.gathered(keys_values)
         with on.recorder.op("flash"):
             out, grad = (
                 x.view(-1, on.batch, on.heads, on.head_dim).permute(1, 2, 0, 3) for x in (result, grad)
             )
             dq, dk, dv = attention_backward(
-                grad, query, key, value, out, lse, flat(on.sequence.mine), on.sequence.is_causal
+                grad, query, key, value, out, lse, sum(on.spans, ()), on.is_causal
             )
-        with on.recorder.op("keys_values"):
-            d_keys_values = on.sequence.scatter(torch.cat([dk, dv], dim=1).permute(2, 0, 1, 3), 0)
-        return torch.cat([dq.permute(2, 0, 1, 3), d_keys_values], dim=2).view_as(qkv), None
+        return torch.cat([dq.permute(2, 0, 1, 3), on.scattered(dk, dv)], dim=2).view_as(qkv), None
 
 
 def _views(qkv: Tensor, on: LocalHeads) -> tuple[Tensor, Tensor]:

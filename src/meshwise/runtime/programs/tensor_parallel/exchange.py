@@ -47,47 +47,31 @@ def _after(work: dist.Work, result: Tensor) -> Finish:
     return finish
 
 
-def start_gather(x: Tensor, along: MeshAxis, dim: int = 0) -> Finish:
-    """All-gather: the parts of all ranks, one after the other in `dim`."""
+def start_gather(x: Tensor, along: MeshAxis) -> Finish:
+    """All-gather: the parts of all ranks, one after the other in dim 0."""
     if along.size == 1:
         return lambda: x
-    mine = x.movedim(dim, 0).contiguous()
+    mine = x.contiguous()
     whole = mine.new_empty(along.size * mine.shape[0], *mine.shape[1:])
     work = dist.all_gather_single(whole, mine, group=along.group, async_op=True)
-    return _after(work, whole.movedim(0, dim))
+    return _after(work, whole)
 
 
-def start_scatter(x: Tensor, along: MeshAxis, dim: int = 0) -> Finish:
-    """Reduce-scatter: this rank's part in `dim` of the sum over all ranks."""
+def start_scatter(x: Tensor, along: MeshAxis) -> Finish:
+    """Reduce-scatter: this rank's part in dim 0 of the sum over all ranks."""
     if along.size == 1:
         return lambda: x
-    whole = x.movedim(dim, 0).contiguous()
+    whole = x.contiguous()
     mine = whole.new_empty(whole.shape[0] // along.size, *whole.shape[1:])
     work = dist.reduce_scatter_single(mine, whole, group=along.group, async_op=True)
-    return _after(work, mine.movedim(0, dim))
-
-
-def gather(x: Tensor, along: MeshAxis, dim: int = 0) -> Tensor:
-    """All-gather, done."""
-    return start_gather(x, along, dim)()
-
-
-def scatter(x: Tensor, along: MeshAxis, dim: int = 0) -> Tensor:
-    """Reduce-scatter, done."""
-    return start_scatter(x, along, dim)()
-
-
-def start_sum(x: Tensor, along: MeshAxis) -> Finish:
-    """All-reduce, in place."""
-    if along.size == 1:
-        return lambda: x
-    work = dist.all_reduce(x, group=along.group, async_op=True)
-    return _after(work, x)
+    return _after(work, mine)
 
 
 def all_sum(x: Tensor, along: MeshAxis) -> Tensor:
-    """All-reduce, in place, done."""
-    return start_sum(x, along)()
+    """All-reduce, in place."""
+    if along.size > 1:
+        dist.all_reduce(x, group=along.group)
+    return x
 
 
 def all_max(x: Tensor, along: MeshAxis) -> Tensor:
@@ -119,5 +103,4 @@ def start_reduce(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     """Sum of all ranks' `panel`, right on its owner only."""
     if along.size == 1:
         return lambda: panel
-    work = dist.reduce(panel, group=along.group, group_dst=owner, async_op=True)
-    return _after(work, panel)
+    return _after(dist.reduce(panel, group=along.group, group_dst=owner, async_op=True), panel)

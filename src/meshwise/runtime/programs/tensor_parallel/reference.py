@@ -11,8 +11,8 @@ from torch import Tensor
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.norm import EPSILON
 from meshwise.runtime.programs.reference import largest_differences
-from meshwise.runtime.programs.tensor_parallel.block import TensorLayout, Weights, shapes
-from meshwise.runtime.programs.tensor_parallel.spans import positions
+from meshwise.runtime.programs.tensor_parallel.block import Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.layouts import TensorLayout
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -28,20 +28,23 @@ def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int)
     return found
 
 
-def whole_activations(on: TensorLayout, dtype: torch.dtype, seed: int, place: int) -> Tensor:
+def whole_activations(
+    on: TensorLayout, context: Context, dtype: torch.dtype, seed: int, place: int
+) -> Tensor:
     """[seq, batch, hidden] random numbers, the same on every rank."""
-    return on.context.normal(on.seq, on.batch, on.model.hidden, dtype=dtype, key=(seed, 2, place))
+    shape = on.heads.seq, on.heads.batch, on.parts.model.hidden
+    return context.normal(*shape, dtype=dtype, key=(seed, 2, place))
 
 
 def my_part(on: TensorLayout, whole: Tensor) -> Tensor:
     """What the rank holds of [seq, batch, hidden] between the matmuls: [tokens x batch, columns]."""
-    return whole[positions(on.tokens)][:, :, on.columns].flatten(0, 1)
+    return whole[on.tokens][:, :, on.columns].flatten(0, 1)
 
 
 def my_pieces(on: TensorLayout, whole: Weights) -> dict[str, Tensor]:
     """What the rank holds of each weight."""
     pieces = {}
-    for name, indices in on.pieces().items():
+    for name, indices in on.pieces.items():
         piece = whole[name]
         for dim, index in enumerate(indices):
             piece = piece.index_select(dim, torch.from_numpy(index).to(piece.device))
@@ -78,20 +81,21 @@ def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def differences(on: TensorLayout, x: Tensor, y: Tensor, weights: Weights, seed: int) -> dict[str, float]:
+def differences(
+    on: TensorLayout, context: Context, x: Tensor, y: Tensor, weights: Weights, seed: int
+) -> dict[str, float]:
     """Largest difference, on any rank, of the output and of every gradient to those of one process."""
-    dtype = y.dtype
-    whole = whole_weights(on.model, on.context, dtype, seed)
-    whole_x, whole_dy = (whole_activations(on, dtype, seed, place).double() for place in (0, 1))
+    whole = whole_weights(on.parts.model, context, y.dtype, seed)
+    whole_x, whole_dy = (whole_activations(on, context, y.dtype, seed, place).double() for place in (0, 1))
     with torch.enable_grad():
         whole_x.requires_grad_()
         leaves = {name: weight.double().requires_grad_() for name, weight in whole.items()}
-        expected = plain_block(on.model, whole_x, leaves)
+        expected = plain_block(on.parts.model, whole_x, leaves)
         expected.backward(whole_dy)
     grads = my_pieces(on, {name: _grad(leaf) for name, leaf in leaves.items()})
     pairs = {"output": (y, my_part(on, expected)), "d input": (_grad(x), my_part(on, _grad(whole_x)))}
     pairs |= {f"d {name}": (_grad(weight), grads[name]) for name, weight in weights.items()}
-    return largest_differences(pairs, on.context.groups)
+    return largest_differences(pairs, context.groups)
 
 
 def _grad(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Which tokens, and which columns of a matrix, a rank holds.
 
-Tokens are spans of positions, `((begin, end), ...)`. Under a causal mask later tokens cost more, so a
-sequence over n ranks is cut in 2n chunks and rank r holds the chunks r and 2n - 1 - r: all ranks see as
+Tokens that attend are spans of positions, `((begin, end), ...)`. Under a causal mask later tokens cost more,
+so a sequence over n ranks is cut in 2n chunks and rank r holds the chunks r and 2n - 1 - r: all ranks see as
 many keys. Columns are index arrays, since a rank's part of a fused projection lies scattered in the whole.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 
 Spans = tuple[tuple[int, int], ...]
 Index = NDArray[np.int64]
@@ -23,35 +25,17 @@ def chunk_order(num_ranks: int, *, is_causal: bool) -> list[int]:
     return [chunk for rank in range(num_ranks) for chunk in (rank, 2 * num_ranks - 1 - rank)]
 
 
-def rank_spans(seq: int, num_ranks: int, rank: int, *, is_causal: bool) -> Spans:
-    """The tokens of one of `num_ranks` ranks over which a sequence is cut."""
-    order = chunk_order(num_ranks, is_causal=is_causal)
+def rank_spans(seq: int, along: MeshAxis, *, is_causal: bool) -> Spans:
+    """The tokens of this one of the ranks over which a sequence is cut."""
+    order = chunk_order(along.size, is_causal=is_causal)
     size = seq // len(order)
-    mine = order[rank * len(order) // num_ranks : (rank + 1) * len(order) // num_ranks]
+    mine = np.split(np.array(order), along.size)[along.index].tolist()
     return tuple((chunk * size, (chunk + 1) * size) for chunk in mine)
 
 
-def part(spans: Spans, index: int, num_parts: int) -> Spans:
-    """Part `index` of the tokens of `spans`, cut into `num_parts` equal runs."""
-    total = sum(end - begin for begin, end in spans)
-    first, last = index * total // num_parts, (index + 1) * total // num_parts
-    parts, done = [], 0
-    for begin, end in spans:
-        low, high = max(first - done, 0), min(last - done, end - begin)
-        if low < high:
-            parts.append((begin + low, begin + high))
-        done += end - begin
-    return tuple(parts)
-
-
-def flat(spans: Spans) -> list[int]:
-    """begin, end, begin, end, ...: as an op takes them."""
-    return [edge for span in spans for edge in span]
-
-
-def positions(spans: Spans) -> Index:
-    """The position of every token."""
-    return np.concatenate([np.arange(begin, end) for begin, end in spans])
+def part(whole: Index, along: MeshAxis) -> Index:
+    """This rank's equal part of `whole`, cut over the ranks of an axis."""
+    return np.split(whole, along.size)[along.index]
 
 
 def split(sections: Sequence[tuple[int, int]], num_parts: int) -> list[Index]:

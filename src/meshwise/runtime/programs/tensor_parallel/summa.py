@@ -1,4 +1,4 @@
-"""Two dimensions: SUMMA on a grid of columns x rows (`program.tensor_2d`), in one or several depths.
+"""SUMMA: products of blocks on a grid of columns x rows, in one or several depths (`program.tensor_2d`).
 
 `ab`, `abt` and `atb` are the three products of blocks; each panel is on its way while the one before is
 multiplied.
@@ -6,39 +6,19 @@ multiplied.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.model.architecture import Model
-from meshwise.program.cut import Cut
-from meshwise.runtime.programs.tensor_parallel.attention import CutSequence
-from meshwise.runtime.programs.tensor_parallel.block import (
-    PAIRS,
-    Pieces,
-    TensorLayout,
-    everything,
-    with_vectors,
-)
 from meshwise.runtime.programs.tensor_parallel.exchange import (
     Finish,
     MeshAxis,
     all_sum,
-    axis,
     start_broadcast,
     start_reduce,
 )
-from meshwise.runtime.programs.tensor_parallel.spans import Index
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Context
-
-# --- products of blocks ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +92,7 @@ class Summa:
     """A product of blocks; each of several `depths` has the rows of its tokens, and they add up dB."""
 
     grid: SummaGrid
-    depths: MeshAxis | None
+    depths: MeshAxis
 
     def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Both operands travel."""
@@ -121,54 +101,4 @@ class Summa:
     def backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dA = dC B', dB = A' dC: one operand travels, and the result."""
         da, db = abt(self.grid, grad, b), atb(self.grid, a, grad)
-        return da, db if self.depths is None else all_sum(db, self.depths), grad
-
-
-# --- the layout --------------------------------------------------------------------------------
-
-
-class Layout2D(TensorLayout):
-    """A grid of columns x rows: the rank has T / rows tokens in h / columns of their width.
-
-    With a depth (2.5 dimensions) there are several such grids, which share their weights: T / (rows depth).
-    """
-
-    def __init__(self, context: Context, model: Model, cut: Cut) -> None:
-        super().__init__(context, model, cut)
-        self.depth: MeshAxis | None = None
-        self.row, self.column, self.over_tokens = self._groups()
-        self.row_axis = self.row
-        sequence = CutSequence(self.seq, model.causal, self.over_tokens)
-        self.take_heads(sequence, parts=self.row.size)
-        self.tokens = sequence.mine
-        self.columns = np.split(everything(model.hidden), self.row.size)[self.row.index]
-        panels = math.lcm(self.row.size, self.column.size)
-        self.into_pair = self.out_of_pair = Summa(SummaGrid(self.row, self.column, panels), self.depth)
-
-    def _groups(self) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
-        """The row, the column, and the ranks of all depths that hold other tokens of the same columns."""
-        columns, rows, *depths = map(int, self.cut.grid)
-        if not depths:
-            mesh = self.context.mesh(tp_row=rows, tp_col=columns)
-            return axis(mesh, "tp_col"), axis(mesh, "tp_row"), axis(mesh, "tp_row")
-        mesh = self.context.mesh(tp_depth=depths[0], tp_row=rows, tp_col=columns)
-        over_tokens = self.context.mesh(tp_seq=depths[0] * rows, tp_col=columns)
-        self.depth = axis(mesh, "tp_depth")
-        return axis(mesh, "tp_col"), axis(mesh, "tp_row"), axis(over_tokens, "tp_seq")
-
-    def pieces(self) -> Pieces:
-        """Blocks of all matrices. The order of inner columns is that in which the row holds them."""
-        matrices: Pieces = {}
-        for _, first, second in PAIRS:
-            inner = self.inner_columns(first, self.row)[self.row.index]
-            matrices[first] = (self._of_column(everything(self.model.hidden)), inner)
-            rows = np.concatenate(self.inner_columns(second, self.row))
-            matrices[second] = (self._of_column(rows), self.columns)
-        return with_vectors(self.model, matrices, self.columns)
-
-    def _of_column(self, rows: Index) -> Index:
-        return np.split(rows, self.column.size)[self.column.index]
-
-    def shared(self) -> list[tuple[list[str], MeshAxis]]:
-        """All vectors: norms and biases."""
-        return [([name for name, piece in self.pieces().items() if len(piece) == 1], self.over_tokens)]
+        return da, all_sum(db, self.depths), grad

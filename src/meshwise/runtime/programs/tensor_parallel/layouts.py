@@ -1,0 +1,195 @@
+"""What a rank holds of a block under each layout, and over which axes its products work.
+
+1d, columns x sequence (2d-cp) and 3d are one form, `Gathered` products on a cube: into a pair of matmuls the
+tokens are gathered over the rows, out of it their sum is scattered there; columns and depth, of one rank in
+one dimension, are gathered and scattered likewise (`program.tensor_1d`, `tensor_2d_cp`, `tensor_3d`). 2d and
+2.5d multiply by SUMMA on a grid (`program.tensor_2d`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.model.architecture import Model
+from meshwise.program.cut import Cut
+from meshwise.runtime.programs.heads import deal
+from meshwise.runtime.programs.tensor_parallel.attention import FusedAttention, LocalHeads
+from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, axis
+from meshwise.runtime.programs.tensor_parallel.product import Gathered
+from meshwise.runtime.programs.tensor_parallel.spans import Index, part, split
+from meshwise.runtime.programs.tensor_parallel.summa import Summa, SummaGrid
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.context import Context
+
+Pieces = Mapping[str, tuple[Index, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TensorLayout:
+    """One rank's part of a block.
+
+    `tokens` (of each of `heads.batch` sequences) and `columns` are those of x that the rank holds between the
+    matmuls; `pieces` are one index array per dim of each weight. `sums`: weights whose gradients are summed
+    once a step, by the beginnings of their names (vectors where there is none), and over which axis.
+    """
+
+    parts: BlockParts
+    heads: LocalHeads
+    tokens: Index
+    columns: Index
+    pieces: Pieces
+    sums: tuple[tuple[str | None, MeshAxis], ...]
+
+
+def new_layout(context: Context, model: Model, cut: Cut) -> TensorLayout:
+    """The rank's part of a block of `model` under `cut`, on groups of `context`."""
+    return (_on_grid if cut.layout in ("2d", "2.5d") else _on_cube)(context, model, cut)
+
+
+def _on_cube(context: Context, model: Model, cut: Cut) -> TensorLayout:
+    """The rank has 1 / (rows x depths) of the tokens in 1 / columns of their width.
+
+    Into a pair tokens (i, j) in columns l become tokens (i, l) in columns j; out of it, the other way. Heads
+    are cut over rows and, by Ulysses' exchange, columns.
+    """
+    column = depth = sequence = ALONE
+    if cut.layout == "1d":
+        row = axis(context.mesh(tp=context.world_size), "tp")
+    elif cut.layout == "2d-cp":
+        columns, rows = map(int, cut.grid)
+        mesh = context.mesh(tp_row=rows, tp_col=columns)
+        row, sequence = axis(mesh, "tp_col"), axis(mesh, "tp_row")
+    else:
+        columns, rows, depths = map(int, cut.grid)
+        mesh = context.mesh(tp_depth=depths, tp_row=rows, tp_col=columns)
+        column, row, depth = (axis(mesh, name) for name in ("tp_col", "tp_row", "tp_depth"))
+        sequence = depth
+    heads = _heads(context, model, cut, sequence, row.size * column.size)
+    op = context.recorder.op
+
+    def attend(qkv: Tensor) -> Tensor:
+        if column.size == 1:
+            return FusedAttention.apply(qkv, heads)
+        sections = [heads.heads, heads.kv_heads, heads.kv_heads]
+        with op("ulysses_qkv"):
+            qkv = deal(qkv, sections, heads.batch, heads.head_dim, column, to_heads=True)
+        mixed = FusedAttention.apply(qkv, heads)
+        with op("ulysses_out"):
+            return deal(mixed, sections[:1], heads.batch, heads.head_dim, column, to_heads=False)
+
+    own = part(np.arange(model.hidden), column)
+    matrices = {}
+    for first, second in PAIRS:
+        matrices[first] = part(own, depth), _inner(model, first, row)[row.index]
+        matrices[second] = part(_inner(model, second, row)[row.index], depth), own
+    return TensorLayout(
+        parts=BlockParts(
+            model=model, recorder=context.recorder, attend=attend, row_axis=column,
+            into_pair=Gathered(row, depth, column), out_of_pair=Gathered(column, depth, row),
+        ),
+        heads=heads,
+        tokens=part(_positions(heads), row),
+        columns=own,
+        pieces=_with_vectors(model, matrices, own),
+        sums=(("norm", row), (None, depth), ("", ALONE if cut.layout == "3d" else sequence)),
+    )  # fmt: skip
+
+
+def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
+    """The rank has 1 / rows of the tokens in 1 / columns of their width.
+
+    With a depth (2.5 dimensions) there are several such grids, which share their weights: 1 / (rows depth).
+    The order of inner columns is that in which the row holds them.
+    """
+    columns, rows, *depths = map(int, cut.grid)
+    sizes = {"tp_depth": depths[0]} if depths else {}
+    mesh = context.mesh(**sizes, tp_row=rows, tp_col=columns)
+    row, column = axis(mesh, "tp_col"), axis(mesh, "tp_row")
+    depth, sequence = ALONE, column
+    if depths:
+        over_tokens = context.mesh(tp_seq=depths[0] * rows, tp_col=columns)
+        depth, sequence = axis(mesh, "tp_depth"), axis(over_tokens, "tp_seq")
+    heads = _heads(context, model, cut, sequence, row.size)
+    own = part(np.arange(model.hidden), row)
+    matrices = {}
+    for first, second in PAIRS:
+        matrices[first] = part(np.arange(model.hidden), column), _inner(model, first, row)[row.index]
+        matrices[second] = part(np.concatenate(_inner(model, second, row)), column), own
+    summa = Summa(SummaGrid(row, column, math.lcm(row.size, column.size)), depth)
+    return TensorLayout(
+        parts=BlockParts(
+            model=model, recorder=context.recorder, into_pair=summa, out_of_pair=summa, row_axis=row,
+            attend=lambda qkv: FusedAttention.apply(qkv, heads),
+        ),
+        heads=heads,
+        tokens=_positions(heads),
+        columns=own,
+        pieces=_with_vectors(model, matrices, own),
+        sums=((None, sequence),),
+    )  # fmt: skip
+
+
+def sum_shared_gradients(on: TensorLayout, weights: Weights) -> None:
+    """Once a step: add up the gradients of weights that several ranks hold, one exchange per axis."""
+    recorder = on.parts.recorder
+    with recorder.section("block"), recorder.op("shared_gradients"), recorder.phase("step"):
+        for begin, along in on.sums:
+            names = [
+                n for n, w in weights.items() if (w.dim() == 1 if begin is None else n.startswith(begin))
+            ]
+            grads = [grad for name in names if (grad := weights[name].grad) is not None]
+            if along.size == 1 or not grads:
+                continue
+            total = all_sum(torch.cat([grad.flatten() for grad in grads]), along)
+            for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(summed.view_as(grad))
+
+
+# --- pieces ------------------------------------------------------------------------------------
+
+PAIRS = (("qkv", "out_proj"), ("fc1", "fc2"))
+"""First and second matmul of attention and of the MLP."""
+
+
+def _heads(context: Context, model: Model, cut: Cut, along: MeshAxis, parts: int) -> LocalHeads:
+    """1 / `parts` of the heads over a sequence that is cut `along` an axis."""
+    return LocalHeads(
+        model.num_heads // parts, model.num_kv_heads // parts, model.head_dim, int(cut.microbatch),
+        int(cut.seq), model.causal, along, context.recorder,
+    )  # fmt: skip
+
+
+def _positions(heads: LocalHeads) -> Index:
+    """The position of every token that attends on this rank."""
+    return np.concatenate([np.arange(begin, end) for begin, end in heads.spans])
+
+
+def _inner(model: Model, name: str, along: MeshAxis) -> list[Index]:
+    """The columns of a first matrix (rows of a second) that each rank of `along` holds."""
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    sections = {
+        "qkv": [(heads, dim), (kv_heads, dim), (kv_heads, dim)],
+        "out_proj": [(heads, dim)],
+        "fc1": [(model.ffn_hidden, 1)] * (1 + model.gated),
+        "fc2": [(model.ffn_hidden, 1)],
+    }
+    return split(sections[name], along.size)
+
+
+def _with_vectors(model: Model, matrices: Pieces, norm_columns: Index) -> Pieces:
+    """The pieces of `matrices`, of their biases, and of the norms."""
+    pieces: dict[str, tuple[Index, ...]] = {}
+    for name in shapes(model):
+        owner, kind = name.split(".")
+        piece = matrices.get(owner, (norm_columns,))
+        pieces[name] = piece if kind == "weight" else piece[-1:]
+    return pieces
