@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import pickle
 import re
 import signal
 import socket
@@ -30,6 +29,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
+from multiprocessing.connection import Connection, Pipe
 from types import ModuleType
 from typing import IO, Any, TypeVar
 
@@ -154,8 +154,6 @@ def _in_processes(ask: Callable[..., Any], items: Sequence[Any], jobs: int) -> I
         for worker in workers:
             worker.end()
         threads.shutdown()
-        for worker in workers:
-            worker.close()
 
 
 def _through_ray(ray: ModuleType, ask: Callable[..., Any], items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -212,52 +210,44 @@ class Worker:
     """A process that calls functions one after the other; started when first needed."""
 
     _process: subprocess.Popen[bytes] | None = None
-    _errors: IO[str] = field(default_factory=partial(tempfile.TemporaryFile, "w+", errors="replace"))
+    _calls: Connection = field(init=False)
+    _errors: IO[str] = field(init=False)
 
     def call(
         self, function: Callable[[Any], Any], item: Any, timeout_s: float | None = None
     ) -> tuple[Any, Exception | None]:
         """What `function` returns, or raises; `Lost` if the process dies or is too slow."""
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
-        begin, late = time.monotonic(), threading.Event()
-
-        def expire() -> None:
-            late.set()
-            self.end()
-
-        clock = threading.Timer(timeout_s or threading.TIMEOUT_MAX, expire)
-        clock.daemon = True
-        if timeout_s:
-            clock.start()
+        process, begin = self._started(), time.monotonic()
         try:
-            pickle.dump((function, item), process.stdin)
-            process.stdin.flush()
-            answer: tuple[Any, Exception | None] = pickle.load(process.stdout)
-            return answer
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
-            reason = f"it took longer than timeout_s = {timeout_s:g} s" if timeout_s and late.is_set() else ""
-            return Lost(reason or self._cause_of_death(process), time.monotonic() - begin), None
-        finally:
-            clock.cancel()
+            self._calls.send((function, item))
+            if self._calls.poll(timeout_s):
+                answer: tuple[Any, Exception | None] = self._calls.recv()
+                return answer
+            reason = f"it took longer than timeout_s = {timeout_s:g} s"
+        except (OSError, EOFError):
+            reason = self._cause_of_death(process)
+        self.end()
+        return Lost(reason, time.monotonic() - begin), None
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            self._errors.seek(0)
-            self._errors.truncate()
+            self.end()
+            self._errors = tempfile.TemporaryFile("w+", errors="replace")
+            self._calls, theirs = Pipe()
             self._process = subprocess.Popen(
-                _WORKER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [*_WORKER, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
                 stderr=self._errors,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+            theirs.close()
         return self._process
 
     def _cause_of_death(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
-        self.end()
         self._errors.seek(0)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"the process {how}: {last_line(self._errors.read())}".removesuffix(": ")
@@ -269,15 +259,8 @@ class Worker:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(OSError):
-                        pipe.close()
-
-    def close(self) -> None:
-        """End it for good."""
-        self.end()
-        self._errors.close()
+            self._calls.close()
+            self._errors.close()
 
 
 def last_line(text: str) -> str:
@@ -287,18 +270,12 @@ def last_line(text: str) -> str:
 
 
 def answer_calls() -> None:
-    """Call what comes on stdin and answer on the stdout of the process; what is printed goes to stderr."""
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)
+    """Call what comes through the pipe that the command line names, and answer there."""
+    calls = Connection(int(sys.argv[1]))
+    with suppress(EOFError):
         while True:
+            function, item = calls.recv()
             try:
-                function, item = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                return
-            answer: tuple[Any, Exception | None]
-            try:
-                answer = function(item), None
+                calls.send((function(item), None))
             except Exception as error:
-                answer = None, error
-            pickle.dump(answer, answers)
-            answers.flush()
+                calls.send((None, error))
