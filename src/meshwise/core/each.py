@@ -232,7 +232,7 @@ class Worker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.end()
-            self._errors = tempfile.TemporaryFile("w+", errors="replace")
+            self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
             self._calls, theirs = Pipe()
             self._process = subprocess.Popen(
                 [*_WORKER, str(theirs.fileno())],

@@ -17,9 +17,10 @@ import ctypes
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -61,33 +62,12 @@ _NO_WORK = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "wait_tensor")
 )
 
-_COLLECTIVES: dict[str, tuple[Collective, int | None]] = {
-    # kind, and which argument is the full tensor (None: the result)
-    "c10d.allreduce_": ("all_reduce", 0),
-    "c10d.allreduce_coalesced_": ("all_reduce", 0),
-    "c10d._allgather_base_": ("all_gather", 0),
-    "c10d.allgather_": ("all_gather", 0),
-    "c10d.allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d._reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d.reduce_scatter_": ("reduce_scatter", 1),
-    "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d.alltoall_base_": ("all_to_all", 1),
-    "c10d.alltoall_": ("all_to_all", 1),
-    "c10d.broadcast_": ("broadcast", 0),
-    "c10d.reduce_": ("reduce", 0),
-    "c10d.send": ("send", 0),
-    "c10d.recv_": ("recv", 0),
-    "_c10d_functional.all_reduce": ("all_reduce", 0),
-    "_c10d_functional.all_reduce_": ("all_reduce", 0),
-    "_c10d_functional.all_reduce_coalesced": ("all_reduce", 0),
-    "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
-    "_c10d_functional.all_gather_into_tensor_out": ("all_gather", None),
-    "_c10d_functional.all_gather_into_tensor_coalesced": ("all_gather", None),
-    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional.reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "_c10d_functional.all_to_all_single": ("all_to_all", 0),
-    "_c10d_functional.broadcast": ("broadcast", 0),
+_COLLECTIVES: dict[str, Collective] = {
+    **{"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"},
+    **{"alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce"},
+    **{"send": "send", "recv": "recv"},
 }
+"""Kinds by how torch's names of them begin, without the underscores."""
 
 Storage = torch.UntypedStorage
 
@@ -119,9 +99,7 @@ class OpRecorder(TorchDispatchMode):
         self._pauses = 0
         self._axes: dict[str, str] = {}
         self._live: dict[int, weakref.finalize] = {}
-        self._seen: set[int] = (
-            set()
-        )  # storages on the device; those of fake tensors say that they lie on meta
+        self._seen: set[int] = set()  # storages on the device; those of fakes say that they lie on meta
         self._weights: set[int] = set()
         self._saved: set[int] = set()
         self._labels: dict[int | None, tuple[str, str]] = {}  # autograd node -> module and op of its forward
@@ -129,10 +107,7 @@ class OpRecorder(TorchDispatchMode):
         self._rows: dict[int, dict[str, Any]] = {}  # autograd node -> row of its forward
         self._saved_early: dict[int, float] = {}  # kept before the row was written
         self._kept = Kept()
-        self._hooks: Any = None
-        self._checkpoints: Any = None
-        self._storage_resize: Any = None
-        self._shape_rules: Any = None
+        self._patches = ExitStack()
 
     @cached_property
     def _shapes(self) -> QuickFakes:
@@ -210,35 +185,30 @@ class OpRecorder(TorchDispatchMode):
         return False  # torch would wrap each call of `__torch_dispatch__`
 
     def __enter__(self) -> OpRecorder:
-        self._hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
-        self._hooks.__enter__()
-        self._checkpoints = watched_checkpoints(self.hold)
-        self._checkpoints.__enter__()
-        self._storage_resize = Storage.resize_
-        recorder = self
+        resize, infer = Storage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-            recorder._resized(storage, size_bytes)
-            return recorder._storage_resize(storage, size_bytes)
-
-        self._shape_rules = ShardingPropagator._propagate_tensor_meta_non_cached
+            self._resized(storage, size_bytes)
+            return resize(storage, size_bytes)
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
             # DTensor tries an op's full shape on fake tensors, once
-            with disable_current_modes(), recorder._shapes:
-                return recorder._shape_rules(*args, **kwargs)
+            with disable_current_modes(), self._shapes:
+                return infer(*args, **kwargs)
 
-        Storage.resize_ = resize_
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+        for patch in (
+            saved_tensors_hooks(self._keep, lambda held: held.tensor),
+            watched_checkpoints(self.hold),
+            mock.patch.object(Storage, "resize_", resize_),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+        ):
+            self._patches.enter_context(patch)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        Storage.resize_ = self._storage_resize
-        self._checkpoints.__exit__(*error)
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_rules
-        self._hooks.__exit__(*error)
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -252,12 +222,12 @@ class OpRecorder(TorchDispatchMode):
         if _is_bookkeeping(inputs):
             with disable_current_modes():
                 return func(*args, **kwargs)
-        kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
+        kind = _collective(func)
         if kind is not None and AsyncCollectiveTensor in types:
             return NotImplemented  # of the result of another one, which is waited for first
         inputs = self._recorded(inputs)
         begin_s = time.perf_counter()
-        if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):
+        if kind is not None and self._is_timed and kind not in ("send", "recv"):
             result = _complete(func, args, kwargs)
         else:  # a send may have to wait for a receive that is yet to be posted
             result = func(*args, **kwargs)
@@ -268,7 +238,7 @@ class OpRecorder(TorchDispatchMode):
         if self._pauses or func._opname in _NO_WORK:
             return result
         if kind is not None:
-            row = self._collective_row(*kind, args, result)
+            row = self._collective_row(kind, func.namespace, args, result)
         else:
             written = _written(func, args, kwargs, inputs, outputs)
             if not written:
@@ -302,12 +272,15 @@ class OpRecorder(TorchDispatchMode):
             "is_matmul": bool(shape) and func._opname in _MATMULS,
         }
 
-    def _collective_row(self, kind: Collective, full: int | None, args: Any, result: Any) -> dict[str, Any]:
+    def _collective_row(self, kind: Collective, namespace: str, args: Any, result: Any) -> dict[str, Any]:
         group = next(filter(None, map(_group, reversed(args))))
-        tensors = tree_leaves(result if full is None else args[full])
+        # c10d takes the result first, where it is not the argument itself
+        given, made = (args[0], result) if namespace == "_c10d_functional" else (args[1], args[0])
+        is_one = namespace == "c10d" and kind not in ("reduce_scatter", "all_to_all")
+        tensors = tree_leaves(made if is_one or kind == "all_gather" else given)
         payload_bytes = _total_bytes(tensors)
         if kind == "all_to_all":  # of parts that are not alike the busier way
-            payload_bytes = max(payload_bytes, _total_bytes(tree_leaves(args[0] if full else result)))
+            payload_bytes = max(payload_bytes, _total_bytes(tree_leaves(made)))
         size = group.size()
         return {
             "op": kind,
@@ -324,18 +297,19 @@ class OpRecorder(TorchDispatchMode):
         """Put a row on the tape under the names of its place in the program."""
         node = current_autograd_node()
         in_backward = current_graph_task_id() != -1
-        module, op = self._label(row["op"])
+        module, named = self._label()
+        op = named or row["op"]
         phase = self._phases[-1] if self._phases else "backward" if in_backward else "forward"
         number = autograd_sequence_nr() - 1
         if in_backward and phase == "backward":
             # what adds to a parameter's gradient has no place of its own; it belongs to the op before it
             place = None if node is None else node._sequence_nr()
             self._last_label = self._labels.get(place, self._last_label)
-            named_here = bool(self._op_names)  # a backward written by hand may name its own ops
-            module, op = self._last_label[0], op if named_here else self._last_label[1] or op
+            module, of_forward = self._last_label
+            op = named or of_forward or op  # a backward written by hand may name its own ops
         row = self.tape.op(**{**row, "op": op, "module": module, "phase": phase})
         if not in_backward:
-            self._claim(number)
+            self._labels.setdefault(number, self._label())
             self._stand_for(number, row)
 
     def _stand_for(self, number: int, row: dict[str, Any]) -> None:
@@ -349,16 +323,12 @@ class OpRecorder(TorchDispatchMode):
             return
         self._rows[number] = row
 
-    def _label(self, torch_name: str) -> tuple[str, str]:
+    def _label(self) -> tuple[str, str]:
+        """Where the program is now: its module, and the op that it names, if it does."""
         module = ""
         for name in self._modules:
             module = name[1:] if name.startswith("/") else f"{module}/{name}".lstrip("/")
-        return module, self._op_names[-1] if self._op_names else torch_name
-
-    def _claim(self, number: int) -> None:
-        """The autograd node `number` belongs to the place where the program is now."""
-        module, _ = self._label("")
-        self._labels.setdefault(number, (module, self._op_names[-1] if self._op_names else ""))
+        return module, self._op_names[-1] if self._op_names else ""
 
     # --- storages ----------------------------------------------------------------------------
 
@@ -366,10 +336,13 @@ class OpRecorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._seen.add(key)
-        if key in self._live or storage.nbytes() == 0:
-            return
-        self.tape.allocate(key, storage.nbytes())
-        self._live[key] = weakref.finalize(storage, self._freed, key)
+        if key not in self._live:
+            self._allocate(storage, storage.nbytes())
+
+    def _allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        if size_bytes:
+            self.tape.allocate(storage._cdata, size_bytes)
+            self._live[storage._cdata] = weakref.finalize(storage, self._freed, storage._cdata)
 
     def _freed(self, key: int) -> None:
         if self._live.pop(key, None) is not None:
@@ -386,9 +359,7 @@ class OpRecorder(TorchDispatchMode):
         if finalizer is not None:
             finalizer.detach()
             self.tape.release(key)
-        if size_bytes:
-            self.tape.allocate(key, size_bytes)
-            self._live[key] = weakref.finalize(storage, self._freed, key)
+        self._allocate(storage, size_bytes)
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first.
@@ -403,7 +374,7 @@ class OpRecorder(TorchDispatchMode):
         if self._pauses or key in self._weights or key in self._saved or key not in self._live:
             return held
         self._saved.add(key)
-        self._claim(number)
+        self._labels.setdefault(number, self._label())
         if number in self._rows:
             self._rows[number]["saved_bytes"] += storage.nbytes()
         else:
@@ -461,6 +432,14 @@ def _written(
         return [leaf for name in mutated for leaf in tree_leaves(named.get(name)) if leaf is not None]
     known = {tensor.untyped_storage()._cdata for tensor in inputs}
     return [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+
+
+def _collective(func: Any) -> Collective | None:
+    """The kind of the collective that `func` is; None of other ops."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func._opname.replace("_", "")
+    return next((kind for begin, kind in _COLLECTIVES.items() if name.startswith(begin)), None)
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
