@@ -14,12 +14,14 @@ import platform
 import re
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from meshwise.calibrate.cluster_file import Calibration, Sample
 from meshwise.calibrate.cluster_file import fit_link as fit_calls
 from meshwise.core.errors import PlanError
+from meshwise.core.ledger import Collective
 from meshwise.runtime.launch import Ranks, check_world
 from meshwise.runtime.measure import COLLECTIVES, collective_samples, op_samples
 
@@ -75,8 +77,7 @@ def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibrat
 
 def fit_link(samples: Sequence[Sample], ranks: int) -> tuple[float, float]:
     """(bytes/s, latency in seconds) of one link level that explain the collectives best."""
-    kinds = {kind: kind for kind in COLLECTIVES}
-    return fit_calls([(kinds[one.what], float(one.shape), ranks, one.time_s) for one in samples])  # type: ignore[index]
+    return fit_calls([(cast(Collective, one.what), float(one.shape), ranks, one.time_s) for one in samples])
 
 
 def _memory_bytes(device: str) -> float:

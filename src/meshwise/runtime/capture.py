@@ -23,7 +23,7 @@ complete one is moved to `rank-N.json`. A full disk leaves no file and one sente
 from __future__ import annotations
 
 import atexit
-import importlib.util
+import importlib
 import json
 import multiprocessing.util
 import os
@@ -178,14 +178,9 @@ def _compiler_unloaded() -> Iterator[None]:
 
 
 def _torch_private() -> ModuleType:
-    """The module of private names of torch, loaded from its file: meshwise may not be importable here."""
-    name = "_meshwise_torch_private"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("torch_private.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    """The module of private names of torch; the hook has loaded it from its file."""
+    found = sys.modules.get("_meshwise_torch_private")
+    return found or importlib.import_module("meshwise.runtime.torch_private")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from meshwise.runtime.capture import Capture
 _EVENT = re.compile(
     rb'"cat":\s*"(?:cpu_op|user_annotation|python_function|cuda_runtime|cuda_driver|cpu_instant_event)"'
 )
-_LONGEST = 64
-_BLOCK_BYTES = 1 << 22
 _NUM_CALLS = 40
 _NUM_ROUNDS = 5
 
@@ -54,8 +52,7 @@ class CaptureCost:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        names = ("num_events", "event_s", "run_s", "start_s", "stop_s", "inside_s", "overhead_frac")
-        return {name: getattr(self, name) for name in names}
+        return asdict(self) | {"inside_s": self.inside_s, "overhead_frac": self.overhead_frac}
 
     def __str__(self) -> str:
         share = "" if self.overhead_frac is None else f"{100 * self.overhead_frac:+.1f} %, "
@@ -68,25 +65,14 @@ def capture_cost(done: Capture) -> CaptureCost | None:
     """The cost of a finished capture; None if it left no file. Takes a few tens of milliseconds."""
     if done.path is None:
         return None
-    return CaptureCost(
-        num_events=num_host_events(done.path),
-        event_s=event_cost_s(done.options),
-        run_s=done.run_s,
-        start_s=done.start_s,
-        stop_s=done.stop_s,
-    )
+    num_events, event_s = num_host_events(done.path), event_cost_s(done.options)
+    return CaptureCost(num_events, event_s, done.run_s, done.start_s, done.stop_s)
 
 
 def num_host_events(path: Path) -> int:
     """Events of a trace that the host recorded itself: operators, sections, launches, allocations."""
-    count, rest = 0, b""
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            buffer = rest + block
-            found = list(_EVENT.finditer(buffer))
-            count += len(found)
-            rest = buffer[max(found[-1].end() if found else 0, len(buffer) - _LONGEST) :]
-    return count
+        return sum(len(_EVENT.findall(line)) for line in file)
 
 
 def event_cost_s(options: dict[str, bool]) -> float:
@@ -101,14 +87,14 @@ def event_cost_s(options: dict[str, bool]) -> float:
         for weight in weights:
             weight.grad = None
 
+    def round_s() -> float:
+        begin = time.thread_time()
+        for _ in range(_NUM_CALLS):
+            step()
+        return time.thread_time() - begin
+
     def seconds() -> float:
-        rounds = []
-        for _ in range(_NUM_ROUNDS):
-            begin = time.thread_time()
-            for _ in range(_NUM_CALLS):
-                step()
-            rounds.append(time.thread_time() - begin)
-        return min(rounds)
+        return min(round_s() for _ in range(_NUM_ROUNDS))
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -69,7 +69,7 @@ def gemm_dtypes(device: str) -> tuple[str, ...]:
 def op_samples(device: str, quick: bool) -> list[Sample]:
     """Everything that one rank measures alone."""
     effort = EFFORTS[device, quick]
-    samples = [sample for dtype in gemm_dtypes(device) for sample in gemm_samples(dtype, device, effort)]
+    samples = [one for dtype in gemm_dtypes(device) for one in gemm_samples(dtype, device, effort)]
     samples += memory_samples(device, effort)
     if device == "cpu" or "bf16" in gemm_dtypes(device):  # flash attention needs what bf16 needs
         samples += attention_samples(device, effort)
@@ -84,10 +84,18 @@ def gemm_samples(dtype: str, device: str, effort: Effort) -> list[Sample]:
     samples = []
     for m, n, k in shapes:
         call = rotating(gemm(dtype, m, n, k, device))
-        seconds = fastest_s(call, device, effort)
-        rate = float(matmul_flop(m, n, k)) / seconds
-        samples.append(Sample("gemm", f"{m}x{n}x{k}", dtype, seconds, rate, "FLOP/s"))
+        work = float(matmul_flop(m, n, k))
+        samples.append(sample("gemm", f"{m}x{n}x{k}", dtype, call, work, "FLOP/s", device, effort))
     return samples
+
+
+def sample(
+    what: str, shape: str, dtype: str, call: Callable[[], Any], work: float, unit: str, device: str,
+    effort: Effort,
+) -> Sample:  # fmt: skip
+    """The time of `call`, which does `work`, and its rate in `unit`."""
+    seconds = fastest_s(call, device, effort)
+    return Sample(what, shape, dtype, seconds, work / seconds, unit)
 
 
 def gemm(dtype: str, m: int, n: int, k: int, device: str) -> Iterator[Callable[[], Any]]:
@@ -120,14 +128,13 @@ def memory_samples(device: str, effort: Effort) -> list[Sample]:
     """A copy beyond the caches, counted as bytes read plus written; on a CPU a multiply-add inside them."""
     source = torch.ones(effort.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
-    seconds = fastest_s(lambda: target.copy_(source), device, effort)
-    size_bytes = source.numel() * 4
-    samples = [Sample("copy", str(size_bytes), "fp32", seconds, 2 * size_bytes / seconds, "B/s")]
+    size_bytes, copy = source.numel() * 4, partial(target.copy_, source)
+    samples = [sample("copy", str(size_bytes), "fp32", copy, 2 * size_bytes, "B/s", device, effort)]
     if device == "cpu":
         num = 1 << 15
         x, y, z = (torch.ones(num) for _ in range(3))
-        seconds = fastest_s(lambda: z.addcmul_(x, y), device, effort)
-        samples.append(Sample("multiply-add", str(num), "fp32", seconds, 2 * num / seconds, "FLOP/s"))
+        add = partial(z.addcmul_, x, y)
+        samples.append(sample("multiply-add", str(num), "fp32", add, 2 * num, "FLOP/s", device, effort))
     return samples
 
 
@@ -147,24 +154,22 @@ def attention_samples(device: str, effort: Effort) -> list[Sample]:
             ("attention", forward, flash_attention),
             ("attention backward", backward, flash_attention_backward),
         ):
-            seconds = fastest_s(call, device, effort)
-            rate = float(work(*sizes, batch=1, elem_bytes=2).flop) / seconds
-            samples.append(Sample(name, f"{heads}x{tokens}x{width}", "bf16", seconds, rate, "FLOP/s"))
+            flop, shape = float(work(*sizes, batch=1, elem_bytes=2).flop), f"{heads}x{tokens}x{width}"
+            samples.append(sample(name, shape, "bf16", call, flop, "FLOP/s", device, effort))
     return samples
 
 
 def cast_sample(device: str, effort: Effort) -> Sample:
     """fp32 to bf16 beyond the caches, counted as bytes read plus written."""
     wide = torch.ones(effort.copy_bytes // 4, device=device)
-    seconds = fastest_s(lambda: wide.to(torch.bfloat16), device, effort)
-    return Sample("cast", f"{wide.numel()} to bf16", "fp32", seconds, wide.numel() * (4 + 2) / seconds, "B/s")
+    cast, num = partial(wide.to, torch.bfloat16), wide.numel()
+    return sample("cast", f"{num} to bf16", "fp32", cast, num * (4 + 2), "B/s", device, effort)
 
 
 def launch_sample(device: str, effort: Effort) -> Sample:
     """The floor: an op on one element."""
     one = torch.ones(1, device=device)
-    seconds = fastest_s(lambda: one.add_(1), device, effort)
-    return Sample("launch", "1", "fp32", seconds, 1 / seconds, "1/s")
+    return sample("launch", "1", "fp32", partial(one.add_, 1), 1, "1/s", device, effort)
 
 
 def collective_samples(place: RankPlace, quick: bool) -> list[Sample]:

@@ -35,39 +35,25 @@ class Outcome(Shown):
         capture: CaptureCost | None = None,
     ) -> Outcome:  # fmt: skip
         """The outcome that `tape` has recorded of a program with `options`."""
-        return cls(
-            program=program,
-            ranks=tape.world_size,
-            rank=tape.rank,
-            device=device,
-            peak_bytes=tape.peak_booked_bytes,
-            steps=tuple(tape.steps),
-            ledger=tape.ledger(),
-            result=result,
-            capture=capture,
-            num_steps=getattr(options, "steps", None),
-        )
+        steps, num_steps = tuple(tape.steps), getattr(options, "steps", None)
+        place = (program, tape.world_size, tape.rank, device)
+        return cls(*place, tape.peak_booked_bytes, steps, tape.ledger(), result, capture, num_steps)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `dryrun --json` and `run --json` print."""
         ledger = self.ledger.to_json()
         timed = [row for row in ledger if row["time_s"] is not None]
-        return (
-            {
-                "program": self.program,
-                "ranks": self.ranks,
-                "rank": self.rank,
-                "device": self.device,
-                "peak_bytes": self.peak_bytes or None,  # nobody looked
-                "time_s": _seconds(timed),
-                "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included
-                "steps": [step.to_json() for step in self.steps],
-                "ledger": ledger,
-                "result": self.result,
-            }
-            | ({} if self.num_steps is None else {"num_steps": self.num_steps})
-            | ({} if self.capture is None else {"capture": self.capture.to_json()})
-        )
+        extra = {"num_steps": self.num_steps, "capture": self.capture and self.capture.to_json()}
+        return {
+            **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device")},
+            "peak_bytes": self.peak_bytes or None,  # nobody looked
+            "time_s": _seconds(timed),
+            "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included
+            "steps": [step.to_json() for step in self.steps],
+            "ledger": ledger,
+            "result": self.result,
+            **{name: value for name, value in extra.items() if value is not None},
+        }
 
 
 def _seconds(rows: list[dict[str, Any]]) -> float | None:

@@ -22,23 +22,17 @@ from meshwise.machine.hardware import Chip
 from meshwise.program.tape import Tape
 from meshwise.runtime.streams import DeviceEvent, Silent, Stream
 
+_SEEDS = "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all"
+_MEMORY = "empty_cache reset_peak_memory_stats reset_accumulated_memory_stats set_per_process_memory_fraction"
 _NO_OPS = {
-    torch.cuda: "_lazy_init init synchronize set_device empty_cache ipc_collect set_stream _sleep "
-    "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all set_sync_debug_mode "
-    "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
-    "reset_accumulated_memory_stats set_per_process_memory_fraction",
-    torch.cuda.memory: "empty_cache reset_peak_memory_stats set_per_process_memory_fraction "
-    "_record_memory_history _dump_snapshot reset_accumulated_memory_stats",
-    torch.cuda.random: "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all",
+    torch.cuda: f"_lazy_init init synchronize set_device ipc_collect set_stream _sleep set_sync_debug_mode "
+    f"reset_max_memory_allocated reset_max_memory_cached {_SEEDS} {_MEMORY}",
+    torch.cuda.memory: f"_record_memory_history _dump_snapshot {_MEMORY}",
+    torch.cuda.random: _SEEDS,
     torch.cuda.nvtx: "range_push range_pop mark range_start range_end",
     torch.accelerator: "synchronize set_device_index set_device_idx set_stream",
 }
-
-
-_CAPABILITY = {
-    **{"volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0)},
-    **{"blackwell": (10, 0)},
-}
+_CAPABILITY = {"volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "blackwell": (10, 0)}
 
 
 def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> None:
@@ -53,44 +47,36 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
     )  # fmt: skip
 
     memory, states = _memory(tape, memory_bytes), _random_states(devices)
+    yes = ("is_available", "is_initialized", "_is_compiled", "is_bf16_supported", "can_device_access_peer")
+    here = ("current_device", "_exchange_device", "_maybe_exchange_device")
     queries = {
-        "is_available": True,
-        "is_initialized": True,
-        "_is_compiled": True,
+        **dict.fromkeys(yes, True),
+        **dict.fromkeys(here, device),
         "device_count": devices,
-        "current_device": device,
         "get_device_name": name,
         "get_device_capability": capability,
         "get_device_properties": properties,
-        "is_bf16_supported": True,
         "is_current_stream_capturing": False,
-        "_exchange_device": device,
-        "_maybe_exchange_device": device,
         "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
-        "can_device_access_peer": True,
         "utilization": 100,
         "current_blas_handle": 0,
         "cudart": Silent(),
     }
     streams = {
-        "Stream": Stream,
+        **dict.fromkeys(("Stream", "ExternalStream", "current_stream", "default_stream"), Stream),
+        **dict.fromkeys(("stream", "StreamContext"), lambda stream: stream or Stream()),
         "Event": DeviceEvent,
-        "ExternalStream": Stream,
-        "stream": lambda stream: stream if stream is not None else Stream(),
-        "StreamContext": lambda stream: stream if stream is not None else Stream(),
-        "current_stream": Stream,
-        "default_stream": Stream,
     }
     for module, names in _NO_OPS.items():
         for each in names.split():
             setattr(module, each, _nothing)
     answers = {each: _always(value) for each, value in queries.items()}
-    for each, function in (memory | answers | streams | states).items():
-        setattr(torch.cuda, each, function)
-    for each, function in memory.items():
-        setattr(torch.cuda.memory, each, function)
-    for each, function in states.items():
-        setattr(torch.cuda.random, each, function)
+    for module, supplied in (
+        (torch.cuda, memory | answers | streams | states), (torch.cuda.memory, memory),
+        (torch.cuda.random, states),
+    ):  # fmt: skip
+        for each, function in supplied.items():
+            setattr(module, each, function)
     torch.cuda.default_generators = (torch.default_generator,) * devices
     torch.cuda.nccl.version = _always((2, 28, 9))
     torch.cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
@@ -102,20 +88,20 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
 def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
     """What a program may ask about its memory, as the replayed allocator has it."""
 
-    def current(*_: Any, **__: Any) -> int:
-        return int(tape.current_booked_bytes)
+    def reserved_bytes() -> float:
+        return tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes
 
-    def peak(*_: Any, **__: Any) -> int:
-        return int(tape.peak_booked_bytes)
+    def figure(bytes_now: Callable[[], float]) -> Callable[..., int]:
+        return lambda *_, **__: int(bytes_now())
 
-    def reserved(*_: Any, **__: Any) -> int:
-        return int(tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes)
+    current, peak = figure(lambda: tape.current_booked_bytes), figure(lambda: tape.peak_booked_bytes)
+    reserved = figure(reserved_bytes)
+    kinds = {f"{kind}_bytes.all": (current, peak) for kind in ("allocated", "active")}
+    kinds["reserved_bytes.all"] = (reserved, reserved)
 
     def statistics(*_: Any, **__: Any) -> dict[str, int]:
-        figures = {"allocated_bytes.all.current": current(), "allocated_bytes.all.peak": peak()}
-        figures |= {"active_bytes.all.current": current(), "active_bytes.all.peak": peak()}
-        figures |= dict.fromkeys(("reserved_bytes.all.current", "reserved_bytes.all.peak"), reserved())
-        return defaultdict(int, figures | {"num_ooms": 0, "num_alloc_retries": 0})
+        now = {f"{kind}.current": one() for kind, (one, _) in kinds.items()}
+        return defaultdict(int, now | {f"{kind}.peak": most() for kind, (_, most) in kinds.items()})
 
     return {
         "memory_allocated": current,
