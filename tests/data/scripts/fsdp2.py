@@ -1,4 +1,5 @@
-"""A user's training script on torch alone: FSDP2; with options tensor parallelism and recomputation.
+"""A user's training script on torch alone: FSDP2, or FSDP1 or DDP; with options tensor parallelism,
+recomputation and accumulation of gradients.
 
 `fsdp2.py --device cpu --backend gloo --record FILE` runs it for real on CPU ranks and writes what it did.
 """
@@ -14,8 +15,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 parser = argparse.ArgumentParser()
@@ -24,6 +27,8 @@ parser.add_argument("--backend", default="nccl")
 parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--ac", action="store_true")
+parser.add_argument("--wrap", choices=("fsdp2", "fsdp1", "ddp"), default="fsdp2")
+parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--record")
 options = parser.parse_args()
 VOCAB, LAYERS, STEPS = 1000, 3, 3
@@ -62,11 +67,33 @@ class Model(nn.Module):
         return self.head(x) * 1.0
 
 
+def wrapped(model, mesh, device):
+    if options.wrap == "ddp":
+        return DistributedDataParallel(model)
+    if options.wrap == "fsdp1":
+        blocks = ModuleWrapPolicy({Block})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=blocks, use_orig_params=True, device_id=device
+        )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def unsynchronized(model, is_last):
+    """Gradients go round in the last microbatch of a step."""
+    if options.wrap == "fsdp2":
+        model.set_requires_gradient_sync(is_last)
+    return model.no_sync() if options.wrap != "fsdp2" and not is_last else contextlib.nullcontext()
+
+
 def main():
     dist.init_process_group(options.backend)
     device = torch.device(options.device)
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     sizes = (dist.get_world_size() // options.tp, options.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -77,15 +104,18 @@ def main():
             parallelize_module(
                 block, mesh["tp"], column | dict.fromkeys(("attn_out", "mlp_down"), RowwiseParallel())
             )
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    model = wrapped(model, mesh["dp"], device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(STEPS):
-        tokens = torch.randint(0, VOCAB, (2, 129), device=device)
-        loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        if options.tp == 1:  # torch does not clip parameters of two meshes together
+        for left in reversed(range(options.accumulate)):
+            tokens = torch.randint(0, VOCAB, (2, 129), device=device)
+            with unsynchronized(model, is_last=left == 0):
+                scores = model(tokens[:, :-1]).float().flatten(0, 1)
+                loss = F.cross_entropy(scores, tokens[:, 1:].flatten())
+                loss.backward()
+        if options.wrap == "fsdp1":
+            model.clip_grad_norm_(1.0)
+        elif options.tp == 1:  # torch does not clip parameters of two meshes together
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -98,7 +128,7 @@ if options.record:
     from meshwise.runtime.recorder import OpRecorder
 
     tape = Tape("run", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    with OpRecorder(tape, is_timed=True):
+    with OpRecorder(tape, is_timed=options.wrap != "ddp"):  # whose reducer asks works for their results
         main()
     found = {"peak_bytes": tape.peak_bytes, "ledger": tape.ledger().to_json()}
     Path(f"{options.record}.{tape.rank}").write_text(json.dumps(found))

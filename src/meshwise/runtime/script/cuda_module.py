@@ -101,7 +101,8 @@ def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
 
     def statistics(*_: Any, **__: Any) -> dict[str, int]:
         now = {f"{kind}.current": one() for kind, (one, _) in kinds.items()}
-        return defaultdict(int, now | {f"{kind}.peak": most() for kind, (_, most) in kinds.items()})
+        now |= {f"{kind}.peak": most() for kind, (_, most) in kinds.items()}
+        return defaultdict(int, now | dict.fromkeys(("num_ooms", "num_alloc_retries"), 0))
 
     return {
         "memory_allocated": current,

@@ -152,7 +152,7 @@ def _supply_ddp() -> None:
         device = parameters[0].device
         counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
         dist.all_gather(counts, counts[0].clone(), group=group)
-        sizes = sum(1 + tensor.dim() * 2 for tensor in parameters)
+        sizes = sum(2 * tensor.dim() for tensor in parameters)  # and strides
         dist.broadcast(torch.zeros(sizes, dtype=torch.int64, device=device), group=group, group_src=0)
 
     ddp.DistributedDataParallel._ddp_init_helper = with_hook
