@@ -167,7 +167,7 @@ def test_ranks_on_a_full_disk(stated: Any, tmp_path: Path, option: str) -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mib", [100, 260, 350, 600])
+@pytest.mark.parametrize("mib", [100, 350])
 @pytest.mark.parametrize(
     "words",
     [
@@ -225,7 +225,7 @@ def test_a_stdout_that_takes_nothing(
     ("to", "code", "says"),
     [("| true", 0, ""), ("> /dev/full", 2, "No space left"), (">&-", 2, "stdout is closed")],
 )
-@pytest.mark.parametrize("words", ["list chips", "list chips --json", "--help"])
+@pytest.mark.parametrize("words", ["list chips --json", "--help"])
 def test_where_stdout_goes(to: str, code: int, says: str, words: str) -> None:
     command = f"{shlex.quote(sys.executable)} -m meshwise {words} {to}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -262,19 +262,17 @@ def test_no_output_is_written_in_its_place(meshwise: Any, stated: Any, tmp_path:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-@pytest.mark.parametrize("words", [f"collective all_reduce {H100}", f"trace summary {GLOO}", "fit --help"])
-def test_an_encoding_that_lacks_a_character(encoding: str, words: str) -> None:
-    command = [sys.executable, "-m", "meshwise", *words.split()]
-    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert re.search("[0-9] (u|µ)s", done.stdout.decode(encoding)) or "--help" in words
-
-
-def test_json_in_an_encoding_that_lacks_a_character(tmp_path: Path) -> None:
-    """Is the same document."""
+@pytest.mark.parametrize("words", [f"trace summary {GLOO}", "fit --help", "estimate llama3-8b --json"])
+def test_an_encoding_that_lacks_a_character(tmp_path: Path, encoding: str, words: str) -> None:
+    """A screen writes u for µ; a document is the same."""
     file = tmp_path / "µ-größe.toml"
     file.write_text(cluster_text(find_cluster("h100-80g-sxm:8")).replace("h100-80g-sxm:8", "µ"))
-    command = [sys.executable, "-m", "meshwise", "estimate", "llama3-8b", "--cluster", str(file), "--json"]
-    for encoding in ("ascii", "latin-1", "utf-8"):
-        done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True)
-        assert json.loads(done.stdout.decode(encoding))["cluster"]["name"] == "µ", encoding
+    command = [sys.executable, "-m", "meshwise", *words.split()]
+    command += ["--cluster", str(file)] if "--json" in words else []
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = done.stdout.decode(encoding)
+    if "--json" in words:
+        assert json.loads(text)["cluster"]["name"] == "µ"
+    else:
+        assert re.search("[0-9] (u|µ)s", text) or "--help" in words

@@ -104,7 +104,7 @@ assert [os.waitpid(-1, 0)[1] for rank in range(ranks)] == [0] * ranks
 """
 
 
-@pytest.mark.parametrize(("ranks", "sleeper"), [(2, 1), (4, 2), (3, -1)])
+@pytest.mark.parametrize(("ranks", "sleeper"), [(4, 2), (3, -1)])
 def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
     """Real processes of which one sleeps 60 ms a step longer, or none."""
     (tmp_path / "steps.py").write_text(STEPS)
@@ -227,27 +227,14 @@ def test_capture_around_ones_own_code(tmp_path, monkeypatch):
     assert "aten::mm" in {trace.name(i) for i in range(len(trace))}
 
 
-def test_cost_of_a_capture(tmp_path):
-    """The host's events counted as the trace holds them, the cost of one measured, and the sum."""
-    from meshwise.runtime.capture import Capture
-    from meshwise.runtime.capture_cost import CaptureCost, capture_cost
-
-    with Capture(tmp_path, 0, 1) as done:
-        for _ in range(50):
-            torch.ones(4, 4) @ torch.ones(4, 4)
-    cost = capture_cost(done)
-    trace, _ = read_trace(tmp_path / "rank-0.json")
-    assert cost.num_events == len(trace) + len(trace.memory.time_ns) >= 250
-    assert 0 < cost.event_s < 1e-3 and cost.run_s > 0 and cost.stop_s > 0
-    assert CaptureCost(1000, 2e-6, 0.012, 0.0, 0.0).overhead_frac == pytest.approx(0.2)
-
-
 def test_run_states_what_its_profile_costs(meshwise, tmp_path):
     small = ("--seq", "64", "--hidden", "32", "--heads", "4")
     done = meshwise("run", "ulysses", "--ranks", "2", *small, "--profile", str(tmp_path / "out"), "--json")
     assert done.code == 0 and len(list((tmp_path / "out").iterdir())) == 2
     found = done.document["capture"]
-    assert found["num_events"] > 0 and found["inside_s"] <= found["run_s"]
+    traces = [read_trace(path)[0] for path in sorted((tmp_path / "out").iterdir())]
+    assert found["num_events"] == len(traces[0]) + len(traces[0].memory.time_ns)
+    assert 0 < found["event_s"] < 1e-3 and found["stop_s"] > 0
     assert found["inside_s"] == pytest.approx(min(found["run_s"], found["num_events"] * found["event_s"]))
 
 
@@ -344,20 +331,12 @@ def test_a_capture_that_fails_leaves_the_program_alone(broken, meshwise, tmp_pat
 
 def test_an_older_torch_is_refused(meshwise, tmp_path):
     """The program runs to its end all the same."""
-    package = tmp_path / "torch"
-    (package / "nn" / "modules").mkdir(parents=True)
-    for name, text in {
-        "": "__version__ = '2.7.1'",
-        "nn": "",
-        "nn/modules": "",
-        "nn/modules/module": "",
-    }.items():
-        (package / f"{name}.py" if name.endswith("module") else package / name / "__init__.py").write_text(
-            text
-        )
-    (tmp_path / "train.py").write_text(
-        "import torch.nn.modules.module, pathlib\npathlib.Path('done').touch()"
-    )
+    modules = tmp_path / "torch" / "nn" / "modules"
+    modules.mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.7.1'")
+    (modules / "module.py").touch()
+    text = "import torch, torch.nn.modules.module, pathlib\npathlib.Path('done').touch()"
+    (tmp_path / "train.py").write_text(text)
     words = ["env", "-C", str(tmp_path), "python", "train.py"]
     done = meshwise("profile", "-o", str(tmp_path / "out"), "--", *words)
     assert done.code == 3 and (tmp_path / "done").exists() and not list((tmp_path / "out").iterdir())

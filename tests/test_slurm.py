@@ -103,18 +103,8 @@ def test_the_documented_script_runs_two_ranks(slurm: dict[str, str], nodes: int,
     wait_for(slurm, ("sinfo", "--noheader", "--format=%D %T"), f"{nodes} idle", 60)
     per_node = 2 // nodes
     sizes = (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}")
-    words = (
-        *sizes,
-        f"--output={tmp_path}/job.log",
-        "--overcommit",
-        "--parsable",
-        str(SCRIPT),
-        "ulysses",
-        "--seq",
-        "64",
-        "--hidden",
-        "32",
-    )
+    words = (*sizes, f"--output={tmp_path}/job.log", "--overcommit", "--parsable", str(SCRIPT))
+    words += ("ulysses", "--seq", "64", "--hidden", "32")
     job = ask(slurm | {"DEVICE": "cpu"}, "sbatch", *words, "--heads", "4").strip()
     assert job.isdigit()
     wait_for(slurm, ("scontrol", "show", "job", job), "JobState=COMPLETED", 200)
