@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
 
-.PHONY: install demo test quick check network frameworks newest fuzz bench docs site lock audit package oldest release clean
+.PHONY: install demo test quick check network frameworks newest fuzz bench docs site lock audit package oldest pythons release clean
 
 install: $(STAMP)
 
@@ -95,7 +95,10 @@ package: install  # the wheel, made from the sdist, in an empty environment: it 
 oldest: install  # the tests of the core with the oldest version of each dependency that pyproject.toml allows
 	$(BIN)/python tests/package.py --oldest
 
-release: test frameworks site package oldest  # everything that must hold before a version is tagged
+pythons: install  # the tests of the core with each newer Python that is installed
+	$(BIN)/python tests/package.py --pythons
+
+release: test frameworks site package oldest pythons  # everything that must hold before a version is tagged
 	$(BIN)/pytest tests/test_cli.py -k version
 	git diff --quiet && git diff --cached --quiet || { echo "commit first"; exit 1; }
 

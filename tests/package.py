@@ -2,7 +2,8 @@
 
 The core must work as anybody installs it: without torch, without the files of this repository. `make oldest`
 runs tests with the oldest version of each dependency that pyproject.toml allows; the newest are those of
-requirements.lock, with which everything is tested.
+requirements.lock, with which everything is tested. `make pythons` runs the same tests with the newest
+dependencies in each newer Python that is installed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -28,8 +31,9 @@ ESTIMATE = (
     "8",
     "--json",
 )
+NEWEST_MINOR = 14
 EXTRAS = ("plot", "web", "frames", "text")
-OLDEST_TESTS = (
+CORE_TESTS = (
     *("test_hardware", "test_collective", "test_cli", "test_cli_estimate", "test_cli_width", "test_ledger"),
     *("test_huggingface", "test_web", "test_html", "test_charts"),
 )
@@ -67,21 +71,32 @@ def oldest_versions() -> list[str]:
     return sorted({f"{bound[1]}=={bound[2]}" for bound in bounds if bound})
 
 
-def try_oldest() -> None:
-    """Run tests in an environment with the oldest versions; what they warn of is their makers' affair."""
+def try_core(interpreter: str, packages: Sequence[str | Path]) -> None:
+    """Run the tests of the core with `packages`, in its own environment; others' warnings are theirs."""
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / "bin" / "python"
-        run(sys.executable, "-m", "venv", folder)
-        packages = (*oldest_versions(), "pytest>=8", "hypothesis", "httpx", ROOT)
+        run(interpreter, "-m", "venv", folder)
+        packages = (*packages, "pytest>=8", "pytest-xdist", "hypothesis", "httpx")
         run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
-        tests = (ROOT / "tests" / f"{name}.py" for name in OLDEST_TESTS)
-        print(run(python, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", *tests))
+        tests = (ROOT / "tests" / f"{name}.py" for name in CORE_TESTS)
+        print(run(python, "-m", "pytest", "-n", "2", "-W", "ignore::DeprecationWarning", *tests))
+
+
+def newer_pythons() -> list[str]:
+    """Interpreters of the versions that pyproject.toml allows and this one is not."""
+    names = (f"python3.{minor}" for minor in range(sys.version_info.minor + 1, NEWEST_MINOR + 1))
+    return [name for name in names if shutil.which(name) and not subprocess.call([name, "-c", ""])]
 
 
 def main() -> None:
     """Build both, and try what was built from the other."""
     if "--oldest" in sys.argv:
-        try_oldest()
+        try_core(sys.executable, (*oldest_versions(), ROOT))
+        return
+    if "--pythons" in sys.argv:
+        for name in newer_pythons():
+            print(f"{name}:")
+            try_core(name, [f"{ROOT}[{','.join(EXTRAS)}]"])
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

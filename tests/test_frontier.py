@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from meshwise.cli import app
 from meshwise.core.errors import ClusterError, WorkloadError
-from meshwise.cost.failures import Failures, checkpoint_interval_s, goodput, young_interval_s
+from meshwise.cost.failures import Failures, checkpoint_interval_s, goodput
 from meshwise.machine.hardware import find_chip
 from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
 from meshwise.published.frontier.device import Device, device_from_chip, find_device
@@ -35,7 +35,6 @@ from meshwise.published.frontier.run import (
     best_runs,
     failure_sensitivity,
     frontier,
-    power_and_cost,
     search_grid,
     sensitivity,
 )
@@ -68,33 +67,16 @@ def h100() -> Frontier:
 # --- golden: one layer ----------------------------------------------------------------------------
 
 
-def test_the_value_printed_by_the_source_notebook_to_the_last_digit() -> None:
+def test_the_values_of_the_source_notebook() -> None:
+    """The printed one to the last digit, its other terms by hand."""
     times = layer_times(H100, LAYER, BATCH)
-    assert float(times.fwd_bwd_s) == 3.2554072481051035e-05
-    assert float(times.flop_s) == 3.2554072481051035e-05
+    assert float(times.fwd_bwd_s) == float(times.flop_s) == 3.2554072481051035e-05
     assert times.binds == "flop"
-
-
-@pytest.mark.parametrize(
-    ("what", "value", "rel"),
-    [
-        pytest.param("memory_s", 2.2757727923627685e-05, 1e-15, id="notebook-memory-by-hand"),
-        pytest.param("network_s", 2.586487466666666e-05, 1e-15, id="notebook-network-by-hand"),
-        pytest.param("end_of_batch_s", 2.709e-05, 1e-3, id="notebook-gradients-by-hand"),
-        pytest.param("end_of_batch_memory_s", 9.09e-06, 1e-3, id="notebook-gradients-memory-by-hand"),
-    ],
-)
-def test_terms_of_the_notebook(what: str, value: float, rel: float) -> None:
-    times = layer_times(H100, LAYER, BATCH)
-    terms = {
-        "memory_s": times.memory_s,
-        "network_s": times.network_s,
-        "end_of_batch_s": end_of_batch_s(H100, LAYER),
-        "end_of_batch_memory_s": end_of_batch_s(
-            replace(H100, inner_bytes_per_s=1e30, outer_bytes_per_s=1e30), LAYER
-        ),
-    }
-    assert float(terms[what]) == pytest.approx(value, rel=rel)
+    assert float(times.memory_s) == pytest.approx(2.2757727923627685e-05, rel=1e-15)
+    assert float(times.network_s) == pytest.approx(2.586487466666666e-05, rel=1e-15)
+    assert float(end_of_batch_s(H100, LAYER)) == pytest.approx(2.709e-05, rel=1e-3)
+    free = replace(H100, inner_bytes_per_s=1e30, outer_bytes_per_s=1e30)
+    assert float(end_of_batch_s(free, LAYER)) == pytest.approx(9.09e-06, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -113,21 +95,6 @@ def test_terms_of_the_notebook(what: str, value: float, rel: float) -> None:
 )
 def test_what_ifs_of_the_notebook(what: str, device: Device, value: float) -> None:
     assert float(layer_what_ifs(device, LAYER, BATCH)[what]) == pytest.approx(value, abs=0.6, rel=3e-4)
-
-
-def test_what_ifs_are_where_the_layer_says_so() -> None:
-    found = layer_what_ifs(H100, LAYER, BATCH)
-    slow = replace(
-        H100, inner_bytes_per_s=np.array([0.999, 1.001]) * found["network_binds_below_bytes_per_s"]
-    )
-    assert list(layer_times(slow, LAYER, BATCH).binds) == ["network", "flop"]
-    slow = replace(
-        H100, memory_bytes_per_s=np.array([0.999, 1.001]) * found["memory_binds_below_bytes_per_s"]
-    )
-    assert list(layer_times(slow, LAYER, BATCH).binds) == ["memory", "flop"]
-    tokens = LAYER.dp * found["memory_flop_crossing_tokens"]
-    times = layer_times(H100, LAYER, tokens)
-    assert float(times.memory_s) == pytest.approx(float(times.flop_s))
 
 
 def test_one_dimension_moves_four_times_as_much() -> None:
@@ -182,24 +149,15 @@ def test_interruptions_of_the_llama_3_report() -> None:
 # --- golden: the headline ---------------------------------------------------------------------------
 
 
-def test_decline_starts_at_about_2e28_flop_in_three_months_on_h100(h100: Frontier) -> None:
-    assert h100.ideal.limit_80pct_flop is not None
-    assert 1e28 <= h100.ideal.limit_80pct_flop <= 4e28
-
-
-def test_wall_lies_between_1e31_and_5e31_flop_in_three_months_on_h100(h100: Frontier) -> None:
-    assert h100.ideal.wall_flop is not None
-    assert 1e31 <= h100.ideal.wall_flop <= 5e31
-
-
-def test_plateau_is_that_of_the_published_curve(h100: Frontier) -> None:
-    assert h100.ideal.plateau == pytest.approx(0.697, abs=0.005)
-
-
-def test_the_simulated_wall_lies_below_the_latency_wall(h100: Frontier) -> None:
-    run = h100.run
+def test_three_months_on_h100_end_where_the_paper_says(h100: Frontier) -> None:
+    """Decline from about 2e28 FLOP, a wall between 1e31 and 5e31, below that of latency, from 69.7 %."""
+    ideal, run = h100.ideal, h100.run
+    assert ideal.limit_80pct_flop is not None and ideal.wall_flop is not None
+    assert 1e28 <= ideal.limit_80pct_flop <= 4e28
+    assert 1e31 <= ideal.wall_flop <= 5e31
+    assert ideal.plateau == pytest.approx(0.697, abs=0.005)
     least_layer_s = 4 * (run.kernel_s + float(all_reduce_latency_s(run, 8.0, 8.0)))
-    assert h100.ideal.wall_flop < latency_wall_flop(run, least_layer_s)[1]
+    assert ideal.wall_flop < latency_wall_flop(run, least_layer_s)[1]
 
 
 # --- properties: one layer --------------------------------------------------------------------------
@@ -275,7 +233,7 @@ def test_failures_only_cost(h100: Frontier) -> None:
     assert h100.with_failures.wall_flop < h100.ideal.wall_flop
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(st.floats(24, 31), st.sampled_from(["1f1b", "zero-bubble"]), st.sampled_from(["direct", "tree"]))
 def test_the_search_finds_what_a_loop_over_dp_finds(log_flop: float, schedule: str, hops: str) -> None:
     """The closed form for dp against trying dp one by one, on some thousand splits."""
@@ -308,16 +266,6 @@ def test_the_search_finds_what_a_loop_over_dp_finds(log_flop: float, schedule: s
     assert found.utilization >= best * 0.99
 
 
-@settings(deadline=None, max_examples=6)
-@given(st.sampled_from(["kernel_s", "base_s", "inner_step_s", "outer_step_s"]), st.floats(1, 5))
-def test_latency_never_helps(name: str, factor: float) -> None:
-    device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
-    run = Assumptions()
-    slower = replace(run, **{name: getattr(run, name) * factor})
-    for fast, slow in zip(best_runs(device, run, FEW), best_runs(device, slower, FEW), strict=True):
-        assert slow.utilization <= fast.utilization * (1 + 1e-12)
-
-
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
@@ -335,7 +283,7 @@ def test_latency_never_helps(name: str, factor: float) -> None:
 )
 def test_choices_that_can_only_help(better: dict[str, str], worse: dict[str, str]) -> None:
     device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
-    flop = FEW[3:]
+    flop = FEW[3::2]
     pairs = zip(
         best_runs(device, assumptions(**better), flop),
         best_runs(device, assumptions(**worse), flop),
@@ -357,14 +305,7 @@ def test_experts_spread_over_ranks() -> None:
     assert float(model.tokens) == pytest.approx(20 * float(model.total_params))
 
 
-def test_a_flat_network_is_one_infinite_domain() -> None:
-    device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
-    chosen = best_runs(device, assumptions(network="flat"), FEW)
-    made = best_runs(device.flat(), Assumptions(), FEW)
-    assert [point.utilization for point in chosen] == [point.utilization for point in made]
-
-
-@pytest.mark.parametrize("name", ["v100-16g-sxm", "a100-80g-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72"])
+@pytest.mark.parametrize("name", ["v100-16g-sxm", "gb200-nvl72"])
 def test_other_chips_have_limits_too(name: str) -> None:
     device = find_device(name, utilization=RUN_UTILIZATION)
     curve = [point.utilization for point in best_runs(device, Assumptions(), FEW)]
@@ -385,13 +326,6 @@ def test_the_checkpoint_interval_is_the_best(interruption_s: float, ratio: float
     assert goodput(best_s * other, interruption_s, write_s, 60.0) <= kept * 1.002
 
 
-def test_daly_is_young_when_checkpoints_are_cheap() -> None:
-    assert float(checkpoint_interval_s(1e6, 1e-3)) == pytest.approx(
-        float(young_interval_s(1e6, 1e-3)), rel=1e-3
-    )
-    assert float(young_interval_s(1e4, 2.0)) == 200.0
-
-
 def test_goodput_is_what_a_simulation_of_interruptions_keeps() -> None:
     mean_s, write_s, restart_s, interval_s = 5000.0, 60.0, 300.0, 700.0
     random = np.random.default_rng(7)
@@ -407,33 +341,13 @@ def test_goodput_is_what_a_simulation_of_interruptions_keeps() -> None:
     assert float(goodput(interval_s, mean_s, write_s, restart_s)) == pytest.approx(kept / clock, rel=0.02)
 
 
-def test_goodput_of_a_hopeless_run_is_zero_without_warnings() -> None:
-    values = Failures.llama3().goodput(1e15, np.array([1e3, 1e6, 1e9, 1e12]))
-    assert np.all(np.isfinite(values))
-    assert np.all(np.diff(values) <= 0)
-
-
-def test_power_and_cost_of_a_run(h100: Frontier) -> None:
-    point = h100.ideal.limit
-    bill = power_and_cost(point, 1400.0, 2.5)
-    assert bill["power_watts"] == 1400.0 * point.devices
-    assert bill["price"] == pytest.approx(2.5 * point.devices * point.training_s / 3600)
-    assert bill["energy_j"] == pytest.approx(bill["power_watts"] * point.training_s)
-
-
 def test_sensitivity_varies_every_choice_and_starts_with_the_run_itself() -> None:
     device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
-    rows = sensitivity(device, training_flop=FEW[3::2])
+    rows = sensitivity(device, training_flop=FEW[4:5])
     assert rows[0]["choice"] == "as given"
-    assert {row["choice"] for row in rows[1:]} >= {
-        "tokens",
-        "depth",
-        "batch",
-        "schedule",
-        "hops",
-        "duration_s",
-    }
-    failing = failure_sensitivity(device, training_flop=FEW[:4])
+    choices = {row["choice"] for row in rows[1:]}
+    assert choices >= {"tokens", "depth", "batch", "schedule", "hops", "duration_s"}
+    failing = failure_sensitivity(device, training_flop=FEW[:2])
     assert failing[-1]["plateau"] >= failing[0]["plateau"]
 
 

@@ -279,7 +279,7 @@ _json = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_mutated_config_is_read_or_refused(data: st.DataObject) -> None:
     """Never another exception, and what is read counts."""

@@ -16,15 +16,14 @@ from meshwise.calibrate.defaults import entries
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, TRAINING
-from meshwise.launch.tables import VALUE, Near, table_of
+from meshwise.launch.tables import VALUE, table_of
 
 CLUSTER = "h100-80g-sxm:64"
 
 
 def names_in(setting: Any) -> set[str]:
     """All arguments that an entry of a table writes."""
-    options = [option.settings if isinstance(option, Near) else option for option in setting.values()]
-    return {name for option in options for name in option}
+    return {name for option in setting.values() for name in option.settings}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -34,7 +33,7 @@ def test_every_argument_of_a_table_exists(framework: str) -> None:
     for fact, setting in table_of(framework).items():
         assert names_in(setting) <= set(known), fact
         for option in setting.values():
-            for name, value in (option.settings if isinstance(option, Near) else option).items():
+            for name, value in option.settings.items():
                 assert value is VALUE or read_value(framework, name, value) is not None
 
 

@@ -25,11 +25,6 @@ def test_each_preset_states_its_source_and_is_found_by_name_and_alias(name: str)
     assert all(find_model(alias) is model for alias in model.aliases)
 
 
-def test_names_and_aliases_are_unique() -> None:
-    called = [text for model in models().values() for text in (model.name, *model.aliases)]
-    assert len(called) == len(set(called))
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -88,12 +83,6 @@ def test_fairseq_moe_15b() -> None:
     assert round(num_active_params(model) / 1e6) == 154
 
 
-def test_vit_era5_sequences() -> None:
-    assert find_model("vit-era5").max_seq == 4050
-    assert find_model("vit-era5-64800").max_seq == 64800
-    assert find_model("vit-era5").patches.num_tokens == 4050  # type: ignore[union-attr]
-
-
 @given(
     num_layers=st.integers(1, 60),
     first=st.integers(0, 60),
@@ -104,24 +93,6 @@ def test_layers_are_counted_as_they_are_named(num_layers: int, first: int, every
     model = replace(find_model("mixtral-8x7b"), num_layers=num_layers, moe=moe)
     assert num_moe_layers(model) == sum(is_moe_layer(model, layer) for layer in range(num_layers))
     assert num_moe_layers(model) + num_dense_layers(model) == num_layers
-
-
-REGULAR = [
-    name for name, model in models().items() if not (model.layers or model.diffusion or model.token_types)
-]
-"""Decoders whose layers are alike, or alike but for experts in some."""
-
-
-@given(name=st.sampled_from(REGULAR), layers=st.integers(1, 200))
-def test_each_layer_adds_its_parameters(name: str, layers: int) -> None:
-    model = find_model(name)
-    short, long = replace(model, num_layers=layers), replace(model, num_layers=layers + 1)
-    parts = params(model)
-    if is_moe_layer(long, layers):
-        mlp = parts.router + parts.experts + parts.shared_expert
-    else:
-        mlp = parts.dense_mlp
-    assert num_params(long) - num_params(short) == parts.attention + parts.norms_per_layer + mlp
 
 
 @given(name=st.sampled_from(model_names()))

@@ -211,7 +211,7 @@ def _inputs(document: Any) -> Any:
         (lambda d: _inputs(d)["model"].update(l="2048"), "inputs.model.l"),
         (lambda d: _inputs(d).update(strategy="3d"), "3d"),
         (lambda d: _inputs(d)["config"].pop("tp"), "inputs.config lacks tp"),
-        (lambda d: _inputs(d)["config"].update(tp=4096), "inputs.model.h is 96"),
+        (lambda d: _inputs(d)["config"].update(tp=4096), "cut in more parts"),
         (lambda d: _inputs(d)["system"].update(hbm_bandwidth=-1), "inputs.system.hbm_bandwidth"),
         (lambda d: d["cases"][0].update(outputs={}), "outputs"),
         (lambda d: d.update(more=[]), "unknown field `more`"),
@@ -224,7 +224,7 @@ def _inputs(document: Any) -> Any:
         (lambda d: _inputs(d)["config"].update(nb=8), "nb is 8"),
         (lambda d: _inputs(d)["config"].update(m2=2), "inputs.config has m2"),
         (lambda d: _inputs(d)["config"]["nv"].update(tp2=2), "inputs.config.nv has tp2"),
-        (lambda d: _inputs(d)["config"]["nv"].update(dp=2), "inputs.system.nvlink_size is 4"),
+        (lambda d: _inputs(d)["config"]["nv"].update(dp=2), "inputs.system.nvlink_size is smaller"),
         (lambda d: _inputs(d)["system"].update(empirical=True), r"inputs\.system\.empirical"),
         (lambda d: _inputs(d)["system"].update(flops_units=1e-9), r"inputs\.system\.flops_units"),
         (

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.defaults import defaults_of, entries, released
-from meshwise.calibrate.errors import is_held_out, order_loss, summarize
+from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import express
 from meshwise.calibrate.fit_steps import (
     Quantity,
@@ -31,8 +31,6 @@ from meshwise.calibrate.fit_steps import (
     catalog_constants,
     search,
     step_miss,
-    to_toml,
-    touches,
     unfounded,
 )
 from meshwise.calibrate.leave_one_source_out import misses_by_others
@@ -40,16 +38,16 @@ from meshwise.calibrate.mend import mends
 from meshwise.calibrate.releases import errors_by_release, read_board
 from meshwise.calibrate.robust import LinearMisses, minimise
 from meshwise.calibrate.runs import PROSE, Run, published_runs, read_runs
-from meshwise.calibrate.step_constants import LIMITS, START, TIED, every
+from meshwise.calibrate.step_constants import LIMITS, START, TIED
 from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
 from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.fit import RUN_FILES
 from meshwise.cli.validate import validate as validate_command
-from meshwise.core.errors import ClusterError, DataError, ModelError, PlanError
+from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.intervals import aspects, interval_around, regimes, unmeasured
-from meshwise.estimate.one_plan import TIME_PARTS, estimate
+from meshwise.estimate.one_plan import estimate
 from meshwise.machine.hardware import find_chip, find_cluster
-from meshwise.machine.overheads import DEFAULT_SOFTWARE, NONE, SOFTWARE, find_overheads
+from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE, find_overheads
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
@@ -149,15 +147,8 @@ def test_a_column_that_nobody_reads_is_told_and_a_misspelled_one_refused(tmp_pat
         validate([path])
 
 
-def test_a_line_with_too_few_cells(tmp_path: Path) -> None:
-    path = tmp_path / "runs.csv"
-    path.write_text(RUNS.read_text() + "short,line\n")
-    (bad,) = read_runs(path)[1]
-    assert bad.id == "short" and "does not have" in bad.reason
-
-
 @given(words=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_prose_changes_nothing(tmp_path_factory: pytest.TempPathFactory, words: str) -> None:
     path = tmp_path_factory.mktemp("prose") / "runs.csv"
     with RUNS.open(newline="") as file:
@@ -271,11 +262,6 @@ def test_models_are_the_catalogs_where_the_name_and_width_agree() -> None:
     assert express(found["internevo-tp1-z8-32"]).model.gated
 
 
-def test_layers_beyond_any_model_are_refused_before_they_are_counted() -> None:
-    with pytest.raises(ModelError, match="num_layers is 1000000000; it must be from 1 to 100000"):
-        express(restated(runs()["mpt-045"], model="mine", layers=10**9))
-
-
 def test_vocabularies_are_padded_as_the_framework_does() -> None:
     run = restated(runs()["kort22-22B-full"], vocab=50257)
     assert express(run).model.vocab == 51200  # 50 x 128 x tp, as Megatron-LM prints it
@@ -284,16 +270,6 @@ def test_vocabularies_are_padded_as_the_framework_does() -> None:
 
 
 # --- overheads ---------------------------------------------------------------------------------
-
-
-def test_no_overheads_cost_nothing() -> None:
-    model, cluster = find_model("gpt3-175b"), find_cluster("a100-80g-sxm:64")
-    plan, work = parse_plan("tp=8,pp=8"), Workload(batch=64, seq=2048)
-    free = estimate(model, cluster, plan, work, overheads=NONE)
-    paid = estimate(model, cluster, plan, work)
-    assert free.time_s["host"] == free.time_s["stragglers"] == free.memory_bytes["overhead"] == 0.0
-    assert paid.step_s > free.step_s
-    assert sum(paid.time_s[name] for name in TIME_PARTS) == pytest.approx(paid.step_s, rel=1e-12)
 
 
 @given(
@@ -313,45 +289,6 @@ def test_more_overhead_never_saves_time(name: str, value: float) -> None:
     assert more >= less * (1 - 1e-12)
 
 
-def test_pytorch_runs_the_attention_that_was_written_for_ampere() -> None:
-    slowdowns = {
-        (chip, software): find_overheads(find_chip(chip), software).attention_slowdown
-        for chip in ("a100-80g-sxm", "h100-80g-sxm", "mi300x")
-        for software in ("torch-2023", "torch-2024", "megatron-2024")
-    }
-    assert slowdowns["a100-80g-sxm", "torch-2024"] == 1.0 < slowdowns["a100-80g-sxm", "torch-2023"]
-    assert slowdowns["h100-80g-sxm", "torch-2024"] > 1.0 == slowdowns["h100-80g-sxm", "megatron-2024"]
-    assert slowdowns["mi300x", "torch-2024"] == pytest.approx(3.5, rel=0.05)
-
-
-def test_small_models_run_at_the_speed_of_the_host() -> None:
-    """Ten times the host's time makes a tiny model ten times slower, and a large one hardly."""
-    base = find_overheads(find_chip("a100-80g-sxm"), "megatron-2020")
-    slow = replace(base, host_s=10 * base.host_s)
-
-    def ratio(name: str, gpus: int, text: str) -> float:
-        model, cluster = find_model(name), find_cluster(f"a100-80g-sxm:{gpus}")
-        small = replace(model, num_layers=12, hidden=256, ffn_hidden=1024, num_heads=4, num_kv_heads=4)
-        small = replace(small, head_dim=64) if gpus == 1 else model
-        fast_s, slow_s = (
-            estimate(small, cluster, parse_plan(text), Workload(batch=8, seq=2048), overheads=each).step_s
-            for each in (base, slow)
-        )
-        return slow_s / fast_s
-
-    assert ratio("gpt3-13b", 1, "") > 5
-    assert ratio("gpt3-175b", 64, "tp=8,pp=8") < 2
-
-
-def test_a_power_limit_caps_large_matmuls_only() -> None:
-    cluster = find_cluster("h100-80g-sxm:1")
-    limited = replace(NONE, joule_per_flop={"bf16": 700 / 300e12})  # 300 TFLOP/s at 700 W
-    model, plan, work = find_model("llama3-8b"), parse_plan(""), Workload(batch=1, seq=4096)
-    step = estimate(model, cluster, plan, work, overheads=limited)
-    assert step.time_s["compute"] >= step.flop_per_step / 300e12
-    assert estimate(model, cluster, plan, work, overheads=NONE).step_s < step.step_s
-
-
 def test_the_catalog_holds_every_constant_of_the_fit() -> None:
     chip = find_chip("h100-80g-sxm")
     for software in SOFTWARE:
@@ -362,15 +299,6 @@ def test_the_catalog_holds_every_constant_of_the_fit() -> None:
         _, least, most = LIMITS[name]
         assert 1.001 * least < value < most / 1.001, f"{name} ends at its limit"
     assert as_tables(START).software["megatron-2020"]
-
-
-def test_constants_touch_generations_not_rows() -> None:
-    found = {row_id: express(run) for row_id, run in runs().items()}
-    assert touches("power.ampere.bf16", found["kort22-22B-full"])
-    assert not touches("power.ampere.bf16", found["mpt-019"])
-    assert touches("software.torch-2023.kernel_passes", found["mpt-019"])
-    assert touches("network.omnipath", found["bs-bloom-176b"])
-    assert touches("common.straggler_frac", found["mpt-019"])
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -384,16 +312,6 @@ def test_summary_of_known_errors() -> None:
     assert summary.mean_signed_frac == pytest.approx(0.2 / 3)
     assert summary.max_abs_frac == 0.3
     assert summarize([None]).median_abs_frac is None
-
-
-def test_order_is_the_loss_of_trusting_the_prediction() -> None:
-    assert order_loss([1.0, 1.2, 1.5], [2.0, 3.0, 4.0]) == 0.0
-    assert order_loss([1.0, 1.2, 1.5], [3.0, 2.0, 4.0]) == pytest.approx(0.2)
-
-
-def test_about_half_of_the_rows_judge() -> None:
-    share = np.mean([is_held_out(f"row-{i}") for i in range(2000)])
-    assert 0.45 < share < 0.55
 
 
 # --- the whole ---------------------------------------------------------------------------------
@@ -410,12 +328,6 @@ def test_excerpt_is_expressed_and_close() -> None:
     assert (steps.mean_abs_frac or 1.0) < 0.15
     korthikanti = [row.error_frac for row in validation.of("step_s") if row.id.startswith("kort22")]
     assert (summarize(korthikanti).mean_abs_frac or 1.0) < 0.06
-
-
-def test_parts_of_a_step_add_up() -> None:
-    for run in runs().values():
-        found = estimate_run(express(run))
-        assert sum(found.time_s.values()) == pytest.approx(found.step_s, rel=1e-9), run.id
 
 
 @pytest.mark.parametrize("quantity, most", [("chip_watts", 0.12), ("node_watts", 0.1)])
@@ -484,18 +396,6 @@ def test_a_fit_finds_the_constant_that_made_the_data() -> None:
     assert {name: value for name, value in found.items() if "kernel_passes" not in name} == {
         name: value for name, value in truth.items() if "kernel_passes" not in name
     }
-
-
-def test_the_written_constants_are_the_fitted_ones() -> None:
-    constants = START
-    text = to_toml(constants, 0.1, 0.2, checked="2026-11-20", data=["runs.csv"])
-    written = tomllib.loads(text)
-    assert written.pop("about")["fit"] == {"fitted": 0.1, "held_out": 0.2}
-    for name, value in every(constants).items():
-        section = written
-        for key in name.split("."):
-            section = section[key]
-        assert section == pytest.approx(value, rel=1e-3)
 
 
 def test_a_fit_is_one_document(
@@ -567,10 +467,11 @@ def test_every_constant_is_fitted_or_stated_or_tied() -> None:
 
 def test_a_source_left_out_does_not_fit_itself() -> None:
     """Runs of one source that take twice as long move what the others are predicted by, not their own."""
-    rows = [each for run in runs().values() if (each := express(run))]
+    old = [run for run in runs().values() if run.chip.startswith("a100")]
+    rows = [express(run) for run in old]
     slow = [
         express(restated(run, step_time_s=2 * (run.step_s or 1.0))) if "kort22" in run.id else express(run)
-        for run in runs().values()
+        for run in old
     ]
     before, after = (
         misses_by_others(rows, catalog_constants()),

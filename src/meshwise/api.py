@@ -1156,7 +1156,7 @@ def collective(
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send.
         cluster: As in `estimate`.
         sizes_bytes: Bytes of the full tensor, as 64MiB or 1e9; several [1 KiB to 16 GiB, and those measured].
-        ranks: Ranks of the group [as many as the cluster has at this stride].
+        ranks: Ranks of the group [the most that the cluster has at this stride, or that data measured].
         stride: Distance between neighbours of the group in ranks.
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         data: CSV files of measured collectives to show beside.
@@ -1167,14 +1167,16 @@ def collective(
     Raises:
         MeshwiseError: A name is unknown, a number makes no sense, or a file cannot be read.
     """
-    from meshwise.calibrate.collectives import measured_times
+    from meshwise.calibrate.collectives import measured_ranks, measured_times
     from meshwise.estimate.collective import SIZES_BYTES, CollectiveTimes, collective_times, group_size
 
     on = _cluster(cluster, collectives)
     group = group_size(kind, on, ranks, stride)
-    measured = measured_times([Path(path) for path in data], kind, on, group, stride) if data else {}
+    if data and ranks is None:
+        group = measured_ranks(map(Path, data), kind, on, group, stride)
+    measured = measured_times(map(Path, data), kind, on, group, stride)
     sizes = sorted(sizes_bytes or {*SIZES_BYTES, *measured})
-    return CollectiveTimes(collective_times(kind, on, sizes, ranks=group, stride=stride), measured)
+    return CollectiveTimes(collective_times(kind, on, sizes, ranks=group, stride=stride), measured, group)
 
 
 def frontier(

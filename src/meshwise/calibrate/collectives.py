@@ -75,6 +75,17 @@ def measured_times(
     return {size: median(seconds) for size, seconds in found.items()}
 
 
+def measured_ranks(paths: Iterable[Path], kind: str, cluster: Cluster, most: int, stride: int) -> int:
+    """The largest group of at most `most` ranks of which `paths` measured a collective; `most` if of none."""
+    groups = (group for path in paths for group in _groups(path, cluster))
+    known = (
+        int(ranks)
+        for of, ranks, inside in groups
+        if of == kind and ranks <= most and inside == members(int(ranks), stride, cluster.levels[0].ranks)
+    )
+    return max(known, default=most)
+
+
 def _groups(path: Path, cluster: Cluster) -> dict[Group, dict[float, list[float]]]:
     """The times of a file by group and payload [bytes]."""
     found: dict[Group, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -138,23 +138,43 @@ def _levels(
 
 
 def model_of(run: Run, defaults: Defaults) -> Model:
-    """The catalog's model of that name and width with the row's numbers, or one of these numbers alone."""
-    known = _known_model(run)
-    if known is None:
-        return _plain_model(run, defaults)
+    """The catalog's model of that name and width with the row's numbers, or one of these numbers alone.
+
+    The latter is like GPT, or like Llama if a gate explains its parameters (or, unstated, its width) better.
+    """
+    if known := _known_model(run):
+        mtp_layers = known.mtp_layers if _predicts_further(run, known) else 0
+        return _with_sizes(
+            run, replace(known, layers=known.layers[: run.layers], mtp_layers=mtp_layers), defaults
+        )
+    mla = _latent(run, None)
+    own: dict[str, Any] = {
+        **{"name": run.model, "hidden": run.hidden, "num_heads": run.heads, "sliding_window": 0},
+        "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else run.hidden // run.heads,
+    }
+    gpt = replace(find_model("gpt3-175b"), dropout_frac=defaults.dropout_frac, **own)
+    gated, plain = (
+        _with_sizes(run, base, defaults) for base in (replace(find_model("llama2-7b"), **own), gpt)
+    )
+    if run.params_b is None:
+        return plain if run.ffn_hidden >= 4 * run.hidden else gated
+    stated = run.params_b * 1e9
+    return min((gated, plain), key=lambda model: abs(math.log(num_params(model) / stated)))
+
+
+def _with_sizes(run: Run, base: Model, defaults: Defaults) -> Model:
+    mla = _latent(run, base.mla)
     model = replace(
-        known,
+        base,
         num_layers=run.layers,
-        layers=known.layers[: run.layers],
         ffn_hidden=run.ffn_hidden,
-        num_kv_heads=run.kv_heads,
-        head_dim=run.head_dim or known.head_dim,
-        sliding_window=run.window or known.sliding_window,
+        num_kv_heads=run.heads if mla else run.kv_heads,
+        head_dim=base.head_dim if mla else run.head_dim or base.head_dim,
+        sliding_window=run.window or base.sliding_window,
         vocab=vocab_of(run, defaults),
         max_seq=run.seq_len,
-        mla=_latent(run, known.mla),
-        moe=_experts(run, known.moe),
-        mtp_layers=known.mtp_layers if _predicts_further(run, known) else 0,
+        mla=mla,
+        moe=_experts(run, base.moe),
     )
     return checked_model(model, run.model)
 
@@ -215,46 +235,6 @@ def vocab_of(run: Run, defaults: Defaults) -> int:
         return width - width % run.tp
     multiple = defaults.vocab_multiple * run.tp
     return -(-run.vocab // multiple) * multiple
-
-
-def _plain_model(run: Run, defaults: Defaults) -> Model:
-    """A GPT or Llama-like model: gated if that explains its parameters (or, unstated, its width) better."""
-
-    mla = _latent(run, None)
-
-    def candidate(gated: bool) -> Model:
-        model = Model(
-            name=run.model,
-            num_layers=run.layers,
-            hidden=run.hidden,
-            ffn_hidden=run.ffn_hidden,
-            num_heads=run.heads,
-            num_kv_heads=run.heads if mla else run.kv_heads,
-            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            if mla
-            else run.head_dim or run.hidden // run.heads,
-            sliding_window=run.window or 0,
-            vocab=vocab_of(run, defaults),
-            max_seq=run.seq_len,
-            activation="swiglu" if gated else "gelu",
-            norm="rmsnorm" if gated else "layernorm",
-            norm_bias=not gated,
-            linear_bias=not gated,
-            qkv_bias=not gated,
-            out_bias=not gated,
-            positions="rotary" if gated else "learned",
-            tied_embedding=not gated,
-            dropout_frac=0.0 if gated else defaults.dropout_frac,
-            mla=mla,
-            moe=_experts(run, None),
-        )
-        return checked_model(model, run.model)
-
-    both = candidate(True), candidate(False)
-    if run.params_b is None:
-        return both[run.ffn_hidden >= 4 * run.hidden]
-    stated = run.params_b * 1e9
-    return min(both, key=lambda model: abs(math.log(num_params(model) / stated)))
 
 
 # --- plan --------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
         names = ", ".join(map(str, paths))
         raise DataError(f"no row of {names} is a measurement that fits a constant; name other files")
     bench = _Bench(found.rows, {}, [], [])
-    for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_experts, _fit_dispatches, _fit_peers):
+    for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_libraries):
         fit_class(bench)
     text = to_toml(bench, checked=checked, data=[path.name for path in paths])
     if write_to is not None and not bench.unbounded:
@@ -408,19 +408,23 @@ def _fit_links(bench: _Bench) -> None:
             base = base or fitted
 
 
-def _fit_experts(bench: _Bench) -> None:
-    """Per dtype and library: how its grouped matmuls differ from the plain ones, which are known by now."""
+def _fit_libraries(bench: _Bench) -> None:
+    """Experts per dtype and library: how its grouped matmuls differ from the plain ones, known by now.
+
+    Exchanges of tokens per library and direction; and custom all-reduces, between the collectives of the
+    library that they leave large tensors to.
+    """
     for name, chip, rows in bench.each("experts"):
         bench.fit(chip, rows, {f"experts.{name}": EXPERTS})
-
-
-def _fit_dispatches(bench: _Bench) -> None:
-    """Per library and direction; constants that the rows of a chip never exercise are left out."""
     for name, chip, rows in bench.each("dispatch"):
         bench.fit(chip, rows, {f"dispatch.{name}": _dispatch_box(rows)})
+    for chip, rows in bench.by_chip(lambda row: row.op == "peer_all_reduce"):
+        bench.fit(chip, rows, {"peer.all_reduce": PEER})
 
 
 def _dispatch_box(rows: Sequence[Measurement]) -> dict[str, tuple[float, float, float]]:
+    """What the rows of a chip exercise of the constants of an exchange of tokens."""
+
     def values(name: str) -> set[float]:
         return {row.shape[name] for row in rows}
 
@@ -435,12 +439,6 @@ def _dispatch_box(rows: Sequence[Measurement]) -> dict[str, tuple[float, float, 
         if values("cores") != {0.0}:
             box |= {"crowded_frac": (0.5, 0.1, 1.0), "core_bytes_per_s": (1e10, 1e9, 1e11)}
     return box
-
-
-def _fit_peers(bench: _Bench) -> None:
-    """Custom all-reduces, between the collectives of the library that they leave large tensors to."""
-    for chip, rows in bench.by_chip(lambda row: row.op == "peer_all_reduce"):
-        bench.fit(chip, rows, {"peer.all_reduce": PEER})
 
 
 # --- writing -----------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 Of `serve.engine.FITTED` those are sought that minimise
 
-    sum (log(predicted / measured) / NOISE)^2 + sum (step / TYPICAL)^2
+    sum |log(predicted / measured)| / NOISE + sum (step / TYPICAL)^2
 
-over the mean time to first token and per token of all records: Gauss-Newton steps, slopes by simulating every
-record with each constant larger. The second sum holds a constant where it was unless records say otherwise,
-so that one record is enough to start with.
+over the mean time to first token and per token of all records, by `robust.minimise` round after round, with
+slopes from simulating every record with each constant larger. The second sum holds a constant where it was
+unless records say otherwise, so that one record is enough to start with.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.server_records import ServerRecord
 from meshwise.core.errors import WorkloadError
 from meshwise.core.toml import toml_text
@@ -26,21 +26,17 @@ from meshwise.serve.engine import FITTED, Engine
 from meshwise.serve.load import Fleet, pools_of
 from meshwise.serve.simulate import Pools, simulate
 
-Array = NDArray[np.float64]
-
 NOISE = 0.05
 """Deviation of the log of a measured mean: a benchmark that is run again differs by so much."""
 
 TYPICAL = {"front_s": 0.7, "reply_s": 0.7, "prompt_slowdown": 0.3, "decode_slowdown": 0.2, "pass_s": 1e-3}
 """By how much constants differ between servers: deviation of their logs, of `pass_s` seconds."""
 
-FAR = 3.0
-"""Misses beyond so many times the noise count by their length, not its square (Huber): a cold start."""
-
 NUDGE = 0.2
 """Of those, what a constant is moved by to see its slope."""
 
-ROUNDS = 6
+REACH = (4.0, 2.0, 1.0, 0.5)
+"""How far a constant moves at most in each round, in the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,34 +120,19 @@ def fit_server(
         )
 
     def misses(predicted: Array) -> Array:
-        found: Array = np.log(predicted / measured).ravel() / NOISE
+        found: Array = np.log(predicted / measured).ravel()
         return found[~np.isnan(measured.ravel())]
-
-    def badness(step: Array, predicted: Array) -> float:
-        far = np.abs(misses(predicted))
-        return float(np.where(far < FAR, far**2, FAR * (2.0 * far - FAR)).sum() + (step**2).sum())
 
     step = np.zeros(len(FITTED))
     before = predicted = predict(step)
-    for _ in range(ROUNDS):
+    for reach in REACH:
         miss = misses(predicted)
-        slopes = np.column_stack(
-            [(misses(predict(step + NUDGE * one)) - miss) / NUDGE for one in np.eye(len(FITTED))]
-        )
-        weight = np.sqrt(np.minimum(1.0, FAR / np.maximum(np.abs(miss), 1e-9)))
-        matrix = np.vstack([weight[:, None] * slopes, np.eye(len(FITTED))])
-        way = np.linalg.lstsq(matrix, -np.concatenate([weight * miss, step]), rcond=None)[0]
-        for share in (1.0, 0.5, 0.25):
-            tried = np.clip(step + share * way, -4.0, 4.0)
-            found = predict(tried)
-            if badness(tried, found) < badness(step, predicted):
-                break
-        else:
-            break
-        is_near = np.abs(tried - step).max() < 0.02
-        step, predicted = tried, found
-        if is_near:
-            break
+        slopes = [(misses(predict(step + NUDGE * one)) - miss) / NUDGE for one in np.eye(len(FITTED))]
+        ones = np.ones(len(miss))
+        linear = LinearMisses(miss, np.column_stack(slopes), ones, sources=np.zeros((len(miss), 0)))
+        least, most = np.maximum(-4.0 - step, -reach), np.minimum(4.0 - step, reach)
+        step = step + minimise(linear, step, least, most, pull=NOISE / len(miss), cap=math.inf)
+        predicted = predict(step)
     return ServerFit(engine, _moved(engine, step), records, measured, before, predicted)
 
 

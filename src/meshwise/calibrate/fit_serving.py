@@ -94,7 +94,7 @@ class ServingFit:
 
 def fit_serving(path: Path) -> ServingFit:
     """Fit the constants to the points of `path`; DataError where none can fit them."""
-    if missing := measured.missing_columns(header(path)):
+    if missing := [name for name in measured.COLUMNS if name not in header(path)]:
         raise DataError(f"{path} is no table of serving points: it has no column {', '.join(missing)}")
     start = fitted().constants
     names = list(msgspec.structs.asdict(start))

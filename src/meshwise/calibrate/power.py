@@ -9,7 +9,7 @@ nodes, whose settings stand there too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog
@@ -34,14 +34,9 @@ _TRAINS = re.compile(r"(?P<benchmark>\w+) on (?P<nodes>\d+)x\S+ \(8 GPUs a node\
 _DTYPES = {"fp8": "dtype=fp8", "mxfp4": "expert_dtype=mxfp4"}
 
 
-def missing_columns(names: Sequence[str]) -> list[str]:
-    """What a table with the columns `names` lacks to be one of watts."""
-    return [name for name in COLUMNS if name not in names]
-
-
 def measured(row: Mapping[str, str]) -> dict[str, float]:
     """The watts that a row states, by quantity."""
-    found = {"chip_watts": row["avg_watts_per_gpu"], "node_watts": row["avg_watts_per_node"]}
+    found = {"chip_watts": row.get("avg_watts_per_gpu"), "node_watts": row.get("avg_watts_per_node")}
     return {quantity: float(text) for quantity, text in found.items() if text}
 
 

@@ -54,7 +54,7 @@ class LinearMisses:
 
 
 def minimise(
-    linear: LinearMisses, bent: Array, least: Array, most: Array, *, pull: float = PULL, rounds: int = 60
+    linear: LinearMisses, bent: Array, least: Array, most: Array, *, pull: float = PULL, cap: float = CAP
 ) -> Array:
     """The logs by which to multiply the constants, between `least` and `most`.
 
@@ -65,10 +65,10 @@ def minimise(
     bent = np.concatenate([bent, np.zeros_like(free)])
     least, most = np.concatenate([least, -free]), np.concatenate([most, free])
     step = np.clip(np.zeros_like(bent), least, most)
-    for _ in range(rounds):
+    for _ in range(60):
         miss = linear.miss + slopes @ step
         weights = linear.weights / linear.weights.sum() / np.maximum(np.abs(miss), SMALL)
-        weights = np.where(np.abs(miss) < CAP, weights, 0.0)
+        weights = np.where(np.abs(miss) < cap, weights, 0.0)
         matrix = slopes.T @ (slopes * weights[:, None]) + 2 * pull * np.eye(len(bent))
         right = -(slopes.T @ (weights * linear.miss) + 2 * pull * bent)
         new = _bounded(matrix, right, least, most)

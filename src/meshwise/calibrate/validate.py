@@ -9,7 +9,7 @@ keep their place and their reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ from meshwise.rl.framework import interval_of as rl_interval
 from meshwise.rl.step import rl_step
 from meshwise.serve import measured
 from meshwise.serve.fitted import interval_of
+from meshwise.serve.load import LoadResult
+
+Row = Mapping[str, str]
+Cells = Callable[[Row, Any], Iterator[dict[str, Any]]]
+"""What is measured of a row: fields of `Prediction`, beside what it was solved to (None: it could not be)."""
 
 COMPETING = (
     "source",
@@ -169,14 +174,8 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         if set(names) >= _OP_COLUMNS:
             rows += predict_ops(path)
             continue
-        if not measured.missing_columns(names):
-            rows += predict_serving(path)
-            continue
-        if not measured_rl.missing_columns(names):
-            rows += predict_rl(path)
-            continue
-        if not measured_power.missing_columns(names):
-            rows += predict_power(path)
+        if table := next((rest for columns, rest in _TABLES.items() if {*columns} <= {*names}), None):
+            rows += _each_row(path, *table)
             continue
         runs, bad = read_runs(path)
         rows += [prediction for run in runs for prediction in predict_run(run)]
@@ -307,89 +306,61 @@ def predict_ops(path: Path) -> list[Prediction]:
     ]
 
 
-# --- serving -----------------------------------------------------------------------------------
+# --- tables of servers, watts and post-training: what a row gives, and what is measured of that ----------
 
 
-def predict_serving(path: Path) -> Iterator[Prediction]:
-    """The predictions of a file of serving points: latencies, and tokens a second."""
+def _each_row(path: Path, solve: Callable[[Row], Any], cells: Cells) -> Iterator[Prediction]:
+    """The `cells` of each row of a file beside what `solve` makes of it, or the reason why it cannot."""
     for number, row, bad in lines(path):
-        load, reason = None, f"{path}, line {number}{bad}" if bad else ""
-        if not bad:
-            try:
-                load = measured.simulated(row)
-            except MeshwiseError as error:
-                reason = f"{path}, line {number}: {error}"
-        predicted = measured.predicted(row, load) if load else {}
-        for quantity, seen in measured.measured(row, load).items():
-            value = predicted.get(quantity)
-            yield Prediction(
-                id=row.get("id", str(number)),
-                source=row.get("source", path.stem),
-                chip=measured.chip_name(row),
-                quantity=quantity,
-                measured=seen,
-                predicted=value,
-                reason=reason,
-                interval=interval_of(quantity, value, load.regime) if load and value else None,
-                regime=measured.regime_of(row, load),
-            )
+        solved, reason = None, f"{path}, line {number}{bad}" if bad else ""
+        try:
+            solved = None if bad else solve(row)
+        except MeshwiseError as error:
+            reason = f"{path}, line {number}: {error}"
+        for values in cells(row, solved):
+            row_id, source = row.get("id", str(number)), row.get("source", path.stem)
+            yield Prediction(id=row_id, source=source, reason=reason, **values)
 
 
-# --- power ---------------------------------------------------------------------------------------
+def _latencies(row: Row, load: LoadResult | None) -> Iterator[dict[str, Any]]:
+    """Of a serving point: latencies, and tokens a second."""
+    predicted = measured.predicted(row, load) if load else {}
+    regime, chip = measured.regime_of(row, load), measured.chip_name(row)
+    for quantity, seen in measured.measured(row, load).items():
+        value = predicted.get(quantity)
+        between = interval_of(quantity, value, load.regime) if load and value else None
+        values = {"measured": seen, "predicted": value, "interval": between}
+        yield values | {"quantity": quantity, "chip": chip, "regime": regime}
 
 
-def predict_power(path: Path) -> Iterator[Prediction]:
-    """The predictions of a file of measured watts."""
-    for number, row, bad in lines(path):
-        reason, found, seen = f"{path}, line {number}{bad}" if bad else "", {}, {}
-        if not bad:
-            try:
-                seen = measured_power.measured(row)
-                found = measured_power.predicted(row)
-            except MeshwiseError as error:
-                reason = str(error)
-        for quantity, watts in seen.items():
-            yield Prediction(
-                id=f"{path.name}:{number}",
-                source=row["source"],
-                chip=row["chip"],
-                quantity=quantity,
-                measured=watts,
-                predicted=found.get(quantity),
-                reason=reason,
-            )
+def _watts(row: Row, found: dict[str, float] | None) -> Iterator[dict[str, Any]]:
+    for quantity, seen in measured_power.measured(row).items():
+        value = (found or {}).get(quantity)
+        yield {"quantity": quantity, "chip": row["chip"], "measured": seen, "predicted": value}
 
 
-# --- post-training -----------------------------------------------------------------------------
+def _rl_steps(row: Row) -> tuple[dict[str, float], dict[str, float]]:
+    """The step and its phases, also with the constants of another version of the framework."""
+    framework = measured_rl.framework_of(row)
+    others = measured_rl.framework_of(row, without=framework.version)
+    found, other = (measured_rl.predicted(rl_step(measured_rl.job_of(row, of))) for of in (framework, others))
+    return found, other
 
 
-def predict_rl(path: Path) -> Iterator[Prediction]:
-    """The predictions of a file of steps of post-training: the step and its phases.
+def _phases(row: Row, solved: tuple[dict[str, float], ...] | None) -> Iterator[dict[str, Any]]:
+    regime = {"kind": row.get("mode_kind", ""), "framework": row.get("software", "")}
+    for quantity, seen in measured_rl.measured(row).items():
+        value, other = (found.get(quantity) for found in solved or ({}, {}))
+        near, far = (rl_interval(quantity, one, row["mode_kind"]) if one else None for one in (value, other))
+        yield {
+            **{"quantity": quantity, "chip": row.get("chip", ""), "measured": seen, "predicted": value},
+            **{"interval": near, "left_out": other, "left_out_interval": far, "regime": regime},
+        }
 
-    The prediction by other sources has the constants of another version of the framework.
-    """
-    for number, row, bad in lines(path):
-        reason, found, others = f"{path}, line {number}{bad}" if bad else "", {}, {}
-        if not bad:
-            try:
-                framework = measured_rl.framework_of(row)
-                found = measured_rl.predicted(rl_step(measured_rl.job_of(row, framework)))
-                without = measured_rl.framework_of(row, without=framework.version)
-                others = measured_rl.predicted(rl_step(measured_rl.job_of(row, without)))
-            except MeshwiseError as error:
-                reason = f"{path}, line {number}: {error}"
-        for quantity, seen in measured_rl.measured(row).items():
-            value, other = found.get(quantity), others.get(quantity)
-            yield Prediction(
-                id=row.get("id", str(number)),
-                source=row.get("source", path.stem),
-                chip=row.get("chip", ""),
-                quantity=quantity,
-                measured=seen,
-                predicted=value,
-                reason=reason,
-                interval=rl_interval(quantity, value, row["mode_kind"]) if value else None,
-                left_out=other,
-                left_out_interval=rl_interval(quantity, other, row["mode_kind"]) if other else None,
-                regime={"kind": row.get("mode_kind", ""), "framework": row.get("software", "")},
-            )
+
+_TABLES: dict[tuple[str, ...], tuple[Callable[[Row], Any], Cells]] = {
+    measured.COLUMNS: (measured.simulated, _latencies),
+    measured_rl.COLUMNS: (_rl_steps, _phases),
+    measured_power.COLUMNS: (measured_power.predicted, _watts),
+}
+"""Tables besides those of runs and ops, by the columns that each has."""

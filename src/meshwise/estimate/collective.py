@@ -41,13 +41,14 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CollectiveTimes(Shown):
-    """One collective at several sizes: `predicted`, and measured seconds by size (`measured_s`).
+    """One collective of `ranks` at several sizes: `predicted`, and measured seconds by size (`measured_s`).
 
-    It unpacks into the two.
+    It unpacks into the last two.
     """
 
     predicted: list[CollectiveTime]
     measured_s: dict[float, float]
+    ranks: int
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.predicted, self.measured_s))
@@ -58,9 +59,10 @@ class CollectiveTimes(Shown):
     def to_json(self) -> dict[str, Any]:
         """A row a size; `measured_s` is None where nothing was measured."""
         return {
+            "ranks": self.ranks,
             "rows": [
                 asdict(one) | {"measured_s": self.measured_s.get(one.payload_bytes)} for one in self.predicted
-            ]
+            ],
         }
 
 

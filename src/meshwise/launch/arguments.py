@@ -17,7 +17,7 @@ from meshwise.core.files import catalog_text
 
 TRAINER = "transformers-trainer"
 """The arguments of the Hugging Face Trainer, written `--name`, which go with DeepSpeed and Accelerate."""
-_SWITCHES = {"true": True, "false": False, "1": True, "0": False}
+_TYPES = {"int": int, "float": float, "bool": bool, "flag": bool}
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ def read_value(framework: str, name: str, value: Any) -> Any:
     argument = framework_arguments(framework).arguments[name]
     try:
         found = _convert(argument.type, value)
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, msgspec.ValidationError):
         raise DataError(f"{framework}: {name} {value} must be of type {argument.type}") from None
     if argument.values is not None:
         for one in found if isinstance(found, list) else [found]:
@@ -87,12 +87,7 @@ def _convert(kind: str, value: Any) -> Any:
         return [_convert(kind.removeprefix("list of "), part) for part in parts]
     if isinstance(value, list):
         (value,) = value
-    if kind in ("flag", "bool"):
-        return value if isinstance(value, bool) else _SWITCHES[str(value).lower()]
-    if kind == "int":
-        if isinstance(value, bool) or float(value) != int(value) or abs(int(value)) >= 2**63:
-            raise ValueError
-        return int(value)
-    if kind == "float":
-        return float(value)
+    if kind in _TYPES:
+        text = value.lower() if _TYPES[kind] is bool and isinstance(value, str) else value
+        return msgspec.convert(text, _TYPES[kind], strict=False)
     return value if kind == "other" else str(value)

@@ -7,6 +7,7 @@ to the defaults of the trainer.
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import Any
 
 from meshwise.launch.facts import Facts
@@ -41,38 +42,20 @@ def peft_script(settings: dict[str, Any], model: Model) -> str:
     """A script for transformers, peft and trl."""
     load = _arguments(settings, "from_pretrained")
     if quantized := _arguments(settings, "BitsAndBytesConfig"):
-        load["quantization_config"] = _Code("BitsAndBytesConfig", quantized)
-    trainer: dict[str, Any] = {"model": _Name("model"), "train_dataset": _Name("data")}
-    if adapters := _arguments(settings, "LoraConfig"):
-        trainer["peft_config"] = _Code("LoraConfig", adapters | {"task_type": "CAUSAL_LM"})
-    trainer["args"] = _Code("SFTConfig", {"output_dir": "out"} | _arguments(settings, "SFTConfig"))
-    return (
-        _HEAD.format(model=model.name, imports=_PEFT_IMPORTS)
-        + f"model = {_Code('AutoModelForCausalLM.from_pretrained', load, model_id(model))}\n"
-        + _trained(trainer)
-    )
+        load["quantization_config"] = _call("BitsAndBytesConfig", **quantized)
+    adapters = _arguments(settings, "LoraConfig")
+    peft = {"peft_config": _call("LoraConfig", **adapters, task_type="CAUSAL_LM")} if adapters else {}
+    loaded = _call("AutoModelForCausalLM.from_pretrained", model_id(model), **load)
+    return _script(settings, model, _PEFT_IMPORTS, f"model = {loaded}\n", peft)
 
 
 def unsloth_script(settings: dict[str, Any], model: Model) -> str:
     """A script for Unsloth and trl."""
-    load = _Code(
-        "FastLanguageModel.from_pretrained", _arguments(settings, "from_pretrained"), model_id(model)
-    )
-    adapters = _Code(
-        "FastLanguageModel.get_peft_model", _arguments(settings, "get_peft_model"), _Name("model")
-    )
-    trainer = {
-        "model": _Name("model"),
-        "processing_class": _Name("tokenizer"),
-        "train_dataset": _Name("data"),
-        "args": _Code("SFTConfig", {"output_dir": "out"} | _arguments(settings, "SFTConfig")),
-    }
-    return (
-        _HEAD.format(model=model.name, imports=_UNSLOTH_IMPORTS)
-        + f"model, tokenizer = {load}\n"
-        + (f"model = {adapters}\n" if adapters.arguments else "")
-        + _trained(trainer)
-    )
+    load = _arguments(settings, "from_pretrained")
+    loaded = f"model, tokenizer = {_call('FastLanguageModel.from_pretrained', model_id(model), **load)}\n"
+    if adapters := _arguments(settings, "get_peft_model"):
+        loaded += f"model = {_call('FastLanguageModel.get_peft_model', _Code('model'), **adapters)}\n"
+    return _script(settings, model, _UNSLOTH_IMPORTS, loaded, {"processing_class": _Code("tokenizer")})
 
 
 def torchtune_words(settings: dict[str, Any], model: Model, facts: Facts) -> tuple[list[str], str]:
@@ -85,43 +68,44 @@ def torchtune_words(settings: dict[str, Any], model: Model, facts: Facts) -> tup
     return [recipe, "--config", f"{place}_{method}_single_device", *words], lacks
 
 
+def _word(value: Any) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
 def _arguments(settings: dict[str, Any], callee: str) -> dict[str, Any]:
     start = f"{callee}."
     return {name.removeprefix(start): one for name, one in settings.items() if name.startswith(start)}
 
 
-def _trained(trainer: dict[str, Any]) -> str:
-    return f"trainer = {_Code('SFTTrainer', trainer)}\ntrainer.train()\ntrainer.save_model()\n"
+def _script(
+    settings: dict[str, Any], model: Model, imports: str, loaded: str, of_trainer: dict[str, Any]
+) -> str:
+    trained = _call(
+        "SFTTrainer",
+        model=_Code("model"),
+        train_dataset=_Code("data"),
+        **of_trainer,
+        args=_call("SFTConfig", output_dir="out", **_arguments(settings, "SFTConfig")),
+    )
+    head = _HEAD.format(model=model.name, imports=imports)
+    return f"{head}{loaded}trainer = {trained}\ntrainer.train()\ntrainer.save_model()\n"
 
 
-def _word(value: Any) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+class _Code(str):
+    """Text that stands in a script as it is."""
+
+    __slots__ = ()
 
 
-class _Name:
-    """A name in a script."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class _Code(_Name):
-    """A call in a script, an argument on each line."""
-
-    def __init__(self, name: str, arguments: dict[str, Any], *first: Any) -> None:
-        super().__init__(name)
-        self.arguments, self.first = arguments, first
-
-    def __repr__(self) -> str:
-        items = [*map(_literal, self.first), *(f"{key}={_literal(x)}" for key, x in self.arguments.items())]
-        inside = "".join(f"{item},\n" for item in items)
-        return f"{self.name}(\n" + "".join(f"    {line}\n" for line in inside.splitlines()) + ")"
+def _call(name: str, *first: Any, **arguments: Any) -> _Code:
+    """A call, an argument on each line."""
+    items = [*map(_literal, first), *(f"{key}={_literal(value)}" for key, value in arguments.items())]
+    return _Code(f"{name}(\n" + indent("".join(f"{item},\n" for item in items), "    ") + ")")
 
 
 def _literal(value: Any) -> str:
+    if isinstance(value, _Code):
+        return value
     if isinstance(value, str):
         return f'"{value}"'
     return f"[{', '.join(map(_literal, value))}]" if isinstance(value, list) else repr(value)

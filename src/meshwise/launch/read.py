@@ -12,7 +12,6 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +178,7 @@ def _beside(words: list[str], option: str, path: Path) -> tuple[str, Path]:
 def _trainer_flags(framework: str, words: list[str]) -> Settings:
     """The arguments of the Hugging Face Trainer in a command line that names a framework's own file."""
     known = framework_arguments(framework).arguments
-    pairs = zip(words, [*words[1:], "--"], strict=True)
-    stated = ((name, after) for name, after in pairs if name.startswith("--") and name in known)
-    return {name: True if after.startswith("--") else after for name, after in stated}
+    return {name: values[0] if values else True for name, values in _options(words).items() if name in known}
 
 
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
@@ -308,57 +305,56 @@ def _expand(text: str, known: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)", value, text)
 
 
-def _flags(words: list[str], path: Path) -> Settings:
-    """`--name value ...`, `--name=value` and `--name`; the last of a name holds."""
-    known = framework_arguments("megatron-lm").arguments
-    stated: Settings = {}
+def _options(words: list[str]) -> dict[str, list[str]]:
+    """The values of each `--name value ...` and `--name=value`; the last of a name holds."""
+    found: dict[str, list[str]] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            stated[name] = [value] if equals else []
+            found[name] = [value] if equals else []
         elif name:
-            stated[name].append(word)
+            found[name].append(word)
+    return found
+
+
+def _flags(words: list[str], path: Path) -> Settings:
+    """The arguments of Megatron-LM."""
+    known = framework_arguments("megatron-lm").arguments
     found: Settings = {}
-    for name, values in stated.items():
-        if name not in known:
+    for name, values in _options(words).items():
+        if name not in known or known[name].is_flag:
+            found |= {name: True} if name in known else {}
             continue
-        argument = known[name]
-        if not argument.is_flag and not values:
+        if not values:
             raise DataError(f"{path}: {name} has no value")
-        if not argument.is_flag and any("$" in value for value in values[:1]):
+        if "$" in values[0]:
             raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
-        several = argument.type.startswith("list")
-        found[name] = True if argument.is_flag else values if several else values[0]
+        found[name] = values if known[name].type.startswith("list") else values[0]
     return found
 
 
 def _titan_words(words: list[str]) -> Settings:
     """torchtitan's overrides: `--section.name value`, `--section.no_name`, `activation-checkpoint:mode`."""
     known = framework_arguments("torchtitan").arguments
-    found: Settings = {}
-    for place, word in enumerate(words, 1):
-        values = list(takewhile(lambda one: not one.startswith(("--", "activation-")), words[place:]))
-        if word.startswith("activation-checkpoint:"):
-            found["activation_checkpoint"] = word
-        if not word.startswith("--"):
-            continue
-        name, equals, value = word.partition("=")
+    modes = [word for word in words if word.startswith("activation-checkpoint:")]
+    found: Settings = {"activation_checkpoint": modes[-1]} if modes else {}
+    for name, values in _options([word for word in words if word not in modes]).items():
         section, dot, key = name[2:].replace("-", "_").partition(".")
-        if key.startswith("no_") and f"{section}.{key[3:]}" in known:
-            found[f"{section}.{key[3:]}"] = False
+        full = f"{section}.{key}" if dot else name
+        if (turned_off := f"{section}.{key.removeprefix('no_')}") != full and turned_off in known:
+            found[turned_off] = False
         else:
-            full = f"{section}.{key}" if dot else name
             several = full in known and known[full].type.startswith("list")
-            found[full] = value if equals else values if several else values[0] if values else True
+            found[full] = values if several else values[0] if values else True
     return found
 
 
 def _gpus(words: list[str]) -> int | None:
     """GPUs of all nodes, where torchrun's words say how many."""
-    sizes = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        sizes[name.replace("_", "-")] = value if equals else after
-    nodes, node = (whole(sizes.get(*of)) for of in (("--nnodes", "1"), ("--nproc-per-node", "")))
+    sizes = {name.replace("_", "-"): values for name, values in _options(words).items()}
+    nodes, node = (
+        whole((sizes.get(name) or [least])[0])
+        for name, least in (("--nnodes", "1"), ("--nproc-per-node", ""))
+    )
     return nodes * node if nodes and node else None

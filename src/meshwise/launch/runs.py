@@ -17,7 +17,7 @@ from meshwise.launch.facts import Facts, resharding, without_effect
 from meshwise.launch.refusals import IDLE, broken
 from meshwise.launch.settings import write_settings
 from meshwise.launch.shape import shape_of, unsaid
-from meshwise.launch.tables import ANY, Near, Setting, launch_tables, table_of
+from meshwise.launch.tables import ANY, Setting, launch_tables, table_of
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, NUMBERS, RECOMPUTE
@@ -97,7 +97,7 @@ def _covered(framework: str) -> set[str]:
 
 def _whole(setting: Setting) -> tuple[Any, ...] | None:
     """The values that a setting says whole; None: any."""
-    found = tuple(value for value, option in setting.items() if not isinstance(option, Near))
+    found = tuple(value for value, option in setting.items() if not option.differs)
     return None if ANY in found else found
 
 

@@ -22,14 +22,14 @@ ANY, VALUE = object(), object()
 _WORDS: dict[str, Any] = {"*": ANY, "unset": None, "true": True, "false": False}
 
 
-class Near(NamedTuple):
-    """What comes nearest to a value that cannot be expressed, and in what it differs."""
+class Wording(NamedTuple):
+    """The arguments that say a value, or come nearest to it where it `differs` in something."""
 
     settings: dict[str, Any]
-    differs: str
+    differs: str = ""
 
 
-Setting = dict[Any, Any]
+Setting = dict[Any, Wording]
 Table = dict[str, Setting]
 
 
@@ -71,17 +71,16 @@ def table_of(framework: str) -> Table:
 def _setting(fact: str, entry: Any) -> Setting:
     """An entry as options by value: `"argument"`, `[neutral value, "argument"]`, or `{value = settings}`."""
     if isinstance(entry, str):
-        return {ANY: {entry: VALUE}}
+        return {ANY: Wording({entry: VALUE})}
     if isinstance(entry, list):
         neutral, argument = entry
-        return {_value(fact, neutral): {}, ANY: {argument: VALUE}}
+        return {_value(fact, neutral): Wording({}), ANY: Wording({argument: VALUE})}
     return {_value(fact, value): _option(settings) for value, settings in entry.items()}
 
 
-def _option(settings: dict[str, Any]) -> dict[str, Any] | Near:
+def _option(settings: dict[str, Any]) -> Wording:
     written: dict[str, Any] = {name: VALUE if value == "*" else value for name, value in settings.items()}
-    differs = written.pop("near", None)
-    return written if differs is None else Near(written, differs)
+    return Wording(written, written.pop("near", ""))
 
 
 def _value(fact: str, text: str) -> Any:

@@ -19,10 +19,11 @@ import datetime
 import itertools
 import math
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -155,194 +156,145 @@ def host_bytes_per_s(chip: Chip) -> float:
 # --- reading -----------------------------------------------------------------------------------
 
 
-class _LevelEntry(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    bytes_per_s: float
-    latency_s: float
-    ranks: int | None = None
-    oversubscription: float = 1.0
-    torus: list[int] = []
-    ring_multiple: int = 1
-    rails: bool = False
+_Record = TypeVar("_Record", Level, Chip, Cluster)
 
 
-class _ChipEntry(msgspec.Struct, forbid_unknown_fields=True):
-    vendor: str
-    generation: str
-    memory_bytes: float
-    memory_bytes_per_s: float
-    matrix_flop_per_s: dict[str, float]
-    vector_flop_per_s: dict[str, float]
-    levels: list[_LevelEntry] = []
-    name: str = ""
-    num_cores: int = 0
-    cache_bytes: float = 0.0
-    power_watts: float = 0.0
-    host_bytes_per_s: float = 0.0
-    op_host_s: float = 0.0
-    aliases: list[str] = []
-    source: str = ""
-    checked: datetime.date | None = None
+def _record(kind: type[_Record], stated: dict[str, Any], at: str) -> _Record:
+    """The level, chip or cluster whose fields are `stated`; tables in them are read already."""
+    known = [item.name for item in fields(kind)]
+    if unknown := [name for name in stated if name not in known]:
+        raise ClusterError(f"{at}: {unknown[0]} is unknown; the fields are {', '.join(known)}")
+    try:
+        return msgspec.convert(stated | {"checked": _date(stated)} if "checked" in stated else stated, kind)
+    except msgspec.ValidationError as error:
+        raise ClusterError(f"{at}: {' '.join(str(error).split())}") from None
 
 
-class _ClusterEntry(msgspec.Struct, forbid_unknown_fields=True):
-    num_chips: int
-    chip: str | _ChipEntry
-    levels: list[_LevelEntry] | None = None
-    name: str = ""
-    reduce_scatter: ReduceScatter = "reduce_scatter"
-    aliases: list[str] = []
-    source: str = ""
-    checked: datetime.date | None = None
+def _date(stated: dict[str, Any]) -> str:
+    try:
+        return datetime.date.fromisoformat(str(stated["checked"])).isoformat()
+    except ValueError:
+        raise msgspec.ValidationError("checked is no date; write one as in 2026-11-20") from None
 
 
-def _positive(value: float, what: str, *, zero: bool = False) -> float:
+def _positive(value: float, what: str, *, zero: bool = False) -> None:
     least, most = RANGE
     if not (least <= value <= most or (value == 0 and zero)):
         kind = f"{'0 or ' * zero}a number from {least:g} to {most:g}"
         raise ClusterError(f"{what} is {value}; it must be {kind}")
-    return float(value)
 
 
-def _count(value: int, what: str) -> int:
-    if not 1 <= value <= MAX_CHIPS:
-        raise ClusterError(f"{what} is {_short(value)}; it must be from 1 to {MAX_CHIPS:,}")
-    return value
+def _count(value: float, what: str) -> None:
+    if not 1 <= value <= MAX_CHIPS or value % 1:
+        shown = value if abs(value) < 10**18 else "too large"
+        raise ClusterError(f"{what} is {shown}; it must be a whole number from 1 to {MAX_CHIPS:,}")
 
 
-def _short(value: int) -> str:
-    return str(value) if abs(value) < 10**18 else f"a number of {value.bit_length()} bits"
-
-
-def _levels(entries: list[_LevelEntry], where: str) -> tuple[Level, ...]:
-    if not entries:
-        raise ClusterError(f"{where}: levels is empty; give at least one link level")
+def _levels(tables: Any, where: str) -> tuple[Level, ...]:
+    """The levels of a file, innermost first; `oversubscription` divides the bandwidth of one."""
+    if not tables or not isinstance(tables, list):
+        raise ClusterError(f"{where}: levels is empty; give at least one link level, a table each")
     levels: list[Level] = []
-    for entry in entries:
-        at = f"{where}, level {entry.name!r}"
-        if levels and not math.isfinite(levels[-1].ranks):
-            raise ClusterError(
-                f"{where}, level {levels[-1].name!r}: ranks is missing; only the last may lack it"
-            )
-        ranks = math.inf if entry.ranks is None else _count(entry.ranks, f"{at}: ranks")
-        if entry.torus:
-            ranks = _torus_ranks(entry, at)
-        if levels and ranks <= levels[-1].ranks:
-            raise ClusterError(f"{at}: ranks must grow outward; list the innermost level first")
-        if levels and entry.torus:
-            raise ClusterError(f"{at}: only the innermost level can be a torus")
-        if entry.rails and not levels:
-            raise ClusterError(f"{at}: the innermost level has no rails; list the links of a node before it")
-        if not 1.0 <= entry.oversubscription <= 1e6:
-            raise ClusterError(f"{at}: oversubscription is {entry.oversubscription}; it must be 1 or more")
-        levels.append(
-            Level(
-                name=entry.name,
-                bytes_per_s=_positive(entry.bytes_per_s, f"{at}: bytes_per_s") / entry.oversubscription,
-                latency_s=_positive(entry.latency_s, f"{at}: latency_s", zero=True),
-                ranks=ranks,
-                torus=tuple(entry.torus),
-                ring_multiple=_count(entry.ring_multiple, f"{at}: ring_multiple"),
-                rails=entry.rails,
-            )
-        )
+    for table in tables:
+        stated = dict(table) if isinstance(table, dict) else {}
+        at, shared = f"{where}, level {stated.get('name')!r}", stated.pop("oversubscription", 1.0)
+        level = _record(Level, stated, at)
+        for size in level.torus:
+            _count(size, f"{at}: torus")
+        if level.torus and stated.get("ranks", math.prod(level.torus)) != math.prod(level.torus):
+            shape, ranks = " x ".join(map(str, level.torus)), math.prod(level.torus)
+            raise ClusterError(f"{at}: ranks is {level.ranks:g}, but torus {shape} has {ranks}; leave it out")
+        if level.torus:
+            level = replace(level, ranks=float(math.prod(level.torus)))
+        for wrong, reason in (
+            (levels and levels[-1].ranks == math.inf, "only the last level may lack ranks"),
+            (levels and level.ranks <= levels[-1].ranks, "ranks must grow outward"),
+            (levels and level.torus, "only the innermost level can be a torus"),
+            (level.rails and not levels, "the innermost level has no rails; list a node's links before it"),
+            (not isinstance(shared, int | float) or not 1.0 <= shared <= 1e6,
+             f"oversubscription is {shared}; it must be 1 or more"),
+        ):  # fmt: skip
+            if wrong:
+                raise ClusterError(f"{at}: {reason}")
+        if "ranks" in stated:
+            _count(level.ranks, f"{at}: ranks")
+        _count(level.ring_multiple, f"{at}: ring_multiple")
+        _positive(level.bytes_per_s, f"{at}: bytes_per_s")
+        _positive(level.latency_s, f"{at}: latency_s", zero=True)
+        levels.append(replace(level, bytes_per_s=level.bytes_per_s / shared))
     levels[-1] = replace(levels[-1], ranks=math.inf)
     return tuple(levels)
 
 
-def _torus_ranks(entry: _LevelEntry, at: str) -> float:
-    """The chips of the torus of `entry`; its `ranks`, where it is given too, must say the same."""
-    ranks = math.prod(_count(size, f"{at}: torus") for size in entry.torus)
-    if entry.ranks not in (None, ranks):
-        shape = " x ".join(map(str, entry.torus))
-        raise ClusterError(f"{at}: ranks is {entry.ranks}, but torus {shape} has {ranks}; leave ranks out")
-    return float(ranks)
-
-
-def _check_rates(table: dict[str, float], what: str) -> None:
-    for dtype, rate in table.items():
-        if dtype not in DTYPE_BYTES:
-            raise ClusterError(f"{what} names the unknown dtype {dtype!r}; use {', '.join(DTYPE_BYTES)}")
-        _positive(rate, f"{what}.{dtype}")
-
-
-def _chip_from_entry(name: str, entry: _ChipEntry, where: str) -> Chip:
+def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
+    """The chip of a table of a file; `levels` join it where it states none."""
     at = f"{where}, chip {name!r}"
-    _check_rates(entry.matrix_flop_per_s, f"{at}: matrix_flop_per_s")
-    _check_rates(entry.vector_flop_per_s, f"{at}: vector_flop_per_s")
-    if "fp32" not in entry.vector_flop_per_s:
+    links = _levels(stated.get("levels") or levels, at)
+    chip = _record(Chip, {"name": name} | stated | {"levels": links}, at)
+    for what in ("matrix_flop_per_s", "vector_flop_per_s"):
+        for dtype, rate in getattr(chip, what).items():
+            if dtype not in DTYPE_BYTES:
+                known = ", ".join(DTYPE_BYTES)
+                raise ClusterError(f"{at}: {what} names the unknown dtype {dtype!r}; use {known}")
+            _positive(rate, f"{at}: {what}.{dtype}")
+    if "fp32" not in chip.vector_flop_per_s:
         raise ClusterError(f"{at}: vector_flop_per_s lacks fp32; every chip needs that rate")
-    values = msgspec.structs.asdict(entry)
     for what in ("memory_bytes", "memory_bytes_per_s"):
-        values[what] = _positive(values[what], f"{at}: {what}")
-    for what in ("cache_bytes", "power_watts", "host_bytes_per_s", "op_host_s"):
-        values[what] = _positive(values[what], f"{at}: {what}", zero=True)
-    if entry.num_cores:
-        _count(entry.num_cores, f"{at}: num_cores")
-    values |= {"levels": _levels(entry.levels, at), "aliases": tuple(entry.aliases)}
-    return Chip(**values | {"name": entry.name or name, "checked": _iso(entry.checked)})
+        _positive(getattr(chip, what), f"{at}: {what}")
+    for what in ("cache_bytes", "power_watts", "host_bytes_per_s", "op_host_s", "num_cores"):
+        _positive(getattr(chip, what), f"{at}: {what}", zero=True)
+    return chip
 
 
-def _iso(date: datetime.date | None) -> str:
-    return date.isoformat() if date else ""
-
-
-def _cluster_from_entry(name: str, entry: _ClusterEntry, where: str) -> Cluster:
-    at = f"{where}, cluster {name!r}"
-    if isinstance(entry.chip, str):
+def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
+    """The cluster of a table of a file, whose chip is a name of the catalog or a table."""
+    at, stated = f"{where}, cluster {name!r}", dict(table)
+    stated.pop("aliases", None)
+    chip, levels = stated.get("chip"), stated.get("levels")
+    if isinstance(chip, str):
         try:
-            chip = find_chip(entry.chip)
+            chip = find_chip(chip)
         except ClusterError as error:
             raise ClusterError(f"{at}: {error}") from None
-    else:
-        own_levels = entry.chip.levels or entry.levels or []
-        chip = _chip_from_entry(name, msgspec.structs.replace(entry.chip, levels=own_levels), where)
-    return Cluster(
-        name=entry.name or name,
-        chip=chip,
-        num_chips=_count(entry.num_chips, f"{at}: num_chips"),
-        levels=_levels(entry.levels, at) if entry.levels is not None else chip.levels,
-        reduce_scatter=entry.reduce_scatter,
-        source=entry.source,
-        checked=_iso(entry.checked),
-    )
-
-
-def _convert(raw: Any, kind: Any, where: str) -> Any:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise ClusterError(f"{where}: {' '.join(str(error).split())}") from None
+    elif isinstance(chip, dict):
+        chip = _chip(name, chip, levels, where)
+    stated |= {"name": stated.get("name") or name} | ({"chip": chip} if chip else {})
+    if chip:
+        stated["levels"] = chip.levels if levels is None else _levels(levels, at)
+    cluster = _record(Cluster, stated, at)
+    _count(cluster.num_chips, f"{at}: num_chips")
+    return cluster
 
 
 @cache
 def chips() -> dict[str, Chip]:
     """All chips of the catalog by name."""
-    entries = _convert(read_catalog("chips.toml"), dict[str, _ChipEntry], "chips.toml")
-    return {name: _chip_from_entry(name, entry, "chips.toml") for name, entry in entries.items()}
+    entries = read_catalog("chips.toml")
+    return {name: _chip(name, entry, None, "chips.toml") for name, entry in entries.items()}
 
 
 @cache
-def _cluster_entries() -> dict[str, _ClusterEntry]:
-    return _convert(read_catalog("clusters.toml"), dict[str, _ClusterEntry], "clusters.toml")
+def _clusters() -> dict[str, dict[str, Any]]:
+    return read_catalog("clusters.toml")
 
 
 def cluster_names() -> list[str]:
     """The names of the cluster presets."""
-    return list(_cluster_entries())
+    return list(_clusters())
 
 
-def _by_name_or_alias(table: dict[str, Any], name: str) -> str | None:
-    wanted = name.strip().lower()
-    if wanted in table:
-        return wanted
-    return next((key for key, value in table.items() if wanted in value.aliases), None)
+@cache
+def _names() -> dict[str, str]:
+    """Chips and cluster presets by their names and aliases."""
+    aliases = {name: chip.aliases for name, chip in chips().items()}
+    aliases |= {name: entry.get("aliases", ()) for name, entry in _clusters().items()}
+    return {known: name for name, others in aliases.items() for known in (name, *others)}
 
 
-def _suggestion(name: str, table: dict[str, Any]) -> str:
+def _suggestion(name: str, kinds: Collection[str]) -> str:
     """The end of an error message: the names and aliases closest to `name`, or all names."""
-    aliases = (alias for value in table.values() for alias in value.aliases)
-    return did_you_mean(name, (*table, *aliases), f"known are {', '.join(table)}")
+    known = [known for known, named in _names().items() if named in kinds]
+    return did_you_mean(name, known, f"known are {', '.join(kinds)}")
 
 
 def num_cores(chip: Chip) -> int:
@@ -356,10 +308,10 @@ def num_cores(chip: Chip) -> int:
 
 def find_chip(name: str) -> Chip:
     """The chip of the catalog called `name` (or one of its aliases)."""
-    key = _by_name_or_alias(chips(), name)
-    if key is None:
+    found = chips().get(_names().get(name.strip().lower(), ""))
+    if found is None:
         raise ClusterError(f"no chip is called {name!r}; {_suggestion(name, chips())}")
-    return chips()[key]
+    return found
 
 
 def find_cluster(text: str) -> Cluster:
@@ -370,44 +322,33 @@ def find_cluster(text: str) -> Cluster:
     fields of `catalog/chips.toml`.
     """
     if text.endswith(".toml") or "/" in text:
-        return _read_cluster_file(Path(text))
+        return _cluster(Path(text).stem, read_toml(Path(text), ClusterError), text)
     name, colon, count = text.partition(":")
-    entries = _cluster_entries()
-    if (preset := _by_name_or_alias(entries, name)) is not None:
-        cluster = _cluster_from_entry(preset, entries[preset], "clusters.toml")
-    elif (chip_name := _by_name_or_alias(chips(), name)) is not None:
+    found = _names().get(name.strip().lower(), "")
+    if found in _clusters():
+        cluster = _cluster(found, _clusters()[found], "clusters.toml")
+    elif chip := chips().get(found):
         if not colon:
-            raise ClusterError(f"{text!r} is a chip; say how many, as in {chip_name}:8")
-        cluster = _one_chip(chips()[chip_name])
+            raise ClusterError(f"{text!r} is a chip; say how many, as in {found}:8")
+        cluster = Cluster(
+            name=text, chip=chip, num_chips=1, levels=chip.levels, source=chip.source, checked=chip.checked
+        )
     else:
-        known = _suggestion(name, {**entries, **chips()})
+        known = _suggestion(name, [*_clusters(), *chips()])
         raise ClusterError(f"no cluster or chip is called {name!r} (chips are written name:count); {known}")
     if not colon:
         return cluster
-    return replace(cluster, name=text, num_chips=_parse_count(count, f"cluster {text!r}"))
-
-
-def _one_chip(chip: Chip) -> Cluster:
-    return Cluster(
-        name=chip.name, chip=chip, num_chips=1, levels=chip.levels, source=chip.source, checked=chip.checked
-    )
-
-
-def _parse_count(text: str, where: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 12):
-        raise ClusterError(f"{where}: {text!r} is not a number of chips; write one as in dgx-h100:512")
-    return _count(int(text), f"{where}: the number of chips")
-
-
-def _read_cluster_file(path: Path) -> Cluster:
-    raw = _convert(read_toml(path, ClusterError), _ClusterEntry, str(path))
-    return _cluster_from_entry(path.stem, raw, str(path))
+    if not (count.isascii() and count.isdecimal() and len(count) <= 12):
+        raise ClusterError(
+            f"cluster {text!r}: {count!r} is not a number of chips; write one as in dgx-h100:512"
+        )
+    _count(int(count), f"cluster {text!r}: the number of chips")
+    return replace(cluster, name=text, num_chips=int(count))
 
 
 def parse_cluster(text: str, name: str = "cluster") -> Cluster:
     """The cluster that the text of a TOML file describes; ClusterError says what is wrong with it."""
-    tables = parse_toml(text, name, ClusterError)
-    return _cluster_from_entry(name, _convert(tables, _ClusterEntry, name), name)
+    return _cluster(name, parse_toml(text, name, ClusterError), name)
 
 
 def cluster_text(cluster: Cluster, digits: int | None = None) -> str:

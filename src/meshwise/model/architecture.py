@@ -21,10 +21,16 @@ from typing import Any
 from meshwise.core.errors import ModelError
 
 _GATED = ("swiglu", "geglu", "reglu")
-_ACTIVATIONS = (*_GATED, "gelu", "silu", "relu", "relu2")
-_NORMS = ("layernorm", "rmsnorm")
-_POSITIONS = ("learned", "rotary", "sinusoidal", "alibi", "relative", "none")
-_KEYS = ("", "values", "same", "shared")
+_WORDS = (
+    ("", "activation", (*_GATED, "gelu", "silu", "relu", "relu2")),
+    ("", "norm", ("layernorm", "rmsnorm")),
+    ("", "positions", ("learned", "rotary", "sinusoidal", "alibi", "relative", "none")),
+    ("", "keys", ("", "values", "same", "shared")),
+    ("recurrence", "kind", ("delta", "ssd", "scan", "conv", "linear", "wkv", "lru")),
+    ("diffusion", "text", ("", "cross", "joint")),
+    ("diffusion", "modulation", ("block", "shared")),
+)
+"""Fields of a model, or of a part of it, that are one of some words."""
 _MAX_COUNT = 10**9  # far beyond any model, and far below where float64 stops counting
 _MAX_LAYERS = 10**5
 
@@ -627,11 +633,6 @@ def _shown(value: int) -> str:
     return str(value) if abs(value) < 10**18 else "too large"
 
 
-def _one_of(value: str, known: tuple[str, ...], what: str) -> None:
-    if value not in known:
-        raise ModelError(f"{what} is {value!r}; known are {', '.join(known)}")
-
-
 _MAY_BE_ZERO = ("vocab", "q_lora_rank", "taps")
 """Counts that may be zero although they have no default; all others may if that is their default."""
 
@@ -686,10 +687,11 @@ def checked_model(model: Model, where: str) -> Model:
     sparse = filter(None, (layer.sparse for layer in kinds))
     for part in (model, *filter(is_dataclass, parts), *kinds, *sparse):
         _check_counts(part, where)
-    _one_of(model.activation, _ACTIVATIONS, f"{where}: activation")
-    _one_of(model.norm, _NORMS, f"{where}: norm")
-    _one_of(model.positions, _POSITIONS, f"{where}: positions")
-    _one_of(model.keys, _KEYS, f"{where}: keys")
+    for owner, name, known in _WORDS:
+        if (stated := getattr(model, owner) if owner else model) is not None:
+            value = getattr(stated, name)
+            if value not in known:
+                raise ModelError(f"{where}: {owner or name} is {value!r}; known are {', '.join(known)}")
     if model.num_heads % model.num_kv_heads:
         raise ModelError(
             f"{where}: {model.num_heads} query heads do not divide by {model.num_kv_heads} key-value heads"
@@ -697,12 +699,6 @@ def checked_model(model: Model, where: str) -> Model:
     if not 0 <= model.dropout_frac < 1:
         raise ModelError(f"{where}: dropout is {model.dropout_frac}; it must be at least 0 and below 1")
     _check_features(model, where)
-    if model.recurrence is not None:
-        _one_of(
-            model.recurrence.kind,
-            ("delta", "ssd", "scan", "conv", "linear", "wkv", "lru"),
-            f"{where}: recurrence",
-        )
     if model.moe is not None:
         _check_moe(model, model.moe, where)
     if bool(model.vocab) + (model.patches is not None) + (model.frames is not None) != 1:
@@ -773,6 +769,3 @@ def _check_patches(model: Model, patches: Patches, where: str) -> None:
     num_tokens = patches.num_tokens + (model.diffusion.joint_tokens if model.diffusion else 0)
     if num_tokens != model.max_seq:
         raise ModelError(f"{where}: max_seq is {model.max_seq}, but the image has {num_tokens} tokens")
-    if model.diffusion is not None:
-        _one_of(model.diffusion.text, ("", "cross", "joint"), f"{where}: text")
-        _one_of(model.diffusion.modulation, ("block", "shared"), f"{where}: modulation")

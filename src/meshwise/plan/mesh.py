@@ -42,21 +42,9 @@ SERVING = ("prefill", "decode")
 """Kinds of work that a serving engine does."""
 TRAINING_KEYS = (
     *("zero", "zero_group", "recompute", "recompute_layers", "recompute_every", "recompute_modules"),
-    *(
-        "loss_chunks",
-        "loss_fusion",
-        "act_input_dtype",
-        "optimizer",
-        "grad_dtype",
-        "param_dtype",
-        "offload_optimizer",
-        "offload_activations",
-        "overlap_dp",
-        "lora_rank",
-        "lora_targets",
-        "tower",
-        "tower_recompute",
-    ),
+    *("loss_chunks", "loss_fusion", "act_input_dtype", "optimizer", "grad_dtype", "param_dtype"),
+    *("offload_optimizer", "offload_activations", "overlap_dp", "lora_rank", "lora_targets"),
+    *("tower", "tower_recompute"),
 )
 """Keys of a plan that mean nothing without a backward."""
 WEIGHT_KEYS = ("kv_dtype", "weight_dtype", "expert_dtype")
@@ -197,38 +185,33 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
     dp = np.maximum(world // (tp * cp * pp), 1.0)
     # 1F1B with several chunks a rank is interleaved.
     schedule = schedule + (_INTERLEAVED - _ONE_F_ONE_B) * ((schedule == _ONE_F_ONE_B) & (vpp > 1))
-    vpp = chunks_of_rank(schedule, vpp)
     group = sizes["zero_group"] + (sizes["zero_group"] == 0) * dp * cp
     etp_left_out = 1.0 + (sizes["ep"] == 1) * (tp - 1.0) if workload.kind in SERVING else tp
-    etp = sizes["etp"] + (sizes["etp"] == 0) * etp_left_out
     if plan.layout != "1d":
         grid = tuple(map(float, plan.grid or default_grid(plan.layout, plan.tp)))
     if plan.layout == "2d-cp":  # columns x sequence: weights are cut by the columns alone
         tp, ring, group = grid[0], grid[1], group * grid[1]
+    resolved = sizes | {
+        "tp": tp,
+        "vpp": chunks_of_rank(schedule, vpp),
+        "schedule": schedule,
+        "dp": dp,
+        "etp": sizes["etp"] + (sizes["etp"] == 0) * etp_left_out,
+        "zero_group": group,
+        "imbalance": 1.0 + (sizes["ep"] > 1) * (sizes["imbalance"] - 1.0),
+        "ulysses": ulysses,
+    }
     return Mesh(
         world=float(world),
         batch=float(workload.num_sequences),
         seq=float(workload.seq),
         microbatch=microbatch,
         num_microbatches=np.maximum(workload.num_sequences // (dp * microbatch), 1.0),
-        tp=tp,
-        ulysses=ulysses,
         ring=ring,
-        vpp=vpp,
-        schedule=schedule,
-        dp=dp,
-        etp=etp,
-        zero_group=group,
-        imbalance=1.0 + (sizes["ep"] > 1) * (sizes["imbalance"] - 1.0),
         grid=grid,
-        ends=(0.0, 0.0),
         kind=workload.kind,
         plan=plan,
-        **{
-            key: sizes[key]
-            for key in NUMBERS
-            if key not in ("tp", "cp", "ulysses", "vpp", "schedule", "dp", "etp", "zero_group", "imbalance")
-        },
+        **{key: resolved[key] for key in NUMBERS if key != "cp"},
     )
 
 
@@ -283,14 +266,12 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         yield from _huggingface_rules(model, mesh)
     yield Rule(
         valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0,
-        "schedule={schedule} cannot run pp={pp}, vpp={vpp} and {num_microbatches} microbatches; it needs "
-        "{needs}",
+        "{schedule} cannot run pp={pp}, vpp={vpp} and {num_microbatches} microbatches; it needs {needs}",
     )
     yield from _stage_rules(model, mesh)
     yield Rule(
         (mesh.offload_optimizer + mesh.offload_activations > 0) & (cluster.chip.host_bytes_per_s == 0),
-        "{chip.name} has no host_bytes_per_s, the rate of its host link, which offloading needs; add it to a "
-        "cluster file, or leave offloading out",
+        "{chip.name} has no host_bytes_per_s, which offloading needs; add it to a cluster file",
     )
 
 
@@ -304,8 +285,7 @@ def _world_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     )
     yield Rule(
         (dp != 0) & (dp != mesh.dp),
-        "dp={stated} contradicts {world} ranks / (tp={tp} x cp={cp} x pp={pp}) = {dp}; leave dp out or "
-        "change the number of ranks",
+        "dp={stated} contradicts {world} ranks / (tp={tp} x cp={cp} x pp={pp}) = {dp}; leave dp out",
         values=stated,
     )
     yield Rule(
@@ -346,8 +326,7 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         spread = mesh.ep * mesh.etp
         yield Rule(
             spread % mesh.tp != 0,
-            "ep={ep} x etp={etp} must be a multiple of tp={tp}, so that experts are spread at least as wide "
-            "as attention",
+            "ep={ep} x etp={etp} must be a multiple of tp={tp}: experts are spread as wide as attention",
         )
         yield Rule(
             (spread > mesh.tp) & (mesh.etp > 1),
@@ -442,8 +421,7 @@ def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         )
     yield Rule(
         (kv_heads % tp != 0) & (tp % kv_heads != 0),
-        "tp={tp} neither divides nor is divided by the {model.num_kv_heads} key-value heads of {model.name}; "
-        "use a divisor or a multiple",
+        "tp={tp} is no divisor or multiple of the {model.num_kv_heads} key-value heads of {model.name}",
     )
     for key, is_stated in (("loss_chunks", chunks > 1), ("loss_fusion", mesh.plan.loss_fusion is not None)):
         yield Rule(
@@ -452,22 +430,19 @@ def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         )
     yield Rule(
         (chunks > 1) & (mesh.seq % (mesh.cp * chunks) != 0),
-        "loss_chunks={plan.loss_chunks} does not divide the {local} tokens of a sequence on each rank; use a "
-        "divisor",
+        "loss_chunks={plan.loss_chunks} does not divide the {local} tokens of a sequence on each rank",
         WorkloadError,
         {"local": mesh.seq // mesh.cp},
     )
     yield Rule(mesh.cp % ulysses != 0, "ulysses={ulysses} does not divide cp={cp}; use a divisor of it")
     yield Rule(
         model.num_heads % (tp * ulysses) != 0,
-        "tp={tp} x ulysses={ulysses} does not divide the {model.num_heads} heads of {model.name}; use "
-        "degrees that do, or cp_kind=ring",
+        "tp={tp} x ulysses={ulysses} does not divide the {model.num_heads} heads; use cp_kind=ring",
     )
     yield Rule(mesh.seq % mesh.cp != 0, "cp={cp} does not divide the sequence of {seq} tokens; use a divisor")
     yield Rule(
         (mesh.plan.attention == "unfused") & (mesh.ring > 1),  # Megatron-LM and PyTorch refuse it
-        "attention=unfused reads all keys at once, which cp_kind={plan.cp_kind} passes round cp={cp} ranks; "
-        "use attention=flash, or cp_kind=ulysses",
+        "attention=unfused reads all keys at once; use attention=flash, or cp_kind=ulysses with cp={cp}",
     )
 
 
@@ -487,8 +462,7 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
         return
     yield Rule(
         mesh.trains & (mesh.plan.sp is False) & (mesh.tp > 1),
-        "each rank routes tokens of its own, so {model.name} with tp={tp} needs sequence parallelism; leave "
-        "sp out",
+        "ranks route tokens of their own: {model.name} with tp={tp} needs sequence parallelism; leave sp out",
     )
     yield Rule(
         moe.num_experts % ep != 0,
@@ -501,8 +475,7 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
     ranks = mesh.tp * mesh.cp * mesh.dp
     yield Rule(
         ranks % (etp * ep) != 0,
-        "ep={ep} x etp={etp} does not divide the {ranks} ranks of a pipeline stage (tp={tp} x cp={cp} x "
-        "dp={dp}); use degrees that do",
+        "ep={ep} x etp={etp} does not divide the {ranks} ranks of a stage (tp={tp} x cp={cp} x dp={dp})",
         values={"ranks": ranks},
     )
 
@@ -510,6 +483,7 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
 def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Blocks of which the library `transformers` keeps other tensors than `program.implementation` states."""
     is_flash, activation = mesh.plan.attention == "flash", model.activation
+    of_layernorm = model.norm == "layernorm" and model.norm_weight
     for what, is_there in (
         ("parallel blocks", model.parallel_block),
         ("scores of distances", model.distances is not None),
@@ -522,20 +496,13 @@ def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         ("norms over all queries and all keys", model.qk_norm_full),
         (f"the activation {activation}", activation not in ("swiglu", "gelu", "relu")),
         ("GELU beside learned positions", activation == "gelu" and model.positions == "learned"),
-        (
-            "SwiGLU behind LayerNorm under fused attention",
-            model.gated and model.norm == "layernorm" and model.norm_weight and is_flash,
-        ),
+        ("SwiGLU behind LayerNorm under fused attention", of_layernorm and model.gated and is_flash),
+        (f"layout={mesh.plan.layout}", mesh.plan.layout != "1d"),
     ):
         yield Rule(
             is_there,
-            f"implementation=huggingface: what transformers keeps of {what} ({{model.name}}) is not known; "
-            "leave it out",
+            f"implementation=huggingface: what transformers keeps of {what} is not known; use another",
         )
-    yield Rule(
-        mesh.plan.layout != "1d",
-        "implementation=huggingface cuts its matrices along one dim; use layout=1d, not {plan.layout}",
-    )
 
 
 def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
@@ -572,13 +539,11 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
     recomputes = mesh.recompute != RECOMPUTE.index("none")
     yield Rule(
         recomputes & splits_backward(mesh),
-        "implementation=fsdp2 does not recompute where schedule={schedule} halves a backward; use "
-        "recompute=none, or schedule=1f1b",
+        "implementation=fsdp2 does not recompute where schedule={schedule} halves a backward",
     )
     yield Rule(
         recomputes & (mesh.offload_activations > 0),
-        "implementation=fsdp2 keeps activations in host memory or computes them again; leave one of "
-        "offload_activations and recompute out",
+        "implementation=fsdp2: leave one of offload_activations and recompute out",
     )
     layers = sizes["recompute_layers"]
     shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
@@ -586,9 +551,8 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
     is_like = (a_chunk == np.floor(a_chunk)) & (a_chunk <= shortest) & (len(layer_kinds(model)) == 1)
     yield Rule(
         np.isfinite(layers) & ~is_like,
-        "implementation=fsdp2 recomputes the first layers of each chunk, so recompute_layers="
-        "{recompute_layers} must be a multiple of vpp={vpp}, at most {shortest} for each chunk, of layers "
-        "that are alike; or leave recompute_layers out",
+        "implementation=fsdp2 recomputes the first layers of each chunk, all alike: recompute_layers must be "
+        "a multiple of vpp={vpp}, at most {shortest} for each chunk, not {recompute_layers}",
         values={"shortest": shortest},
     )
 
@@ -599,21 +563,18 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     most = np.minimum(mesh.ep, model.moe.num_experts / model.moe.top_k) if model.moe else np.inf
     yield Rule(
         mesh.imbalance > np.maximum(most, 1.0),
-        "implementation=fsdp2 sends a token to an expert once: imbalance={plan.imbalance!s} is more than the "
-        "{most!s} that ep={ep} and the experts allow; use less",
+        "imbalance={plan.imbalance!s} is more than the {most!s} that ep={ep} and the experts allow; use less",
         values={"most": most},
     )
     yield Rule(
         (model.moe is not None) & (experts % mesh.shard_ranks(1, experts) != 0),
-        "zero_group={zero_group} does not divide the {experts} ranks that hold the same experts; use a "
-        "divisor",
+        "zero_group={zero_group} does not divide the {experts} ranks that hold the same experts",
         values={"experts": experts},
     )
     for what, number in (("key-value heads", model.num_kv_heads), ("tokens of the vocabulary", model.vocab)):
         yield Rule(
             number % mesh.tp != 0,
-            "implementation=fsdp2 does not copy or pad: tp={tp} does not divide the {number} {what} of "
-            "{model.name}; use a divisor",
+            "implementation=fsdp2 does not copy or pad: tp={tp} does not divide the {number} {what}",
             values={"number": number, "what": what},
         )
     yield Rule(
@@ -622,8 +583,7 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     )
     yield Rule(
         mesh.seq % parts != 0,
-        "seq={seq} does not divide by {parts}, the parts that implementation=fsdp2 cuts it into (tp, cp, and "
-        "two for each rank of a ring); use a multiple",
+        "seq={seq} does not divide by {parts}, tp x cp (two for each rank of a ring) of implementation=fsdp2",
         WorkloadError,
         {"parts": parts},
     )
@@ -634,24 +594,20 @@ def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
     rounds = np.maximum(1, mesh.num_microbatches // mesh.pp)
     yield Rule(
         (mesh.pp > 1) & (mesh.zero == 2),
-        "implementation=fsdp2 under pp={pp} reduces gradients once a step, like torch's schedules: zero=2 "
-        "is not built; use zero=1, zero=3 or pp=1",
+        "implementation=fsdp2 under pp={pp} reduces gradients once a step: use zero=1, zero=3 or pp=1",
     )
     yield Rule(
         (mesh.pp > 1) & np.isin(mesh.schedule, _IN_ROUNDS) & (mesh.num_microbatches % rounds != 0),
-        "implementation=fsdp2 runs schedule={schedule} in {rounds} rounds of pp={pp}, which do not divide "
-        "{num_microbatches} microbatches; use a multiple of {pp}",
+        "{schedule} has {rounds} rounds of pp={pp}, which do not divide {num_microbatches} microbatches",
         values={"rounds": rounds},
     )
     yield Rule(
         (model.mtp_layers > 1) & splits_backward(mesh),
-        "implementation=fsdp2 cannot halve a backward under schedule={schedule} where {model.mtp_layers} "
-        "modules of multi-token prediction read one table; use schedule=1f1b",
+        "implementation=fsdp2 cannot halve a backward where multi-token prediction shares a table; use 1f1b",
     )
     yield Rule(
         (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
-        "implementation=fsdp2 needs at least pp={pp} microbatches, not {num_microbatches}, under "
-        "schedule=1f1b; use a larger batch or schedule=gpipe",
+        "implementation=fsdp2 under 1f1b needs at least pp={pp} microbatches, not {num_microbatches}",
     )
 
 
@@ -687,8 +643,7 @@ def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
     )
     yield Rule(
         ("per_op" in plan.recompute_modules) & (plan.lora_rank > 0),
-        "recompute_modules=per_op counts matmuls of weights that train; leave it out, or "
-        "lora_rank={plan.lora_rank}",
+        "recompute_modules=per_op counts matmuls of weights that train; leave lora_rank={plan.lora_rank} out",
     )
     yield Rule(
         (mesh.offload_activations > 0) & ("per_op" in plan.recompute_modules),
@@ -698,8 +653,7 @@ def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
         (mesh.offload_activations > 0)
         & splits_backward(mesh)
         & (mesh.recompute == RECOMPUTE.index("selective")),
-        "schedule={schedule} recomputes whole blocks, or nothing, beside offload_activations; use "
-        "recompute=full or none",
+        "schedule={schedule} goes with recompute=full or none beside offload_activations",
     )
 
 
@@ -707,8 +661,7 @@ def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     layers, stages, num_chunks = model.num_layers, mesh.plan.stages, mesh.pp * mesh.vpp
     yield Rule(
         num_chunks > layers + 2,  # the first and the last may hold an end of the model alone
-        "{model.num_layers} layers of {model.name} cannot fill {chunks} pipeline stages (pp x vpp); "
-        "use fewer",
+        "{model.num_layers} layers of {model.name} cannot fill {chunks} pipeline stages (pp x vpp)",
         values={"chunks": num_chunks},
     )
     if not stages:
@@ -716,9 +669,8 @@ def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         fewer = 2.0 if is_even else 2.0 * np.ceil(layers / num_chunks)
         yield Rule(
             (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > fewer),
-            "{model.num_layers} layers of {model.name} do not divide by {chunks} chunks (pp x vpp) of an "
-            "interleaved schedule, of which only the first and the last may be shorter; change pp or vpp, or "
-            "list uneven stages, as in stages=3-2-3-2",
+            "{model.num_layers} layers of {model.name} do not divide by {chunks} chunks (pp x vpp), of which "
+            "an interleaved schedule may shorten the first and the last; change pp or vpp, or list stages",
             values={"chunks": num_chunks},
         )
     else:

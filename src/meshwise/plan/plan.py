@@ -407,12 +407,10 @@ def parse_plan(text: str) -> Plan:
     Raises:
         PlanError: The text or the file cannot be read, or `Plan` refuses what it says.
     """
-    if not text.endswith(".toml"):
-        return Plan(**plan_keys(text))
     try:
         return Plan(**plan_keys(text))
     except PlanError as error:
-        raise PlanError(f"{text}: {error}") from None
+        raise PlanError(f"{text}: {error}" if text.endswith(".toml") else str(error)) from None
 
 
 def plan_keys(text: str) -> dict[str, Any]:

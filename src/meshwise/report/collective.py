@@ -35,6 +35,8 @@ def parts(found: CollectiveTimes) -> Iterator[Section]:
     if measured_s:
         columns += ["measured", "error"]
     yield Table("", columns, rows, left=("algorithm",))
+    if measured_s:
+        yield f"measured of groups of {found.ranks:,} ranks"
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")
     yield f"ceiling of the bus bandwidth: {ceiling} (a ring or direct copies at the links' full rate)"
 

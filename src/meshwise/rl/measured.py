@@ -31,11 +31,6 @@ FRAMEWORKS = {"nemo-rl": "nemo-rl", "verl": "verl"}
 """Ours by how a row's software begins."""
 
 
-def missing_columns(names: list[str]) -> list[str]:
-    """What a table with the columns `names` lacks to be one of steps."""
-    return [name for name in COLUMNS if name not in names]
-
-
 def measured(row: Mapping[str, str]) -> dict[str, float]:
     """The seconds that a row states, by quantity."""
     columns = {

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.estimate.grid import Cells, price_grid
+from meshwise.estimate.grid import Grid, grids
 from meshwise.launch.runs import refused
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, KEYS
 from meshwise.plan.workload import Workload
-from meshwise.search.best_plans import listed
+from meshwise.search.best_plans import listed, num_listed
 from meshwise.search.space import Stated, free_values
 
 
@@ -34,27 +34,23 @@ def cloud(
     most: int = 2000,
 ) -> list[Sampled]:  # fmt: skip
     """At most `most` plans of the space that `search` prices, the same ones at every call."""
-    job = model, cluster, workload
-    space = free_values(*job, stated or {}, to)
-    kept: list[tuple[float, Sampled]] = []
-    draw = np.random.default_rng(0)
+    job, draw = (model, cluster, workload), np.random.default_rng(0)
     outside = partial(refused, to, model) if to else lambda mesh: ()
-    for cells in price_grid(*job, space, distinct=True, refused=outside):
-        kept = sorted([*kept, *_drawn(model, cells, draw, most)], key=lambda pair: pair[0])[:most]
-    return [one for _, one in kept]
+    opened = list(grids(*job, free_values(*job, stated or {}, to), distinct=True, refused=outside))
+    share = most / max(sum(map(num_listed, opened)), most)
+    return [one for grid in opened for one in _drawn(grid, round(share * num_listed(grid)), draw)]
 
 
-def _drawn(
-    model: Model, cells: Cells, draw: np.random.Generator, most: int
-) -> Iterator[tuple[float, Sampled]]:
-    """The plans of one grid with the smallest random numbers, and these numbers."""
-    places = np.flatnonzero(np.broadcast_to(listed(model, cells.mesh, cells.broken), cells.shape))
-    numbers = draw.random(places.size)
-    seconds, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
-    for i in np.argsort(numbers)[:most]:
-        at = tuple(int(axis) for axis in np.unravel_index(places[i], cells.shape))
-        values = cells.values_at(at)
-        yield float(numbers[i]), Sampled(values, _text(values), float(seconds[at]), float(memory[at]))
+def _drawn(grid: Grid, number: int, draw: np.random.Generator) -> Iterator[Sampled]:
+    """About so many plans of one grid."""
+    rows = draw.permutation(len(grid.rows[0]))[:number]
+    for cells in grid.price(rows):
+        places = np.flatnonzero(np.broadcast_to(listed(grid.model, cells.mesh, cells.broken), cells.shape))
+        seconds, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
+        for place in draw.permutation(places)[: number * cells.shape[-1] // len(rows)]:
+            at = tuple(int(axis) for axis in np.unravel_index(place, cells.shape))
+            values = cells.values_at(at)
+            yield Sampled(values, _text(values), float(seconds[at]), float(memory[at]))
 
 
 def _text(values: dict[str, Any]) -> str:

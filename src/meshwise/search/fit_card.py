@@ -13,8 +13,8 @@ from typing import Any
 
 from meshwise.core.errors import MeshwiseError, WorkloadError
 from meshwise.core.notebook import Shown
-from meshwise.core.units import MOST_STATED
 from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.estimate.token_budget import TokenBudget
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import models
@@ -45,27 +45,27 @@ class CardRun:
     def to_json(self, tokens: float | None, price: float | None) -> dict[str, Any]:
         """The run in numbers; `tokens` of it take hours, and dollars at `price` a GPU-hour."""
         run, low_high = self.run, self.run.step_s_interval
-        rate = run.tokens_per_s if self.fits else None
-        document = {
+        rates = {"p10": low_high.p90, "p90": low_high.p10}
+        hours = tokens and tokens / run.tokens_per_s / 3600
+        timed = {
+            "tokens_per_s": run.tokens_per_s,
+            "step_s": run.step_s,
+            **({"hours": hours} if hours else {}),
+            **({"cost": hours * price} if hours and price is not None else {}),
+        }
+        return {
             "model": run.model.name,
             "num_params": num_params(run.model),
             "method": self.method,
             "fits": self.fits,
             "memory_bytes": run.memory_bytes["total"],
-            "tokens_per_s": rate,
-            "tokens_per_s_interval": {
-                "p10": rate and run.workload.num_tokens / low_high.p90,
-                "p90": rate and run.workload.num_tokens / low_high.p10,
-            },
-            "step_s": run.step_s if self.fits else None,
             "microbatch": run.workload.microbatch,
             "plan_text": plan_text(run.plan),
-        }
-        if tokens is not None:
-            document["hours"] = rate and tokens / rate / 3600
-            if price is not None:
-                document["cost"] = rate and tokens / rate / 3600 * price
-        return document
+            "tokens_per_s_interval": {
+                name: run.workload.num_tokens / step_s if self.fits else None
+                for name, step_s in rates.items()
+            },
+        } | (timed if self.fits else dict.fromkeys(timed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -86,29 +86,16 @@ class CardFit(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise fit-card --json` prints."""
-        return {
-            "card": self.card.chip.name,
-            "memory_bytes": self.card.chip.memory_bytes,
-            "memory_frac": self.memory_frac,
-            "batch": self.batch,
-            "seq": self.seq,
-            "tokens": self.tokens,
-            "rows": [one.to_json(self.tokens, self.price) for one in self.runs],
-            "refused": self.refused,
-        }
+        chip = self.card.chip
+        asked = {name: getattr(self, name) for name in ("memory_frac", "batch", "seq", "tokens", "refused")}
+        rows = [one.to_json(self.tokens, self.price) for one in self.runs]
+        return {"card": chip.name, "memory_bytes": chip.memory_bytes, "rows": rows} | asked
 
 
 def fit_card(
-    card: Cluster,
-    candidates: Sequence[Model] = (),
-    methods: Sequence[str] = (),
-    *,
-    batch: int,
-    seq: int,
-    memory_frac: float = 0.92,
-    tokens: float | None = None,
-    price: float | None = None,
-) -> CardFit:
+    card: Cluster, candidates: Sequence[Model] = (), methods: Sequence[str] = (), *, batch: int, seq: int,
+    memory_frac: float = 0.92, tokens: float | None = None, price: float | None = None,
+) -> CardFit:  # fmt: skip
     """Price fine-tuning of `candidates` (none: the open ones of the catalog) by `methods` (none: all).
 
     Raises WorkloadError for an unknown method, or a number that makes no sense.
@@ -116,11 +103,9 @@ def fit_card(
     for name in methods:
         if name not in METHODS:
             raise WorkloadError(f"there is no method {name!r}; use one of {', '.join(METHODS)}")
+    TokenBudget(tokens=tokens, price=price)
     if price is not None and tokens is None:
         raise WorkloadError("--price is for a run of some length; add --tokens, or leave it out")
-    for name, value in (("tokens", tokens), ("price", price)):
-        if value is not None and not 0 < value <= MOST_STATED:
-            raise WorkloadError(f"--{name} {value} must be a number above zero, up to {MOST_STATED:g}")
     runs: list[CardRun] = []
     refused: dict[str, str] = {}
     for model in sorted(candidates or _open_models(seq), key=num_params):
@@ -129,15 +114,9 @@ def fit_card(
         except MeshwiseError as error:
             refused[model.name] = str(error)
     return CardFit(
-        card=card,
-        memory_frac=memory_frac,
-        batch=batch,
-        seq=seq,
-        runs=tuple(runs),
-        refused=refused,
-        tokens=tokens,
-        price=price,
-    )
+        card=card, memory_frac=memory_frac, batch=batch, seq=seq, runs=tuple(runs), refused=refused,
+        tokens=tokens, price=price,
+    )  # fmt: skip
 
 
 def _open_models(seq: int) -> Iterator[Model]:
@@ -150,10 +129,12 @@ def _open_models(seq: int) -> Iterator[Model]:
 
 def _best(model: Model, card: Cluster, method: str, batch: int, seq: int, memory_frac: float) -> CardRun:
     """The fastest run that fits into the share of the card's memory; else the smallest."""
-    sizes = [size for size in (1, 2, 4, 8, 16, 32) if batch % size == 0]
-    plans = [parse_plan(f"{METHODS[method]},{_OF_ALL}{again}") for again in ("none", "full")]
-    works = [Workload(batch=batch, seq=seq, microbatch=size) for size in sizes]
-    runs = [estimate(model, card, plan, work) for plan in plans for work in works]
+    runs = [
+        estimate(model, card, parse_plan(f"{METHODS[method]},{_OF_ALL}{again}"), work)
+        for again in ("none", "full")
+        for size in (1, 2, 4, 8, 16, 32)
+        if batch % size == 0 and (work := Workload(batch=batch, seq=seq, microbatch=size))
+    ]
     most = memory_frac * card.chip.memory_bytes
     if fitting := [run for run in runs if run.memory_bytes["total"] <= most]:
         return CardRun(method, min(fitting, key=lambda run: run.step_s), fits=True)

@@ -5,11 +5,11 @@ Rates and sizes are factors of the cluster's own: `memory=2` doubles what a chip
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from meshwise.core.errors import ClusterError
-from meshwise.machine.hardware import Chip, Cluster, Level, find_cluster
+from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.plan.fields import Field, number, read_field, whole
 
 KEYS: dict[str, Field] = {
@@ -24,6 +24,13 @@ KEYS: dict[str, Field] = {
     "outer": number("bandwidth of all other links, times", 0.01, 100),
 }
 """What can change, in the order in which changes are made."""
+
+OF_CHIP = {
+    "memory": ("memory_bytes",),
+    "memory_rate": ("memory_bytes_per_s",),
+    "compute": ("matrix_flop_per_s", "vector_flop_per_s"),
+}
+"""Numbers of a chip that a factor changes, or their values by dtype."""
 
 Changes = dict[str, str | int | float]
 
@@ -45,61 +52,33 @@ def changed(cluster: Cluster, changes: Changes) -> Cluster:
     unknown = sorted(set(changes) - set(KEYS))
     if unknown:
         raise ClusterError(f"a cluster cannot vary in {unknown[0]!r}; known keys: {', '.join(KEYS)}")
-    for key in KEYS:
-        if key in changes and key != "batch":
-            cluster = _CHANGE[key](cluster, read_field(key, changes[key], KEYS, ClusterError))
+    for key in (key for key in KEYS if key in changes and key != "batch"):
+        cluster = _changed(cluster, key, read_field(key, changes[key], KEYS, ClusterError))
     return cluster
 
 
-def _chip(cluster: Cluster, name: str) -> Cluster:
-    return find_cluster(f"{name}:{cluster.num_chips}")
-
-
-def _gpus(cluster: Cluster, num_chips: int) -> Cluster:
-    return replace(cluster, num_chips=num_chips)
-
-
-def _domain(cluster: Cluster, ranks: int) -> Cluster:
+def _changed(cluster: Cluster, key: str, value: Any) -> Cluster:
     inner, *others = cluster.levels
-    if inner.torus:
-        raise ClusterError(
-            f"domain={ranks}: {inner.name} is a torus; vary the domain of chips joined by switches"
-        )
-    wider = [level for level in others if level.ranks > ranks]
-    return replace(cluster, levels=(replace(inner, ranks=float(ranks)), *wider)) if wider else cluster
+    if key == "chip":
+        return find_cluster(f"{value}:{cluster.num_chips}")
+    if key == "gpus":
+        return replace(cluster, num_chips=value)
+    if key == "domain":
+        if inner.torus:
+            raise ClusterError(f"domain={value}: {inner.name} is a torus; vary the domain of other chips")
+        wider = [level for level in others if level.ranks > value]
+        return replace(cluster, levels=(replace(inner, ranks=float(value)), *wider)) if wider else cluster
+    if key in OF_CHIP:
+        scaled = {name: _times(getattr(cluster.chip, name), value) for name in OF_CHIP[key]}
+        return replace(cluster, chip=replace(cluster.chip, **scaled))
+    levels = list(cluster.levels)
+    for place in [0] if key == "inner" else range(1, len(levels)):
+        levels[place] = replace(levels[place], bytes_per_s=value * levels[place].bytes_per_s)
+    return replace(cluster, levels=tuple(levels))
 
 
-def _compute(chip: Chip, factor: float) -> Chip:
-    matrix, vector = (
-        {dtype: rate * factor for dtype, rate in rates.items()}
-        for rates in (chip.matrix_flop_per_s, chip.vector_flop_per_s)
+def _times(rates: Any, factor: float) -> Any:
+    """A rate, or the rates of each dtype, times a factor."""
+    return (
+        {name: factor * rate for name, rate in rates.items()} if isinstance(rates, dict) else factor * rates
     )
-    return replace(chip, matrix_flop_per_s=matrix, vector_flop_per_s=vector)
-
-
-def _of_chip(change: Callable[[Chip, float], Chip]) -> Callable[[Cluster, float], Cluster]:
-    return lambda cluster, factor: replace(cluster, chip=change(cluster.chip, factor))
-
-
-def _of_links(is_inner: bool) -> Callable[[Cluster, float], Cluster]:
-    def faster(cluster: Cluster, factor: float) -> Cluster:
-        def scaled(i: int, level: Level) -> Level:
-            return replace(level, bytes_per_s=level.bytes_per_s * (factor if (i == 0) == is_inner else 1.0))
-
-        return replace(cluster, levels=tuple(scaled(i, level) for i, level in enumerate(cluster.levels)))
-
-    return faster
-
-
-_CHANGE: dict[str, Callable[..., Cluster]] = {
-    "chip": _chip,
-    "gpus": _gpus,
-    "domain": _domain,
-    "memory": _of_chip(lambda chip, factor: replace(chip, memory_bytes=chip.memory_bytes * factor)),
-    "memory_rate": _of_chip(
-        lambda chip, factor: replace(chip, memory_bytes_per_s=chip.memory_bytes_per_s * factor)
-    ),
-    "compute": _of_chip(_compute),
-    "inner": _of_links(is_inner=True),
-    "outer": _of_links(is_inner=False),
-}

@@ -12,7 +12,7 @@ The rate of a closed loop follows from its latencies (Little's law): where a row
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import ClusterError, DataError, PlanError, WorkloadError
@@ -44,11 +44,6 @@ class MeasuredPoint:
     fleet: Fleet
     requests: Requests
     engine: Engine
-
-
-def missing_columns(names: Sequence[str]) -> list[str]:
-    """What a table with the columns `names` lacks to be one of points."""
-    return [name for name in COLUMNS if name not in names]
 
 
 def point(row: Mapping[str, str]) -> MeasuredPoint:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import parse_file
@@ -198,7 +199,11 @@ def _case_differences(case: _Case, where: str) -> Iterator[Difference]:
     """Every number of the outputs, and those of the inputs that follow from the others."""
     inputs = case.inputs
     run = _run(inputs, where)
-    priced = price(run, _system(inputs.system))
+    try:
+        with np.errstate(all="raise"):
+            priced = price(run, _system(inputs.system))
+    except ArithmeticError:
+        raise DataError(f"{where}: inputs.model or the batch is cut in more parts than it has") from None
     outputs = {
         "mlp_ops": priced.tables["mlp"],
         "sa_ops": priced.tables["sa"],
@@ -222,18 +227,8 @@ def _run(inputs: _Inputs, where: str) -> PaperRun:
     cut = _cut(inputs, f"{where}: inputs.config")
     wanted = ("tp",) if cut.strategy == "1d" else ("tp1", "tp2")
     tp1, tp2 = _degrees(inside, wanted, ("tp", "tp1", "tp2"), f"{where}: inputs.config.nv")
-    longest = max(cut.m1, cut.m2) if cut.strategy == "2d" else cut.m1 * cut.m2
-    for what, size, degree in (
-        ("model.h", model.h, cut.m1),
-        ("model.f", model.f, cut.m1),
-        ("model.e", model.e, max(cut.m1, cut.m2, model.h)),
-        ("model.l", model.l, longest),
-        ("model.depth", model.depth, config.pp),
-        ("global_batch_size", inputs.global_batch_size, config.dp * config.mbs),
-        ("system.nvlink_size", inputs.system.nvlink_size, tp1 * tp2 * inside.dp * inside.pp),
-    ):
-        if degree > size:
-            raise DataError(f"{where}: inputs.{what} is {size:g}, too small for {degree:g} parts")
+    if tp1 * tp2 * inside.dp * inside.pp > inputs.system.nvlink_size:
+        raise DataError(f"{where}: inputs.system.nvlink_size is smaller than the parts of config.nv")
     return PaperRun(
         cut=cut,
         num_layers=model.depth,
