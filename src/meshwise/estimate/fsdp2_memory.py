@@ -2,11 +2,20 @@
 
 Plans of a grid whose steps run alike (pipeline, ZeRO stage, recomputation) are told together: their sizes are
 columns of numbers (`estimate.fsdp2_peak`).
+
+A search need not look at plans that do not fit anyway: `least_step_bytes` are alive in any case, whatever the
+order of the step:
+
+- weights: without a pipeline all below ZeRO 3, in one those of the chunks that stay gathered;
+- activations: microbatches in flight, and a block or the head in its backward on top; of a schedule that
+  splits its backwards none of the latter, and not what goes first in them;
+- gradients when the last backward begins: shards from ZeRO 2 on without a pipeline, or else whole sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +23,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
-from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.fsdp2_least import least_step_bytes
+from meshwise.cost.schedule import SCHEDULES, in_flight_microbatches, weight_copies
 from meshwise.estimate.fsdp2_peak import (
     MICROBATCHES,
     Chunk,
@@ -33,38 +41,46 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import Unit, held_params, optimizer_bytes, shard_bytes, sums_are_shards
+from meshwise.program.fsdp2 import (
+    Unit,
+    held_params,
+    optimizer_bytes,
+    reduced_bytes,
+    shard_bytes,
+    sums_are_shards,
+)
 from meshwise.program.moments import PartBytes, selected
-from meshwise.program.order import Moments, moments
+from meshwise.program.order import ACTIVE_CHUNKS, Moments, moments
 from meshwise.program.parts import block_input_bytes
+from meshwise.program.sharding import FSDP2, at_stage
 
 _LIKE = {"dualpipe-v": "zb-v", "zb-v": "zb-v", "dualpipe": "dualpipe"}
 _LAYOUTS = np.array([SCHEDULES.index(_LIKE.get(name, "1f1b")) for name in SCHEDULES])
 """Of each schedule, one that deals the same chunks to each rank."""
 _FULL, _SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
+_SPLIT = tuple(i for i, name in enumerate(SCHEDULES) if name.startswith(("zb", "dualpipe")))
 
 
 def fsdp2_memory(
     model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
-    overheads: Overheads, kept: Num = 0.0, wanted: Any = True,
-) -> Memory:  # fmt: skip
-    """Memory of one rank of `stage` at its peak; `held` are the units of its weights.
+    overheads: Overheads, wanted: Any = True,
+) -> tuple[Memory, Num]:  # fmt: skip
+    """Memory of one rank of `stage` at its peak, and the most that it keeps for the backward at once.
 
-    `kept`: the most that is kept for the backward at once (`kept_peak`). Of the peak, gradients take what the
-    optimizer reads, activations what is kept, and buffers the rest. `wanted`: the plans to tell it for.
+    `held` are the units of its weights. Of the peak, gradients take what the optimizer reads, activations
+    what is kept, and buffers the rest. `wanted`: the plans to tell it for.
     """
-    return _memory(
-        held, mesh, cut, overheads, _step_bytes(model, stage, parts, held, mesh, cut, wanted), kept
-    )
+    step, kept = _step_bytes(model, stage, parts, held, mesh, cut, wanted)
+    return _memory(held, mesh, cut, overheads, step, kept), kept
 
 
 def least_memory(
     model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
     overheads: Overheads,
-) -> Memory:  # fmt: skip
-    """What a rank of `stage` needs in any case (`fsdp2_least`)."""
+) -> tuple[Memory, Num]:  # fmt: skip
+    """What a rank of `stage` needs in any case, nothing of it told apart as kept."""
     least = least_step_bytes(model, stage, parts, held, gradient_bytes(held, mesh, cut), mesh, cut)
-    return _memory(held, mesh, cut, overheads, least)
+    return _memory(held, mesh, cut, overheads, least), 0.0
 
 
 def _memory(
@@ -126,7 +142,8 @@ class _Sizes(NamedTuple):
     """What the layers of a rank are made of, for the plans of a grid or for those that run alike.
 
     `ends`: units of the embedding, of the head, of both as one; `blocks`: units of each kind of layer. Of
-    each part `kept` is kept of a microbatch but where the whole forward runs again; `loose` as in `LivePart`.
+    each part `kept` is kept of a microbatch but where the whole forward runs again; `loose`, `back` as in
+    `LivePart`, `in_piece` as in `Chunk`.
     `table`: the gradient of the table, as tensor-parallel ranks make it; `shared` that of its other use.
     `further`: multi-token prediction outside its blocks.
     """
@@ -137,6 +154,8 @@ class _Sizes(NamedTuple):
     further: tuple[tuple[UnitBytes, PartBytes], ...]
     kept: tuple[Num, ...]
     loose: tuple[Num, ...]
+    back: tuple[Num, ...]
+    in_piece: Num
     one_input: Num
     table: Num
     shared: Num
@@ -144,8 +163,8 @@ class _Sizes(NamedTuple):
 
 def _step_bytes(
     model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut, wanted: Any
-) -> Num:
-    """The most that is alive in a step beside shards of weights and states, of `wanted` plans."""
+) -> tuple[Num, Num]:
+    """The most that is alive in a step beside shards of weights and states, and the most that is kept."""
     in_pipeline = mesh.pp > 1
     most_layers = np.ceil(model.num_layers / (mesh.pp * mesh.vpp)) if not mesh.plan.stages else np.inf
     redone = np.minimum(np.ceil(np.minimum(mesh.recompute_layers, model.num_layers) / mesh.vpp), most_layers)
@@ -163,13 +182,14 @@ def _step_bytes(
     there = np.flatnonzero(is_there)
     table = np.stack([key.ravel()[there] for key in keys])
     first, which = distinct_columns(table)
-    found = np.zeros(orders.shape[1])
+    found = np.zeros((2, orders.shape[1]))
     for number, column in enumerate(table[:, first].T):
         here = there[which == number]
         *numbers, on_host_frac = column.tolist()
         way = _Way(*map(int, numbers), on_host_frac)  # type: ignore[call-arg]
-        found[here] = _peak(model, mesh, way, columns.at(here), orders[:, here])
-    return found.reshape(shape)[()]
+        found[:, here] = _peak(model, mesh, way, columns.at(here), orders[:, here])
+    peaks, kept = found.reshape(2, *shape)
+    return peaks[()], kept[()]
 
 
 def _along(wanted: Any, shape: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -228,44 +248,53 @@ def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh
             for part in parts
         ),
         further=further,
-        kept=tuple(part.saved_bytes - is_selective * part.core_bytes for part in parts),
+        kept=(
+            *(part.saved_bytes - is_selective * part.core_bytes for part in parts[:-1]),
+            parts[-1].saved_bytes,
+        ),
         loose=tuple(part.loose_bytes for part in parts),
+        back=tuple(is_selective * part.redone_bytes for part in parts),
+        in_piece=_in_a_piece(model, cut),
         one_input=block_input_bytes(model, cut),
         table=cut.precision.act_bytes * of_table * (1.0 + (mesh.tp > 1) / mesh.tp),
         shared=tied.grad if model.tied_embedding else cut.precision.act_bytes * of_table,
     )
 
 
-def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np.float64]) -> Num:
-    """The most in a step of plans that run alike; `orders`: schedule and number of microbatches of each."""
+def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np.float64]) -> tuple[Num, Num]:
+    """The most in a step of plans that run alike, and kept; `orders`: schedule and microbatches of each."""
+    adapts = mesh.plan.lora_rank > 0
     if way.pp == 1:
-        chunk = _chunk(model, way, sizes, range(model.num_layers), has_embedding=True, has_head=True)
-        return peak_without_pipeline(chunk, way.rounds, way.zero)
+        chunk = _chunk(model, way, sizes, range(model.num_layers), adapts, has_embedding=True, has_head=True)
+        kept = chunk.kept + np.maximum(chunk.in_piece, chunk.brought_back)
+        return peak_without_pipeline(chunk, way.rounds, way.zero), kept
     schedule = SCHEDULES[way.layout]
     passing = orders[1] / (2.0 if schedule == "dualpipe" else 1.0)
     found = []
     for stage, layers in chunks_of_rank(model, way.pp, way.vpp, schedule, mesh.plan.stages, way.rank):
         has_embedding, has_head = bool(stage.embeddings), bool(stage.heads)
-        chunk = _chunk(model, way, sizes, layers, has_embedding=has_embedding, has_head=has_head)
+        chunk = _chunk(model, way, sizes, layers, adapts, has_embedding=has_embedding, has_head=has_head)
         # A chunk keeps its result until the backward; its input lies in the buffer that received it.
         size = chunk.kept + (float(has_embedding) - float(has_head)) * sizes.one_input
         received = (2.0 - has_embedding - has_head) * passing * sizes.one_input
         found.append(chunk._replace(size=size, received=received))
     rank = PipelineRank(found, orders.shape[1])
-    most = np.empty(orders.shape[1])
+    most, kept = np.empty((2, orders.shape[1]))
     first, which = distinct_columns(orders)
     alike: dict[Moments, list[int]] = {}
     for number, (order, num_microbatches) in enumerate(orders[:, first].T.astype(int).tolist()):
         alike.setdefault(moments(order, way.pp, way.vpp, num_microbatches, way.rank), []).append(number)
     for of_rank, numbers in alike.items():
         here = np.isin(which, numbers)
-        most[here] = rank.peak(of_rank, here)
-    return most
+        most[here], kept[here] = rank.peak(of_rank, here), rank.kept(of_rank, here)
+    return most, kept
 
 
 def _chunk(
-    model: Model, way: _Way, sizes: _Sizes, layers: Sequence[int], *, has_embedding: bool, has_head: bool
-) -> Chunk:
+    model: Model, way: _Way, sizes: _Sizes, layers: Sequence[int], adapts: bool, *, has_embedding: bool,
+    has_head: bool,
+) -> Chunk:  # fmt: skip
+    """Those of a rank's parts that belong to one chunk; `adapts`: adapters train, and the ends do not."""
     is_tied = model.tied_embedding and has_embedding and has_head
     shared = sizes.shared * (model.shares_table and has_embedding and has_head)
     kinds = layer_kinds(model)
@@ -275,6 +304,9 @@ def _chunk(
         kind = kinds.index(layer_kind(model, number))
         layer = _layer(sizes, 1 + kind, sizes.blocks[kind], is_redone=i < way.num_redone)
         parts.append(layer._replace(kept=0.0) if i < num_on_host_here else layer)
+    # A frozen head goes as its loss does.
+    top = parts[-1:] if adapts or not has_head else []
+    let_go = sum((np.minimum(layer.loose, layer.kept) for layer in top), 0.0) + has_head * sizes.loose[-1]
     # In a pipeline nothing is given back before the end: the top layer of a run has the most below it.
     parts = shortened(parts, 2, 2) if way.pp == 1 else shortened(parts, 0, 1)
     if has_embedding:
@@ -290,11 +322,88 @@ def _chunk(
         block = _layer(sizes, 1 + kind, sizes.blocks[-1])
         block = block._replace(part=block.part.without_recomputation(), kept=block.part.saved)
         parts += [block] * model.mtp_layers
-        parts.append(LivePart((unit,), part, part.saved))
-    return Chunk(parts, sizes.one_input, has_embedding)
+        of_head = sum(layer.kept for layer in parts[-1 - model.mtp_layers :])
+        parts.append(LivePart((unit,), part, sizes.kept[-1] - of_head))  # what both keep is kept once
+    let_go, in_piece = (not has_embedding) * let_go, has_head * sizes.in_piece
+    return Chunk(parts, sizes.one_input, has_embedding, let_go, in_piece)
 
 
 def _layer(sizes: _Sizes, part: int, units: tuple[UnitBytes, ...], *, is_redone: bool = False) -> LivePart:
     kept = sizes.one_input if is_redone else sizes.kept[part]
     is_block = 0 < part < len(sizes.live) - 1
-    return LivePart(units, sizes.live[part], kept, is_redone, loose=sizes.loose[part], is_block=is_block)
+    live, loose = sizes.live[part], sizes.loose[part]
+    back = live.saved - kept if is_redone else sizes.back[part]
+    return LivePart(units, live, kept, is_redone, loose=loose, back=back, is_block=is_block)
+
+
+def _in_a_piece(model: Model, cut: Cut) -> Num:
+    """What the loss of a piece of the tokens keeps for its own backward, beyond the gradients kept after it.
+
+    Those of the hidden states take as much as these did, which a frozen matrix does not keep.
+    """
+    if cut.loss_chunks == 1:
+        return 0.0
+    prec, vocab = cut.precision, model.vocab / cut.tp
+    logit_bytes = prec.act_bytes if cut.loss.keeps == "logits" else prec.stat_bytes
+    kept = logit_bytes * cut.tokens / cut.loss_chunks * vocab + prec.stat_bytes
+    rows = cut.tokens if cut.lora_rank else vocab
+    return np.maximum(kept - prec.act_bytes * rows * model.hidden, 0.0)
+
+
+def least_step_bytes(
+    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], shards: Num, mesh: Mesh, cut: Cut
+) -> Num:
+    """The least that a step has alive on a rank of `stage`; `shards`: bytes of the gradients' shards."""
+    whole = sum((unit.count * unit.gathered_bytes(mesh, cut) for unit in held), 0.0)
+    stored = (unit.count * rows * width for unit in held for rows, width in unit.trained.stored(cut))
+    sums = np.where(sums_are_shards(mesh) > 0, shards, reduced_bytes(mesh, cut) * sum(stored, 0.0))
+    sums = sums * (mesh.num_microbatches > 1)
+    a_microbatch, a_layer = _kept(model, stage, parts, mesh, cut)
+    turn = _turn(stage, parts, mesh)
+    alone = (1.0 - at_stage(FSDP2.weights, mesh.zero)) * whole + sums + a_microbatch + turn
+    is_split = np.isin(mesh.schedule, _SPLIT)
+    num_chunks = mesh.vpp * weight_copies(mesh.schedule)
+    active = np.minimum(ACTIVE_CHUNKS / num_chunks, 1.0) * whole
+    in_flight = in_flight_microbatches(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, stage.index)
+    of_chunk = np.floor(model.num_layers / (mesh.pp * mesh.vpp)) * a_layer * (not mesh.plan.stages)
+    alive = np.maximum(in_flight * mesh.vpp * of_chunk, a_microbatch)
+    # The last backward finds the sums of all chunks, and of one microbatch, or of one chunk all but one.
+    is_one_chunk = np.equal(mesh.vpp, 1) & ~is_split
+    left = np.where(is_one_chunk, np.maximum(in_flight - 1.0, 0.0), ~is_split * 1.0) * a_microbatch
+    has_sums = is_one_chunk | (mesh.num_microbatches > 2.0 * mesh.pp)
+    alive = np.maximum(alive, has_sums * (sums + left))
+    return np.where(mesh.pp > 1, active + alive + turn * ~is_split, alone)[()]
+
+
+def _kept(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> tuple[Num, Num]:
+    """What the layers of a rank keep of a microbatch, and one of them, at least."""
+    one_input, is_full = block_input_bytes(model, cut), np.equal(mesh.recompute, _FULL)
+    blocks = [
+        part.saved_bytes - np.equal(mesh.recompute, _SELECTIVE) * part.core_bytes for part in parts[1:-1]
+    ]
+    least, most = (reduce(of_two, blocks) for of_two in (np.minimum, np.maximum))
+    of_chunk = np.ceil(np.minimum(mesh.recompute_layers, model.num_layers) / mesh.vpp)
+    redone = np.minimum(of_chunk * mesh.vpp * weight_copies(mesh.schedule), stage.num_layers)
+    in_all = sum((count * kept for count, kept in zip(stage.layers, blocks, strict=True)), 0.0)
+    a_layer = np.where(is_full, np.minimum(one_input, least), least)
+    loose = reduce(np.maximum, (part.loose_bytes for part in parts[1:-1]))  # goes first in a split backward
+    a_layer = np.maximum(a_layer - np.isin(mesh.schedule, _SPLIT) * loose, 0.0)
+    kept = np.maximum(
+        in_all - is_full * redone * np.maximum(most - one_input, 0.0), stage.num_layers * a_layer
+    )
+    # A last chunk's input lies in the buffer that received it.
+    on_chip = np.equal(mesh.offload_activations, 0.0)
+    kept = on_chip * np.maximum(stage.share * kept - stage.heads * one_input, 0.0)
+    return kept, on_chip * a_layer * np.equal(stage.heads, 0.0)
+
+
+def _turn(stage: Stage, parts: Sequence[Part], mesh: Mesh) -> Num:
+    """What the head, or the first block of a backward, holds in its turn beyond what it keeps."""
+    is_selective = np.equal(mesh.recompute, _SELECTIVE)
+    turns = []
+    for part in parts[1:]:
+        live = part.live[0]
+        most = np.where(is_selective, live.backward.before, live.whole_backward.before)
+        turns.append(np.maximum(most - part.saved_bytes, 0.0))
+    *of_blocks, of_head = turns
+    return np.maximum(reduce(np.minimum, of_blocks), stage.heads * of_head)

@@ -100,9 +100,10 @@ class LivePart(NamedTuple):
 
     `is_block`: it is given back behind its forward; the ends of a model are not. `is_redone`: its forward
     runs again in the backward. `repeats`: alike neighbours. `loose`: of what it
-    keeps, what goes with the gradient of its input where a backward is split. `table`: the gradient of a
-    table that this end of the model makes, other tensor-parallel ranks' parts included. `shared`: the
-    gradient that a part above leaves of a weight that both use.
+    keeps, what goes with the gradient of its input where a backward is split. `back`: what recomputation
+    brings back of it, beyond what it keeps. `table`: the gradient of a table that this end of the model
+    makes, other tensor-parallel ranks' parts included. `shared`: the gradient that a part above leaves of a
+    weight that both use.
     """
 
     units: tuple[UnitBytes, ...]
@@ -111,6 +112,7 @@ class LivePart(NamedTuple):
     is_redone: bool = False
     repeats: int = 1
     loose: Num = 0.0
+    back: Num = 0.0
     table: Num = 0.0
     shared: Num = 0.0
     is_block: bool = False
@@ -201,12 +203,16 @@ class Chunk(NamedTuple):
     """Consecutive parts on a rank, from the embedding, if it is there, to the head.
 
     `one_input`: bytes between two blocks. `received`: buffers for what comes from other stages in a step.
-    `size`: what a microbatch keeps.
+    `size`: what a microbatch keeps, the result that waits for it included. `let_go`: of what is kept, what
+    goes with the gradient of the input where a backward is split; `in_piece`: what a loss in pieces needs
+    beyond what is kept of it.
     """
 
     parts: Sequence[LivePart]
     one_input: Num
     has_embedding: bool
+    let_go: Num = 0.0
+    in_piece: Num = 0.0
     received: Num = 0.0
     size: Num = 0.0
 
@@ -218,6 +224,15 @@ class Chunk(NamedTuple):
     def kept(self) -> Num:
         """What its parts keep of a microbatch."""
         return sum((layer.repeats * layer.kept for layer in self.parts), 0.0)
+
+    @property
+    def brought_back(self) -> Num:
+        """What recomputation brings back in a backward, at most, beyond what is gone by then."""
+        most, gone = 0.0 * self.one_input, 0.0 * self.one_input
+        for layer in reversed(self.parts):
+            most = np.maximum(most, layer.back - gone)
+            gone = gone + layer.repeats * layer.kept
+        return most
 
     def places(self) -> set[UnitPlace]:
         """All units."""
@@ -316,6 +331,15 @@ class PipelineRank:
         self.first = self._column(self._first_forward(number) for number in range(len(chunks))).max(axis=0)
         self.tops: dict[tuple[str, bool], NDArray[np.float64]] = {}
         self.ends = self._column(_end(chunk) for chunk in chunks)
+
+    def kept(self, moments: Moments, cells: Any) -> Num:
+        """The most that is kept for the backward at once; a backward that is split recomputes nothing."""
+        kept, let_go, pieces, back = (
+            self._column(getattr(chunk, name) for chunk in self.chunks)[:, cells]
+            for name in ("kept", "let_go", "in_piece", "brought_back")
+        )
+        held = moments.alive @ kept - moments.turned @ let_go
+        return (held + moments.entering @ pieces + moments.turning @ back).max(axis=0)
 
     def peak(self, moments: Moments, cells: Any) -> Num:
         """The most in a step with these moments, in some of the cells."""

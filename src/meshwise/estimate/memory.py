@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import in_flight_microbatches
-from meshwise.estimate.priced_part import Part
+from meshwise.estimate.priced_part import DENSE, EXPERTS, Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
@@ -87,27 +87,22 @@ def contents(stage: Stage, parts: Sequence[Part]) -> list[tuple[Num, Part]]:
     return list(zip((stage.embeddings, *stage.layers, stage.heads), parts, strict=True))
 
 
-def held_params(model: Model, stage: Stage, parts: Sequence[Part], cut: Cut) -> Held:
-    """Weights on one rank of a stage; a tied embedding is held again where the head is on another stage."""
-    held = contents(stage, parts)
-    tied = model.vocab * model.hidden / cut.tp * model.tied_embedding * stage.heads * (stage.embeddings == 0)
-    dense = sum(count * part.dense_params for count, part in held) + tied
-    experts = sum(count * part.expert_params for count, part in held)
-    return Held(
-        dense=dense,
-        experts=experts,
-        dense_trained=dense
-        - sum(count * part.dense_frozen for count, part in held)
-        - tied * (cut.lora_rank > 0),
-        experts_trained=experts - sum(count * part.expert_frozen for count, part in held),
-        dense_quantized=sum(count * part.dense_quantized for count, part in held),
-        experts_quantized=sum(count * part.expert_quantized for count, part in held),
+def held_params(model: Model, stage: Stage, parts: Sequence[Part], cut: Cut) -> tuple[Held, Held]:
+    """Dense weights and experts on one rank of a stage; a head on another stage holds a tied table again."""
+    there = contents(stage, parts)
+    dense, experts = (
+        Held(*(sum(count * part.held[kind][i] for count, part in there) for i in range(len(Held._fields))))
+        for kind in (DENSE, EXPERTS)
     )
+    tied = model.vocab * model.hidden / cut.tp * model.tied_embedding * stage.heads * (stage.embeddings == 0)
+    trained = dense.trained + tied * (cut.lora_rank == 0)
+    return dense._replace(params=dense.params + tied, trained=trained), experts
 
 
 def stage_memory(
-    model: Model, stage: Stage, parts: Sequence[Part], held: Held, mesh: Mesh, cut: Cut, overheads: Overheads
-) -> Memory:
+    model: Model, stage: Stage, parts: Sequence[Part], held: tuple[Held, Held], mesh: Mesh, cut: Cut,
+    overheads: Overheads,
+) -> Memory:  # fmt: skip
     """Memory of one rank of `stage`, which holds `held`, at its peak; `overheads` come on top."""
     if mesh.serves:
         return serving_memory(model, stage, parts, mesh, cut, overheads)
@@ -135,12 +130,12 @@ def serving_memory(
     """Of a serving engine: weights (layers as the plan keeps them, the ends in bf16), cache, and one pass."""
     embedding, *blocks, head = parts
     form = cut.precision
-    ends = stage.embeddings * embedding.dense_params + stage.heads * head.dense_params
+    ends = stage.embeddings * embedding.held[DENSE].params + stage.heads * head.held[DENSE].params
     weights = form.act_bytes * ends
     cache: Num = 0.0
     for count, part, kind in zip(stage.layers, blocks, layer_kinds(model), strict=True):
-        held = form.weight_bytes * part.dense_params + form.expert_bytes * part.expert_params
-        weights = weights + count * held
+        dense, experts = part.held
+        weights = weights + count * (form.weight_bytes * dense.params + form.expert_bytes * experts.params)
         cache = cache + count * mesh.num_microbatches * cache_bytes(model, cut, kind)
     return Memory(
         weights=weights,
@@ -153,7 +148,9 @@ def serving_memory(
     )
 
 
-def state_bytes(held: Held, share: Num, mesh: Mesh, cut: Cut, overheads: Overheads) -> tuple[Num, Num, Num]:
+def state_bytes(
+    held: tuple[Held, Held], share: Num, mesh: Mesh, cut: Cut, overheads: Overheads
+) -> tuple[Num, Num, Num]:
     """Bytes of weights, gradients and optimizer states of one rank; `share` as in `Stage`.
 
     Where gradients are summed in a wider type than they are computed in, `second_grad_bytes` are kept too.
@@ -163,27 +160,24 @@ def state_bytes(held: Held, share: Num, mesh: Mesh, cut: Cut, overheads: Overhea
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
     per_state = OPTIMIZER_BYTES[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
 
-    def shard(dense: Num, experts: Num, column: Column) -> Num:
+    def shard(name: str, column: Column) -> Num:
         # Both places of a stage under DualPipe are replicas, which share what is sharded.
         is_shard = at_stage(column, mesh.zero) > 0
-        replicas, expert_replicas = (
-            np.where(is_shard, np.minimum(mesh.zero_group, ranks), 1.0)
-            for ranks in (mesh.replicas, mesh.expert_replicas)
+        dense, experts = (
+            getattr(one, name) / np.where(is_shard, np.minimum(mesh.zero_group, ranks), 1.0)
+            for one, ranks in zip(held, (mesh.replicas, mesh.expert_replicas), strict=True)
         )
-        return np.where(is_shard, share, 1.0) * (dense / replicas + experts / expert_replicas)
+        return np.where(is_shard, share, 1.0) * (dense + experts)
 
-    weights = weight_bytes(mesh) * shard(held.dense, held.experts, STAGES.weights)
+    weights = weight_bytes(mesh) * shard("params", STAGES.weights)
     if mesh.trains and not overheads.weight_copies:
-        weights = weights - weight_bytes(mesh) * shard(
-            held.dense_trained, held.experts_trained, STAGES.weights
-        )
+        weights = weights - weight_bytes(mesh) * shard("trained", STAGES.weights)
     if cut.frozen_bytes is not None:
         spared = weight_bytes(mesh) - cut.frozen_bytes
-        weights = weights - spared * shard(held.dense_quantized, held.experts_quantized, STAGES.weights)
+        weights = weights - spared * shard("quantized", STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0
-    trained = held.dense_trained, held.experts_trained
-    return weights, per_grad * shard(*trained, STAGES.sums), per_state * shard(*trained, STAGES.states)
+    return weights, per_grad * shard("trained", STAGES.sums), per_state * shard("trained", STAGES.states)
 
 
 def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
@@ -230,7 +224,7 @@ def _turn_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, c
     selective, full = recomputed(stage, mesh)
     one_input = block_input_bytes(model, cut)
     _, *blocks, head = parts
-    trains_head = (head.dense_frozen == 0) * 1.0
+    trains_head = (head.held[DENSE].trained == head.held[DENSE].params) * 1.0
     alike = checkpoint_layers(stage, mesh)
     head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp * trains_head
     in_chunks = cut.loss_chunks > 1
@@ -239,8 +233,7 @@ def _turn_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, c
     for count, part in zip(stage.layers, blocks, strict=True):
         redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
         redone = redone + full * part.saved_bytes * (np.minimum(alike, stage.share * count) - 1.0)
-        trained = part.dense_params - part.dense_frozen
-        in_block = redone + part.widest_bytes + elem_bytes * trained + head_grads
+        in_block = redone + part.widest_bytes + elem_bytes * part.held[DENSE].trained + head_grads
         largest = np.maximum(largest, in_block * (count > 0))
     return largest
 
@@ -260,7 +253,7 @@ def _buffer_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh,
     messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
     widest: Num = 0.0
     for part in blocks:
-        widest = np.maximum(widest, part.dense_params + part.expert_params)
+        widest = np.maximum(widest, part.held[DENSE].params + part.held[EXPERTS].params)
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     whole = MAX_GATHERED_BLOCKS * weight_bytes(mesh) * widest * sharded
     return gathered + messages + whole + _turn_bytes(model, stage, parts, mesh, cut)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
+from meshwise.program.exchange import Held
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.moments import PartBytes, part_bytes
 from meshwise.program.op import Op
@@ -30,6 +31,8 @@ MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 """Kinds of op whose FLOP are matrix work."""
 FORWARD, BACKWARD, WEIGHT, CORE_PHASE, AGAIN = "forward", "backward", "weight", "core", "recompute"
 LINKS = ("near_forward_s", "near_backward_s", "far_forward_s", "far_backward_s")
+DENSE, EXPERTS = 0, 1
+"""Places of what is not of experts, and of these, in pairs."""
 
 
 class PricedOp(Struct, frozen=True, eq=False):
@@ -56,18 +59,38 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
+class PhaseTimes:
+    """One microbatch of a part or a stage: forward, backward (of the input), and gradient of the weights.
 
     In `near_forward_s` of the forward (and so on) collectives hold the links inside a node, hidden or not, in
     `far_forward_s` those between nodes; backward includes the gradient of the weights.
-    `again_s` is the forward as full recomputation runs it.
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
+    """
+
+    forward_s: Num
+    backward_s: Num
+    weight_s: Num
+    unpaired_s: Num = 0.0
+    near_forward_s: Num = 0.0
+    near_backward_s: Num = 0.0
+    far_forward_s: Num = 0.0
+    far_backward_s: Num = 0.0
+
+    @property
+    def total_s(self) -> Num:
+        """Forward, backward and gradient of the weights."""
+        return self.forward_s + self.backward_s + self.weight_s
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Part(PhaseTimes):
+    """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
+
+    `again_s` is the forward as full recomputation runs it.
     Of the `saved_bytes`, `core_bytes` go under selective recomputation, whose backward holds `redone_bytes`
     more than what is kept at its fullest moment (`program.walk`). `loose_bytes` are kept by ops behind which
     the part trains no weights.
-    `dense_params` and `expert_params` are weights held, `dense_frozen` and `expert_frozen` those of them that
-    do not train, `dense_quantized` and `expert_quantized` those kept in the plan's `frozen_dtype`.
+    `held`: weights, dense ones and those of experts.
     `loss_bytes` is what a loss fills beyond what is kept of it, `booked_loss_bytes` what is booked for that
     (`program.walk.room`); `widest_bytes` is the largest gradient of an activation that the backward holds,
     `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `flop` is matrix work by
@@ -77,26 +100,13 @@ class Part:
 
     machine: Machine
     rows: tuple[PricedOp | Wait, ...]
-    forward_s: Num
-    backward_s: Num
-    weight_s: Num
     again_s: Num
-    unpaired_s: Num
     core_s: Num
-    near_forward_s: Num
-    near_backward_s: Num
-    far_forward_s: Num
-    far_backward_s: Num
     saved_bytes: Num
     core_bytes: Num
     redone_bytes: Num
     loose_bytes: Num
-    dense_params: Num
-    dense_frozen: Num
-    dense_quantized: Num
-    expert_params: Num
-    expert_frozen: Num
-    expert_quantized: Num
+    held: tuple[Held, Held]
     loss_bytes: Num
     booked_loss_bytes: Num
     widest_bytes: Num
@@ -113,10 +123,9 @@ class Part:
                 return type(value)(*taken) if hasattr(value, "_fields") else tuple(taken)
             return value[index] if isinstance(value, np.ndarray) and value.ndim else value
 
-        names = [name for name in Part.__slots__ if name not in ("machine", "rows", "flop")]
-        taken = {name: take(getattr(self, name)) for name in names}
+        names = [field.name for field in fields(Part) if field.name not in ("machine", "rows", "flop")]
         flop = {phase: take(flop) for phase, flop in self.flop.items()}
-        return Part(machine=self.machine, rows=(), flop=flop, **taken)
+        return replace(self, rows=(), flop=flop, **{name: take(getattr(self, name)) for name in names})
 
 
 def price_parts(
@@ -167,8 +176,6 @@ def _part(
             flop[CORE_PHASE] = flop[CORE_PHASE] + op_flop * done.op.redone_frac
             if done.phase == FORWARD and done.is_redone:
                 flop[AGAIN] = flop[AGAIN] + op_flop
-    experts = [op for op in forward if is_expert(op)]
-    dense = [op for op in forward if not is_expert(op)]
     kept, loss = activations(ops), _loss_room(ops)
     return Part(
         machine=machine,
@@ -184,12 +191,10 @@ def _part(
         core_bytes=kept.saved_bytes - kept.kept_bytes,
         redone_bytes=kept.back_bytes,
         loose_bytes=sum(op.saved_bytes for op in _loose(forward)),
-        dense_params=sum(op.num_params for op in dense),
-        dense_frozen=sum(op.num_frozen for op in dense),
-        dense_quantized=sum(op.num_quantized for op in dense),
-        expert_params=sum(op.num_params for op in experts),
-        expert_frozen=sum(op.num_frozen for op in experts),
-        expert_quantized=sum(op.num_quantized for op in experts),
+        held=(
+            _held(op for op in forward if not is_expert(op)),
+            _held(op for op in forward if is_expert(op)),
+        ),
         loss_bytes=loss.filled_bytes,
         booked_loss_bytes=loss.booked_bytes,
         widest_bytes=_widest_bytes(ops),
@@ -197,6 +202,12 @@ def _part(
         flop=dict(flop),
         live=_live(ops, grad_bytes) if grad_bytes else (),
     )
+
+
+def _held(ops: Iterable[Op]) -> Held:
+    """The weights that these ops bring."""
+    numbers = [(op.num_params, op.num_params - op.num_frozen, op.num_quantized) for op in ops if op.weights]
+    return Held(*map(sum, zip(*numbers, strict=True))) if numbers else Held()
 
 
 def _live(ops: Sequence[Op], grad_bytes: float) -> tuple[PartBytes, ...]:

@@ -27,7 +27,6 @@ from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import simulate
 from meshwise.estimate.balance import balanced, differ
 from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes, least_memory
-from meshwise.estimate.kept_peak import kept_peak_bytes
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
     Memory,
@@ -39,7 +38,7 @@ from meshwise.estimate.memory import (
     stage_memory,
     weight_bytes,
 )
-from meshwise.estimate.priced_part import LINKS, Part, price_parts
+from meshwise.estimate.priced_part import Part, PhaseTimes, price_parts
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
 from meshwise.model.architecture import Model, layer_kinds
@@ -56,25 +55,15 @@ from meshwise.program.sharding import STAGES, at_stage, num_reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StageTime:
-    """One microbatch on one stage: forward, backward (of the input; with recomputation), weight gradient.
+class StageTime(PhaseTimes):
+    """One microbatch on one stage, recomputation included.
 
-    `near_forward_s`, ...: how long collectives hold the links in each (`priced_part.Part`),
-    recomputation included.
-    `offload_s`: waiting for kept activations to cross the host link, part of forward and backward.
-    `unpaired_s`: beyond that, where no other microbatch runs beside it (`priced_part.Part`).
+    `offload_forward_s`, `offload_backward_s`: waiting for kept activations to cross the host link, part of
+    both.
     """
 
-    forward_s: Num
-    backward_s: Num
-    weight_s: Num
-    unpaired_s: Num = 0.0
     offload_forward_s: Num = 0.0
     offload_backward_s: Num = 0.0
-    near_forward_s: Num = 0.0
-    near_backward_s: Num = 0.0
-    far_forward_s: Num = 0.0
-    far_backward_s: Num = 0.0
 
     def free_s(self, is_far: Num) -> tuple[Num, Num]:
         """For how long the links between nodes (those inside, where `is_far` is 0) are free, by direction."""
@@ -84,11 +73,6 @@ class StageTime:
             np.maximum(self.forward_s - forward_s, 0.0),
             np.maximum(self.backward_s + self.weight_s - backward_s, 0.0),
         )
-
-    @property
-    def total_s(self) -> Num:
-        """All three."""
-        return self.forward_s + self.backward_s + self.weight_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +88,7 @@ class StageCost:
     """
 
     stage: Stage
-    held: Held
+    held: tuple[Held, Held]
     time: StageTime
     memory: Memory
     exchanged: list[tuple[Exchange, Num]]
@@ -227,35 +211,27 @@ def stage_time(
     Offloaded activations travel to the host while the forward computes, and back while the backward does;
     what the host link needs beyond that is waited for.
     """
-    forward_s: Num = 0.0
-    backward_s: Num = 0.0
-    weight_s: Num = 0.0
-    unpaired_s: Num = 0.0
-    links_s: dict[str, Num] = dict.fromkeys(LINKS, 0.0)
-    for held, part in contents(stage, by_part):
-        count = stage.share * held
-        for name in LINKS:
-            links_s[name] = links_s[name] + count * getattr(part, name)
-        unpaired_s = unpaired_s + count * part.unpaired_s
-        forward_s = forward_s + count * part.forward_s
-        backward_s = backward_s + count * part.backward_s
-        weight_s = weight_s + count * part.weight_s
+    held = [(stage.share * count, part) for count, part in contents(stage, by_part)]
     if not mesh.trains:
-        return StageTime(forward_s, 0.0, 0.0)
+        return StageTime(sum((count * part.forward_s for count, part in held), 0.0), 0.0, 0.0)
+    times = {
+        field.name: sum((count * getattr(part, field.name) for count, part in held), 0.0)
+        for field in fields(PhaseTimes)
+    }
     selective, full = recomputed(stage, mesh)
-    for held, part in zip(stage.layers, by_part[1:-1], strict=True):
-        count = stage.share * held
-        backward_s = backward_s + count * (selective * part.core_s + full * part.again_s)
-        for of in ("near", "far"):
-            again_s = count * full * getattr(part, f"{of}_forward_s")
-            links_s[f"{of}_backward_s"] = links_s[f"{of}_backward_s"] + again_s
+    for count, part in held[1:-1]:
+        again = {"": selective * part.core_s + full * part.again_s}
+        again |= {of: full * getattr(part, f"{of}forward_s") for of in ("near_", "far_")}
+        for of, seconds in again.items():
+            times[f"{of}backward_s"] = times[f"{of}backward_s"] + count * seconds
     if isinstance(mesh.offload_activations, float) and mesh.offload_activations == 0.0:
-        return StageTime(forward_s, backward_s, weight_s, unpaired_s, **links_s)
+        return StageTime(**times)
     moved_bytes = mesh.offload_activations * microbatch_bytes(model, stage, by_part, mesh, cut)
     one_way_s = moved_bytes / machine.host_bytes_per_s
-    out_s = np.maximum(one_way_s - forward_s, 0.0)
-    back_s = np.maximum(one_way_s - backward_s - weight_s, 0.0)
-    return StageTime(forward_s + out_s, backward_s + back_s, weight_s, unpaired_s, out_s, back_s, **links_s)
+    out_s = np.maximum(one_way_s - times["forward_s"], 0.0)
+    back_s = np.maximum(one_way_s - times["backward_s"] - times["weight_s"], 0.0)
+    times |= {"forward_s": times["forward_s"] + out_s, "backward_s": times["backward_s"] + back_s}
+    return StageTime(**times, offload_forward_s=out_s, offload_backward_s=back_s)
 
 
 def _stage_cost(
@@ -269,12 +245,10 @@ def _stage_cost(
     exchanged, comm_dp_s, filling_s = _exchanged(
         model, stage, held, units, shared, kinds, time, mesh, cut, machine
     )
-    if units and has_peak:
-        gradients, kept = gradient_bytes(units, mesh, cut), kept_peak_bytes(model, stage, by_part, mesh, cut)
-        memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads, kept)
-    elif units:
-        memory = least_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
-        gradients, kept = memory.gradients, memory.activations
+    if units:
+        told = fsdp2_memory if has_peak else least_memory
+        memory, kept = told(model, stage, by_part, units, mesh, cut, machine.overheads)
+        gradients = gradient_bytes(units, mesh, cut)
     else:
         memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
         gradients, kept = memory.gradients, memory.activations
@@ -295,7 +269,7 @@ def _is_fsdp2(cut: Cut) -> bool:
 
 
 def _exchanged(
-    model: Model, stage: Stage, held: Held, units: Sequence[fsdp2.Unit], shared: Sequence[Op],
+    model: Model, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], shared: Sequence[Op],
     kinds: Kinds | None, time: StageTime, mesh: Mesh, cut: Cut, machine: Machine,
 ) -> tuple[list[tuple[Exchange, Num]], Num, Num]:  # fmt: skip
     """The exchanges of a stage's replicas with their time on the links; what step and first microbatch pay.
@@ -407,7 +381,13 @@ def _update(
 
 
 def _optimizer_s(
-    held: Held, share: Num, memory: Memory, gradients: Num, mesh: Mesh, cut: Cut, machine: Machine
+    held: tuple[Held, Held],
+    share: Num,
+    memory: Memory,
+    gradients: Num,
+    mesh: Mesh,
+    cut: Cut,
+    machine: Machine,
 ) -> Num:
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
@@ -417,8 +397,9 @@ def _optimizer_s(
     if _is_fsdp2(cut):
         on_host = mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s  # weights come back
         return (2.0 * memory.optimizer + 2.0 * gradients + memory.weights) / rate + on_host
-    params = held.dense_trained / mesh.shard_ranks(1, mesh.replicas)
-    params = params + held.experts_trained / mesh.shard_ranks(1, mesh.expert_replicas)
+    dense, experts = held
+    params = dense.trained / mesh.shard_ranks(1, mesh.replicas)
+    params = params + experts.trained / mesh.shard_ranks(1, mesh.expert_replicas)
     params = params * np.where(mesh.zero >= 1, share, 1.0)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
@@ -527,19 +508,11 @@ def step_cost(
     memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     if wants is not None and not has_peak:
         wanted = wants(mesh, alone_s + straggler, memory_bytes)
-        peaks = [
-            fsdp2_memory(
-                model,
-                cost.stage,
-                by_part,
-                fsdp2.units(model, cost.stage, mesh),
-                mesh,
-                cut,
-                machine.overheads,
-                wanted=wanted,
-            ).total
-            for cost in costs
-        ]
+        peaks = []
+        for stage in (cost.stage for cost in costs):
+            units = fsdp2.units(model, stage, mesh)
+            peak, _ = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads, wanted)
+            peaks.append(peak.total)
         memory_bytes = np.where(wanted, _largest(peaks, exists), np.inf)
     return StepCost(
         mesh=mesh,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,16 +25,17 @@ from meshwise.program.op import Op
 from meshwise.program.sharding import STAGES, at_stage, num_reductions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
-    """Weights on one rank of a stage: dense ones and experts, and how many of each train or are quantized."""
+class Held(NamedTuple):
+    """Weights on one rank: how many, and how many of them train, or are kept in the plan's `frozen_dtype`."""
 
-    dense: Num
-    experts: Num
-    dense_trained: Num
-    experts_trained: Num
-    dense_quantized: Num = 0.0
-    experts_quantized: Num = 0.0
+    params: Num = 0.0
+    trained: Num = 0.0
+    quantized: Num = 0.0
+
+
+def replicas(mesh: Mesh, *, of_experts: bool) -> tuple[Num, Num]:
+    """Ranks that hold the same weights or shares of them, and how many of all replicas lie between two."""
+    return (mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp) if of_experts else (mesh.replicas, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,8 +66,8 @@ class Exchange:
 
 
 def exchanges(
-    held: Held, stage: Stage, mesh: Mesh, *, grad_bytes: float, weight_bytes: float, bucket_params: Num,
-    messages_per_block: float,
+    held: tuple[Held, Held], stage: Stage, mesh: Mesh, *, grad_bytes: float, weight_bytes: float,
+    bucket_params: Num, messages_per_block: float,
 ) -> Iterator[Exchange]:  # fmt: skip
     """The exchanges of one rank of `stage` in one step.
 
@@ -80,13 +81,11 @@ def exchanges(
     passing = stage.share * mesh.num_microbatches
     rounds = 1.0 + gathered * (passing - 1.0)
     reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), passing)
-    for name, params, trained, replicas, first in (
-        ("", held.dense, held.dense_trained, mesh.replicas, 1.0),
-        ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp),
-    ):
+    for of_experts, (params, trained, _) in enumerate(held):
         if isinstance(params, float | int) and params == 0:
             continue
-        at_place = np.minimum(mesh.zero_group, replicas)
+        name, (ranks, first) = "expert_" * of_experts, replicas(mesh, of_experts=bool(of_experts))
+        at_place = np.minimum(mesh.zero_group, ranks)
         group = copies * at_place
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * at_place)
         if np.any(copies > 1):
@@ -110,7 +109,7 @@ def exchanges(
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_payload / group, group_size=replicas / at_place, stride=far,
+            payload_bytes=grad_payload / group, group_size=ranks / at_place, stride=far,
             runs=far_runs, count=reductions * grads,
         )  # fmt: skip
         yield Exchange(  # without ZeRO: DDP

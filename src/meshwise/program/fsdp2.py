@@ -45,7 +45,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import Exchange
+from meshwise.program.exchange import Exchange, replicas
 from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
 from meshwise.program.order import gathers, patterns
 from meshwise.program.sharding import FSDP2, at_stage, num_reductions
@@ -76,9 +76,7 @@ class Unit:
 
     def replicas(self, mesh: Mesh) -> tuple[Num, Num]:
         """Ranks that hold these weights or parts of them, and how many of all replicas lie between two."""
-        if self.is_experts:
-            return mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp
-        return mesh.replicas, 1.0
+        return replicas(mesh, of_experts=self.is_experts)
 
     def sharing(self, mesh: Mesh) -> Num:
         """Over how many of them the weights are cut; groups of so many neighbours hold copies (HSDP)."""
@@ -233,10 +231,10 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
     ways = 1.0 / stage.share
     to_other_way = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
     for unit in held:
-        (replicas, first), ranks = unit.replicas(mesh), unit.sharing(mesh)
+        (holders, first), ranks = unit.replicas(mesh), unit.sharing(mesh)
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * ranks)
         if np.any(ways > 1):
-            far_runs = replicas / ranks, to_other_way
+            far_runs = holders / ranks, to_other_way
         gathered, name = unit.gathered_bytes(mesh, cut), "expert_" * unit.is_experts
         trained = unit.trained.padded_size(mesh, cut)
         grad_bytes = trained * reduced_bytes(mesh, cut)
@@ -253,8 +251,8 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_bytes / ranks, group_size=ways * replicas / ranks, stride=far,
-            runs=far_runs, count=rounds * (ways * replicas > ranks),
+            payload_bytes=grad_bytes / ranks, group_size=ways * holders / ranks, stride=far,
+            runs=far_runs, count=rounds * (ways * holders > ranks),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.core.errors import WorkloadError
 from meshwise.estimate.memory import contents
-from meshwise.estimate.priced_part import Part, price_parts
+from meshwise.estimate.priced_part import DENSE, Part, price_parts
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
 from meshwise.machine.hardware import Cluster
@@ -52,7 +52,7 @@ def encoding(model: Model, mesh: Mesh, machine: Machine) -> Encoding | None:
     seconds, params = 0.0, 0.0
     for part, count in _parts(model, mesh, machine):
         seconds += count * float(part.forward_s)
-        params += count * float(part.dense_params)
+        params += count * float(part.held[DENSE].params)
     return Encoding(
         num_inputs=sum(tower.num_inputs for tower in towers),
         num_tokens=sum(tower.num_tokens for tower in towers),
