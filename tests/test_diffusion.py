@@ -70,24 +70,6 @@ def test_ranks_divide_the_work_of_a_sampling(model: str, plan: str) -> None:
     assert one.step_s / 8 < many.step_s < one.step_s / 2.5
 
 
-def test_replicas_share_the_two_passes_of_guidance() -> None:
-    both = sample("wan2.1-14b", "h100-80g-sxm:8", "cp=4,cp_kind=ulysses", batch=1, steps=2, guidance=True)
-    assert both.mesh.dp == 2
-    apart = sample("wan2.1-14b", "h100-80g-sxm:4", "cp=4,cp_kind=ulysses", batch=1, steps=2, guidance=True)
-    assert both.step_s == pytest.approx(apart.step_s / 2, rel=0.02)
-
-
-@pytest.mark.parametrize("model", ["dit-xl/2", "sd3-medium", "flux", "wan2.1-1.3b"])
-@pytest.mark.parametrize("plan", ["", "zero=3", "tp=2", "pp=2", "recompute=full", "lora_rank=16"])
-def test_a_training_step_adds_up(model: str, plan: str) -> None:
-    found = mw.estimate(model, "h100-80g-sxm:8", plan, batch=16)
-    assert sum(found.time_s.values()) == pytest.approx(found.step_s)
-    if not plan:
-        forward = mw.estimate(model, "h100-80g-sxm:8", batch=16, kind="evaluate")
-        assert found.flop_per_step == pytest.approx(3 * forward.flop_per_step)
-        assert found.memory_bytes["weights"] == 2 * num_params(find_model(model))
-
-
 def predicted_s(row: dict[str, str]) -> float:
     gpus, frames = int(row["gpus"]), row["frames"]
     plan = f"cp={gpus},cp_kind=ulysses" if gpus > 1 else ""

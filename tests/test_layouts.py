@@ -22,7 +22,6 @@ from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.layouts import default_grid
-from meshwise.plan.mesh import resolve
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block, shared_gradients
@@ -78,28 +77,6 @@ def test_volume_per_rank_falls_as_published(
     slopes = np.diff(np.log(volume)) / np.diff(np.log(num_ranks))
     assert slopes[0] == pytest.approx(exponent, abs=0.02)  # (q - 1) / q of a gather, at 64 ranks
     assert slopes[-1] == pytest.approx(exponent, abs=0.001)
-
-
-def test_volume_of_one_dimension_does_not_fall() -> None:
-    tp = 2.0 ** np.arange(6, 13)
-    volume = volume_bytes(block(WIDE, Cut(microbatch=1.0, seq=2048.0, tp=tp, sequence_parallel=True)))
-    assert np.diff(np.log(volume)) == pytest.approx(0.0, abs=0.02)
-
-
-def test_depth_trades_weights_for_volume_of_activations() -> None:
-    """Tesseract (arXiv 2105.14500): the same ranks, deeper: smaller panels of activations, more weights."""
-    long = replace(WIDE, max_seq=2**20)
-    layouts = [cut("2.5d", (side, side, 4096.0 / side**2)) for side in (64.0, 32.0, 16.0)]
-    ops = [block(long, replace(one, seq=2.0**20)) for one in layouts]
-    weights = [total(each, "num_params") for each in ops]
-    broadcast = [
-        sum(
-            op.payload_bytes * op.count for op in each if op.axis == "tp_col" and op.collective == "broadcast"
-        )
-        for each in ops
-    ]
-    assert weights == sorted(weights)
-    assert broadcast == sorted(broadcast, reverse=True)
 
 
 # --- any grid ----------------------------------------------------------------------------------
@@ -174,12 +151,6 @@ def test_arrays_of_grids_are_loops_over_grids(on: Cut) -> None:
             np.testing.assert_allclose(together, [getattr(op, field) for op in one], rtol=1e-12)
 
 
-@given(cuts())
-def test_more_panels_send_the_same_bytes(on: Cut) -> None:
-    finer = replace(on, panels=2.0 * on.panels)
-    assert volume_bytes(block(WIDE, finer)) == pytest.approx(volume_bytes(block(WIDE, on)), rel=1e-12)
-
-
 # --- layouts within layouts --------------------------------------------------------------------
 
 
@@ -198,12 +169,6 @@ def test_one_row_of_columns_and_sequence_is_one_dimension(flash: bool) -> None:
     on = cut("2d-cp", (8.0, 1.0), flash=flash)
     one = Cut(microbatch=1.0, seq=2048.0, tp=8.0, sequence_parallel=True, flash=flash)
     assert facts(block(GPT3, on)) == facts(block(GPT3, one))
-
-
-@pytest.mark.parametrize("attention", [{}, {"flash": False, "grid_scores": True}])
-def test_one_depth_of_two_and_a_half_dimensions_is_two(attention: dict[str, bool]) -> None:
-    flat, deep = cut("2d", (4.0, 4.0), **attention), cut("2.5d", (4.0, 4.0, 1.0), **attention)
-    assert facts(block(GPT3, deep)) == facts(block(GPT3, flat))
 
 
 @pytest.mark.parametrize(("layout", "dims"), [("2d", 2), ("2d-cp", 2), ("2.5d", 3), ("3d", 3)])
@@ -307,13 +272,6 @@ def test_a_plan_reaches_the_block(layout: str) -> None:
     assert rows.total("flop") == pytest.approx(
         plain.ledger.where(phase=("forward", "backward")).total("flop"), 0.05
     )
-
-
-def test_columns_and_sequence_keep_a_copy_of_the_weights_in_every_row() -> None:
-    """Its rows count as replicas: ZeRO shards over them, and gradients are exchanged over them."""
-    job = Workload(batch=64, seq=2048)
-    on = resolve(GPT3, parse_plan("pp=8,layout=2d-cp:4x2"), job, find_cluster("h100-80g-sxm:64"))
-    assert (on.tp, on.cp, on.dp, on.replicas, on.zero_group) == (4, 2, 1, 2, 2)
 
 
 @pytest.mark.parametrize(

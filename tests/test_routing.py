@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.cost.experts import active_experts
 from meshwise.cost.routing import busiest_rank, distinct_experts, inclusion, slots_filled, summary
 from meshwise.model.find import find_model
 
@@ -23,12 +22,6 @@ def test_distinct_experts_of_draws_without_replacement(skew: float, few: int, ma
     shares = inclusion(256, 8, skew)
     assert distinct_experts(shares, 32) == pytest.approx(few, rel=0.015)
     assert distinct_experts(shares, 128) == pytest.approx(many, rel=0.015)
-
-
-def test_even_routing_is_that_of_the_priced_experts() -> None:
-    shares = inclusion(128, 4)
-    assert shares == pytest.approx(np.full(128, 4 / 128))
-    assert distinct_experts(shares, 64.0) == pytest.approx(float(active_experts(128.0, 256.0)), rel=0.02)
 
 
 @given(experts=st.integers(2, 64), top_k=st.integers(1, 8), skew=st.floats(0, 2), tokens=st.integers(1, 300))
@@ -57,14 +50,6 @@ def test_dropped_and_padded_slots_of_a_capacity_factor() -> None:
     assert summary(moe, 4096)["dropped_frac"] == 0
 
 
-@given(st.integers(1, 8), st.integers(1, 4096))
-def test_shares_of_slots_lie_between_0_and_1(factor: int, tokens: int) -> None:
-    moe = find_model("mixtral-8x7b").moe
-    assert moe is not None
-    found = summary(replace(moe, capacity_factor=float(factor)), tokens)
-    assert all(0 <= (found[key] or 0) <= 1 for key in ("dropped_frac", "padded_frac"))
-
-
 def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Callable[..., Any]) -> None:
     base = ("qwen3-30b-a3b", "--cluster", "h200-sxm:8", "--plan", "ep=8")
     step = ("estimate", *base, "--seq", "4096")
@@ -89,26 +74,6 @@ def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Callable[..., An
     for verb in ("estimate", "serve"):
         assert meshwise(verb, *base, "--capacity-factor", "-1").code == 2
         assert meshwise(verb, "llama3-8b", *base[1:], "--capacity-factor", "1").code == 2
-
-
-def test_copies_even_out_the_ranks() -> None:
-    shares = inclusion(256, 8, 1.2)
-    loads = [busiest_rank(shares, 8, copies) for copies in (0, 8, 32)]
-    assert loads[0] > 1.05
-    assert loads[1:] == pytest.approx([1.0, 1.0], abs=0.01)
-
-
-def test_serve_and_estimate_answer_for_any_mixture(meshwise: Callable[..., Any]) -> None:
-    base = ("qwen3-30b-a3b", "--cluster", "h200-sxm:8", "--plan", "ep=8")
-    even = meshwise("serve", *base, "--sequences", "8,256", "--json").document
-    uneven = meshwise("serve", *base, "--sequences", "8,256", "--expert-skew", "1.2", "--json").document
-    for a, b in zip(even["passes"], uneven["passes"], strict=True):
-        assert 8 < b["distinct_experts"] < a["distinct_experts"] <= 128
-        assert b["token_s"] >= a["token_s"]
-    assert uneven["plan"]["imbalance"] > 1
-    experts = meshwise("estimate", *base, "--json").document["experts"]
-    assert experts["distinct_experts"] == pytest.approx(128)
-    assert meshwise("serve", "llama3-8b", "--cluster", "h200-sxm:1", "--expert-skew", "1").code == 2
 
 
 def test_measured_loads_are_a_skew_of_their_own(meshwise: Callable[..., Any], tmp_path: Path) -> None:

@@ -6,12 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.cost.op import matmul_flop
 from meshwise.cost.simulate import Timeline
-from meshwise.estimate.memory import OPTIMIZER_BYTES
-from meshwise.estimate.one_plan import MEMORY_PARTS, TIME_PARTS, Estimate, estimate, model_flop
-from meshwise.estimate.pipeline import play
-from meshwise.estimate.step import step_cost
+from meshwise.estimate.one_plan import TIME_PARTS, Estimate, estimate, model_flop
+from meshwise.estimate.step import play, step_cost
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -119,40 +116,6 @@ def test_a_layer_with_and_without_sequence_parallelism_korthikanti_table_4(
     assert 1e3 * backward_s == pytest.approx(backward_ms, rel=0.02)
 
 
-@pytest.mark.parametrize(("model", "pp"), [("megatron-22b", 1), ("gpt3-175b", 8), ("megatron-530b", 35)])
-def test_sequence_parallelism_wins_on_a100_as_measured(model: str, pp: int) -> None:
-    """The same paper, Table 5 and its models: steps are a few per cent faster with it."""
-    with_it, without = (
-        priced(model, f"tp=8,pp={pp},sp={sp}", cluster=f"a100-80g-sxm:{8 * pp}", batch=4 * pp).step_s
-        for sp in (1, 0)
-    )
-    assert 0.9 * without < with_it < without
-
-
-def check_bubble_frac(schedule: str, vpp: int, expected: float) -> None:
-    """Bubble over the ideal time of `m` microbatches, embedding and head left out of the stages."""
-    model, m, pp = find_model("gpt3-175b"), 24, 8
-    plan = parse_plan(f"tp=8,pp={pp},schedule={schedule}" + (f",vpp={vpp}" if vpp > 1 else ""))
-    cluster = find_cluster("a100-80g-sxm:64")
-    mesh = resolve(model, plan, Workload(batch=m, seq=2048), cluster)
-    stages = [replace(stages_of(model, mesh)[1], index=0.0, num_stages=8.0)]
-    links_free = replace(machine(cluster, "bf16", ideal=True).base, link_latency_s=(0.0, 0.0))
-    links_free = replace(links_free, link_bytes_per_s=(1e30, 1e30))
-    ideal = replace(machine(cluster, "bf16", ideal=True), base=links_free)
-    cost = step_cost(model, mesh, ideal, stages)
-    assert float(cost.bubble_s / cost.work_s) == pytest.approx(expected, rel=1e-6)
-
-
-def test_bubble_of_gpipe_and_1f1b_narayanan_equation_1() -> None:
-    """arXiv 2104.04473: (p - 1) / m."""
-    check_bubble_frac("gpipe", 1, 7 / 24)
-    check_bubble_frac("1f1b", 1, 7 / 24)
-
-
-def test_bubble_of_interleaved_1f1b_narayanan_equation_2() -> None:
-    check_bubble_frac("interleaved", 3, 7 / (3 * 24))
-
-
 # --- links -------------------------------------------------------------------------------------
 
 
@@ -167,43 +130,6 @@ def test_links_carry_one_exchange_at_a_time(plan: str, implementation: str) -> N
 
 
 # --- what must hold ----------------------------------------------------------------------------
-
-PLANS = (
-    ("gpt3-175b", "tp=8,pp=8,vpp=3,recompute=selective,attention=unfused", "a100-80g-sxm:64"),
-    ("gpt3-175b", "tp=8,pp=4,recompute=full,sp=0,zero=0", "a100-80g-sxm:64"),
-    ("llama3-8b", "zero=3", "h100-80g-sxm:64"),
-    ("llama3-70b", "tp=4,cp=2,cp_kind=ulysses,pp=2", "h100-80g-sxm:64"),
-    ("llama3-70b", "tp=2,cp=4,cp_kind=two_level,ulysses=2,zero=2", "h200-sxm:64"),
-    ("llama3-70b", "tp=2,cp=4,cp_kind=all_gather,pp=4,schedule=zb-h1", "h100-80g-sxm:64"),
-    ("mixtral-8x7b", "tp=2,ep=8,pp=2,etp=1", "h100-80g-sxm:64"),
-    ("deepseek-v2", "tp=1,ep=8,pp=4,dtype=fp8,overlap_ep=1", "h100-80g-sxm:64"),
-    ("qwen3-30b-a3b", "ep=8,pp=4,schedule=dualpipe", "h100-80g-sxm:64"),
-    ("vit-era5", "tp=8,pp=2", "h100-80g-sxm:64"),
-    ("llama2-7b", "lora_rank=16,zero=2,optimizer=adam-8bit", "a100-80g-sxm:64"),
-    ("llama2-7b", "offload_optimizer=1,offload_activations=0.5,zero=2", "a100-80g-sxm:64"),
-)
-
-
-@pytest.mark.parametrize(("model", "plan", "cluster"), PLANS, ids=[f"{m}-{p}" for m, p, _ in PLANS])
-def test_parts_sum_to_the_whole(model: str, plan: str, cluster: str) -> None:
-    if model == "deepseek-v2":
-        of = priced(model, plan, cluster=cluster, batch=512, seq=4096)
-    else:
-        of = priced(model, plan, cluster=cluster, batch=512, seq=2048)
-    assert tuple(of.time_s) == TIME_PARTS
-    assert all(part >= 0 for part in of.time_s.values())
-    assert sum(of.time_s.values()) == pytest.approx(of.step_s, rel=1e-12)
-    memory = of.memory_bytes
-    assert sum(memory[name] for name in MEMORY_PARTS) == pytest.approx(memory["total"], rel=1e-12)
-    assert 0 < of.mfu < 1
-    stages = of.to_json(ledger=False)["stages"]
-    assert sum(stage["num_like_it"] for stage in stages) == of.plan.pp
-
-
-def test_hfu_without_recompute_exceeds_mfu_only_by_the_scores_of_fused_attention() -> None:
-    of = priced(plan="tp=8,pp=8,attention=unfused")
-    assert of.hfu == pytest.approx(of.mfu, rel=0.03)  # unfused attention computes the masked half too
-    assert of.hfu > of.mfu
 
 
 @given(
@@ -293,20 +219,6 @@ def test_dualpipe_reduces_the_gradients_of_both_stages_of_a_rank(zero: int) -> N
     assert gradients["dualpipe"][1] == 2 * gradients["1f1b"][1]
 
 
-def test_a_straggler_holds_up_the_pipeline() -> None:
-    of = priced(plan="tp=8,pp=8")
-    normal = play(of.model, of.mesh, of.step, of.machine).makespan_s
-    slow = play(of.model, of.mesh, of.step, of.machine, slowdown=[1, 1, 1, 1.5, 1, 1, 1, 1]).makespan_s
-    assert 1.3 * normal < slow < 1.5 * normal
-
-
-def test_optimizers_differ_by_their_states() -> None:
-    for name, per_param in OPTIMIZER_BYTES.items():
-        of = priced("llama2-7b", f"zero=0,optimizer={name}")
-        expected = per_param * num_params(find_model("llama2-7b"))
-        assert of.memory_bytes["optimizer"] == pytest.approx(expected, rel=1e-9), name
-
-
 def test_out_of_memory_is_an_answer() -> None:
     of = priced(plan="tp=8", cluster="a100-40g-sxm:8", batch=8)
     assert not of.fits
@@ -324,64 +236,6 @@ def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
     again = with_it.ledger.where(phase="recompute")
     assert again.total("flop") == pytest.approx(layers.total("flop"), rel=1e-12)
     assert len(without.ledger.where(phase="recompute")) == 0
-
-
-def test_recomputation_by_count_lies_between_none_and_full() -> None:
-    base = "tp=8,pp=8,attention=unfused,recompute=full"
-    some = priced(plan=f"{base},recompute_layers=3")
-    full, none = priced(plan=base), priced(plan=base.replace("full", "none"))
-    again, whole = some.ledger.where(phase="recompute"), full.ledger.where(phase="recompute")
-    assert again.total("flop") == pytest.approx(whole.total("flop") * 3 / 12, rel=1e-12)
-    assert none.step_s < some.step_s < full.step_s
-    activations = [of.memory_bytes["activations"] for of in (full, some, none)]
-    assert activations == sorted(activations)
-    assert priced(plan=f"{base},recompute_layers=12").step_s == pytest.approx(full.step_s, rel=1e-12)
-
-
-def test_embedding_and_head_are_priced() -> None:
-    of = priced("llama3-8b", "", cluster="h100-80g-sxm:8", batch=8)
-    modules = set(of.ledger["module"])
-    assert {"embedding", "head"} <= modules
-    logits = of.ledger.where(op="logits", phase="forward", collective="")
-    assert logits["flop"].max() == matmul_flop(2048, 128256, 4096)
-
-
-def test_a_pipeline_has_a_bubble() -> None:
-    assert priced(plan="tp=8,pp=8").time_s["bubble"] > 0
-    assert priced(plan="tp=8", cluster="a100-80g-sxm:8", batch=8).time_s["bubble"] == 0
-
-
-def test_an_all_reduce_moves_twice_what_an_all_gather_moves() -> None:
-    with_sp = priced(plan="tp=8,sp=1,pp=8,attention=unfused", ideal=True)
-    without = priced(plan="tp=8,sp=0,pp=8,attention=unfused", ideal=True)
-    gathered = with_sp.ledger.where(op="qkv", collective="all_gather", phase="forward")
-    reduced = without.ledger.where(op="out_proj", collective="all_reduce", phase="forward")
-    assert reduced["payload_bytes"][0] == gathered["payload_bytes"][0]
-    assert reduced["sent_bytes"][0] == 2 * gathered["sent_bytes"][0]
-
-
-def test_selective_recomputation_counts_each_layer_once() -> None:
-    none, selective, full = (
-        priced(plan=f"tp=8,pp=8,recompute={x},attention=unfused").memory_bytes["activations"]
-        for x in ("none", "selective", "full")
-    )
-    assert full < selective < none
-    # 5 a s / h of 34 + 5 a s / h bytes, with tensor and sequence parallelism both cut by tp
-    assert selective / none == pytest.approx(34 / 114, rel=0.01)
-
-
-def test_a_slow_link_between_stages_is_not_free() -> None:
-    """Two stages share a node and the next two another: the slow hop still has its price."""
-    of = priced(plan="tp=4,pp=4,placement=tp-pp-dp-cp", cluster="a100-80g-sxm:16", batch=16)
-    inside = priced(plan="tp=4,pp=2,placement=tp-pp-dp-cp", cluster="a100-80g-sxm:8", batch=16)
-    assert of.time_s["comm_pp"] > 3 * inside.time_s["comm_pp"] > 0
-
-
-def test_stages_are_not_collapsed_into_one() -> None:
-    of = priced(plan="tp=8,pp=8")
-    memory = [float(cost.memory.total) for cost in of.step.stages]
-    assert len(of.step.stages) == 3
-    assert len(set(memory)) == 3
 
 
 # --- bad input ---------------------------------------------------------------------------------

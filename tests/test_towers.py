@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,11 +151,6 @@ def test_data_parallel_towers_do_the_same_work_without_exchanges() -> None:
     assert exchanged(cut) > 0 == exchanged(apart)
 
 
-def test_a_pipeline_deals_fewer_layers_where_the_tower_is() -> None:
-    few, many = (estimate("pp=4", model_of("qwen3_vl", num_hidden_layers=32), images=n) for n in (0, 6))
-    assert many.step.stages[0].stage.num_layers < few.step.stages[0].stage.num_layers
-
-
 @pytest.mark.parametrize(
     ("plan", "more", "says"),
     [
@@ -173,20 +167,6 @@ def test_what_cannot_be_priced_is_refused(plan: str, more: dict[str, Any], says:
         estimate(plan, **more)
 
 
-def test_a_text_model_reads_no_images() -> None:
-    with pytest.raises(MeshwiseError, match="llama3-8b cannot read that here: it has no vision tower"):
-        mw.estimate("llama3-8b", "h100-80g-sxm:8", images=1)
-
-
-def test_search_prices_towers_as_estimate_does() -> None:
-    model = replace(model_of("qwen3_vl"))
-    best = mw.search(model, "h100-80g-sxm:8", batch=16, seq=8192, images=4).best[0]
-    again = mw.estimate(
-        model, "h100-80g-sxm:8", best.plan, batch=16, seq=8192, images=4, microbatch=best.workload.microbatch
-    )
-    assert again.step_s == pytest.approx(best.step_s, rel=1e-12)
-
-
 def serve(plan: str = "tp=4", **more: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {"prompt": 500, "output": 64, "images": 4, "image_size": "1024x768"} | more
     return mw.serve(model_of("qwen3_vl"), "h100-80g-sxm:4", plan, **asked).to_json()
@@ -201,14 +181,6 @@ def test_an_engine_encodes_images_before_their_prompt() -> None:
     added = read["weight_bytes"] - text["weight_bytes"]
     assert added == pytest.approx(2 * (tower / 4 + merger), rel=0.02)  # vectors, and what joins, on each rank
     assert text["encoding"] is None and text["passes"][0]["token_s"] == read["passes"][0]["token_s"]
-
-
-def test_encoders_beside_tp_take_whole_images() -> None:
-    cut, apart = serve(), serve("tp=4,tower_dp=1")
-    assert apart["encoding"]["request_s"] < cut["encoding"]["request_s"]
-    assert apart["weight_bytes"] > cut["weight_bytes"]
-    one_image = serve("tp=4,tower_dp=1", images=1)["encoding"]["request_s"]
-    assert apart["encoding"]["request_s"] == pytest.approx(one_image, rel=0.05)  # a projector has all tokens
 
 
 def test_a_pool_of_encoders_takes_their_work_and_weights() -> None:

@@ -162,7 +162,7 @@ def scaling(
         )  # fmt: skip
         ops = block(model, cut)
         cost = price_parts({"layer": ops}, runs_on)["layer"]
-        kept = (STATE_BYTES * cost.dense_params + cost.saved_bytes) * model.num_layers
+        kept = (STATE_BYTES * cost.held[0].params + cost.saved_bytes) * model.num_layers
         yield Point(
             layout=layout,
             grid=grid,

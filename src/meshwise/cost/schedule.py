@@ -87,29 +87,6 @@ def bubble_s(schedule: Num, pp: Num, m: Num, v: Num, f_s: Num, b_s: Num, w_s: Nu
     return np.where(np.asarray(pp) > 1, _choose(schedule, _BUBBLES, sizes), 0.0)[()]
 
 
-def pipeline_s(
-    schedule: Num,
-    pp: Num,
-    m: Num,
-    v: Num,
-    f_s: Num,
-    b_s: Num,
-    w_s: Num,
-    p2p_s: Num = 0.0,
-    slowest_s: Num | None = None,
-) -> Num:
-    """Time [s] of the pipeline phase, from the first forward to the last backward of any rank.
-
-    With uneven stages `f_s`, `b_s`, `w_s` are the mean over the stages and `slowest_s` is F + B + W
-    of the slowest: the pipe fills and drains at the mean pace and runs at the slowest. That is exact
-    for GPipe if B and W are proportional to F, and an upper bound for 1F1B; the others differ by some
-    per cent either way, less the more microbatches there are. `simulate` is exact for all.
-    """
-    mean_s = f_s + b_s + w_s
-    uneven_s = 0.0 if slowest_s is None else (m - 1) * (slowest_s - mean_s)
-    return m * mean_s + uneven_s + bubble_s(schedule, pp, m, v, f_s, b_s, w_s, p2p_s)
-
-
 def in_flight_microbatches(schedule: Num, pp: Num, m: Num, v: Num, stage: Num) -> Num:
     """Peak number of microbatches alive on rank `stage` (0-based), in activations of one full stage.
 

@@ -118,7 +118,6 @@ def simulate(
     p2p_s: ArrayLike = 0.0,
     p2p_overlaps: bool = True,
     slowdown: ArrayLike = 1.0,
-    pair_frac: float = 1.0,
 ) -> Timeline:
     """Play a schedule over `pp` ranks and `m` microbatches.
 
@@ -127,7 +126,7 @@ def simulate(
     `p2p_s`: one hop [s], a scalar or one value per link, `pp` of them, link r joining rank r to r + 1
     and the last one the last rank to the first. With `p2p_overlaps` a hop only delays the receiver;
     without, it also holds the sender. `slowdown`: factor on a rank's computation, a scalar or one
-    per rank. `pair_frac`: how long DualPipe's pairs take, as a share of their F + B + W.
+    per rank.
     Raises PlanError if the schedule cannot run with these sizes, or arrays do not fit them.
     """
     closed_form.check(schedule, pp, m, v)
@@ -151,7 +150,7 @@ def simulate(
     )
     compute_s = compute_s * _per("rank", slowdown, pp)[rank]
     first = np.flatnonzero(paired)
-    compute_s[first + 1] = pair_frac * (compute_s[first] + compute_s[first + 1])
+    compute_s[first + 1] += compute_s[first]
     send_s[first + 1] += send_s[first]  # a pair computes together and then sends both results
     compute_s[first] = send_s[first] = 0.0
 

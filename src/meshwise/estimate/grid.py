@@ -23,8 +23,7 @@ from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.adverse import Adversity, adverse_machine
-from meshwise.estimate.least import least_step_s
-from meshwise.estimate.step import PricedParts, StepCost, Wants, priced_parts, step_cost
+from meshwise.estimate.step import PricedParts, StepCost, Wants, least_step_s, priced_parts, step_cost
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
@@ -80,57 +79,12 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cells:
-    """Plans that differ in numbers alone, priced: arrays of the shape [tail axes..., rows].
+class Grid:
+    """Plans that differ in numbers alone, before they are priced.
 
     `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows` is the index
-    of each row into the values of each of the `row_axes`. `broken` is true where a cell is no plan after all
-    (it breaks a rule that looks at a tail axis).
-    """
-
-    plan: Plan
-    switches: dict[str, Any]
-    tail_axes: list[Axis]
-    row_axes: list[Axis]
-    rows: tuple[NDArray[np.intp], ...]
-    mesh: Mesh
-    step: StepCost
-    broken: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Length of each tail axis, then the number of rows."""
-        return (*(len(axis.values) for axis in self.tail_axes), len(self.rows[0]))
-
-    def array(self, value: Num) -> NDArray[np.float64]:
-        """A number of every cell."""
-        return np.broadcast_to(np.asarray(value, dtype=np.float64), self.shape)
-
-    def values_at(self, cell: tuple[int, ...]) -> dict[str, Any]:
-        """The values of the keys that vary, in one cell."""
-        row = tuple(int(index[cell[-1]]) for index in self.rows)
-        places = zip((*self.tail_axes, *self.row_axes), (*cell[:-1], *row), strict=True)
-        return self.switches | {
-            key: value for axis, i in places for key, value in zip(axis.keys, axis.values[i], strict=True)
-        }
-
-    def num_stated(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
-        """How many keys have another value than by default, in the cells of these flat indices."""
-        *tail, row = np.unravel_index(places, self.shape)
-        num = np.full(len(places), num_stated(self.switches))
-        for axis, at in zip(self.tail_axes, tail, strict=True):
-            num += axis.num_stated[at]
-        for axis, rows in zip(self.row_axes, self.rows, strict=True):
-            num += axis.num_stated[rows[row]]
-        return num
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Grid:
-    """Plans that differ in numbers alone, before they are priced; fields as in `Cells`.
-
-    `fixed`: the numbers that do not vary. `parts`: the parts of the model in every row; `least_s`: a step
-    time that no plan of a row stays below (`estimate.least`).
+    of each row into the values of each of the `row_axes`. `fixed`: the numbers that do not vary. `parts`: the
+    parts of the model in every row; `least_s`: no plan of a row takes less (`step.least_step_s`).
     """
 
     model: Model
@@ -150,7 +104,7 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of its `Cells`."""
+        """Length of each tail axis, then the number of rows."""
         return (*(len(axis.values) for axis in self.tail_axes), len(self.rows[0]))
 
     @property
@@ -176,9 +130,48 @@ class Grid:
             mesh = self.adversity.mesh(self.model, mesh, self.machine)
             cost = step_cost(self.model, mesh, self.machine, parts=self.parts.of_rows(of), wants=wants)
             rows = tuple(index[of] for index in self.rows)
-            yield Cells(
-                self.plan, self.switches, self.tail_axes, self.row_axes, rows, cost.mesh, cost, broken
-            )
+            yield Cells(self, rows, cost.mesh, cost, broken)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """Some rows of a grid, priced: arrays of the shape [tail axes..., rows].
+
+    `broken` is true where a cell is no plan after all (it breaks a rule that looks at a tail axis).
+    """
+
+    grid: Grid
+    rows: tuple[NDArray[np.intp], ...]
+    mesh: Mesh
+    step: StepCost
+    broken: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each tail axis, then the number of rows."""
+        return (*self.grid.shape[:-1], len(self.rows[0]))
+
+    def array(self, value: Num) -> NDArray[np.float64]:
+        """A number of every cell."""
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), self.shape)
+
+    def values_at(self, cell: tuple[int, ...]) -> dict[str, Any]:
+        """The values of the keys that vary, in one cell."""
+        row = tuple(int(index[cell[-1]]) for index in self.rows)
+        places = zip((*self.grid.tail_axes, *self.grid.row_axes), (*cell[:-1], *row), strict=True)
+        return self.grid.switches | {
+            key: value for axis, i in places for key, value in zip(axis.keys, axis.values[i], strict=True)
+        }
+
+    def num_stated(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """How many keys have another value than by default, in the cells of these flat indices."""
+        *tail, row = np.unravel_index(places, self.shape)
+        at = *tail, *(rows[row] for rows in self.rows)
+        axes = zip((*self.grid.tail_axes, *self.grid.row_axes), at, strict=True)
+        num = np.full(len(places), num_stated(self.grid.switches))
+        for axis, i in axes:
+            num += axis.num_stated[i]
+        return num
 
 
 def price_grid(*job: Any, **how: Any) -> Iterator[Cells]:

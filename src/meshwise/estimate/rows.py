@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
+from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
@@ -111,14 +112,13 @@ def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
     for phase in ("forward", "backward"):
         waited_s = float(getattr(cost.time, f"offload_{phase}_s"))
         if waited_s > 0:
-            yield {"module": "step", "op": "offload", "phase": phase, "time_s": waited_s}
+            yield _spent("step", "offload", waited_s, phase)
 
 
 def _row(part: str, machine: Machine, row: PricedOp | Wait, phase: str) -> Row:
     if isinstance(row, Wait):
         spent_s = float(row.spent_s)
-        found: Row = {"module": part, "op": row.name, "phase": phase, "time_s": spent_s}
-        return found | ({"memory_s": spent_s} if row.is_memory else {})
+        return _spent(part, row.name, spent_s, phase) | ({"memory_s": spent_s} if row.is_memory else {})
     op, count = row.op, float(row.op.count)
     once_s = float(row.spent_s) / count if count else 0.0
     module = part if part.endswith(op.module) else f"{part}.{op.module}"
@@ -145,34 +145,22 @@ def _on_links(collective: str, axis: str, group_size: Any, payload_bytes: Any) -
 def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
     """Messages to and from the neighbouring stages, and what a rank waits for while others work."""
     if float(step.unpaired_s):
-        yield {
-            "module": "pipeline", "op": "unpaired", "phase": "step", "collective": "all_to_all",
-            "axis": "ep", "time_s": float(step.unpaired_s),
-        }  # fmt: skip
+        yield _spent("pipeline", "unpaired", step.unpaired_s, collective="all_to_all", axis="ep")
     if float(mesh.pp) == 1.0:
         return
     messages = [message for message in _messages(mesh, cost.stage) if message[-1]]
     num_messages = sum(times for *_, times in messages)
     exposed_s = min(float(step.comm_pp_s) / num_messages, float(step.hop_s))
     for op, phase, kind, times in messages:
-        yield _on_links(kind, "pp", mesh.pp, hop_bytes(model, step.cut)) | {
-            "module": "pipeline",
-            "op": op,
-            "phase": phase,
-            "count": times,
-            "comm_s": float(step.hop_s),
-            "exposed_s": exposed_s,
-            "time_s": exposed_s,
-        }
+        on_links = _on_links(kind, "pp", mesh.pp, hop_bytes(model, step.cut))
+        once = {"count": times, "comm_s": float(step.hop_s), "exposed_s": exposed_s}
+        yield _spent("pipeline", op, exposed_s, phase) | on_links | once
     waited_s = float(step.comm_pp_s) - num_messages * exposed_s
     if waited_s > 0:
-        yield {
-            "module": "pipeline", "op": "wait_for_messages", "phase": "step", "collective": "send",
-            "axis": "pp", "time_s": waited_s,
-        }  # fmt: skip
+        yield _spent("pipeline", "wait_for_messages", waited_s, collective="send", axis="pp")
     own_s = float(cost.time.total_s * mesh.num_microbatches)
     idle_s = float(step.work_s) + float(step.bubble_s) - own_s
-    yield {"module": "pipeline", "op": "bubble", "phase": "step", "time_s": idle_s}
+    yield _spent("pipeline", "bubble", idle_s)
 
 
 def _messages(mesh: Mesh, stage: Stage) -> Iterator[tuple[str, str, str, float]]:
@@ -201,10 +189,7 @@ def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
                 yield _exchange_row(exchange, float(seconds), share)
         waited_s = float(step.comm_dp_s) - float(cost.comm_dp_s)
         if waited_s > 0:
-            yield {
-                "module": "step", "op": "wait_for_exchange", "phase": "step", "collective": "all_reduce",
-                "axis": "dp", "time_s": waited_s,
-            }  # fmt: skip
+            yield _spent("step", "wait_for_exchange", waited_s, collective="all_reduce", axis="dp")
         own_s = float(cost.optimizer_s)
         for op, seconds in cost.update:
             if isinstance(op, Exchange):
@@ -212,22 +197,19 @@ def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
             elif float(op.count):
                 yield op_row(op) | {"time_s": float(seconds) / float(op.count)}
         rest_s = own_s - sum(float(seconds) for _, seconds in cost.update)
-        yield {"module": "step", "op": mesh.plan.optimizer, "phase": "optimizer", "time_s": rest_s}
+        yield _spent("step", mesh.plan.optimizer, rest_s, "optimizer")
         if float(step.optimizer_s) > own_s:
-            waited_s = float(step.optimizer_s) - own_s
-            yield {"module": "step", "op": "wait_for_optimizer", "phase": "optimizer", "time_s": waited_s}
-    yield {"module": "step", "op": "stragglers", "phase": "step", "time_s": float(step.straggler_s)}
+            yield _spent("step", "wait_for_optimizer", float(step.optimizer_s) - own_s, "optimizer")
+    yield _spent("step", "stragglers", step.straggler_s)
+
+
+def _spent(module: str, op: str, seconds: Num, phase: str = "step", **on: str) -> Row:
+    """Time that is no op of the layout; `on`: the links that are waited for."""
+    return {"module": module, "op": op, "phase": phase, "time_s": float(seconds), **on}
 
 
 def _exchange_row(exchange: Exchange, seconds: float, share: float) -> Row:
-    count = float(exchange.count)
+    count, paid_s = float(exchange.count), seconds / float(exchange.count) * share
     row = _on_links(exchange.collective, exchange.axis, exchange.group_size, exchange.payload_bytes)
-    return row | {
-        "module": "step",
-        "op": exchange.op,
-        "phase": exchange.behind or "step",
-        "count": count,
-        "comm_s": seconds / count,
-        "exposed_s": seconds / count * share,
-        "time_s": seconds / count * share,
-    }
+    once = {"count": count, "comm_s": seconds / count, "exposed_s": paid_s}
+    return _spent("step", exchange.op, paid_s, exchange.behind or "step") | row | once

@@ -12,6 +12,7 @@ microbatch) is computed along those alone, and only the last sums run over the w
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial, reduce
@@ -24,7 +25,7 @@ from meshwise.core.columns import Kinds, distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
-from meshwise.cost.simulate import simulate
+from meshwise.cost.simulate import Timeline, simulate
 from meshwise.estimate.balance import balanced, differ
 from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes, least_memory
 from meshwise.estimate.memory import (
@@ -41,9 +42,9 @@ from meshwise.estimate.memory import (
 from meshwise.estimate.priced_part import Part, PhaseTimes, price_parts
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
-from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import Stage, chunks, stages_of
+from meshwise.plan.stages import Stage, chunks, layers_of_chunks, stages_of
 from meshwise.program import fsdp2, muon
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
@@ -608,3 +609,47 @@ def hop_bytes(model: Model, cut: Cut) -> Num:
 def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
     """The largest of `values`, of those that exist."""
     return reduce(np.maximum, map(operator.mul, values, exists))
+
+
+def play(
+    model: Model, mesh: Mesh, step: StepCost, machine: Machine, *, hop_s: float = 0.0,
+    slowdown: Sequence[float] | float = 1.0,
+) -> Timeline:  # fmt: skip
+    """Play the pipeline of one plan; `slowdown` stretches the compute of a rank (or of each)."""
+    parts, of = list(step.parts.values()), chunks(model, layers_of_chunks(model, mesh))
+    times = times_of_chunks(model, of, mesh, parts, step.towers, step.cut, machine)
+    phases = (
+        np.array([float(getattr(time, phase)) for time in times])
+        for phase in ("forward_s", "backward_s", "weight_s")
+    )
+    return simulate(
+        mesh.plan.schedule,
+        *phases,
+        pp=int(mesh.pp),
+        m=int(mesh.num_microbatches),
+        v=int(mesh.vpp),
+        p2p_s=hop_s,
+        slowdown=slowdown,
+    )
+
+
+def least_step_s(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine) -> Num:
+    """The least time [s] of a training step of the plans of `mesh`, whatever they recompute and shard.
+
+    The slowest stage takes no less than the mean of all, and recomputation, exchanges of replicas, messages
+    between stages and the optimizer only add to
+
+        m t_mean + unpaired + bubble(F, B, W of the mean stage)
+
+    so a search need not price a plan whose least time is longer than what it has found.
+    """
+    layers = Counter(layer_kind(model, layer) for layer in range(model.num_layers))
+    counts = (1.0, *(float(layers[kind]) for kind in layer_kinds(model)), 1.0)
+    f_s, b_s, w_s, unpaired_s = (
+        parts.total(f"{name}_s", counts) / mesh.pp for name in ("forward", "backward", "weight", "unpaired")
+    )
+    mean_s = f_s + b_s + w_s
+    step_s = mesh.num_microbatches * mean_s + np.minimum(mesh.pp, mesh.num_microbatches) * unpaired_s
+    if not mesh.plan.stages:  # of any shape: played
+        step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s)
+    return step_s * (1.0 + machine.overheads.straggler_frac * np.log2(mesh.world))

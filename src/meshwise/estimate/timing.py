@@ -314,78 +314,56 @@ def _halvings(size: Stack) -> Any:
     return _HALVINGS[np.mod(size, 8.0).astype(np.intp)]
 
 
-def _attention_s(
-    machine: Machine, op: Op, batch: Stack, heads: Stack, kv_heads: Stack, seq_q: Stack, seq_k: Stack,
-    qk_dim: Stack, v_dim: Stack, flop: Stack, *_: Stack,
-) -> Num:  # fmt: skip
-    rates, backward = machine.rates(op), op.phase == "backward"
-    dims = 3.0 * qk_dim + 2.0 * v_dim if backward else qk_dim + v_dim
-    keys_per_query = flop / (2.0 * batch * heads * dims * seq_q)
+def _on_chip(machine: Machine, op: Op) -> dict[str, Any]:
+    """The peaks that a matrix op runs at, as its formula takes them."""
+    rates = machine.rates(op)
+    return {
+        "flop_per_s": rates.matrix_flop_per_s,
+        "memory_bytes_per_s": rates.memory_bytes_per_s,
+        "num_cores": machine.num_cores,
+    }
+
+
+_ATTENTION = ("batch", "heads", "kv_heads", "seq_q", "seq_k", "qk_dim", "v_dim")
+"""The dims of an attention's shape."""
+
+
+def _attention_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
+    *shape, flop, _, _ = stacks
+    of: dict[str, Any] = dict(zip(_ATTENTION, shape, strict=True))
+    is_backward = op.phase == "backward"
+    dims = 3.0 * of["qk_dim"] + 2.0 * of["v_dim"] if is_backward else of["qk_dim"] + of["v_dim"]
+    keys_per_query = flop / (2.0 * of["batch"] * of["heads"] * dims * of["seq_q"])
+    # The length at which a causal mask leaves that many keys per query.
+    of["seq_k"] = keys_per_query + (0.5 * of["seq_q"] if op.causal else 0.0)
     busy_s = attention_s(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        seq_q=seq_q,
-        # The length at which a causal mask leaves that many keys per query.
-        seq_k=keys_per_query + (0.5 * seq_q if op.causal else 0.0),
-        qk_dim=qk_dim,
-        v_dim=v_dim,
-        causal=op.causal,
-        backward=backward,
-        flop_per_s=rates.matrix_flop_per_s,
-        memory_bytes_per_s=rates.memory_bytes_per_s,
-        num_cores=machine.num_cores,
-        efficiency=machine.efficiency.attention,
-    )
+        **of, causal=op.causal, backward=is_backward, efficiency=machine.efficiency.attention,
+        **_on_chip(machine, op),
+    )  # fmt: skip
     return np.maximum(busy_s * machine.overheads.attention_slowdown, machine.sustained_s(flop, op.dtype))
 
 
-def _decode_attention_s(
-    machine: Machine, op: Op, batch: Stack, heads: Stack, kv_heads: Stack, seq_q: Stack, seq_k: Stack,
-    qk_dim: Stack, v_dim: Stack, flop: Stack, read: Stack, *_: Stack,
-) -> Num:  # fmt: skip
-    rates, efficiency = machine.rates(op), machine.efficiency
+def _decode_attention_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
+    batch, heads, _, seq_q, seq_k, qk_dim, v_dim, _, read, _ = stacks
+    efficiency, rates = machine.efficiency, machine.rates(op)
     return decode_attention_s(
-        batch=batch,
-        heads=heads * seq_q,
-        seq_k=seq_k,
-        kv_bytes_per_token=read / (batch * seq_k),
-        qk_dim=qk_dim,
-        v_dim=v_dim,
-        flop_per_s=rates.matrix_flop_per_s,
+        batch=batch, heads=heads * seq_q, seq_k=seq_k, kv_bytes_per_token=read / (batch * seq_k),
+        qk_dim=qk_dim, v_dim=v_dim, flop_per_s=rates.matrix_flop_per_s,
         memory_bytes_per_s=rates.memory_bytes_per_s,
         efficiency=efficiency.latent_decode if op.library == "mla" else efficiency.decode,
-    )
+    )  # fmt: skip
 
 
-def _experts_s(
-    machine: Machine,
-    op: Op,
-    tokens: Stack,
-    top_k: Stack,
-    experts: Stack,
-    hidden: Stack,
-    width: Stack,
-    *_: Stack,
-) -> Num:
-    rates, efficiency, form = machine.rates(op), machine.efficiency, precision(op.dtype)
+def _experts_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
+    tokens, top_k, experts, hidden, width, *_ = stacks
+    efficiency, form = machine.efficiency, precision(op.dtype)
     library = op.library or experts_library(efficiency, "w4a16" if 0 < op.right_bytes < 1 else op.dtype)
     return experts_s(
-        tokens,
-        topk=top_k,
-        experts=experts,
-        hidden=hidden,
-        inter=width,
-        flop_per_s=rates.matrix_flop_per_s,
-        memory_bytes_per_s=rates.memory_bytes_per_s,
-        num_cores=machine.num_cores,
-        elem_bytes=form.operand_bytes,
-        weight_bytes=op.right_bytes or None,
-        act_bytes=form.act_bytes,
-        gemm=efficiency.gemm(op.dtype),
-        memory=efficiency.memory,
-        efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
-    )
+        tokens, topk=top_k, experts=experts, hidden=hidden, inter=width, elem_bytes=form.operand_bytes,
+        weight_bytes=op.right_bytes or None, act_bytes=form.act_bytes, gemm=efficiency.gemm(op.dtype),
+        memory=efficiency.memory, efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
+        **_on_chip(machine, op),
+    )  # fmt: skip
 
 
 def experts_library(efficiency: Efficiency, dtype: str) -> str:

@@ -11,19 +11,22 @@ from meshwise.core.units import Num
 from meshwise.model.architecture import Layer, Model, of_layer
 from meshwise.model.weights import block_weights, modulated
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
+from meshwise.program.additions import (
+    corrected,
+    distance_scores,
+    hyper_connections,
+    per_layer,
+    predicted,
+    side_ops,
+)
 from meshwise.program.cut import Cut
 from meshwise.program.diffusion import modulation, two_streams
-from meshwise.program.distances import distance_scores
 from meshwise.program.encoder import cross_attention, source_cut
-from meshwise.program.hyper_connections import hyper_connections
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, Stated, backward_last, collected
-from meshwise.program.per_layer import per_layer
 from meshwise.program.recompute import with_recompute
 from meshwise.program.recurrence import beside_attention, recurrence
-from meshwise.program.sides import side_ops
-from meshwise.program.streams import corrected, predicted
 from meshwise.program.tensor import Tensor
 from meshwise.program.walk import with_saved_bytes
 from meshwise.program.weights_of_ops import hold

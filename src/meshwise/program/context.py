@@ -28,11 +28,10 @@ from meshwise.cost.op import (
     attended_pairs,
     flash_attention,
     flash_attention_backward,
-    matmul,
 )
 from meshwise.model.architecture import Model, Sparse
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, collective, elementwise, kernel
+from meshwise.program.op import Op, Stated, collective, elementwise, kernel, product
 from meshwise.program.tensor import Tensor, exchanged, made
 
 MODULE = "attention"
@@ -82,16 +81,9 @@ def _exchange(name: str, cut: Cut, payload_bytes: Num, reads: Heads, makes: Head
     for phase in ("forward", "backward"):
         tensors: dict[str, Any] = {"reads": reads, "makes": makes} if phase == "forward" else {}
         yield collective(
-            MODULE,
-            name,
-            phase,
-            "all_to_all",
-            "cp",
-            payload_bytes,
-            cut.ulysses,
-            stride=cut.cp_stride,
+            MODULE, name, phase, "all_to_all", "cp", payload_bytes, cut.ulysses, stride=cut.cp_stride,
             **tensors,
-        )
+        )  # fmt: skip
 
 
 def _keys_and_values(cut: Cut, local_bytes: Num) -> Iterator[Op]:
@@ -161,7 +153,7 @@ def _flash(
         )
         yield Op(
             module=MODULE, name="flash", phase=phase, kind="attention", shape=shape, cost=cost,
-            causal=model.causal, dtype=_attention_dtype(cut), count=rounds, **tensors,
+            causal=model.causal, dtype=prec.act_dtype, count=rounds, **tensors,
         )  # fmt: skip
         if np.any(rounds > 1.0):
             merge = kernel(MODULE, "merge_rounds", "residual", rows, heads * v_dim, prec, phase=phase)
@@ -190,20 +182,7 @@ def _unfused(
 
 
 def _batched(name: str, batch: Num, m: Num, n: Num, k: Num, cut: Cut, reads: tuple[Tensor, ...]) -> Stated:
-    """A batched product of two activations, both kept: forward, then the gradient of each operand."""
-    prec = cut.precision
-    y = made(MODULE, name, (batch, m, n), prec.act_dtype)
-    dims = (("forward", m, n, k), ("backward", m, k, n), ("backward", k, n, m))
-    for i, (phase, rows, cols, depth) in enumerate(dims):
-        tensors: dict[str, Any] = {} if i else {"reads": reads, "makes": (y,), "keeps": reads}
-        yield Op(
-            module=MODULE, name=name, phase=phase, kind="matmul", shape=(batch, rows, cols, depth),
-            cost=matmul(rows, cols, depth, elem_bytes=prec.act_bytes, batch=batch),
-            dtype=_attention_dtype(cut), **tensors,
-        )  # fmt: skip
+    """A batched product of two activations, both kept."""
+    y = made(MODULE, name, (batch, m, n), cut.precision.act_dtype)
+    yield from product(MODULE, name, (batch, m, n, k), cut.precision, reads=reads, makes=(y,), keeps=reads)
     return y
-
-
-def _attention_dtype(cut: Cut) -> str:
-    """Attention runs in the activations' type: fp8 and fp4 steps compute it in bf16."""
-    return "bf16" if cut.precision.casts else cut.precision.dtype

@@ -22,7 +22,8 @@ from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import matmul_flop
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import capacity
-from meshwise.program.lifetime import Buffer, ProgramEvent, Script
+from meshwise.program.lifetime import ProgramEvent, Script
+from meshwise.program.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,7 +165,7 @@ def evaluation(of: Pass) -> list[ProgramEvent]:
     return s.events
 
 
-def model_tensors(of: Pass, s: Script, max_positions: int) -> dict[str, Buffer]:
+def model_tensors(of: Pass, s: Script, max_positions: int) -> dict[str, Tensor]:
     """What a rank holds of the model, all layers together: weights, positions, zeros for others' biases.
 
     Experts are cut by `ep`; words and matrices, experts' too, by `tp`. A bias that is added behind a cut
@@ -201,8 +202,8 @@ def rank_params(of: Pass) -> Num:
 
 
 def forward(
-    of: Pass, s: Script, weights: dict[str, Buffer], cache: Buffer | None = None
-) -> tuple[Buffer, list[Buffer]]:
+    of: Pass, s: Script, weights: dict[str, Tensor], cache: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """From tokens to logits, and what else the pass leaves: each layer's output, the routing's metrics.
 
     Alike layers are stated once, as often as they occur, where the last of them stands: more is alive there
@@ -231,13 +232,13 @@ def forward(
 
 
 def _layer(
-    of: Pass, s: Script, weights: dict[str, Buffer], x: Buffer, cache: Buffer | None
-) -> tuple[Buffer, list[Buffer]]:
+    of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
     """Attention, then the feed-forward or the experts; with experts, the routing's metrics too."""
     attended = _attention(of, s, weights, x, cache)
     middle = s.new("x", *x.shape, reads=(x, attended))
     normed = s.new("normed", *x.shape, reads=(middle,))
-    metrics: list[Buffer] = []
+    metrics: list[Tensor] = []
     if s.module == of.moe:
         result, metrics = _experts_layer(of, replace(s, module=f"{of.moe}/MoELayer"), weights, normed)
     else:
@@ -249,7 +250,7 @@ def _layer(
     return out, metrics
 
 
-def _attention(of: Pass, s: Script, weights: dict[str, Buffer], x: Buffer, cache: Buffer | None) -> Buffer:
+def _attention(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None) -> Tensor:
     """Scores and their softmax in memory; with a cache, keys and values are read where it keeps them."""
     s = replace(s, module=f"{s.module}/MultiheadAttention")
     width, dim, heads = of.config.decoder_embed_dim, of.config.head_dim, of.heads
@@ -281,9 +282,9 @@ def _attention(of: Pass, s: Script, weights: dict[str, Buffer], x: Buffer, cache
 
 
 def _feed_forward(
-    of: Pass, s: Script, weights: dict[str, Buffer], name: str, rows: Buffer, num_rows: Num, ffn: int, *,
+    of: Pass, s: Script, weights: dict[str, Tensor], name: str, rows: Tensor, num_rows: Num, ffn: int, *,
     part: str, batch: Num | None = None, count: Num = 1.0,
-) -> Buffer:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Rows [.., M] -> [.., F / P] -> GELU in fp32 -> [.., M], each product with its bias (`addmm`)."""
     width, hidden = of.config.decoder_embed_dim, ffn // of.tp
     op, size = ("addmm", 1.0) if batch is None else ("baddbmm", batch)
@@ -304,7 +305,7 @@ def _feed_forward(
 # --- experts -----------------------------------------------------------------------------------
 
 
-def _experts_layer(of: Pass, s: Script, weights: dict[str, Buffer], x: Buffer) -> tuple[Buffer, list[Buffer]]:
+def _experts_layer(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Gate, dispatch, all-to-all, experts, all-to-all, combine: the result and the routing's metrics."""
     width, num_experts = of.config.decoder_embed_dim, of.config.moe_expert_count
     matrix = weights["gate"].view("gate", num_experts, width)
@@ -324,13 +325,13 @@ def _experts_layer(of: Pass, s: Script, weights: dict[str, Buffer], x: Buffer) -
     return result, [metrics]
 
 
-def _travelling(of: Pass, name: str, rows: Num, width: int) -> tuple[Buffer, Buffer]:
+def _travelling(of: Pass, name: str, rows: Num, width: int) -> tuple[Tensor, Tensor]:
     """Rows of slots that go through an exchange, and those that stay since there is none: one is empty."""
     share = np.where(np.greater(of.ep, 1), 1.0, 0.0)
-    return Buffer(name, (share, rows, width), of.dtype), Buffer(name, (1.0 - share, rows, width), of.dtype)
+    return Tensor(name, (share, rows, width), of.dtype), Tensor(name, (1.0 - share, rows, width), of.dtype)
 
 
-def _exchanged(of: Pass, s: Script, slots: Sequence[Buffer]) -> tuple[Buffer, Buffer]:
+def _exchanged(of: Pass, s: Script, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The all-to-all of all slots, filled or not."""
     sent, stay = slots
     width = of.config.decoder_embed_dim
@@ -343,20 +344,20 @@ def _exchanged(of: Pass, s: Script, slots: Sequence[Buffer]) -> tuple[Buffer, Bu
     return arrived, stay
 
 
-def _expert_results(of: Pass, s: Script, weights: dict[str, Buffer], slots: Sequence[Buffer]) -> list[Buffer]:
+def _expert_results(of: Pass, s: Script, weights: dict[str, Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
     """What W ranks sent an expert [W, 1, C, M] is copied together first, unless it lies together.
 
     In a loop over experts the results of those before stay while the last one is computed.
     """
     num_rows, width, ffn = of.ep * of.capacity, of.config.decoder_embed_dim, of.config.expert_ffn_dim
 
-    def together(chunk: tuple[Num, ...], count: Num) -> Buffer:
-        moved, rows = slots[0].view("chunk", *chunk), Buffer("rows", (is_copied(of), *chunk), of.dtype)
+    def together(chunk: tuple[Num, ...], count: Num) -> Tensor:
+        moved, rows = slots[0].view("chunk", *chunk), Tensor("rows", (is_copied(of), *chunk), of.dtype)
         copies = is_copied(of) * count
         s.op("clone", "kernel", chunk, reads=(moved,), makes=(rows,), count=copies, part="chunks")
         return rows
 
-    def answer(rows: Buffer, count: Num, batch: Num | None = None) -> Buffer:
+    def answer(rows: Tensor, count: Num, batch: Num | None = None) -> Tensor:
         how: dict[str, Any] = {"part": "experts", "count": count, "batch": batch}
         return _feed_forward(of, s, weights, "experts", rows, num_rows, ffn, **how)
 
@@ -381,12 +382,12 @@ def is_copied(of: Pass) -> Num:
     return np.where(apart, 1.0, 0.0)
 
 
-def _metrics(of: Pass, s: Script) -> Buffer:
+def _metrics(of: Pass, s: Script) -> Tensor:
     """The routing metrics of one MoE layer."""
     return s.new("metrics", 1 + 4 * of.config.top_k, dtype="fp32")
 
 
-def _choices(of: Pass, s: Script) -> list[Buffer]:
+def _choices(of: Pass, s: Script) -> list[Tensor]:
     """Of each choice of each token: its expert and slot, whether it is kept, and its weight."""
     dtypes = ("int64", "int64", "bool", "fp32")
     return [s.new("choice", of.tokens, dtype=dtype) for _ in range(of.config.top_k) for dtype in dtypes]
@@ -395,7 +396,7 @@ def _choices(of: Pass, s: Script) -> list[Buffer]:
 class _Dense:
     """The routing as tensors [S, E, C]: an outer product a choice, their sum, and both casts."""
 
-    def __init__(self, of: Pass, s: Script, logits: Buffer) -> None:
+    def __init__(self, of: Pass, s: Script, logits: Tensor) -> None:
         self.of, self.s = of, s
         num_experts, gate = of.config.moe_expert_count, replace(s, dtype="fp32")
         size = (of.tokens, num_experts, of.capacity)
@@ -411,7 +412,7 @@ class _Dense:
         self.tensors = [combine, s.kernel("_to_copy", size, (flags,), part="routing")]
         s.returns(total, *choices)
 
-    def scatter(self, tokens: Buffer) -> tuple[Buffer, Buffer]:
+    def scatter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens into their slots by a product."""
         of, width = self.of, self.of.config.decoder_embed_dim
         made, flop = _travelling(of, "slots", of.slots, width), matmul_flop(of.slots, width, of.tokens)
@@ -420,7 +421,7 @@ class _Dense:
                   part="dispatch")  # fmt: skip
         return made
 
-    def gather(self, slots: Sequence[Buffer]) -> Buffer:
+    def gather(self, slots: Sequence[Tensor]) -> Tensor:
         """And out again by another."""
         of, width = self.of, self.of.config.decoder_embed_dim
         rows = slots[0].view("slots", of.slots, width)
@@ -431,7 +432,7 @@ class _Dense:
 class _Sparse:
     """The routing as a row of the slots and a weight for each token and choice."""
 
-    def __init__(self, of: Pass, s: Script, logits: Buffer) -> None:
+    def __init__(self, of: Pass, s: Script, logits: Tensor) -> None:
         self.of, self.s = of, s
         choices = _choices(of, s)
         self.rows = [s.new("row", of.tokens, dtype="int64") for _ in range(of.config.top_k)]
@@ -439,7 +440,7 @@ class _Sparse:
         self.tensors = [*self.rows, *self.weights]
         s.returns(*choices)
 
-    def scatter(self, tokens: Buffer) -> tuple[Buffer, Buffer]:
+    def scatter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Rows copied into their slots, one copy a choice; one more row takes what is dropped."""
         of, width = self.of, self.of.config.decoder_embed_dim
         made, shape = _travelling(of, "slots", of.slots + 1, width), (of.slots + 1, width)
@@ -450,7 +451,7 @@ class _Sparse:
                       part="moves")  # fmt: skip
         return made
 
-    def gather(self, slots: Sequence[Buffer]) -> Buffer:
+    def gather(self, slots: Sequence[Tensor]) -> Tensor:
         """And out again, each weighed."""
         of, s, shape = self.of, self.s, (self.of.tokens, self.of.config.decoder_embed_dim)
         rows = slots[0].view("slots", of.slots, shape[1])
@@ -467,7 +468,7 @@ class _Sparse:
 # --- loss --------------------------------------------------------------------------------------
 
 
-def _loss(of: Pass, s: Script, logits: Buffer) -> None:
+def _loss(of: Pass, s: Script, logits: Tensor) -> None:
     """The log-softmax of the logits; cut over tp, three numbers of a token are summed or compared."""
     row = (*of.logits[:-1], 1)
     if of.tp == 1:
@@ -482,7 +483,7 @@ def _loss(of: Pass, s: Script, logits: Buffer) -> None:
     s.new("log-probabilities", of.tokens, dtype="fp32", reads=(chosen, is_padding))
 
 
-def log_softmax(of: Pass, s: Script, logits: Buffer, shape: tuple[int, ...]) -> Buffer:
+def log_softmax(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Of rows that lie whole on a rank, in fp32."""
     wide = logits
     if of.dtype != "fp32":
@@ -490,7 +491,7 @@ def log_softmax(of: Pass, s: Script, logits: Buffer, shape: tuple[int, ...]) -> 
     return s.kernel("_log_softmax", shape, (wide,), dtype="fp32", part="loss")
 
 
-def shifted_logits(of: Pass, s: Script, logits: Buffer, shape: tuple[int, ...]) -> tuple[Buffer, Buffer]:
+def shifted_logits(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Logits less the largest of all ranks; the log of the sum of all their exponentials."""
     row = (*shape[:-1], 1)
     wide = logits.view("logits", *shape)
@@ -507,13 +508,13 @@ def shifted_logits(of: Pass, s: Script, logits: Buffer, shape: tuple[int, ...]) 
     return shifted, log_total
 
 
-def reduced_numbers(of: Pass, s: Script, numbers: Buffer) -> None:
+def reduced_numbers(of: Pass, s: Script, numbers: Tensor) -> None:
     """An all-reduce over tp of a number in fp32 a token."""
     part = "tensor_parallel"
     s.collective("all_reduce", "all_reduce", numbers.shape, "tp", of.tp, numbers, dtype="fp32", part=part)
 
 
-def _reduced(of: Pass, s: Script, x: Buffer, part: str = "tensor_parallel") -> None:
+def _reduced(of: Pass, s: Script, x: Tensor, part: str = "tensor_parallel") -> None:
     """The sum over tensor-parallel ranks of a block's output, or of the embedding."""
     whole = part == "embedding" or s.module.endswith("MultiheadAttention")
     rows = (of.batch, of.length) if whole else (of.tokens,)

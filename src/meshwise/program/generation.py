@@ -21,8 +21,9 @@ from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import Placement, num_slots
 from meshwise.program.expert_pass import Pass, forward, log_softmax, model_tensors, shifted_logits
-from meshwise.program.lifetime import Buffer, ProgramEvent, Script, ops_of
+from meshwise.program.lifetime import ProgramEvent, Script, ops_of
 from meshwise.program.op import Op
+from meshwise.program.tensor import Tensor
 
 SECTION = "generate"
 
@@ -101,7 +102,7 @@ def generation_events(of: Generation) -> list[ProgramEvent]:
     """All passes, each with the decision after it."""
     s = _new_script(of)
     held, cache = _held(of, s)
-    origin: list[Buffer] = []
+    origin: list[Tensor] = []
     for one in of.passes:
         before, origin = origin, _pass(of, one, s, held, cache)
         s.returns(*before)  # which beams live on is known until the next pass has decided
@@ -130,7 +131,7 @@ def _new_script(of: Generation) -> Script:
     return Script(module=SECTION, dtype=of.dtype, rank=of.tp_rank)
 
 
-def _held(of: Generation, s: Script) -> tuple[dict[str, Buffer], Buffer | None]:
+def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:
     """What is alive throughout: the model and the state of the search; and the cache."""
     prompts, rows, columns = of.num_prompts, of.sequences, of.columns
     held = model_tensors(of.passes[0], s, columns)
@@ -149,8 +150,8 @@ def _held(of: Generation, s: Script) -> tuple[dict[str, Buffer], Buffer | None]:
 
 
 def _pass(
-    of: Generation, one: Pass, s: Script, held: dict[str, Buffer], cache: Buffer | None
-) -> list[Buffer]:
+    of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: Tensor | None
+) -> list[Tensor]:
     """One pass, the decision after it, and the cache in a new order; which beams live on."""
     logits, left = forward(one, s, held, cache)
     s.returns(*left)
@@ -166,7 +167,7 @@ def _pass(
     return origin
 
 
-def _logprobs(one: Pass, s: Script, logits: Buffer) -> Buffer:
+def _logprobs(one: Pass, s: Script, logits: Tensor) -> Tensor:
     """The log-softmax of the last token; over tp from two numbers a row, then whole rows on each rank."""
     shape = (one.batch, one.local_words)
     if one.tp == 1:
@@ -186,13 +187,13 @@ def _logprobs(one: Pass, s: Script, logits: Buffer) -> Buffer:
 # --- the choice of a token, after `runtime.programs.search` -------------------------------------
 
 
-def _greedy(of: Generation, s: Script) -> list[Buffer]:
+def _greedy(of: Generation, s: Script) -> list[Tensor]:
     """The likeliest token of each prompt, what that adds, and the column of all of them."""
     s.returns(*_local(s, of.num_prompts, int64=3, bool=1, fp32=1))
     return []
 
 
-def _beams(of: Generation, s: Script) -> list[Buffer]:
+def _beams(of: Generation, s: Script) -> list[Tensor]:
     """All totals, the best 2 K with their tokens so far, and those joined to the ones that ended."""
     prompts, live, columns = of.num_prompts, of.num_live, of.columns
     num = min(2 * live, live * of.config.vocab_size)
@@ -207,6 +208,6 @@ def _beams(of: Generation, s: Script) -> list[Buffer]:
 _CHOICES = {"greedy": _greedy, "beam": _beams}
 
 
-def _local(s: Script, size: Num, **counts: int) -> list[Buffer]:
+def _local(s: Script, size: Num, **counts: int) -> list[Tensor]:
     """So many numbers of each type, `size` times, that a function names."""
     return [s.new("local", count, size, dtype=dtype) for dtype, count in counts.items()]

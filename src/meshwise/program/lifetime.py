@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,40 +19,10 @@ import numpy as np
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul_flop
-from meshwise.program.op import Op
+from meshwise.program.op import Op, collective
 from meshwise.program.row import op_row
 from meshwise.program.tape import Tape
-from meshwise.program.tensor import ELEMENT_BYTES
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
-    """`shape` elements of `dtype`; a view lies in the memory of another tensor, `storage`."""
-
-    name: str
-    shape: tuple[Num, ...]
-    dtype: str
-    is_weight: bool = False
-    storage: Buffer | None = None
-
-    @property
-    def elements(self) -> Num:
-        """Their number."""
-        return prod(self.shape)
-
-    @property
-    def bytes(self) -> Num:
-        """Of the elements."""
-        return self.elements * ELEMENT_BYTES[self.dtype]
-
-    @property
-    def memory(self) -> Buffer:
-        """The tensor that this one lies in: itself, unless it is a view."""
-        return self.storage or self
-
-    def view(self, name: str, *shape: Num) -> Buffer:
-        """Some of its elements under another name and shape."""
-        return Buffer(name, shape, self.dtype, self.is_weight, self.memory)
+from meshwise.program.tensor import ELEMENT_BYTES, Tensor, bytes_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +33,8 @@ class ProgramEvent:
     """
 
     op: Op | None = None
-    reads: Sequence[Buffer] = ()
-    makes: Sequence[Buffer] = ()
+    reads: Sequence[Tensor] = ()
+    makes: Sequence[Tensor] = ()
     part: str = ""
 
 
@@ -91,32 +60,31 @@ class Script:
         *shape: Num,
         dtype: str = "",
         is_weight: bool = False,
-        reads: Sequence[Buffer] = (),
-    ) -> Buffer:
+        reads: Sequence[Tensor] = (),
+    ) -> Tensor:
         """A tensor that no stated op makes: an input, a weight, a buffer; or one that reads others."""
-        tensor = Buffer(name, shape, dtype or self.dtype, is_weight)
+        tensor = Tensor(name, shape, dtype or self.dtype, is_weight=is_weight)
         self.events.append(ProgramEvent(reads=reads, makes=(tensor,)))
         return tensor
 
-    def returns(self, *tensors: Buffer) -> None:
+    def returns(self, *tensors: Tensor) -> None:
         """A function that names these tensors returns here, or the program that holds them ends."""
         self.events.append(ProgramEvent(reads=tensors))
 
     def op(
-        self, name: str, kind: str, shape: tuple[Num, ...], *, reads: Sequence[Buffer],
-        makes: Sequence[Buffer] = (), writes: Sequence[Buffer] = (), saves: Sequence[Buffer] = (),
+        self, name: str, kind: str, shape: tuple[Num, ...], *, reads: Sequence[Tensor],
+        makes: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), saves: Sequence[Tensor] = (),
         flop: Num = 0.0, count: Num = 1.0, dtype: str = "", part: str = "",
     ) -> None:  # fmt: skip
         """An op that makes new tensors and `writes` into others; it `saves` some for its backward."""
-        moved = sum(tensor.bytes for tensor in reads), sum(tensor.bytes for tensor in (*makes, *writes))
         op = Op(
             module=self.module,
             name=name,
             phase=self.phase,
             kind=kind,
             shape=shape,
-            cost=Cost(flop, *moved),
-            saved_bytes=sum(tensor.bytes for tensor in saves) if self.has_backward else 0.0,
+            cost=Cost(flop, bytes_of(reads), bytes_of((*makes, *writes))),
+            saved_bytes=bytes_of(saves) if self.has_backward else 0.0,
             num_params=sum(tensor.elements for tensor in reads if tensor.is_weight),
             count=self.times * count,
             dtype=dtype or self.dtype,
@@ -124,60 +92,50 @@ class Script:
         self.events.append(ProgramEvent(op, (*reads, *writes), makes, part=part))
 
     def matmul(
-        self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Buffer], out: str = "", *,
-        saves: Sequence[Buffer] = (), saves_result: bool = False, **how: Any,
-    ) -> Buffer:  # fmt: skip
+        self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Tensor], out: str = "", *,
+        saves: Sequence[Tensor] = (), saves_result: bool = False, **how: Any,
+    ) -> Tensor:  # fmt: skip
         """A product of `shape` (batch, m, n, k)."""
         batch, m, n, k = shape
-        made = Buffer(out or name, (batch, m, n), self.dtype)
+        made = Tensor(out or name, (batch, m, n), self.dtype)
         saves, flop = (*saves, made) if saves_result else saves, matmul_flop(m, n, k, batch=batch)
         self.op(name, "matmul", shape, reads=reads, makes=(made,), saves=saves, flop=flop, **how)
         return made
 
     def kernel(
-        self, name: str, shape: tuple[Num, ...], reads: Sequence[Buffer], out: str = "", *, dtype: str = "",
+        self, name: str, shape: tuple[Num, ...], reads: Sequence[Tensor], out: str = "", *, dtype: str = "",
         **how: Any,
-    ) -> Buffer:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """An element-wise kernel with a result of `shape`."""
-        made = Buffer(out or name, shape, dtype or self.dtype)
+        made = Tensor(out or name, shape, dtype or self.dtype)
         self.op(name, "kernel", shape, reads=reads, makes=(made,), dtype=dtype, **how)
         return made
 
     def collective(
-        self, name: str, kind: Collective, shape: tuple[Num, ...], axis: str, group_size: Num, reads: Buffer,
+        self, name: str, kind: Collective, shape: tuple[Num, ...], axis: str, group_size: Num, reads: Tensor,
         out: str = "", *, dtype: str = "", stride: Num = 1.0, count: Num = 1.0, part: str = "",
-    ) -> Buffer:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """A collective over the full tensor of `shape`, cut along its first dim; in place without `out`."""
-        full = Buffer(out, shape, dtype or self.dtype)
+        full = Tensor(out, shape, dtype or self.dtype)
         made = reads
         if out:
             rows = shape[0] // group_size if kind == "reduce_scatter" else shape[0]
-            made = Buffer(out, (rows, *shape[1:]), full.dtype)
-        op = Op(
-            module=self.module,
-            name=name,
-            phase=self.phase,
-            kind="collective",
-            collective=kind,
-            shape=shape,
-            dtype=full.dtype,
-            axis=axis,
-            group_size=group_size,
-            stride=stride,
-            payload_bytes=full.bytes,
-            count=self.times * count,
-        )
+            made = Tensor(out, (rows, *shape[1:]), full.dtype)
+        op = collective(
+            self.module, name, self.phase, kind, axis, full.bytes, group_size, shape=shape, dtype=full.dtype,
+            stride=stride, count=self.times * count,
+        )  # fmt: skip
         self.events.append(ProgramEvent(op, (reads,), (made,) if out else (), part=part))
         return made
 
 
-def lifetimes(events: Sequence[ProgramEvent]) -> Iterator[tuple[ProgramEvent, list[Buffer]]]:
+def lifetimes(events: Sequence[ProgramEvent]) -> Iterator[tuple[ProgramEvent, list[Tensor]]]:
     """Each event, and the tensors whose memory is given back after it."""
-    last: dict[Buffer, int] = {}
+    last: dict[Tensor, int] = {}
     for i, event in enumerate(events):
         for tensor in (*event.makes, *event.reads):
             last[tensor.memory] = i
-    gone: list[list[Buffer]] = [[] for _ in events]
+    gone: list[list[Tensor]] = [[] for _ in events]
     for tensor, i in last.items():
         gone[i].append(tensor)
     return zip(events, gone, strict=True)
@@ -200,8 +158,7 @@ def play(events: Sequence[ProgramEvent], tape: Tape) -> None:
         for tensor in event.makes:
             tape.allocate(tensor, float(tensor.bytes))
         if event.op is not None:
-            row = op_row(event.op, weight_elem_bytes=ELEMENT_BYTES[event.op.dtype])
-            tape.op(is_matmul=event.op.kind == "matmul", **row)
+            _write(event.op, tape)
         for tensor in gone:
             tape.release(tensor)
 
@@ -212,8 +169,12 @@ def write_ops(events: Sequence[ProgramEvent], tape: Tape, times: int = 1) -> Non
     tape.allocate("the peak", float(peak_bytes(events)))
     tape.release("the peak")
     for _, op in ops_of(events) if times else ():
-        row = op_row(op, weight_elem_bytes=ELEMENT_BYTES[op.dtype])
-        tape.op(is_matmul=op.kind == "matmul", **row | {"count": times * row["count"]})
+        _write(op, tape, times)
+
+
+def _write(op: Op, tape: Tape, times: int = 1) -> None:
+    row = op_row(op, weight_elem_bytes=ELEMENT_BYTES[op.dtype])
+    tape.op(is_matmul=op.kind == "matmul", **row | {"count": times * row["count"]})
 
 
 def peak_bytes(events: Sequence[ProgramEvent]) -> Num:
@@ -221,11 +182,7 @@ def peak_bytes(events: Sequence[ProgramEvent]) -> Num:
     live: Num = 0.0
     peak: Num = 0.0
     for event, gone in lifetimes(events):
-        live = live + _bytes_of(event.makes)
+        live = live + bytes_of(event.makes)
         peak = np.maximum(peak, live)
-        live = live - _bytes_of(gone)
+        live = live - bytes_of(gone)
     return peak
-
-
-def _bytes_of(tensors: Iterable[Buffer]) -> Num:
-    return sum((tensor.bytes for tensor in tensors), start=0.0)

@@ -26,10 +26,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwise.core.units import Num
 from meshwise.cost.op import Cost
 from meshwise.program.op import Op, Precision
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.tensor import Tensor, bytes_of, made
 
 KERNEL = "cross_entropy"
 """The kernels of a loss, which state every pass over their tensors."""
@@ -132,11 +131,7 @@ def loss_ops(loss: Loss, logits: Tensor, name: str, prec: Precision) -> Iterator
             yield Op(
                 module="head", name=name, phase=phase, kind="kernel", kernel=KERNEL, dtype=prec.dtype,
                 shape=(tokens, vocab),
-                cost=Cost(FLOP_PER_LOGIT * tokens * vocab, _bytes(reads), _bytes(writes)),
+                cost=Cost(FLOP_PER_LOGIT * tokens * vocab, bytes_of(reads), bytes_of(writes)),
                 reads=(*reads, *holds), makes=writes,
                 keeps=(tensor(loss.keeps),) if phase == "forward" and one is kernels[-1] else (),
             )  # fmt: skip
-
-
-def _bytes(tensors: tuple[Tensor, ...]) -> Num:
-    return sum((one.bytes for one in tensors), 0.0)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwise.program.lifetime import Buffer, ProgramEvent, Script
+from meshwise.program.lifetime import ProgramEvent, Script
+from meshwise.program.tensor import Tensor
 from meshwise.program.ulysses import Ulysses, ulysses_forward
 
 
@@ -53,10 +54,10 @@ class Model2D:
 class _Layer:
     """A layer's weights, their gradients, and what its backward needs, as views and tensors."""
 
-    weights: list[Buffer]
-    grads: list[Buffer]
-    gathered: Buffer
-    inter: Buffer
+    weights: list[Tensor]
+    grads: list[Tensor]
+    gathered: Tensor
+    inter: Tensor
 
 
 def model_2d_program(m: Model2D, rank: int) -> list[ProgramEvent]:
@@ -82,11 +83,11 @@ def model_2d_program(m: Model2D, rank: int) -> list[ProgramEvent]:
 def _layer(
     m: Model2D,
     s: Script,
-    x: Buffer,
-    weights: list[Buffer],
-    grads: list[Buffer],
+    x: Tensor,
+    weights: list[Tensor],
+    grads: list[Tensor],
     number: int,
-) -> tuple[_Layer, Buffer]:
+) -> tuple[_Layer, Tensor]:
     """x + relu(x W1) W2."""
     mine = [weight.view(weight.name, *weight.shape[1:]) for weight in weights]
     full, inner = (m.gathered, m.hidden), (m.gathered, m.part)
@@ -100,7 +101,7 @@ def _layer(
     return _Layer(mine, [grad.view(grad.name, *grad.shape[1:]) for grad in grads], gathered, inter), result
 
 
-def _backward(m: Model2D, s: Script, layers: list[_Layer], grads: list[Buffer]) -> list[Buffer]:
+def _backward(m: Model2D, s: Script, layers: list[_Layer], grads: list[Tensor]) -> list[Tensor]:
     """From a gradient of the output, last layer first; weights' gradients add up in their buffers."""
     full, inner = (m.gathered, m.hidden), (m.gathered, m.part)
     first = grad = s.new("d output", m.tokens, m.hidden)
@@ -121,6 +122,6 @@ def _backward(m: Model2D, s: Script, layers: list[_Layer], grads: list[Buffer]) 
     return [first, grad]
 
 
-def _add_to(s: Script, name: str, total: Buffer, grad: Buffer) -> None:
+def _add_to(s: Script, name: str, total: Tensor, grad: Tensor) -> None:
     """A layer's gradient is added to its place in the buffer of all layers."""
     s.op(name, "kernel", total.shape, reads=(total, grad), writes=(total,))

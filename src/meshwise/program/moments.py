@@ -15,16 +15,18 @@ with, and behind them; the gradients of their weights are gone when they are thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from itertools import groupby
-from typing import Any, NamedTuple
+from operator import or_
+from typing import NamedTuple
 
 import numpy as np
 
 from meshwise.core.units import Num
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op
-from meshwise.program.walk import Walk, each, structures
+from meshwise.program.walk import Walk, each, of_structures
 
 IN_EXPERTS = ("expert_fc1", "expert_act", "expert_fc2")
 """Ops inside the module of a block's experts."""
@@ -77,8 +79,7 @@ class PartBytes(NamedTuple):
 
 def part_bytes(ops: Sequence[Op], grad_bytes: float) -> PartBytes:
     """The moments of a part, the gradients of whose weights take `grad_bytes` an element."""
-    forward = [op for op in ops if op.phase == "forward"]
-    if not forward:
+    if not any(op.phase == "forward" for op in ops):
         nothing = BackwardBytes(*[0.0] * len(BackwardBytes._fields))
         return PartBytes(0.0, nothing, 0.0, nothing, 0.0, 0.0)
     workspace: dict[tuple[str, str], Num] = {}
@@ -86,16 +87,7 @@ def part_bytes(ops: Sequence[Op], grad_bytes: float) -> PartBytes:
         if op.phase == "backward":
             place = op.module, op.name
             workspace[place] = np.maximum(workspace.get(place, 0.0), op.workspace_bytes)
-    walks = [(cells, Walk(forward, views)) for cells, views in structures(forward)]
-    found = [PartMoments(walk, workspace, grad_bytes).most() for _, walk in walks]
-    return found[0] if len(found) == 1 else selected([cells for cells, _ in walks], found)
-
-
-def selected(cells: Sequence[Any], found: Sequence[Any]) -> Any:
-    """Of several tuples of numbers the one that holds in each cell: the first whose `cells` are true."""
-    if not isinstance(found[0], tuple):
-        return np.select(cells, found)
-    return type(found[0])(*(selected(cells, values) for values in zip(*found, strict=True)))
+    return of_structures(ops, lambda walk: PartMoments(walk, workspace, grad_bytes).most())
 
 
 class PartMoments:
@@ -183,16 +175,16 @@ class _Gradients:
 
     def of_results(self, i: int) -> int:
         """Of the results of op `i`."""
-        return _union(self.owner[bit] for bit in each(self.walk.makes[i]) if bit in self.owner)
+        return reduce(or_, (self.owner[bit] for bit in each(self.walk.makes[i]) if bit in self.owner), 0)
 
     def bytes(self) -> Num:
         """Of all that are there."""
-        return self.walk.bytes(_union(self.owner.values()))
+        return self.walk.bytes(reduce(or_, self.owner.values(), 0))
 
     def through(self, i: int) -> Num:
         """The backward of op `i` runs: bytes of all that are there before or after it."""
         walk, results = self.walk, self.of_results(i)
-        alive, seconds = _union(self.owner.values()), 0
+        alive, seconds = reduce(or_, self.owner.values(), 0), 0
         for bit in each(walk.makes[i]):
             self.owner.pop(bit, None)
         if results or self.is_loss[i]:
@@ -203,10 +195,3 @@ class _Gradients:
                 alive |= own
                 self.owner[bit] = own
         return walk.bytes(alive) + walk.bytes(seconds)
-
-
-def _union(bits: Iterable[int]) -> int:
-    found = 0
-    for bit in bits:
-        found |= bit
-    return found

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.op import KERNELS, Cost, matmul
@@ -178,39 +178,28 @@ def linears(
     *batches, rows, d_in = x.shape
     batch = batches[0] if batches else 1.0
     d_out = sum(result.shape[-1] for result in results)
-    common: dict[str, Any] = {"module": module, "name": name, "kind": "matmul", "dtype": prec.dtype}
     read = x
+
+    def multiply(phase: str, m: Num, n: Num, k: Num, **more: Any) -> Op:
+        cost = matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch)
+        return Op(
+            module=module, name=name, phase=phase, kind="matmul", shape=(batch, m, n, k), cost=cost,
+            dtype=prec.dtype, **more,
+        )  # fmt: skip
+
     if prec.casts:
         read = made(module, f"{name}_cast", (x if own is None else own).shape, prec.dtype)
         yield cast(module, name, "forward", batch * rows, d_in, prec, reads=(x,), makes=(read,))
-    yield Op(
-        phase="forward",
-        shape=(batch, rows, d_out, d_in),
-        cost=matmul(rows, d_out, d_in, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
-        reads=(read,),
-        makes=tuple(results),
-        keeps=() if frozen else (read,),
-        **common,
-    )
+    kept = () if frozen else (read,)
+    yield multiply("forward", rows, d_out, d_in, reads=(read,), makes=tuple(results), keeps=kept)
     if bias and grouped:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
     if prec.casts:
         yield cast(module, name, "backward", batch * rows, d_out, prec)
-    yield Op(
-        phase="backward",
-        shape=(batch, rows, d_in, d_out),
-        cost=matmul(rows, d_in, d_out, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
-        **common,
-    )
+    yield multiply("backward", rows, d_in, d_out)
     if frozen:
         return
-    yield Op(
-        phase="backward",
-        shape=(batch, d_in, d_out, rows),
-        cost=matmul(d_in, d_out, rows, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
-        is_weight_grad=True,
-        **common,
-    )
+    yield multiply("backward", d_in, d_out, rows, is_weight_grad=True)
     if bias:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="backward")
 
@@ -219,15 +208,8 @@ def cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Precis
     """The kernel that makes a narrow operand [rows, width] of the matmul `name`, and its transpose."""
     size = rows * width
     cost = Cost(2.0 * size, prec.act_bytes * size, 2.0 * prec.operand_bytes * size)  # and its transpose
-    return Op(
-        module=module,
-        name=f"{name}_cast",
-        phase=phase,
-        kind="kernel",
-        shape=(rows, width),
-        cost=cost,
-        **tensors,
-    )
+    name = f"{name}_cast"
+    return Op(module=module, name=name, phase=phase, kind="kernel", shape=(rows, width), cost=cost, **tensors)
 
 
 def elementwise(
@@ -302,34 +284,33 @@ def kernel(
 
 
 def collective(
-    module: str, name: str, phase: str, kind: str, axis: str, payload_bytes: Num, group_size: Num, *,
-    stride: Num = 1.0, shape: tuple[Num, ...] = (), hides_behind: str = "", behind_gradient: str = "",
-    count: Num = 1.0,
-    choices: float = 0.0,
-    groups: tuple[float, float] = (0.0, 0.0),
-    reads: tuple[Tensor, ...] = (),
-    makes: tuple[Tensor, ...] = (),
-) -> Op:  # fmt: skip
+    module: str, name: str, phase: str, kind: str, axis: str, payload_bytes: Num, group_size: Num, **more: Any
+) -> Op:
     """A collective that serves op `name`; `payload_bytes` is the full tensor (see DESIGN.md)."""
     return Op(
-        module=module,
-        name=name,
-        phase=phase,
-        kind="collective",
-        collective=kind,
-        axis=axis,
-        payload_bytes=payload_bytes,
-        group_size=group_size,
-        stride=stride,
-        shape=shape,
-        hides_behind=hides_behind,
-        behind_gradient=behind_gradient,
-        count=count,
-        choices=choices,
-        groups=groups,
-        reads=reads,
-        makes=makes,
-    )
+        module=module, name=name, phase=phase, kind="collective", collective=kind, axis=axis,
+        payload_bytes=payload_bytes, group_size=group_size, **more,
+    )  # fmt: skip
+
+
+def product(
+    module: str, name: str, shape: tuple[Num, Num, Num, Num], prec: Precision, **tensors: Any
+) -> Iterator[Op]:
+    """A product `shape` (batch, m, n, k) of two activations: forward, then the gradient of each operand."""
+    batch, m, n, k = shape
+    for i, (rows, columns, depth) in enumerate(((m, n, k), (m, k, n), (k, n, m))):
+        yield Op(
+            module=module, name=name, phase="backward" if i else "forward", kind="matmul",
+            shape=(batch, rows, columns, depth), dtype=prec.act_dtype,
+            cost=matmul(rows, columns, depth, elem_bytes=prec.act_bytes, batch=batch),
+            **({} if i else tensors),
+        )  # fmt: skip
+
+
+def both_ways(op: Op, shape: tuple[Num, ...]) -> Iterator[Op]:
+    """A forward op, and a backward of this shape that does twice its work."""
+    yield op
+    yield structs.replace(op, phase="backward", shape=shape, cost=op.cost * 2.0, reads=(), keeps=())
 
 
 def backward_last(ops: list[Op]) -> list[Op]:

@@ -24,7 +24,7 @@ from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul_flop
 from meshwise.model.architecture import Model, Recurrence
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, changed, collective, elementwise, linears
+from meshwise.program.op import Op, Stated, both_ways, changed, collective, elementwise, linears
 from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import column_linear, leave, norm, plain_linear, row_linear
 
@@ -108,11 +108,9 @@ def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
         kept = Tensor(f"{MODULE}.{name}_input", (inputs if name == "chunk" else states,), "uint8")
         op = Op(
             module=MODULE, name=name, phase="forward", kind="matmul", shape=shape, cost=cost,
-            dtype="bf16" if cut.precision.casts else cut.precision.dtype, reads=(kept,), keeps=(kept,),
+            dtype=cut.precision.act_dtype, reads=(kept,), keeps=(kept,),
         )  # fmt: skip
-        yield op
-        twice = (2.0 * chunks, *shape[1:])
-        yield structs.replace(op, phase="backward", cost=cost * 2.0, shape=twice, reads=(), keeps=())
+        yield from both_ways(op, (2.0 * chunks, *shape[1:]))
 
 
 def _gates(own: Recurrence, cut: Cut, hidden: float) -> Iterator[Op]:
@@ -158,5 +156,4 @@ def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
         module=MODULE, name="scan", phase="forward", kind="kernel", shape=(rows, inner), cost=cost,
         reads=(kept,), keeps=(kept,), dtype=prec.dtype,
     )  # fmt: skip
-    yield op
-    yield structs.replace(op, phase="backward", cost=cost * 2.0, reads=(), keeps=())
+    yield from both_ways(op, op.shape)

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.cost.op import Cost
+from meshwise.cost.op import Cost, embedding, embedding_backward
 from meshwise.model.architecture import MLA, LowRank, Model, Sparse
 from meshwise.model.weights import WHOLE, Weight, Weights, query_rank
 from meshwise.program.context import core_attention
@@ -31,6 +31,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import (
     Op,
     Stated,
+    both_ways,
     changed,
     collective,
     elementwise,
@@ -371,11 +372,9 @@ def _indexer(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
     scores = Op(
         module=ATTENTION, name="index_scores", phase="forward", kind="matmul", shape=(batch, rows, keys, dim),
         cost=Cost(2.0 * batch * rows * keys * dim, read.bytes, 4.0 * cut.microbatch * seq * keys),
-        reads=(read,), keeps=(read,), dtype="bf16" if prec.casts else prec.dtype,
+        reads=(read,), keeps=(read,), dtype=prec.act_dtype,
     )  # fmt: skip
-    yield scores
-    twice = (2.0 * batch, rows, keys, dim)
-    yield structs.replace(scores, phase="backward", shape=twice, cost=scores.cost * 2.0, reads=(), keeps=())
+    yield from both_ways(scores, (2.0 * batch, rows, keys, dim))
     queries = cut.microbatch * seq
     yield Op(
         module=ATTENTION, name="index_top_k", phase="forward", kind="kernel", shape=(queries, keys),
@@ -467,6 +466,25 @@ def plain_linear(
             module, f"{part}_lora_add", "residual", (whole, wide), cut.precision, shape=shape
         )
     return results
+
+
+def look_up(module: str, name: str, width: Num, cut: Cut) -> Stated:
+    """Rows of a table that is cut by tp, for all tokens of its ranks, summed over them: both ways."""
+    elem_bytes = cut.precision.act_bytes
+    both = Op(module=module, name=name, phase="forward", kind="kernel", shape=(cut.tokens, width))
+    numbers = made(module, f"{name}_numbers", (cut.tokens,), "int64")
+    found = made(module, name, (cut.tokens, width), cut.precision.act_dtype)
+    yield structs.replace(
+        both, cost=embedding(cut.tokens, width, elem_bytes=elem_bytes), reads=(numbers,), makes=(found,),
+        keeps=(numbers,),
+    )  # fmt: skip
+    done = on_tp(module, name, "forward", summing(cut), width, cut, reads=found)
+    yield done
+    if cut.sequence_parallel:
+        yield on_tp(module, name, "backward", "all_gather", width, cut)
+    cost = embedding_backward(cut.tokens, width, elem_bytes=elem_bytes)
+    yield structs.replace(both, phase="backward", cost=cost, is_weight_grad=True)
+    return done.makes[0]
 
 
 def dequantized(module: str, name: str, num_params: Num, cut: Cut) -> Iterator[Op]:

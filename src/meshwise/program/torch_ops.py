@@ -19,13 +19,23 @@ only the early half concerns it (s queries, s/2 keys), of a rank behind it only 
 time (an all-to-all in which each rank sends all of it to the next; cp - 1 hops) or in one all-gather. In the
 backward they come round once more, and their gradients after them, in fp32 (fp64): cp hops.
 
-Source: torch.distributed.tensor.parallel, torch.distributed.tensor.experimental._attention.
+PyTorch's formulas make tensors on the way, beside what an op reads, makes and keeps (`Op.workspace_bytes`):
+
+    SwiGLU            silu(gate)
+    loss in chunks    the backward of a chunk runs in its forward, beside the gradient of the matrix so far
+    ring attention    gradients of queries, keys and values in fp32, and keys and values on their way
+    fp8 matmuls       the largest operand in fp32, and scaled
+
+Source: torch.distributed.tensor.parallel, torch.distributed.tensor.experimental._attention; dry runs of
+`meshwise train` on torch 2.13.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 
+import numpy as np
 from msgspec import structs
 
 from meshwise.core.units import Num
@@ -36,7 +46,6 @@ from meshwise.program.cut import Cut
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op, Precision, cast, collective, kernel, precision
 from meshwise.program.tensor import Tensor, exchanged, made
-from meshwise.program.torch_workspace import kernel_workspace, narrow_workspace, ring_workspace
 
 
 def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
@@ -183,3 +192,30 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
         total = made(op.module, "number_of_tokens", (op.count,), prec.stat_dtype)
         return structs.replace(op, keeps=(*op.keeps, total))
     return structs.replace(op, keeps=()) if op.name == "tokens" else op
+
+
+# --- workspace ---------------------------------------------------------------------------------
+
+
+def kernel_workspace(model: Model, cut: Cut, op: Op) -> Num:
+    """Of an element-wise kernel, in the phase of `op` [bytes]."""
+    act = cut.precision.act_bytes
+    if op.kind != "kernel":
+        return 0.0
+    if op.kernel in ("swiglu", "geglu", "reglu"):
+        return prod(op.shape) * act
+    if cut.loss_chunks > 1 and op.phase == "forward" and op.name.endswith("_gradients"):
+        logits = cut.tokens / cut.loss_chunks * model.vocab / cut.tp
+        return act * (logits + model.vocab / cut.tp * model.hidden * (not cut.lora_rank))
+    return 0.0
+
+
+def ring_workspace(cut: Cut, queries: Num, keys_and_values: Num) -> Num:
+    """Of the backward of ring attention whose tensors have so many elements [bytes]."""
+    act, stat = cut.precision.act_bytes, cut.precision.stat_bytes
+    return (cut.ring > 1) * (stat * (queries + 3.0 * keys_and_values) + 3.0 * act * keys_and_values)
+
+
+def narrow_workspace(m: Num, n: Num, k: Num, *, is_backward: bool) -> Num:
+    """Of a matmul [m, k] x [k, n] in fp8 [bytes]; its backward has the gradient [m, n] to cast too."""
+    return 8.0 * np.maximum(np.maximum(m * k, n * k), m * n * is_backward)

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward
-from meshwise.program.lifetime import Buffer, ProgramEvent, Script
+from meshwise.program.lifetime import ProgramEvent, Script
+from meshwise.program.tensor import Tensor
 
 WEIGHTS = ("Q", "K", "V", "O")
 
@@ -59,11 +60,11 @@ class Ulysses:
 class KeptByUlysses:
     """What the backward needs of the forward; of attention its scores, or its output and log-sum-exp."""
 
-    x: Buffer
-    weights: list[Buffer]
-    qkv: list[Buffer]
-    c_: Buffer
-    saved: tuple[Buffer, ...]
+    x: Tensor
+    weights: list[Tensor]
+    qkv: list[Tensor]
+    c_: Tensor
+    saved: tuple[Tensor, ...]
 
 
 def ulysses_program(u: Ulysses, rank: int) -> list[ProgramEvent]:
@@ -75,7 +76,7 @@ def ulysses_program(u: Ulysses, rank: int) -> list[ProgramEvent]:
     return script.events
 
 
-def ulysses_forward(u: Ulysses, s: Script) -> tuple[Buffer, KeptByUlysses]:
+def ulysses_forward(u: Ulysses, s: Script) -> tuple[Tensor, KeptByUlysses]:
     """From inputs to `output`, and what a backward needs; the inputs are among it."""
     n, d, e = u.tokens, u.hidden, u.width
     grid, heads = (u.ranks, u.local_heads, n, e), (u.local_heads, u.seq, e)
@@ -104,7 +105,7 @@ def ulysses_forward(u: Ulysses, s: Script) -> tuple[Buffer, KeptByUlysses]:
     return output, KeptByUlysses(x, weights, [q_, k_, v_], c_, saved)
 
 
-def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Buffer]:
+def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Tensor]:
     """From a gradient of `output` to those of the inputs, in the order in which autograd takes the nodes."""
     n, d, e = u.tokens, u.hidden, u.width
     grad = s.new("d output", n, d)
@@ -116,7 +117,7 @@ def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Buffer]:
     dq_, dk_, dv_ = attend_back(u, s, dc, kept)
     shape = (u.ranks, u.local_heads, n, e)
     grads = [_exchange_back(u, s, name, each, shape) for name, each in (("v", dv_), ("k", dk_), ("q", dq_))]
-    total: Buffer | None = None
+    total: Tensor | None = None
     d_weights = [d_out]
     for name, each, weight in zip("vkq", grads, kept.weights[2::-1], strict=True):
         d_weight, total = _project_back(u, s, name, each, kept.x, weight, total)
@@ -128,7 +129,7 @@ def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Buffer]:
     return [grad, total, *d_weights]
 
 
-def _exchange_back(u: Ulysses, s: Script, name: str, grad: Buffer, shape: tuple[int, ...]) -> Buffer:
+def _exchange_back(u: Ulysses, s: Script, name: str, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The gradient `grad` undergoes transpose and all-to-all in reverse.
 
     That of the keys of scores in memory comes with its last two dims swapped, which the copy undoes.
@@ -144,11 +145,11 @@ def _project_back(
     u: Ulysses,
     s: Script,
     name: str,
-    grad: Buffer,
-    x: Buffer,
-    weight: Buffer,
-    total: Buffer | None,
-) -> tuple[Buffer, Buffer]:
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    total: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Backward of x W: dW, and dx as one matmul over all heads, added to `total`."""
     n, d, e = u.tokens, u.hidden, u.width
     d_weight = s.matmul(name, (u.heads, d, e, n), (x, grad), f"d{name.upper()}")
@@ -163,8 +164,8 @@ def _project_back(
 
 
 def _scores_forward(
-    u: Ulysses, s: Script, q: Buffer, k: Buffer, v: Buffer
-) -> tuple[Buffer, tuple[Buffer, ...]]:
+    u: Ulysses, s: Script, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The mixed values, and the scores, which the backward needs; their softmax is made in place."""
     matrix = (u.local_heads, u.seq, u.seq)
     scores = s.matmul("A", (*matrix, u.width), (q, k), saves=(q, k))
@@ -172,7 +173,7 @@ def _scores_forward(
     return s.matmul("c", _thin(u), (scores, v), saves=(v,)), (scores,)
 
 
-def _scores_backward(u: Ulysses, s: Script, grad: Buffer, kept: KeptByUlysses) -> list[Buffer]:
+def _scores_backward(u: Ulysses, s: Script, grad: Tensor, kept: KeptByUlysses) -> list[Tensor]:
     """Gradients of queries, keys and values; that of the scores is made in place."""
     (q, k, v), (scores,) = kept.qkv, kept.saved
     matrix = (u.local_heads, u.seq, u.seq)
@@ -192,29 +193,29 @@ def _thin(u: Ulysses) -> tuple[int, int, int, int]:
 
 
 def _flash_forward(
-    u: Ulysses, s: Script, q: Buffer, k: Buffer, v: Buffer
-) -> tuple[Buffer, tuple[Buffer, ...]]:
+    u: Ulysses, s: Script, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The mixed values, which the backward needs too, with the log-sum-exp."""
     block = 1, u.local_heads, u.seq, u.width
     made = (
-        Buffer("c", block, u.dtype),
-        Buffer("lse", block[:3], "fp64" if u.dtype == "fp64" else "fp32"),
+        Tensor("c", block, u.dtype),
+        Tensor("lse", block[:3], "fp64" if u.dtype == "fp64" else "fp32"),
     )
     _fused(u, s, flash_attention, (q, k, v), made, (q, k, v, *made))
     return made[0], made
 
 
-def _flash_backward(u: Ulysses, s: Script, grad: Buffer, kept: KeptByUlysses) -> list[Buffer]:
+def _flash_backward(u: Ulysses, s: Script, grad: Tensor, kept: KeptByUlysses) -> list[Tensor]:
     """Gradients of queries, keys and values."""
-    made = [Buffer(name, (1, u.local_heads, u.seq, u.width), u.dtype) for name in ("dq", "dk", "dv")]
+    made = [Tensor(name, (1, u.local_heads, u.seq, u.width), u.dtype) for name in ("dq", "dk", "dv")]
     _fused(u, s, flash_attention_backward, (grad, *kept.qkv, *kept.saved), made)
     s.returns(grad, *kept.qkv, *kept.saved)
     return made
 
 
 def _fused(
-    u: Ulysses, s: Script, cost: Callable[..., Cost], reads: Sequence[Buffer], makes: Sequence[Buffer],
-    saves: Sequence[Buffer] = (),
+    u: Ulysses, s: Script, cost: Callable[..., Cost], reads: Sequence[Tensor], makes: Sequence[Tensor],
+    saves: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
     """One fused kernel over all tokens."""
     shape = (u.local_heads, u.local_heads, u.seq, u.seq, u.width, u.width)
@@ -226,6 +227,6 @@ def _fused(
 # --- transposes ----------------------------------------------------------------------------------
 
 
-def _swap(s: Script, op: str, tensor: Buffer, shape: tuple[int, ...], *, at: int = 0) -> Buffer:
+def _swap(s: Script, op: str, tensor: Tensor, shape: tuple[int, ...], *, at: int = 0) -> Tensor:
     """`tensor` with dims `at` and `at + 1` swapped to `shape`: copied, unless one of them is 1."""
     return s.kernel(op, shape, (tensor,)) if min(shape[at : at + 2]) > 1 else tensor

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from meshwise.cost.op import Cost, embedding, embedding_backward
+from meshwise.cost.op import Cost
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights, projectors
+from meshwise.program.additions import begun, ended, look_up_per_layer, side_ops
 from meshwise.program.block import block_input, block_ops
 from meshwise.program.cut import Cut
 from meshwise.program.diffusion import condition, modulation
@@ -36,11 +37,8 @@ from meshwise.program.op import (
     linear,
     precision,
 )
-from meshwise.program.per_layer import look_up_per_layer
-from meshwise.program.sides import side_ops
-from meshwise.program.streams import begun, ended
 from meshwise.program.tensor import Tensor, made
-from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
+from meshwise.program.tensor_1d import column_linear, look_up, norm, on_tp, shards
 from meshwise.program.walk import with_saved_bytes
 from meshwise.program.weights_of_ops import hold
 
@@ -88,7 +86,7 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
     if model.frames is not None:
         x = yield from convolutions(model, cut, module, rows, model.frames.channels)
     if model.vocab:
-        x = yield from _look_up(model, cut, module)
+        x = yield from look_up(module, "tokens", float(model.hidden), cut)
     yield from projected(model, cut)
     if model.token_types:
         x = yield from elementwise(module, "token_types", "residual", x, prec)
@@ -112,7 +110,7 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
     if model.encoder:
         source = made(ENCODER, "input", (source_cut(model, cut).split_tokens, hidden), prec.act_dtype)
         if not model.encoder.channels:
-            source = yield from _look_up(model, source_cut(model, cut), ENCODER)
+            source = yield from look_up(ENCODER, "tokens", hidden, source_cut(model, cut))
         yield from encoder_ends(model, cut, source)
 
 
@@ -138,24 +136,6 @@ def _projected(model: Model, cut: Cut) -> Iterator[Op]:
             if i:
                 x = yield from elementwise("embedding", f"{name}_act{i}", "gelu", x, prec)
             x = yield from linear("embedding", f"{name}_fc{i}", x, float(d_out), prec, bias=own.bias)
-
-
-def _look_up(model: Model, cut: Cut, module: str) -> Stated:
-    hidden, elem_bytes = float(model.hidden), cut.precision.act_bytes
-    both = Op(module=module, name="tokens", phase="forward", kind="kernel", shape=(cut.tokens, hidden))
-    numbers = made(module, "token_numbers", (cut.tokens,), "int64")
-    found = made(module, "tokens", (cut.tokens, hidden), cut.precision.act_dtype)
-    yield structs.replace(
-        both, cost=embedding(cut.tokens, hidden, elem_bytes=elem_bytes), reads=(numbers,), makes=(found,),
-        keeps=(numbers,),
-    )  # fmt: skip
-    done = on_tp(module, "tokens", "forward", summing(cut), hidden, cut, reads=found)
-    yield done
-    if cut.sequence_parallel:
-        yield on_tp(module, "tokens", "backward", "all_gather", hidden, cut)
-    cost = embedding_backward(cut.tokens, hidden, elem_bytes=elem_bytes)
-    yield structs.replace(both, phase="backward", cost=cost, is_weight_grad=True)
-    return done.makes[0]
 
 
 # --- head --------------------------------------------------------------------------------------
@@ -303,7 +283,7 @@ def _predict_next(model: Model, cut: Cut, x: Tensor) -> list[Op]:
 def _join(model: Model, cut: Cut, x: Tensor) -> Stated:
     module, hidden = "mtp", float(model.hidden)
     found: list[Op] = []
-    token = collected(_look_up(model, cut, module), found)
+    token = collected(look_up(module, "tokens", float(model.hidden), cut), found)
     yield from (op for op in found if not (cut.lora_rank and op.phase == "backward"))
     both = []
     for name, read in (("embedding_norm", token), ("hidden_norm", x)):

@@ -15,7 +15,7 @@ and each structure is walked once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import or_
@@ -43,25 +43,31 @@ class Activations(NamedTuple):
 
 def activations(ops: Sequence[Op]) -> Activations:
     """What the ops of a part keep."""
-    forward = [op for op in ops if op.phase == "forward"]
-    walks = [(cells, Walk(forward, views)) for cells, views in structures(forward)]
-    found = [walk.activations() for _, walk in walks]
-    if len(walks) == 1:
-        return found[0]
-    cells = [cells for cells, _ in walks]
-    return Activations(*(np.select(cells, values) for values in zip(*found, strict=True)))
+    found: Activations = of_structures(ops, Walk.activations)
+    return found
 
 
 def with_saved_bytes(ops: Sequence[Op]) -> list[Op]:
     """`ops`, each forward one with the bytes that it is the first to keep, nothing recomputed."""
+    saved = iter(of_structures(ops, lambda walk: tuple(walk.saved_bytes())))
+    return [structs.replace(op, saved_bytes=next(saved)) if op.phase == "forward" else op for op in ops]
+
+
+def of_structures(ops: Sequence[Op], told: Callable[[Walk], Any]) -> Any:
+    """What is `told` of the walk of the forward of `ops`: in each cell, of that of its structure."""
     forward = [op for op in ops if op.phase == "forward"]
-    walks = [(cells, iter(Walk(forward, views).saved_bytes())) for cells, views in structures(forward)]
+    cells, walks = zip(*((cells, Walk(forward, views)) for cells, views in structures(forward)), strict=True)
+    found = [told(walk) for walk in walks]
+    return found[0] if len(found) == 1 else selected(cells, found)
 
-    def saved() -> Num:
-        of_each = [next(found) for _, found in walks]
-        return of_each[0] if len(walks) == 1 else np.select([cells for cells, _ in walks], of_each)
 
-    return [structs.replace(op, saved_bytes=saved()) if op.phase == "forward" else op for op in ops]
+def selected(cells: Sequence[Any], found: Sequence[Any]) -> Any:
+    """Of several tuples of numbers the one that holds in each cell: the first whose `cells` are true."""
+    if not isinstance(found[0], tuple):
+        return np.select(cells, found)
+    chosen = (selected(cells, values) for values in zip(*found, strict=True))
+    kind = type(found[0])
+    return kind(*chosen) if hasattr(kind, "_fields") else tuple(chosen)
 
 
 class Room(NamedTuple):

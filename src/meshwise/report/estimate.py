@@ -14,7 +14,7 @@ from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
-from meshwise.estimate.pipeline import play
+from meshwise.estimate.step import play
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import plan_text
 from meshwise.plan.workload import Workload

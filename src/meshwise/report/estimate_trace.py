@@ -1,6 +1,6 @@
 """The step of a plan as a timeline that ui.perfetto.dev opens: one process per pipeline rank.
 
-The pipeline is simulated (`estimate.pipeline`), microbatch by microbatch. What happens once a step follows on
+The pipeline is simulated (`estimate.step`), microbatch by microbatch. What happens once a step follows on
 every rank, as long as the slowest needs: the data-parallel exchange that nothing hides, the optimizer, and
 the wait for stragglers. Ranks of one stage that differ only along tp, cp or dp do the same at the same
 time, so one of them stands for all.
@@ -17,7 +17,7 @@ import numpy as np
 from meshwise.core.errors import PlanError
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.one_plan import Estimate
-from meshwise.estimate.pipeline import play
+from meshwise.estimate.step import play
 from meshwise.plan.stages import Stage, chunks, layers_of_chunks
 from meshwise.report.chrome_trace import chrome_events, complete, metadata, write_events
 

@@ -1,7 +1,7 @@
 """The order in which the plans of a space are priced: those first whose least time is least.
 
 A few plans of a large space come first, so that there is a good one early. Each row of a grid has a time that
-none of its plans stays below (`estimate.least`): rows are priced in that order until it is longer than what
+none of its plans stays below (`estimate.step`): rows are priced in that order until it is longer than what
 could still change the answer (`BestPlans.limit_s`). What is left is ruled out: the answer is that of pricing
 every plan.
 """

@@ -265,7 +265,7 @@ def found_at(cells: Cells, cell: int) -> Found:
     """The plan of one cell, by its flat index."""
     index = tuple(int(i) for i in np.unravel_index(cell, cells.shape))
     step_s, memory = cells.array(cells.step.step_s)[index], cells.array(cells.step.memory_bytes)[index]
-    return Found(cells.plan, cells.values_at(index), float(step_s), float(memory))
+    return Found(cells.mesh.plan, cells.values_at(index), float(step_s), float(memory))
 
 
 def _first(
