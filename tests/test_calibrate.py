@@ -121,49 +121,14 @@ def test_short_calls_are_timed_in_long_batches(monkeypatch: pytest.MonkeyPatch) 
 # --- the path of a GPU ---------------------------------------------------------------------------
 
 
-class Gpu:
-    """Stand-ins for torch.cuda: events that tell a clock of their own, and the properties of a chip."""
-
-    def __init__(self, capability: tuple[int, int], cache_bytes: int) -> None:
-        self.calls: list[str] = []
-        self.now_ms = 0.0
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-                self.at_ms = -1.0
-
-            def record(self) -> None:
-                gpu.calls.append("record")
-                self.at_ms = gpu.now_ms
-
-            def synchronize(self) -> None:
-                gpu.calls.append("wait")
-
-            def elapsed_time(self, end: Any) -> float:
-                assert gpu.calls[-1] == "wait"
-                return float(end.at_ms - self.at_ms)
-
-        self.Event = Event
-        self.get_device_capability = lambda: capability
-        self.get_device_properties = lambda _: SimpleNamespace(L2_cache_size=cache_bytes)
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-    def run(self) -> None:
-        self.calls.append("run")
-        self.now_ms += 2.0
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gpu]:
-    def make(capability: tuple[int, int] = (9, 0), cache_bytes: int = 50 << 20) -> Gpu:
-        made = Gpu(capability, cache_bytes)
-        for name in ("Event", "synchronize", "get_device_capability", "get_device_properties"):
-            monkeypatch.setattr(torch.cuda, name, getattr(made, name))
-        return made
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A stand-in for torch.cuda: the properties of a chip."""
+
+    def make(capability: tuple[int, int] = (9, 0), cache_bytes: int = 50 << 20) -> None:
+        properties = SimpleNamespace(L2_cache_size=cache_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
     return make
 
@@ -177,14 +142,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gpu]:
     ],
 )
 def test_dtypes_of_a_gpu(
-    capability: tuple[int, int], dtypes: tuple[str, ...], gpu: Callable[..., Gpu]
+    capability: tuple[int, int], dtypes: tuple[str, ...], gpu: Callable[..., None]
 ) -> None:
     gpu(capability)
     assert measure.gemm_dtypes("cuda") == dtypes
 
 
 @pytest.mark.parametrize(("side", "sets"), [(512, 64), (2048, 7), (8192, 1)])
-def test_no_operand_is_left_in_the_cache(side: int, sets: int, gpu: Callable[..., Gpu]) -> None:
+def test_no_operand_is_left_in_the_cache(side: int, sets: int, gpu: Callable[..., None]) -> None:
     """A and B in bf16 are 1, 16 and 256 MiB; the cache of 50 MiB is passed twice before they come again."""
     gpu()
     operand_bytes = 2 * side * side * 2

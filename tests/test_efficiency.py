@@ -151,14 +151,6 @@ def test_memory_kernels_and_casts_take_their_bytes(moved):
     assert cast == pytest.approx(8 * moved * 3 / bandwidth)
 
 
-@pytest.mark.parametrize(
-    ("experts", "pairs", "active"),
-    [(8, 1, 1), (1, 5, 1), (2, 2, 1.5), (64, 1e9, 64), (256, 256, 256 * (1 - (255 / 256) ** 256))],
-)
-def test_active_experts(experts, pairs, active):
-    assert active_experts(experts, pairs) == pytest.approx(active, rel=1e-6)
-
-
 @given(st.floats(1.0, 1e6), st.sampled_from([8.0, 256.0]), st.sampled_from([1.0, 2.0, 8.0]))
 def test_ideal_experts_are_their_parts(tokens, experts, topk):
     """Two grouped matmuls over the rows of the active experts, and the rows moved between them."""
@@ -292,17 +284,6 @@ def test_links_are_inherited_from_links_of_their_kind():
     torus = eff.constants(find_chip("tpu-v5p"))
     assert "l40s" not in torus.inherited_from["inner.link"]
     assert torus.inner.host_frac == torus.inner.host_shared_frac == 1.0
-
-
-def test_a_relative_inherits_the_geometric_mean():
-    text = "\n".join(
-        f"[gemm.{chip}.bf16]\npeak_frac = {frac}\ntiled = true"
-        for chip, frac in (("h100-80g-sxm", 0.9), ("h200-sxm", 0.4))
-    )
-    found = eff.constants(find_chip("h800"), tables=eff.read(text))
-    assert found.gemm("bf16").peak_frac == pytest.approx(0.6)
-    assert found.gemm("bf16").tiled
-    assert math.isinf(found.gemm("bf16").cache_speedup)
 
 
 def test_a_constant_that_does_not_exist_is_refused():

@@ -397,32 +397,15 @@ def test_layer_command_on_a_chip_also_knows_its_two_levels() -> None:
     assert two["binds"] == "network"
 
 
-def test_run_command_on_a_users_own_device(tmp_path: Path) -> None:
-    own = tmp_path / "own.toml"
-    own.write_text(
-        """
-        num_chips = 4
-        [chip]
-        vendor = "ours"
-        generation = "one"
-        memory_bytes = 64e9
-        memory_bytes_per_s = 2e12
-        matrix_flop_per_s = { bf16 = 400e12 }
-        vector_flop_per_s = { fp32 = 20e12 }
-        power_watts = 500.0
-        [[chip.levels]]
-        name = "fabric"
-        bytes_per_s = 200e9
-        latency_s = 1e-6
-        """
-    )
-    picture = tmp_path / "own.png"
-    words = ["run", "--chip", str(own), "--price", "2", "--json"]
-    result = CliRunner().invoke(app, ["frontier", *words, "--plot", str(picture)], catch_exceptions=False)
+def test_run_command(tmp_path: Path) -> None:
+    picture = tmp_path / "v100.png"
+    words = ["run", "--chip", "v100", "--watts", "500", "--price", "2", "--json", "--plot", str(picture)]
+    result = CliRunner().invoke(app, ["frontier", *words], catch_exceptions=False)
     document = json.loads(result.stdout)
     assert {"curve", "plateau", "limit_80pct_flop", "wall_flop"} <= document.keys()
     assert {"curve", "plateau", "limit_80pct_flop", "wall_flop"} <= document["with_failures"].keys()
     assert {"training_flop", "utilization", "plan", "binds"} <= document["curve"][0].keys()
     limit = document["limit"]
     assert limit["power_watts"] == 500 * limit["devices"]
+    assert limit["price"] == pytest.approx(2 * limit["devices"] * limit["training_s"] / 3600)
     assert picture.stat().st_size > 10_000

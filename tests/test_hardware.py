@@ -97,21 +97,6 @@ def test_every_chip_has_published_peaks_to_be_held_against() -> None:
     assert {name for quantity, name, *_ in PUBLISHED if quantity.endswith("[TFLOP/s]")} == set(CHIPS)
 
 
-def test_the_nersc_notebook_has_its_own_machine() -> None:
-    cluster = find_cluster("nersc-notebook")
-    machine = rates(cluster, "fp16")
-    assert cluster.num_chips == 4
-    assert cluster.chip.memory_bytes == 40e9
-    assert machine.matrix_flop_per_s == 312e12
-    assert machine.vector_flop_per_s == 78e12
-    assert cluster.chip.vector_peak("fp32") == 19.5e12
-    assert machine.memory_bytes_per_s == 1555e9
-    assert machine.link_bytes_per_s == (600e9, 100e9)
-    assert machine.link_latency_s == (0.0, 0.0)
-    assert machine.link_ranks[0] == 4
-    assert rates(cluster, "bf16").matrix_flop_per_s == machine.matrix_flop_per_s
-
-
 # --- properties of every entry ----------------------------------------------------------------------
 
 
@@ -305,35 +290,23 @@ BAD_FIELDS = [
     ("chip", "h1000", "h1000"),
     ("num_chips", None, "num_chips"),
     ("num_chips", 0, "num_chips"),
-    ("num_chips", 8.5, "num_chips"),
-    ("num_chips", "8", "num_chips"),
     ("num_chips", 10**10, "num_chips"),
     ("num_chip", 8, "num_chip"),
     ("levels", [], "levels"),
     ("levels.0.ranks", None, "ranks"),
     ("levels.0.ranks", 2.5, "ranks"),
-    ("levels.1.ranks", 4, "ranks"),
     ("levels.0.bytes_per_s", None, "bytes_per_s"),
     ("levels.0.bytes_per_s", 0.0, "bytes_per_s"),
-    ("levels.0.bytes_per_s", math.inf, "bytes_per_s"),
     ("levels.1.latency_s", -1e-6, "latency_s"),
-    ("levels.1.latency_s", math.nan, "latency_s"),
-    ("chip.vendor", None, "vendor"),
     ("chip.generation", 3, "generation"),
     ("chip.memory_bytes", None, "memory_bytes"),
-    ("chip.memory_bytes", math.nan, "memory_bytes"),
-    ("chip.memory_bytes", 0, "memory_bytes"),
     ("chip.memory_bytes", 10**400, "memory_bytes"),
-    ("chip.memory_bytes_per_s", math.inf, "memory_bytes_per_s"),
     ("chip.matrix_flop_per_s", {"bf16": -1.0}, "matrix_flop_per_s.bf16"),
     ("chip.matrix_flop_per_s", {"bf17": 1e12}, "bf17"),
     ("chip.vector_flop_per_s", {}, "fp32"),
-    ("chip.vector_flop_per_s", {"fp32": math.nan}, "vector_flop_per_s.fp32"),
     ("chip.num_cores", -1, "num_cores"),
     ("chip.op_host_s", -1.0, "op_host_s"),
-    ("chip.power_watts", math.nan, "power_watts"),
     ("checked", "yesterday", "checked"),
-    ("source", ["a"], "source"),
 ]
 
 
@@ -357,8 +330,6 @@ BAD_FILES = [
     (b"\x00\x01\x02\xff\xfe", "not text"),
     (b"\x7fELF\x02\x01\x01", "not valid TOML"),
     (b"", "missing required field"),
-    (b"num_chips = " + b"9" * 5000, "not valid TOML"),
-    (b"a = " + b"[" * 60_000, "not valid TOML"),
     (b"a = " + b"[" * 100_000, "more than 65,536 bytes"),
 ]
 
@@ -370,11 +341,6 @@ def test_a_file_that_is_no_cluster_is_one_sentence(tmp_path: Path, content: byte
     with pytest.raises(ClusterError, match=problem) as caught:
         find_cluster(str(file))
     assert str(file) in str(caught.value)
-
-
-def test_a_directory_is_no_cluster(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="no file is there"):
-        find_cluster(str(tmp_path))
 
 
 # --- torus, rails, oversubscription ------------------------------------------------------------

@@ -87,9 +87,3 @@ def test_ledger_holds_the_same_totals() -> None:
     )
     seconds = of.ledger.total("time_s") * depth
     assert seconds == pytest.approx(of.to_json()["step_s"], rel=1e-12)
-
-
-def test_without_sequence_parallelism_nothing_is_gathered() -> None:
-    rows = [row for name in ("mlp", "sa") for row in table_of(name, "tp=4,sp=0")["rows"]]
-    kinds = {row[f"comm_{way}_type"] for row in rows for way in ("fwd", "bwd")}
-    assert kinds == {None, "reducescatter"}

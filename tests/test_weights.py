@@ -28,18 +28,7 @@ from parameters import num_mtp_params
 
 CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
 RECORDS = map(json.loads, (CONFIGS[0].parent.parent / "transformers_5.23.jsonl").read_text().splitlines())
-HYBRIDS = (
-    "qwen3_next",
-    "qwen3_5_text",
-    "granitemoehybrid",
-    "nemotron_h",
-    "jamba",
-    "lfm2_moe",
-    "mamba",
-    "mamba2",
-    "falcon_h1",
-    "kimi_linear",
-)
+HYBRIDS = ("qwen3_next", "nemotron_h", "jamba", "lfm2_moe", "mamba", "falcon_h1", "kimi_linear")
 MODELS = {
     **{
         record["model_type"]: model_from_config(record["config"], name=record["model_type"])
