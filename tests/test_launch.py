@@ -1,7 +1,6 @@
 """Settings of other frameworks: allowed by their argument lists, complete, and refused where they refuse."""
 
 import ast
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, TRAINING
 from meshwise.launch.tables import VALUE, table_of
+from test_one_path import VALUES
 
 CLUSTER = "h100-80g-sxm:64"
 
@@ -29,7 +29,9 @@ def names_in(setting: Any) -> set[str]:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_argument_of_a_table_exists(framework: str) -> None:
     """With a value that the framework's own list allows, where the table states one."""
-    known = framework_arguments(framework).arguments
+    listed = framework_arguments(framework)
+    known = listed.arguments
+    assert listed.version and listed.source and listed.date.startswith("2026-")
     for fact, setting in table_of(framework).items():
         assert names_in(setting) <= set(known), fact
         for option in setting.values():
@@ -37,46 +39,26 @@ def test_every_argument_of_a_table_exists(framework: str) -> None:
                 assert value is VALUE or read_value(framework, name, value) is not None
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_lists_have_version_and_date(framework: str) -> None:
-    found = framework_arguments(framework)
-    assert found.version and found.source
-    assert found.date.startswith("2026-")
-
-
 def test_a_value_that_is_not_allowed_is_refused() -> None:
     with pytest.raises(mw.MeshwiseError, match="--cp-comm-type does not take ring; it takes p2p"):
         read_value("megatron-lm", "--cp-comm-type", "ring")
 
 
-CHOICES = {
-    "tp": [1, 2, 4, 8],
-    "sp": [None, True, False],
-    "cp": [1, 2, 4],
-    "cp_kind": ["ring", "ulysses", "all_gather"],
-    "pp": [1, 2, 4],
-    "vpp": [1, 2],
-    "schedule": ["1f1b", "gpipe", "zb-v"],
-    "zero": [0, 1, 2, 3],
-    "zero_group": [None, 2, 4],
-    "recompute": ["none", "selective", "full"],
-    "recompute_layers": [None, 2],
-    "recompute_every": [1, 4],
-    "loss_chunks": [1, 8],
-    "loss_fusion": [None, "none", "kernels", "in_place"],
-    "recompute_modules": [(), ("core_attn", "mlp"), ("layernorm",), ("per_op",)],
-    "dtype": ["bf16", "fp16", "fp32", "fp8"],
-    "grad_dtype": ["fp32", "bf16"],
-    "optimizer": ["adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd"],
-    "attention": ["flash", "unfused"],
-    "offload_optimizer": [0.0, 0.5, 1.0],
-    "overlap_dp": [True, False],
-    "overlap_tp": [True, False],
-    "overlap_pp": [True, False],
-    "ep": [1, 2, 8],
-    "etp": [None, 1],
-    "dispatch": ["per_expert", "per_rank"],
-    "placement": [("tp", "cp", "dp", "pp"), ("tp", "cp", "pp", "dp")],
+OF_VALUES = ("sp", "cp", "vpp", "zero", "zero_group", "recompute", "loss_fusion", "grad_dtype", "attention")
+OF_VALUES += ("offload_optimizer", "overlap_dp", "overlap_tp", "overlap_pp", "ep", "dispatch")
+CHOICES = {key: VALUES[key] for key in OF_VALUES} | {
+    "tp": (1, 2, 4, 8),
+    "cp_kind": ("ring", "ulysses", "all_gather"),
+    "pp": (1, 2, 4),
+    "schedule": ("1f1b", "gpipe", "zb-v"),
+    "recompute_layers": (None, 2),
+    "recompute_every": (1, 4),
+    "loss_chunks": (1, 8),
+    "recompute_modules": ((), ("core_attn", "mlp"), ("layernorm",), ("per_op",)),
+    "dtype": ("bf16", "fp16", "fp32", "fp8"),
+    "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd"),
+    "etp": (None, 1),
+    "placement": (("tp", "cp", "dp", "pp"), ("tp", "cp", "pp", "dp")),
 }
 
 
@@ -197,11 +179,6 @@ def test_modules_of_selective_recomputation_are_said() -> None:
         assert is_said != any(sentence.startswith("recompute=selective") for sentence in lost)
 
 
-def test_json_files_are_json(tmp_path: Path) -> None:
-    mw.launch("llama3-8b", CLUSTER, "zero=3", to="deepspeed", batch=64, seq=4096).write(tmp_path)
-    assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]["stage"] == 3
-
-
 # --- and back ----------------------------------------------------------------------------------
 
 
@@ -308,20 +285,21 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     assert found[0].unread
 
 
+OF_TITAN = (
+    "tp",
+    "sp",
+    "cp",
+    "pp",
+    "vpp",
+    "zero_group",
+    "recompute",
+    "overlap_tp",
+    "loss_chunks",
+    "loss_fusion",
+)
 SAID = {  # keys of which a framework says at least some values
     "megatron-lm": tuple(CHOICES),
-    "torchtitan": (
-        "tp",
-        "sp",
-        "cp",
-        "pp",
-        "vpp",
-        "zero_group",
-        "recompute",
-        "overlap_tp",
-        "loss_chunks",
-        "loss_fusion",
-    ),
+    "torchtitan": OF_TITAN,
     "deepspeed": ("zero", "dtype", "grad_dtype", "overlap_dp", "offload_optimizer"),
     "accelerate": ("zero_group", "dtype", "recompute"),
 }
@@ -440,17 +418,8 @@ def test_a_model_is_read_back(tmp_path: Path, model: str) -> None:
     job = mw.launch(model, CLUSTER, "tp=8", to="megatron-lm", batch=128, seq=2048)
     found = read_back("megatron-lm", job, tmp_path).model
     wanted = mw.find_model(model)
-    for key in (
-        "num_layers",
-        "hidden",
-        "ffn_hidden",
-        "num_heads",
-        "num_kv_heads",
-        "vocab",
-        "mla",
-        "moe",
-        "norm",
-    ):
+    sizes = ("num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads")
+    for key in (*sizes, "vocab", "mla", "moe", "norm"):
         assert getattr(found, key) == getattr(wanted, key), key
 
 
@@ -535,11 +504,8 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
         assert "'Qwen/Qwen3-8B'" in ast.unparse(tree)
         assert bool(job.not_expressed) == (framework == "unsloth")
     tune = mw.launch("llama3-8b", "4090:1", plan, to="torchtune", **words)
-    assert tune.arguments[:3] == (
-        "lora_finetune_single_device",
-        "--config",
-        "llama3_1/8B_qlora_single_device",
-    )
+    recipe = ("lora_finetune_single_device", "--config", "llama3_1/8B_qlora_single_device")
+    assert tune.arguments[:3] == recipe
     lost = mw.launch("qwen3-8b", "4090:1", plan, to="torchtune", **words).not_expressed
     assert "model=qwen3-8b: torchtune has no config of qlora for it" in lost
 

@@ -324,20 +324,14 @@ ARGUMENTS = ("search", "mixtral-8x7b", "--cluster", "h100-80g-sxm:64", "--batch"
 KEYS = {"plans_considered", "plans_feasible", "elapsed_s", "plans_per_s", "best", "pareto", "nearest_miss"}
 
 
-def test_command(meshwise) -> None:
+def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
     done = meshwise(*ARGUMENTS, "--top", "3", "--json")
-    assert done.code == 0
     document = done.document
-    assert set(document) >= KEYS
+    assert done.code == 0 and set(document) >= KEYS and "mixtral" not in done.err
     assert 0 < document["plans_feasible"] <= document["plans_priced"] < document["plans_considered"]
     steps = [best["step_s"] for best in document["best"]]
-    assert steps == sorted(steps)
-    assert len(steps) == 3
-    assert "mixtral" not in meshwise(*ARGUMENTS).err
-
-
-def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
-    for best in meshwise(*ARGUMENTS, "--top", "4", "--json").document["best"]:
+    assert steps == sorted(steps) and len(steps) == 3
+    for best in document["best"]:
         words = ("--plan", best["plan_text"], "--microbatch", str(best["microbatch"]))
         again = meshwise("estimate", *ARGUMENTS[1:], *words, "--json").document
         for key in ("step_s", "mfu", "memory_bytes"):
@@ -347,15 +341,9 @@ def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("tp=8", "pp=4", "zero=1", "dp=8", "ep=4", "schedule=zb-h1", "recompute=full,recompute_layers=3"),
-        *(
-            "zero=2,zero_group=4",
-            "offload_optimizer=0.5",
-            "offload_activations=1",
-            "overlap_tp=1",
-            "dtype=fp8",
-        ),
-        *("cp=2,cp_kind=ulysses", "placement=tp-pp-dp-cp", "tp=2|4,pp=2"),
+        *("tp=8,dp=8", "pp=4,schedule=zb-h1", "recompute=full,recompute_layers=3", "zero=2,zero_group=4"),
+        *("offload_optimizer=0.5,offload_activations=1", "overlap_tp=1,dtype=fp8", "cp=2,cp_kind=ulysses"),
+        *("placement=tp-pp-dp-cp", "tp=2|4,pp=2"),
     ],
 )
 def test_what_is_stated_is_obeyed(meshwise, text: str) -> None:
@@ -365,32 +353,24 @@ def test_what_is_stated_is_obeyed(meshwise, text: str) -> None:
         for item in text.split(","):
             key, _, values = item.partition("=")
             value = best["plan"][key]
-            shown = (
-                "-".join(value) if isinstance(value, list) else str(int(value) if value is True else value)
-            )
+            value = int(value) if value is True else value
+            shown = "-".join(value) if isinstance(value, list) else str(value)
             assert shown.removesuffix(".0") in values.split("|"), best["plan_text"]
 
 
-def test_a_plan_stands_beside_the_best(meshwise) -> None:
-    document = meshwise(*ARGUMENTS, "--beside", "tp=8,ep=8,etp=1", "--json").document
-    best, beside = document["best"][0], document["beside"]
-    assert beside["plan_text"] == "tp=8,ep=8,etp=1"
-    assert sum(beside["time_s"].values()) == pytest.approx(beside["step_s"], rel=1e-12)
-    assert best["step_s"] <= beside["step_s"]
-    shown = meshwise(*ARGUMENTS, "--beside", "tp=8,ep=8,etp=1").out
-    assert "the best plan beside the one asked for" in shown
-
-
 def test_key_by_key_a_plan_becomes_the_best(meshwise) -> None:
-    beside = meshwise(*ARGUMENTS, "--beside", "tp=8,ep=8,etp=1,recompute=full", "--json").document
-    reasons, first = beside["beside"]["reasons"], beside["best"][0]
-    assert sum(one["gain_s"] for one in reasons) == pytest.approx(
-        beside["beside"]["step_s"] - first["step_s"]
-    )
-    assert reasons[-1]["step_s"] == first["step_s"]
-    assert any(one["change"].endswith("recompute full to none") for one in reasons)
-    for one in reasons:
+    text = "tp=8,ep=8,etp=1,recompute=full"
+    document = meshwise(*ARGUMENTS, "--beside", text, "--json").document
+    first, beside = document["best"][0], document["beside"]
+    assert beside["plan_text"] == text and first["step_s"] <= beside["step_s"]
+    assert sum(beside["time_s"].values()) == pytest.approx(beside["step_s"], rel=1e-12)
+    gains = [one["gain_s"] for one in beside["reasons"]]
+    assert sum(gains) == pytest.approx(beside["step_s"] - first["step_s"])
+    assert beside["reasons"][-1]["step_s"] == first["step_s"]
+    assert any(one["change"].endswith("recompute full to none") for one in beside["reasons"])
+    for one in beside["reasons"]:
         assert sum(one["more_s"].values()) == pytest.approx(-one["gain_s"], rel=1e-6, abs=1e-9)
+    assert "the best plan beside the one asked for" in meshwise(*ARGUMENTS, "--beside", text).out
 
 
 def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
@@ -403,10 +383,7 @@ def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
         alone = meshwise(*ARGUMENTS, "--plan", f"software={name}", "--top", "1", "--json").document
         assert alone["best"][0]["step_s"] == version["best"]["step_s"] <= version["step_s"]
     steps = [version["step_s"] for version in document["versions"]]
-    assert (
-        document["versions"][1]["gain_frac"] == pytest.approx(1 - steps[1] / steps[0])
-        and steps[0] != steps[1]
-    )
+    assert document["versions"][1]["gain_frac"] == pytest.approx(1 - steps[1] / steps[0]) != 0
     both = meshwise(*ARGUMENTS, "--software", names[0], "--plan", f"software={names[1]}")
     assert both.code == 2 and "--software names the versions" in both.err
 
@@ -414,17 +391,8 @@ def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
 def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise) -> None:
     """Each is met by days and dollars with failures; a batch needs the more tokens the larger it is."""
     job = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "64", "--seq", "8192")
-    few = (
-        "--plan",
-        "tp=1|2,pp=1,cp=1",
-        "--vary",
-        "gpus=16|64,batch=64|256",
-        "--tokens",
-        "1e11",
-        "--price",
-        "2",
-    )
-    few += ("--critical-batch", "4e6", "--json")
+    few = ("--plan", "tp=1|2,pp=1,cp=1", "--vary", "gpus=16|64,batch=64|256", "--tokens", "1e11")
+    few += ("--price", "2", "--critical-batch", "4e6", "--json")
     points = meshwise(*job, *few).document["points"]
     for one in points:
         assert one["tokens"] == pytest.approx(1e11 * (1 + one["batch"] * 8192 / 4e6))
@@ -452,12 +420,8 @@ def test_nothing_fits_is_exit_1(meshwise) -> None:
         str(miss["microbatch"]), "--json",
     ).document  # fmt: skip
     assert again["memory_bytes"]["total"] == pytest.approx(miss["memory_bytes"], rel=1e-12)
-
-
-def test_nothing_divides_is_exit_1_with_the_reason(meshwise) -> None:
     done = meshwise("search", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=5", "--batch", "8")
-    assert done.code == 1
-    assert "8 ranks do not divide by tp=5" in done.out
+    assert done.code == 1 and "8 ranks do not divide by tp=5" in done.out
 
 
 def test_a_study_is_its_searches(meshwise) -> None:
@@ -511,7 +475,8 @@ def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:
     for one in document["assumptions"]:
         assert one["factor"] <= 1
         assert one["kept_s"] is None or one["kept_s"] >= max(first, one["best"]["step_s"]) * (1 - 1e-12)
-    assert document["safest"]["worst_s"] <= max(one["kept_s"] or math.inf for one in document["assumptions"])
+    worst = max(document["assumptions"], key=lambda one: one["kept_s"] or math.inf)
+    assert document["hurts_most"] == worst["name"]
 
 
 def test_files_hold_what_was_found(meshwise, tmp_path) -> None:

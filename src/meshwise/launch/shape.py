@@ -21,7 +21,17 @@ _SAID = {
     *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
     *("mtp_layers", "mla", "moe"),
 }
+_AS_SAID = ("activation", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac", "mtp_layers")
+MOST_TIMES = 10_000
+"""The largest factor in an expression of layers."""
 _BIASES = ("linear", "qkv", "out")
+_OF_EXPERTS = {"num_experts": "num_experts", "top_k": "top_k", "expert_ffn": "ffn_hidden"} | {
+    name: name for name in ("shared_gate", "balance_bias")
+}
+_OF_SOME_EXPERTS = {"shared_ffn": "shared_ffn_hidden"} | {
+    name: name for name in ("capacity_factor", "expert_groups", "top_groups")
+}
+"""Fields of experts by the facts that say them; those of the latter are left out where they are 0."""
 
 
 def unsaid(model: Model) -> list[str]:
@@ -54,18 +64,9 @@ def shape_of(model: Model, seq: int) -> Facts:
         facts |= {field.name: getattr(mla, field.name) or None for field in fields(mla)}
     if moe is not None:
         pattern = [int(is_moe_layer(model, layer)) for layer in range(model.num_layers)]
-        facts |= {
-            "num_experts": moe.num_experts,
-            "top_k": moe.top_k,
-            "expert_ffn": moe.ffn_hidden,
-            "shared_ffn": moe.shared_ffn_hidden or None,
-            "moe_layers": _pattern_text(pattern),
-            "capacity_factor": moe.capacity_factor or None,
-            "shared_gate": moe.shared_gate,
-            "balance_bias": moe.balance_bias,
-            "expert_groups": moe.expert_groups or None,
-            "top_groups": moe.top_groups or None,
-        }
+        facts |= {fact: getattr(moe, field) for fact, field in _OF_EXPERTS.items()}
+        facts |= {fact: getattr(moe, field) or None for fact, field in _OF_SOME_EXPERTS.items()}
+        facts["moe_layers"] = _pattern_text(pattern)
     return facts
 
 
@@ -83,28 +84,21 @@ def model_of(facts: Facts, tp: int, where: str) -> Model | None:
     )
     if facts["padded"]:
         vocab = -(-vocab // (128 * tp)) * 128 * tp
+    said = {name: facts[name] for name in _AS_SAID} | {"num_layers": layers, "hidden": hidden}
     model = Model(
         name=where,
-        num_layers=layers,
-        hidden=hidden,
         ffn_hidden=facts.get("ffn_hidden") or (int(8 * hidden / 3) // 64 * 64 if gated else 4 * hidden),
         num_heads=heads,
         num_kv_heads=facts.get("kv_groups") or heads,
         head_dim=head_dim,
         vocab=vocab,
         max_seq=facts.get("max_seq") or facts.get("seq") or 0,
-        activation=facts["activation"],
         norm=norm,
         norm_bias=bool(has_bias),
-        **biases,
-        positions=facts["positions"],
-        tied_embedding=facts["tied_embedding"],
-        qk_norm=facts["qk_norm"],
-        sinks=facts["sinks"],
-        dropout_frac=facts["dropout_frac"],
-        mtp_layers=facts["mtp_layers"],
         mla=mla,
         moe=_moe(facts, layers) if facts.get("num_experts") else None,
+        **biases,
+        **said,
     )
     return checked_model(model, where)
 
@@ -114,22 +108,12 @@ def _mla(facts: Facts) -> MLA:
 
 
 def _moe(facts: Facts, num_layers: int) -> MoE:
+    shared, width = facts.get("shared_ffn") or 0, facts.get("expert_ffn") or facts["ffn_hidden"]
+    num_shared = max(shared // width, 1) if shared else 0
     pattern = _pattern(facts.get("moe_layers") or 1, num_layers)
-    shared = facts.get("shared_ffn") or 0
-    width = facts.get("expert_ffn") or facts["ffn_hidden"]
-    return MoE(
-        num_experts=facts["num_experts"],
-        top_k=facts["top_k"],
-        ffn_hidden=width,
-        num_shared_experts=max(shared // width, 1) if shared else 0,
-        shared_ffn_hidden=shared,
-        **_rule(pattern),
-        capacity_factor=facts.get("capacity_factor") or 0.0,
-        shared_gate=facts["shared_gate"],
-        balance_bias=facts["balance_bias"],
-        expert_groups=facts.get("expert_groups") or 0,
-        top_groups=facts.get("top_groups") or 0,
-    )
+    stated: Facts = {field: facts[fact] for fact, field in _OF_EXPERTS.items() if fact != "expert_ffn"}
+    stated |= {field: facts.get(fact) or 0 for fact, field in _OF_SOME_EXPERTS.items()}
+    return MoE(ffn_hidden=width, num_shared_experts=num_shared, **_rule(pattern), **stated)
 
 
 # --- which layers have experts: ([0]*3+[1]*58) -------------------------------------------------
@@ -159,15 +143,12 @@ def _evaluate(node: ast.expr) -> Any:
         return node.value
     if isinstance(node, ast.List):
         return [_evaluate(part) for part in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _evaluate(node.left) + _evaluate(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _evaluate(node.left), _evaluate(node.right)
-        if isinstance(left, int) != isinstance(right, int):
-            times = left if isinstance(left, int) else right
-            if times > 10_000:
-                raise ValueError
-        return left * right
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if max((times for times in (left, right) if isinstance(times, int)), default=0) <= MOST_TIMES:
+            return left * right
     raise ValueError
 
 

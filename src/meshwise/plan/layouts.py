@@ -6,7 +6,7 @@ import math
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import GRID_DIMS, NARROW_DTYPES, Plan
+from meshwise.plan.plan import NARROW_DTYPES, Plan, grid_conflicts
 
 
 def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
@@ -44,11 +44,12 @@ def check_layout(model: Model, plan: Plan, seq: int) -> None:
 
 def check_grid(
     model: Model, layout: str, grid: tuple[int, ...], ranks: int, *, seq: int, panels: int = 1,
-    scores_split: bool = False, sequence_parallel: bool = True,
+    scores_split: bool = False,
 ) -> None:  # fmt: skip
     """PlanError, naming the number, where `layout` on `grid` does not divide ranks, model or sequence."""
     name = ":".join(filter(None, (layout, "x".join(map(str, grid)))))
-    _check_shape(layout, name, grid, ranks)
+    for sentence in grid_conflicts(layout, grid, ranks):
+        raise PlanError(sentence)
     if scores_split and layout in ("1d", "2d-cp"):
         raise PlanError(f"layout {name} splits heads; splitting scores over the grid needs 2d, 2.5d or 3d")
     missing = {
@@ -71,9 +72,7 @@ def check_grid(
     for what, present in missing.items():
         if layout != "1d" and present:
             raise PlanError(f"layout {name} has no {what}, which {model.name} needs; use layout=1d")
-    for what, size, divisor in _divisions(
-        model, layout, grid or (ranks,), seq, panels, scores_split, sequence_parallel
-    ):
+    for what, size, divisor in _divisions(model, layout, grid or (ranks,), seq, panels, scores_split):
         if size % divisor:
             raise PlanError(
                 f"layout {name} cuts the {what} of {model.name} by {divisor}, which does not divide {size}; "
@@ -81,26 +80,8 @@ def check_grid(
             )
 
 
-def _check_shape(layout: str, name: str, grid: tuple[int, ...], ranks: int) -> None:
-    if len(grid) != GRID_DIMS[layout]:
-        example = "x".join("2" * GRID_DIMS[layout])
-        raise PlanError(
-            f"layout {name} needs a grid of {GRID_DIMS[layout]} numbers, as in {layout}:{example}"
-        )
-    if layout == "1d":
-        return
-    if min(grid) < 1 or math.prod(grid) != ranks:
-        raise PlanError(
-            f"the grid of layout {name} is not {ranks} ranks; use factors whose product is {ranks}"
-        )
-    if layout == "2.5d" and grid[0] != grid[1]:
-        raise PlanError(f"layout {name} needs square grids, columns x rows x depth, as in 2.5d:2x2x4")
-    if layout == "3d" and len(set(grid)) > 1:
-        raise PlanError(f"layout {name} needs a cube, as in 3d:2x2x2")
-
-
 def _divisions(
-    model: Model, layout: str, grid: tuple[int, ...], seq: int, panels: int, scores_split: bool, sp: bool
+    model: Model, layout: str, grid: tuple[int, ...], seq: int, panels: int, scores_split: bool
 ) -> list[tuple[str, int, int]]:
     """What is cut, its size, and by how much."""
     hidden, ffn = ("hidden width", model.hidden), ("ffn width", model.ffn_hidden)
@@ -110,7 +91,7 @@ def _divisions(
     columns = grid[0]
     if layout in ("1d", "2d-cp"):
         rows = grid[1] if layout == "2d-cp" else 1
-        across = (halves * rows if rows > 1 else 1, columns * rows if sp else 1)
+        across = (halves * rows if rows > 1 else 1, columns * rows)
         return [
             *((*what, columns) for what in (ffn, *heads)),
             *((*tokens, divisor) for divisor in across),

@@ -258,7 +258,8 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
             "layout={plan.layout} cuts the sequence itself; leave cp and ulysses out",
         )
     yield from _expert_rules(model, mesh, sizes)
-    yield from _replica_rules(mesh, sizes)
+    group, all_ranks = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
+    yield from _divide(("zero_group={zero_group}", group, "ranks of dp x cp", all_ranks))
     yield from _offload_rules(mesh)
     if mesh.plan.implementation == "fsdp2":
         yield from _fsdp2_rules(model, mesh, sizes)
@@ -410,38 +411,35 @@ def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         yield Rule(stated, f"encoders of images and sound are not priced under {what}; leave it out")
 
 
+def _divide(*rows: tuple[str, Num, str, Num]) -> Iterator[Rule]:
+    """A rule for each divisor (what states it, its number) and for what it must divide (name and size)."""
+    for stated, divisor, what, size in rows:
+        sentence = f"{stated} does not divide the {{size}} {what}; use a divisor"
+        yield Rule(size % divisor != 0, sentence, values={"size": size})
+
+
 def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    tp, ulysses, kv_heads, chunks = mesh.tp, mesh.ulysses, model.num_kv_heads, mesh.plan.loss_chunks
-    widths = {"heads": model.num_heads, "hidden width": model.hidden}
-    if model.vocab:
-        widths["ffn width"] = model.ffn_hidden
-    for what, size in widths.items():
-        yield Rule(
-            size % tp != 0, f"tp={{tp}} does not divide the {size} {what} of {{model.name}}; use a divisor"
-        )
-    yield Rule(
-        (kv_heads % tp != 0) & (tp % kv_heads != 0),
-        "tp={tp} is no divisor or multiple of the {model.num_kv_heads} key-value heads of {model.name}",
+    tp, kv_heads, chunks, plan = mesh.tp, model.num_kv_heads, mesh.plan.loss_chunks, mesh.plan
+    yield from _divide(
+        ("tp={tp}", tp, "heads of {model.name}", model.num_heads),
+        ("tp={tp}", tp, "numbers of a token in {model.name}", model.hidden),
+        ("tp={tp}", tp, "inside the MLP of {model.name}", model.ffn_hidden if model.vocab else 0),
     )
-    for key, is_stated in (("loss_chunks", chunks > 1), ("loss_fusion", mesh.plan.loss_fusion is not None)):
+    kv_rule = "tp={tp} is no divisor or multiple of the {model.num_kv_heads} key-value heads of {model.name}"
+    yield Rule((kv_heads % tp != 0) & (tp % kv_heads != 0), kv_rule)
+    for key, is_stated in (("loss_chunks", chunks > 1), ("loss_fusion", plan.loss_fusion is not None)):
         yield Rule(
             is_stated and not (model.vocab and model.lm_head),
             f"{key}={{plan.{key}}} needs a language-model head, which {{model.name}} lacks; leave it out",
         )
-    yield Rule(
-        (chunks > 1) & (mesh.seq % (mesh.cp * chunks) != 0),
-        "loss_chunks={plan.loss_chunks} does not divide the {local} tokens of a sequence on each rank",
-        WorkloadError,
-        {"local": mesh.seq // mesh.cp},
+    yield from _divide(
+        ("ulysses={ulysses}", mesh.ulysses, "ranks of cp", mesh.cp),
+        ("tp={tp} x ulysses={ulysses}", tp * mesh.ulysses, "heads of {model.name}", model.num_heads),
+        ("cp={cp}", mesh.cp, "tokens of the sequence", mesh.seq),
+        ("loss_chunks={plan.loss_chunks}", chunks, "tokens of a sequence on each rank", mesh.seq // mesh.cp),
     )
-    yield Rule(mesh.cp % ulysses != 0, "ulysses={ulysses} does not divide cp={cp}; use a divisor of it")
     yield Rule(
-        model.num_heads % (tp * ulysses) != 0,
-        "tp={tp} x ulysses={ulysses} does not divide the {model.num_heads} heads; use cp_kind=ring",
-    )
-    yield Rule(mesh.seq % mesh.cp != 0, "cp={cp} does not divide the sequence of {seq} tokens; use a divisor")
-    yield Rule(
-        (mesh.plan.attention == "unfused") & (mesh.ring > 1),  # Megatron-LM and PyTorch refuse it
+        (plan.attention == "unfused") & (mesh.ring > 1),  # Megatron-LM and PyTorch refuse it
         "attention=unfused reads all keys at once; use attention=flash, or cp_kind=ulysses with cp={cp}",
     )
 
@@ -464,19 +462,11 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
         mesh.trains & (mesh.plan.sp is False) & (mesh.tp > 1),
         "ranks route tokens of their own: {model.name} with tp={tp} needs sequence parallelism; leave sp out",
     )
-    yield Rule(
-        moe.num_experts % ep != 0,
-        "ep={ep} does not divide the {model.moe.num_experts} experts of {model.name}; use a divisor",
-    )
-    yield Rule(
-        moe.ffn_hidden % etp != 0,
-        "etp={etp} does not divide the expert width {model.moe.ffn_hidden} of {model.name}; use a divisor",
-    )
-    ranks = mesh.tp * mesh.cp * mesh.dp
-    yield Rule(
-        ranks % (etp * ep) != 0,
-        "ep={ep} x etp={etp} does not divide the {ranks} ranks of a stage (tp={tp} x cp={cp} x dp={dp})",
-        values={"ranks": ranks},
+    ranks = "ranks of a pipeline stage (tp={tp} x cp={cp} x dp={dp})"
+    yield from _divide(
+        ("ep={ep}", ep, "experts of {model.name}", moe.num_experts),
+        ("etp={etp}", etp, "inside each expert of {model.name}", moe.ffn_hidden),
+        ("ep={ep} x etp={etp}", etp * ep, ranks, mesh.tp * mesh.cp * mesh.dp),
     )
 
 
@@ -566,21 +556,13 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
         "imbalance={plan.imbalance!s} is more than the {most!s} that ep={ep} and the experts allow; use less",
         values={"most": most},
     )
-    yield Rule(
-        (model.moe is not None) & (experts % mesh.shard_ranks(1, experts) != 0),
-        "zero_group={zero_group} does not divide the {experts} ranks that hold the same experts",
-        values={"experts": experts},
+    groups = mesh.shard_ranks(1, experts) if model.moe else 1.0
+    yield from _divide(
+        ("zero_group={zero_group}", groups, "ranks that hold the same experts", experts),
+        ("implementation=fsdp2 does not copy: tp={tp}", mesh.tp, "key-value heads", model.num_kv_heads),
+        ("implementation=fsdp2 does not pad: tp={tp}", mesh.tp, "tokens of the vocabulary", model.vocab),
     )
-    for what, number in (("key-value heads", model.num_kv_heads), ("tokens of the vocabulary", model.vocab)):
-        yield Rule(
-            number % mesh.tp != 0,
-            "implementation=fsdp2 does not copy or pad: tp={tp} does not divide the {number} {what}",
-            values={"number": number, "what": what},
-        )
-    yield Rule(
-        (mesh.vpp > 1) & (mesh.pp == 1),
-        "vpp={vpp} needs a pipeline; use pp=2 or more, or leave vpp out",
-    )
+    yield Rule((mesh.vpp > 1) & (mesh.pp == 1), "vpp={vpp} needs a pipeline; use pp=2 or more, or no vpp")
     yield Rule(
         mesh.seq % parts != 0,
         "seq={seq} does not divide by {parts}, tp x cp (two for each rank of a ring) of implementation=fsdp2",
@@ -591,13 +573,13 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
 
 def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Rules of torch.distributed.pipelining."""
-    rounds = np.maximum(1, mesh.num_microbatches // mesh.pp)
+    rounds, is_piped = np.maximum(1, mesh.num_microbatches // mesh.pp), mesh.pp > 1
     yield Rule(
-        (mesh.pp > 1) & (mesh.zero == 2),
+        is_piped & (mesh.zero == 2),
         "implementation=fsdp2 under pp={pp} reduces gradients once a step: use zero=1, zero=3 or pp=1",
     )
     yield Rule(
-        (mesh.pp > 1) & np.isin(mesh.schedule, _IN_ROUNDS) & (mesh.num_microbatches % rounds != 0),
+        is_piped & np.isin(mesh.schedule, _IN_ROUNDS) & (mesh.num_microbatches % rounds != 0),
         "{schedule} has {rounds} rounds of pp={pp}, which do not divide {num_microbatches} microbatches",
         values={"rounds": rounds},
     )
@@ -606,7 +588,7 @@ def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
         "implementation=fsdp2 cannot halve a backward where multi-token prediction shares a table; use 1f1b",
     )
     yield Rule(
-        (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
+        is_piped & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
         "implementation=fsdp2 under 1f1b needs at least pp={pp} microbatches, not {num_microbatches}",
     )
 
@@ -616,15 +598,6 @@ def splits_backward(mesh: Mesh) -> Any:
     return (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
 
 
-def _replica_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    group, replicas = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
-    yield Rule(
-        replicas % group != 0,
-        "zero_group={group} does not divide dp={dp} x cp={cp}; use a divisor of {replicas}",
-        values={"group": group, "cp": sizes["cp"], "replicas": replicas},
-    )
-
-
 def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
     """What nobody's software does beside host memory.
 
@@ -632,29 +605,22 @@ def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
     Megatron-LM's are of Adam in whole numbers. `per_op`, and schedules that split the backward, are
     torchtitan's, which keeps no activations there.
     """
-    plan, share = mesh.plan, mesh.offload_optimizer
+    plan, share, per_op = mesh.plan, mesh.offload_optimizer, "per_op" in mesh.plan.recompute_modules
+    is_away, selective = mesh.offload_activations > 0, mesh.recompute == RECOMPUTE.index("selective")
+    is_part = (share > 0) & (share < 1) & (plan.optimizer == "adam-8bit")
+    of_muon = "optimizer=muon needs whole matrices on the device; leave offload_optimizer out"
+    yield Rule((plan.optimizer == "muon") & (share > 0), of_muon)
     yield Rule(
-        (plan.optimizer == "muon") & (share > 0),
-        "optimizer=muon needs whole matrices on the device; leave offload_optimizer out",
+        is_part, "optimizer=adam-8bit keeps scales of many states together; use offload_optimizer=1 or 0"
     )
     yield Rule(
-        (plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
-        "optimizer=adam-8bit keeps scales of many states together; use offload_optimizer=1 or 0",
-    )
-    yield Rule(
-        ("per_op" in plan.recompute_modules) & (plan.lora_rank > 0),
+        per_op & (plan.lora_rank > 0),
         "recompute_modules=per_op counts matmuls of weights that train; leave lora_rank={plan.lora_rank} out",
     )
-    yield Rule(
-        (mesh.offload_activations > 0) & ("per_op" in plan.recompute_modules),
-        "recompute_modules=per_op keeps results of ops on the device; leave it or offload_activations out",
-    )
-    yield Rule(
-        (mesh.offload_activations > 0)
-        & splits_backward(mesh)
-        & (mesh.recompute == RECOMPUTE.index("selective")),
-        "schedule={schedule} goes with recompute=full or none beside offload_activations",
-    )
+    of_ops = "recompute_modules=per_op keeps results of ops on the device; leave offload_activations out"
+    yield Rule(is_away & per_op, of_ops)
+    of_blocks = "schedule={schedule} goes with recompute=full or none beside offload_activations"
+    yield Rule(is_away & splits_backward(mesh) & selective, of_blocks)
 
 
 def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:

@@ -360,19 +360,27 @@ def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
     )
 
 
+def grid_conflicts(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[str]:
+    """One sentence for each contradiction between a layout, its grid and the ranks of tp."""
+    dims, shape = GRID_DIMS[layout], "x".join(map(str, grid))
+    if layout == "1d" and grid:
+        yield f"grid={shape} needs a layout with a grid; add layout=2d, 2d-cp, 2.5d or 3d"
+    elif len(grid) != dims:
+        yield f"layout={layout} needs a grid of {dims} numbers, as in layout={layout}:{'x'.join('2' * dims)}"
+    elif grid and math.prod(grid) != ranks:
+        yield f"the grid {shape} has {math.prod(grid)} ranks but tp={ranks}; leave tp out"
+    elif (layout == "2.5d" and grid[0] != grid[1]) or (layout == "3d" and len(set(grid)) > 1):
+        yield f"layout={layout}:{shape} needs a square, or a cube of 3d, as in 2.5d:2x2x4 or 3d:2x2x2"
+
+
 def _conflicts(plan: Plan) -> Iterator[str]:
     """One sentence for each contradiction, and for each key that nothing would read."""
     sizes = numbers_of(plan)
     names = {"plan": plan, **sizes}
     yield from (rule.sentence(names) for rule in number_rules(plan, sizes) if rule.is_broken)
-    layout, dims = plan.layout, GRID_DIMS[plan.layout]
-    shape = "x".join(map(str, plan.grid))
-    if plan.grid and layout == "1d":
-        yield f"grid={shape} needs a layout with a grid; add layout=2d, 2d-cp, 2.5d or 3d"
-    if plan.grid and layout != "1d" and len(plan.grid) != dims:
-        yield f"layout={layout} needs a grid of {dims} numbers, as in layout={layout}:{'x'.join('2' * dims)}"
-    if plan.grid and math.prod(plan.grid) != plan.tp:
-        yield f"the grid {shape} has {math.prod(plan.grid)} ranks but tp={plan.tp}; leave tp out"
+    layout = plan.layout
+    if plan.grid:
+        yield from grid_conflicts(layout, plan.grid, plan.tp)
     if plan.panels > 1 and layout not in ("2d", "2.5d"):
         yield f"panels={plan.panels} needs SUMMA, which layout={layout} does not use; use layout=2d or 2.5d"
     if plan.attention == "grid" and layout not in ("2d", "2.5d", "3d"):

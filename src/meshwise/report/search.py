@@ -17,7 +17,7 @@ from meshwise.plan.plan import plan_text
 from meshwise.report import chart as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import Table
-from meshwise.search.assumptions import Weighed
+from meshwise.search.assumptions import Assumption, hurts_most
 from meshwise.search.basis import Basis
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.difference import Reason
@@ -54,7 +54,7 @@ def parts(result: Result, budget: TokenBudget | None = None, unread: Sequence[st
         yield from [why_slower(found)] if (found := result.reasons) else []
     if result.versions:
         yield of_versions(result.versions)
-    if result.weighed is not None:
+    if result.weighed:
         yield from _weighed(result.weighed)
 
 
@@ -164,7 +164,7 @@ def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
     return {title: show(run[key]) for key, (title, show) in shown.items() if key in run}
 
 
-def _weighed(weighed: Weighed) -> Iterator[Section]:
+def _weighed(weighed: Sequence[Assumption]) -> Iterator[Section]:
     rows = [
         (
             one.name,
@@ -173,16 +173,13 @@ def _weighed(weighed: Weighed) -> Iterator[Section]:
             f"{one.loss_frac:.1%}" if one.kept_s < math.inf else "does not fit",
             plan_text(one.best.plan) if one.best else "nothing fits",
         )
-        for one in weighed.assumptions
+        for one in weighed
     ]
     columns = ("if this were", "lower by", "it takes longer by", "and loses", "the best plan then")
     yield Table("assumptions", columns, rows, left=("if this were", "the best plan then"))
-    most = weighed.hurts_most
+    most = hurts_most(weighed)
     hurt = f"by {most.longer_frac:.1%}" if most.kept_s < math.inf else "out of memory"
     yield f"{most.name} hurts most: {hurt}"
-    safest = plan_text(weighed.safest.plan) or "default plan"
-    worst = duration(weighed.worst_s) if weighed.worst_s < math.inf else "out of memory"
-    yield f"least to lose: {safest}, microbatch {weighed.safest.microbatch} (at worst {worst})"
 
 
 def search_rows(document: Mapping[str, Any]) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""Which assumption would change the choice, and which choice is best if the worst of them holds.
+"""Which assumption would change the choice, and what the choice loses where it does not hold.
 
 Each adversity of `estimate.adverse` comes alone, and memory is as full as at the bad end of the interval of
 the estimate; the search is made again.
@@ -7,11 +7,11 @@ the estimate; the search is made again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwise.estimate.adverse import Adversity, together
-from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.search.best_plans import Found
 
 
@@ -40,70 +40,37 @@ class Assumption:
 
     def to_json(self) -> dict[str, Any]:
         """The assumption, the best plan under it, and what today's choice would lose."""
-        best = self.best.to_json() if self.best else None
-        return {"name": self.name, "factor": self.factor, "best": best, "kept_s": _finite(self.kept_s)} | {
-            "loss_frac": _finite(self.loss_frac),
-            "longer_frac": _finite(self.longer_frac),
+        figures = {name: getattr(self, name) for name in ("kept_s", "loss_frac", "longer_frac")}
+        return {"name": self.name, "factor": self.factor, "best": self.best and self.best.to_json()} | {
+            name: value if value < float("inf") else None for name, value in figures.items()
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """All assumptions, and of the plans that are best somewhere the one whose worst time is least."""
-
-    assumptions: tuple[Assumption, ...]
-    safest: Found
-    worst_s: float
-
-    @property
-    def hurts_most(self) -> Assumption:
-        """The assumption under which today's choice takes longest."""
-        return max(self.assumptions, key=lambda one: one.kept_s)
-
-    def to_json(self) -> dict[str, Any]:
-        """The document's `assumptions`, `hurts_most` and `safest`."""
-        return {
-            "hurts_most": self.hurts_most.name,
-            "assumptions": [one.to_json() for one in self.assumptions],
-            "safest": self.safest.to_json() | {"worst_s": _finite(self.worst_s)},
-        }
+def hurts_most(weighed: Sequence[Assumption]) -> Assumption:
+    """The assumption under which today's choice takes longest."""
+    return max(weighed, key=lambda one: one.kept_s)
 
 
 def weigh(
-    chosen: Sequence[Estimate], capacity_bytes: float, fastest: Callable[[Adversity], Found | None]
-) -> Weighed:
-    """Search again under each adversity; `chosen`: the best plans, fastest first.
+    best: Estimate, capacity_bytes: float, fastest: Callable[[Adversity], Found | None]
+) -> tuple[Assumption, ...]:
+    """Search again under each adversity; `best`: today's choice.
 
     `capacity_bytes`: what a plan may need. `fastest`: the fastest plan that fits under an adversity.
     """
-    best = chosen[0]
-    fuller = min(best.memory_bytes["total"] / best.memory_bytes_interval.p90, 1.0)
+    memory = best.memory_bytes["total"]
+    fuller = min(memory / best.memory_bytes_interval.p90, 1.0)
     each = asdict(together(best.model, best.cluster, best.plan)) | {"memory": fuller}
-    alone = {name: Adversity(**{name: value}) for name, value in each.items() if value is not False}
     if best.model.moe is None:
-        del alone["experts_unbalanced"]
-    found = {name: fastest(adversity) for name, adversity in alone.items()}
-    plans = [
-        Found(one.plan, {"microbatch": one.workload.microbatch}, one.step_s, one.memory_bytes["total"])
-        for one in chosen
-    ]
-    plans += [one for one in found.values() if one is not None]
-
-    def step_s(plan: Found, adversity: Adversity) -> float:
-        work = replace(best.workload, microbatch=plan.microbatch)
-        here = estimate(best.model, best.cluster, plan.plan, work)
-        fits = here.memory_bytes["total"] <= adversity.memory * capacity_bytes
-        return adversity.step_s(here) if fits else float("inf")
-
-    worst_s, safest = min(
-        ((max(step_s(plan, one) for one in alone.values()), plan) for plan in plans), key=lambda pair: pair[0]
-    )
-    assumptions = tuple(
-        Assumption(name, float(each[name]), best.step_s, found[name], step_s(plans[0], one))
+        each["experts_unbalanced"] = False
+    alone = {name: Adversity(**{name: value}) for name, value in each.items() if value is not False}
+    return tuple(
+        Assumption(
+            name,
+            float(each[name]),
+            best.step_s,
+            fastest(one),
+            one.step_s(best) if memory <= one.memory * capacity_bytes else float("inf"),
+        )
         for name, one in alone.items()
     )
-    return Weighed(assumptions, safest, worst_s)
-
-
-def _finite(value: float) -> float | None:
-    return value if value < float("inf") else None

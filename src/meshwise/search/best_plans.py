@@ -141,13 +141,17 @@ class BestPlans:
         return fastest_first(self.fastest.values())
 
     @property
+    def first(self) -> Found | None:
+        """The fastest plan; None before there is one."""
+        return next(iter(self.ranked), None)
+
+    @property
     def so_far(self) -> str:
         """How many plans were priced, and the fastest of them."""
-        first = next(iter(self.ranked), None)
-        best = (
-            f"; so far {plan_text(first.plan) or 'data parallel'}, {duration(first.step_s)}" if first else ""
-        )
-        return f"{self.priced:,} plans priced{best}"
+        priced = f"{self.priced:,} plans priced"
+        if (first := self.first) is None:
+            return priced
+        return f"{priced}; so far {plan_text(first.plan) or 'data parallel'}, {duration(first.step_s)}"
 
     @property
     def near_front(self) -> list[Found]:

@@ -30,7 +30,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
-from meshwise.search.assumptions import Weighed, weigh
+from meshwise.search.assumptions import Assumption, hurts_most, weigh
 from meshwise.search.basis import Basis, basis, simplest
 from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found
@@ -99,7 +99,7 @@ class Result(Shown):
     reason: str = ""
     beside: Estimate | None = None
     complete: bool = True
-    weighed: Weighed | None = None
+    weighed: tuple[Assumption, ...] = ()
     stated: Stated = field(default_factory=dict)
     to: str = ""
     bases: tuple[Basis, ...] = ()
@@ -133,24 +133,19 @@ class Result(Shown):
     def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
         """The document that `meshwise search --json` prints; `budget`: also what its run takes."""
         miss, run = self.nearest_miss, (budget or TokenBudget()).run
-        return {
-            "plans_considered": self.plans_considered,
-            "plans_priced": self.plans_priced,
-            "plans_feasible": self.plans_feasible,
-            "elapsed_s": self.elapsed_s,
+        names = ("plans_considered", "plans_priced", "plans_feasible", "elapsed_s", "complete")
+        weighed = self.weighed and {
+            "hurts_most": hurts_most(self.weighed).name,
+            "assumptions": [one.to_json() for one in self.weighed],
+        }
+        return {name: getattr(self, name) for name in (*names, "capacity_bytes", "notes", "robust")} | {
             "plans_per_s": self.plans_considered / self.elapsed_s,
-            "complete": self.complete,
-            "capacity_bytes": self.capacity_bytes,
             "to": self.to or None,
-            "notes": self.notes,
             "best": [
-                _best_json(found) | of.to_json() | run(found)
-                for found, of in zip(self.best, self.bases, strict=True)
+                _best_json(found, of) | run(found) for found, of in zip(self.best, self.bases, strict=True)
             ],
-            "runnable": self.runnable
-            and _best_json(self.runnable[0]) | self.runnable[1].to_json() | {"slower_frac": self.slower_frac},
-            "simplest": self.simplest and _best_json(self.simplest[0]) | self.simplest[1].to_json(),
-            "robust": self.robust,
+            "runnable": self.runnable and _best_json(*self.runnable) | {"slower_frac": self.slower_frac},
+            "simplest": self.simplest and _best_json(*self.simplest),
             "not_tried": [f"{key} above {most}" for key, most in self.not_tried.items()],
             "pareto": [found.to_json() for found in self.pareto],
             "nearest_miss": miss
@@ -164,21 +159,18 @@ class Result(Shown):
             and _best_json(self.beside)
             | {"fits": self.beside.fits, "reasons": [reason.to_json() for reason in self.reasons]},
             "versions": [version.to_json() for version in self.versions],
-        } | (self.weighed.to_json() if self.weighed else {})
+            **(weighed or {}),
+        }
 
 
-def _best_json(found: Estimate) -> dict[str, Any]:
-    return {
+def _best_json(found: Estimate, of: Basis | None = None) -> dict[str, Any]:
+    names = ("step_s", "mfu", "tokens_per_s", "memory_bytes", "time_s", "hidden_s")
+    return {name: getattr(found, name) for name in names} | {
         "plan": found.to_json(ledger=False)["plan"],
         "plan_text": plan_text(found.plan),
         "microbatch": found.workload.microbatch,
-        "step_s": found.step_s,
         "step_s_interval": found.step_s_interval.to_json(),
-        "mfu": found.mfu,
-        "tokens_per_s": found.tokens_per_s,
-        "memory_bytes": found.memory_bytes,
-        "time_s": found.time_s,
-        "hidden_s": found.hidden_s,
+        **(of.to_json() if of else {}),
     }
 
 
@@ -239,6 +231,12 @@ def search(
     near = [space.estimate(one) for one in ranked[top:NEAR] if one.step_s < NEAR_FRAC * ranked[0].step_s]
     bases = {(one.plan, one.workload): basis(one) for one in chosen}
 
+    def against(adversity: Adversity) -> Found | None:
+        return space.price(against=adversity).first
+
+    def under(name: str) -> Found | None:
+        return replace(space, stated={**space.stated, "software": (name,)}).price().first
+
     def with_basis(one: Estimate) -> tuple[Estimate, Basis]:
         return one, bases.get((one.plan, one.workload)) or basis(one)
 
@@ -254,14 +252,14 @@ def search(
         changes=tuple(space.changes()) if no_fit and with_changes and not kept.stopped else (),
         reason="" if kept.considered else STOPPED if kept.stopped else space.reason(),
         complete=not kept.stopped,
-        weighed=weigh(chosen, kept.capacity_bytes, space.fastest_against) if assumptions and best else None,
+        weighed=weigh(chosen[0], kept.capacity_bytes, against) if assumptions and best else (),
         stated=space.stated,
         to=to,
         bases=tuple(bases.values()),
         runnable=None if kept.runnable is None else with_basis(space.estimate(kept.runnable)),
         simplest=with_basis(simplest([*chosen, *near])) if chosen else None,
         robust=robust,
-        versions=versions(software, chosen[0], space.fastest_under) if software and chosen else (),
+        versions=versions(software, chosen[0], under) if software and chosen else (),
         not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
     )
 
@@ -325,8 +323,8 @@ class _Space:
             if ANY not in self.stated[key]:
                 others = {other: values for other, values in self.stated.items() if other != key}
                 kept = replace(self, stated=others).price()
-                if kept.feasible:
-                    yield Change(kept.ranked[0], self.cluster.num_chips, key)
+                if kept.first:
+                    yield Change(kept.first, self.cluster.num_chips, key)
         yield from self._more_chips()
 
     def _more_chips(self) -> Iterator[Change]:
@@ -336,24 +334,16 @@ class _Space:
         found: Found | None = None
         while found is None and enough < most:
             too_few, enough = enough, 2 * enough
-            found = self.fastest_on(replace(self.cluster, num_chips=enough))
+            found = self._on(enough)
         while found is not None and (between := (too_few + enough) // 2 // node * node) > too_few:
-            fits = self.fastest_on(replace(self.cluster, num_chips=between))
+            fits = self._on(between)
             found, enough, too_few = (fits, between, too_few) if fits else (found, enough, between)
         if found is not None:
             yield Change(found, enough)
 
-    def fastest_on(self, cluster: Cluster) -> Found | None:
-        """The fastest plan that fits another cluster; None if none does."""
-        return _fastest(replace(self, cluster=cluster).price())
-
-    def fastest_under(self, software: str) -> Found | None:
-        """The fastest plan that fits under a version of the software; None if none does."""
-        return _fastest(replace(self, stated={**self.stated, "software": (software,)}).price())
-
-    def fastest_against(self, adversity: Adversity) -> Found | None:
-        """The fastest plan that fits under an adversity; None if none does."""
-        return _fastest(self.price(against=adversity))
+    def _on(self, num_chips: int) -> Found | None:
+        """The fastest plan that fits so many chips."""
+        return replace(self, cluster=replace(self.cluster, num_chips=num_chips)).price().first
 
     def reason(self) -> str:
         """Why no combination is a plan: what the first stated one breaks by itself, if it does."""
@@ -368,7 +358,3 @@ class _Space:
             f"no combination of degrees divides {self.cluster.num_chips} ranks and a batch of "
             f"{workload.batch}{for_it}"
         )
-
-
-def _fastest(kept: BestPlans) -> Found | None:
-    return kept.ranked[0] if kept.feasible else None

@@ -70,10 +70,7 @@ def check(options: TensorParallelOptions, ranks: int) -> None:
             f"tensor-parallel: --hidden {options.hidden} does not divide by --heads {options.heads}"
         )
     cut = cut_of(options, ranks)
-    check_grid(
-        model_of(options), cut.layout, tuple(int(size) for size in cut.grid), ranks, seq=options.seq,
-        panels=1, scores_split=False, sequence_parallel=True,
-    )  # fmt: skip
+    check_grid(model_of(options), cut.layout, tuple(map(int, cut.grid)), ranks, seq=options.seq)
 
 
 def model_of(options: TensorParallelOptions) -> Model:
