@@ -1,6 +1,7 @@
-"""Captures of 8 to 512 ranks: CPU time a rank, a second look, memory; and a task in a process or on Ray.
+"""Captures of 8 to 1,024 ranks: CPU time a rank, a second look, memory; and a task in a process or on Ray.
 
-The traces are those of the tests' writer of jobs, 2.4 MB a rank; columns are kept (`meshwise.trace.columns`).
+The traces are those of the tests' writer of jobs, of 2.4 MB and of 31 MB a rank; columns are kept
+(`meshwise.trace.columns`). The larger ones take 2 GB of disk for 64 ranks, the smaller ones 2.5 GB for 1,024.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from meshwise.core.each import each, on_ray
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from jobs import Job, write_job
 
-NUM_RANKS = (8, 64, 512)
+CAPTURES = {400: (8, 64, 512, 1024), 6000: (8, 16, 32, 64)}
+"""Numbers of ranks by operators a step, which make a trace small or as large as real ones."""
 NUM_ITEMS = 200
 
 SUMMARY = """
@@ -31,25 +33,11 @@ print(json.dumps([summarize_paths([sys.argv[1]]).findings[0].ranks]))
 
 
 def main() -> None:
-    """Print the curve over the number of ranks, and the cost of a task."""
-    each_ms = {}
-    for num in NUM_RANKS:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            job = Job(
-                num, 40, "slow device", rank=num // 3, has_marks=True, has_numbers=True, num_operators=400
-            )
-            write_job(folder, job)
-            size_bytes = sum(path.stat().st_size for path in folder.iterdir())
-            first, again = (measured(sys.executable, SUMMARY, folder) for _ in range(2))
-        assert first[2] == again[2] == [[num // 3]]
-        each_ms[num] = 1e3 * first[0] / num
-        ratio = each_ms[num] / each_ms[NUM_RANKS[0]]
-        print(
-            f"{num} ranks, {size_bytes / 1e6:.0f} MB: {each_ms[num]:.0f} ms of CPU time a rank, {ratio:.2f} "
-            f"times that of {NUM_RANKS[0]} ranks, {first[1] / 1e6:.0f} MB of memory; a second look takes "
-            f"{again[0] / first[0]:.2f} of it"
-        )
+    """Print the curves over the number of ranks, and the cost of a task."""
+    for num_operators, nums in CAPTURES.items():
+        least_ms = _capture(nums[0], num_operators)
+        for num in nums[1:]:
+            _capture(num, num_operators, least_ms, nums[0])
     here_s = _seconds(1, nullcontext())
     print(
         f"a task: {1e3 * (_seconds(2, nullcontext()) - here_s) / NUM_ITEMS:.2f} ms in two processes", end=""
@@ -57,6 +45,26 @@ def main() -> None:
     if importlib.util.find_spec("ray"):
         print(f", {1e3 * (_seconds(2, on_ray('local')) - here_s) / NUM_ITEMS:.2f} ms on Ray", end="")
     print()
+
+
+def _capture(num: int, num_operators: int, least_ms: float = 0.0, least_num: int = 0) -> float:
+    """Print what a capture of `num` ranks costs beside the smallest; milliseconds of CPU time a rank."""
+    job = Job(num, 40, "slow device", num // 3, has_marks=True, has_numbers=True, num_operators=num_operators)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_job(folder, job)
+        size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        first, again = (measured(sys.executable, SUMMARY, folder) for _ in range(2))
+    assert first[2] == again[2] == [[num // 3]]
+    each_ms = 1e3 * first[0] / num
+    ratio = f", {each_ms / least_ms:.2f} times that of {least_num} ranks" if least_ms else ""
+    print(
+        f"{num} ranks of {size_bytes / num / 1e6:.1f} MB: {each_ms:.0f} ms of CPU time a rank{ratio}, "
+        f"{each_ms * num * 1e6 / size_bytes:.0f} ms a MB, {first[1] / 1e6:.0f} MB of memory; a second "
+        f"look takes {again[0] / first[0]:.2f} of it",
+        flush=True,
+    )
+    return each_ms
 
 
 def _seconds(jobs: int, where: AbstractContextManager[None]) -> float:

@@ -4,12 +4,15 @@ import itertools
 import operator
 import os
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 import tasks
 from jobs import Job, write_job
-from meshwise.core.each import Lost, each, on_ray
+from meshwise.calibrate import fit_steps
+from meshwise.calibrate.runs import published_runs, read_runs
+from meshwise.core.each import Lost, each, on_ray, telling
 from meshwise.core.errors import DataError
 
 
@@ -27,24 +30,49 @@ def test_what_a_function_raises_is_raised_and_what_dies_is_lost():
     assert isinstance(found[1], Lost) and found[1].reason == "the process was ended by SIGKILL: about to die"
 
 
-@pytest.mark.slow
-def test_a_cluster_that_loses_a_node_answers_all_and_repeats_nothing(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def cluster():
+    """The head of Ray's own cluster of this machine."""
     pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the nodes
-    items = [(n, str(tmp_path / "log"), 0.4) for n in range(16)]
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        second = cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-        with on_ray(cluster.address):
-            answers = each(tasks.slow_square, items)
-            first = list(itertools.islice(answers, 5))
-            cluster.remove_node(second, allow_graceful=False)
-            found = first + list(answers)
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the nodes
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        yield cluster
         cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(cluster):
+    """A second node for a while, which is killed at the first answer."""
+
+    @contextmanager
+    def dies():
+        nodes = [cluster.add_node(num_cpus=1)]
+        cluster.wait_for_nodes()
+
+        def tell(done, total):
+            while nodes:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+        with telling(tell):
+            yield cluster.address
+        assert not nodes
+
+    return dies
+
+
+@pytest.mark.slow
+def test_a_cluster_that_loses_a_node_answers_all_and_repeats_nothing(tmp_path, cluster):
+    items = [(n, str(tmp_path / "log"), 0.4) for n in range(16)]
+    second = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    with on_ray(cluster.address):
+        answers = each(tasks.slow_square, items)
+        first = list(itertools.islice(answers, 5))
+        cluster.remove_node(second, allow_graceful=False)
+        found = first + list(answers)
     assert sorted(found) == [(n, n * n) for n in range(16)]
     done = [int(line) for line in (tmp_path / "log").read_text().split()]
     assert set(done) == set(range(16)) and len(done) <= 17  # at most what the lost node had not yet told
@@ -58,18 +86,40 @@ def test_no_cluster_is_one_sentence():
 
 
 @pytest.mark.slow
-def test_a_study_a_sizing_and_traces_are_the_same_on_a_cluster(tmp_path, meshwise):
+@pytest.mark.parametrize("verb", ["search", "serve", "sweep", "trace", "explain"])
+def test_verbs_answer_the_same_on_a_cluster_that_loses_a_node(verb, tmp_path, meshwise, two_nodes):
     """To the last digit; a study here is what its points are alone."""
-    pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
     write_job(tmp_path, Job(4, 6, "slow device", rank=1, has_marks=True, has_numbers=True))
-    study = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--batch", "16", "--seq", "2048")
-    study += ("--plan", "vpp=1,schedule=1f1b,cp=1", "--vary", "gpus=4|8")
-    sizing = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:8,h200-sxm:8", "--prompt", "512")
-    sizing += ("--output", "128", "--rate", "2", "--ttft-ms", "500", "--token-ms", "50")
-    traces = ("trace", "summary", str(tmp_path))
-    for words in (study, sizing, traces):
-        alone, there = (meshwise(*words, *more, "--json").document for more in ((), ("--ray", "local")))
-        for document in (alone, there):
-            for speed in ("elapsed_s", "configurations_per_s"):
-                document.get("sizing", {}).pop(speed, None)
-        assert alone == there
+    sizing = "serve llama3-8b --cluster h100-80g-sxm:8,h200-sxm:8 --prompt 512 --output 128 --rate 2"
+    study = "search llama3-8b --cluster h100-80g-sxm:8 --batch 16 --seq 2048 --vary gpus=4|8"
+    words = {
+        "search": [*study.split(), "--plan", "vpp=1,schedule=1f1b,cp=1"],
+        "serve": [*sizing.split(), "--ttft-ms", "500", "--token-ms", "50"],
+        "sweep": ["sweep", str(tmp_path / "grid.toml")],
+        "trace": ["trace", "summary", str(tmp_path)],
+        "explain": ["explain", str(tmp_path)],
+    }[verb]
+    grid = 'verb = "estimate"\narguments = ["gpt2"]\n[options]\ncluster = "h100-80g-sxm:8"\n'
+    (tmp_path / "grid.toml").write_text(grid + "[grid]\nbatch = [8, 16, 32]\n")
+    alone = meshwise(*words, "--json").document
+    for kept in (*tmp_path.glob("*.sqlite"), *tmp_path.glob(".meshwise/*")):
+        kept.unlink()
+    with two_nodes() as address:
+        there = meshwise(*words, "--ray", address, "--json").document
+    for document in (alone, there):
+        for speed in ("elapsed_s", "configurations_per_s"):
+            document.get("sizing", {}).pop(speed, None)
+        for point in document.get("points", ()):
+            point.pop("seconds", None)
+    assert alone == there
+
+
+@pytest.mark.slow
+def test_rows_of_a_fit_are_the_same_on_a_cluster_that_loses_a_node(two_nodes, monkeypatch):
+    monkeypatch.setattr(fit_steps, "_ROWS_EACH", 8)
+    runs = [fit_steps._priced(run) for run in read_runs(published_runs())[0][:40]]
+    rows = [one for one in runs if one is not None]
+    alone = fit_steps.linearize(fit_steps.catalog_constants(), rows, fit_steps.MEMORY)
+    with two_nodes() as address, on_ray(address):
+        there = fit_steps.linearize(fit_steps.catalog_constants(), rows, fit_steps.MEMORY)
+    assert len(rows) > 16 and (alone.miss == there.miss).all() and (alone.slopes == there.slopes).all()

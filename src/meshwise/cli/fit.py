@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import typer
 
-from meshwise.cli.output import print_json, print_parts
+from meshwise.cli.output import on_nodes, print_json, print_parts
+from meshwise.core.errors import DataError
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
 SERVING_FILES = ("measured_serving.csv",)
@@ -32,6 +33,8 @@ def fit(
         write: Write the catalog; --no-write only reports.
     """
     found: dict[str, Any] = {}
+    if ray and only in ("ops", "serving"):
+        raise DataError("--ray is for the rows of steps; leave it out with --only ops or serving")
     if only == "serving":
         found["serving"] = _fit_serving(*_files(data, SERVING_FILES), write=write, quiet=json)
     if only in ("ops", "all"):
@@ -40,9 +43,8 @@ def fit(
         found |= _fit_steps_afresh(data, write=write, ray=ray, quiet=json)
     if only == "steps":
         from meshwise.calibrate.runs import published_runs
-        from meshwise.core.each import on_ray
 
-        with on_ray(ray):
+        with on_nodes(ray, "parts of the rows"):
             found["steps"] = _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write, quiet=json)
     unfounded = any(each.get("problems") for each in found.values())
     if json:
@@ -52,8 +54,6 @@ def fit(
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    from meshwise.core.errors import DataError
-
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise DataError(f"{folder} has no {missing[0]}; name the folder of the measurements with --data")

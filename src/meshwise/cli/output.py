@@ -7,7 +7,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,26 @@ def print_json(document: Any) -> None:
     if not (sys.stdout.encoding or "utf").lower().startswith("utf"):
         text = re.sub(r"[^\0-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
     sys.stdout.write(text + "\n")
+
+
+@contextmanager
+def on_nodes(ray: str, what: str = "") -> Iterator[None]:
+    """Compute on the cluster that `--ray` names, or here; a terminal shows how many `what` are done.
+
+    What Ray says of its nodes goes to stderr, where stdout is for the document.
+    """
+    from rich.console import Console
+
+    from meshwise.core.each import on_ray, telling
+
+    with ExitStack() as opened:
+        if ray:
+            opened.enter_context(redirect_stdout(sys.stderr))
+        opened.enter_context(on_ray(ray))
+        if what and sys.stderr.isatty():
+            status = opened.enter_context(Console(stderr=True).status(""))
+            opened.enter_context(telling(lambda done, all: status.update(f"{done} of {all} {what}")))
+        yield
 
 
 def finite(value: Any) -> Any:

@@ -11,8 +11,7 @@ import typer
 
 from meshwise import api
 from meshwise.cli.job import fill_in, job_json, need_model, print_unread
-from meshwise.cli.output import show, write_rows
-from meshwise.core.each import on_ray
+from meshwise.cli.output import on_nodes, show, write_rows
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable
 from meshwise.core.options import options_in, takes
@@ -88,7 +87,7 @@ def search(
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
         Goal(**{name: value for name, value in of_study.items() if name != "weak"}).check(budget)
-        with on_ray(ray), _SearchProgress() as say:
+        with on_nodes(ray), _SearchProgress() as say:
             found = api.study(vary=vary, **of_study, on_point=say.of_machines, **asked)
         document, ok = found.to_json(budget), any(point.best for point in found.points)
         ok = ok and (found.chosen(budget) is not None or not (of_study["deadline"] or of_study["spend"]))

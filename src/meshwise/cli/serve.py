@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise import api
-from meshwise.cli.output import show, write_rows
-from meshwise.core.each import on_ray
+from meshwise.cli.output import on_nodes, show, write_rows
 from meshwise.core.errors import WorkloadError
 from meshwise.core.options import takes
 
@@ -37,7 +36,7 @@ def serve(
         trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
         into: Write the files of --to into this folder [print them].
     """
-    with on_ray(ray):
+    with on_nodes(ray, "clusters"):
         found = api.serve(**asked)
     if ray and found.sizing is None:
         raise WorkloadError("--ray is for sizing on several clusters; give limits and no tp, or leave it out")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from meshwise.cli.output import console, print_json, write_rows
+from meshwise.cli.output import console, on_nodes, print_json, write_rows
 from meshwise.core.errors import DataError
 
 
@@ -32,7 +32,6 @@ def sweep(
         csv: Where the table goes [FILE.csv].
         plot: Where the figure goes [FILE.png].
     """
-    from meshwise.core.each import on_ray
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 
     wanted = read_sweep(file)
@@ -43,7 +42,7 @@ def sweep(
         finished = store.finished(with_failed=not retry)
         num_before = sum(point.key in finished for point in wanted.points)
         try:
-            with on_ray(ray), _SweepProgress(len(wanted.points), num_before) as advance:
+            with on_nodes(ray), _SweepProgress(len(wanted.points), num_before) as advance:
                 run_sweep(
                     wanted,
                     store,

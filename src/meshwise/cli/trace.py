@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from meshwise import api
-from meshwise.cli.output import print_json, print_parts, show, write_rows
+from meshwise.cli.output import on_nodes, print_json, print_parts, show, write_rows
 from meshwise.core.errors import DataError
 from meshwise.core.options import options_of, takes
 
@@ -51,9 +51,7 @@ def explain(
         return
     if not asked["traces"]:
         raise DataError("name trace files or folders, or a step log with --rl-log")
-    from meshwise.core.each import on_ray
-
-    with on_ray(ray):
+    with on_nodes(ray, "ranks"):
         found = api.explain(**asked)
     show(found, json=json, html=html, limit=limit, everything=all)
 
@@ -86,7 +84,8 @@ def summary(
     """
     from meshwise.trace.summary import summarize_paths
 
-    found = summarize_paths(paths, steps=steps)
+    with on_nodes(ray, "ranks"):
+        found = summarize_paths(paths, steps=steps)
     if json and not found.traces:
         print_json(found.to_json())  # what is wrong with each file
     found.check_readable()
@@ -233,7 +232,7 @@ def table(
     return {"ranks": document, "joint": list(map(asdict, joint))}, tables
 
 
-def diff(paths: list[Path], *, json: bool = False, limit: int = 15) -> None:
+def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: int = 15) -> None:
     """Show what changed between two jobs or two traces. Kernels and rank times.
 
     Args:
@@ -244,7 +243,8 @@ def diff(paths: list[Path], *, json: bool = False, limit: int = 15) -> None:
 
     if len(paths) != 2:
         raise DataError(f"a difference is of two traces or folders of them, not of {len(paths)}; name two")
-    old, new = (_summarized([path]) for path in paths)
+    with on_nodes(ray, "ranks"):
+        old, new = (_summarized([path]) for path in paths)
     rows = kernel_changes(old.kernels, new.kernels)
     if json:
         kernels = [asdict(row) | {"change_s": row.change_s} for row in rows]
@@ -254,11 +254,14 @@ def diff(paths: list[Path], *, json: bool = False, limit: int = 15) -> None:
         print_parts([change_table(rows, limit=limit)])
 
 
-def ledger(paths: list[Path], *, steps: str = "", csv: Path | None = None, json: bool = False) -> None:
+def ledger(
+    paths: list[Path], *, steps: str = "", ray: str = "", csv: Path | None = None, json: bool = False
+) -> None:
     """List operators, kernels and collectives as ledger rows. Their origin is `profile`."""
     from meshwise.trace.rows import profile_ledger
 
-    found = profile_ledger(_summarized(paths, steps))
+    with on_nodes(ray, "ranks"):
+        found = profile_ledger(_summarized(paths, steps))
     if csv is not None:
         found.to_csv(csv)
     if json:
@@ -267,7 +270,9 @@ def ledger(paths: list[Path], *, steps: str = "", csv: Path | None = None, json:
         sys.stdout.write(found.to_csv())
 
 
-def query(words: list[str], *, csv: Path | None = None, json: bool = False, limit: int = 30) -> None:
+def query(
+    words: list[str], *, ray: str = "", csv: Path | None = None, json: bool = False, limit: int = 30
+) -> None:
     """Select rows of all ranks by SQL.
 
     Tables: events, collectives (a row for each rank of each call), steps, kernels, ranks.
@@ -280,7 +285,8 @@ def query(words: list[str], *, csv: Path | None = None, json: bool = False, limi
 
     if len(words) < 2:
         raise DataError('name a folder of traces and a query: trace query DIR "SELECT ..."')
-    found = rows_of(words[:-1], words[-1])
+    with on_nodes(ray, "ranks"):
+        found = rows_of(words[:-1], words[-1])
     if csv is not None:
         write_rows(csv, [found.columns, *found.iter_rows()])
     if json:
@@ -305,9 +311,7 @@ def _of_traces(work: Callable[..., Found]) -> Callable[..., None]:
         json: bool = False,
         **asked: Any,
     ) -> None:
-        from meshwise.core.each import on_ray
-
-        with on_ray(ray):
+        with on_nodes(ray, "ranks"):
             found = _summarized(paths, steps)
             document, parts = work(found.of_ranks(_chosen(found, ranks)) if ranks else found, **asked)
             parts = list(parts)

@@ -42,6 +42,7 @@ _CONNECT_S = 10.0
 _NODES_LOST = 8
 """How often an item is given to another node of a cluster before it is lost."""
 _cluster: ContextVar[ModuleType | None] = ContextVar("cluster", default=None)
+_tell: ContextVar[Callable[[int, int], None]] = ContextVar("tell", default=lambda done, total: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,16 @@ def on_ray(address: str | None = "auto") -> Iterator[None]:
             ray.shutdown()
 
 
+@contextmanager
+def telling(tell: Callable[[int, int], None]) -> Iterator[None]:
+    """Inside this block `tell(done, total)` hears of every answer that comes."""
+    token = _tell.set(tell)
+    try:
+        yield
+    finally:
+        _tell.reset(token)
+
+
 def is_on_cluster() -> bool:
     """Whether this is inside of `on_ray`."""
     return _cluster.get() is not None
@@ -112,13 +123,14 @@ def each(
     """
     settings = partial(_ask, function=function, fresh=fresh, timeout_s=timeout_s)
     jobs = min(jobs or os.cpu_count() or 1, len(items))
+    answers: Iterator[tuple[int, Any]] = ((place, function(item)) for place, item in enumerate(items))
     if (ray := _cluster.get()) is not None:
-        yield from _through_ray(ray, settings, items)
+        answers = _through_ray(ray, settings, items)
     elif jobs > 1 or apart:
-        yield from _in_processes(settings, items, jobs)
-    else:
-        for place, item in enumerate(items):
-            yield place, function(item)
+        answers = _in_processes(settings, items, jobs)
+    for done, answer in enumerate(answers, 1):
+        _tell.get()(done, len(items))
+        yield answer
 
 
 def all_of(function: Callable[[Item], Answer], items: Sequence[Item], *, jobs: int = 1) -> list[Answer]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.each import all_of
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.serve.engine import Engine
@@ -232,7 +233,8 @@ def size(
         if drawn.after:  # a turn's prompt is all that was said before
             prompt, output = drawn.mean_tokens
             instance = partial(instance, prompt=prompt, output=output)
-    screened = (screen(instance, cluster, fixed, engine, missing_frac) for cluster in clusters)
+    of_cluster = partial(screen, instance, fixed=fixed, engine=engine, missing_frac=missing_frac)
+    screened = all_of(of_cluster, clusters)
     screens = [one for one in screened if one is not None]
     pairs = list(product(screens, screens))
     num = sum(one.pass_s.size for one in screens)

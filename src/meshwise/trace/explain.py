@@ -33,6 +33,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,6 @@ from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
 from meshwise.trace.breakdown import partition, work
-from meshwise.trace.collectives import Collective
 from meshwise.trace.events import KERNEL_CLASSES, Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
@@ -52,7 +52,7 @@ from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
 from meshwise.trace.stated_job import contradictions
-from meshwise.trace.steps import whole_steps, with_steps
+from meshwise.trace.steps import Marks, chosen_steps, marks, whole_steps
 from meshwise.trace.summary import Summary, waits_ns
 from meshwise.trace.transfers import POINT_TO_POINT
 
@@ -71,7 +71,7 @@ Place = tuple[str, str, str]
 """Module, op and phase."""
 
 
-class _Spent(NamedTuple):
+class _StepWork(NamedTuple):
     """Seconds of a step on what looks alike, by one op of an estimate or by all work of a class."""
 
     looks: Looks
@@ -170,7 +170,7 @@ def _sums(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
     return sums
 
 
-def _joined(measured: Sequence[_Spent], expected: Sequence[_Spent]) -> list[OpDifference]:
+def _joined(measured: Sequence[_StepWork], expected: Sequence[_StepWork]) -> list[OpDifference]:
     """Rows of the ops that both sides have, and one of each class for what either side has alone."""
     rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for level in range(_NUM_LOOKS):
@@ -196,7 +196,7 @@ def _class_of_kernel(name: str) -> str:
     return next((of for of, pattern in KERNEL_CLASSES.items() if pattern.search(name)), _UNNAMED)
 
 
-def _predicted(ledger: Ledger) -> list[_Spent]:
+def _predicted(ledger: Ledger) -> list[_StepWork]:
     """Seconds of each op in the step of an estimate; the halves of an all-reduce of gradients are one."""
     of_gradients = [row for row in ledger.rows() if row["op"].endswith("gradients")]
     halves = {row["op"] for row in of_gradients if row["collective"] == "all_gather"}
@@ -205,7 +205,7 @@ def _predicted(ledger: Ledger) -> list[_Spent]:
         if row["op"] in halves:
             row = {**row, "collective": "all_reduce"}
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
-        spent.append(_Spent(_looks_of_op(row), place, row["count"] * (row["time_s"] or 0.0)))
+        spent.append(_StepWork(_looks_of_op(row), place, row["count"] * (row["time_s"] or 0.0)))
     return spent
 
 
@@ -264,51 +264,56 @@ def _class_of_collective(kind: str) -> str:
     return "send_recv" if kind in POINT_TO_POINT else kind
 
 
-def _measured(summary: Summary) -> list[_Spent]:
-    """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
-    ranks, num_steps = _of_whole_steps(summary)
-    spent: list[tuple[Looks, float]] = []
-    for trace, parts in ranks:
-        calls = [one for one in summary.collectives if trace.rank in one.events]
-        if trace.selected is not None:
-            calls = [one for one in calls if trace.selected[one.events[trace.rank]]]
-        wire = _sums((_looks_of_call(one), one.wire_s) for one in calls)
-        whole_s = sum(wire.values())
-        wire = wire if whole_s else {_looks("transfer"): 1.0}
-        spent += [(looks, parts["transfer"] * one / (whole_s or 1.0)) for looks, one in wire.items()]
-        others = {"waiting": "wait", "copies": "memory", "idle": "idle"}
-        spent += [(_looks(name), parts[part]) for name, part in others.items()]
-        spent += _kernels(trace).items()
-    num = num_steps * len(ranks)
-    return [_Spent(looks, ("", looks[-1][0], "step"), value / num) for looks, value in _sums(spent).items()]
-
-
-def _looks_of_call(one: Collective) -> Looks:
-    return _looks(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
-
-
-def _of_whole_steps(summary: Summary) -> tuple[list[tuple[Trace, dict[str, float]]], int]:
-    """The work of each rank in its whole steps with the seconds of its parts, and how many steps these are.
+def _measured(summary: Summary) -> list[_StepWork]:
+    """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span.
 
     A step ends where the work of the next one begins, so the last of many only ends the one before. Where no
     step is whole, or some were chosen, all of the work counts.
     """
-    numbers, steps = sorted({step.number for step in summary.steps}), whole_steps(summary.steps)
-    if not steps or any(trace.selected is not None for trace in summary.traces):
-        parts = [one.seconds for one in summary.partitions]
-        return list(zip(summary.traces, parts, strict=True)), len(numbers) or 1
-    steps = steps[:-1] if len(steps) > 2 and steps[-1] == numbers[-1] else steps
-    traces = with_steps(summary.traces, f"{steps[0]}-{steps[-1]}")
-    waits = waits_ns(summary.collectives)
-    parts = [partition(one, waits[one.rank]).seconds for one in traces]
-    if (following := steps[-1] + 1) in numbers:
-        for one, then, seconds in zip(traces, with_steps(summary.traces, str(following)), parts, strict=True):
-            end = max((int(spans[1][-1]) for spans in work(one).spans.values() if len(spans[1])), default=0)
-            start = min(
-                (int(spans[0][0]) for spans in work(then).spans.values() if len(spans[0])), default=end
-            )
-            seconds["idle"] += max(start - end, 0) / 1e9
-    return list(zip(traces, parts, strict=True)), len(steps)
+    numbers, whole = sorted({step.number for step in summary.steps}), whole_steps(summary.steps)
+    num_steps, steps, following = len(numbers) or 1, "", ""
+    if whole and summary.traces[0].selected is None:
+        whole = whole[:-1] if len(whole) > 2 and whole[-1] == numbers[-1] else whole
+        num_steps, steps = len(whole), f"{whole[0]}-{whole[-1]}"
+        following = str(whole[-1] + 1) if whole[-1] + 1 in numbers else ""
+    calls: dict[int, list[tuple[Looks, float, int]]] = defaultdict(list)
+    for one in summary.collectives:
+        looks = _looks(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
+        for rank, event in one.events.items():
+            calls[rank].append((looks, one.wire_s, event))
+    of_rank = partial(_spent, steps=steps, following=following)
+    found = summary.traces.each(of_rank, marks(summary.traces), calls, waits_ns(summary.collectives))
+    num = num_steps * len(found)
+    sums = _sums(itertools.chain(*(one.items() for one in found)))
+    return [_StepWork(looks, ("", looks[-1][0], "step"), value / num) for looks, value in sums.items()]
+
+
+def _spent(
+    trace: Trace,
+    marked: Marks,
+    calls: Sequence[tuple[Looks, float, int]],
+    wait_ns: Mapping[int, int],
+    *,
+    steps: str,
+    following: str,
+) -> dict[Looks, float]:
+    """Seconds of one rank by looks in `steps`, which the step `following` ends; all of its work for none."""
+    inside = chosen_steps(trace, marked, steps) if steps else trace
+    parts = partition(inside, wait_ns).seconds
+    if following:
+        last = [int(end[-1]) for _, end in work(inside).spans.values() if len(end)]
+        then = work(chosen_steps(trace, marked, following)).spans.values()
+        first = [int(start[0]) for start, _ in then if len(start)]
+        parts["idle"] += max(min(first, default=0) - max(last, default=0), 0) / 1e9
+    chosen = (one for one in calls if inside.selected is None or inside.selected[one[2]])
+    wire = _sums((looks, wire_s) for looks, wire_s, _ in chosen)
+    whole_s = sum(wire.values())
+    wire = wire if whole_s else {_looks("transfer"): 1.0}
+    spent = [(looks, parts["transfer"] * one / (whole_s or 1.0)) for looks, one in wire.items()]
+    others = {"waiting": "wait", "copies": "memory", "idle": "idle"}
+    return _sums(
+        [*spent, *((_looks(name), parts[part]) for name, part in others.items()), *_kernels(inside).items()]
+    )
 
 
 def _kernels(trace: Trace) -> dict[Looks, float]:

@@ -101,7 +101,7 @@ def launched_ns(trace: Trace) -> Ints:
 
 def with_steps(traces: Traces, steps: str) -> Traces:
     """The traces with the work of some steps only: `3-7`, `5`, or `complete`."""
-    changes = {rank: partial(_chosen, marked=own, steps=steps) for rank, own in marks(traces).items()}
+    changes = {rank: partial(chosen_steps, marked=own, steps=steps) for rank, own in marks(traces).items()}
     return traces.changed(changes)
 
 
@@ -110,7 +110,7 @@ def whole_steps(rows: Sequence[RankStep]) -> list[int]:
     return sorted({step.number for step in rows} - {step.number for step in rows if step.part != "whole"})
 
 
-def _chosen(trace: Trace, marked: Marks, steps: str) -> Trace:
+def chosen_steps(trace: Trace, marked: Marks, steps: str) -> Trace:
     """The trace with the work of some steps only.
 
     `complete` is what HolisticTraceAnalysis takes: kernels whose launching call begins before the last

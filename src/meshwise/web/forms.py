@@ -129,8 +129,7 @@ def _choices(option: Option) -> Sequence[str]:
     if get_origin(option.kind) is Literal:
         return get_args(option.kind)
     frameworks = ("", *TRAINING) if option.default == "" else FRAMEWORKS
-    others = ("", *chips()) if option.default == "" else ()  # else a plan
-    known = {"kind": KINDS, "to": frameworks, "chip": tuple(chips()), "beside": others}
+    known = {"kind": KINDS, "to": frameworks, "chip": tuple(chips()), "beside": ("", *chips())}
     return known.get(option.name, ())
 
 

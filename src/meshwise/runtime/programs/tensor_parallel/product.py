@@ -19,7 +19,7 @@ from meshwise.runtime.programs.tensor_parallel.exchange import (
 )
 
 if TYPE_CHECKING:
-    from meshwise.runtime.recorder import OpRecorder
+    from meshwise.runtime.programs.context import Recorder
 
 
 class DistributedProduct(Protocol):
@@ -62,7 +62,7 @@ class DistributedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: DistributedProduct,
-        recorder: OpRecorder, name: str,
+        recorder: Recorder, name: str,
     ) -> Tensor:  # fmt: skip
         """[rows, K] x [K, N] -> [rows, N], the rank's blocks of them."""
         ctx.product, ctx.recorder, ctx.name, ctx.has_bias = product, recorder, name, bias is not None
@@ -83,7 +83,7 @@ class DistributedLinear(torch.autograd.Function):
 
 
 def linear(
-    x: Tensor, weights: Mapping[str, Tensor], name: str, product: DistributedProduct, recorder: OpRecorder
+    x: Tensor, weights: Mapping[str, Tensor], name: str, product: DistributedProduct, recorder: Recorder
 ) -> Tensor:
     """The linear layer `name` of x [rows, K]."""
     with recorder.op(name):
