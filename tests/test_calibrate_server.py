@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from meshwise.calibrate.server_records import read_records
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
@@ -71,14 +69,6 @@ def records(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in texts]
 
 
-def test_records_of_four_clients_are_read(records: list[str]) -> None:
-    read = read_records([Path(path) for path in records])
-    assert [(one.clients, one.rate, one.num) for one in read] == [
-        (64, None, 640), (8, None, 80), (300, 4.0, 300), (1, None, 10), (24, None, 240)
-    ]  # fmt: skip
-    assert {(one.lengths.prompt, one.lengths.output) for one in read} == {(1000, 100)}
-
-
 def test_a_server_is_found_from_its_records(
     meshwise: Callable[..., Any], records: list[str], tmp_path: Path
 ) -> None:
@@ -98,15 +88,6 @@ def test_a_server_is_found_from_its_records(
     engine = parse_engine(server)
     assert engine.front_s == pytest.approx(after["front_s"], rel=1e-3)
     assert "fitted to 5 records" in engine.title
-
-
-def test_one_record_moves_constants_little_by_little(tmp_path: Path) -> None:
-    from meshwise.api import calibrate_server
-
-    (tmp_path / "one.json").write_text(json.dumps(bench(64, "inf", 640)))
-    found = calibrate_server([tmp_path / "one.json"], "llama3-8b", "h100-80g-sxm:1")
-    assert np.abs(np.log(found.predicted / found.measured)).max() < 0.05
-    assert found.engine.reply_s == pytest.approx(found.before.reply_s, rel=0.6)
 
 
 @pytest.mark.parametrize(

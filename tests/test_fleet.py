@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import DataError
 from meshwise.serve.autoscale import Autoscaling
-from meshwise.serve.engine import ENGINES
 from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
-from meshwise.serve.pass_times import Curve, PassTimes
 from meshwise.serve.prefix_cache import Tier
 from meshwise.serve.requests import (
     Lengths,
@@ -30,26 +28,8 @@ from meshwise.serve.requests import (
     read_requests,
 )
 from meshwise.serve.router import POLICIES, parse_router
-from meshwise.serve.simulate import Pools, Served, simulate
-
-NO_LIMIT = 10**9
-BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
-VLLM = replace(ENGINES["vllm"], **BARE)
-
-
-def passes(fixed_s: float = 0.0, token_s: float = 0.0) -> PassTimes:
-    """A pass takes `fixed_s`, and `token_s` for each token of prompts."""
-    return PassTimes(
-        decode_rest=[fixed_s] * 5000,
-        decode_attention=[Curve([0.0, 0.0], 1.0)] * 5000,
-        prompt_rest=Curve([fixed_s, fixed_s + token_s], 1.0),
-        prompt_attention=Curve([0.0, 0.0], 1.0),
-    )
-
-
-def on(requests: Requests, cache: int = NO_LIMIT, *tiers: Tier, **pools: Any) -> Served:
-    return simulate(requests, Pools(ServingWorker(VLLM, passes(2e-3, 1e-5), cache, tiers), **pools))
-
+from meshwise.serve.simulate import Pools, simulate
+from servers import NO_LIMIT, ONE_AT_A_TIME, VLLM, on, passes
 
 TURNS = Turns(turns=4, prompt=300, think_s=2.0)
 
@@ -159,19 +139,6 @@ def test_what_left_the_chip_comes_back_over_its_link() -> None:
     assert on(requests, 1100).num_found == 0
 
 
-def test_loads_of_one_link_wait_for_each_other_while_others_decode() -> None:
-    n = 4
-    kept = tuple(range(n))
-    requests = Requests(
-        (1000,) * n + (10,), (2,) * n + (1000,), (1.0,) * n + (0.0,), block_tokens=900, kept=kept,
-        blocks=(*((i,) for i in range(n)), (99,)),
-    )  # fmt: skip
-    served = on(requests, 1500, Tier("host", 5000.0, 1e-4))
-    assert served.loaded[:n].sum() >= 900 * (n - 1)
-    assert np.diff(np.sort(served.first_s[:n])).min() > 0.08  # 90 ms each
-    assert served.tpot_s[-1] < 3e-3
-
-
 def test_least_recently_used_blocks_are_found_as_often_as_che_says() -> None:
     """Che's approximation: a block asked for at rate p is found with the chance 1 - exp(-p T)."""
     kinds, size, room = 400, 100, 60
@@ -197,8 +164,7 @@ def test_least_recently_used_blocks_are_found_as_often_as_che_says() -> None:
 
 def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
     """Equal requests in turn wait as in M/D/4, and so do those sent to the least loaded; others do not."""
-    engine = replace(ENGINES["trtllm"], max_tokens=1, **BARE)  # one prompt a pass: a server with a queue
-    worker = ServingWorker(engine, passes(token_s=1e-3), NO_LIMIT)
+    worker = ServingWorker(ONE_AT_A_TIME, passes(token_s=1e-3), NO_LIMIT)
 
     def wait_s(ratio: float, router: Any) -> float:
         requests = at_rate(3.2 * 2 / (1 + ratio), Lengths(1000, 1, ratio), num=20_000)
@@ -247,29 +213,11 @@ def test_replicas_follow_the_load_and_are_paid_for_from_their_start(tmp_path: Pa
     assert max(sum(a <= s < b for a, b in few.lives_s) for s in range(0, 10_000, 50)) == 2
 
 
-def test_lengths_of_lives_are_what_is_used() -> None:
-    requests = at_rate(20.0, Lengths(100, 20), num=4000)
-    served = on(requests, num=3, scaling=Autoscaling(5.0, least=3, most=8, every_s=10.0, start_s=20.0))
-    alive_s = sum(stop - start for start, stop in served.lives_s)
-    assert 3 * served.span_s < alive_s < 8 * served.span_s
-    assert served.busy_s < served.span_s
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 BASE = (
-    "serve",
-    "llama3-8b",
-    "--cluster",
-    "h100-80g-sxm:1",
-    "--plan",
-    "tp=1",
-    "--prompt",
-    "1000",
-    "--output",
-    "60",
-    "--sequences",
-    "8",
+    *("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--plan", "tp=1", "--prompt", "1000"),
+    *("--output", "60", "--sequences", "8"),
 )
 
 

@@ -1,6 +1,5 @@
 """Post-training by reinforcement: lengths, packing, drains and asynchronous flow in closed form; the verb."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,16 @@ from meshwise.rl.framework import find_framework
 from meshwise.rl.packing import num_bins, pack
 from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
 from meshwise.rl.settings import known_settings
-from meshwise.serve.engine import ENGINES
-from meshwise.serve.pass_times import Curve, PassTimes
-from meshwise.serve.simulate import ServingWorker
+from meshwise.serve.instance import ServingWorker
+from servers import NO_LIMIT, VLLM, passes
 
-PASS_S, TOKEN_S, NO_LIMIT = 1e-2, 1e-5, 10**9
+PASS_S, TOKEN_S = 1e-2, 1e-5
 
 
 def pool(num: int) -> RolloutPool:
     """Engines whose passes take `PASS_S` and `TOKEN_S` a prompt token, whatever they decode."""
-    times = PassTimes(
-        decode_rest=[PASS_S] * 500,
-        decode_attention=[Curve([0.0, 0.0], 1.0)] * 500,
-        prompt_rest=Curve([PASS_S, PASS_S + TOKEN_S], 1.0),
-        prompt_attention=Curve([0.0, 0.0], 1.0),
-    )
-    engine = replace(ENGINES["vllm"], front_s=0.0, front_token_s=0.0, reply_s=0.0, lag_passes=0)
     unused: Any = None
-    return RolloutPool(unused, num, engine, ServingWorker(engine, times, NO_LIMIT))
+    return RolloutPool(unused, num, VLLM, ServingWorker(VLLM, passes(PASS_S, TOKEN_S), NO_LIMIT))
 
 
 def rollouts(**others: Any) -> Rollouts:
@@ -314,12 +305,6 @@ def test_bad_input_gets_a_sentence(stated: dict[str, Any], sentence: str, tmp_pa
         stated = stated | {"lengths": tmp_path / "lengths.csv"}
     with pytest.raises(MeshwiseError, match=sentence):
         step(**stated)
-
-
-def test_measured_lengths(tmp_path: Path) -> None:
-    (tmp_path / "lengths.csv").write_text("output\n" + "\n".join(map(str, range(100, 900, 8))))
-    found = step(lengths=tmp_path / "lengths.csv", output=None, max_output=None)
-    assert found["tokens_per_step"] == pytest.approx(16 * 8 * (128 + np.arange(100, 900, 8).mean()))
 
 
 def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:

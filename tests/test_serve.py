@@ -23,7 +23,6 @@ from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.parts import layer_names, parts
-from meshwise.program.serving import cache_bytes, serving_block
 from meshwise.serve import pass_times
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES
@@ -36,12 +35,6 @@ def server(model: str, cluster: str, *, prompt: int = 2048, output: int = 256, *
 
 
 # --- by hand -------------------------------------------------------------------------------------
-
-
-def test_one_rank_holds_all_weights() -> None:
-    for name in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3"):
-        of = server(name, "b200-sxm:1")
-        assert est.weight_bytes(of) == pytest.approx(2 * num_params(find_model(name)), rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -151,16 +144,6 @@ def test_sequences_within_a_limit() -> None:
     assert pass_times.sequences_within(of, 10.0) == est.max_sequences(of)
 
 
-def test_experts_do_the_same_work_however_they_are_spread() -> None:
-    """Token-expert pairs of all ranks: top_k a token, with and without an exchange, cut or not."""
-    for tp, ep, etp in ((8, 8, 1), (8, 1, 8), (2, 8, 1), (1, 8, 1), (4, 4, 1)):
-        of = server("mixtral-8x7b", "h200-sxm:8", tp=tp, ep=ep, etp=etp)
-        ops = parts(of.model, of.decode(10.0, 100.0))["moe_layer"]
-        tokens, top_k, *_ = next(op.shape for op in ops if op.kind == "experts")
-        copies = 8 / (ep * etp)
-        assert float(tokens * top_k) * ep * copies == pytest.approx(10 * of.dp * 2)
-
-
 CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
 DECODERS = {
     model.name: model
@@ -244,16 +227,6 @@ def test_context_parallel_prompts_share_work_and_cache() -> None:
     assert loads[0].served.num_tokens == 48
 
 
-def test_a_window_bounds_cache_and_attention() -> None:
-    model = find_model("gpt-oss-20b")
-    cut = Cut(microbatch=2.0, seq=1.0, past=1000.0, kind="decode")
-    for layer in layer_kinds(model):
-        op = next(op for op in serving_block(model, cut, layer) if op.kind == "decode_attention")
-        kept = min(layer.window or 1000, 1000)
-        assert op.cost.read_bytes == 2 * kept * 2 * 8 * 64 * 2  # 8 key-value heads of 64, in bf16
-        assert cache_bytes(model, cut, layer) == op.cost.read_bytes / kept * min(layer.window or 1001, 1001)
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -302,12 +275,6 @@ def test_narrow_weights_are_read_as_kept_and_computed_as_before(kept: str, bits:
     assert many == pytest.approx(1.0, abs=0.1)
 
 
-def test_a_chip_without_narrow_units_computes_in_bf16() -> None:
-    of = server("llama3-8b", "a100-80g-sxm:1", dtype="fp8")
-    assert (of.plan["dtype"], of.plan["weight_dtype"]) == ("bf16", "fp8")
-    assert any("computed in bf16" in note for note in est.notes(of))
-
-
 @given(imbalance=st.floats(1.0, 4.0))
 @settings(max_examples=10)
 def test_a_busier_rank_is_slower(imbalance: float) -> None:
@@ -350,15 +317,6 @@ def test_guesses_pay_as_often_as_they_are_right(drafts: int, acceptance: float) 
     assert est.weight_bytes(of) > est.weight_bytes(plain)
 
 
-def test_checking_two_tokens_reads_weights_and_cache_once() -> None:
-    # DeepSeek-V3 reports 1.8 times the tokens/s with one token of multi-token prediction accepted at 85 to
-    # 90 % (arXiv 2412.19437, section 5.4.3); the ceiling is 1 + 0.875.
-    plain = server("deepseek-v3", "h800-80g-sxm:128", ep=128, dtype="fp8")
-    of = est.speculating(plain, "drafts=1,accept=0.875")
-    faster = float(est.token_pass(plain, 4.0).total_s) / float(est.token_pass(of, 4.0).total_s)
-    assert 1.3 < faster < 1.875
-
-
 def test_speculation_on_the_command_line(meshwise: Callable[..., Any]) -> None:
     base = ("serve", "llama3-70b", "--cluster", "h200-sxm:4", "--sequences", "4", "--concurrency", "4")
     words = ("--speculate", "drafts=3,accept=0.8", "--draft-model", "llama3-8b", "--json")
@@ -367,15 +325,6 @@ def test_speculation_on_the_command_line(meshwise: Callable[..., Any]) -> None:
     assert any("2.95 a pass" in note for note in fast["notes"])
     assert "must be written as drafts=3" in meshwise(*base, "--speculate", "drafts=0").err
     assert "needs speculate" in meshwise(*base, "--draft-model", "llama3-8b").err
-
-
-def test_the_state_of_a_recurrence_is_named_as_itself() -> None:
-    """A token updates the states of Mamba 2; in a model without them nothing is spent on it."""
-    hybrid, dense = (server(name, "h100-80g-sxm:8", tp=8) for name in ("nemotron-3-nano", "llama3-8b"))
-    spent, none = (
-        est.price_pass(of, of.decode(256.0, 1024.0)).time_s["recurrence"] for of in (hybrid, dense)
-    )
-    assert spent > 0 == none
 
 
 @pytest.mark.parametrize(("model", "plan"), [("deepseek-v3", "tp=8,dtype=fp8"), ("llama3-70b", "tp=8")])

@@ -1,6 +1,5 @@
 """Serving under load: closed forms of queues, conservation, what engines do differently, traces, command."""
 
-import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,40 +17,13 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.serve import measured
 from meshwise.serve import serving as est
-from meshwise.serve.engine import ENGINES, Engine, parse_engine
-from meshwise.serve.fitted import fitted
+from meshwise.serve.engine import ENGINES, Engine
 from meshwise.serve.instance import ServingWorker
-from meshwise.serve.load import Fleet, cache_tokens, traffic, under_load
-from meshwise.serve.pass_times import Curve, PassTimes, first_token_s, tabulate
+from meshwise.serve.load import Fleet, traffic, under_load
+from meshwise.serve.pass_times import first_token_s, tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop, read_requests
-from meshwise.serve.simulate import Pools, Served, simulate
-
-NO_LIMIT = 10**9
-BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
-
-
-def passes(
-    *, fixed_s: float = 0.0, token_s: float = 0.0, decode_s: float = 0.0, past_s: float = 0.0
-) -> PassTimes:
-    """A pass takes `fixed_s`, `token_s` a prompt token, `decode_s` and `past_s` a cached token a sequence."""
-    most = 2000
-    return PassTimes(
-        decode_rest=[fixed_s] * most,
-        decode_attention=[Curve([n * decode_s, n * (decode_s + past_s)], 1.0) for n in range(most)],
-        prompt_rest=Curve([fixed_s, fixed_s + token_s], 1.0),
-        prompt_attention=Curve([0.0, 0.0], 1.0),
-    )
-
-
-def alone(requests: Requests, engine: Engine, times: PassTimes, cache: int) -> Served:
-    """What one instance does."""
-    return simulate(requests, Pools(ServingWorker(engine, times, cache)))
-
-
-def one_at_a_time() -> Engine:
-    """First come, first served, one prompt a pass: a queue with one server."""
-    return replace(ENGINES["trtllm"], max_tokens=1, **BARE)
-
+from meshwise.serve.simulate import Pools, simulate
+from servers import BARE, NO_LIMIT, ONE_AT_A_TIME, VLLM, alone, passes
 
 # --- closed forms --------------------------------------------------------------------------------
 
@@ -62,7 +34,7 @@ def test_waiting_is_that_of_a_queue_with_one_server(load: float, ratio: float) -
     """M/D/1 and M/G/1: Lindley's recursion to the last digit, Pollaczek-Khinchine in the mean."""
     mean = 500 * (1 + ratio)
     requests = at_rate(load / (1e-3 * mean), Lengths(1000, 1, ratio), num=40_000)
-    served = alone(requests, one_at_a_time(), passes(token_s=1e-3), NO_LIMIT)
+    served = alone(requests, ONE_AT_A_TIME, passes(token_s=1e-3), NO_LIMIT)
     service = 1e-3 * np.array(requests.prompt)
     wait = served.ttft_s - service
     lindley = [0.0]
@@ -104,7 +76,7 @@ def test_one_client_waits_for_nobody() -> None:
     of = est.serving(
         find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
     )
-    engine = replace(ENGINES["vllm"], **BARE)
+    engine = VLLM
     load = under_load(Fleet(of), in_closed_loop(1, Lengths(1000, 50), num=3), engine)
     assert load is not None
     assert load.served.ttft_s == pytest.approx(first_token_s(of, engine), rel=0.02)
@@ -164,22 +136,6 @@ def test_a_full_cache_preempts_or_waits() -> None:
 # --- engines -------------------------------------------------------------------------------------
 
 
-def test_prompts_stop_decodes_only_where_they_do_not_share_a_pass() -> None:
-    """A long prompt that arrives while another decodes: in chunks beside it, or before it."""
-    requests = Requests((10, 4000), (100, 1), (0.0, 0.1))
-    times = passes(fixed_s=5e-3, token_s=1e-4)
-
-    def longest_gap_s(name: str) -> tuple[float, Served]:
-        served = alone(requests, replace(ENGINES[name], max_tokens=500, **BARE), times, NO_LIMIT)
-        return float(served.tpot_s[0]), served
-
-    mixed_s, mixed = longest_gap_s("vllm")
-    first_s, first = longest_gap_s("sglang")
-    assert first.ttft_s[1] < mixed.ttft_s[1] * 1.1
-    assert mixed_s == pytest.approx((99 * 5e-3 + 4000 * 1e-4) / 99, rel=0.05)
-    assert first_s == pytest.approx((99 * 5e-3 + 8 * 5e-3 + 4000 * 1e-4) / 99, rel=0.02)
-
-
 def test_printed_passes_are_those_of_the_engine(meshwise: Callable[..., Any]) -> None:
     """vLLM reads an 8-bit cache on Hopper like one of 16 bits, and pads 33 sequences to 40."""
     base = (
@@ -207,19 +163,6 @@ def test_printed_passes_are_those_of_the_engine(meshwise: Callable[..., Any]) ->
         assert a["time_s"]["attention"] > 1.5 * c["time_s"]["attention"]
         assert b["token_s"] == pytest.approx(c["token_s"])
     assert vllm[0]["time_s"]["mlp"] == vllm[1]["time_s"]["mlp"] > bare[0]["time_s"]["mlp"]
-
-
-def test_the_host_shows_where_guesses_are_checked_and_nothing_is_planned() -> None:
-    """SGLang unless told: a time for each sequence that runs, in each pass, whatever the pass gives."""
-    plan = parse_plan("tp=8,dtype=fp8,kv_dtype=fp8")
-    of = est.serving(find_model("deepseek-v3"), find_cluster("b200-sxm:8"), plan, prompt=1000, output=100)
-    guessing = est.speculating(of, "drafts=2,accept=0.8")
-    waits, plans = (tabulate(guessing, ENGINES[name], 1100, 64) for name in ("sglang", "trtllm"))
-    each_s = fitted().constants.guess_host_s / (1 + 0.8 + 0.64)
-    for count in (1, 16, 64):
-        assert waits.decode_s(count, 500.0) == pytest.approx(plans.decode_s(count, 500.0) + count * each_s)
-    alone, also = (tabulate(of, ENGINES[name], 1100, 16) for name in ("sglang", "trtllm"))
-    assert alone.decode_s(16, 500.0) == pytest.approx(also.decode_s(16, 500.0))
 
 
 def test_experts_in_tiles_compute_rows_that_nobody_sent() -> None:
@@ -318,6 +261,15 @@ pools,disagg,gb200,trtllm,deepseek-ai/DeepSeek-R1,fp4,,,,,1024,128,8,1,4,1,4,1,3
 """
 
 
+def test_measured_points_of_two_pools(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "points.csv").write_text(POOLS)
+    document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
+    ttft, tpot, rate = (row["predicted"] for row in document["rows"])
+    assert 0 < tpot < ttft < 1.0
+    output = 128  # which is not one of InferenceX: all answers are as long
+    assert rate == pytest.approx(8 * output / (ttft + (output - 1) * tpot) / 16, rel=0.02)
+
+
 def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "points.csv").write_text(POINTS)
     document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
@@ -338,32 +290,6 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., An
     assert (summary["num_rows"], summary["num_expressed"]) == (5, 2)
     for row in rows.values():
         assert row["interval"] is None or row["interval"]["p10"] <= row["predicted"] <= row["interval"]["p90"]
-
-
-def test_measured_points_of_two_pools(meshwise: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "points.csv").write_text(POOLS)
-    document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
-    ttft, tpot, rate = (row["predicted"] for row in document["rows"])
-    assert 0 < tpot < ttft < 1.0
-    output = 128  # which is not one of InferenceX: all answers are as long
-    assert rate == pytest.approx(8 * output / (ttft + (output - 1) * tpot) / 16, rel=0.02)
-
-
-def test_a_stated_rate_is_held_against_the_simulated_one(
-    meshwise: Callable[..., Any], tmp_path: Path
-) -> None:
-    """The simulated rate has the client's start and end in it; the one of latencies has not."""
-    first, row = POINTS.splitlines()[:2]
-    (tmp_path / "stated.csv").write_text(f"{first},output_tokens_per_s_per_gpu\n{row},500\n")
-    (tmp_path / "derived.csv").write_text(f"{first}\n{row}\n")
-
-    def rate(name: str) -> Any:
-        rows = meshwise("validate", "--serving", str(tmp_path / name), "--json").document["rows"]
-        return next(row for row in rows if row["quantity"] == "output_tokens_per_s_per_gpu")
-
-    stated, derived = rate("stated.csv"), rate("derived.csv")
-    assert stated["measured"] == 500
-    assert 0.5 * derived["predicted"] < stated["predicted"] < derived["predicted"]
 
 
 INFERENCEX = tomllib.loads((Path(__file__).parent / "data" / "inferencex.toml").read_text())
@@ -427,7 +353,7 @@ def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
 ) -> None:
     requests = in_closed_loop(clients, Lengths(500, 20, 0.5), num=40)
     times = passes(fixed_s=4e-3, token_s=1e-4)
-    worker = ServingWorker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
+    worker = ServingWorker(VLLM, times, NO_LIMIT)
     pools = Pools(worker, decodes, worker, prefills, transfer_s=1e-3)
     served = simulate(requests, pools)
     assert served.num_tokens == sum(requests.output)
@@ -435,20 +361,8 @@ def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
     assert (served.ttft_s >= 4e-3 + 1e-4 * np.array(requests.prompt) + 1e-3 - 1e-9).all()
 
 
-@given(workers=st.integers(1, 4))
-@settings(max_examples=4)
-def test_more_workers_serve_as_many_alone(workers: int) -> None:
-    """Clients in turn over equal workers: each serves its share as it would alone."""
-    times = passes(fixed_s=5e-3, token_s=1e-5, decode_s=1e-5)
-    worker = ServingWorker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
-    alone_s = simulate(Requests((100,) * 4, (50,) * 4, concurrency=4), Pools(worker)).span_s
-    n = 4 * workers
-    together = simulate(Requests((100,) * n, (50,) * n, concurrency=n), Pools(worker, workers))
-    assert together.span_s == pytest.approx(alone_s)
-
-
 def test_prompts_that_begin_alike_are_computed_once() -> None:
-    n, engine, times = 50, replace(ENGINES["vllm"], **BARE), passes(token_s=1e-4, decode_s=1e-4)
+    n, engine, times = 50, VLLM, passes(token_s=1e-4, decode_s=1e-4)
     requests = Requests((1000,) * n, (10,) * n, concurrency=1, blocks=((7,),) * n, block_tokens=800)
     served = alone(requests, engine, times, NO_LIMIT)
     assert served.num_found == 800 * (n - 1)
@@ -472,16 +386,6 @@ def test_prompts_wait_until_they_fill_a_pass_or_have_waited_long_enough() -> Non
     assert 0.01 < ttft_s(held, 2) - ttft_s(engine, 2) <= 0.2  # 20 passes of 10 ms at most
 
 
-def test_rarely_polled_arrivals_wait_longer() -> None:
-    requests = at_rate(20, Lengths(100, 200), num=300)
-    times = passes(fixed_s=5e-3, token_s=1e-6)
-    often, rarely = (
-        alone(requests, replace(ENGINES["sglang"], poll_passes=n, **BARE), times, NO_LIMIT).ttft_s.mean()
-        for n in (1, 20)
-    )
-    assert rarely - often == pytest.approx(10 * 5e-3, rel=0.3)  # half of the passes between two looks
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8")
@@ -500,17 +404,3 @@ def test_command(meshwise: Callable[..., Any], tmp_path: Path, load: tuple[str, 
     assert document["passes"][0]["sequences"] == 8
     shown = meshwise(*BASE, *words).out
     assert "first token" in shown and "p99" in shown
-
-
-def test_what_does_not_fit_is_an_answer_or_a_sentence() -> None:
-    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:1")
-    of = est.serving(model, cluster, parse_plan("tp=1"), prompt=100, output=10, memory_frac=0.1)
-    engine = parse_engine("vllm")
-    assert under_load(Fleet(of), in_closed_loop(2, Lengths(100, 10), num=4), engine) is None
-    of = replace(of, memory_frac=0.23)
-    assert 0 < cache_tokens(of) < 8000
-    with pytest.raises(MeshwiseError, match="is more than the cache of"):
-        under_load(Fleet(of), in_closed_loop(2, Lengths(8000, 10), num=4), engine)
-    with pytest.raises(MeshwiseError, match=f"is more than the {model.max_seq} of llama3-8b"):
-        under_load(Fleet(of), in_closed_loop(2, Lengths(model.max_seq, 10), num=4), engine)
-    assert math.isfinite(est.room_bytes(of, est.memory_bytes(of, 1.0)))

@@ -53,16 +53,6 @@ def test_a_layout_of_the_grid_is_the_layout_alone(model: str) -> None:
         assert found.prompt_s[i, 0] == pytest.approx(est.prompt_s(of))
 
 
-def test_no_choice_beats_a_trade_off() -> None:
-    found = sized("qwen3-30b-a3b", "h200-sxm:16", 5.0, 2.0, 0.05)
-    best = [(1 / one.tpot_s, one.tokens_per_s_per_gpu) for one in found.trade_offs]
-    assert best == sorted(best, key=lambda one: (-one[0], one[1]))
-    for one in found.choices:
-        assert not any(
-            user < 1 / one.tpot_s * (1 - 1e-12) and gpu < one.tokens_per_s_per_gpu for user, gpu in best
-        )
-
-
 def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None:
     found = sized("llama3-8b", "h100-80g-sxm:16", 30.0, 0.5, 0.02)
     best = found.best

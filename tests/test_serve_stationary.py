@@ -1,7 +1,6 @@
 """Figures of a server that has settled: closed forms, a queue that grows, clients of equal requests."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,15 @@ from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import Fleet, LoadResult, traffic, under_load
-from meshwise.serve.pass_times import Curve, PassTimes
 from meshwise.serve.requests import Lengths, at_rate
 from meshwise.serve.simulate import Pools, simulate
 from meshwise.serve.stationary import MOST_REQUESTS, CountedWindow, RequestStream, settled
-
-BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
+from servers import NO_LIMIT, ONE_AT_A_TIME, passes
 
 
 def one_server(load: float) -> CountedWindow:
     """A queue with one server that takes 1 s for each request, at `load` requests a second."""
-    flat = [0.0] * 4000
-    zero, second = Curve([0.0, 0.0], 1.0), Curve([0.0, 1e-3], 1.0)
-    times = PassTimes(flat, [zero] * 4000, second, zero)
-    worker = ServingWorker(replace(ENGINES["trtllm"], max_tokens=1, **BARE), times, 10**9)
+    worker = ServingWorker(ONE_AT_A_TIME, passes(token_s=1e-3), NO_LIMIT)
     stream = RequestStream(lambda num: at_rate(load, Lengths(1000, 1), num=num), load)
     return settled(stream, lambda requests: simulate(requests, Pools(worker)))[0]
 

@@ -23,7 +23,7 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
 from meshwise.serve import aiconfigurator, inferencex
 from meshwise.serve.engine import ENGINES, Engine, of_version
-from meshwise.serve.load import Fleet, LoadResult, under_load
+from meshwise.serve.load import Fleet, LoadResult, cache_tokens, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.serving import Serving, serving, speculating
 
@@ -66,7 +66,26 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     if not inferencex.is_row(row) and engine.name == "vllm":
         requests = aiconfigurator.repeated(requests)
-    return MeasuredPoint(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
+    of = MeasuredPoint(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
+    _check_room(of, *(measured(row, None).get(name) for name in STATED))
+    return of
+
+
+def _check_room(of: MeasuredPoint, ttft_s: float | None, tpot_s: float | None) -> None:
+    """PlanError for a layout without half of the room for the sequences that run at once by its latencies.
+
+    By Little's law a client's request runs for the share of its time in which it gets tokens; the mean of
+    those that run has generated half of its output.
+    """
+    if not ttft_s or not tpot_s:
+        return
+    prompt, output = (sum(each) / len(each) for each in (of.requests.prompt, of.requests.output))
+    running = of.requests.concurrency * output * tpot_s / (ttft_s + output * tpot_s)
+    room = of.fleet.workers * cache_tokens(of.fleet.serving) / (prompt + output / 2.0)
+    if running > 2.0 * room:
+        raise PlanError(
+            f"by its latencies {running:,.0f} sequences run at once; its layout has room for {room:,.0f}"
+        )
 
 
 def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Engine:

@@ -38,7 +38,6 @@ from meshwise.serve.serving import (
     Serving,
     decode_pass,
     encoding_token_s,
-    expert_token_s,
     first_token_kernels_s,
     max_sequences,
     memory_bytes,
@@ -46,6 +45,7 @@ from meshwise.serve.serving import (
     prompt_alone_s,
     prompt_s,
     shares_experts,
+    sorted_token_s,
     token_pass,
 )
 
@@ -216,7 +216,7 @@ class PassTimes:
     """The tables. `decode_rest` and `decode_attention` by number of sequences of a group, from 0 on.
 
     `prompt_experts` is what `prompt_rest` leaves out, of the tokens of all groups where these share them
-    (`shares_experts`), `expert_token_s` what a token adds to it in a large pass; slowdowns are those of
+    (`shares_experts`), `sorted_token_s` what a token adds to it in a large pass; slowdowns are those of
     `serve.fitted.Constants` and `serve.engine.Engine`.
     `prompt_host_s`: time of the host to launch a pass with prompts of more than `prompt_graph_tokens`, during
     which the chip may wait; `guess_host_s`: what it adds to a pass without prompts for each sequence,
@@ -228,7 +228,7 @@ class PassTimes:
     prompt_rest: Curve
     prompt_attention: Curve
     prompt_experts: Curve = Curve((0.0, 0.0), 1.0)
-    expert_token_s: float = 0.0
+    sorted_token_s: float = 0.0
     groups: int = 1
     shares_experts: bool = False
     prompt_host_s: float = 0.0
@@ -258,7 +258,7 @@ class PassTimes:
         prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
         routed = tokens / self.groups if self.shares_experts else busiest
         experts_s = self.prompt_experts(routed + each)
-        experts_s += (self.expert_slowdown - 1.0) * self.expert_token_s * (routed + each)
+        experts_s += (self.expert_slowdown - 1.0) * self.sorted_token_s * (routed + each)
         device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
         if busiest + each > self.prompt_graph_tokens:
             device_s = max(device_s, self.prompt_host_s)
@@ -291,7 +291,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         decode_attention=[Curve(column, context_step) for column in attention.T.tolist()],
         prompt_rest=Curve(np.broadcast_to(_rest(prompts) - experts, tokens.shape).tolist(), token_step),
         prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
-        expert_token_s=float(expert_token_s(prompted)),
+        sorted_token_s=float(sorted_token_s(prompted)),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         groups=serving.groups,
         shares_experts=bool(shares_experts(serving)),

@@ -376,7 +376,7 @@ def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
     if routed is not None:
         experts_s, cut = price_pass(serving, routed).time_s["experts"], routed
     num_tokens = cut.microbatch * cut.seq
-    waits_s = (overheads.expert_slowdown - 1.0) * expert_token_s(serving) * num_tokens
+    waits_s = (overheads.expert_slowdown - 1.0) * sorted_token_s(serving) * num_tokens
     encoding_s = encoding_token_s(serving) * whole_tokens
     return kernels_s + experts_s + waits_s + encoding_s
 
@@ -386,15 +386,19 @@ def encoding_token_s(serving: Serving) -> float:
     return serving.encoding.request_s / serving.prompt if serving.encoding else 0.0
 
 
-def expert_token_s(serving: Serving) -> Num:
-    """Seconds that a token adds to the experts' kernels where these take longer than reading weights."""
+def sorted_token_s(serving: Serving) -> Num:
+    """Seconds that a token adds to the experts' kernels where these take longer than reading weights.
+
+    0 where experts are exchanged between dp ranks: the exchange sends tokens by expert, and returns them in
+    order.
+    """
     if serving.model.moe is None:
         return 0.0
     first_s, second_s = (
         price_pass(serving, serving.prefill(tokens / serving.prompt)).time_s["experts"]
         for tokens in (MANY_TOKENS, 2.0 * MANY_TOKENS)
     )
-    return (second_s - first_s) / MANY_TOKENS
+    return np.where(shares_experts(serving), 0.0, second_s - first_s) / MANY_TOKENS
 
 
 def shares_experts(serving: Serving) -> Num:

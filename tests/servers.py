@@ -1,0 +1,40 @@
+"""Servers whose passes take what a test says, for closed forms to hold against."""
+
+from dataclasses import replace
+from typing import Any
+
+from meshwise.serve.engine import ENGINES, Engine
+from meshwise.serve.instance import ServingWorker
+from meshwise.serve.pass_times import Curve, PassTimes
+from meshwise.serve.prefix_cache import Tier
+from meshwise.serve.requests import Requests
+from meshwise.serve.simulate import Pools, Served, simulate
+
+NO_LIMIT = 10**9
+BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
+VLLM = replace(ENGINES["vllm"], **BARE)
+ONE_AT_A_TIME = replace(ENGINES["trtllm"], max_tokens=1, **BARE)
+"""First come, first served, one prompt a pass: a queue with one server."""
+
+
+def passes(
+    fixed_s: float = 0.0, token_s: float = 0.0, *, decode_s: float = 0.0, past_s: float = 0.0
+) -> PassTimes:
+    """A pass takes `fixed_s`, `token_s` a prompt token, `decode_s` and `past_s` a cached token a sequence."""
+    most = 5000
+    return PassTimes(
+        decode_rest=[fixed_s] * most,
+        decode_attention=[Curve([n * decode_s, n * (decode_s + past_s)], 1.0) for n in range(most)],
+        prompt_rest=Curve([fixed_s, fixed_s + token_s], 1.0),
+        prompt_attention=Curve([0.0, 0.0], 1.0),
+    )
+
+
+def alone(requests: Requests, engine: Engine, times: PassTimes, cache: int) -> Served:
+    """What one instance does."""
+    return simulate(requests, Pools(ServingWorker(engine, times, cache)))
+
+
+def on(requests: Requests, cache: int = NO_LIMIT, *tiers: Tier, **pools: Any) -> Served:
+    """What a fleet of vLLM does, whose passes take 2 ms and 10 us a prompt token."""
+    return simulate(requests, Pools(ServingWorker(VLLM, passes(2e-3, 1e-5), cache, tiers), **pools))
