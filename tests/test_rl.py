@@ -166,10 +166,23 @@ def test_the_best_split_is_a_job_that_can_be_stated() -> None:
     gpus = {} if first["mode"] == "colocated" else {"rollout_gpus": first["gpus"]["rollout"]}
     again = step(**OPEN | {key: first[key] or "tp=1" for key in keys} | gpus)
     assert again["step_s"] == first["step_s"]
-    front = [(one["step_s"], one["staleness"]) for one in found["pareto"]]
-    assert front == sorted(front) and [bound for _, bound in front] == sorted(
-        {b for _, b in front}, reverse=True
-    )
+    front = [(one["step_s"], one["num_gpus"], one["staleness"]) for one in found["pareto"]]
+    assert front == sorted(front) and len({gpus for _, gpus, _ in front}) > 1
+    for i, one in enumerate(front):
+        assert not any(all(np.less_equal(faster[1:], one[1:])) for faster in front[:i])
+
+
+def test_the_search_for_a_split_says_how_far_it_is_and_can_be_ended() -> None:
+    heard: list[str] = []
+
+    def hear(so_far: str) -> None:
+        heard.append(so_far)
+        if len(heard) == 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        step(**OPEN, on_candidate=hear)
+    assert heard[-1] == "3 candidates looked at on 8 GPUs"
 
 
 def test_what_is_stated_stays() -> None:

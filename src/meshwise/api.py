@@ -647,6 +647,7 @@ def rl(
     score_tokens: int | None = None,
     train_steps: int | None = None,
     price: float | None = None,
+    on_candidate: Callable[[str], None] = lambda so_far: None,
 ) -> RlAnswer:
     """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
 
@@ -685,6 +686,7 @@ def rl(
         score_tokens: The same in scoring [4 bins of training].
         train_steps: Steps of the whole run: its days.
         price: Dollars of a GPU-hour: what a step and a run cost.
+        on_candidate: Hears how far the search for the best split is; it ends where that raises.
 
     Returns:
         Seconds by phase, memory of both pools, idle shares. A job that does not fit is an answer too.
@@ -695,7 +697,7 @@ def rl(
     asked = dict(locals())
     from meshwise.rl.answer import answer
 
-    return answer(_open_rl_job(**asked), train_steps, price)
+    return answer(_open_rl_job(**asked), train_steps, price, on_candidate)
 
 
 def _open_rl_job(
@@ -795,7 +797,7 @@ def _launch_rl(
         raise WorkloadError(f"{missing[0]} is missing; {to} needs prompts, samples and max_output")
     options = {name: option.default for name, option in options_of(rl).items()} | {"framework": to}
     options |= {"output": stated["max_output"], "train_plan": plan} | stated
-    names = set(options) - {"train_steps", "price", "model", "cluster"}
+    names = set(options) - {"train_steps", "price", "model", "cluster", "on_candidate"}
     asked = _open_rl_job(model, cluster, **{name: options[name] for name in names})
     job = best_split(asked).best[0].job if asked.is_open else asked.stated_job()
     return write_settings(job, to, options["algorithm"])

@@ -9,7 +9,7 @@ from meshwise import api
 from meshwise.cli.output import show
 from meshwise.core.options import takes
 
-OF_RESULTS = ("framework", "length_sigma", "lengths", "output", "price", "train_steps")
+OF_RESULTS = ("framework", "length_sigma", "lengths", "on_candidate", "output", "price", "train_steps")
 """Options of `rl` that no setting holds."""
 
 

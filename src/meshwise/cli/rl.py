@@ -13,7 +13,7 @@ from meshwise.cli.output import show
 from meshwise.core.options import options_of, takes
 
 
-@takes(api.rl)
+@takes(api.rl, without=("on_candidate",))
 def rl(*, source: Path | None = None, html: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
 

@@ -87,7 +87,7 @@ def _split(split: BestSplit) -> Iterator[Section]:
             duration(step.step_s or 0.0) if step.fits else "too much memory",
             "*" if step in split.front else "",
         )
-        for step in split.best
+        for step in (*split.best, *split.on_fewer)
     ]
     columns = ("mode", "bound", "rollout", "engine", "training", "plan", "a step", "front")
     yield Table("Candidates", columns, rows, left={"mode", "engine", "plan"})

@@ -11,7 +11,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.rl.best_split import BestSplit, OpenJob, best_split
+from meshwise.rl.best_split import BestSplit, Hear, OpenJob, best_split, unheard
 from meshwise.rl.framework import RlFramework
 from meshwise.rl.job import ALGORITHMS, job
 from meshwise.rl.rollouts import Rollouts
@@ -51,11 +51,6 @@ class RlAnswer(Shown):
         """The document that `meshwise rl --json` prints."""
         return self.step.to_json() | self.cost | (self.split.to_json() if self.split else {})
 
-    def records(self) -> list[dict[str, Any]]:
-        """The candidates, or the one step that was asked for."""
-        found: list[dict[str, Any]] = (self.split or self.step).to_json().get("best", [self.step.to_json()])
-        return found
-
 
 def open_job(
     model: Model,
@@ -82,7 +77,7 @@ def open_job(
     judges = ({"reference": model} if reference else {}) | dict(scorers)
     judges |= {"critic": critic} if critic else {}
     make = partial(
-        job, model, cluster, rollouts, framework, scorers=tuple(judges.items()), critic=critic,
+        job, model, rollouts=rollouts, framework=framework, scorers=tuple(judges.items()), critic=critic,
         scores_policy=old_logprobs, updates=updates, **others,
     )  # fmt: skip
     return OpenJob(
@@ -91,8 +86,10 @@ def open_job(
     )  # fmt: skip
 
 
-def answer(asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None) -> RlAnswer:
-    """The answer.
+def answer(
+    asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None, on_candidate: Hear = unheard
+) -> RlAnswer:
+    """The answer; `on_candidate` hears how far the search for the best split is, and may end it by raising.
 
     Raises:
         WorkloadError: A number makes no sense.
@@ -102,6 +99,6 @@ def answer(asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None
         if number is not None and not 0 < number < 1e15:
             raise WorkloadError(f"{name}={number:g} must be above zero")
     if asked.is_open:
-        split = best_split(asked)
+        split = best_split(asked, on_candidate)
         return RlAnswer(split.best[0], split, num_steps, usd_per_gpu_hour)
     return RlAnswer(rl_step(asked.stated_job()), None, num_steps, usd_per_gpu_hour)

@@ -1,9 +1,10 @@
 """The best way to share GPUs between rollout and training, where a job leaves it open.
 
 What is stated stays. Of what is open, modes, splits in eighths of the cluster and engines of up to four times
-the fewest GPUs are tried; the training plan is the fastest of `search` for its GPUs. A first look prices each
-candidate from one drain D of an idle pool, the trainer's time T and the sync S: D + T + S in turn,
-max(T + S, (D + T + S) / 2) at the same time. The best of each mode are then priced as any step.
+the fewest GPUs are tried; the training plan is the fastest of `search` for its GPUs. A first look prices
+each candidate from one drain D of an idle pool, the trainer's time T and the sync S: D + T + S in turn,
+max(T + S, (D + T + S) / 2) at the same time. The best of each mode are then priced as any step; so is the
+best on each smaller part of the cluster, which says what fewer GPUs cost in time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,17 @@ SPACE = {"microbatch": (1,), "zero": (1,), "schedule": ("1f1b",)}
 EACH_MODE = 2
 """Candidates of each mode that are priced as a step."""
 
+PARTS_OF_CLUSTER = (2, 4)
+"""The cluster is also looked at as if it had so many times fewer GPUs."""
+
+Hear = Callable[[str], None]
+"""What is told how far a search is; it ends the search by raising."""
+
+
+def unheard(_: str) -> None:
+    """Nobody listens."""
+
+
 LOOSER_BOUNDS = (2, 4)
 """Bounds on staleness that are shown beside the best where none is stated."""
 
@@ -66,7 +78,7 @@ class OpenJob:
     def stated_job(self) -> RlJob:
         """The job, where nothing is open."""
         names = ("mode", "rollout_gpus", "train_plan", "rollout_plan", "staleness", "memory_frac")
-        return self.make(**{name: getattr(self, name) for name in names})
+        return self.make(self.cluster, **{name: getattr(self, name) for name in names})
 
     @property
     def is_open(self) -> bool:
@@ -90,8 +102,9 @@ class _Looks:
             return asked.train_plan
         if gpus not in self.plans:
             probe = asked.make(
-                mode="colocated", train_plan=Plan(), rollout_plan=Plan(), memory_frac=asked.memory_frac
-            )
+                asked.cluster, mode="colocated", train_plan=Plan(), rollout_plan=Plan(),
+                memory_frac=asked.memory_frac,
+            )  # fmt: skip
             lengths = asked.rollouts.sequences(asked.rollouts.draw(asked.rollouts.prompts, _rng()))
             bins = num_bins(lengths, probe.pack_length) / asked.updates
             found = search(
@@ -166,8 +179,8 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
             for layout in layouts if plan is not None else ():
                 try:
                     yield asked.make(
-                        mode=mode, rollout_gpus=gpus, train_plan=plan, rollout_plan=layout, staleness=bound,
-                        memory_frac=frac,
+                        asked.cluster, mode=mode, rollout_gpus=gpus, train_plan=plan, rollout_plan=layout,
+                        staleness=bound, memory_frac=frac,
                     )  # fmt: skip
                 except PlanError:  # degrees do not divide the pool
                     continue
@@ -177,23 +190,24 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
 class BestSplit:
     """`best`: steps of the best candidates, the best first, those with a looser bound on staleness last.
 
-    `about_s`: rollout GPUs and seconds at first look of the best mode with its engine: how flat it is there.
-    `larger_share`: the best step with more memory for the engines.
+    `on_fewer`: the best on parts of the cluster. `about_s`: rollout GPUs and seconds at first look of the
+    best mode with its engine: how flat it is there. `larger_share`: the best with more memory for engines.
     """
 
     best: tuple[RlStep, ...]
+    on_fewer: tuple[RlStep, ...]
     about_s: tuple[tuple[int, float], ...]
     larger_share: RlStep | None
 
     @property
     def front(self) -> list[RlStep]:
-        """Steps that no other beats in both time and staleness, fastest first."""
-        fits = [step for step in self.best if step.fits]
-        ordered = sorted(fits, key=lambda step: (step.step_s or math.inf, step.job.staleness))
+        """Steps that no other is as good as in time, GPUs and staleness, fastest first."""
+        fits = [step for step in (*self.best, *self.on_fewer) if step.fits]
+        ordered = sorted(fits, key=lambda step: (step.step_s or math.inf, *_price(step)))
         return [
             step
             for i, step in enumerate(ordered)
-            if all(step.job.staleness < faster.job.staleness for faster in ordered[:i])
+            if not any(all(np.less_equal(_price(faster), _price(step))) for faster in ordered[:i])
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -206,6 +220,7 @@ class BestSplit:
                     "mode": step.job.mode,
                     "staleness": step.job.staleness,
                     "gpus": step.gpus,
+                    "num_gpus": step.job.cluster.num_chips,
                     "step_s": step.step_s,
                 }
                 for step in self.front
@@ -215,10 +230,36 @@ class BestSplit:
         }
 
 
-def best_split(asked: OpenJob) -> BestSplit:
+def _price(step: RlStep) -> tuple[int, int]:
+    """What a step takes beside its time: GPUs, and a bound on staleness."""
+    return step.job.cluster.num_chips, step.job.staleness
+
+
+def _looked(asked: OpenJob, hear: Hear) -> list[tuple[float, RlJob]]:
+    """Every candidate with its seconds at first look, the fastest first."""
+    looks, found = _Looks(asked), list[tuple[float, RlJob]]()
+    for job in candidates(asked, looks):
+        found.append((looks.about_s(job), job))
+        hear(f"{len(found)} candidates looked at on {asked.cluster.num_chips} GPUs")
+    return sorted(found, key=lambda each: each[0])
+
+
+def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
+    """The best step on each part of the cluster, whole nodes of it, as far as anything fits there."""
+    whole = asked.cluster.num_chips
+    for part in PARTS_OF_CLUSTER:
+        num, node = whole // part, min(asked.cluster.levels[0].ranks, whole)
+        if whole % part or (num > node and num % node) or num < 1 or asked.rollout_gpus is not None:
+            continue
+        looked = _looked(replace(asked, cluster=replace(asked.cluster, num_chips=num)), hear)
+        about_s, job = next((each for each in looked if each[1].staleness <= bound), (math.inf, None))
+        if job is not None and about_s < math.inf:
+            yield rl_step(job)
+
+
+def best_split(asked: OpenJob, hear: Hear = unheard) -> BestSplit:
     """The best candidates; PlanError where there is none."""
-    looks = _Looks(asked)
-    looked = sorted(((looks.about_s(job), job) for job in candidates(asked, looks)), key=lambda each: each[0])
+    looked = _looked(asked, hear)
     if not looked:
         raise PlanError(
             f"no split of {asked.cluster.num_chips} GPUs holds {asked.model.name}: no engine or no training "
@@ -227,7 +268,10 @@ def best_split(asked: OpenJob) -> BestSplit:
     each_mode: dict[tuple[str, int], list[RlJob]] = {}
     for _, job in looked:
         each_mode.setdefault((job.mode, job.staleness), []).append(job)
-    steps = [rl_step(job) for jobs in each_mode.values() for job in jobs[:EACH_MODE]]
+    steps = list[RlStep]()
+    for job in (job for jobs in each_mode.values() for job in jobs[:EACH_MODE]):
+        hear(f"{len(looked)} candidates looked at, {len(steps)} priced")
+        steps.append(rl_step(job))
     bound = asked.staleness or (1 if not asked.mode else max(step.job.staleness for step in steps))
     best = sorted(
         steps, key=lambda step: (not step.fits, step.job.staleness > bound, step.step_s or math.inf)
@@ -238,7 +282,8 @@ def best_split(asked: OpenJob) -> BestSplit:
         for about_s, job in looked
         if (job.mode, job.staleness, job.rollout_plan) == (top.mode, top.staleness, top.rollout_plan)
     ]
-    return BestSplit(tuple(best), tuple(sorted(alike)), _larger_share(asked, top))
+    fewer = tuple(_on_fewer(asked, bound, hear))
+    return BestSplit(tuple(best), fewer, tuple(sorted(alike)), _larger_share(asked, top))
 
 
 def _larger_share(asked: OpenJob, top: RlJob) -> RlStep | None:

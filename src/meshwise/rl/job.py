@@ -142,7 +142,7 @@ class RlJob:
 
 
 def job(
-    model: Model, cluster: Cluster, rollouts: Rollouts, framework: RlFramework, *, mode: str,
+    model: Model, cluster: Cluster, *, rollouts: Rollouts, framework: RlFramework, mode: str,
     rollout_gpus: int | None = None, train_plan: Plan, rollout_plan: Plan, transport: str = "",
     memory_frac: float | None = None, pack_length: int | None = None, score_tokens: int | None = None,
     staleness: int | None = None, in_flight: bool | None = None, scores_policy: bool | None = None,

@@ -93,7 +93,7 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
     updates = max(rollouts.num_samples // per_step, 1) if per_step else 1
     overlapped = row["mode_kind"] == "async"
     return job(
-        model, cluster, rollouts, framework, mode=row["mode_kind"],
+        model, cluster, rollouts=rollouts, framework=framework, mode=row["mode_kind"],
         rollout_gpus=_count(row, "gpus_rollout") if split else None,
         train_plan=_train_plan(row, dtype, model.moe is not None), rollout_plan=engine, updates=updates,
         memory_frac=frac, pack_length=pack, score_tokens=pack * scored if pack and scored else None,

@@ -291,10 +291,10 @@ def serve(context: Question, **asked: Any) -> dict[str, Any]:
     return _shown(served.page(found, found.sizing or api.serve(**layouts, plan=formats, pareto=True).sizing))
 
 
-@takes(api.rl, _own, without=("lengths",))
+@takes(api.rl, _own, without=("lengths", "on_candidate"))
 def rl(context: Question, **asked: Any) -> dict[str, Any]:
     """A step of post-training, phase by phase, and the best split where it is left open."""
-    return _shown(page_of(api.rl(**options_in(asked, api.rl))))
+    return _shown(page_of(api.rl(**options_in(asked, api.rl), on_candidate=_hear.get())))
 
 
 @takes(api.frontier)
