@@ -24,6 +24,9 @@ from meshwise.model.huggingface import model_from_config
 from meshwise.model.inputs import Inputs, with_inputs
 from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, OPTIMIZERS, RECOMPUTE, Plan
 from meshwise.plan.workload import KINDS, Workload
+from meshwise.program.cut import Cut
+from meshwise.program.parts import parts
+from meshwise.program.tensor import bytes_of
 
 MODELS = ("gpt3-175b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "llama3-8b")
 DATA = Path(__file__).parent / "data"
@@ -135,3 +138,39 @@ def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> N
             step, memory_bytes = found[tuple(map(repr, cell))]
             assert step == pytest.approx(of.step_s, rel=1e-12)
             assert memory_bytes == pytest.approx(of.memory_bytes["total"], rel=1e-12)
+
+
+OTHERWISE = {
+    "attention": "reads keys that are gathered, and in a ring only those of the rounds that come",
+    "tokens": "reads rows of a table, not all of it",
+    "copy": "reads a token once for each copy, or rows of a table",
+    "sum_copies": "adds to what it has written, copy by copy",
+    "scale_by_gate": "adds to what it has written, copy by copy",
+    "softmax": "of a router: reads the scores in fp32",
+    "residual": "reads a table (positions, types of tokens), or is the router's own",
+    "layernorm": "of a parallel block: reads gathered tokens",
+    "add_bias": "of experts: changes the matmul's result in place",
+    "attention_gate": "reads one number a head as often as the head is wide",
+    "rotary": "turns a part of each head",
+    **dict.fromkeys(("index_scores", "index_top_k"), "writes scores that no other op names"),
+    **dict.fromkeys(("chunk", "state"), "writes states that stay in the kernel's own memory"),
+}
+"""Ops of a forward that move something else than the tensors that they state, and what."""
+
+
+@pytest.mark.parametrize("implementation", ["megatron", "fsdp2"])
+def test_bytes_moved_are_those_of_the_tensors(implementation: str) -> None:
+    """A matmul reads its input and its weights, a kernel what it names; every exception is used."""
+    used = set()
+    cut = Cut(microbatch=2.0, seq=512.0, tp=2.0, sequence_parallel=True, implementation=implementation)
+    for name in model_names():
+        for op in itertools.chain(*parts(find_model(name), cut).values()):
+            if op.phase == "forward" and op.kind != "collective":
+                stated = bytes_of(op.reads), bytes_of(op.makes)
+                if stated != pytest.approx((op.cost.read_bytes, op.cost.write_bytes), rel=1e-6):
+                    word = next((word for word in (op.kind, op.kernel, op.name) if word in OTHERWISE), "")
+                    assert word, (name, op.module, op.name, stated, op.cost)
+                    used.add(word)
+    assert used == set(OTHERWISE) - (
+        {"sum_copies"} if implementation == "fsdp2" else {"scale_by_gate", "attention"}
+    )

@@ -18,8 +18,8 @@ import numpy as np
 
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
-from meshwise.cost.op import Cost, matmul_flop
-from meshwise.program.op import Op, collective
+from meshwise.cost.op import matmul_flop
+from meshwise.program.op import Op, collective, work
 from meshwise.program.row import op_row
 from meshwise.program.tape import Tape
 from meshwise.program.tensor import ELEMENT_BYTES, Tensor, bytes_of
@@ -83,7 +83,7 @@ class Script:
             phase=self.phase,
             kind=kind,
             shape=shape,
-            cost=Cost(flop, bytes_of(reads), bytes_of((*makes, *writes))),
+            cost=work(flop, reads, (*makes, *writes)),
             saved_bytes=bytes_of(saves) if self.has_backward else 0.0,
             num_params=sum(tensor.elements for tensor in reads if tensor.is_weight),
             count=self.times * count,

@@ -26,9 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwise.cost.op import Cost
-from meshwise.program.op import Op, Precision
-from meshwise.program.tensor import Tensor, bytes_of, made
+from meshwise.program.op import Op, Precision, work
+from meshwise.program.tensor import Tensor, made
 
 KERNEL = "cross_entropy"
 """The kernels of a loss, which state every pass over their tensors."""
@@ -131,7 +130,7 @@ def loss_ops(loss: Loss, logits: Tensor, name: str, prec: Precision) -> Iterator
             yield Op(
                 module="head", name=name, phase=phase, kind="kernel", kernel=KERNEL, dtype=prec.dtype,
                 shape=(tokens, vocab),
-                cost=Cost(FLOP_PER_LOGIT * tokens * vocab, bytes_of(reads), bytes_of(writes)),
+                cost=work(FLOP_PER_LOGIT * tokens * vocab, reads, writes),
                 reads=(*reads, *holds), makes=writes,
                 keeps=(tensor(loss.keeps),) if phase == "forward" and one is kernels[-1] else (),
             )  # fmt: skip

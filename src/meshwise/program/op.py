@@ -11,16 +11,16 @@ A step has a hundred ops: they are msgspec's records, which take an eighth of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct, structs
 
 from meshwise.core.units import WEIGHT_BITS, Num
-from meshwise.cost.op import KERNELS, Cost, matmul
+from meshwise.cost.op import KERNELS, Cost, matmul, matmul_flop
 from meshwise.model.weights import Weight
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.tensor import Tensor, bytes_of, exchanged, made
 
 
 class BroughtWeight(NamedTuple):
@@ -178,28 +178,38 @@ def linears(
     *batches, rows, d_in = x.shape
     batch = batches[0] if batches else 1.0
     d_out = sum(result.shape[-1] for result in results)
-    read = x
+    weight, d_weight = (
+        Tensor(f"{module}.{name}.{end}", (batch, d_in, d_out), dtype, is_weight=True)
+        for end, dtype in (("weight", prec.dtype), ("d_weight", prec.act_dtype))
+    )
+    d_y = made(module, f"d_{name}", (batch, rows, d_out), prec.dtype)
+    d_x = made(module, f"d_{name}_input", (batch, rows, d_in), prec.act_dtype)
+    read = whole = x
 
-    def multiply(phase: str, m: Num, n: Num, k: Num, **more: Any) -> Op:
-        cost = matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch)
+    def multiply(
+        phase: str, m: Num, n: Num, k: Num, reads: tuple[Tensor, Tensor], makes: tuple[Tensor, ...],
+        **more: Any,
+    ) -> Op:  # fmt: skip
         return Op(
-            module=module, name=name, phase=phase, kind="matmul", shape=(batch, m, n, k), cost=cost,
-            dtype=prec.dtype, **more,
+            module=module, name=name, phase=phase, kind="matmul", shape=(batch, m, n, k), dtype=prec.dtype,
+            cost=work(matmul_flop(m, n, k, batch=batch), reads, makes), reads=reads, makes=makes, **more,
         )  # fmt: skip
 
     if prec.casts:
-        read = made(module, f"{name}_cast", (x if own is None else own).shape, prec.dtype)
+        read = whole = made(module, f"{name}_cast", (x if own is None else own).shape, prec.dtype)
         yield cast(module, name, "forward", batch * rows, d_in, prec, reads=(x,), makes=(read,))
+        if own is not None:
+            whole = exchanged(read, f"{read.name}.gathered", x.shape, 1.0)
     kept = () if frozen else (read,)
-    yield multiply("forward", rows, d_out, d_in, reads=(read,), makes=tuple(results), keeps=kept)
+    yield multiply("forward", rows, d_out, d_in, (whole, weight), tuple(results), keeps=kept)
     if bias and grouped:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
     if prec.casts:
         yield cast(module, name, "backward", batch * rows, d_out, prec)
-    yield multiply("backward", rows, d_in, d_out)
+    yield multiply("backward", rows, d_in, d_out, (d_y, weight), (d_x,))
     if frozen:
         return
-    yield multiply("backward", d_in, d_out, rows, is_weight_grad=True)
+    yield multiply("backward", d_in, d_out, rows, (whole, d_y), (d_weight,), is_weight_grad=True)
     if bias:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="backward")
 
@@ -236,6 +246,11 @@ def elementwise(
     yield kernel(module, name, kind, rows, width, prec, phase="forward", **tensors)
     yield kernel(module, name, kind, rows, width, prec, phase="backward")
     return y
+
+
+def work(flop: Num, reads: Iterable[Tensor], makes: Iterable[Tensor]) -> Cost:
+    """FLOP of an op, and the bytes of the tensors that it reads and makes."""
+    return Cost(flop, bytes_of(reads), bytes_of(makes))
 
 
 Made = TypeVar("Made")

@@ -102,7 +102,8 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
             for rows_of, width in ((m, k), (n, k)):
                 yield cast(op.module, op.name, op.phase, rows_of, width, done_in)
         if op.phase == "forward" and len(shapes) > 1:
-            done = structs.replace(done, makes=results[number : number + 1])
+            weight = structs.replace(op.reads[1], shape=(batch, k, n))
+            done = structs.replace(done, reads=(op.reads[0], weight), makes=results[number : number + 1])
         yield done if number == 0 else structs.replace(done, num_params=0.0, weights=())
 
 

@@ -241,6 +241,8 @@ class Walk:
     def _bits(self, tensors: Iterable[Tensor]) -> int:
         bits = 0
         for one in tensors:
+            if one.is_weight:  # held whatever runs
+                continue
             while one.storage is not None and self.views[id(one)]:
                 one = one.storage
                 if one.storage is not None and id(one) not in self.views:
