@@ -405,11 +405,8 @@ JOB = ("llama3-8b", "--cluster", "h100-80g-sxm:16")
 TRACE = str(TRACES / "gloo4")
 REPORTS = {
     "estimate": ("estimate", *JOB, "--plan", "tp=2,pp=4", "--batch", "32"),
-    "search": ("search", *JOB, "--batch", "32", "--plan", "zero=1"),
     "serve": ("serve", *JOB, "--rate", "5", "--num-requests", "50"),
     "trace": ("trace", "summary", TRACE),
-    "explain": ("explain", TRACE, "--model", *JOB),
-    "validate": ("validate", "--runs", "RUNS"),
 }
 
 
@@ -423,20 +420,18 @@ def offline(browser: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("verb", REPORTS)
 def test_a_report_needs_no_network_and_no_server(
-    offline: Any, meshwise: Any, few_runs: Path, tmp_path: Path, verb: str
+    offline: Any, meshwise: Any, tmp_path: Path, verb: str
 ) -> None:
     """`--html`, narrow and wide, light and dark."""
     path = tmp_path / "report.html"
-    words = [str(few_runs) if word == "RUNS" else word for word in REPORTS[verb]]
-    done = meshwise(*words, "--html", str(path))
+    done = meshwise(*REPORTS[verb], "--html", str(path))
     assert done.code == 0, done.err
     offline.problems.clear()
     for scheme, size in (("light", WIDE), ("dark", NARROW)):
         offline.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         offline.set_viewport_size(size)
         offline.goto(path.as_uri())
-        if verb != "explain":  # the trace is of no model of the catalog: there is nothing to draw beside
-            offline.wait_for_selector(".chart .main-svg")
+        offline.wait_for_selector(".chart .main-svg")
         assert offline.locator(".chart .main-svg").count() >= offline.locator(".chart").count()
         assert offline.locator("[data-title*='loud']").count() == 0  # nothing would send it to a cloud
         assert runs_over(offline) <= 0

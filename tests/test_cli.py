@@ -74,13 +74,6 @@ def test_every_file_names_the_same_version() -> None:
     assert f"\n## {mw.__version__} (" in (root / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize("words", ["list models", "list models --json"])
-def test_a_reader_may_stop_early(words: str) -> None:
-    line = f"set -o pipefail; {sys.executable} -m meshwise {words} | head -1"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.mark.parametrize("place", ["here", "named"])
 def test_defaults_come_from_a_file(
     meshwise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

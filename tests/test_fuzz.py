@@ -67,38 +67,20 @@ GPT = {
 }
 GLOO, GPU = str(TRACES / "gloo4"), str(TRACES / "hta" / "sampled")
 PICTURES = {"merge": "x.json", "plot": "x.png", "report": "x.html"}
+RL = (
+    "llama3-8b --cluster h100-80g-sxm:8 --prompts 8 --samples 4 --prompt 64 --output 64 --mode colocated "
+    "--train-plan zero=3 --rollout-plan tp=1"
+)
 BASES: dict[tuple[str, ...], list[str]] = {
     ("estimate",): ["gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"],
     ("search",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"],
     ("serve",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--plan", "tp=4"],
-    ("rl",): [
-        "llama3-8b",
-        "--cluster",
-        "h100-80g-sxm:8",
-        "--prompts",
-        "8",
-        "--samples",
-        "4",
-        "--prompt",
-        "64",
-        "--output",
-        "64",
-        "--mode",
-        "colocated",
-        "--train-plan",
-        "zero=3",
-        "--rollout-plan",
-        "tp=1",
-    ],
+    ("rl",): RL.split(),
     ("frontier", "layer"): ["--d-in", "64", "--d-out", "64", "--batch", "64", "--chip", "h100-80g-sxm"],
     ("frontier", "run"): ["--chip", "h100-80g-sxm"],
     ("frontier", "sensitivity"): ["--chip", "h100-80g-sxm"],
     ("collective",): ["all_reduce", "--cluster", "h100-80g-sxm:64"],
-    ("launch",): [
-        "llama3-8b",
-        *H100,
-        *["--plan", "zero=3", "--batch", "8", "--seq", "128", "--to", "megatron-lm"],
-    ],
+    ("launch",): [*MODEL[1:], *["--plan", "zero=3", "--batch", "8", "--seq", "128", "--to", "megatron-lm"]],
     ("explain",): [GLOO, *MODEL, "--batch", "8", "--seq", "128"],
     ("calibrate",): ["--from", GLOO, "-o", "machine.toml"],
     ("eval-lm",): ["--max-tokens", "2", "--ranks", "4"],
@@ -206,12 +188,6 @@ def test_strange_configs(tmp_path_factory: pytest.TempPathFactory, data: st.Data
     config = json.loads(data.draw(st.sampled_from(CONFIGS)).read_bytes())
     path = file_with(tmp_path_factory, "config.json", data.draw(as_file(config, json.dumps)))
     check_contract(["estimate", path, "--cluster", "h100-80g-sxm:8", "--batch", "8", "--seq", "128"])
-
-
-def test_a_window_that_is_none(tmp_path: Path) -> None:
-    config = json.loads((DATA / "configs" / "gemma-3-1b.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": -1}))
-    check_contract(["estimate", str(tmp_path / "config.json"), *H100, "--batch", "8", "--seq", "128"])
 
 
 @some(120)
@@ -359,16 +335,6 @@ def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: 
     check_contract(["validate", "--runs", file_with(tmp_path_factory, "runs.csv", table)])
 
 
-@pytest.mark.parametrize("year", ["2024", "3", "99999"])
-def test_a_release_that_the_catalog_lacks(tmp_path: Path, year: str) -> None:
-    """Of a framework that it has up to 2023."""
-    names = RUNS[0].split(",")
-    row = next(row for row in csv.DictReader(RUNS) if row["framework"] == "internevo") | {"year": year}
-    with (tmp_path / "runs.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([names, [row[name] for name in names]])
-    check_contract(["validate", "--runs", str(tmp_path / "runs.csv")])
-
-
 @some(100)
 @given(as_file(SWEEP, toml_text))
 def test_strange_sweeps(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -432,18 +398,11 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, kind: str, data
     check_contract([*words, file_with(tmp_path_factory, name, data.draw(contents))])
 
 
+ROW = "H100-SXM-80GB,gemm,bfloat16,1,m={} n=4096 k=4096,{},x,mine"
+POINTS = [(POINT | {"concurrency": str(num)}).values() for num in (1, 4, 16)]
 FITS = {  # enough rows of each for one set of constants
-    "ops": (
-        "measured_ops.csv",
-        OPS
-        + "".join(
-            f"H100-SXM-80GB,gemm,bfloat16,1,m={64 * m} n=4096 k=4096,{9 + m},x,mine\n" for m in range(1, 40)
-        ),
-    ),
-    "serving": (
-        "measured_serving.csv",
-        "\n".join(map(",".join, (POINT, *((POINT | {"concurrency": str(c)}).values() for c in (1, 4, 16))))),
-    ),
+    "ops": ("measured_ops.csv", OPS + "".join(f"{ROW.format(64 * m, 9 + m)}\n" for m in range(1, 40))),
+    "serving": ("measured_serving.csv", "\n".join(map(",".join, (POINT, *POINTS)))),
     "steps": ("measured_iterations_a100.csv", "\n".join(RUNS[:4])),
 }
 
@@ -486,19 +445,12 @@ def program_words(draw: st.DrawFn) -> list[str]:
     return [name, *stated]
 
 
-@some(30, share=0.1)
-@given(program_words(), st.sampled_from((["dryrun"], ["compare", "--no-run"])))
+@some(20, share=0.1)
+@given(program_words(), st.sampled_from((*[["dryrun"], ["compare", "--no-run"]] * 5, ["run"])))
 @example(["model-2d", "--seq", "\udcff"], ["dryrun"])
 def test_strange_programs(stated: list[str], verb: list[str]) -> None:
     pytest.importorskip("torch")
     check_contract([verb[0], stated[0], *verb[1:], *stated[1:]])
-
-
-@some(3, share=0.01)
-@given(program_words())
-def test_strange_runs(stated: list[str]) -> None:
-    pytest.importorskip("torch")
-    check_contract(["run", *stated, *["--ranks", "2"] * ("--ranks" not in stated)])
 
 
 @some(3, share=0.01)

@@ -97,21 +97,6 @@ def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
     assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
 
 
-def test_without_plotly_a_page_says_what_to_install(
-    meshwise: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = meshwise("estimate", *JOB, "--html", str(tmp_path / "x.html"))
-    assert done.code == 3 and "meshwise[web]" in done.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_published_table_has_no_page(meshwise: Any, tmp_path: Path) -> None:
-    done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--convention",
-                    "nersc-2024-02", "--html", str(tmp_path / "x.html"))  # fmt: skip
-    assert done.code == 2 and "--html" in done.err
-
-
 TRACES = str(Path(__file__).parent / "data" / "traces" / "gloo4")
 GEMM = [kernel("gemm", 0, 1000)]
 SMALL = ("llama3-8b", "--cluster", "h100-80g-sxm:8")

@@ -4,7 +4,6 @@ Command line, Python and reference have the same options; every option of `estim
 changes what comes out, or is refused in one sentence; JSON is one document; an interrupt is one line.
 """
 
-import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from meshwise import api
 from meshwise.cli import app
 from meshwise.cli.command import flags
 from meshwise.cli.defaults import verbs_of
-from meshwise.core.options import REQUIRED, options_of, summary_of
+from meshwise.core.options import REQUIRED, options_of
 
 BASES = {
     "estimate": ("gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"),
@@ -82,14 +81,6 @@ def test_every_option_of_every_verb_says_what_it_means() -> None:
     assert silent == []
 
 
-def test_a_docstring_may_refer_to_another_verb() -> None:
-    told = {name: option.help for name, option in options_of(api.study).items()}
-    assert told["seq"] == options_of(api.estimate)["seq"].help
-    assert (
-        summary_of(api.budget) == "The length of a whole run, and what it takes beside the pace of its steps."
-    )
-
-
 @pytest.mark.parametrize("verb", BASES)
 def test_every_option_is_walked(verb: str) -> None:
     command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
@@ -119,12 +110,6 @@ def test_an_option_changes_what_comes_out_or_is_refused(
     else:
         assert done.code == 0
         assert what_comes_out(done, tmp_path) != BEFORE[whole]
-
-
-def test_an_interrupt_is_one_line_and_code_130(meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "estimate", lambda *args, **options: signal.raise_signal(signal.SIGINT))
-    done = meshwise("estimate", *BASES["estimate"])
-    assert (done.code, done.out, done.err) == (130, "", "meshwise: interrupted\n")
 
 
 def test_best_plans_go_into_estimate_as_they_are(meshwise: Any) -> None:
