@@ -75,7 +75,7 @@ def test_a_server_is_found_from_its_records(
     """From 17 % off to 1 %; the file is an engine for `serve`, which then says what it is fitted to."""
     server = str(tmp_path / "server.toml")
     files = [word for path in records for word in ("--serving", path)]
-    words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--output", server)
+    words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--out", server)
     found = meshwise("calibrate", *files, *words, "--json").document
     for quantity in ("ttft_s", "tpot_s"):
         assert found["mean_abs_frac"]["before"][quantity] > 0.15
@@ -104,7 +104,7 @@ def test_a_bad_record_is_one_sentence(
     meshwise: Callable[..., Any], tmp_path: Path, text: str, says: str
 ) -> None:
     (tmp_path / "bad.json").write_text(text)
-    words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--output", str(tmp_path / "x.toml"))
+    words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--out", str(tmp_path / "x.toml"))
     outcome = meshwise("calibrate", "--serving", str(tmp_path / "bad.json"), *words)
     assert outcome.code == 2 and says in " ".join(outcome.err.split())
 

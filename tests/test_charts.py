@@ -15,7 +15,8 @@ from meshwise.report.chart_page import plotly_figure
 from meshwise.report.chart_picture import picture_figure
 from meshwise.report.estimate import layer_ops
 from meshwise.report.estimate_trace import timeline_events
-from meshwise.report.pages import page_of
+from meshwise.report.pages import page_of, picture_of
+from meshwise.trace.summary import summarize_paths
 
 pytest.importorskip("matplotlib")
 from matplotlib.text import Text
@@ -89,6 +90,31 @@ CHARTS = {
     "lanes": [LANES],
     "bounds": [Series([1.0, 9.0], [1.0, 9.0]), Bound(2.0), Bound(3.0, "y"), NAMED],
 }
+
+
+@pytest.mark.parametrize("verb", ["estimate", "search", "serve", "rl", "frontier", "traces", "collective"])
+def test_a_chart_has_a_title_units_and_a_key(verb: str) -> None:
+    """Of every page and picture: the axes say what they are of, and each colour has a name."""
+    gpus = "h100-80g-sxm:8"
+    found: Any = {
+        "estimate": lambda: mw.estimate("llama3-8b", gpus, "pp=4", batch=32),
+        "search": lambda: mw.search("llama3-8b", gpus, "zero=1", batch=8, seq=2048),
+        "serve": lambda: mw.serve("llama3-8b", gpus, pareto=True, rate=4, num_requests=50),
+        "rl": lambda: mw.rl("llama3-8b", gpus, prompts=8, samples=4, output=64, mode="colocated"),
+        "frontier": lambda: mw.frontier("h100-80g-sxm"),
+        "traces": lambda: summarize_paths([Path(__file__).parent / "data" / "traces" / "gloo4"]),
+        "collective": lambda: mw.collective("all_reduce", gpus),
+    }[verb]()
+    charts = (
+        [] if verb == "collective" else [one for one in page_of(found).sections if isinstance(one, Chart)]
+    )
+    charts += [one for row in picture_of(found).rows for one in row]
+    assert charts
+    for one in charts:
+        assert one.title and one.x.title, one.title
+        assert one.y.title or any(isinstance(mark, Bars | Lanes) for mark in one.marks), one.title
+        series = {mark.color: mark.name for mark in one.marks if isinstance(mark, Series) and not mark.texts}
+        assert len(series) < 2 or all(series.values()), one.title
 
 
 @pytest.mark.parametrize("kind", CHARTS)

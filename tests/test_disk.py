@@ -50,33 +50,32 @@ WRITES = {
     "serve": (f"llama3-8b {H100} --pareto", ("--csv x.csv", "--plot x.png", "--html x.html")),
     "validate": ("--runs RUNS", ("--plot x.png", "--html x.html", "--write-docs .")),
     "explain": (f"{GLOO} --model llama3-8b {H100}", ("--html x.html",)),
-    "launch": (f"llama3-8b {H100} --plan zero=3 --batch 8 --seq 128 --to megatron-lm", ("--output .",)),
+    "launch": (f"llama3-8b {H100} --plan zero=3 --batch 8 --seq 128 --to megatron-lm", ("--out .",)),
     "collective": (f"all_reduce {H100}", ("--plot x.png",)),
     "frontier run": ("--chip h100-80g-sxm", ("--plot x.html",)),
     "trace summary": (GLOO, ("--html x.html",)),
-    "trace merge": (GLOO, ("--output x.json", "--output x.json.gz")),
-    "trace plot": (GLOO, ("--output x.png",)),
-    "trace report": (GLOO, ("--output x.html",)),
+    "trace merge": (GLOO, ("--out x.json", "--out x.json.gz")),
+    "trace plot": (GLOO, ("--out x.png",)),
+    "trace report": (GLOO, ("--out x.html",)),
     "trace ledger": (GLOO, ("--csv x.csv",)),
     "dryrun": (f"{SMALL} --ranks 4", ("--csv x.csv",)),
-    "sweep": ("SWEEP --jobs 1", ("--output x.sqlite",)),
+    "sweep": ("SWEEP --jobs 1", ("--out x.sqlite",)),
 }
 SLOW = {"run": (f"{SMALL} --ranks 1", ("--csv x.csv", "--profile ."))}
 """In a process of its own, whose limit its ranks inherit."""
 ELSEWHERE = {
-    ("serve", "--output"): "tokens, not a file",
+    ("serve", "--out"): "written as those of launch are",
     ("serve", "--trace"): "of simulated requests: test_fleet.py",
     ("trace query", "--csv"): "written as all tables are",
     ("fit-card", "--csv"): "written as all tables are",
-    ("rl", "--output"): "tokens, not a file",
     ("rl", "--html"): "written as all pages are",
     ("sweep", "--csv"): "written as all tables are",
     ("sweep", "--plot"): "written as all figures are",
     ("frontier sensitivity", "--plot"): "written as all figures are, but takes six seconds",
-    ("calibrate", "--output"): "test_calibrate_from.py",
-    ("profile", "--output"): "test_profile.py",
+    ("calibrate", "--out"): "test_calibrate_from.py",
+    ("profile", "--out"): "test_profile.py",
 }
-OUTPUTS = {"--csv", "--plot", "--html", "--trace", "--output", "--profile", "--write-docs"}
+OUTPUTS = {"--csv", "--plot", "--html", "--trace", "--out", "--profile", "--write-docs"}
 CASES = [(verb, words, option) for verb, (words, options) in WRITES.items() for option in options]
 READ_ONLY = "/proc/nowhere"
 

@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
+import meshwise as mw
 from meshwise.cli.examples import EXAMPLES
+from meshwise.report.chart import Chart
+from meshwise.report.pages import parts_of
+from meshwise.report.table import Table
+from meshwise.trace.summary import summarize_paths
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS, DATA = Path(__file__).parent.parent / "docs", Path(__file__).parent / "data"
 spec = importlib.util.spec_from_file_location("rerun", DOCS / "rerun.py")
 assert spec and spec.loader
 rerun = importlib.util.module_from_spec(spec)
@@ -100,3 +105,36 @@ def test_the_page_of_json_keys_has_every_verb() -> None:
             (printing if any("--json" in param.opts for param in verb.params) else silent).add(words)
     assert silent == {"web"}
     assert {words for words in printing if f"`{words}`" not in page} == set()
+
+
+def test_the_glossary_has_every_column_and_field() -> None:
+    """Of what the verbs print of small jobs; fields are on the page of JSON keys or among its words."""
+    traces = DATA / "traces" / "gloo4"
+    gpus, few = "h100-80g-sxm:4", {"batch": 8, "seq": 2048}
+    limits = {"rate": 4, "ttft_s": 0.5, "token_s": 0.05, "num_requests": 50}
+    results: list[tuple[Any, dict[str, Any]]] = [
+        (mw.estimate("mixtral-8x7b", "h100-80g-sxm:16", "pp=2,ep=4", batch=32), {"per_layer": True}),
+        (mw.search("llama3-8b", gpus, "zero=1", beside="tp=4", assumptions=True, **few), {}),
+        (mw.study("llama3-8b", gpus, "gpus=4|8", "zero=1", **few), {}),
+        (mw.serve("llama3-8b", gpus, price=2, pareto=True, **limits), {}),
+        (mw.rl("llama3-8b", gpus, prompts=8, samples=4, output=64, mode="colocated"), {}),
+        (mw.collective("all_reduce", gpus), {}),
+        (mw.fit_card("4090", models=["qwen3-0.6b"], tokens=1e7, price=0.3), {}),
+        (mw.validate([DATA / "validate" / "published_runs_excerpt.csv"]), {}),
+        (summarize_paths([traces]), {"everything": True}),
+        (mw.explain(traces, "llama3-8b", gpus, batch=8, seq=128), {}),
+    ]
+    page = (DOCS / "notation.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"`([^`]+)`", page[page.index("## Words") :])) | {"measured", "predicted", "time"}
+    known = page + (DOCS / "reference" / "json.md").read_text(encoding="utf-8")
+    missing = set()
+    for result, shown in results:
+        for part in parts_of(result, **shown):
+            table = part.table if isinstance(part, Chart) else part
+            heads = map(str, table.columns if isinstance(table, Table) else ())
+            missing |= {head for head in heads if head and head.replace("\n", " ") not in words}
+        found = result.to_json()
+        fields = found if isinstance(found, dict) else found[0]
+        missing |= {field for field in fields if not re.search(rf"\b{field}\b", known)}
+    missing -= {"10 M tokens", "Step time", "Memory per GPU"}  # a number, and quantities by name
+    assert not missing, ", ".join(sorted(missing))

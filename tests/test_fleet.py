@@ -307,7 +307,7 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(
     yaml = pytest.importorskip("yaml")
     sessions = ("--rate", "30", "--turns", "3", "--think-s", "1", "--num-requests", "90", "--workers", "4")
     words = (*BASE, *sessions, "--router", "session", "--autoscale", "utilization=0.5,min=2,max=5")
-    document = meshwise(*words, "--to", "vllm-stack", "--into", str(tmp_path), "--json").document
+    document = meshwise(*words, "--to", "vllm-stack", "--out", str(tmp_path), "--json").document
     values = yaml.safe_load((tmp_path / "values.yaml").read_text())
     (model,) = values["servingEngineSpec"]["modelSpec"]
     assert (model["replicaCount"], model["requestGPU"]) == (4, 1)

@@ -81,6 +81,29 @@ def test_every_option_of_every_verb_says_what_it_means() -> None:
     assert silent == []
 
 
+def test_a_name_of_several_verbs_means_one_thing() -> None:
+    """One type and one default; what is written goes to --out, and --output is tokens."""
+    stated: dict[str, set[tuple[str, str]]] = {}
+    for _, options in verbs_of(typer.main.get_command(app)):
+        for name, option in options.items():
+            stated.setdefault(name, set()).add((str(option.kind), str(option.default)))
+    names = (
+        "memory-frac",
+        "output",
+        "price",
+        "plot",
+        "html",
+        "csv",
+        "json",
+        "config",
+        "ray",
+        "tokens",
+        "all",
+    )
+    assert {name: stated[name] for name in names if len(stated.get(name, {1})) > 1} == {}
+    assert {kind for kind, _ in stated["out"]} == {str(Path)}
+
+
 @pytest.mark.parametrize("verb", BASES)
 def test_every_option_is_walked(verb: str) -> None:
     command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]

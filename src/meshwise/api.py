@@ -164,7 +164,7 @@ def search(
     audio_s: float = 0.0,
     to: str = "",
     top: int = 5,
-    memory_frac: float = 0.92,
+    memory_frac: float | None = None,
     beside: str | Path | Plan | None = None,
     software: str = "",
     assumptions: bool = False,
@@ -186,7 +186,8 @@ def search(
         to: Only plans that this framework runs and that its settings say whole: megatron-lm, megatron-bridge,
             torchtitan, deepspeed or accelerate [any: that of the job with --from].
         top: How many plans to show, the fastest of each family with the same degrees.
-        memory_frac: Share of the memory that a plan may need.
+        memory_frac: Share of a GPU's memory that may be used [0.92 to train, 0.9 to serve, in rl the
+            framework's].
         beside: A plan to show beside the best one, term by term, and why it takes longer, key by key.
         software: Versions of the training software to compare, as megatron-2024|megatron-2026: the best plan
             under the first is priced under all, and each is searched for its own best.
@@ -235,7 +236,7 @@ def study(
     seq: int | None = None,
     microbatch: Counts = (),
     to: str = "",
-    memory_frac: float = 0.92,
+    memory_frac: float | None = None,
     weak: bool = False,
     deadline: float | None = None,
     spend: float | None = None,
@@ -289,10 +290,23 @@ def _search_job(
     }  # fmt: skip
 
 
-def _share(memory_frac: float) -> float:
-    if not 0 < memory_frac <= 1:
+def _share(memory_frac: float | None) -> float:
+    """Of the memory that a plan of training may need."""
+    from meshwise.search.search import MEMORY_FRAC
+
+    if memory_frac is not None and not 0 < memory_frac <= 1:
         raise WorkloadError(f"memory_frac={memory_frac} must be above 0 and at most 1")
-    return memory_frac
+    return MEMORY_FRAC if memory_frac is None else memory_frac
+
+
+def usd_per_hour(price: str | float | None) -> float | None:
+    """Dollars of a GPU-hour of the one machine that is priced; WorkloadError for prices by chip."""
+    from meshwise.serve.answer import parse_prices
+
+    found = {} if price is None else parse_prices(str(price))
+    if set(found) - {""}:
+        raise WorkloadError(f"price={price} is of several chips, which serve compares; give one number")
+    return found.get("")
 
 
 def fit_card(
@@ -302,9 +316,9 @@ def fit_card(
     methods: Sequence[str] = (),
     batch: int = 16,
     seq: int = 2048,
-    memory_frac: float = 0.92,
+    memory_frac: float | None = None,
     tokens: Quantity | None = None,
-    price: float | None = None,
+    price: str | float | None = None,
 ) -> CardFit:
     """Which models a card fine-tunes, by which method, with how much memory, and how fast.
 
@@ -332,7 +346,9 @@ def fit_card(
         raise ClusterError(f"{on.name} is {on.num_chips:,} GPUs; name one card, as 4090")
     shapes = [_model(one) for one in models]
     share = _share(memory_frac)
-    return find(on, shapes, methods, batch=batch, seq=seq, memory_frac=share, tokens=tokens, price=price)
+    return find(
+        on, shapes, methods, batch=batch, seq=seq, memory_frac=share, tokens=tokens, price=usd_per_hour(price)
+    )
 
 
 def serve(
@@ -350,7 +366,7 @@ def serve(
     sequences: Counts = (),
     token_s: Latency | None = None,
     ttft_s: Latency | None = None,
-    memory_frac: float = 0.9,
+    memory_frac: float | None = None,
     engine_s: Latency = 0.0,
     rate: float | None = None,
     rates: str | Path | None = None,
@@ -382,7 +398,7 @@ def serve(
     pareto: bool = False,
     pools: str = "",
     collectives: Sequence[str | Path] = (),
-    price: str | float = "",
+    price: str | float | None = None,
     to: str = "",
 ) -> ServingAnswer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
@@ -404,7 +420,7 @@ def serve(
         sequences: Running sequences of the instance: 1,8,64 [powers of two, up to what fits].
         token_s: Latency target per output token; also report the largest batch that meets it.
         ttft_s: Latency target for the first token under load.
-        memory_frac: Share of the memory that the engine may take.
+        memory_frac: As in `search`.
         engine_s: The engine's own time between two passes.
         rate: Load: requests a second.
         rates: Load: requests a second over time, as of a day: CSV of second and rate; the last row ends it.
@@ -440,7 +456,7 @@ def serve(
         pareto: Trade-offs of all layouts: tokens/s a user against a GPU; and what else was simulated.
         pools: Of the fewest GPUs: one (prompts and tokens together) or two (apart) [the better].
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
-        price: Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.
+        price: Dollars of a GPU-hour: 2.5, or by chip h100-80g-sxm=2.5,b200-sxm=4.
         to: Also write what runs the fleet, and a command that loads it: kubernetes, dynamo, llm-d or
             vllm-stack.
 
@@ -481,7 +497,12 @@ def serve(
     uneven = expert_skew or redundant_experts or expert_loads is not None
 
     make = partial(
-        serving, architecture, prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_s
+        serving,
+        architecture,
+        prompt=prompt,
+        output=output,
+        engine_s=engine_s,
+        memory_frac=0.9 if memory_frac is None else memory_frac,
     )
 
     def instance(machine: Cluster, plan: str | Path | Plan) -> Serving:
@@ -506,7 +527,7 @@ def serve(
         "length_ratio": length_ratio, "length_sigma": length_sigma, "shared_prefix": shared_prefix,
     }  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)
-    usd = parse_prices(str(price)) if price != "" else None
+    usd = None if price is None else parse_prices(str(price))
     fixed, limits = _choices(plan), limits_of(ttft_s, token_s, percentile)
     arrives = load is not None and not load.concurrency
     is_laid_out = (
@@ -619,7 +640,7 @@ def rl(
     prompts: int | None = None,
     samples: int | None = None,
     prompt: int = 512,
-    output: float | None = None,
+    output: int | None = None,
     max_output: int | None = None,
     length_sigma: float | None = None,
     lengths: str | Path | None = None,
@@ -646,7 +667,7 @@ def rl(
     pack_length: int | None = None,
     score_tokens: int | None = None,
     train_steps: int | None = None,
-    price: float | None = None,
+    price: str | float | None = None,
     on_candidate: Callable[[str], None] = lambda so_far: None,
 ) -> RlAnswer:
     """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
@@ -681,7 +702,7 @@ def rl(
         framework: Whose overheads and defaults: nemo-rl or verl, with a version as nemo-rl=0.4.
         engine: As in `serve` [the framework's].
         transport: How weights travel: ipc, nccl, reshard, checkpoint-engine, per-tensor [the framework's].
-        memory_frac: Share of a GPU's memory that an engine may take [the framework's].
+        memory_frac: As in `search`.
         pack_length: Tokens of a packed bin in training [the longest sample, at least 8192].
         score_tokens: The same in scoring [4 bins of training].
         train_steps: Steps of the whole run: its days.
@@ -697,7 +718,7 @@ def rl(
     asked = dict(locals())
     from meshwise.rl.answer import answer
 
-    return answer(_open_rl_job(**asked), train_steps, price, on_candidate)
+    return answer(_open_rl_job(**asked), train_steps, usd_per_hour(price), on_candidate)
 
 
 def _open_rl_job(
@@ -1218,7 +1239,7 @@ def validate(runs: Iterable[str | Path] = ()) -> Validation:
 def budget(
     *,
     tokens: Quantity | None = None,
-    price: float | None = None,
+    price: str | float | None = None,
     watts: float | None = None,
     pue: float | None = None,
     carbon: float | None = None,
@@ -1244,8 +1265,8 @@ def budget(
     from meshwise.estimate.token_budget import TokenBudget
 
     return TokenBudget(
-        tokens=tokens, price=price, watts=watts, pue=pue, carbon=carbon, mtbf=mtbf, storage=storage,
-        restart=restart,
+        tokens=tokens, price=usd_per_hour(price), watts=watts, pue=pue, carbon=carbon, mtbf=mtbf,
+        storage=storage, restart=restart,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +13,9 @@ from meshwise.cli.complete import clusters, frameworks, machines, methods, model
 from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
 SPELLED = {
-    "directory": ("--output", "-o"),
+    "directory": ("--out", "-o"),
     "elem_bytes": ("--bytes",),
+    "out": ("--out", "-o"),
     "recorded": ("--ledger/--no-ledger",),
     "settings": ("--set",),
     "show_help": ("--help", "-h"),
@@ -46,7 +46,7 @@ SHARED = {
     "html": "Write the result as one self-contained HTML page.",
     "json": "Print one JSON document.",
     "limit": "Rows of each table.",
-    "output": "Where to write.",
+    "out": "Where to write.",
     "paths": "Trace files, or folders of them (*.json, *.json.gz).",
     "ranks": "Only these ranks: 0-7,12, or worst:8 (those that others wait for longest).",
     "ray": "Compute on this Ray cluster: HOST:PORT, auto, or local.",
@@ -89,8 +89,6 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
 def flags(option: Option) -> tuple[str, ...]:
     """How an option is written on the command line."""
     name = "--" + option.typed.replace("_", "-")
-    if option.name == "output" and option.kind is Path:  # not the tokens of an answer
-        return name, "-o"
     return SPELLED.get(option.name, (f"{name}/--no-{name[2:]}" if option.default is True else name,))
 
 

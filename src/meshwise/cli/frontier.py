@@ -82,7 +82,7 @@ def run(
     chip: list[str],
     settings: list[str] | None = None,
     watts: float | None = None,
-    price: float | None = None,
+    price: str | None = None,
     plot: Path | None = None,
     json: bool = False,
     **asked: Any,
@@ -92,7 +92,7 @@ def run(
     Args:
         settings: KEY=VALUE that replaces a law, an option or a number; repeatable.
         watts: Watts per device, all included.
-        price: Price of a device-hour.
+        price: Dollars of a GPU-hour.
         plot: Draw to this .png, .svg, .pdf or .html file.
     """
     pairs: dict[str, Any] = _pairs(settings)
@@ -101,7 +101,7 @@ def run(
         from meshwise.report.frontier import draw_frontiers
 
         draw_frontiers(found, plot)
-    documents = [one.to_json(watts=watts, price_per_device_hour=price) for one in found]
+    documents = [one.to_json(watts=watts, price_per_device_hour=api.usd_per_hour(price)) for one in found]
     if json and len(documents) > 1:
         _show({"runs": documents}, "run", json)
         return

@@ -14,12 +14,12 @@ OF_RESULTS = ("framework", "length_sigma", "lengths", "on_candidate", "output", 
 
 
 @takes(api.launch, api.rl, without=OF_RESULTS)
-def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> None:
+def launch(*, out: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Write the settings that run a plan of MODEL under a framework.
 
     Args:
-        output: Write the files into this folder.
+        out: Write the files into this folder.
     """
     found = api.launch(**asked)
-    written = found.write(output) if output is not None else []
+    written = found.write(out) if out is not None else []
     show(found, json=json, ok=found.runs_as_priced, written=written)

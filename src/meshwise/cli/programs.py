@@ -114,7 +114,7 @@ def compare(
 def calibrate(
     *,
     device: str = "cpu",
-    output: Path = Path("this-machine.toml"),
+    out: Path = Path("this-machine.toml"),
     ranks: int = 0,
     quick: bool = False,
     source: list[Path] | None = None,
@@ -132,7 +132,7 @@ def calibrate(
 
     Args:
         device: cpu or cuda.
-        output: The file to write.
+        out: The file to write.
         ranks: Ranks of the measured collectives (0: two on a CPU, else all GPUs).
         quick: Fewer and smaller measurements.
         source: Traces of a job, instead of measuring this machine.
@@ -145,11 +145,11 @@ def calibrate(
     """
     from meshwise.core.files import check_writable
 
-    check_writable(output)
+    check_writable(out)
     if serving:
         if source or steps or ranks or quick or device != "cpu":
             raise DataError("--serving reads records of a server; leave options of this machine out")
-        _calibrate_server(serving, model, cluster, plan, engine, output, json)
+        _calibrate_server(serving, model, cluster, plan, engine, out, json)
         return
     if model or cluster or plan:
         raise DataError("--model, --cluster and --plan are of --serving RECORDS; name them too")
@@ -168,9 +168,9 @@ def calibrate(
         from meshwise.runtime.calibrate import calibrate as measure
 
         found = measure(device, ranks=ranks, quick=quick)
-    found.write(output)
+    found.write(out)
     if json:
-        print_json(found.to_json() | {"file": str(output)})
+        print_json(found.to_json() | {"file": str(out)})
         return
     from meshwise.core.units import duration, with_prefix
     from meshwise.report.table import Table
@@ -181,25 +181,25 @@ def calibrate(
     ]
     columns = ("what", "shape", "dtype", "time", "rate")
     console().print(Table(found.source, columns, rows, left=columns[:3]))
-    print(f"wrote {output}; use it as --cluster {output}")
+    print(f"wrote {out}; use it as --cluster {out}")
 
 
 def _calibrate_server(
-    records: list[Path], model: str, cluster: str, plan: str, engine: str, output: Path, json: bool
+    records: list[Path], model: str, cluster: str, plan: str, engine: str, out: Path, json: bool
 ) -> None:
     from meshwise.core.files import write_text
 
     if not (model and cluster):
         raise DataError("--serving needs what was served and on what: --model, --cluster and --plan")
     found = api.calibrate_server(records, model, cluster, plan, engine=engine)
-    write_text(output, found.toml)
+    write_text(out, found.toml)
     if json:
-        print_json(found.to_json() | {"file": str(output)})
+        print_json(found.to_json() | {"file": str(out)})
         return
     from meshwise.report.fit import server_fit
 
     print_parts(server_fit(found))
-    print(f"wrote {output}; use it as serve --engine {output}")
+    print(f"wrote {out}; use it as serve --engine {out}")
 
 
 def is_command(program: str) -> bool:

@@ -19,7 +19,7 @@ def serve(
     plot: Path | None = None,
     trace: Path | None = None,
     html: Path | None = None,
-    into: Path | None = None,
+    out: Path | None = None,
     json: bool = False,
     **asked: Any,
 ) -> None:
@@ -34,7 +34,7 @@ def serve(
         csv: Write a row for each request of the load to this CSV file; or each layout considered.
         plot: Draw the trade-offs (png, svg, pdf).
         trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
-        into: Write the files of --to into this folder [print them].
+        out: Write the files of --to into this folder [print them].
     """
     with on_nodes(ray, "clusters"):
         found = api.serve(**asked)
@@ -44,9 +44,9 @@ def serve(
         raise WorkloadError("--plot shows layouts; add --pareto, or limits and a rate without tp")
     if (csv or trace) and found.load is None and (trace or found.sizing is None):
         raise WorkloadError("--csv and --trace show a load; give rate, concurrency or requests (or --pareto)")
-    if into is not None and found.deployment is None:
+    if out is not None and found.deployment is None:
         raise WorkloadError(
-            "--into is the folder of the files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack"
+            "--out is the folder of the files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack"
         )
     columns = found.columns if csv is not None else {}
     write_rows(csv, [list(columns), *zip(*columns.values(), strict=True)])
@@ -54,6 +54,6 @@ def serve(
         from meshwise.report.serve_trace import write_load_timeline
 
         write_load_timeline(found.load.simulated, trace)
-    if into is not None and found.deployment is not None:
-        found.deployment.write(into)
-    show(found, json=json, html=html, plot=plot, ok=not found.is_no, with_files=into is None)
+    if out is not None and found.deployment is not None:
+        found.deployment.write(out)
+    show(found, json=json, html=html, plot=plot, ok=not found.is_no, with_files=out is None)

@@ -14,7 +14,7 @@ from meshwise.core.errors import DataError
 def sweep(
     file: Path,
     *,
-    output: Path | None = None,
+    out: Path | None = None,
     jobs: int = 0,
     retry: bool = False,
     ray: str = "",
@@ -26,7 +26,7 @@ def sweep(
 
     Args:
         file: A TOML file: verb, options, grid, results.
-        output: The SQLite file [FILE.sqlite].
+        out: The SQLite file [FILE.sqlite].
         jobs: Points at a time [a core each; runs one by one].
         retry: Run failed points again.
         csv: Where the table goes [FILE.csv].
@@ -37,7 +37,7 @@ def sweep(
     wanted = read_sweep(file)
     if ray and jobs:
         raise DataError(f"--jobs {jobs} is for processes of this machine; leave it out with --ray")
-    database = output or file.with_suffix(".sqlite")
+    database = out or file.with_suffix(".sqlite")
     with Store(database) as store:
         finished = store.finished(with_failed=not retry)
         num_before = sum(point.key in finished for point in wanted.points)

@@ -92,49 +92,49 @@ def summary(
     show(found, json=json, html=html, limit=limit, everything=all)
 
 
-def merge(found: Summary, *, output: Path, max_slices: Slices | None = None) -> Found:
+def merge(found: Summary, *, out: Path, max_slices: Slices | None = None) -> Found:
     """Write one timeline of all ranks, for ui.perfetto.dev. All ranks are on one clock.
 
     Args:
-        output: Where to write (.json or .json.gz).
+        out: Where to write (.json or .json.gz).
         max_slices: Keep sections, communication and the longest others.
     """
     from meshwise.trace.merge import write_merged
 
-    done = write_merged(found, output, max_slices=max_slices)
-    document = {"file": str(output), "num_ranks": len(found.traces), "num_slices": done.num_slices}
+    done = write_merged(found, out, max_slices=max_slices)
+    document = {"file": str(out), "num_ranks": len(found.traces), "num_slices": done.num_slices}
     document |= {"num_cut_slices": done.num_cut, "num_left_out": done.num_left_out}
     cut = f"; {done.num_cut} slices cut where the next one starts" if done.num_cut else ""
     left_out = f"; {done.num_left_out} short slices left out" if done.num_left_out else ""
-    text = f"{output}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}"
+    text = f"{out}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}"
     return document | {"alignment": found.to_json()["alignment"]}, [text]
 
 
-def plot(found: Summary, *, output: Path = Path("ranks.png")) -> Found:
+def plot(found: Summary, *, out: Path = Path("ranks.png")) -> Found:
     """Draw all ranks in one picture. What each did when, and why the slow one is slow.
 
     Args:
-        output: Where to draw (.png, .svg, .pdf).
+        out: Where to draw (.png, .svg, .pdf).
     """
     from meshwise.report.pages import draw
     from meshwise.report.trace_table import headline
 
-    draw(found, output)
-    document = {"file": str(output), "findings": found.to_json()["findings"]}
-    return document, [headline(found.findings), f"{output}: {len(found.traces)} ranks"]
+    draw(found, out)
+    document = {"file": str(out), "findings": found.to_json()["findings"]}
+    return document, [headline(found.findings), f"{out}: {len(found.traces)} ranks"]
 
 
-def report(found: Summary, *, output: Path = Path("report.html"), cluster: str | None = None) -> Found:
+def report(found: Summary, *, out: Path = Path("report.html"), cluster: str | None = None) -> Found:
     """Write all of it as one HTML file. Findings, pictures, critical path, what-if, memory, rates, tables.
 
     Args:
-        output: Where to write (.html).
+        out: Where to write (.html).
     """
     from meshwise.report.html import write_page
     from meshwise.report.trace_page import trace_page
 
-    write_page(trace_page(found, _cluster(cluster)), output)
-    return {"file": str(output), "num_ranks": len(found.traces)}, [f"{output}: {len(found.traces)} ranks"]
+    write_page(trace_page(found, _cluster(cluster)), out)
+    return {"file": str(out), "num_ranks": len(found.traces)}, [f"{out}: {len(found.traces)} ranks"]
 
 
 def sections(found: Summary, *, limit: int = 15) -> Found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ PART_COLORS = {
     **{"buffers": "#a8d8a0", "overhead": "#c7b299", "cache": "#dd8452"},
 }
 """The parts of a step's time and of a rank's memory."""
-OTHER_COLOR, INK = "#999999", "#333333"
+OTHER_COLOR, INK, IDLE_COLOR = "#999999", "#333333", "#e9e9e9"
 Numbers = Sequence[Any] | NDArray[Any]
 LineStyle = Literal["solid", "dash", "dot"]
 LINES: tuple[LineStyle, ...] = ("solid", "dash", "dot")
@@ -151,7 +151,7 @@ class Picture:
 
 
 def waterfall(
-    title: str, parts: Mapping[str, float], total: str, show: Callable[[float], str], *, unit: str = "s"
+    title: str, parts: Mapping[str, float], total: str, show: Callable[[float], str], axis: ChartAxis
 ) -> Chart:
     """A bar for each part above zero, from where the last one ended, and one for their sum, named `total`."""
     shown = {name: value for name, value in parts.items() if value > 0}
@@ -168,7 +168,7 @@ def waterfall(
     shares = [*(value / whole for value in values), 0.0]
     columns, rows = ("part", "value", "share"), [*rows, ("total", show(whole), "100%")]
     table, height = Table(title, columns, rows, shares=shares), 90 + 26 * len(rows)
-    return Chart(title, [bars], ChartAxis(unit=unit, low=0.0, high=1.02 * whole), table=table, height=height)
+    return Chart(title, [bars], replace(axis, low=0.0, high=1.02 * whole), table=table, height=height)
 
 
 def roofline(

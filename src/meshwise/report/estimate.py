@@ -33,6 +33,7 @@ _ACTIONS = {
     "backward": plot.COLORS[3],
     "input gradient": plot.COLORS[3],
     "weight gradient": plot.COLORS[2],
+    "waits": plot.IDLE_COLOR,
 }
 _PHASES: dict[str, tuple[str, Any]] = {
     "forward": (plot.COLORS[0], "circle"), "backward": (plot.COLORS[3], "triangle-up"),
@@ -284,10 +285,9 @@ def plan_words(estimate: Estimate) -> str:
 
 def _time(estimate: Estimate) -> plot.Chart:
     name, value = max(estimate.time_s.items(), key=lambda item: item[1])
-    chart, interval = (
-        plot.waterfall(f"Time of a {unit_of_work(estimate)}", estimate.time_s, "step", duration),
-        estimate.step_s_interval,
-    )
+    title, axis = f"Time of a {unit_of_work(estimate)}", plot.ChartAxis("time", "s")
+    chart = plot.waterfall(title, estimate.time_s, unit_of_work(estimate), duration, axis)
+    interval = estimate.step_s_interval
     ends = [plot.Bound(end, color=plot.SUM_COLOR, line="dash") for end in interval]
     return replace(
         chart,
@@ -306,9 +306,8 @@ def _memory(estimate: Estimate) -> plot.Chart:
     free = f"{with_prefix(capacity - total, 'B')} of {chip.name} is free"
     if not estimate.fits:
         free = f"{with_prefix(total - capacity, 'B')} more than {chip.name} has"
-    chart = plot.waterfall(
-        "Memory of the fullest rank", parts, "peak", lambda size: with_prefix(size, "B"), unit="B"
-    )
+    title, axis = "Memory of the fullest rank", plot.ChartAxis("memory", "B")
+    chart = plot.waterfall(title, parts, "peak", lambda size: with_prefix(size, "B"), axis)
     return replace(
         chart,
         marks=[*chart.marks, plot.Bound(capacity)],
@@ -391,25 +390,24 @@ def _pipeline(estimate: Estimate) -> Section | None:
     busy = timeline.busy_s / timeline.makespan_s
     rows = [(name, f"{share:.1%}", f"{1 - share:.1%}") for name, share in zip(names, busy, strict=True)]
     title = f"Pipeline over time: {plan.schedule}"
-    finding = (
-        f"Ranks compute {busy.mean():.0%} of the {duration(timeline.makespan_s)} that the pipeline takes"
-    )
+    taken = duration(timeline.makespan_s)
+    finding = f"Ranks compute {busy.mean():.0%} of the {taken} that the pipeline takes and wait in between"
     if num_drawn < num_all:
         title += f" with {num_drawn} of its {num_all:,} microbatches"
         bubble_frac = estimate.time_s["bubble"] / estimate.step_s
         finding += f" with {num_drawn} microbatches; with all, {bubble_frac:.1%} of the step is bubble"
     lanes = plot.Lanes(timeline_bins(timeline, NUM_BINS), times, names, _ACTIONS)
     return plot.Chart(
-        title, [lanes], plot.ChartAxis(unit="s"),
+        title, [lanes], plot.ChartAxis("time", "s"),
         finding=f"{finding}.", table=Table("", ("stage", "computes", "waits"), rows),
         height=min(110 + 22 * len(names), 700),
     )  # fmt: skip
 
 
 def timeline_bins(timeline: Timeline, num_bins: int) -> NDArray[np.int64]:
-    """The action (an index into `_ACTIONS`) of each rank at `num_bins` moments; -1 where it waits."""
+    """The action (an index into `_ACTIONS`; the last is to wait) of each rank at `num_bins` moments."""
     moments = (np.arange(num_bins) + 0.5) * timeline.makespan_s / num_bins
-    grid = np.full((timeline.num_ranks, num_bins), -1)
+    grid = np.full((timeline.num_ranks, num_bins), len(_ACTIONS) - 1)
     for rank in range(timeline.num_ranks):
         mine = np.flatnonzero((timeline.rank == rank) & ~timeline.paired)
         at = np.searchsorted(timeline.start_s[mine], moments, side="right") - 1

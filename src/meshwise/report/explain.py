@@ -61,7 +61,7 @@ def _classes(found: Explanation) -> Table | Chart:
     )
     finding = "Red classes take longer than predicted, green ones less; together they are the difference."
     title, height = "From the predicted step to the measured one", 60 + 26 * len(bars.names)
-    return Chart(title, [bars], ChartAxis(unit="s"), finding=finding, table=table, height=height)
+    return Chart(title, [bars], ChartAxis("time of a step", "s"), finding=finding, table=table, height=height)
 
 
 def _times(row: OpDifference) -> tuple[str, str, str]:

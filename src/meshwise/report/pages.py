@@ -70,12 +70,24 @@ def draw(result: Any, path: str | Path) -> None:
     """
     from meshwise.report.chart_picture import draw_picture
 
-    draw_picture(result if isinstance(result, Picture) else _module(result).picture(result), Path(path))
+    draw_picture(result if isinstance(result, Picture) else picture_of(result), Path(path))
+
+
+def picture_of(result: Any) -> Picture:
+    """The charts of `result` that a file shows."""
+    found: Picture = _module(result).picture(result)
+    return found
+
+
+def parts_of(result: Any, **shown: Any) -> Iterable[Section]:
+    """The parts of `result` that `shown` asks for."""
+    found: Iterable[Section] = _module(result).parts(result, **shown)
+    return found
 
 
 def print_result(result: Any, console: Console, **shown: Any) -> None:
     """Print the parts of `result` that `shown` asks for."""
-    print_parts(_module(result).parts(result, **shown), console)
+    print_parts(parts_of(result, **shown), console)
 
 
 def print_parts(parts: Iterable[Section], console: Console) -> None:
@@ -100,8 +112,8 @@ def tables_of(result: Any) -> str:
     """The same as small HTML: its tables, and its sentences between them."""
     from meshwise.report.html import sections_html
 
-    parts = (part.table if isinstance(part, Chart) else part for part in _module(result).parts(result))
-    return "".join(sections_html(map(_few_rows, filter(None, parts))))
+    parts = (part.table if isinstance(part, Chart) else part for part in parts_of(result))
+    return "".join(sections_html(_few_rows(part) for part in parts if part is not None))
 
 
 def _few_rows(part: Section) -> Section:

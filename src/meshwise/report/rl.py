@@ -117,7 +117,7 @@ def _phases(answer: RlAnswer) -> Chart:
         if seconds
     ]
     table = Table("", ("phase", "time", "share", "what"), rows, left={"phase", "what"})
-    axis, height = ChartAxis("a step", "s", low=0.0), 120 + 30 * len(steps)
+    axis, height = ChartAxis("time of a step", "s", low=0.0), 120 + 30 * len(steps)
     return Chart("Phases of a step", marks, axis, finding=finding, table=table, height=height)
 
 

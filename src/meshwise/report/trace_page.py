@@ -148,7 +148,7 @@ def trace_picture(summary: Summary) -> Picture:
         seconds = np.array([of[part] for of in parts])
         bars.append(Bars(names, seconds, [color] * len(parts), starts.copy()))
         starts += seconds
-    sums = Chart("In sum", bars, ChartAxis(unit="s"), height=lanes.height)
+    sums = Chart("In sum", bars, ChartAxis("time", "s"), height=lanes.height)
     return Picture([[lanes, sums]], title, (3.5, 1.0))
 
 
@@ -171,7 +171,7 @@ def _memory(summary: Summary) -> list[Section]:
     ]  # fmt: skip
     peak = with_prefix(most.peak_bytes, "B")
     text = f"The largest peak, {peak}, is on rank {most.rank} in {most.operator}."
-    chart = Chart("Memory over time", marks, ChartAxis(unit="s"), ChartAxis(unit="B"), text)
+    chart = Chart("Memory over time", marks, ChartAxis("time", "s"), ChartAxis("allocated", "B"), text)
     return [chart, *(memory_tables(peaks, limit=MOST_ROWS))]
 
 

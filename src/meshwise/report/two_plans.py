@@ -74,4 +74,11 @@ def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str
     name, a, b = max(terms, key=lambda term: abs(term[2] - term[1]))
     show = duration if unit == "s" else lambda value: with_prefix(value, "B")
     finding = f"The largest difference is {name}: {show(a)} in A, {show(b)} in B."
-    return Chart(title, bars, ChartAxis(unit=unit), finding=finding, table=table, height=80 + 34 * len(terms))
+    return Chart(
+        title,
+        bars,
+        ChartAxis("time" if unit == "s" else "memory", unit),
+        finding=finding,
+        table=table,
+        height=80 + 34 * len(terms),
+    )

@@ -215,7 +215,8 @@ def parts(
     tables: list[Table] = []
     for quantity in validation.quantities:
         rows = validation.of(quantity)
-        tables += [error_table(quantity, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
+        title = TITLES.get(quantity, quantity)
+        tables += [error_table(title, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
     yield from (table for table in tables if table.rows)
     yield Text("Order", list(filter(None, [order_text(validation.of("step_s"))])))
     others = board_table(board or {}, validation.rows if board else []), mend_table(mends)
@@ -224,7 +225,9 @@ def parts(
 
 def page(validation: Validation) -> Page:
     """The error of every row, and of each quantity in short."""
-    errors = error_table("quantity", [(name, validation.of(name)) for name in validation.quantities])
+    errors = error_table(
+        "quantity", [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
+    )
     rows = errors.rows
     sections: list[Section] = [replace(errors, title="Errors")]
     sections += [_quantity_chart(quantity, validation.of(quantity)) for quantity in validation.quantities]
