@@ -329,7 +329,7 @@ BAD_FILES = [
     (b"chip = ", "not valid TOML"),
     (b"\x00\x01\x02\xff\xfe", "not text"),
     (b"\x7fELF\x02\x01\x01", "not valid TOML"),
-    (b"", "missing required field"),
+    (b"", "chip, num_chips missing; state all"),
     (b"a = " + b"[" * 100_000, "more than 65,536 bytes"),
 ]
 

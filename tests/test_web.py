@@ -56,6 +56,8 @@ def html(found: Any) -> str:
 def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: Any) -> None:
     found = ask(client, "explore", **JOB, plan="tp=4,pp=2")
     expected = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4,pp=2", batch=32, seq=4096)
+    priced = ask(client, "explore", **JOB, plan="tp=4,pp=2", price="2")
+    assert "a million tokens" in html(priced) and "--price 2" in priced["command"]
     assert found["ok"] and f"{expected.memory_bytes['total'] / 1e9:.4g} GB" in found["headline"]
     words = found["command"].split()
     done = meshwise(*words[1:], "--json")

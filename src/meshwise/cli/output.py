@@ -34,22 +34,25 @@ def show(
     html: Path | None = None,
     plot: Path | None = None,
     ok: bool = True,
+    run: dict[str, float] | None = None,
     **shown: Any,
 ) -> None:
     """Print a result, and write its page and picture; exit code 1 where the answer is no (not `ok`).
 
-    As JSON it is `document` (by default its own), else the parts that `shown` asks for.
+    As JSON it is `document` (by default its own), else the parts that `shown` asks for. `run`: what a whole
+    run of it takes, which all forms show.
     """
     from meshwise.report.pages import draw, print_result, write_html
 
+    whole: dict[str, Any] = {"run": run} if run else {}
     if html is not None:
-        write_html(found, html)
+        write_html(found, html, **whole)
     if plot is not None:
-        draw(found, plot)
+        draw(found, plot, **whole)
     if json:
         print_json(found.to_json() if document is None else document)
     else:
-        print_result(found, console(), **shown)
+        print_result(found, console(), **whole, **shown)
     if not ok:
         raise typer.Exit(1)
 

@@ -20,7 +20,7 @@ import itertools
 import math
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -161,13 +161,21 @@ _Record = TypeVar("_Record", Level, Chip, Cluster)
 
 def _record(kind: type[_Record], stated: dict[str, Any], at: str) -> _Record:
     """The level, chip or cluster whose fields are `stated`; tables in them are read already."""
-    known = [item.name for item in fields(kind)]
-    if unknown := [name for name in stated if name not in known]:
-        raise ClusterError(f"{at}: {unknown[0]} is unknown; the fields are {', '.join(known)}")
+    _check_fields(kind, stated, at)
     try:
         return msgspec.convert(stated | {"checked": _date(stated)} if "checked" in stated else stated, kind)
     except msgspec.ValidationError as error:
         raise ClusterError(f"{at}: {' '.join(str(error).split())}") from None
+
+
+def _check_fields(kind: type[_Record], stated: dict[str, Any], at: str) -> None:
+    """ClusterError names all fields that `kind` does not have, or all that are missing."""
+    known = [item.name for item in fields(kind)]
+    if unknown := [name for name in stated if name not in known]:
+        raise ClusterError(f"{at}: {', '.join(unknown)} unknown; the fields are {', '.join(known)}")
+    needed = (item.name for item in fields(kind) if item.default is item.default_factory is MISSING)
+    if missing := [name for name in needed if stated.get(name) is None]:
+        raise ClusterError(f"{at}: {', '.join(missing)} missing; state {'all' if missing[1:] else 'it'}")
 
 
 def _date(stated: dict[str, Any]) -> str:
@@ -229,6 +237,7 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
 def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
     """The chip of a table of a file; `levels` join it where it states none."""
     at = f"{where}, chip {name!r}"
+    _check_fields(Chip, {"name": name, "levels": levels} | stated, at)
     links = _levels(stated.get("levels") or levels, at)
     chip = _record(Chip, {"name": name} | stated | {"levels": links}, at)
     for what in ("matrix_flop_per_s", "vector_flop_per_s"):
@@ -261,6 +270,7 @@ def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
     stated |= {"name": stated.get("name") or name} | ({"chip": chip} if chip else {})
     if chip:
         stated["levels"] = chip.levels if levels is None else _levels(levels, at)
+    stated.setdefault("levels", ())  # those of the chip that is missing
     cluster = _record(Cluster, stated, at)
     _count(cluster.num_chips, f"{at}: num_chips")
     return cluster

@@ -58,11 +58,8 @@ def parts(
         f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
         f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}{_sampled(work)}"
     )
-    frac = estimate.memory_bytes["total"] / estimate.cluster.chip.memory_bytes
-    drawn = {unit_of_work(estimate): drawn_interval(estimate), "memory": gauge(frac)}
-    lines = [(name, f"{text}   {drawn[name]}" if name in drawn else text) for name, text in figures(estimate)]
     following = next_text(estimate)
-    yield Facts([*lines, *_run_lines(run or {}), *([("next", following)] if following else [])])
+    yield Facts([*_facts(estimate, run), *([("next", following)] if following else [])])
     yield from (_time(estimate), _memory(estimate))
     if len(estimate.step.stages) > 1:
         yield stage_table(estimate)
@@ -71,21 +68,25 @@ def parts(
     yield Text("Notes", estimate.notes(), "note: ")
 
 
-def page(estimate: Estimate) -> Page:
-    """What one plan costs, where its time goes, and what to try next."""
-    summary = summary_page(estimate)
+def page(estimate: Estimate, run: Mapping[str, Any] | None = None) -> Page:
+    """What one plan (and a whole `run`) costs, where its time goes, and what to try next."""
+    summary = summary_page(estimate, run)
     return replace(summary, sections=[*summary.sections, *op_sections(estimate)])
 
 
-def summary_page(estimate: Estimate) -> Page:
+def summary_page(estimate: Estimate, run: Mapping[str, Any] | None = None) -> Page:
     """What one plan costs: time, memory, figures, notes."""
-    facts, notes = Facts(figures(estimate)), Text("Notes", estimate.notes())
-    return Page(
-        _title(estimate),
-        headline(estimate),
-        [_time(estimate), _memory(estimate), facts, notes],
-        estimate.fits,
-    )
+    facts, notes = Facts(_facts(estimate, run)), Text("Notes", estimate.notes())
+    sections: list[Section] = [_time(estimate), _memory(estimate), facts, notes]
+    return Page(_title(estimate), headline(estimate), sections, estimate.fits)
+
+
+def _facts(estimate: Estimate, run: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The totals, the interval of the step and the memory drawn, and those of a whole `run`."""
+    frac = estimate.memory_bytes["total"] / estimate.cluster.chip.memory_bytes
+    drawn = {unit_of_work(estimate): drawn_interval(estimate), "memory": gauge(frac)}
+    lines = [(name, f"{text}   {drawn[name]}" if name in drawn else text) for name, text in figures(estimate)]
+    return lines + _run_lines(run or {})
 
 
 def op_sections(estimate: Estimate) -> list[Section]:
@@ -97,12 +98,13 @@ def op_sections(estimate: Estimate) -> list[Section]:
     return [section for section in sections if section is not None]
 
 
-def picture(estimate: Estimate) -> plot.Picture:
+def picture(estimate: Estimate, run: Mapping[str, Any] | None = None) -> plot.Picture:
     """Time, memory and roofline of one plan."""
     rows = [[_time(estimate), _memory(estimate)], [_roofline(estimate)]]
     rate = f"{estimate.tokens_per_s / estimate.cluster.num_chips:,.1f} tokens/s per GPU"
     shares = f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
-    return plot.Picture(rows, f"{_title(estimate)}\n{headline(estimate)}; {rate}, {shares}")
+    cost = [text for name, text in _run_lines(run or {}) if name == "cost"]
+    return plot.Picture(rows, f"{_title(estimate)}\n{'; '.join([headline(estimate), rate, shares, *cost])}")
 
 
 def headline(estimate: Estimate) -> str:

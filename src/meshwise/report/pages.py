@@ -43,9 +43,9 @@ _MOST_ROWS = 15
 """Rows of each table in a notebook; a frame has all."""
 
 
-def page_of(result: Any) -> Page:
+def page_of(result: Any, **shown: Any) -> Page:
     """The page of a result of `estimate`, `search`, `serve`, `frontier`, `explain`, `validate`, of traces."""
-    page: Page = _module(result).page(result)
+    page: Page = _module(result).page(result, **shown)
     return page
 
 
@@ -53,29 +53,29 @@ def _module(result: Any) -> Any:
     return import_module(f"meshwise.report.{_MODULES[type(result).__name__]}")
 
 
-def write_html(result: Any, path: str | Path) -> None:
+def write_html(result: Any, path: str | Path, **shown: Any) -> None:
     """Write the page of `result` as one self-contained HTML file.
 
     Raises DataError where it cannot be written, MissingExtraError without plotly.
     """
     from meshwise.report.html import write_page
 
-    write_page(page_of(result), Path(path))
+    write_page(page_of(result, **shown), Path(path))
 
 
-def draw(result: Any, path: str | Path) -> None:
+def draw(result: Any, path: str | Path, **shown: Any) -> None:
     """Draw `result`, or a picture of charts, in the format that the ending of `path` names (png, svg, pdf).
 
     Raises DataError for another ending and where it cannot be written, MissingExtraError without matplotlib.
     """
     from meshwise.report.chart_picture import draw_picture
 
-    draw_picture(result if isinstance(result, Picture) else picture_of(result), Path(path))
+    draw_picture(result if isinstance(result, Picture) else picture_of(result, **shown), Path(path))
 
 
-def picture_of(result: Any) -> Picture:
+def picture_of(result: Any, **shown: Any) -> Picture:
     """The charts of `result` that a file shows."""
-    found: Picture = _module(result).picture(result)
+    found: Picture = _module(result).picture(result, **shown)
     return found
 
 

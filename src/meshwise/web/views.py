@@ -164,8 +164,8 @@ def _own(*, config: str = "", machine: str = "") -> None:
 # --- explore ------------------------------------------------------------------------------------
 
 
-@takes(api.estimate, _own, without=("ideal",))
-def explore(context: Question, *, to: str = "megatron-lm", **_: Any) -> dict[str, Any]:
+@takes(api.estimate, api.budget, _own, without=("ideal", "mtbf", "storage", "restart"))
+def explore(context: Question, *, to: str = "megatron-lm", **asked: Any) -> dict[str, Any]:
     """One plan, and a pinned one beside it.
 
     Args:
@@ -173,7 +173,8 @@ def explore(context: Question, *, to: str = "megatron-lm", **_: Any) -> dict[str
     """
     state = context.state
     found = _estimate(state)
-    page = summary_page(found)
+    run = api.budget(**options_in(asked, api.budget)).run(found)
+    page = summary_page(found, run)
     pinned = {name.removeprefix("a."): value for name, value in state.items() if name.startswith("a.")}
     if pinned:
         beside = compare_page(_estimate({**state, **pinned}), found)
@@ -219,13 +220,14 @@ def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
     }
 
 
-def _save(context: Question, **_: Any) -> dict[str, Any]:
+def _save(context: Question, **asked: Any) -> dict[str, Any]:
     """The page of the plan as one file that needs no network, with the plan in its name."""
     found = _estimate(context.state)
+    run = api.budget(**options_in(asked, api.budget)).run(found)
     name = re.sub(
         "[^a-z0-9.]+", "-", f"{found.model.name}-{found.cluster.name}-{plan_text(found.plan)}".lower()
     )
-    return {"name": f"{name[:80]}.html", "text": html_page(page_of(found))}
+    return {"name": f"{name[:80]}.html", "text": html_page(page_of(found, run=run))}
 
 
 def _machine(context: Question, **asked: Any) -> dict[str, Any]:
@@ -250,10 +252,12 @@ def _words(state: State, found: Estimate) -> dict[str, str]:
     asked |= {"model": model, "cluster": cluster, "plan": plan_text(found.plan), "batch": work.batch}
     asked |= {"seq": work.seq, "microbatch": work.microbatch, "kind": work.kind}
     asked = {name: value for name, value in asked.items() if value != known[name].default}
-    flags = ((f"--{name.replace('_', '-')}", str(value)) for name, value in asked.items() if name != "model")
+    of_run = {name: state[name] for name in options_of(api.budget) if state.get(name)}
+    flags = ((f"--{name.replace('_', '-')}", str(value)) for name, value in (asked | of_run).items())
+    words = [word for flag in flags if flag[0] != "--model" for word in flag]
     values = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     return {
-        "command": shlex.join(["meshwise", "estimate", model, *(word for flag in flags for word in flag)]),
+        "command": shlex.join(["meshwise", "estimate", model, *words]),
         "python": f"import meshwise as mw\n\nfound = mw.estimate({values})\n"
         "print(found.step_s, found.memory_bytes, found.fits)\n",
     }
