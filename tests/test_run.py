@@ -86,7 +86,7 @@ def test_first_failure_is_reported_and_all_end(
         assert not any(map(is_running, pids))
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(

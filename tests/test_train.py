@@ -15,13 +15,7 @@ pytest.importorskip("torch")
 import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
-from meshwise.core.compare import TOTALS, compare, totals_of
-from meshwise.core.ledger import Ledger
-from meshwise.estimate.one_plan import estimate as priced
-from meshwise.machine.hardware import find_cluster
 from meshwise.model.weights import num_params
-from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import Workload
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
@@ -81,9 +75,8 @@ def test_loss_and_gradients_are_those_of_one_rank(words: str, pool: Ranks) -> No
     assert found["differences"]["gradients"] < 1e-10
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "cp=2,recompute=full"])
-def test_fp32_agrees_to_its_precision(plan: str, pool: Ranks) -> None:
-    found = checked(pool, plan=f"{plan},dtype=fp32", batch=4)
+def test_fp32_agrees_to_its_precision(pool: Ranks) -> None:
+    found = checked(pool, plan="pp=2,tp=2,dtype=fp32", batch=4)
     assert found["differences"]["loss"] < 1e-6
     assert found["differences"]["gradients"] < 1e-6
 
@@ -125,12 +118,12 @@ def test_losses_fall_alike_in_every_world(pool: Ranks) -> None:
     """Four sequences a step in fp32, three steps: the optimizer is the same too."""
     losses = [
         pool.call(run_rank, "train", train_options(plan=plan, batch=4, steps=3), 0, True)[0].result["losses"]
-        for plan in ("tp=1,dtype=fp32", "tp=2,dtype=fp32", "pp=2,cp=2,dtype=fp32")
+        for plan in ("tp=2,dtype=fp32", "pp=2,cp=2,dtype=fp32")
     ]
     with Ranks(1) as alone:
         options = train_options(plan="tp=1,dtype=fp32", batch=4, steps=3)
         expected = alone.call(run_rank, "train", options, 0, True)[0].result["losses"]
-    assert all(found == pytest.approx(expected, rel=1e-5) for found in losses[1:])
+    assert all(found == pytest.approx(expected, rel=1e-5) for found in losses)
     assert expected[0] > expected[1] > expected[2]
 
 
@@ -216,42 +209,6 @@ def test_gpt3_on_a_pipeline_agrees() -> None:
 # --- what is compared is what is printed -----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "batch", "plan", "layers"),
-    [
-        ("llama3-8b", 8, 16, "dp=8", 2),
-        ("gpt3-13b", 16, 4, "tp=8,recompute=selective", 1),
-        ("llama3-8b", 16, 2, "cp=4,tp=2,recompute=full", 1),
-        ("llama3-8b", 16, 8, "cp=2,cp_kind=all_gather,pp=2", 2),
-        ("llama3-8b", 16, 8, "pp=4,vpp=2,tp=2", 8),
-        ("gpt3-13b", 4, 8, "pp=2,schedule=zb-v", 4),
-        ("mixtral-8x7b", 16, 8, "ep=8,etp=1,tp=2", 1),
-    ],
-)
-def test_the_public_estimate_is_the_dry_run(
-    name: str, ranks: int, batch: int, plan: str, layers: int
-) -> None:
-    """What `estimate --plan ...,implementation=fsdp2` prints of the first rank, to the last digit."""
-    values = {"model": name, "seq": 2048, "layers": layers, "plan": plan, "batch": batch, "steps": 1}
-    options = make_options(TRAIN, values)
-    load, cluster = Workload(batch=batch, seq=2048), find_cluster(f"h100-80g-sxm:{ranks}")
-    public = parse_plan(f"{plan},zero=3,implementation=fsdp2")
-    price = priced(the_model(options), cluster, public, load)
-    counted = dry_run("train", options, ranks=ranks, device="cpu").ledger
-    ledgers = {"estimate": price.ledger.where(rank=0), "dry_run": counted}
-    works = {
-        who: Ledger.from_rows(row for row in totals_of(ledger).rows() if row["module"] != "states")
-        for who, ledger in ledgers.items()
-    }
-    found = compare(works, TOTALS)
-    assert found.rows
-    assert found.agree, found.differences()[:3]
-    held = price.to_json(ledger=False)["stages"][0]["memory_bytes"]
-    for ours, theirs in (("weights", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer")):
-        assert held[ours] == counted.where(module="states", op=theirs).total("weight_bytes")
-    assert held["activations"] == peak(counted)
-
-
 def peak(ledger: Any) -> float:
     return float(ledger.where(module="states", op="activations").total("saved_bytes"))
 
@@ -259,13 +216,13 @@ def peak(ledger: Any) -> float:
 def test_recomputation_keeps_inputs_and_one_block() -> None:
     """One block's activations while it is done again, and the inputs of all: arXiv 2205.05198, section 4."""
     options = {
-        kind: train_options(plan=f"tp=2,dtype=bf16,recompute={kind}", layers=8) for kind in ("none", "full")
+        kind: train_options(plan=f"tp=2,dtype=bf16,recompute={kind}", layers=3) for kind in ("none", "full")
     }
     alone = train_options(plan="tp=2,dtype=bf16", layers=1)
     kept = {kind: counted_peak(options[kind]) for kind in options}
-    block = (kept["none"] - counted_peak(alone)) / 7
+    block = (kept["none"] - counted_peak(alone)) / 2
     block_input = 16 / 2 * 32 * 2  # tokens of the rank, hidden width, bytes
-    assert kept["full"] == 7 * block_input + block
+    assert kept["full"] == 2 * block_input + block
 
 
 def counted_peak(options: Any) -> float:
@@ -300,9 +257,3 @@ def test_halves_of_a_backward_through_two_further_modules_are_refused(
     ):
         assert outcome.code == 2
         assert "2 modules of multi-token prediction read one table; use schedule=1f1b" in outcome.err
-
-
-def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:
-    text = " ".join(meshwise("run", "train", "--help").out.split())
-    for word in ("--plan", "--check", "--microbatch", "keys of layout=1d (meshwise list plan)"):
-        assert word in text
