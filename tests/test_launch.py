@@ -1,6 +1,7 @@
 """Settings of other frameworks: allowed by their argument lists, complete, and refused where they refuse."""
 
 import ast
+import dataclasses
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, TRAINING
 from meshwise.launch.tables import VALUE, table_of
+from meshwise.program.implementation import IMPLEMENTATIONS, Implementation
 from test_one_path import VALUES
 
 CLUSTER = "h100-80g-sxm:64"
@@ -374,6 +376,10 @@ def test_a_job_that_says_all_is_read_back(
         ("llama3-8b", "zero=3,implementation=fsdp2", "megatron-lm", 0, ("implementation=fsdp2", "not what")),
         ("llama3-8b", "tp=8,pp=2,schedule=zb-v", "megatron-lm", 0, ("schedule=zb-v", "not what was asked")),
         ("llama3-8b", "zero=3", "torchtitan", 0, ("optimizer=adam", "not what was asked")),
+        ("llama3-8b", "zero=2,tp=4,sp=0,recompute=full,cp_kind=ulysses", "deepspeed", 0, ()),
+        ("llama3-8b", "pp=2,zero=1", "deepspeed", 0, ("pp=2", "not what was asked")),
+        ("llama3-8b", "zero=3,optimizer=adam-fp32,software=torch-2024", "accelerate", 0, ()),
+        ("llama3-8b", "zero=1", "accelerate", 0, ("zero=1", "not what was asked")),
     ],
 )
 def test_what_is_written_is_priced_again(
@@ -401,6 +407,34 @@ def test_what_experts_are_priced_with_is_written_and_missed(tmp_path: Path) -> N
     (tmp_path / "job.sh").write_text(text)
     (unread,) = mw.read_job(tmp_path / "job.sh", CLUSTER).unread
     assert unread.startswith("--moe-grouped-gemm is not set")
+
+
+SAYS = {
+    ("megatron-lm", "fuses_norms"): "--transformer-impl transformer_engine",
+    ("megatron-bridge", "fuses_norms"): "recipe: ",  # whose models are Transformer Engine's
+    ("torchtitan", "ops"): "--module llama3",
+    ("torchtitan", "shards_each_weight"): "--parallelism.data_parallel_shard_degree",
+    ("torchtitan", "losses"): "--compile.enable",
+    ("accelerate", "shards_each_weight"): "fsdp_version: 2",
+}
+"""Where a framework says a field of an implementation; DeepSpeed and Accelerate leave modules to a script."""
+
+
+@pytest.mark.parametrize("framework", TRAINING)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_assumption_of_an_implementation_is_said(framework: str, name: str) -> None:
+    """By a flag, by the model that a script builds, or among what is not expressed."""
+    plan = mw.Plan(implementation=name, zero=3, loss_fusion="kernels", cp_kind="all_gather")
+    job = mw.launch("llama3-8b", CLUSTER, plan, to=framework, batch=64, seq=4096)
+    said = " ".join((*job.arguments, *job.elsewhere, *(file.text for file in job.files)))
+    lost = any(sentence.startswith(f"implementation={name}: ") for sentence in job.not_expressed)
+    for field in dataclasses.fields(Implementation):
+        if not lost and getattr(IMPLEMENTATIONS[name], field.name) != field.default:
+            by_script = f"as implementation={name}" if field.name != "shards_each_weight" else None
+            assert SAYS.get((framework, field.name), by_script or "?") in said, field.name
+    switches = {"megatron-lm": "--cross-entropy-loss-fusion", "torchtitan": "--compile.enable"}
+    loss_is_lost = any(sentence.startswith("loss_fusion=") for sentence in job.not_expressed)
+    assert loss_is_lost or switches.get(framework, "cross_entropy_loss_fusion") in said
 
 
 @pytest.mark.parametrize("framework", sorted(TRAINING))

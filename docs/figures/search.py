@@ -9,6 +9,7 @@ from pathlib import Path
 import meshwise as mw
 from meshwise.report.chart import INK, OTHER_COLOR, Chart, ChartAxis, Names, Picture, Series
 from meshwise.report.pages import draw
+from meshwise.search.difference import reasons
 
 GPT3 = mw.find_model("gpt3-175b")
 GPT3_64K = replace(GPT3, name="GPT-3 175B, 64,000 tokens", vocab=64000)
@@ -47,31 +48,29 @@ FREED = ("offload_activations", "offload_optimizer", "overlap_pp", "overlap_dp",
 
 
 def large_runs() -> None:
-    print("| run | measured | published plan, predicted | best plan, predicted | what is shorter |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| run | measured | published plan, predicted | best plan | best that a framework runs | why |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for run, model, cluster, batch, seq, plan, told, measured, source in RUNS:
         found = mw.search(model, cluster, told, batch=batch, seq=seq, top=1, beside=plan)
-        best, beside = found.best[0], found.beside
+        beside, runnable = found.beside, found.runnable and found.runnable[0]
         assert beside is not None
         shown = measured if isinstance(measured, str) else f"{measured:g} s"
-        print(
-            f"| {run} {source} | {shown} | `{mw.plan_text(beside.plan)}`: {_seconds(beside)} "
-            f"| `{mw.plan_text(best.plan)}`, microbatch {best.workload.microbatch}: {_seconds(best)} "
-            f"| {_shorter(best, beside)} |",
-            flush=True,
-        )
+        cells = (_plan(beside), _plan(found.best[0]), _plan(runnable) if runnable else "none")
+        print(f"| {run} {source} | {shown} | {' | '.join(cells)} | {_gains(beside, runnable)} |", flush=True)
 
 
-def _seconds(priced: mw.Estimate) -> str:
+def _plan(priced: mw.Estimate) -> str:
     fits = "" if priced.fits else ", does not fit"
-    return f"{priced.step_s:.3g} s, MFU {priced.mfu:.0%}, {priced.memory_bytes['total'] / 1e9:.0f} GB{fits}"
+    memory = f"{priced.memory_bytes['total'] / 1e9:.0f} GB{fits}"
+    plan = f"`{mw.plan_text(priced.plan)}`, microbatch {priced.workload.microbatch}"
+    return f"{plan}: {priced.step_s:.3g} s, MFU {priced.mfu:.0%}, {memory}"
 
 
-def _shorter(best: mw.Estimate, beside: mw.Estimate) -> str:
-    """The two parts of the step of which the best plan has most less, as shares of the published plan's."""
-    saved = {name: beside.time_s[name] - best.time_s[name] for name in best.time_s}
-    largest = sorted(saved, key=lambda name: -saved[name])[:2]
-    return ", ".join(f"{name} {saved[name] / beside.step_s:.0%}" for name in largest)
+def _gains(beside: mw.Estimate, best: mw.Estimate | None) -> str:
+    """The changes that shorten the published step most, on the way to the best that a framework runs."""
+    changes = reasons(beside, best) if best else []
+    largest = sorted(changes, key=lambda one: -one.gain_s)[:2]
+    return "; ".join(f"{one.text}: {-one.gain_s / beside.step_s:+.0%}" for one in largest if one.gain_s > 0)
 
 
 def draw_cost(path: Path) -> None:

@@ -123,7 +123,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
         settings, without_name = bridge_settings(settings)
         lost |= {sentence: sentence for sentence in without_name}
     settings = {name: read_value(framework, name, value) for name, value in settings.items()}
-    lost |= _model_not_expressed(framework, model)
+    lost |= _model_not_expressed(framework, model, plan)
     flags, files, lacks = _forms(framework, settings, model, facts)
     lost |= {sentence: sentence for sentence in lacks}
     command = _command(framework, flags, model, facts, node)
@@ -141,7 +141,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     )
 
 
-def _model_not_expressed(framework: str, model: Model) -> dict[str, str]:
+def _model_not_expressed(framework: str, model: Model, plan: Plan) -> dict[str, str]:
     if framework.startswith("megatron"):
         lost = {field: f"{field}: no argument says it" for field in unsaid(model)}
         if framework == "megatron-bridge":
@@ -151,7 +151,8 @@ def _model_not_expressed(framework: str, model: Model) -> dict[str, str]:
         what = f"model={model.name}: torchtitan registers models in Python; add --module and --config"
         return {"module": what}
     if framework in ("deepspeed", "accelerate"):
-        return {"model": f"model={model.name}: the training script builds it from its config.json"}
+        how = f"the training script builds it from its config.json, as implementation={plan.implementation}"
+        return {"model": f"model={model.name}: {how}"}
     return {}
 
 

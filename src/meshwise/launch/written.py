@@ -12,20 +12,19 @@ from tempfile import TemporaryDirectory
 
 from meshwise.estimate.one_plan import estimate
 from meshwise.launch.read import read_job
+from meshwise.launch.settings import TRAINING
 from meshwise.launch.write import AsWritten, Launch
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 
-SAY_ALL = ("megatron-lm", "megatron-bridge", "torchtitan")
-"""Frameworks whose settings say a plan; the others leave much of it to the training script."""
 NOISE = 1e-6
 
 
 def as_written(job: Launch, model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Launch:
-    """`job` with the price of what it says, where its framework says all of a plan."""
-    if job.framework not in SAY_ALL:
+    """`job` with the price of what its files say, where it trains on many cards."""
+    if job.framework not in TRAINING:
         return job
     with TemporaryDirectory() as folder:
         *_, script = job.write(Path(folder))

@@ -129,7 +129,8 @@ def _choices(option: Option) -> Sequence[str]:
     if get_origin(option.kind) is Literal:
         return get_args(option.kind)
     frameworks = ("", *TRAINING) if option.default == "" else FRAMEWORKS
-    known = {"kind": KINDS, "to": frameworks, "chip": tuple(chips()), "beside": ("", *chips())}
+    others = ("", *chips()) if option.default == "" else ()  # else a plan
+    known = {"kind": KINDS, "to": frameworks, "chip": tuple(chips()), "beside": others}
     return known.get(option.name, ())
 
 

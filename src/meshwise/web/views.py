@@ -266,7 +266,7 @@ def _words(state: State, found: Estimate) -> dict[str, str]:
 # --- the other views ----------------------------------------------------------------------------
 
 
-@takes(api.search, _own, without=("beside", "assumptions", "on_plans"))
+@takes(api.search, _own, without=("assumptions", "on_plans"))
 def search(
     context: Question,
     *,

@@ -9,16 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwise.core.errors import PlanError
-from meshwise.program.tape import Step, Tape
+from meshwise.program.tape import Step
 from meshwise.runtime.torch_private import (
     clear_fast_sharding_cache,
     clear_redistribute_planner_cache,
@@ -27,43 +26,12 @@ from meshwise.runtime.torch_private import (
     gen_transform_infos,
 )
 
-TORCH_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-}
+if TYPE_CHECKING:
+    from meshwise.runtime.recorder import OpRecorder
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 TORCH_DTYPES |= {"tf32": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 """torch's names of the dtypes that programs compute in; fp8 and tf32 are what matmuls of others use."""
-
-
-class Recorder(Protocol):
-    """What a program may tell whoever records it (`meshwise.runtime.recorder` listens)."""
-
-    tape: Tape
-
-    def section(self, name: str) -> AbstractContextManager[None]:
-        """Rows inside belong to module `name` (joined to the sections around it with a slash)."""
-
-    def op(self, name: str) -> AbstractContextManager[None]:
-        """Rows inside carry `name` as their op."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Rows inside belong to phase `name`; without one it is forward, or backward inside autograd."""
-
-    def setup(self) -> AbstractContextManager[None]:
-        """Tensors made inside are alive and counted; ops inside write no rows (inputs, weights, checks)."""
-
-    def weights(self, *tensors: torch.Tensor) -> None:
-        """These tensors are weights: not counted as kept for the backward, but as read by an op."""
-
-    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
-        """Collectives of `group` run along the mesh axis `axis`."""
-
-    def kept_peak_bytes(self) -> float:
-        """The most bytes that autograd kept for the backward at once, weights apart."""
-
-    def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
-        """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +44,7 @@ class Context:
     rank: int
     world_size: int
     device: torch.device
-    recorder: Recorder
+    recorder: OpRecorder
     root: int = 0
     is_fake: bool = False
     quiet: bool = False

@@ -6,22 +6,95 @@ decoder is cut over ranks is applied from outside (`meshwise.runtime.programs.pa
 
 The first piece of a decoder has the embedding, the last one the head and the loss; such a piece may have no
 layers. It takes token numbers or activations, and gives activations or the loss.
+
+Behind the last block a module may say the token after the next (multi-token prediction, arXiv 2412.19437).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime.programs.adapters import is_adapter
-from meshwise.runtime.programs.block import Block
 from meshwise.runtime.programs.chunked_loss import loss_in_chunks
-from meshwise.runtime.programs.decoder_parts import DecoderNorm, Setting
+from meshwise.runtime.programs.decoder_attention import Attention, LatentAttention
+from meshwise.runtime.programs.decoder_parts import DecoderNorm, FeedForward, Setting
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.multi_token_prediction import LOSS_WEIGHT, Further
+from meshwise.runtime.programs.mixture import Mixture
+from meshwise.runtime.programs.per_op import per_op_contexts
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, model: Model, setting: Setting, *, has_experts: bool, is_redone: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = DecoderNorm(model), DecoderNorm(model)
+        self.attention = (LatentAttention if model.mla else Attention)(model, setting)
+        self.mlp = Mixture(model, setting) if has_experts else FeedForward(model, setting, model.ffn_hidden)
+        self.setting, self.is_redone = setting, is_redone
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        if "per_op" in self.setting.redone_modules:
+            router = self.mlp.router if isinstance(self.mlp, Mixture) else None
+            return self.setting.again(self.compute, x, keeps=per_op_contexts(router))
+        return self.setting.again(self.compute, x) if self.is_redone else self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """The block itself, whoever calls it and however often."""
+        with self.setting.recorder.section("attention"):
+            x = x + self.attention(self.norm1(x))
+        with self.setting.recorder.section("mlp"):
+            kind = "moe" if isinstance(self.mlp, Mixture) else "mlp"
+            return x + self.setting.redone(kind, self.mlp, self.norm2(x))
+
+
+LOSS_WEIGHT = 0.3
+"""Of the mean loss of all modules, beside the model's (DeepSeek-V3's for its first ten trillion tokens)."""
+
+
+class Further(nn.Module):
+    """One module; `number` of those of the model."""
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm = DecoderNorm(model), DecoderNorm(model)
+        self.projection = nn.Linear(2 * model.hidden, model.hidden, bias=False)
+        has_experts = is_moe_layer(model, model.num_layers - 1)
+        plain = replace(setting, redone_modules=())  # of recomputation only the model's blocks know
+        self.block = Block(model, plain, has_experts=has_experts, is_redone=False)
+        self.norm = DecoderNorm(model)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """[batch, own tokens, hidden] x 2 -> the same, before `norm`."""
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(x)], dim=-1)
+        joined = self.projection(both)
+        if isinstance(joined, DTensor):
+            rows = Shard(1) if x.shape[1] < joined.shape[1] else Replicate()
+            joined = joined.redistribute(placements=[rows]).to_local()
+        return self.block(joined)
+
+    @property
+    def outside_block(self) -> list[nn.Module]:
+        """What is not the block."""
+        return [self.embedding_norm, self.hidden_norm, self.projection, self.norm]
+
+
+def further_styles(rows: Shard | Replicate) -> dict[str, Any]:
+    """How what is not the block is cut; `rows`: how activations between matmuls are."""
+    columns = ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
+    names = ("embedding_norm", "hidden_norm", "norm") if isinstance(rows, Shard) else ()
+    norms = dict.fromkeys(names, SequenceParallel())
+    return {"projection": columns, **norms}
+
 
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
 

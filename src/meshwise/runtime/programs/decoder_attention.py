@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import DecoderNorm, Setting
+from meshwise.runtime.programs.functions import Rotate
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.rotary import Rotate
 
 
 class Attention(nn.Module):

@@ -24,8 +24,8 @@ from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 from meshwise.runtime.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Recorder
     from meshwise.runtime.programs.routes import Routes
+    from meshwise.runtime.recorder import OpRecorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class Setting:
 
     turns: tuple[Tensor, Tensor]
     own_places: Tensor
-    recorder: Recorder
+    recorder: OpRecorder
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda q, k, v: Attend.apply(q, k, v, True)
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0

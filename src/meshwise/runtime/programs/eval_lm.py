@@ -72,7 +72,7 @@ def main(options: EvaluationOptions, context: Context) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from meshwise.runtime.programs import lm_model
+    from meshwise.runtime.programs import transformer_lm as lm_model
     from meshwise.runtime.programs.tensor_parallel.exchange import all_max, all_sum
 
     begin_s = time.perf_counter()
@@ -147,10 +147,13 @@ def _pass(model: TransformerDecoder, batch: Blocks, totals: Totals | None, conte
     """One batch through the model, into `totals`; None: it does not count."""
     import torch
 
-    from meshwise.runtime.programs import lm_model
+    from meshwise.runtime.programs import transformer_lm as lm_model
 
     targets = lm_model.on_device(batch.targets, context)
-    logprobs, routing = _scored(model, lm_model.on_device(batch.inputs, context), targets)
+    inputs = lm_model.on_device(batch.inputs, context)
+    output = model(inputs)
+    logprobs, routing = model.embed_tokens.target_logprobs(output.logits, targets), output.metrics
+    del inputs, output
     if totals is None:
         return
     totals.nats -= logprobs.sum(dtype=torch.float64)
@@ -159,12 +162,6 @@ def _pass(model: TransformerDecoder, batch: Blocks, totals: Totals | None, conte
     totals.num_tokens += sum(batch.lengths)
     totals.num_blocks += sum(length > 0 for length in batch.lengths)
     totals.num_batches += 1
-
-
-def _scored(model: TransformerDecoder, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """One pass: the log-probability of each target, and each MoE layer's routing metrics."""
-    output = model(inputs)
-    return model.embed_tokens.target_logprobs(output.logits, targets), output.metrics
 
 
 def _result(

@@ -95,7 +95,7 @@ def main(options: GenerationOptions, context: Context) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from meshwise.runtime.programs import lm_model
+    from meshwise.runtime.programs import transformer_lm as lm_model
     from meshwise.runtime.programs.search import BeamSearch, GreedySearch, advance_all
 
     begin_s = time.perf_counter()

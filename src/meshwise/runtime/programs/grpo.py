@@ -19,8 +19,8 @@ from meshwise.model.architecture import Model
 from meshwise.rl.packing import PackedBatch
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
+from meshwise.runtime.programs.functions import Rotate, turns
 from meshwise.runtime.programs.rl_options import RlOptions
-from meshwise.runtime.programs.rotary import Rotate, turns
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, block, shapes
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
 

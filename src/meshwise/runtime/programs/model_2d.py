@@ -53,12 +53,12 @@ def check(options: Model2DOptions, ranks: int) -> None:
     tp, dp = degrees(options, ranks)
     if tp * dp != ranks:
         raise PlanError(f"model-2d: --tp {tp} x --dp {dp} is {tp * dp}, but there are {ranks} ranks")
-    if options.seq % ranks:
-        raise PlanError(
-            f"model-2d: --seq {options.seq} does not divide by {ranks} ranks; use a multiple of {ranks}"
-        )
-    if inner_width(options) % tp:
-        raise PlanError(f"model-2d: --ffn-hidden {inner_width(options)} does not divide by --tp {tp}")
+    for name, number, divisor, what in (
+        ("seq", options.seq, ranks, f"{ranks} ranks; use a multiple of {ranks}"),
+        ("ffn-hidden", inner_width(options), tp, f"--tp {tp}"),
+    ):
+        if number % divisor:
+            raise PlanError(f"model-2d: --{name} {number} does not divide by {what}")
     if options.after_ulysses:
         ulysses.check(attention_options(options, ranks), ranks)
 
@@ -169,47 +169,36 @@ def _leaves(weight: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def forward(
-    context: Context,
-    x: torch.Tensor,
-    layers: list[tuple[torch.Tensor, torch.Tensor]],
-    group: Any,
+    context: Context, x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor]], group: Any,
     shown: dict[str, torch.Tensor],
-) -> torch.Tensor:
-    """All layers; the steps are those of the first, and the end."""
-    for number, (weight_in, weight_out) in enumerate(layers):
-        x = layer(context, x, weight_in, weight_out, group, shown if number == 0 else None)
-    context.step("output = all layers", {"output [N/P, d]": x})
-    return x
+) -> torch.Tensor:  # fmt: skip
+    """All layers x + relu(x W1) W2 of x [N/P, d], over the TP ranks of `group`.
 
-
-def layer(
-    context: Context,
-    x: torch.Tensor,
-    weight_in: torch.Tensor,
-    weight_out: torch.Tensor,
-    group: Any,
-    shown: dict[str, torch.Tensor] | None,
-) -> torch.Tensor:
-    """x [N/P, d] -> x + relu(x W1) W2, over the TP ranks of `group`."""
+    The steps are those of the first, and the end.
+    """
     import torch
 
     from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
 
     op = context.recorder.op
-    with op("input"):
-        gathered = all_gather_single(x, 0, group)
-    if shown is not None:
-        weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
-        context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
-    with op("inter"):
-        inter = torch.mm(gathered, weight_in).relu_()
-    if shown is not None:
-        context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
-    with op("output"):
-        partial = torch.mm(inter, weight_out)
-        summed = reduce_scatter_single(partial, "sum", 0, group)
-    with op("residual"):
-        return x + summed
+    for number, (weight_in, weight_out) in enumerate(layers):
+        with op("input"):
+            gathered = all_gather_single(x, 0, group)
+        if number == 0:
+            weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
+            context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
+        with op("inter"):
+            inter = torch.mm(gathered, weight_in).relu_()
+        if number == 0:
+            context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
+        with op("output"):
+            partial = torch.mm(inter, weight_out)
+            summed = reduce_scatter_single(partial, "sum", 0, group)
+        with op("residual"):
+            x = x + summed
+        del gathered, inter, partial, summed
+    context.step("output = all layers", {"output [N/P, d]": x})
+    return x
 
 
 def backward(

@@ -201,12 +201,11 @@ class Affine(nn.Module):
     """
 
     def __init__(
-        self, outputs: int, inputs: int, *, stack: tuple[int, ...] = (), bias: bool | None = None,
-        device: torch.device | str, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self, outputs: int, inputs: int, *, stack: tuple[int, ...] = (), bias: bool | None = None
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(*stack, outputs, inputs, device=device, dtype=dtype))
-        zeros = None if bias is None else torch.zeros(*stack, outputs, device=device, dtype=dtype)
+        self.weight = nn.Parameter(torch.empty(*stack, outputs, inputs))
+        zeros = None if bias is None else torch.zeros(*stack, outputs)
         if bias:
             self.bias = nn.Parameter(zeros)
         else:
@@ -221,17 +220,14 @@ def gelu(x: Tensor) -> Tensor:
 class ExpertStack(nn.Module):
     """The experts of one layer that one rank holds, of one width, cut over `tp` ranks."""
 
-    def __init__(
-        self, config: GptConfig, shard: Shard, *, grouped: bool, device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: GptConfig, shard: Shard, *, grouped: bool) -> None:
         super().__init__()
         self.num_experts = config.moe_expert_count // shard.ep.size
         self.grouped = grouped
         width, hidden = config.decoder_embed_dim, config.expert_ffn_dim // shard.tp.size
-        stack = {"stack": (self.num_experts,), "device": device, "dtype": dtype}
-        self.fc1 = Affine(hidden, width, bias=True, **stack)
-        self.fc2 = Affine(width, hidden, bias=shard.tp.index == 0, **stack)
+        stack = (self.num_experts,)
+        self.fc1 = Affine(hidden, width, stack=stack, bias=True)
+        self.fc2 = Affine(width, hidden, stack=stack, bias=shard.tp.index == 0)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Rows for each expert [W, experts, C, M] -> results, a list to be joined along dim 1."""
@@ -252,14 +248,11 @@ class ExpertStack(nn.Module):
 class MoELayer(nn.Module):
     """Experts in place of the feed-forward. `grouped`: one batched GEMM in place of a loop over experts."""
 
-    def __init__(
-        self, config: GptConfig, shard: Shard, *, grouped: bool, device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: GptConfig, shard: Shard, *, grouped: bool) -> None:
         super().__init__()
         self.config, self.shard = config, shard
-        self.gate = Affine(config.moe_expert_count, config.decoder_embed_dim, device=device, dtype=dtype)
-        self.experts = ExpertStack(config, shard, grouped=grouped, device=device, dtype=dtype)
+        self.gate = Affine(config.moe_expert_count, config.decoder_embed_dim)
+        self.experts = ExpertStack(config, shard, grouped=grouped)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, M] -> the experts' result [B, T, M], and the routing metrics."""

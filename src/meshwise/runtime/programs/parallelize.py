@@ -27,12 +27,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwise.runtime.programs.adapters import Adapted, cut_as
-from meshwise.runtime.programs.block import Block
 from meshwise.runtime.programs.cut_on_demand import cut_on_demand
-from meshwise.runtime.programs.decoder import Decoder
+from meshwise.runtime.programs.decoder import Block, Decoder, further_styles
 from meshwise.runtime.programs.decoder_attention import LatentAttention
 from meshwise.runtime.programs.mixture import Experts, Mixture
-from meshwise.runtime.programs.multi_token_prediction import further_styles
 from meshwise.runtime.programs.routes import WHOLE, ExpertPlace, cut_dim
 
 

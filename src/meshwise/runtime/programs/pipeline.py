@@ -28,7 +28,8 @@ from torch.distributed.pipelining.stage import InferenceMode
 from meshwise.runtime.programs.dualpipe import ScheduleDualPipe, StageOfOneWay
 
 if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Context, Recorder
+    from meshwise.runtime.programs.context import Context
+    from meshwise.runtime.recorder import OpRecorder
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -115,7 +116,7 @@ def _end_backward_of_weights(stage: PipelineStage) -> None:
     stage.backward_weight_one_chunk = run
 
 
-def _in_backward(run: Callable[..., None], recorder: Recorder) -> Callable[..., None]:
+def _in_backward(run: Callable[..., None], recorder: OpRecorder) -> Callable[..., None]:
     """What a pipeline runs outside autograd for gradients of weights, as part of the backward."""
 
     def in_phase(*args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from meshwise.core.errors import WorkloadError
 from meshwise.model.architecture import Model
+from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
 from meshwise.rl.packing import PackedBatch, pack
 
@@ -79,11 +80,10 @@ def check(options: RlOptions, ranks: int) -> None:
 
 def the_model(options: RlOptions) -> Model:
     """The policy: a small Llama with as many key-value heads as heads."""
-    return Model(
-        name="rl-policy", num_layers=options.layers, hidden=options.hidden, ffn_hidden=options.ffn,
-        num_heads=options.heads, num_kv_heads=options.heads, head_dim=options.hidden // options.heads,
-        vocab=options.vocab, max_seq=options.length, activation="swiglu", norm="rmsnorm", positions="rotary",
-        linear_bias=False, qkv_bias=False, out_bias=False, tied_embedding=False,
+    return replace(
+        find_model("llama2-7b"), name="rl-policy", num_layers=options.layers, hidden=options.hidden,
+        ffn_hidden=options.ffn, num_heads=options.heads, num_kv_heads=options.heads,
+        head_dim=options.hidden // options.heads, vocab=options.vocab, max_seq=options.length,
     )  # fmt: skip
 
 

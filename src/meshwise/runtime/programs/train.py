@@ -52,10 +52,9 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     import torch
     from torch.profiler import record_function
 
-    from meshwise.runtime.programs.flat_optimizer import FlatOptimizer
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
-    from meshwise.runtime.programs.training import Trainer
+    from meshwise.runtime.programs.training import FlatOptimizer, Trainer
 
     recorder = context.recorder
     trainer = Trainer(options, context)

@@ -12,7 +12,7 @@ and what `RUN` leaves out, are priced by `meshwise estimate` and refused here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.plan.mesh import Mesh, resolve
-from meshwise.plan.plan import KEYS, Plan, plan_keys
+from meshwise.plan.plan import AXES, KEYS, Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
 
@@ -44,6 +44,7 @@ RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("act_input_dtype", ("bf16",), "it keeps inputs of activation functions as they are; leave it out"),
     ("dispatch_dtype", ("bf16",), "it sends tokens as they are; leave dispatch_dtype out"),
     ("offload_activations", (0.0,), "the device keeps them; use recompute=full"),
+    ("placement", (AXES,), "its pipeline is outermost; leave placement out"),
     ("imbalance", (1.0,), "it gives all experts as many tokens; leave imbalance out"),
 )
 """Keys of a plan of which less runs than is priced: what runs, and what to do about the rest."""
@@ -175,34 +176,6 @@ def the_mesh(options: Options, ranks: int) -> Mesh:
 def the_cluster(ranks: int) -> Cluster:
     """So many ranks."""
     return find_cluster(f"b200-sxm:{ranks}")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a number stands on each axis of `AXES`: tp on neighbours, then cp, dp, pp."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-
-    @classmethod
-    def of(cls, rank: int, plan: Plan, dp: int) -> Place:
-        """The place of number `rank` in a world of dp replicas."""
-        rest, tp = divmod(rank, plan.tp)
-        rest, cp = divmod(rest, plan.cp)
-        pp, dp_rank = divmod(rest, dp)
-        return cls(tp, cp, dp_rank, pp)
-
-
-def renumbered(number: int, sizes: Mapping[str, int], order: Sequence[str], new: Sequence[str]) -> int:
-    """The number in the order `new` of what is `number` in `order`; axes from neighbours outwards."""
-    place = {}
-    for axis in order:
-        number, place[axis] = divmod(number, sizes[axis])
-    for axis in reversed(new):
-        number = number * sizes[axis] + place[axis]
-    return number
 
 
 def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
+from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.parallelize import fill
-from meshwise.runtime.programs.rotary import turned_width, turns
 from meshwise.runtime.programs.routes import part_of, routes
 from meshwise.runtime.programs.training import with_labels
 

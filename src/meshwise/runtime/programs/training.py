@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,23 +16,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.plan.plan import AXES, number_of
+from meshwise.plan.plan import Plan, number_of
 from meshwise.plan.stages import V_SHAPED
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
+from meshwise.runtime.programs.functions import turned_width, turns
+from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.mixture import Experts
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
-from meshwise.runtime.programs.rotary import turned_width, turns
-from meshwise.runtime.programs.routes import Routes, routes
+from meshwise.runtime.programs.routes import routes
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 from meshwise.runtime.programs.train_options import (
     Options,
-    Place,
     rank_layers,
-    renumbered,
     the_mesh,
     the_model,
     the_plan,
@@ -39,6 +39,44 @@ from meshwise.runtime.programs.train_options import (
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
+
+
+class Place(NamedTuple):
+    """Where a rank stands on each axis, the outermost first."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+class FlatOptimizer:
+    """AdamW or SGD, as the plan has it, of this rank's numbers of the weights `trained`."""
+
+    def __init__(self, plan: Plan, trained: Sequence[Tensor], lr: float) -> None:
+        self._plan, self._trained, self._lr = plan, trained, lr
+        self._weights: list[nn.Parameter] = []
+        self.state: dict[Tensor, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """A step of all weights."""
+        if not self._weights:  # the first forward of FSDP2 may move shards
+            self._weights = [nn.Parameter(_flat(parameter)) for parameter in self._trained]
+            kind = torch.optim.SGD if self._plan.optimizer == "sgd" else torch.optim.AdamW
+            self._optimizer = kind([{"params": self._weights}], lr=self._lr, foreach=False)
+            self.state = self._optimizer.state
+        for parameter, weight in zip(self._trained, self._weights, strict=True):
+            if parameter.grad is not None:
+                weight.grad = _flat(parameter.grad)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _flat(tensor: Tensor) -> Tensor:
+    """This rank's numbers, in a row."""
+    return local(tensor).detach().view(-1)
 
 
 class Trainer:
@@ -49,17 +87,16 @@ class Trainer:
         self.plan, self.model = the_plan(options), the_model(options)
         on = the_mesh(options, context.world_size)
         self.dp, self.num = int(on.dp), int(on.num_microbatches)
-        self.sizes = {"tp": self.plan.tp, "cp": self.plan.cp, "dp": self.dp, "pp": self.plan.pp}
-        self.rank = renumbered(context.rank, self.sizes, self.plan.placement, AXES)
-        self.place = Place.of(self.rank, self.plan, self.dp)
-        plan, place = self.plan, self.place
+        plan, self.rank = self.plan, context.rank
+        axes = plan.pp, self.dp, plan.cp, plan.tp
+        self.place = place = Place(*map(int, np.unravel_index(self.rank, axes)))
         replicas = self.dp * plan.cp
         self.sharing = int(on.shard_ranks(1, replicas)), int(on.shard_ranks(1, on.expert_replicas))
         per_stage = replicas * plan.tp
-        self.line = self._group("pp", range(self.rank % per_stage, context.world_size, per_stage))
+        self.line = context.group("pp", range(self.rank % per_stage, context.world_size, per_stage))
         self.holders = self._holders(per_stage)
         copies = _copies_and_shards(len(self.holders) // plan.tp, self.sharing[0])
-        self.mesh = context.grid(self._ranks(self.holders), **copies, tp=plan.tp)
+        self.mesh = context.grid(self.holders, **copies, tp=plan.tp)
         self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
         self.ends = self._ends()
         self.ep, self.etp = plan.ep, int(on.etp)
@@ -87,9 +124,8 @@ class Trainer:
     def forward_backward(self) -> float | None:
         """All microbatches; the mean loss of the whole batch (None where numbers are not real)."""
         with warnings.catch_warnings(), loss_parallel() if self.plan.tp > 1 else nullcontext():
-            warnings.filterwarnings(
-                "ignore", message="FSDP2-wrapped module"
-            )  # outputs are views: none is written
+            # outputs are views: none is written
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             losses = self._step(self.tokens, self.labels)
         self._sum_tied_gradients()
         self._scale_gradients_of_experts()
@@ -125,15 +161,8 @@ class Trainer:
             self.line, self.context,
         )  # fmt: skip
 
-    def _ranks(self, numbers: Iterable[int]) -> list[int]:
-        """The ranks that are `numbers` where each axis of `AXES` lies outside the one before it."""
-        return [renumbered(number, self.sizes, AXES, self.plan.placement) for number in numbers]
-
-    def _group(self, axis: str, numbers: Iterable[int]) -> dist.ProcessGroup:
-        return self.context.group(axis, self._ranks(numbers))
-
     def _holders(self, per_stage: int) -> list[int]:
-        """The numbers of this one's stage, and under DualPipe those of the stage with the same weights."""
+        """The ranks of this one's stage, and under DualPipe those of the stage with the same weights."""
         stages = {self.place.pp}
         if self.plan.schedule == "dualpipe":
             stages.add(self.plan.pp - 1 - self.place.pp)
@@ -145,7 +174,7 @@ class Trainer:
 
         def line(number: int, own: int, stride: int) -> dist.ProcessGroup:
             ranks = [rank + (other - own) * stride for other in range(number)]
-            return self._group("cp", ranks)
+            return self.context.group("cp", ranks)
 
         around = line(ring, ring_rank, self.plan.tp * ulysses) if ring > 1 else None
         heads = MeshAxis(line(ulysses, part, self.plan.tp), ulysses, part) if ulysses > 1 else None
@@ -158,15 +187,12 @@ class Trainer:
             return None, None, None
         both = ep * etp
         own, part = self.rank // both * both, self.rank % etp
-        sharing = self._group("ep", range(own + part, own + both, etp)) if ep > 1 else None
+        sharing = self.context.group("ep", range(own + part, own + both, etp)) if ep > 1 else None
         of_one = self.rank - part
-        parts = self._group("tp", range(of_one, of_one + etp)) if etp > 1 else None
+        parts = self.context.group("tp", range(of_one, of_one + etp)) if etp > 1 else None
         alike = [rank for rank in self.holders if rank % both == self.rank % both]
-        return (
-            sharing,
-            parts,
-            self.context.grid(self._ranks(alike), **_copies_and_shards(len(alike), self.sharing[1])),
-        )
+        same_parts = self.context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
+        return sharing, parts, same_parts
 
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
@@ -176,7 +202,7 @@ class Trainer:
             return None
         per_stage = self.context.world_size // num
         first = self.rank - place * per_stage
-        return self._group("pp", [first, first + (num - 1) * per_stage])
+        return self.context.group("pp", [first, first + (num - 1) * per_stage])
 
     def _sum_tied_gradients(self) -> None:
         """Both copies of a tied table get the sum of their gradients, as Megatron-LM does it."""
@@ -200,34 +226,26 @@ class Trainer:
                         parameter.grad.mul_(self.plan.tp / (self.ep * self.etp))
 
     def _setting(self) -> Setting:
-        plan, place, context = self.plan, self.place, self.context
+        plan, context = self.plan, self.context
         angles = turns(self.places, turned_width(self.model), context.dtype(plan.dtype))
-        own = self.places.chunk(plan.tp)[place.tp].contiguous() if plan.sequence_parallel else self.places
+        own = (
+            self.places.chunk(plan.tp)[self.place.tp].contiguous() if plan.sequence_parallel else self.places
+        )
         context.recorder.weights(*angles, own)  # constants
+        way = None
+        if self.model.moe is not None:
+            way = routes(own, self.options.microbatch, self.model, self.experts, self.parts)
+            context.recorder.weights(*way.constants)
+        redone = plan.recompute_modules if plan.recompute == "selective" else ()
+        if "moe" in redone:  # covers what is inside
+            redone = tuple(module for module in redone if module != "shared_experts")
+        layers = number_of("recompute_layers", plan.recompute_layers) / plan.vpp
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
-            redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
-            loss_chunks=plan.loss_chunks, is_narrow=plan.dtype == "fp8", routes=self._routes(own),
-            heads=self.heads, lora_rank=plan.lora_rank,
+            redone_modules=redone, redone_layers=layers if plan.recompute == "full" else 0.0,
+            loss_chunks=plan.loss_chunks, is_narrow=plan.dtype == "fp8", routes=way, heads=self.heads,
+            lora_rank=plan.lora_rank,
         )  # fmt: skip
-
-    def _redone_modules(self) -> tuple[str, ...]:
-        """What selective recomputation covers; that of a whole mixture covers what is inside."""
-        modules = self.plan.recompute_modules if self.plan.recompute == "selective" else ()
-        return tuple(module for module in modules if not ("moe" in modules and module == "shared_experts"))
-
-    def _redone_layers(self) -> float:
-        """Layers of each piece, the first ones, that are recomputed whole."""
-        layers = number_of("recompute_layers", self.plan.recompute_layers)
-        return layers / self.plan.vpp if self.plan.recompute == "full" else 0.0
-
-    def _routes(self, own: Tensor) -> Routes | None:
-        """Where the tokens at places `own` go."""
-        if self.model.moe is None:
-            return None
-        found = routes(own, self.options.microbatch, self.model, self.experts, self.parts)
-        self.context.recorder.weights(*found.constants)
-        return found
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, to the keys of all ranks of a ring."""

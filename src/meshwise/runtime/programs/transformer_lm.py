@@ -14,17 +14,29 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
+from meshwise.program.expert_parallel import Placement
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
-from meshwise.runtime.programs.tensor_parallel.exchange import all_sum
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_sum, axis
 from meshwise.runtime.programs.text_data import PAD
 from meshwise.runtime.programs.vocabulary import Vocabulary
+from meshwise.runtime.torch_private import disable_current_modes
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.context import Context
+    from meshwise.runtime.programs.lm_setting import LanguageModelOptions, LanguageModelSetting
 
 
 @dataclass(slots=True, eq=False)
@@ -68,15 +80,13 @@ class DecoderOutput:
 class MultiheadAttention(nn.Module):
     """Causal self-attention, its heads cut over tp; scores are kept, as in the einsum formulation."""
 
-    def __init__(
-        self, config: GptConfig, shard: Shard, *, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: GptConfig, shard: Shard) -> None:
         super().__init__()
         self.shard, self.head_dim = shard, config.head_dim
         width, local = config.decoder_embed_dim, config.decoder_embed_dim // shard.tp.size
         for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, Affine(local, width, bias=True, device=device, dtype=dtype))
-        self.out_proj = Affine(width, local, bias=True, device=device, dtype=dtype)
+            setattr(self, name, Affine(local, width, bias=True))
+        self.out_proj = Affine(width, local, bias=True)
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: KVCache | None = None, layer: int = 0) -> Tensor:
         """[B, T, M] -> [B, T, M]; `mask` [T, past + T] is added to the scores."""
@@ -103,23 +113,17 @@ class MultiheadAttention(nn.Module):
 class TransformerDecoderLayer(nn.Module):
     """One block: attention, then the feed-forward or the experts, each on the normed input, each added."""
 
-    def __init__(
-        self, config: GptConfig, layer: int, shard: Shard, *, grouped: bool, device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: GptConfig, layer: int, shard: Shard, *, grouped: bool) -> None:
         super().__init__()
         self.shard, self.layer = shard, layer
         width, hidden = config.decoder_embed_dim, config.decoder_ffn_embed_dim // shard.tp.size
-        where = {"device": device, "dtype": dtype}
-        self.self_attn_layer_norm = nn.LayerNorm(width, **where)
-        self.self_attn = MultiheadAttention(config, shard, **where)
-        self.final_layer_norm = nn.LayerNorm(width, **where)
-        self.moe_layer = (
-            MoELayer(config, shard, grouped=grouped, **where) if config.is_moe_layer(layer) else None
-        )
+        self.self_attn_layer_norm = nn.LayerNorm(width)
+        self.self_attn = MultiheadAttention(config, shard)
+        self.final_layer_norm = nn.LayerNorm(width)
+        self.moe_layer = MoELayer(config, shard, grouped=grouped) if config.is_moe_layer(layer) else None
         if self.moe_layer is None:
-            self.fc1 = Affine(hidden, width, bias=True, **where)
-            self.fc2 = Affine(width, hidden, bias=shard.tp.index == 0, **where)
+            self.fc1 = Affine(hidden, width, bias=True)
+            self.fc2 = Affine(width, hidden, bias=shard.tp.index == 0)
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor | None]:
         """[B, T, M] -> [B, T, M], and the routing metrics of a MoE layer."""
@@ -147,15 +151,19 @@ class TransformerDecoder(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.shard = config, shard
-        width, where = config.decoder_embed_dim, {"device": device, "dtype": dtype}
-        self.embed_tokens = Vocabulary(config.vocab_size, width, shard.tp, **where)
+        with torch.device(device), numbers_of(dtype):
+            self._build(config, shard, grouped, (max_positions or config.tokens_per_sample) + PAD + 1)
+
+    def _build(self, config: GptConfig, shard: Shard, grouped: bool, num_rows: int) -> None:
+        width = config.decoder_embed_dim
+        self.embed_tokens = Vocabulary(config.vocab_size, width, shard.tp)
         self.layers = nn.ModuleList(
-            TransformerDecoderLayer(config, layer, shard, grouped=grouped, **where)
+            TransformerDecoderLayer(config, layer, shard, grouped=grouped)
             for layer in range(config.decoder_layers)
         )
-        self.layer_norm = nn.LayerNorm(width, **where)
-        table = sinusoidal_positions((max_positions or config.tokens_per_sample) + PAD + 1, width, device)
-        self.register_buffer("positions", table.to(dtype), persistent=False)
+        self.layer_norm = nn.LayerNorm(width)
+        positions = sinusoidal_positions(num_rows, width).to(self.layer_norm.weight.dtype)
+        self.register_buffer("positions", positions, persistent=False)
 
     def forward(
         self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False
@@ -198,6 +206,17 @@ class TransformerDecoder(nn.Module):
         return x
 
 
+@contextmanager
+def numbers_of(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made inside are of this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _causal_mask(num_queries: int, past: int, like: Tensor) -> Tensor | None:
     """[T, past + T]: -inf where a query would see a later token; None where nothing is masked."""
     if num_queries == 1:
@@ -206,14 +225,14 @@ def _causal_mask(num_queries: int, past: int, like: Tensor) -> Tensor | None:
     return full.triu_(past + 1)
 
 
-def sinusoidal_positions(num_rows: int, width: int, device: torch.device | str = "cpu") -> Tensor:
+def sinusoidal_positions(num_rows: int, width: int) -> Tensor:
     """fairseq's table [rows, width]: sines, then cosines, of row / 10000^(i / (width/2 - 1)); row PAD is 0.
 
     Token t of a sequence has row PAD + 1 + t. fp32; an odd width ends in a column of zeros.
     """
     half = width // 2
-    rates = torch.exp(torch.arange(half, dtype=torch.float32, device=device) * -_log_step(half))
-    angles = torch.arange(num_rows, dtype=torch.float32, device=device)[:, None] * rates
+    rates = torch.exp(torch.arange(half, dtype=torch.float32) * -_log_step(half))
+    angles = torch.arange(num_rows, dtype=torch.float32)[:, None] * rates
     table = F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, width % 2))
     table[PAD] = 0
     return table
@@ -269,3 +288,50 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         gain = 2**-0.5 if any(f"{proj}_proj" in name for proj in "qkv") else 1.0
         bound = gain * math.sqrt(6 / sum(tensor.shape))
         tensor.uniform_(-bound, bound, generator=generator)
+
+
+def join(placement: Placement, context: Context) -> tuple[Shard, MeshAxis]:
+    """This rank's place in the mesh dp x tp, where dp is copies x ep, and its place in dp."""
+    mesh = context.mesh(copies=placement.num_copies, ep=placement.ep, tp=placement.tp)
+    shard = Shard(tp=axis(mesh, "tp"), ep=axis(mesh, "ep"), section=sections(context))
+    return shard, axis(context.mesh(dp=placement.dp, tp=placement.tp), "dp")
+
+
+def sections(context: Context) -> Callable[[str], Any]:
+    """Named parts of the program, for torch's profiler and for the recorder."""
+
+    @contextmanager
+    def section(name: str) -> Iterator[None]:
+        with record_function(name), context.recorder.section(name):
+            yield
+
+    return section
+
+
+def new_model(
+    options: LanguageModelOptions, found: LanguageModelSetting, shard: Shard, context: Context, *,
+    grouped: bool = False, max_positions: int | None = None,
+) -> TransformerDecoder:  # fmt: skip
+    """The model as this rank holds it, filled at random from the options' seed."""
+    with context.recorder.setup():
+        model = TransformerDecoder(
+            found.config,
+            shard,
+            grouped=grouped,
+            max_positions=max_positions,
+            device=context.device,
+            dtype=context.dtype(found.dtype),
+        )
+        context.recorder.weights(*model.parameters())
+        # The whole tensors that pieces are cut from lie on the host and are no memory of the program's.
+        with nullcontext() if context.is_fake else disable_current_modes():
+            if not context.is_fake:
+                init_parameters(model, options.seed)
+    return model.eval()
+
+
+def on_device(blocks: NDArray[np.int64], context: Context) -> Tensor:
+    """Token numbers [B, T] on this rank's device."""
+    if context.is_fake:
+        return torch.empty(blocks.shape, dtype=torch.int64, device=context.device)
+    return torch.from_numpy(np.ascontiguousarray(blocks)).to(context.device)

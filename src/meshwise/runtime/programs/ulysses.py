@@ -49,17 +49,13 @@ Options = UlyssesOptions
 
 def check(options: UlyssesOptions, ranks: int) -> None:
     """PlanError for what does not divide or does not go together."""
-    if options.seq % ranks:
-        raise PlanError(
-            f"ulysses: --seq {options.seq} does not divide by {ranks} ranks; use a multiple of {ranks}"
-        )
-    if options.heads % ranks:
-        raise PlanError(
-            f"ulysses: --heads {options.heads} does not divide by the {ranks} ranks that exchange heads; "
-            f"use a multiple of {ranks}"
-        )
-    if options.hidden % options.heads:
-        raise PlanError(f"ulysses: --hidden {options.hidden} does not divide by --heads {options.heads}")
+    for name, number, divisor, what in (
+        ("seq", options.seq, ranks, f"{ranks} ranks; use a multiple of {ranks}"),
+        ("heads", options.heads, ranks, f"the {ranks} ranks that exchange heads; use a multiple of {ranks}"),
+        ("hidden", options.hidden, options.heads, f"--heads {options.heads}"),
+    ):
+        if number % divisor:
+            raise PlanError(f"ulysses: --{name} {number} does not divide by {what}")
 
 
 def sizes(options: UlyssesOptions, ranks: int) -> Ulysses:
@@ -141,9 +137,8 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
     import torch
     from torch import bmm
 
-    from meshwise.runtime.programs.attention_kernels import Attend
+    from meshwise.runtime.programs.attention_kernels import Attend, SoftmaxInPlace
     from meshwise.runtime.programs.functions import Project
-    from meshwise.runtime.programs.softmax_in_place import SoftmaxInPlace
     from meshwise.runtime.torch_private import all_to_all_single
 
     op, step, num = context.recorder.op, context.step, context.world_size
@@ -174,23 +169,26 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
             "O [h, d/h, d]": weight_o,
         },
     )
-    with op("q"):
-        q = Project.apply(x, weight_q)
-    with op("k"):
-        k = Project.apply(x, weight_k)
-    with op("v"):
-        v = Project.apply(x, weight_v)
-    shown = {"q [h, N/P, d/h]": q, "k [h, N/P, d/h]": k, "v [h, N/P, d/h]": v}
-    step("compute q, k, v", shown, "q = input x Q, k = input x K, v = input x V")
+    projected = []
+    for name, weight in zip("qkv", (weight_q, weight_k, weight_v), strict=True):
+        with op(name):
+            projected.append(Project.apply(x, weight))
 
-    q_, k_, v_ = to_heads("q", q), to_heads("k", k), to_heads("v", v)
-    step("all-to-all q, k, v", {f"q_ {spread}": q_, f"k_ {spread}": k_, f"v_ {spread}": v_})
+    def shown(symbols: str, tensors: list[torch.Tensor], mark: str = "") -> dict[str, torch.Tensor]:
+        return {f"{name}{mark} {symbols}": tensor for name, tensor in zip("qkv", tensors, strict=True)}
 
-    q_ = join_tokens("q", q_)
-    k_ = join_tokens("k", k_)
-    v_ = join_tokens("v", v_)
-    shown = {f"q_ {gathered}": q_, f"k_ {gathered}": k_, f"v_ {gathered}": v_}
-    step("transpose and reshape q_, k_, v_", shown, "transpose(0, 1) q_, k_, v_ & reshape")
+    note = "q = input x Q, k = input x K, v = input x V"
+    step("compute q, k, v", shown("[h, N/P, d/h]", projected), note)
+    sent = [to_heads(name, tensor) for name, tensor in zip("qkv", projected, strict=True)]
+    step("all-to-all q, k, v", shown(spread, sent, "_"))
+    # what was sent is let go of one by one, as it is laid out anew
+    joined = [join_tokens(name, sent.pop(0)) for name in "qkv"]
+    step(
+        "transpose and reshape q_, k_, v_",
+        shown(gathered, joined, "_"),
+        "transpose(0, 1) q_, k_, v_ & reshape",
+    )
+    q_, k_, v_ = joined
 
     if options.attention == "scores":
         with op("A"):

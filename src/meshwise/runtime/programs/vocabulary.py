@@ -19,12 +19,10 @@ from meshwise.runtime.programs.text_data import PAD
 class Vocabulary(nn.Module):
     """The rows of the tied embedding that one rank of `tp` holds: `weight` [V / P, M], not initialised."""
 
-    def __init__(
-        self, vocab_size: int, width: int, tp: MeshAxis, *, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, vocab_size: int, width: int, tp: MeshAxis) -> None:
         super().__init__()
         self.tp, self.num_words = tp, vocab_size // tp.size
-        self.weight = nn.Parameter(torch.empty(self.num_words, width, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(self.num_words, width))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] -> their rows [B, T, M]."""

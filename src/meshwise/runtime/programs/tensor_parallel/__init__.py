@@ -9,13 +9,14 @@ closed forms price.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model, checked_model
+from meshwise.model.find import find_model
 from meshwise.plan.layouts import check_grid, default_grid
 from meshwise.program.block import block as block_ops
 from meshwise.program.block import shared_gradients
@@ -75,8 +76,8 @@ def check(options: TensorParallelOptions, ranks: int) -> None:
 
 def model_of(options: TensorParallelOptions) -> Model:
     """A model of one block."""
-    is_gpt = options.style == "gpt"
-    return Model(
+    return replace(
+        find_model("gpt3-175b" if options.style == "gpt" else "llama2-7b"),
         name="tensor-parallel",
         num_layers=1,
         hidden=options.hidden,
@@ -86,15 +87,10 @@ def model_of(options: TensorParallelOptions) -> Model:
         head_dim=options.hidden // options.heads,
         vocab=1,
         max_seq=options.seq,
-        activation="gelu" if is_gpt else "swiglu",
-        norm="layernorm" if is_gpt else "rmsnorm",
-        linear_bias=is_gpt,
-        qkv_bias=is_gpt,
-        out_bias=is_gpt,
-        norm_bias=is_gpt,
         positions="none",
         tied_embedding=True,
         causal=options.causal,
+        dropout_frac=0.0,
     )
 
 

@@ -18,7 +18,7 @@ from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_g
 from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, rank_spans
 
 if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Recorder
+    from meshwise.runtime.recorder import OpRecorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class LocalHeads:
     seq: int
     is_causal: bool
     along: MeshAxis
-    recorder: Recorder
+    recorder: OpRecorder
 
     @property
     def spans(self) -> Spans:

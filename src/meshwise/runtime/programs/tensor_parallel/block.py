@@ -24,7 +24,7 @@ from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 from meshwise.runtime.programs.tensor_parallel.product import DistributedProduct, Gathered, linear
 
 if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Recorder
+    from meshwise.runtime.recorder import OpRecorder
 
 Weights = Mapping[str, Tensor]
 WHOLE = Gathered(ALONE, ALONE, ALONE)
@@ -41,7 +41,7 @@ class BlockParts:
     """
 
     model: Model
-    recorder: Recorder
+    recorder: OpRecorder
     attend: Callable[[Tensor], Tensor]
     into_pair: DistributedProduct = WHOLE
     out_of_pair: DistributedProduct = WHOLE

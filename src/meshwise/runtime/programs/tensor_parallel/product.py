@@ -19,7 +19,7 @@ from meshwise.runtime.programs.tensor_parallel.exchange import (
 )
 
 if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Recorder
+    from meshwise.runtime.recorder import OpRecorder
 
 
 class DistributedProduct(Protocol):
@@ -62,7 +62,7 @@ class DistributedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: DistributedProduct,
-        recorder: Recorder, name: str,
+        recorder: OpRecorder, name: str,
     ) -> Tensor:  # fmt: skip
         """[rows, K] x [K, N] -> [rows, N], the rank's blocks of them."""
         ctx.product, ctx.recorder, ctx.name, ctx.has_bias = product, recorder, name, bias is not None
@@ -83,7 +83,7 @@ class DistributedLinear(torch.autograd.Function):
 
 
 def linear(
-    x: Tensor, weights: Mapping[str, Tensor], name: str, product: DistributedProduct, recorder: Recorder
+    x: Tensor, weights: Mapping[str, Tensor], name: str, product: DistributedProduct, recorder: OpRecorder
 ) -> Tensor:
     """The linear layer `name` of x [rows, K]."""
     with recorder.op(name):
