@@ -8,7 +8,8 @@ redoes from published runs:
   may use most, W watts, sustains W / `joule_per_flop` FLOP/s, whatever its peak. Power grows with the clock
   times the square of a voltage that grows with the clock, so a chip held to w watts sustains (w/W)^(1/3) of
   that. A die that gets so few watts that its voltage is at its floor (Blackwell's, two in a package, at 16
-  bits) has power in proportion to the clock instead: it sustains (w - `static_watts`) / `joule_per_flop`.
+  bits; CDNA3's, eight in a package) has power in proportion to the clock instead: it sustains
+  (w - `static_watts`) / `joule_per_flop`.
   Short or thin kernels stay below it anyway. Matmul constants are of serving's kernels; in fp4 those of
   training's library (cuBLAS) are `fp4_speedup` times as fast.
 - *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
@@ -78,6 +79,9 @@ FULL_WATTS = {
 }
 """The most that a chip of the generation may use (data sheets, as in catalog/chips.toml)."""
 
+_STATIC = "_static_watts"
+"""What the static watts of a dtype are called in the catalog (`bf16_static_watts`)."""
+
 NATIVE_ATTENTION = {"torch-2024": ("ampere", "ada")}
 """Generations whose own fused attention software runs: PyTorch has FlashAttention-2 since 2.2."""
 
@@ -113,13 +117,13 @@ Transformer Engine and cuDNN; megatron-2026: the same, with whole iterations in 
 class Overheads:
     """The constants of one chip and one generation of software; the defaults cost nothing.
 
-    `joule_per_flop` by dtype of the matmul; `attention_slowdown` is of the fused kernel of the time over
-    today's.
+    `joule_per_flop` and `static_watts` by dtype of the matmul; `attention_slowdown` is of the fused kernel of
+    the time over today's.
     """
 
     joule_per_flop: Mapping[str, float] = field(default_factory=dict)
     full_watts: float = 1.0
-    static_watts: float = 0.0
+    static_watts: Mapping[str, float] = field(default_factory=dict)
     fp4_speedup: float = 1.0
     host_s: float = 0.0
     moe_host_s: float = 0.0
@@ -176,11 +180,12 @@ class Overheads:
 
     def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
         """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
-        joule = self.joule_per_flop.get(AS_MEASURED.get(dtype, dtype))
+        measured = AS_MEASURED.get(dtype, dtype)
+        joule = self.joule_per_flop.get(measured)
         if not joule or not power_watts:
             return float("inf")
-        if self.static_watts and dtype in ("bf16", "fp16"):
-            return max(power_watts - self.static_watts, 0.1 * power_watts) / joule
+        if static := self.static_watts.get(measured):
+            return max(power_watts - static, 0.1 * power_watts) / joule
         return self.full_watts / joule * (power_watts / self.full_watts) ** CLOCK_POWER
 
 
@@ -237,7 +242,9 @@ def _find(generation: str, software: str, among: Tables) -> Overheads:
     elif "attention_slowdown" in constants:
         constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)
     return Overheads(
-        static_watts=power.pop("static_watts", 0.0),
+        static_watts={
+            name.removesuffix(_STATIC): power.pop(name) for name in [*power] if name.endswith(_STATIC)
+        },
         joule_per_flop=power,
         full_watts=FULL_WATTS.get(generation, 1.0),
         network_frac=among.network,
