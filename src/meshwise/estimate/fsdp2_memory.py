@@ -14,7 +14,7 @@ order of the step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ from meshwise.program.moments import PartBytes
 from meshwise.program.order import ACTIVE_CHUNKS, Moments, moments
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.sharding import FSDP2, at_stage
-from meshwise.program.walk import selected
+from meshwise.program.walk import mapped, selected
 
 _LIKE = {"dualpipe-v": "zb-v", "zb-v": "zb-v", "dualpipe": "dualpipe"}
 _LAYOUTS = np.array([SCHEDULES.index(_LIKE.get(name, "1f1b")) for name in SCHEDULES])
@@ -205,20 +205,14 @@ class _SizeTable:
     """The numbers of a tree of tuples over the cells of a grid, of which some cells are taken at once."""
 
     def __init__(self, tree: Any, shape: tuple[int, ...]) -> None:
-        self.tree, self.arrays = tree, list[Any]()
-        self._each(tree, lambda leaf: self.arrays.append(np.broadcast_to(leaf, shape).ravel()))
-        self.table = np.stack(self.arrays)
+        arrays: list[Any] = []
+        mapped(lambda leaf: arrays.append(np.broadcast_to(leaf, shape).ravel()), tree)
+        self.tree, self.table = tree, np.stack(arrays)
 
     def at(self, cells: Any) -> Any:
         """The tree of the numbers of `cells`."""
         rows = iter(self.table[:, cells])
-        return self._each(self.tree, lambda _: next(rows))
-
-    def _each(self, tree: Any, change: Callable[[Any], Any]) -> Any:
-        if not isinstance(tree, tuple):
-            return change(tree)
-        changed = [self._each(leaf, change) for leaf in tree]
-        return type(tree)(*changed) if hasattr(tree, "_fields") else tuple(changed)
+        return mapped(lambda _: next(rows), self.tree)
 
 
 def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut) -> _Sizes:

@@ -24,7 +24,7 @@ from meshwise.program.exchange import Held
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.moments import PartBytes, part_bytes
 from meshwise.program.op import Op
-from meshwise.program.walk import Room, activations, room
+from meshwise.program.walk import Room, activations, mapped, room
 from meshwise.program.weights_of_ops import ENDS
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
@@ -117,11 +117,8 @@ class Part(PhaseTimes):
     def at(self, index: Any) -> Part:
         """The part of the cells `index` of its grid, without its rows."""
 
-        def take(value: Any) -> Any:
-            if isinstance(value, tuple):
-                taken = map(take, value)
-                return type(value)(*taken) if hasattr(value, "_fields") else tuple(taken)
-            return value[index] if isinstance(value, np.ndarray) and value.ndim else value
+        def take(tree: Any) -> Any:
+            return mapped(lambda one: one[index] if getattr(one, "ndim", 0) else one, tree)
 
         names = [field.name for field in fields(Part) if field.name not in ("machine", "rows", "flop")]
         flop = {phase: take(flop) for phase, flop in self.flop.items()}

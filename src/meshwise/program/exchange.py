@@ -90,7 +90,6 @@ def exchanges(
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * at_place)
         if np.any(copies > 1):
             runs = np.where(copies > 1, at_place, runs[0])[()], np.where(copies > 1, mirrored, runs[1])[()]
-        shared: dict[str, Any] = {"group_size": group, "stride": stride, "runs": runs}
 
         def messages(params: Num) -> Num:
             number = np.maximum(gathered * of_blocks + (1.0 - gathered) * params / bucket_params, 1.0)
@@ -102,27 +101,20 @@ def exchanges(
         weights = messages(moved)
         weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
         copied = gathered * group
-        of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload} | shared
-        yield Exchange(
-            op=f"{name}gradients", collective="reduce_scatter", count=sharded * reductions * grads,
-            shards_copied=copied, **of_grads,
-        )  # fmt: skip
+        of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload}
+        of_weights: dict[str, Any] = {"collective": "all_gather", "payload_bytes": weight_payload}
+        for op, shards_copied, count, how in (
+            ("gradients", copied, sharded * reductions * grads, of_grads | {"collective": "reduce_scatter"}),
+            ("gradients", 0.0, (1.0 - sharded) * grads, of_grads | {"collective": "all_reduce"}),  # DDP
+            ("weights", copied, rounds * sharded * weights, of_weights | {"behind": "forward"}),
+            ("weights", copied, rounds * gathered * weights, of_weights | {"behind": "backward"}),
+        ):
+            how |= {"group_size": group, "stride": stride, "runs": runs}
+            yield Exchange(op=f"{name}{op}", count=count, shards_copied=shards_copied, **how)
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
             payload_bytes=grad_payload / group, group_size=ranks / at_place, stride=far,
             runs=far_runs, count=reductions * grads,
-        )  # fmt: skip
-        yield Exchange(  # without ZeRO: DDP
-            op=f"{name}gradients", collective="all_reduce", count=(1.0 - sharded) * grads, **of_grads,
-        )  # fmt: skip
-        of_weights: dict[str, Any] = {"payload_bytes": weight_payload} | shared
-        yield Exchange(
-            op=f"{name}weights", collective="all_gather", behind="forward", shards_copied=copied,
-            count=rounds * sharded * weights, **of_weights,
-        )  # fmt: skip
-        yield Exchange(
-            op=f"{name}weights", collective="all_gather", behind="backward", shards_copied=copied,
-            count=rounds * gathered * weights, **of_weights,
         )  # fmt: skip
 
 

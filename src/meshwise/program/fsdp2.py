@@ -47,7 +47,7 @@ from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange, replicas
 from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
-from meshwise.program.order import gathers, patterns
+from meshwise.program.order import gathers
 from meshwise.program.sharding import FSDP2, at_stage, num_reductions
 from meshwise.program.tensor_1d import shards
 from meshwise.program.weights_of_ops import is_quantized
@@ -176,8 +176,11 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
 
 def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
     """How often in a step a rank of `stage` gathers embeddings, blocks of each kind, and heads."""
-    distinct, which = patterns(mesh, stage)
-    table = np.array([_gathers_of_pattern(model, mesh.plan.stages, *pattern) for pattern in distinct])
+    numbers = (mesh.schedule, mesh.pp, mesh.vpp, mesh.num_microbatches, stage.index)
+    cells = np.stack(np.broadcast_arrays(*numbers)).astype(np.int64)
+    distinct, which = np.unique(cells.reshape(len(numbers), -1), axis=1, return_inverse=True)
+    which = which.reshape(cells.shape[1:])
+    table = np.array([_gathers_of_pattern(model, mesh.plan.stages, *map(int, one)) for one in distinct.T])
     held = (stage.embeddings, *stage.layers, stage.heads)
     gathered = np.moveaxis(table[which], -1, 0)
     is_given_back = at_stage(FSDP2.weights, mesh.zero) > 0

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from meshwise.cost.schedule import SCHEDULES, weight_copies
 from meshwise.cost.simulate import KINDS, rank_order
-from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import Stage
 
 ACTIVE_CHUNKS = 3
 """So many chunks of a rank torch's looped schedules keep gathered at once."""
@@ -46,17 +44,6 @@ class Moments:
     leaving: NDArray[np.float64]
     waited: NDArray[np.float64]
     ends: tuple[tuple[NDArray[np.float64], ...], ...]
-
-
-Pattern = tuple[int, int, int, int, int]  # schedule, pp, vpp, microbatches, rank of the pipeline
-
-
-def patterns(mesh: Mesh, stage: Stage) -> tuple[list[Pattern], NDArray[np.intp]]:
-    """The different pipelines of the plans of `mesh`, seen from `stage`, and which of them each cell has."""
-    numbers = (mesh.schedule, mesh.pp, mesh.vpp, mesh.num_microbatches, stage.index)
-    cells = np.stack(np.broadcast_arrays(*numbers)).astype(np.int64)
-    distinct, which = np.unique(cells.reshape(len(numbers), -1), axis=1, return_inverse=True)
-    return [tuple(map(int, column)) for column in distinct.T], which.reshape(cells.shape[1:])  # type: ignore[misc]
 
 
 STEADY = 3

@@ -61,13 +61,18 @@ def of_structures(ops: Sequence[Op], told: Callable[[Walk], Any]) -> Any:
     return found[0] if len(found) == 1 else selected(cells, found)
 
 
+def mapped(change: Callable[..., Any], *trees: Any) -> Any:
+    """A tree of tuples like each of `trees`, whose leaves are made of theirs."""
+    if not isinstance(trees[0], tuple):
+        return change(*trees)
+    leaves = (mapped(change, *values) for values in zip(*trees, strict=True))
+    kind = type(trees[0])
+    return kind(*leaves) if hasattr(kind, "_fields") else tuple(leaves)
+
+
 def selected(cells: Sequence[Any], found: Sequence[Any]) -> Any:
-    """Of several tuples of numbers the one that holds in each cell: the first whose `cells` are true."""
-    if not isinstance(found[0], tuple):
-        return np.select(cells, found)
-    chosen = (selected(cells, values) for values in zip(*found, strict=True))
-    kind = type(found[0])
-    return kind(*chosen) if hasattr(kind, "_fields") else tuple(chosen)
+    """Of several trees of numbers the one that holds in each cell: the first whose `cells` are true."""
+    return mapped(lambda *leaves: np.select(cells, leaves), *found)
 
 
 class Room(NamedTuple):
