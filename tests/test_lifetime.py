@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from meshwise.program.lifetime import ProgramEvent, Script, peak_bytes, play
+from meshwise.program.lifetime import Script, moment, peak_bytes, play
+from meshwise.program.op import Op
 from meshwise.program.tape import Tape
 from meshwise.program.tensor import Tensor
 
@@ -15,7 +16,7 @@ SIZES = st.lists(st.integers(0, 100), min_size=1, max_size=12)
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[ProgramEvent]:
+def programs(draw: st.DrawFn) -> list[Op]:
     """Kernels that each read some tensors made before; some read views."""
     script = Script(module="m", dtype="fp32")
     made: list[Tensor] = []
@@ -26,7 +27,7 @@ def programs(draw: st.DrawFn) -> list[ProgramEvent]:
     return script.events
 
 
-def alive_at(events: list[ProgramEvent], place: int) -> float:
+def alive_at(events: list[Op], place: int) -> float:
     """Bytes of all tensors that are made up to this event and read at it or later, or made at it."""
     total = 0.0
     for i, event in enumerate(events[: place + 1]):
@@ -37,7 +38,7 @@ def alive_at(events: list[ProgramEvent], place: int) -> float:
 
 
 @given(programs())
-def test_alive_is_made_before_and_read_later(events: list[ProgramEvent]) -> None:
+def test_alive_is_made_before_and_read_later(events: list[Op]) -> None:
     tape = Tape("estimate")
     play(events, tape)
     expected = [alive_at(events, i) for i in range(len(events))]
@@ -46,8 +47,8 @@ def test_alive_is_made_before_and_read_later(events: list[ProgramEvent]) -> None
 
 
 @given(programs(), st.lists(st.floats(0.0, 1e6), min_size=1, max_size=4))
-def test_a_grid_of_sizes_is_the_loop_over_them(events: list[ProgramEvent], factors: list[float]) -> None:
-    def scaled(factor: float | np.ndarray) -> list[ProgramEvent]:
+def test_a_grid_of_sizes_is_the_loop_over_them(events: list[Op], factors: list[float]) -> None:
+    def scaled(factor: float | np.ndarray) -> list[Op]:
         same: dict[Tensor, Tensor] = {}
 
         def of(tensor: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def test_a_grid_of_sizes_is_the_loop_over_them(events: list[ProgramEvent], facto
                 same[tensor] = structs.replace(tensor, shape=shape, storage=storage)
             return same[tensor]
 
-        return [ProgramEvent(None, [*map(of, e.reads)], [*map(of, e.makes)]) for e in events]
+        return [moment(map(of, event.reads), map(of, event.makes)) for event in events]
 
     grid = np.broadcast_to(peak_bytes(scaled(np.array(factors))), len(factors))
     assert grid.tolist() == [float(peak_bytes(scaled(factor))) for factor in factors]

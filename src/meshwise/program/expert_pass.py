@@ -22,7 +22,8 @@ from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import matmul_flop
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import capacity
-from meshwise.program.lifetime import ProgramEvent, Script
+from meshwise.program.lifetime import Script, moment
+from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor
 
 
@@ -152,7 +153,7 @@ def new_script(of: Pass) -> Script:
     return Script(module=of.section, dtype=of.dtype, rank=of.tp_rank)
 
 
-def evaluation(of: Pass) -> list[ProgramEvent]:
+def evaluation(of: Pass) -> list[Op]:
     """One pass of evaluation on a rank: the model, its running sums, a batch through it, and its loss."""
     s = new_script(of)
     config = of.config
@@ -444,7 +445,7 @@ class _Sparse:
         """Rows copied into their slots, one copy a choice; one more row takes what is dropped."""
         of, width = self.of, self.of.config.decoder_embed_dim
         made, shape = _travelling(of, "slots", of.slots + 1, width), (of.slots + 1, width)
-        self.s.events.append(ProgramEvent(makes=made))
+        self.s.events.append(moment(makes=made))
         slots = made[0].view("slots", *shape)
         for index in self.rows:
             self.s.op("index_copy_", "kernel", shape, reads=(slots, tokens, index), writes=(slots,),

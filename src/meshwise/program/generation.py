@@ -21,7 +21,7 @@ from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import Placement, num_slots
 from meshwise.program.expert_pass import Pass, forward, log_softmax, model_tensors, shifted_logits
-from meshwise.program.lifetime import ProgramEvent, Script, ops_of
+from meshwise.program.lifetime import Script, ops_of
 from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor
 
@@ -98,7 +98,7 @@ class Generation:
         return 2 * self.config.decoder_layers * self.store_bytes
 
 
-def generation_events(of: Generation) -> list[ProgramEvent]:
+def generation_events(of: Generation) -> list[Op]:
     """All passes, each with the decision after it."""
     s = _new_script(of)
     held, cache = _held(of, s)
@@ -110,21 +110,21 @@ def generation_events(of: Generation) -> list[ProgramEvent]:
     return s.events
 
 
-def pass_ops(of: Generation, one: Pass) -> list[tuple[str, Op]]:
+def pass_ops(of: Generation, one: Pass) -> list[Op]:
     """The stated ops of one pass, of the decision after it and of the order of the cache."""
     s = _new_script(of)
     _pass(of, one, s, *_held(of, s))
     return ops_of(s.events)
 
 
-def merged(ops: Iterable[tuple[str, Op]]) -> list[tuple[str, Op]]:
+def merged(ops: Iterable[Op]) -> list[Op]:
     """`ops` with alike ones as one, their counts added."""
     found: dict[tuple[object, ...], Op] = {}
-    for part, op in ops:
-        key = (part, op.module, op.name, op.shape, op.dtype, op.axis, op.num_params, op.cost.read_bytes)
+    for op in ops:
+        key = (op.part, op.module, op.name, op.shape, op.dtype, op.axis, op.num_params, op.cost.read_bytes)
         count = op.count + (found[key].count if key in found else 0.0)
         found[key] = structs.replace(op, count=count)
-    return [(str(key[0]), op) for key, op in found.items()]
+    return list(found.values())
 
 
 def _new_script(of: Generation) -> Script:

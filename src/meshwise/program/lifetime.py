@@ -25,17 +25,9 @@ from meshwise.program.tape import Tape
 from meshwise.program.tensor import ELEMENT_BYTES, Tensor, bytes_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProgramEvent:
-    """A point of a program: an op or none, and the tensors that it reads and makes.
-
-    `part`: of what part of the model the op is, where modules do not tell.
-    """
-
-    op: Op | None = None
-    reads: Sequence[Tensor] = ()
-    makes: Sequence[Tensor] = ()
-    part: str = ""
+def moment(reads: Iterable[Tensor] = (), makes: Iterable[Tensor] = ()) -> Op:
+    """A point of a program that is no op but names tensors."""
+    return Op(module="", name="", phase="", kind="", reads=tuple(reads), makes=tuple(makes))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,7 +44,7 @@ class Script:
     phase: str = "forward"
     has_backward: bool = False
     times: Num = 1.0
-    events: list[ProgramEvent] = field(default_factory=list)
+    events: list[Op] = field(default_factory=list)
 
     def new(
         self,
@@ -64,12 +56,12 @@ class Script:
     ) -> Tensor:
         """A tensor that no stated op makes: an input, a weight, a buffer; or one that reads others."""
         tensor = Tensor(name, shape, dtype or self.dtype, is_weight=is_weight)
-        self.events.append(ProgramEvent(reads=reads, makes=(tensor,)))
+        self.events.append(moment(reads, (tensor,)))
         return tensor
 
     def returns(self, *tensors: Tensor) -> None:
         """A function that names these tensors returns here, or the program that holds them ends."""
-        self.events.append(ProgramEvent(reads=tensors))
+        self.events.append(moment(tensors))
 
     def op(
         self, name: str, kind: str, shape: tuple[Num, ...], *, reads: Sequence[Tensor],
@@ -77,19 +69,14 @@ class Script:
         flop: Num = 0.0, count: Num = 1.0, dtype: str = "", part: str = "",
     ) -> None:  # fmt: skip
         """An op that makes new tensors and `writes` into others; it `saves` some for its backward."""
-        op = Op(
-            module=self.module,
-            name=name,
-            phase=self.phase,
-            kind=kind,
-            shape=shape,
-            cost=work(flop, reads, (*makes, *writes)),
+        stated = Op(
+            module=self.module, name=name, phase=self.phase, kind=kind, shape=shape,
+            cost=work(flop, reads, (*makes, *writes)), reads=(*reads, *writes), makes=tuple(makes),
             saved_bytes=bytes_of(saves) if self.has_backward else 0.0,
             num_params=sum(tensor.elements for tensor in reads if tensor.is_weight),
-            count=self.times * count,
-            dtype=dtype or self.dtype,
-        )
-        self.events.append(ProgramEvent(op, (*reads, *writes), makes, part=part))
+            count=self.times * count, dtype=dtype or self.dtype, part=part,
+        )  # fmt: skip
+        self.events.append(stated)
 
     def matmul(
         self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Tensor], out: str = "", *,
@@ -123,14 +110,14 @@ class Script:
             made = Tensor(out, (rows, *shape[1:]), full.dtype)
         op = collective(
             self.module, name, self.phase, kind, axis, full.bytes, group_size, shape=shape, dtype=full.dtype,
-            stride=stride, count=self.times * count,
+            stride=stride, count=self.times * count, reads=(reads,), makes=(made,) if out else (), part=part,
         )  # fmt: skip
-        self.events.append(ProgramEvent(op, (reads,), (made,) if out else (), part=part))
+        self.events.append(op)
         return made
 
 
-def lifetimes(events: Sequence[ProgramEvent]) -> Iterator[tuple[ProgramEvent, list[Tensor]]]:
-    """Each event, and the tensors whose memory is given back after it."""
+def lifetimes(events: Sequence[Op]) -> Iterator[tuple[Op, list[Tensor]]]:
+    """Each op or moment, and the tensors whose memory is given back after it."""
     last: dict[Tensor, int] = {}
     for i, event in enumerate(events):
         for tensor in (*event.makes, *event.reads):
@@ -141,9 +128,9 @@ def lifetimes(events: Sequence[ProgramEvent]) -> Iterator[tuple[ProgramEvent, li
     return zip(events, gone, strict=True)
 
 
-def ops_of(events: Iterable[ProgramEvent]) -> list[tuple[str, Op]]:
-    """The ops that occur, collectives of more than one rank among them, each with its part of the model."""
-    return [(event.part, event.op) for event in events if event.op is not None and _occurs(event.op)]
+def ops_of(events: Iterable[Op]) -> list[Op]:
+    """The ops that occur, collectives of more than one rank among them."""
+    return [op for op in events if op.kind and _occurs(op)]
 
 
 def _occurs(op: Op) -> bool:
@@ -152,23 +139,23 @@ def _occurs(op: Op) -> bool:
     return op.kind != "collective" or bool(np.any(np.greater(op.group_size, 1)))
 
 
-def play(events: Sequence[ProgramEvent], tape: Tape) -> None:
+def play(events: Sequence[Op], tape: Tape) -> None:
     """Write the program on `tape`: its ops with what is alive at each."""
     for event, gone in lifetimes(events):
         for tensor in event.makes:
             tape.allocate(tensor, float(tensor.bytes))
-        if event.op is not None:
-            _write(event.op, tape)
+        if event.kind:
+            _write(event, tape)
         for tensor in gone:
             tape.release(tensor)
 
 
-def write_ops(events: Sequence[ProgramEvent], tape: Tape, times: int = 1) -> None:
+def write_ops(events: Sequence[Op], tape: Tape, times: int = 1) -> None:
     """Write on `tape` a program that states only some of its ops, done so many `times`, and its peak."""
     tape.is_partial = True
     tape.allocate("the peak", float(peak_bytes(events)))
     tape.release("the peak")
-    for _, op in ops_of(events) if times else ():
+    for op in ops_of(events) if times else ():
         _write(op, tape, times)
 
 
@@ -177,7 +164,7 @@ def _write(op: Op, tape: Tape, times: int = 1) -> None:
     tape.op(is_matmul=op.kind == "matmul", **row | {"count": times * row["count"]})
 
 
-def peak_bytes(events: Sequence[ProgramEvent]) -> Num:
+def peak_bytes(events: Sequence[Op]) -> Num:
     """The most bytes that the tensors of a program hold at once."""
     live: Num = 0.0
     peak: Num = 0.0

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwise.program.lifetime import ProgramEvent, Script
+from meshwise.program.lifetime import Script
+from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor
 from meshwise.program.ulysses import Ulysses, ulysses_forward
 
@@ -60,7 +61,7 @@ class _Layer:
     inter: Tensor
 
 
-def model_2d_program(m: Model2D, rank: int) -> list[ProgramEvent]:
+def model_2d_program(m: Model2D, rank: int) -> list[Op]:
     """The whole program: attention before it, forward, backward if it has one."""
     s = Script(module="model-2d", rank=rank, dtype=m.dtype, has_backward=m.has_backward)
     if m.before is None:

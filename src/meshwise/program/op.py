@@ -58,6 +58,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
     `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
     are computed in (else 0). `workspace_bytes`: what it holds on the way, beside what it reads and makes.
+    `part`: of what part of a model it is, where modules do not tell (`program.lifetime`).
     """
 
     module: str
@@ -96,6 +97,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     library: str = ""
     right_bytes: float = 0.0
     workspace_bytes: Num = 0.0
+    part: str = ""
 
 
 Stated = Generator[Op, None, Tensor]

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward
-from meshwise.program.lifetime import ProgramEvent, Script
+from meshwise.program.lifetime import Script
+from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor
 
 WEIGHTS = ("Q", "K", "V", "O")
@@ -67,7 +68,7 @@ class KeptByUlysses:
     saved: tuple[Tensor, ...]
 
 
-def ulysses_program(u: Ulysses, rank: int) -> list[ProgramEvent]:
+def ulysses_program(u: Ulysses, rank: int) -> list[Op]:
     """The whole program: inputs, forward, backward if it has one."""
     script = Script(module="ulysses", rank=rank, dtype=u.dtype, has_backward=u.has_backward)
     output, kept = ulysses_forward(u, script)

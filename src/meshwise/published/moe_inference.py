@@ -11,7 +11,7 @@ printed profile is held against these functions in `tests/test_moe.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +25,6 @@ from meshwise.program.generation import Generation, merged, pass_ops
 from meshwise.program.lifetime import ops_of, peak_bytes
 from meshwise.program.op import Op
 
-StatedOps = list[tuple[str, Op]]
-"""Ops with the part of the model that each belongs to."""
-
 # --- calls -------------------------------------------------------------------------------------
 
 
@@ -35,7 +32,7 @@ def aten_calls(of: Pass, passes: int = 1) -> dict[str, Num]:
     """Calls of torch's ops on one rank, as its profiler counts them (composite ones beside their parts)."""
     ops = ops_of(evaluation(of))
     products = {name: _count(ops, name) for name in ("addmm", "mm", "bmm", "baddbmm", "gelu")}
-    moves = sum(op.count for part, op in ops if part in ("dispatch", "combine"))
+    moves = sum(op.count for op in ops if op.part in ("dispatch", "combine"))
     matmuls = products["mm"] - moves  # the products that are linear layers without a bias
     calls = products | {"matmul": matmuls, "linear": products["addmm"] + matmuls}
     return {f"aten::{name}": passes * calls[name] for name in calls}
@@ -61,8 +58,8 @@ def host_reads(block_tokens: int, blocks: int) -> int:
     return blocks * (4 * block_tokens - 1)
 
 
-def _count(ops: Iterable[tuple[str, Op]], name: str) -> Num:
-    return sum((op.count for _, op in ops if op.name == name), start=0)
+def _count(ops: Iterable[Op], name: str) -> Num:
+    return sum((op.count for op in ops if op.name == name), start=0)
 
 
 # --- FLOP --------------------------------------------------------------------------------------
@@ -71,9 +68,9 @@ def _count(ops: Iterable[tuple[str, Op]], name: str) -> Num:
 def flop_by_role(of: Pass) -> dict[str, Num]:
     """FLOP of one pass on one rank, by what they are for."""
     parts: dict[str, Num] = {}
-    for part, op in ops_of(evaluation(of)):
+    for op in ops_of(evaluation(of)):
         if op.kind == "matmul":
-            parts[part] = parts.get(part, 0.0) + op.count * op.cost.flop
+            parts[op.part] = parts.get(op.part, 0.0) + op.count * op.cost.flop
     return parts
 
 
@@ -125,7 +122,8 @@ def profiled_bytes(of: Pass, passes: int = 1) -> dict[str, Num]:
     moves: Num = 0.0
     chunks: Num = 0.0
     narrowed: Num = 0.0
-    for part, op in ops_of(evaluation(of)):
+    for op in ops_of(evaluation(of)):
+        part = op.part
         size_bytes = op.count * op.cost.write_bytes
         written[op.name] = written.get(op.name, 0.0) + size_bytes
         moves = moves + size_bytes * (part in ("dispatch", "combine"))
@@ -157,10 +155,10 @@ def pass_s(of: Pass, cluster: Cluster) -> Num:
     return _seconds(ops_of(evaluation(of)), cluster, of.dtype)
 
 
-def _seconds(stated: StatedOps, cluster: Cluster, dtype: str) -> Num:
+def _seconds(stated: Sequence[Op], cluster: Cluster, dtype: str) -> Num:
     """Seconds of the `stated` ops, one after the other: fairseq waits for each exchange."""
-    times = op_times([op for _, op in stated], machine(cluster, dtype))
-    return sum((op.count * time_s for (_, op), time_s in zip(stated, times, strict=True)), start=0.0)
+    times = op_times(stated, machine(cluster, dtype))
+    return sum((op.count * time_s for op, time_s in zip(stated, times, strict=True)), start=0.0)
 
 
 def has_rate(cluster: Cluster, of: Pass) -> bool:
@@ -245,7 +243,7 @@ def what_if(name: str, of: Pass, clusters: Mapping[str, Cluster]) -> dict[str, A
         "useful_frac": float(useful_flop(of) / total_flop(of)),
         "weight_bytes": float(rank_params(of) * of.elem_bytes),
         "peak_bytes": peak,
-        "launches": float(sum(op.count for _, op in ops_of(evaluation(of)))),
+        "launches": float(sum(op.count for op in ops_of(evaluation(of)))),
         "total_s": {chip: float(pass_s(of, on)) for chip, on in clusters.items() if has_rate(on, of)},
         "fits": {chip: peak <= on.chip.memory_bytes for chip, on in clusters.items()},
     }
@@ -277,18 +275,18 @@ def side_by_side(
     }
 
 
-def _work(ops: StatedOps, clusters: Mapping[str, Cluster], dtype: str) -> dict[str, Any]:
+def _work(ops: Sequence[Op], clusters: Mapping[str, Cluster], dtype: str) -> dict[str, Any]:
     """What `ops` cost one rank: calls by op, FLOP, all-to-alls, and seconds on each cluster."""
     calls: dict[str, float] = {}
-    for _, op in ops:
+    for op in ops:
         if op.kind == "matmul" or op.name == "gelu":
             calls[op.name] = calls.get(op.name, 0.0) + float(op.count)
-    exchanges = [op for _, op in ops if op.collective == "all_to_all"]
+    exchanges = [op for op in ops if op.collective == "all_to_all"]
     return {
         "calls": calls,
-        "flop": float(sum(op.count * op.cost.flop for _, op in ops)),
+        "flop": float(sum(op.count * op.cost.flop for op in ops)),
         "exchanges": float(sum(op.count for op in exchanges)),
         "exchange_bytes": float(sum(op.count * op.payload_bytes for op in exchanges)),
-        "launches": float(sum(op.count for _, op in ops)),
+        "launches": float(sum(op.count for op in ops)),
         "seconds": {name: float(_seconds(ops, cluster, dtype)) for name, cluster in clusters.items()},
     }
