@@ -76,11 +76,14 @@ def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[
     needs = (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2)
     if not np.any(needs):
         return
+    least = tuple(np.minimum(end, 0.0) for end in ends)  # a chunk of light layers holds more of them
     for first, last in (ends, (0.0, 0.0)):
         missing = -(layers + first + last) % num_chunks
-        half = np.floor(missing / 2.0)
-        for more in (0.0, half, missing):
-            yield needs * (first + more), needs * (last + missing - more)  # other cells have none, as alone
+        for fewer in (missing, missing - num_chunks):  # the ends hold so many layers fewer, or more
+            for at_front in (0.0, np.floor(fewer / 2.0), fewer):
+                tried = first + at_front, last + fewer - at_front
+                holds = needs & (tried[0] >= least[0] - 1.0) & (tried[1] >= least[1] - 1.0)
+                yield holds * tried[0], holds * tried[1]  # other cells have none, as alone
 
 
 def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:
