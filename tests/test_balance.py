@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
@@ -22,6 +22,7 @@ def priced(model: str | mw.Model, pp: int, plan: str, cluster: str = "h100-80g-s
     return mw.estimate(model, f"{cluster}:{pp}", f"pp={pp},{plan}", batch=32, seq=1024)
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from(SMALL), st.integers(4, 11), st.integers(2, 4), st.sampled_from(["1f1b", "zb-h1", "gpipe"])
 )
@@ -52,6 +53,7 @@ def test_stages_that_are_stated_as_they_are_placed_cost_the_same(pp: int, plan: 
     assert of.step_s < even.step_s
 
 
+@settings(max_examples=40)
 @given(st.integers(3, 40), st.sampled_from((2, 4)), st.integers(2, 4))
 def test_chunks_of_an_interleaved_schedule_are_alike_but_for_the_ends(layers: int, pp: int, vpp: int) -> None:
     model = replace(mw.find_model("llama3-8b"), num_layers=layers)

@@ -75,14 +75,6 @@ def test_reduce_scatter_and_all_gather_make_an_all_reduce(payload, group, stride
     assert sent["reduce_scatter"] + sent["all_gather"] == pytest.approx(sent["all_reduce"], rel=1e-12)
 
 
-@given(kinds, payloads, st.floats(1.0, 100.0), groups, strides, efficiencies)
-def test_more_bytes_never_cost_less(kind, payload, factor, group, stride, efficiency):
-    def cost_s(size: float) -> float:
-        return float(collective_s(kind, size, group, stride=stride, **LINKS, efficiency=efficiency))
-
-    assert cost_s(payload) <= cost_s(payload * factor) * (1 + 1e-12)
-
-
 @given(
     st.sampled_from(KINDS),
     st.lists(st.tuples(payloads, groups, strides), min_size=1, max_size=8),
@@ -143,15 +135,6 @@ def test_a_dispatch_crosses_to_each_node_once():
     met_ranks, met_nodes = (places * (1 - (1 - 1 / places) ** choices) for places in (32.0, 4.0))
     seconds = collective_s("dispatch", met_ranks * token_bytes, ranks, choices=choices, **LINKS_OF_A_NODE)
     assert seconds == pytest.approx(met_nodes * 0.75 * token_bytes / 50e9)
-
-
-@given(st.sampled_from([8.0, 16.0, 32.0, 64.0]), st.floats(1, 16))
-def test_a_dispatch_per_rank_never_takes_longer_than_a_copy_per_expert(ranks, choices):
-    sent = ranks * (1 - (1 - 1 / ranks) ** choices)
-    per_rank = collective_s("dispatch", sent * 1e6, ranks, choices=choices, **LINKS_OF_A_NODE)
-    per_expert = collective_s("all_to_all", choices * 1e6, ranks, **LINKS_OF_A_NODE)
-    inside = sent * 1e6 * (1 - 1 / min(ranks, 8)) / 450e9  # a node passes on inside what came from others
-    assert per_rank <= max(per_expert, inside) * (1 + 1e-9)
 
 
 LINKS_OF_A_NODE = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from figures import figures_script
@@ -138,6 +138,7 @@ def _is_norm(op: Op) -> bool:
     return op.name in ("norm1", "norm2") and op.kind == "kernel" and op.phase == "forward"
 
 
+@settings(max_examples=40)
 @given(cuts())
 def test_arrays_of_grids_are_loops_over_grids(on: Cut) -> None:
     scale = np.array([1.0, 2.0, 4.0])

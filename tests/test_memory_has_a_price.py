@@ -78,7 +78,7 @@ def check_price(model: str, keys: dict[str, Any], key: str, value: Any) -> None:
     assert more, f"{model} {keys}: {key} spares memory and costs nothing"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.sampled_from(sorted(JOBS)))
 def test_no_key_spares_memory_for_nothing(data: st.DataObject, model: str) -> None:
     names = data.draw(st.sets(st.sampled_from(sorted(VALUES)), max_size=5))

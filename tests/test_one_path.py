@@ -84,7 +84,7 @@ def drawn_plan(data: st.DataObject, num_keys: int) -> dict[str, Any]:
     return {key: data.draw(st.sampled_from(VALUES[key]), label=key) for key in keys}
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=90, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data(), st.sampled_from(sorted(EVERY)), st.sampled_from(CLUSTERS), st.sampled_from(KINDS))
 def test_the_rows_of_every_rank_add_up_to_the_step(
     data: st.DataObject, model: str, cluster: str, kind: str
@@ -109,7 +109,7 @@ def test_the_rows_of_every_rank_add_up_to_the_step(
     assert 0 < of.mfu <= of.hfu * (1 + 1e-12) or kind != "train"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.sampled_from(MODELS), st.sampled_from(CLUSTERS))
 def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> None:
     """A cell is what `estimate` gives for its plan, and is missing exactly where `estimate` refuses it."""

@@ -1,7 +1,6 @@
 """Routing of tokens to experts: distinct experts, slots, the busiest rank; samples, properties."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.cost.routing import busiest_rank, distinct_experts, inclusion, slots_filled, summary
-from meshwise.model.find import find_model
+from meshwise.cost.routing import busiest_rank, distinct_experts, inclusion, slots_filled
 
 
 @pytest.mark.parametrize(
@@ -37,17 +35,6 @@ def test_shares_slots_and_ranks(experts: int, top_k: int, skew: float, tokens: i
     assert filled[-1] == pytest.approx(tokens * top_k, rel=1e-6)  # room for all: none dropped
     assert busiest_rank(shares, experts) >= 1 - 1e-9
     assert busiest_rank(shares, 1) == pytest.approx(1)
-
-
-def test_dropped_and_padded_slots_of_a_capacity_factor() -> None:
-    moe = find_model("mixtral-8x7b").moe
-    assert moe is not None
-    tight = summary(replace(moe, capacity_factor=1.0), 4096)
-    # An expert of 1024 +- 27.7 tokens has 1024 slots: sigma / sqrt(2 pi) of them are dropped.
-    assert tight["capacity"] == 1024
-    assert tight["dropped_frac"] == pytest.approx(27.7 / np.sqrt(2 * np.pi) / 1024, rel=0.02)
-    assert tight["padded_frac"] == pytest.approx(tight["dropped_frac"])
-    assert summary(moe, 4096)["dropped_frac"] == 0
 
 
 def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Callable[..., Any]) -> None:

@@ -79,23 +79,6 @@ def test_published_form_is_exact_where_its_assumption_holds(pp: int, k: int, f: 
         )
 
 
-@given(f=times, b=times, w=times, hop=st.floats(0.0, 1.0), m=st.integers(1, 50))
-def test_one_stage_has_no_bubble(f: float, b: float, w: float, hop: float, m: int) -> None:
-    every = np.arange(len(SCHEDULES))
-    assert not bubble_s(every, 1, m, 2, f, b, w, hop).any()
-
-
-@given(pp=st.integers(2, 16), k=st.integers(2, 6), f=times, b=times, w=times, hop=st.floats(0.01, 1.0))
-def test_a_slow_link_between_stages_is_never_free(
-    pp: int, k: int, f: float, b: float, w: float, hop: float
-) -> None:
-    pp += pp % 2
-    v = np.array([1, 1, k, 1, 2, 1, 2])
-    every = np.arange(len(SCHEDULES))
-    free, slow, slower = (bubble_s(every, pp, k * pp, v, f, b, w, h) for h in (0.0, hop, 2 * hop))
-    assert (slow > free).all() and (slower > slow).all()
-
-
 @given(data=st.data())
 def test_a_grid_equals_one_plan_at_a_time(data: st.DataObject) -> None:
     pp = np.array(data.draw(st.lists(st.integers(1, 32), min_size=2, max_size=4)))

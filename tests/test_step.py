@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.cost.simulate import Timeline
@@ -132,6 +132,7 @@ def test_links_carry_one_exchange_at_a_time(plan: str, implementation: str) -> N
 # --- what must hold ----------------------------------------------------------------------------
 
 
+@settings(max_examples=30)
 @given(
     tp=st.sampled_from([1, 2, 4, 8]),
     pp=st.sampled_from([1, 2, 4, 8]),

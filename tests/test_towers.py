@@ -118,25 +118,6 @@ def test_sound_is_read_in_pieces_of_thirty_seconds() -> None:
     assert sum(found.time_s.values()) == pytest.approx(found.step_s)
 
 
-PLANS = (
-    *("tp=2", "tp=2,tower=frozen", "tp=4,tower_dp=1", "pp=2,vpp=2", "cp=2,tower_recompute=full"),
-    *("lora_rank=16", "zero=3", "implementation=fsdp2,zero=3", "pp=4,stages=0-1-1-2", "tp=2,kind=prefill"),
-)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_rows_of_every_rank_add_up_to_the_step(plan: str) -> None:
-    plan, _, kind = plan.partition(",kind=")
-    found = estimate(plan, **({"kind": kind} if kind else {}))
-    assert sum(found.time_s.values()) == pytest.approx(found.step_s)
-    rows = [row for row in found.ledger.rows() if row["time_s"]]
-    ranks = {row["rank"] for row in rows}
-    for rank in ranks:
-        of_rank = sum(row["count"] * row["time_s"] for row in rows if row["rank"] == rank)
-        assert of_rank == pytest.approx(found.step_s)
-    assert any(row["module"].startswith("vision.") for row in rows if row["rank"] == 0)
-
-
 def test_data_parallel_towers_do_the_same_work_without_exchanges() -> None:
     cut, apart = estimate("tp=4"), estimate("tp=4,tower_dp=1")
     assert apart.hardware_flop == pytest.approx(cut.hardware_flop)
