@@ -2,7 +2,7 @@
 from a change of a key until what the window shows is new.
 
 The server's answers, words and charts, and a frame of the browser are in it. One window is as large as that
-of a laptop, another as high as the page, so that it shows every chart.
+of a laptop, another as high as the page, so that it shows every chart. Then 50 clients ask at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from itertools import product
 
-from benchmarks.bench_web import running_server
+from benchmarks.bench_web import running_server, under_load
 
 JOBS = {
     "llama3-8b on 64": ("model=llama3-8b&cluster=h100-80g-sxm:64&seq=4096&plan=pp=4", 128),
@@ -67,6 +67,8 @@ def main() -> None:
             print(f"  after a change {median:.0f} ms (median), {p90:.0f} ms (p90); target 100", flush=True)
             page.close()
         browser.close()
+        for view, num_requests in (("explore", 20), ("search", 2)):
+            print(under_load(port, view, num_requests), flush=True)
 
 
 if __name__ == "__main__":
