@@ -57,13 +57,22 @@ class Program:
 
     name: str
     options: type
-    check: Callable[[Any, int], None]
+    fits: Callable[[Any, int], None]
     main: Callable[[Any, Any], Any]
     estimate: Callable[..., None] | None
     doc: str
     states_work_only: bool = False
     states_totals_only: bool = False
     says_result: bool = False
+
+    def check(self, options: Any, ranks: int) -> None:
+        """MeshwiseError for options that do not fit a world of so many ranks."""
+        if not 1 <= ranks <= MOST_RANKS:
+            raise PlanError(f"{ranks} ranks; a world has from 1 to {MOST_RANKS}")
+        try:
+            self.fits(options, ranks)
+        except MemoryError:
+            raise PlanError("this machine's memory does not hold lists of these sizes") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ def find_program(name: str) -> Program:
     return Program(
         name=name,
         options=module.Options,
-        check=_in_a_world(module.check),
+        fits=module.check,
         main=module.main,
         estimate=getattr(module, "estimate", None),
         doc=(module.__doc__ or "").split("\n\n")[0],
@@ -94,26 +103,13 @@ def find_program(name: str) -> Program:
     )
 
 
-def _in_a_world(check: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-    """`check`, with what holds for every program."""
-
-    def checked(options: Any, ranks: int) -> None:
-        if not 1 <= ranks <= MOST_RANKS:
-            raise PlanError(f"{ranks} ranks; a world has from 1 to {MOST_RANKS}")
-        try:
-            check(options, ranks)
-        except MemoryError:
-            raise PlanError("this machine's memory does not hold lists of these sizes") from None
-
-    return checked
-
-
 def parse_options(program: Program, words: Sequence[str]) -> Any:
     """The options of `program` that `words` spell: `--seq 4096 --causal --no-backward --dtype=bf16`.
 
     WorkloadError names the option that is unknown, malformed, or out of its range.
     """
-    kinds = _option_kinds(program)
+    hints = get_type_hints(program.options, include_extras=True)
+    kinds = {name: _bare(hint) for name, hint in hints.items()}
     values: dict[str, Any] = {}
     rest = list(words)
     while rest:
@@ -148,10 +144,9 @@ def make_options(program: Program, values: Mapping[str, Any]) -> Any:
         try:
             number = msgspec.convert(value, kind, strict=False)
         except msgspec.ValidationError as error:
-            choices = get_args(_bare(kind)) if get_origin(_bare(kind)) is Literal else ()
             text = str(error).replace("Expected", "expected")
-            if choices:
-                text = f"choose one of {', '.join(map(str, choices))}"
+            if get_origin(_bare(kind)) is Literal:
+                text = f"choose one of {', '.join(map(str, get_args(_bare(kind))))}"
             raise WorkloadError(f"{program.name}: {_flag(name)} {value}: {text}") from None
         except UnicodeEncodeError:
             raise WorkloadError(f"{program.name}: the value of {_flag(name)} is not text in UTF-8") from None
@@ -167,20 +162,13 @@ def option_help(program: Program) -> list[OptionHelp]:
     for field in fields(program.options):
         hint = hints[field.name]
         doc = next(
-            (m.description or "" for m in getattr(hint, "__metadata__", ()) if hasattr(m, "description")), ""
+            (meta.description or "" for meta in hint.__metadata__ if isinstance(meta, msgspec.Meta)), ""
         )
         kind = _bare(hint)
-        if get_origin(kind) is Literal:
-            text = "|".join(map(str, get_args(kind)))
-        else:
-            text = "" if kind is bool else kind.__name__
+        text = "|".join(map(str, get_args(kind))) or ("" if kind is bool else kind.__name__)
         default = "" if field.default is MISSING or field.default in (None, "", False) else str(field.default)
         rows.append(OptionHelp(_flag(field.name), text, default, doc))
     return rows
-
-
-def _option_kinds(program: Program) -> dict[str, Any]:
-    return {name: _bare(hint) for name, hint in get_type_hints(program.options, include_extras=True).items()}
 
 
 def _bare(hint: Any) -> Any:

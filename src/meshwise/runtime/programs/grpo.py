@@ -186,7 +186,7 @@ class GrpoTrainer(_PoolRank):
         self.dp = MeshAxis(self.pool, context.world_size - engines, context.rank - engines)
         with context.recorder.setup():
             self.policy.flat.requires_grad_()
-            self.master = self._shard(self.policy.flat.detach()).float()
+            self.master = self.policy.flat.detach().chunk(self.dp.size)[self.dp.index].float()
             self.gradients = torch.zeros_like(self.policy.flat, dtype=torch.float32)
             self.optimizer = torch.optim.Adam([self.master], lr=options.lr, foreach=False)
 
@@ -236,9 +236,6 @@ class GrpoTrainer(_PoolRank):
         with phase("forward"), torch.no_grad():
             self.policy.flat.copy_(start_gather(self.master.to(DTYPE), self.dp)())
         self.gradients.zero_()
-
-    def _shard(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self.dp.size)[self.dp.index]
 
     def held_bytes(self) -> dict[str, float]:
         """Weights, gradients, and the optimizer's copy and moments of a shard."""

@@ -10,20 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def plain_attention(x: Tensor, weights: list[Tensor], *, is_causal: bool) -> Tensor:
-    """[N, d] tokens through q, k, v and output projections of [h, d, e], [h, e, d] weights."""
-    q, k, v = (torch.einsum("nd,hde->hne", x, weight) for weight in weights[:3])
-    mixed = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    return torch.einsum("hne,hed->nd", mixed, weights[3])
-
-
-def plain_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Layers x + relu(x W1) W2 of [L, d, f] and [L, f, d] weights, one after the other."""
-    for weight_in, weight_out in zip(first, second, strict=True):
-        x = x + torch.relu(x @ weight_in) @ weight_out
-    return x
-
-
 def ulysses_difference(
     inputs: Mapping[str, Tensor], tokens: Sequence[Tensor], grads: Sequence[Tensor], output: Tensor, *,
     is_causal: bool,
@@ -37,7 +23,9 @@ def ulysses_difference(
     with torch.enable_grad():
         x = torch.cat(list(tokens)).double().requires_grad_()
         weights = [tensor.detach().double().requires_grad_() for tensor in list(inputs.values())[1:]]
-        expected = plain_attention(x, weights, is_causal=is_causal)
+        q, k, v = (torch.einsum("nd,hde->hne", x, weight) for weight in weights[:3])
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        expected = torch.einsum("hne,hed->nd", mixed, weights[3])
     pairs = {"output": (output, expected[mine])}
     if grads:
         expected.backward(torch.cat(list(grads)).double())
@@ -61,7 +49,9 @@ def model_2d_difference(
         first = torch.cat([shard[0] for shard in shards], dim=2).double().requires_grad_()
         second = torch.cat([shard[1] for shard in shards], dim=1).double().requires_grad_()
         x = _from_all_ranks(start).double().requires_grad_()
-        expected = plain_mlp(x, first, second)
+        expected = x
+        for weight_in, weight_out in zip(first, second, strict=True):
+            expected = expected + torch.relu(expected @ weight_in) @ weight_out
     pairs = {"output": (output, expected[mine])}
     if grads:
         expected.backward(torch.cat(list(grads)).double())

@@ -89,13 +89,8 @@ class GreedySearch:
 class BeamSearch(GreedySearch):
     """Beam search with K = `beam`."""
 
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, *, width: int,
-        beam: int, length_penalty: float, min_tokens: int = 0, is_fake: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            prompts, max_tokens, device, width=width, num_live=beam, min_tokens=min_tokens, is_fake=is_fake
-        )
+    def __init__(self, *prompts: Any, beam: int, length_penalty: float, **size: Any) -> None:
+        super().__init__(*prompts, num_live=beam, **size)
         self.beam, self.length_penalty = beam, length_penalty
         self.logprob[:, 1:] = -math.inf  # so far, all live sequences are one
         self.ended = self.tokens.clone()
