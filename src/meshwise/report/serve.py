@@ -14,8 +14,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.table import Table
-from meshwise.serve.answer import ServingAnswer
-from meshwise.serve.deployment import Deployment
+from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.energy import energy
 from meshwise.serve.load import LoadResult
 from meshwise.serve.screen import layout_text

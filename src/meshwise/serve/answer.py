@@ -6,15 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from meshwise.core.errors import WorkloadError
+from meshwise.core.files import make_folder, write_text
 from meshwise.core.notebook import Shown
 from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.capacity import autoscaled
-from meshwise.serve.deployment import Deployment
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.energy import energy
 from meshwise.serve.engine import Engine, parse_engine
@@ -27,6 +30,27 @@ from meshwise.serve.router import ROUND_ROBIN
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Sizing
 from meshwise.serve.stationary import RequestStream
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Files by name; `commands` that apply them, then load the fleet; `not_expressed`, one sentence each."""
+
+    target: str
+    files: dict[str, str]
+    commands: tuple[str, ...]
+    not_expressed: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The key `deployment` of the document of `meshwise serve --json`."""
+        return msgspec.to_builtins(self)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write all files into `folder`, which is made where it is missing."""
+        make_folder(folder)
+        for name, text in self.files.items():
+            write_text(folder / name, text)
+        return [folder / name for name in self.files]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -25,8 +25,7 @@ import msgspec
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.launch.write import launch, yaml_text
 from meshwise.plan.workload import Workload
-from meshwise.serve.answer import ServingAnswer
-from meshwise.serve.deployment import Deployment
+from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.load import LoadResult
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving

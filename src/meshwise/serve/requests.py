@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
@@ -203,29 +203,18 @@ class Turns:
 
 def in_sessions(first: Requests, turns: Turns, shared_prefix: int = 0) -> Requests:
     """Sessions that begin with the requests of `first`, all prompts with `shared_prefix` equal tokens."""
-    rng = np.random.default_rng(SEED)
-    num, k = len(first.prompt), turns.turns
-    rest = 1 + np.arange(num)[:, None] * 2 * k  # block 0 is what all share
-    names = np.concatenate([np.zeros((num, 1), dtype=int), rest + np.arange(2 * k)], axis=1)
-    added = np.full((num, k), turns.prompt)
-    added[:, 0] = np.array(first.prompt) - shared_prefix
-    output = np.array(first.output)
-    outputs = output[(np.arange(num)[:, None] + np.arange(k) * 7919) % num]  # drawn alike, told apart
-    sizes = np.stack([added, outputs], axis=2).reshape(num, 2 * k)
-    prompts = shared_prefix + np.cumsum(sizes, axis=1)[:, ::2]
-    block_tokens = dict(zip(names[:, 1:].ravel().tolist(), sizes.ravel().tolist(), strict=True))
-    index = np.arange(num * k).reshape(num, k)
-    start = 0 if shared_prefix else 1
-    return Requests(
-        prompt=tuple(prompts.ravel().tolist()),
-        output=tuple(outputs.ravel().tolist()),
-        arrival_s=tuple(np.repeat(first.arrival_s, k).tolist()),
-        concurrency=first.concurrency,
-        blocks=tuple(tuple(row[start : 3 + 2 * turn]) for row in names.tolist() for turn in range(k)),
-        block_tokens={0: shared_prefix} | block_tokens,
-        after=tuple(np.where(np.arange(k) > 0, index - 1, -1).ravel().tolist()),
-        think_s=tuple((rng.exponential(turns.think_s, num * k)).tolist()),
-    )
+    num, rng = len(first.prompt), np.random.default_rng(SEED)
+    pauses_s = rng.exponential(turns.think_s, (num, turns.turns)).tolist()
+
+    def turn(session: int, number: int) -> _Row:
+        output = first.output[(session + 7919 * number) % num]  # drawn alike, told apart
+        arrival_s = first.arrival_s[session] if first.arrival_s else -math.inf
+        prompt = turns.prompt if number else first.prompt[session]
+        return _Row(arrival_s, prompt, output, (), session, pauses_s[session][number])
+
+    sessions = [[turn(session, number) for number in range(turns.turns)] for session in range(num)]
+    found = _of_sessions(sessions, 0.0 if first.arrival_s else -math.inf, shared_prefix)
+    return replace(found, concurrency=first.concurrency)
 
 
 # --- traces --------------------------------------------------------------------------------------
@@ -277,14 +266,17 @@ def _first(turns: Sequence[_Row]) -> tuple[float, int, int]:
     return turns[0].arrival_s, turns[0].prompt, turns[0].output
 
 
-def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float) -> Requests:
-    """The requests of sessions, each with its whole past, in blocks that name what was said in it."""
-    sizes: dict[int, int] = {}
+def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float, shared_prefix: int = 0) -> Requests:
+    """The requests of sessions, each with its whole past, in blocks that name what was said in it.
+
+    All begin with the block 0 of `shared_prefix` tokens, where there are any.
+    """
+    sizes = {0: shared_prefix} if shared_prefix else {}
     arrival, think = list[float](), list[float]()
     prompts, outputs, after = list[int](), list[int](), list[int]()
     chains = list[tuple[int, ...]]()
     for turns in sessions:
-        past, chain = 0, tuple[int, ...]()
+        past, chain = 0, (0,) if shared_prefix else tuple[int, ...]()
         for number, row in enumerate(turns):
             for i, block in enumerate(row.blocks):
                 covered = min(MOONCAKE_BLOCK_TOKENS, row.prompt - i * MOONCAKE_BLOCK_TOKENS)
@@ -292,7 +284,7 @@ def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float) -> Requests
             own = row.blocks
             if len(turns) > 1 and not own:  # nobody else has these tokens
                 own = (-2 * len(after) - 1,)
-                sizes[own[0]] = row.prompt
+                sizes[own[0]] = row.prompt - (0 if number else shared_prefix)
             chain += own
             chains.append(chain)
             after.append(len(after) - 1 if number else -1)
