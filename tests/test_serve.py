@@ -335,8 +335,16 @@ def test_kernels_of_the_first_token_are_the_prefill_of_estimate(model: str, plan
     document = mw.serve(model, "h200-sxm:8", plan, prompt=tokens).to_json()
     assert document["first_token_kernels_s"] == pytest.approx(priced.step_s, rel=1e-6)
     assert document["first_token_s"] == document["first_token_kernels_s"]
-    of = server(model, "h200-sxm:8", prompt=tokens, **({"dtype": "fp8"} if "fp8" in plan else {}), tp=8)
-    launched, replayed = (pass_times.first_token_s(of, ENGINES[name]) for name in ("sglang", "vllm"))
-    assert replayed < 2.5 * priced.step_s or tokens > 512
-    assert (launched > 0.15) == (model == "deepseek-v3")
     assert any("kernels alone" in note for note in priced.to_json()["notes"])
+
+
+@pytest.mark.parametrize(("tokens", "published_ms"), [(128, 180), (2048, 190), (3072, 200)])
+def test_the_host_launches_the_first_token_of_deepseek(tokens: int, published_ms: float) -> None:
+    # DeepSeek-R1 on 16 H100, SGLang, one client (tenstorrent/tt-inference-server issue 356). Its 200 ms for
+    # 4,096 tokens and 264 for 8,192 are below ours, 233 and 421. vLLM replays graphs of up to 512 tokens.
+    asked: Any = {"prompt": tokens, "output": 8, "concurrency": 1, "num_requests": 4}
+    plan = ("deepseek-v3", "h100-80g-sxm:16", "tp=16,dtype=fp8")
+    sglang, vllm = (mw.serve(*plan, engine=name, **asked).load for name in ("sglang", "vllm"))
+    assert sglang is not None and vllm is not None
+    assert 1e3 * sglang.served.ttft_s.mean() == pytest.approx(published_ms, rel=0.1)
+    assert (vllm.served.ttft_s.mean() < 0.5 * sglang.served.ttft_s.mean()) == (tokens <= 512)
