@@ -18,6 +18,12 @@ def answer_of(words: list[str]) -> CommandAnswer:
     return CommandAnswer({"n": {"square": [n * n]}}, "n is bad; use another" if n == -3 else None, 0.1)
 
 
+def slow_answer(words: list[str]) -> CommandAnswer:
+    """The same, so slow that a test can look while a sweep runs."""
+    time.sleep(0.3)
+    return answer_of(words)
+
+
 def die_of_minus_one(n: int) -> int:
     """The number itself."""
     if n == -1:

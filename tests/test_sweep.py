@@ -17,7 +17,6 @@ import typer.main
 
 import tasks
 from meshwise.cli import app
-from meshwise.core.each import on_ray
 from meshwise.core.errors import DataError
 from meshwise.sweep import sweep as sweeps
 from meshwise.sweep.sweep import ON_BY_DEFAULT, VERBS, Store, read_sweep, run_sweep
@@ -145,35 +144,40 @@ def test_finished_points_are_not_repeated(tmp_path, fake):
     assert fake() == [1, -3, 5, -3]
 
 
-def test_kill_nine_loses_only_what_was_running(tmp_path):
-    """Killed amid real estimates and started again: the rows of before are untouched, all are there."""
-    batches = list(range(64, 64 * 17, 64))  # more than the sweep finishes before this process looks
-    grid = GRID.replace("[1, 4, 7]", "[1, 2, 4, 8]").replace(
-        "batch = 64\n[grid]", f"[grid]\nbatch = {batches}"
-    )
-    path, num = _file(tmp_path, grid), 12 * len(batches)
-    command = [sys.executable, "-m", "meshwise", "sweep", str(path), "--jobs", "1", "--json"]
+SLOW = """
+import sys
+from pathlib import Path
+import tasks
+from meshwise.sweep import sweep as sweeps
+sweeps.answer_of = tasks.slow_answer
+with sweeps.Store(Path(sys.argv[1]).with_suffix(".sqlite")) as store:
+    sweeps.run_sweep(sweeps.read_sweep(Path(sys.argv[1])), store, jobs=1)
+"""
+
+
+def test_kill_nine_loses_only_what_was_running(tmp_path, fake):
+    """Killed and started again: the rows of before are untouched, only what ran then runs again."""
+    numbers = list(range(1, 41))
+    path = _file(tmp_path, f'verb = "estimate"\n[grid]\nn = {numbers}\n')
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     query = "SELECT id, command, status, finished_at, seconds, document FROM points ORDER BY id"
 
-    tables = "SELECT count(*) FROM sqlite_master WHERE name = 'points'"
-
     def stored():
-        if not (tmp_path / "sweep.sqlite").exists():
-            return []
         with closing(sqlite3.connect(tmp_path / "sweep.sqlite", timeout=30)) as database:
-            return database.execute(query).fetchall() if database.execute(tables).fetchone()[0] else []
+            return database.execute(query).fetchall()
 
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while len(stored()) < 3 and process.poll() is None:
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(path)], env=environment)
+    while len(fake()) < 4 and process.poll() is None:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = stored()
-    assert 3 <= len(before) < num
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    wanted = read_sweep(path)
+    with Store(tmp_path / "sweep.sqlite") as store:
+        run_sweep(wanted, store, jobs=2)
     after = stored()
-    assert json.loads(done.stdout)["num_done"] == num
-    assert after[: len(before)] == before and len({row[1] for row in after}) == num
+    assert 3 <= len(before) < 40 and after[: len(before)] == before
+    assert len({row[1] for row in after}) == 40 and set(fake()) == set(numbers) and len(fake()) <= 42
 
 
 def test_one_writer_at_a_time(tmp_path):
@@ -280,38 +284,6 @@ def test_full_disk_is_one_sentence(tmp_path, fake):
         assert 0 < len(store.rows(wanted)) < 200
 
 
-STUDY = """
-verb = "search"
-arguments = ["{model}"]
-[options]
-plan = "tp=2|4,vpp=1,schedule=1f1b"
-seq = 2048
-[grid]
-model = ["llama3-8b", "mixtral-8x7b"]
-cluster = ["h100-80g-sxm:8"]
-batch = [16, 32, 0]
-"""
-
-
-def test_a_study_on_two_ray_workers_goes_on_where_it_stopped(tmp_path):
-    """Its answers, a failure among them, are those of this machine without Ray."""
-    pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
-    wanted = read_sweep(_file(tmp_path, STUDY))
-    some = read_sweep(_file(tmp_path, STUDY.replace("[16, 32, 0]", "[16]")))
-    ran = []
-    with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
-        run_sweep(some, store, jobs=1)
-        with on_ray("local"):
-            run_sweep(wanted, store, on_answer=lambda point, _: ran.append(point.key))
-        run_sweep(wanted, local, jobs=1)
-        answers = [
-            [(row.status, row.results, row.error) for row in one.rows(wanted)] for one in (store, local)
-        ]
-    assert set(ran) == {point.key for point in wanted.points} - {point.key for point in some.points}
-    assert answers[0] == answers[1]
-    assert [status for status, _, _ in answers[0]] == ["done", "done", "failed"] * 2
-
-
 def test_ray_is_an_extra(meshwise, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     done = meshwise("sweep", str(_file(tmp_path, GRID)), "--ray", "auto")
@@ -321,7 +293,6 @@ def test_ray_is_an_extra(meshwise, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("verb", "argument", "options", "column"),
     [
-        ("collective", "all_reduce", {"cluster": "h100-80g-sxm:8", "size": "{n}MiB"}, "bus_bytes_per_s"),
         ("search", "llama3-8b", {"cluster": "h100-80g-sxm:{n}", "batch": 8, "seq": 1024}, "plan"),
         (
             "frontier layer",

@@ -74,15 +74,6 @@ def test_calls_in_another_order_on_each_rank_end_the_path(tmp_path):
     assert critical_path(summary).span_s == pytest.approx(10e-6)
 
 
-def test_path_of_real_processes(meshwise):
-    """Rank 3 sleeps before every all-to-all: its idle time leads the path, and that is what to mend."""
-    done = meshwise("trace", "path", str(GLOO4), "--json")
-    first = done.document["pieces"][0]
-    assert first["kind"] == "idle" and max(first["by_rank"], key=first["by_rank"].get) == "3"
-    assert done.document["what_if"][0]["change"].startswith("rank 3 ")
-    assert "What if" in meshwise("trace", "path", str(GLOO4)).out
-
-
 def test_idle_time_by_cause(tmp_path):
     """A gap before a late launch, one behind another stream, one between queued kernels."""
     times = ((0, 0, 10), (30, 25, 10), (41, 1, 9), (100, 2, 10))  # start, launch, duration

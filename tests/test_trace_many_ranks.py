@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ from jobs import Job, write_job
 from kineto import write_trace
 from meshwise.report.trace_page import trace_picture
 from meshwise.trace import read
+from meshwise.trace.breakdown import PARTS, Partition
 from meshwise.trace.columns import FOLDER
 from meshwise.trace.critical_path import critical_path
+from meshwise.trace.outliers import outliers
 from meshwise.trace.read import read_traces
 from meshwise.trace.summary import all_sections, summarize_paths
+from test_trace_merge import check_nests
 
 DATA = Path(__file__).parent / "data" / "traces"
 JOBS = {
@@ -130,6 +134,22 @@ def test_of_many_ranks_what_stands_out_is_shown(many, meshwise, monkeypatch):
     assert len(shown.splitlines()) < 60
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "slow"),
+    [("node", "b", range(8, 16)), ("rail", "2", range(2, 24, 8)), ("stage", "1", range(1, 24, 3))],
+)
+def test_what_slow_ranks_have_in_common_is_told_once(kind, name, slow):
+    """24 ranks on three hosts; each three that follow one another are the stages of a pipeline."""
+    seconds = [dict.fromkeys(PARTS, 0.1) | {"compute": 1.0 + 0.3 * (rank in slow)} for rank in range(24)]
+    messages = [
+        SimpleNamespace(name="send_recv", members=(rank, rank + 1)) for rank in range(24) if rank % 3 < 2
+    ]
+    hosts = {rank: "abc"[rank // 8] for rank in range(24)}
+    (found,) = outliers([Partition(rank, of, None) for rank, of in enumerate(seconds)], hosts, messages)
+    assert (found.kind, found.name, found.ranks) == (kind, name, tuple(slow))
+    assert found.part == "compute" and found.excess_s == pytest.approx(0.3)
+
+
 def test_a_timeline_of_the_worst_ranks(many, meshwise, tmp_path):
     whole, few = tmp_path / "all.json", tmp_path / "few.json"
     done = meshwise("trace", "merge", str(many), "--ranks", "worst:2", "-o", str(few), "--json")
@@ -138,6 +158,7 @@ def test_a_timeline_of_the_worst_ranks(many, meshwise, tmp_path):
     events = [json.loads(path.read_text())["traceEvents"] for path in (whole, few)]
     shown = {event["pid"] for event in events[1]}
     assert len(shown) == 2 and 3 in shown
+    check_nests(events[1])
 
     def slices(of):
         """Arrows and lanes are numbered by what is shown."""

@@ -165,13 +165,6 @@ def test_damaged_gzip_gives_what_comes_before(tmp_path, at):
     assert at < 0.1 or found >= 400 * at - 150
 
 
-def test_ids_above_int64():
-    """HolisticTraceAnalysis #324: a `Comms Id` of 10159970886766084423."""
-    trace, notes = read_trace(DATA / "hta" / "rank-70.json.gz")
-    assert len(trace) == 2 and trace.rank == 70
-    assert notes == ["the file does not tell its rank; taken as 70 from its name"]
-
-
 def test_array_layout_without_end(tmp_path):
     """The JSON array format may lack its closing bracket."""
     (tmp_path / "rank2.json").write_text("[" + ",\n".join(map(json.dumps, EVENTS)))
