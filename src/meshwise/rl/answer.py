@@ -51,6 +51,11 @@ class RlAnswer(Shown):
         """The document that `meshwise rl --json` prints."""
         return self.step.to_json() | self.cost | (self.split.to_json() if self.split else {})
 
+    def records(self) -> list[dict[str, Any]]:
+        """The candidates, or the one step that was asked for."""
+        found: list[dict[str, Any]] = (self.split or self.step).to_json().get("best", [self.step.to_json()])
+        return found
+
 
 def open_job(
     model: Model,
