@@ -83,13 +83,13 @@ def assert_estimate_is_dry_run(name: str, ranks: int, rank: int, values: dict[st
 
 
 @given(world=ulysses_worlds((1, 2, 4, 6, 64)), device=st.sampled_from(["cpu", "h100-80g-sxm", "a100"]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_ulysses_estimate_is_dry_run(world: tuple[int, int, dict[str, Any]], device: str) -> None:
     assert_estimate_is_dry_run("ulysses", *world, device)
 
 
 @given(world=model_2d_worlds((1, 2, 4, 6, 64)), device=st.sampled_from(["cpu", "h100-80g-sxm"]))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_model_2d_estimate_is_dry_run(world: tuple[int, int, dict[str, Any]], device: str) -> None:
     assert_estimate_is_dry_run("model-2d", *world, device)
 
@@ -109,13 +109,13 @@ def assert_all_agree(name: str, ranks: int, rank: int, values: dict[str, Any], p
 
 
 @given(world=ulysses_worlds((2, 4)))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ulysses_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Callable[[int], Ranks]) -> None:
     assert_all_agree("ulysses", *world, pools(world[0]))
 
 
 @given(world=model_2d_worlds((2, 4)))
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_model_2d_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Callable[[int], Ranks]) -> None:
     assert_all_agree("model-2d", *world, pools(world[0]))
 
@@ -125,7 +125,7 @@ def test_lifetimes_do_not_depend_on_gloos_threads(pools: Callable[[int], Ranks])
     values = {"seq": 64, "hidden": 64, "heads": 8, "backward": True, "dtype": "fp32"}
     options = make_options(find_program("ulysses"), values)
     expected = dry_run("ulysses", options, ranks=4, device="cpu").ledger
-    for _ in range(10):
+    for _ in range(3):
         for outcome in pools(4).call(run_rank, "ulysses", options, 0, True):
             assert not compare({"dry_run": expected, "run": outcome.ledger}).differences()
 
@@ -136,11 +136,6 @@ def test_lifetimes_do_not_depend_on_gloos_threads(pools: Callable[[int], Ranks])
 def rows(**changed: Any) -> list[dict[str, Any]]:
     row = {"module": "m", "op": "q", "phase": "forward", "shape": (2, 3), "flop": 12.0, "write_bytes": 6.0}
     return [row | changed, row | {"op": "k"}]
-
-
-def test_equal_ledgers_agree() -> None:
-    found = compare({"estimate": Ledger.from_rows(rows()), "run": Ledger.from_rows(rows())})
-    assert found.agree and not found.differences()
 
 
 def test_a_changed_number_is_found() -> None:
@@ -154,13 +149,6 @@ def test_a_missing_row_is_found() -> None:
     found = compare({"estimate": Ledger.from_rows(rows()), "run": Ledger.from_rows(rows()[1:])})
     assert {row.op for row in found.differences()} == {"q"}
     assert all(row.values["run"] is None for row in found.differences())
-
-
-def test_count_is_occurrences() -> None:
-    """Two rows of one place are one row that occurs twice."""
-    twice = Ledger.from_rows([*rows()[:1], *rows()[:1]])
-    once = Ledger.from_rows([rows()[0] | {"count": 2}])
-    assert compare({"estimate": twice, "run": once}).agree
 
 
 def test_command_says_no_with_exit_code_1(

@@ -219,11 +219,6 @@ def test_narrow_gates_change_the_ops() -> None:
     assert price(replace(model, recurrence=replace(delta, wide_decay=True))) != price(model)
 
 
-def test_hyper_connections_change_the_ops() -> None:
-    two, four = (replace(LLAMA, **SHORT, streams=Streams(number=number)) for number in (2, 4))  # type: ignore[arg-type]
-    assert price(two) != price(four)
-
-
 def test_compressed_keys_are_few() -> None:
     """DeepSeek-V4: a window of 128 tokens, and one key for 128 tokens, or 512 of those for 4."""
     model = replace(LLAMA, keys="same", num_kv_heads=1)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closed_form import check_estimate_is_the_dry_run
-from meshwise.core.errors import MeshwiseError, WorkloadError
+from meshwise.core.errors import MeshwiseError
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.generation import generation_events
 from meshwise.program.lifetime import peak_bytes
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
-from meshwise.runtime.programs import find_program, parse_options
+from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.generate import Options, check, generation
 from meshwise.runtime.programs.search import BeamSearch, GreedySearch, advance_all
 from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL
@@ -56,18 +56,6 @@ def test_logits_with_a_cache_are_those_without(lengths: list[int], batch: int, s
         cache = made.new_cache(batch, 24)
         pieces = [made(piece, cache=cache).logits for piece in tokens.split(lengths, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
-
-
-def test_cache_follows_the_beams_that_live() -> None:
-    made = model()
-    first, other = torch.tensor([[4, 5, 6], [7, 8, 4]]), torch.tensor([[5], [5]])
-    with torch.no_grad():
-        cache = made.new_cache(2, 8)
-        made(first, cache=cache)
-        cache.reorder(torch.tensor([1, 1]))
-        found = made(other, cache=cache).logits
-        wanted = made(torch.cat([first[[1, 1]], other], dim=1)).logits[:, -1:]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def search_of(kind: str, prompts: list[list[int]], max_tokens: int, **options: Any) -> GreedySearch:
@@ -176,16 +164,6 @@ def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, A
     check_estimate_is_the_dry_run("generate", chosen, ranks)
 
 
-def test_cache_of_keys_and_values_by_hand() -> None:
-    # Two prompts of 8 tokens (the end before them included) and 5 more: 13 columns, 4 layers, 2 heads of 8.
-    options = Options(override=TINY, prompt_tokens=7, max_tokens=5, num_prompts=4, dtype="bf16", tp=2)
-    of = generation(options, ranks=4)
-    assert of.cache_bytes == 2 * 4 * (2 * 2 * 13 * 8) * 2
-    assert [(one.length, one.keys) for one in of.passes] == [(8, 8), (1, 9), (1, 10), (1, 11), (1, 12)]
-    beams = generation(replace(options, search="beam", beam=3), ranks=4)
-    assert beams.cache_bytes == 3 * of.cache_bytes
-
-
 # --- over ranks ------------------------------------------------------------------------------------
 
 
@@ -255,11 +233,6 @@ def test_wrong_input_is_one_sentence(options: dict[str, Any], says: str) -> None
     with pytest.raises(MeshwiseError, match=says) as caught:
         check(Options(**options), 1)
     assert "\n" not in str(caught.value)
-
-
-def test_a_choice_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(WorkloadError, match="--search most: choose one of greedy, beam"):
-        parse_options(find_program("generate"), ["--search", "most"])
 
 
 def test_a_prompt_of_ones_own(generate: Callable[..., dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from meshwise.published import moe_inference as moe
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.programs import find_program, generate, make_options
 from meshwise.runtime.programs.eval_lm import Options
-from meshwise.runtime.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
+from meshwise.runtime.programs.moe import MoELayer, Shard, metric_names, route
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 
 pytestmark = pytest.mark.slow
@@ -137,17 +137,6 @@ def test_dry_run_of_the_printed_run_counts_the_same() -> None:
 
 
 # --- what-ifs ------------------------------------------------------------------------------------
-
-
-def test_sparse_dispatch_saves_its_products_and_grouping_its_launches() -> None:
-    of = document()
-    sparse = replace(of, config=replace(of.config, use_tutel_moe=True))
-    parts = moe.flop_by_role(of)
-    saved = parts["dispatch"] + parts["combine"] + parts["combine_outer"]
-    assert moe.total_flop(of) - moe.total_flop(sparse) == saved
-    grouped = moe.aten_calls(replace(of, grouped=True), PASSES)
-    assert (grouped["aten::baddbmm"], grouped["aten::addmm"]) == (2 * 30, 2 * 30)
-    assert moe.total_flop(replace(of, grouped=True)) == moe.total_flop(of)
 
 
 def test_a_grid_of_fractions_and_ranks_is_the_loop_over_them() -> None:
@@ -355,20 +344,6 @@ def test_routing_is_the_one_by_hand(
     assert float(overflow) == pytest.approx(
         100 * (num_tokens - int(found.kept[0].sum())) / num_tokens, abs=1e-4
     )
-
-
-@routed
-def test_dense_and_sparse_dispatch_move_the_same_rows(
-    num_tokens: int, num_experts: int, slots: int, top_k: int, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    routing = route(torch.randn(num_tokens, num_experts), slots, top_k)
-    tokens = torch.randn(num_tokens, 3)
-    dense = DenseDispatch.of(routing, num_experts, slots, torch.float32)
-    sparse = SparseDispatch.of(routing, num_experts, slots, torch.float32)
-    torch.testing.assert_close(dense.scatter(tokens), sparse.scatter(tokens))
-    back = torch.randn(num_experts * slots, 3)
-    torch.testing.assert_close(dense.gather(back), sparse.gather(back))
 
 
 def test_routing_metrics_by_hand() -> None:

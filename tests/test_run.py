@@ -29,7 +29,6 @@ from meshwise.runtime.launch import (
     Ranks,
     check_world,
     first_host,
-    launch,
     meeting_point,
     outside_place,
 )
@@ -59,11 +58,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 def pool() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
-
-
-def test_every_rank_answers(pool: Ranks) -> None:
-    assert pool.call(on_ranks.total_of_ranks, 3) == [3, 3]
-    assert pool.call(on_ranks.total_of_ranks, 5) == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -126,15 +120,6 @@ def test_the_threads_of_a_call_end_with_it() -> None:
     assert max(found) < found[0] + 9  # the groups of one call have nine
 
 
-def test_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(PlanError, match=f"port {port} is in use; name another"):
-            launch(on_ranks.total_of_ranks, 1, 1, port=port)
-
-
 def test_worlds_that_do_not_fit() -> None:
     most = RANKS_PER_CORE * (os.cpu_count() or 1)
     check_world(most, "cpu")
@@ -182,11 +167,6 @@ def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert meeting_point({"SLURM_STEP_NODELIST": nodes})[0] == first
 
 
-def test_meeting_point_prefers_what_is_said() -> None:
-    said = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "SLURM_STEP_NODELIST": "a"}
-    assert meeting_point(said) == ("10.0.0.1", 1234)
-
-
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
@@ -198,12 +178,6 @@ def test_meeting_point_prefers_what_is_said() -> None:
 def test_environments_that_make_no_sense(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(PlanError, match=re.escape(sentence)):
         outside_place(environment)
-
-
-@pytest.mark.parametrize("port", ["70000", "http", "-1"])
-def test_meeting_at_no_port(port: str) -> None:
-    with pytest.raises(PlanError, match=f"MASTER_PORT={port}, which is not a number up to 65535"):
-        meeting_point({"MASTER_PORT": port})
 
 
 SMALL = ["run", "ulysses", "--seq", "16", "--hidden", "8", "--heads", "2", "--json"]
@@ -270,14 +244,6 @@ def test_a_stopped_rank_is_named_under_srun(tmp_path: Path) -> None:
         end.touch()
     assert first.startswith("meshwise: rank 0 hears nothing of rank 1, and waits; ")
     assert [job.end() for job in jobs] == [0, 0], [job.err.read_text() for job in jobs]
-
-
-def test_the_rank_that_failed_speaks_first_under_torchrun() -> None:
-    done = subprocess.run([*TORCHRUN, JOB, "fail_on"], capture_output=True, text=True, timeout=120)
-    said = [line for line in done.stderr.splitlines() if line.startswith("meshwise: ")]
-    assert done.returncode == 1
-    assert said[0] == "meshwise: rank 1 failed: ValueError: broken on purpose on rank 1"
-    assert "\n".join([*said[1:], ""]) in ("", LOST)  # torchrun may end the other before it notices
 
 
 def test_a_port_in_use_outside() -> None:
