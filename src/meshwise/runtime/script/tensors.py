@@ -92,7 +92,10 @@ def _supply_triton(guesses: Guesses) -> None:
         kernel = self
         while not hasattr(kernel, "__name__"):
             kernel = kernel.fn
-        guesses.add(f"the Triton kernel {kernel.__name__}", "no work, and results that nobody knows")
+        what, got = f"the Triton kernel {kernel.__name__}", "no work, and results that nobody knows"
+        guesses.add(
+            what, got, "make it a torch.library.triton_op and state its work by register_flop_formula"
+        )
         for leaf in tree_leaves((args, how)):
             if isinstance(leaf, FakeTensor):
                 forget(leaf)
@@ -103,6 +106,9 @@ def _supply_triton(guesses: Guesses) -> None:
 
     for name in ("jit", "autotuner"):
         when_imported(f"triton.runtime.{name}", supply)
+    torch.library.wrap_triton = lambda kernel: (
+        kernel
+    )  # which in a `triton_op` would be an operator of the compiler
 
 
 def _per_channel(x: torch.Tensor) -> torch.Tensor:
