@@ -47,6 +47,10 @@ def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
     assert found.alive_at_peak["optimizer states"] == 8 * (layers * layer + rest) // ranks
 
 
+ACCELERATE = (
+    "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
+    "--dynamo_backend no"
+)
 LLAMA = 2 * 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
 MLP = 64 * 256 + 256 + 256 * 16 + 16
 
@@ -75,6 +79,19 @@ def test_trainers_that_save(
     grads = payloads["all_reduce"] / 4 if kind == "ddp" else payloads["reduce_scatter"] / 2  # in bf16
     assert grads == pytest.approx(num_params, rel=1e-3)  # and losses
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 4 * MLP
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed.launcher.runner --num_gpus 2", ACCELERATE])
+def test_launchers_of_others_start_the_one_rank(launcher: str, tmp_path: Path) -> None:
+    """Each starts two ranks; the one asked for reports, the other ends at once."""
+    pytest.importorskip(launcher.partition(".")[0])
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group('nccl')\n"
+        "dist.all_reduce(torch.ones(1 + dist.get_rank(), device='cuda'))\n"
+    )
+    found = mw.dry_run_script(["python", "-m", *launcher.split(), str(path)], ranks=2, rank=1)
+    assert [(row["group_size"], row["payload_bytes"]) for row in found.collectives()] == [(2, 8)]
 
 
 TRITON = """

@@ -55,6 +55,8 @@ HOMES = {
     "all_gather_single": "torch.distributed._functional_collectives.all_gather_single_autograd",
     "reduce_scatter_single": "torch.distributed._functional_collectives.reduce_scatter_single_autograd",
     "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "ShardedTensor": "torch.distributed._shard.sharded_tensor.ShardedTensor",
+    "fsdp1_states": "torch.distributed.fsdp._optim_utils",
     "MeshLayout": "torch.distributed._mesh_layout._MeshLayout",
     "pipelining_utils": "torch.distributed.pipelining._utils",
     "pipelining_schedules": "torch.distributed.pipelining.schedules",

@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,6 +73,11 @@ class _Fallback:
 def _dry_run(_: ModuleType) -> None:
     """Make torch that of a fake rank; where that fails, say so in a sentence and end."""
     settings = json.loads(_SCRIPT)
+    if re.search(r"deepspeed\.launcher|/deepspeed( |$)", " ".join(sys.orig_argv)):
+        os.environ["MESHWISE_LAUNCHED"] = "1"  # it starts each rank of a host as a process
+        return
+    if "MESHWISE_LAUNCHED" in os.environ and os.environ["RANK"] != str(settings["rank"]):
+        os._exit(0)
     sys.meta_path.append(_Fallback())
     try:
         _beside("torch_private").need_torch("dry runs of scripts", "2.13")

@@ -19,7 +19,7 @@ import torch
 
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.values import shadow_of
-from meshwise.runtime.torch_private import disable_current_modes, tree_map
+from meshwise.runtime.torch_private import ShardedTensor, disable_current_modes, tree_map
 from meshwise.runtime.when_imported import when_imported
 
 _MARK = b"meshwise dry run "
@@ -187,6 +187,8 @@ def _mark(file: Any) -> str | None:
 def _stored(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    if isinstance(leaf, ShardedTensor):
+        return _SavedTensor(torch.empty(leaf.size(), dtype=leaf.dtype, device="meta"), leaf.device)
     value = shadow_of(leaf)
     with torch.no_grad():
         return _SavedTensor(

@@ -22,7 +22,7 @@ from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.letters import Letters
 from meshwise.runtime.streams import Silent
-from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch
+from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch, fsdp1_states
 
 BACKEND = "cpu:fake,cuda:fake"
 
@@ -102,6 +102,7 @@ def supply_process_groups(
         setattr(dist, name, stand_in)
     dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
     _supply_ddp()
+    _supply_fsdp1()
 
 
 def _objects(rank: int, guesses: Guesses) -> dict[str, Callable[..., None]]:
@@ -157,6 +158,25 @@ def _supply_ddp() -> None:
 
     ddp.DistributedDataParallel._ddp_init_helper = with_hook
     ddp._verify_param_shape_across_processes = verify
+
+
+def _supply_fsdp1() -> None:
+    """A shard of FSDP1 may hold no element of some parameters, whose optimizer states other ranks have."""
+    names_of, states_of = fsdp1_states._map_param_key_to_optim_keys, fsdp1_states._allgather_state_info
+
+    def names_of_all(states: Any, group: Any, params: Any, names: Any, units: Any, merge_keys: Any) -> Any:
+        _, own = names_of(states, group, params, names, units, merge_keys=True)
+        found = [tuple(names[param]) for param in params.values() if param.requires_grad]
+        return sorted(fsdp1_states._OptimStateKey(each, each[0] in units) for each in found), own
+
+    def states_of_all(unit: Any, states: Any) -> list[Any]:
+        gathered = states_of(unit, states)
+        like = next((state for state in gathered[unit.rank].values() if state.tensors), None)
+        others = {name: state if state.tensors else like for name, state in gathered[unit.rank].items()}
+        return [own if rank == unit.rank or not like else others for rank, own in enumerate(gathered)]
+
+    fsdp1_states._map_param_key_to_optim_keys = names_of_all
+    fsdp1_states._allgather_state_info = states_of_all
 
 
 def _all_reduce(bucket: Any) -> Any:
