@@ -306,7 +306,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"memory_frac": 1.5}, "must be above 0 and at most 1"),
     ({"output": float("nan")}, "must be at least 1"),
     ({"length_sigma": float("inf")}, "must be from 0 to 4"),
-    ({"price": -1.0}, "must be above zero"),
+    ({"price": -1.0}, "is no price"),
     ({"rollout_plan": "", "cluster": "h100-80g-sxm:1", "model": "llama3-70b"}, "no split of 1 GPUs"),
 ]
 
