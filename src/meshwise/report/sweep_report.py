@@ -7,7 +7,6 @@ points are bars in order, named by what differs between them.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Picture, Series
+from meshwise.report.chart import COLORS, LINES, Bars, Chart, ChartAxis, Picture, Series
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.table import Table, unit_of
 from meshwise.sweep.sweep import FinishedPoint, Sweep, csv_rows
@@ -73,23 +72,16 @@ def _chart(rows: Sequence[FinishedPoint], axis: str | None, name: str) -> Chart:
     for row in rows:
         label = ", ".join(f"{key}={value}" for key, value in row.values.items() if key != axis)
         lines.setdefault(label, []).append((row.values[axis], row.results[name]))
-    marks = [
-        Series(
-            [x for x, _ in sorted(line)],
-            [y for _, y in sorted(line)],
-            label if len(lines) > 1 else "",
-            color,
-            size=6,
-        )
-        for (label, line), color in zip(
-            list(lines.items())[:_MAX_LINES], itertools.cycle(COLORS), strict=False
-        )
-    ]
+    marks = []
+    for i, (label, line) in enumerate(list(lines.items())[:_MAX_LINES]):
+        x, y = zip(*sorted(line), strict=True)
+        look = COLORS[i % len(COLORS)], LINES[i // len(COLORS) % len(LINES)]  # no two lines look alike
+        marks.append(Series(x, y, label if len(lines) > 1 else "", *look, size=6))
     values: list[Any] = sorted({row.values[axis] for row in rows})
     is_wide = values[0] > 0 and values[-1] >= 8 * values[0]
     ticks = values if len(values) <= _MAX_TICKS else ()
-    x = ChartAxis(axis, log=is_wide, numbers="count", ticks=ticks)
-    return Chart(name.replace("_", " "), marks, x, result)
+    along = ChartAxis(axis, log=is_wide, numbers="count", ticks=ticks)
+    return Chart(name.replace("_", " "), marks, along, result)
 
 
 def _text(name: str, cell: Any) -> str:
