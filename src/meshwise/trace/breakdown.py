@@ -88,11 +88,6 @@ def work(trace: Trace) -> RankWork:
     return _known[trace]
 
 
-def work_kind(trace: Trace) -> NDArray[np.int8]:
-    """The kind of each event as work of its rank (see `Work`)."""
-    return work(trace).kind
-
-
 def _device_work(trace: Trace) -> RankWork:
     kind = np.where(np.isin(trace.kind, DEVICE_KINDS), trace.kind, np.int8(Kind.OTHER))
     if trace.selected is not None:

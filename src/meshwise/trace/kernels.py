@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.trace.breakdown import work_kind
+from meshwise.trace.breakdown import work
 from meshwise.trace.events import Kind, Trace
 from meshwise.trace.nesting import parents
 from meshwise.trace.operators import self_time
@@ -47,11 +47,11 @@ class KernelRuns:
 
 def kernel_runs(trace: Trace) -> list[KernelRuns]:
     """The kernels of one rank by name and kind."""
-    kind, spent = work_kind(trace), trace.duration_ns
+    kind, spent = work(trace).kind, trace.duration_ns
     if not trace.has_device:
         spent = np.where(kind == Kind.COMPUTE, self_time(trace, parents(trace)), spent)
-    work = np.flatnonzero(kind != Kind.OTHER)
-    order = work[np.argsort(trace.label[work], kind="stable")]
+    done = np.flatnonzero(kind != Kind.OTHER)
+    order = done[np.argsort(trace.label[done], kind="stable")]
     labels, first = np.unique(trace.label[order], return_index=True)
     found = []
     for label, runs in zip(labels, np.split(order, first[1:]), strict=False):

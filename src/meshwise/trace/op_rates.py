@@ -21,7 +21,7 @@ from meshwise.core.ledger import shape_text
 from meshwise.core.units import DTYPE_BYTES
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward, matmul
 from meshwise.machine.hardware import Chip
-from meshwise.trace.breakdown import work_kind
+from meshwise.trace.breakdown import work
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.nesting import added_at, launchers, nearest, parents
 from meshwise.trace.operators import self_time
@@ -116,10 +116,10 @@ def _roof_s(chip: Chip, dtype: str, flop: float, moved_bytes: float) -> float | 
 def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     """Seconds of every call of an operator of known work, by label and shape."""
     known = _of_names(trace, lambda name: name in _MATMULS or name in _ATTENTION or _is_elementwise(name))
-    work = np.flatnonzero(work_kind(trace) == Kind.COMPUTE)
-    owner = _callers(trace, work, known)
+    done = np.flatnonzero(work(trace).kind == Kind.COMPUTE)
+    owner = _callers(trace, done, known)
     spent = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
-    seconds = added_at(owner, spent[work] / 1e9, len(trace))
+    seconds = added_at(owner, spent[done] / 1e9, len(trace))
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for i in np.flatnonzero(known & (seconds > 0)).tolist():
         found[int(trace.label[i]), int(trace.shape[i])].append(float(seconds[i]))
@@ -131,16 +131,16 @@ def _of_names(trace: Trace, is_known: Callable[[str], bool]) -> NDArray[np.bool_
     return trace.named(is_known) & (trace.shape >= 0) & (trace.kind == Kind.CPU_OP)
 
 
-def _callers(trace: Trace, work: Ints, known: NDArray[np.bool_]) -> Ints:
-    """The nearest of the `known` operators around each of `work` (kernels, or operators on a CPU)."""
+def _callers(trace: Trace, events: Ints, known: NDArray[np.bool_]) -> Ints:
+    """The nearest of the `known` operators around each of `events` (kernels, or operators on a CPU)."""
     owner = nearest(parents(trace), known)
-    at = launchers(trace)[work] if trace.has_device else work
+    at = launchers(trace)[events] if trace.has_device else events
     return np.where(at >= 0, owner[at], -1)
 
 
-def matmul_shapes(trace: Trace, work: Ints) -> Ints:
-    """The matmul that ran each of `work`, as the number of its shape in `trace.shapes`; -1 for none."""
-    owner = _callers(trace, work, _of_names(trace, _MATMULS.__contains__))
+def matmul_shapes(trace: Trace, events: Ints) -> Ints:
+    """The matmul that ran each of `events`, as the number of its shape in `trace.shapes`; -1 for none."""
+    owner = _callers(trace, events, _of_names(trace, _MATMULS.__contains__))
     return np.where(owner >= 0, trace.label[owner] * len(trace.shapes) + trace.shape[owner], -1)
 
 

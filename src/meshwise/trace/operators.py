@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.breakdown import work_kind
+from meshwise.trace.breakdown import work
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.nesting import HOST_KINDS, added_at, enclosing, inclusive, launchers, parents
 
@@ -146,7 +146,7 @@ class AcrossRanks:
 
 def sections(trace: Trace, wait_ns: Mapping[int, int] | None = None) -> list[Section]:
     """The sections of one rank, longest first; `wait_ns` is the waiting inside an event, by its number."""
-    parent, launcher, kind = parents(trace), launchers(trace), work_kind(trace)
+    parent, launcher, kind = parents(trace), launchers(trace), work(trace).kind
     waits = np.zeros(len(trace), dtype=np.int64)
     for event, wait in (wait_ns or {}).items():
         waits[event] = wait

@@ -47,16 +47,11 @@ class Outlier:
         return self.seconds - self.usual_s
 
 
-def hosts_of(hosts: Mapping[int, str]) -> dict[int, str]:
-    """The host of each rank; blocks of 8 where no trace names one."""
-    return dict(hosts) if any(hosts.values()) else {rank: str(rank // _RANKS_PER_NODE) for rank in hosts}
-
-
 def groupings(hosts: Mapping[int, str], found: Sequence[Collective]) -> dict[str, dict[str, list[int]]]:
     """The ranks of every node, rail and stage, by its name."""
     nodes: dict[str, list[int]] = defaultdict(list)
-    for rank, host in sorted(hosts_of(hosts).items()):
-        nodes[host].append(rank)
+    for rank, host in sorted(hosts.items()):  # blocks of 8 where no trace names one
+        nodes[host if any(hosts.values()) else str(rank // _RANKS_PER_NODE)].append(rank)
     rails: dict[str, list[int]] = defaultdict(list)
     for members in nodes.values():
         for place, rank in enumerate(members):
