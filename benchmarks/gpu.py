@@ -205,7 +205,8 @@ def config(out: Path, hidden: int, layers: int) -> Path:
     """A Llama of this size, as a config.json."""
     heads = max(2, hidden // 128)
     sizes = {
-        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 32000,
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
+        "vocab_size": min(32000, 32 * hidden),
         "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4),
         "intermediate_size": hidden * 7 // 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 8192,
