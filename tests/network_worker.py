@@ -106,7 +106,8 @@ class Together(OpRecorder):
     cable: Cable
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        is_collective = func.namespace in ("c10d", "_c10d_functional")
+        if is_collective and "wait" not in func.__name__:
             self.cable.meet()
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -287,6 +287,32 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     assert found[0].unread
 
 
+TITAN_TOML = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 8192
+compile = true
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 4
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_toml_of_torchtitan_is_read(tmp_path: Path) -> None:
+    """Files of its releases up to 0.2.2, whose loss had no chunks."""
+    (tmp_path / "llama3_8b.toml").write_text(TITAN_TOML)
+    job = mw.read_job(tmp_path / "llama3_8b.toml", CLUSTER)
+    assert (job.framework, job.model, job.seq) == ("torchtitan", mw.find_model("llama3-8b"), 8192)
+    found = job.plan
+    assert (found.tp, found.zero, found.recompute, found.loss_chunks) == (4, 3, "full", 1)
+    assert found.implementation == "fsdp2"
+
+
 OF_TITAN = (
     "tp",
     "sp",

@@ -1,8 +1,8 @@
 """`read_job`: what an existing job of another framework is, as model, plan and workload.
 
 A Megatron-LM, Megatron-Bridge or torchtitan command line (in a shell script, or one argument a line), a YAML
-file of Megatron-LM (`--yaml-cfg`, or `MODEL_ARGS` of its tests), Megatron-Bridge or Accelerate, or a
-DeepSpeed JSON file. What is read is written again by the same table; arguments
+file of Megatron-LM (`--yaml-cfg`, or `MODEL_ARGS` of its tests), Megatron-Bridge or Accelerate, a torchtitan
+TOML file or a DeepSpeed JSON file. What is read is written again by the same table; arguments
 of the file that do not come out the same change the cost in a way that no plan says, and are listed.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import parse_text, read_text
+from meshwise.core.toml import parse_toml
 from meshwise.core.units import whole
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
@@ -147,6 +148,8 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         stated = megatron_settings(parse_yaml(text, path))
         is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
         return ("megatron-bridge", _bridge(stated), None) if is_bridge else ("megatron-lm", stated, None)
+    if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
+        return "torchtitan", _titan_toml(_flat(parse_toml(text, str(path)))), None
     words = shell_words(text, path)
     if "--deepspeed" in words[:-1]:
         _, stated, _ = _parse_deepspeed(*_beside(words, "--deepspeed", path))
@@ -161,8 +164,8 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     if any(word.partition("=")[0] in ("--micro-batch-size", "--num-layers") for word in words):
         return "megatron-lm", _flags(words, path), _gpus(words)
     raise DataError(
-        f"{path} is no job of Megatron, torchtitan (0.3), DeepSpeed or Accelerate; name a script with its "
-        "arguments, or its JSON or YAML file"
+        f"{path} is no job of Megatron, torchtitan, DeepSpeed or Accelerate; name a script with its "
+        "arguments, or its JSON, YAML or TOML file"
     )
 
 
@@ -170,6 +173,18 @@ def _beside(words: list[str], option: str, path: Path) -> tuple[str, Path]:
     """The text of the file that `option` names, which lies beside the script at `path`."""
     file = path.parent / Path(words[words.index(option) + 1]).name
     return read_text(file, "job"), file
+
+
+def _titan_toml(stated: Settings) -> Settings:
+    """The names of torchtitan's TOML files (up to 0.2.2) as those of today; their loss had no chunks."""
+    found: Settings = {"loss.num_chunks": 1, **stated}
+    if "training.compile" in found:
+        found["compile.enable"] = found.pop("training.compile")
+    mode = found.pop("activation_checkpoint.mode", None)
+    if mode is not None:
+        found["activation_checkpoint"] = f"activation-checkpoint:{mode}"
+    name, flavor = found.pop("model.name", ""), str(found.pop("model.flavor", "")).lower()
+    return found | {"--module": name, "--config": f"{name}_{flavor}"}
 
 
 def _trainer_flags(framework: str, words: list[str]) -> Settings:
