@@ -256,4 +256,4 @@ def test_halves_of_a_backward_through_two_further_modules_are_refused(
         meshwise("estimate", *stated, "--cluster", "h100-80g-sxm:2", "--batch", "4"),
     ):
         assert outcome.code == 2
-        assert "2 modules of multi-token prediction read one table; use schedule=1f1b" in outcome.err
+        assert "cannot halve a backward where multi-token prediction shares a table" in outcome.err

@@ -268,7 +268,7 @@ def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
     elif isinstance(chip, dict):
         chip = _chip(name, chip, levels, where)
     stated |= {"name": stated.get("name") or name} | ({"chip": chip} if chip else {})
-    if chip:
+    if isinstance(chip, Chip):
         stated["levels"] = chip.levels if levels is None else _levels(levels, at)
     stated.setdefault("levels", ())  # those of the chip that is missing
     cluster = _record(Cluster, stated, at)

@@ -324,6 +324,12 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
     of, sizing = answer.serving, sizing or answer.sizing
     if answer.sizing is not None and answer.load is not None:
         headline = "; ".join(sized_lines(answer))
+    elif answer.load is not None:
+        first_s, next_s = (answer.load.to_json()[name] for name in ("ttft_s", "tpot_s"))
+        headline = (
+            f"first token after {duration(first_s['p50'])} (p99 {duration(first_s['p99'])}), a token after it "
+            f"{duration(next_s['p50'])} (p99 {duration(next_s['p99'])})"
+        )
     elif answer.max_sequences:
         headline = (
             f"first token after {duration(answer.first_token_s)}, room for {answer.max_sequences:,} "

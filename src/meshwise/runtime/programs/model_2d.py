@@ -178,12 +178,12 @@ def forward(
     """
     import torch
 
-    from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
+    from meshwise.runtime.programs.gradient_collectives import all_gather, reduce_scatter
 
     op = context.recorder.op
     for number, (weight_in, weight_out) in enumerate(layers):
         with op("input"):
-            gathered = all_gather_single(x, 0, group)
+            gathered = all_gather(x, group)
         if number == 0:
             weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
             context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
@@ -193,7 +193,7 @@ def forward(
             context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
         with op("output"):
             partial = torch.mm(inter, weight_out)
-            summed = reduce_scatter_single(partial, "sum", 0, group)
+            summed = reduce_scatter(partial, group)
         with op("residual"):
             x = x + summed
         del gathered, inter, partial, summed

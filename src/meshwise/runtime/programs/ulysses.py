@@ -139,7 +139,7 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
 
     from meshwise.runtime.programs.attention_kernels import Attend, SoftmaxInPlace
     from meshwise.runtime.programs.functions import Project
-    from meshwise.runtime.torch_private import all_to_all_single
+    from meshwise.runtime.programs.gradient_collectives import all_to_all
 
     op, step, num = context.recorder.op, context.step, context.world_size
     exchange = context.mesh(ulysses=num).get_group("ulysses")
@@ -149,7 +149,7 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
     spread, gathered = "[P, h/P, N/P, d/h]", "[h/P, N, d/h]"
 
     def dealt(tensor: torch.Tensor) -> torch.Tensor:
-        return all_to_all_single(tensor, None, None, exchange)
+        return all_to_all(tensor, exchange)
 
     def to_heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(name):
