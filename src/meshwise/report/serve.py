@@ -327,8 +327,8 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
     elif answer.load is not None:
         first_s, next_s = (answer.load.to_json()[name] for name in ("ttft_s", "tpot_s"))
         headline = (
-            f"first token after {duration(first_s['p50'])} (p99 {duration(first_s['p99'])}), a token after it "
-            f"{duration(next_s['p50'])} (p99 {duration(next_s['p99'])})"
+            f"first token after {duration(first_s['p50'])} (p99 {duration(first_s['p99'])}), "
+            f"a token after it {duration(next_s['p50'])} (p99 {duration(next_s['p99'])})"
         )
     elif answer.max_sequences:
         headline = (
