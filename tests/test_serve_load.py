@@ -309,6 +309,26 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
         assert (found[name] if name in found else getattr(plan_or_engine, name)) == value, name
 
 
+def test_pools_decode_what_their_recipe_states() -> None:
+    """Three workers of eight, as `ctx1_gen3_tep16_batch8` says: of 30 clients six wait for a place."""
+    pools = {
+        f"{pool}_{name}": value
+        for pool, degrees in {"prefill": ("1", "1", "16", "16"), "decode": ("3", "16", "1", "16")}.items()
+        for name, value in zip(("workers", "tp", "attention_dp", "moe_ep"), degrees, strict=True)
+    }
+    row = INFERENCEX["row"] | pools | {
+        "mode": "disagg", "system": "h100_sxm", "precision": "fp8", "concurrency": "30",
+        "prefill_moe_tp": "1", "decode_moe_tp": "1", "measured": "2026-02-08",
+    }  # fmt: skip
+    assert measured.point(row).engine.max_sequences == 8
+    assert measured.point(row | {"concurrency": "60"}).engine.max_sequences == 16
+    served = measured.simulated(row).simulated
+    assert served.peak_sequences == 24
+    tokens_s = float((served.last_s - served.first_s).sum())
+    running = tokens_s / served.span_s
+    assert 20 < running < 24
+
+
 def test_prompts_of_a_gap_analysis_come_again() -> None:
     row = INFERENCEX["row"] | {
         "backend": "vllm",

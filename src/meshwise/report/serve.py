@@ -33,6 +33,8 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
     if answer.sizing is not None and answer.load is not None:
         yield from _sized(answer, document)
     else:
+        if answer.sizing is not None and not answer.sizing.choices:
+            yield from _no_layout(answer.sizing)
         yield from _one(answer, document)
     if answer.sizing is not None and answer.has_details:
         yield from _details(answer.sizing)
@@ -58,6 +60,14 @@ def _sized(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Secti
     else:
         yield "simulated:"
         yield choices_table(found["simulated"][-4:])
+
+
+def _no_layout(sizing: Sizing) -> Iterator[str]:
+    """That nothing keeps the limits, and which limits something would."""
+    yield "no layout of this cluster fits and keeps the limits"
+    if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
+        least = f"{duration(sizing.least_ttft_s)}, of a token {duration(sizing.least_tpot_s)}"
+        yield f"the least of a first token is {least}; allow more than that"
 
 
 def sized_lines(answer: ServingAnswer) -> Iterator[str]:
@@ -210,11 +220,6 @@ def _details(sizing: Sizing) -> Iterator[Section]:
     if document["simulated"]:
         yield "simulated, of each kind the cheapest first:"
         yield choices_table(document["simulated"])
-    elif not sizing.choices:
-        yield "no layout of this cluster fits and keeps the limits"
-        if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
-            least = f"{duration(sizing.least_ttft_s)}, of a token {duration(sizing.least_tpot_s)}"
-            yield f"the least of a first token is {least}; allow more than that"
     every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
     if document["pareto"]:
         yield "trade-offs, in closed form:"

@@ -31,6 +31,7 @@ _CONSTANTS = fitted().constants
 class Engine:
     """The scheduler of an engine; tokens and sequences are those of one attention group (dp rank).
 
+    `max_sequences` generate at once; a pool of prompts alone is limited by `max_tokens`.
     `reserve_frac`: share of a request's output that must have room in the cache when it is admitted.
     `graph_sizes`: decode batches for which a CUDA graph was captured; others are padded up to the next of
     these where the engine `pads_batches`, or launched kernel by kernel. Without any, all are captured.

@@ -50,19 +50,20 @@ def is_row(row: Mapping[str, str]) -> bool:
     return _lengths(row) in LENGTHS
 
 
-def script(row: Mapping[str, str], model: str, layout: ServingLayout) -> BenchmarkScript:
-    """The script of a row that states `layout`; of other clients and of two pools, what all start with."""
+def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: int = 1) -> BenchmarkScript:
+    """The script of a row that states `layout` of `workers`, of two pools those that decode."""
     kv_dtype = "bf16" if row["precision"] == "bf16" else "fp8"
-    if not is_row(row) or row["mode"] != "agg":
+    if not is_row(row):
         return BenchmarkScript(layout, kv_dtype, "", {})
+    is_one_pool = row["mode"] == "agg"
     stated: dict[str, Any] = {
         "engine": row["backend"], "model": model, "precision": row["precision"], "system": row["system"],
         "lengths": _lengths(row), "clients": int(row["concurrency"]), "day": row.get("measured", ""),
     }  # fmt: skip
-    if "" < stated["day"] <= _catalog()["layouts_until"]:
+    if is_one_pool and "" < stated["day"] <= _catalog()["layouts_until"]:
         layout = _spread(layout, _ruled("layouts", stated | {"tp": layout.tp}).get("spreads", ""))
-    degrees = {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep}
-    found = _ruled("rules", stated | degrees | {"kv_dtype": kv_dtype, "drafts": 0})
+    stated |= {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep, "workers": workers}
+    found = _ruled("rules" if is_one_pool else "pools", stated | {"kv_dtype": kv_dtype, "drafts": 0})
     settings = {each.name: found[each.name] for each in fields(Engine) if each.name in found}
     if "max_tokens" in settings:
         settings["max_tokens"] = _max_tokens(settings["max_tokens"], row)

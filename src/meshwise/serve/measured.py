@@ -53,12 +53,13 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
         raise DataError(f"column {bad[0]}: {row[bad[0]]!r} is not above 0")
     name, model = row["model"].lower().rpartition("/")[2], find_model(row["model"])
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
-    scripts = [inferencex.script(row, name, _layout(row, pool)) for pool in pools]
+    layouts = [_layout(row, pool) for pool in pools]
+    workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
+    scripts = [inferencex.script(row, name, layout, workers[-1]) for layout in layouts]
     *first, last = (
         _instance(row, pool, model, script, prompt, output)
         for pool, script in zip(pools, scripts, strict=True)
     )
-    workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
     engine = _launched(row, scripts[-1])
     if scripts[-1].speculate:
         last = speculating(last, scripts[-1].speculate)

@@ -133,8 +133,19 @@ def settled(
         if grows and ((grew and is_long) or is_last):
             return _growing(found, served), served, requests
         if found.is_settled or is_last:
-            return found, served, requests
+            return _of_all_that_come(found, stream), served, requests
         num, grew = 2 * num, grows
+
+
+def _of_all_that_come(found: CountedWindow, stream: RequestStream) -> CountedWindow:
+    """`found` with the rate that was asked for: a settled server serves all that come.
+
+    What a window of some hundred random arrivals counts is a few percent off.
+    """
+    if not (found.is_settled and stream.rate and found.requests_per_s):
+        return found
+    tokens_per_s = found.output_tokens_per_s * stream.rate / found.requests_per_s
+    return replace(found, requests_per_s=stream.rate, output_tokens_per_s=tokens_per_s)
 
 
 def _growing(found: CountedWindow, served: Served) -> CountedWindow:
