@@ -89,7 +89,7 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     """One notch of MORE_TRAFFIC further the limits break, as longer simulations say too."""
 
     def stream(rate: float) -> RequestStream:
-        return RequestStream(lambda num: at_rate(rate, Lengths(**LENGTHS), num=num), rate, most=16_000)
+        return RequestStream(lambda num: at_rate(rate, Lengths(**LENGTHS), num=num), rate, most=8_000)
 
     asked = Wanted(requests=stream(30.0), limits=LatencyLimits(0.5, 0.02), pools="one")
     make = partial(est.serving, find_model("llama3-8b"), **LENGTHS)
