@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, message, write_trace
+from meshwise.trace.critical_path import critical_path
 from meshwise.trace.events import collective_kind
 from meshwise.trace.operators import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
@@ -294,3 +295,24 @@ def test_gloo_reduces_all_to_scatter(tmp_path):
         ]
         write_trace(tmp_path / f"rank-{rank}.json", events, rank, 2)
     assert [one.name for one in summarize_paths([tmp_path]).collectives] == ["reduce_scatter", "all_reduce"]
+
+
+def test_worker_threads_may_begin_calls_in_another_order(tmp_path):
+    """Two calls go to two threads of gloo; on every second rank and step the later one begins first."""
+    num = 4
+    for rank in range(num):
+        events = []
+        for step in range(6):
+            at, late = 1000.0 * step, 300.0 * (rank == 2)
+            ends = (at + 400, at + 420)
+            events.append(host("user_annotation", f"ProfilerStep#{step}", at, 990))
+            events += [host("cpu_op", "c10d::allreduce_", at + 10 + late, 2)]
+            events += [host("cpu_op", "c10d::alltoall_base_", at + 20 + late, 2)]
+            first = 30 + late, 32 + late
+            begins = first if (rank + step) % 2 else first[::-1]
+            for name, begin, end, tid in zip(("all_reduce", "all_to_all"), begins, ends, (2, 3), strict=True):
+                events.append(host("user_annotation", f"gloo:{name}", at + begin, end - at - begin, tid))
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, num)
+    found = summarize_paths([tmp_path])
+    assert len(found.collectives) == 12 and all(one.num_ranks == num for one in found.collectives)
+    assert found.findings[0].ranks == (2,) and critical_path(found).what_if

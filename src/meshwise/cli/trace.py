@@ -208,7 +208,7 @@ def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 15) ->
 def table(
     found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", rank: int | None = None, limit: int = 15
 ) -> Found:
-    """Show the profiler's table of each rank, and of all. It has fourteen columns.
+    """Show the profiler's table of each rank, and of all.
 
     Args:
         sort: cpu or cuda.

@@ -1,4 +1,5 @@
-"""PyTorch's table of fourteen columns for one rank.
+"""PyTorch's table of one rank, of fourteen columns at most: none of a device that did nothing, nor of memory
+where no allocation was recorded.
 
 The fourteen are self CPU % and time, CPU total % and time, CPU time a call, self device time and %, device
 total and time a call, memory on CPU and device (all and self), and the number of calls. Percentages are of
@@ -51,11 +52,15 @@ def profile_table(
     columns: Fields = {
         **{"Name": "name", "Self CPU %": share("self_cpu_s", cpu_s), "Self CPU": time("self_cpu_s")},
         **{"CPU total %": share("cpu_s", cpu_s), "CPU total": time("cpu_s")},
-        **{"CPU time avg": time("cpu_s", per_call=True), "Self CUDA": time("self_device_s")},
-        **{"Self CUDA %": share("self_device_s", device_s), "CUDA total": time("device_s")},
-        **{"CUDA time avg": time("device_s", per_call=True), "CPU Mem": memory("cpu_bytes")},
-        **{"Self CPU Mem": memory("self_cpu_bytes"), "CUDA Mem": memory("device_bytes")},
-        **{"Self CUDA Mem": memory("self_device_bytes"), "# of Calls": "count"},
+        "CPU time avg": time("cpu_s", per_call=True),
     }
+    if device_s:
+        columns |= {"Self CUDA": time("self_device_s"), "Self CUDA %": share("self_device_s", device_s)}
+        columns |= {"CUDA total": time("device_s"), "CUDA time avg": time("device_s", per_call=True)}
+    if any(row.cpu_bytes for row in rows):
+        columns |= {"CPU Mem": memory("cpu_bytes"), "Self CPU Mem": memory("self_cpu_bytes")}
+    if any(row.device_bytes for row in rows):
+        columns |= {"CUDA Mem": memory("device_bytes"), "Self CUDA Mem": memory("self_device_bytes")}
+    columns["# of Calls"] = "count"
     ordered = sorted(rows, key=lambda row: -(row.cpu_s if sort_by == "cpu" else row.device_s))
     return records_table(title, ordered[:limit], columns)

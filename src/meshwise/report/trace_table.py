@@ -155,10 +155,10 @@ def _collectives(summary: Summary, limit: int) -> Table:
 
 
 def joint_table(rows: Sequence[AcrossRanks], title: str, *, limit: int) -> Table:
-    """Spread, imbalance and straggler over the ranks of each name and quantity."""
+    """Mean, largest and whose that is over the ranks, of each name and quantity."""
     columns: Fields = {
-        **{"name": "name", "quantity": "quantity", "min": "min_s", "mean": "mean_s", "max": "max_s"},
-        **{"imbalance": lambda row: f"{row.imbalance:.3f}", "straggler": "straggler"},
+        **{"name": "name", "quantity": "quantity", "mean": "mean_s", "max": "max_s"},
+        **{"max/mean": lambda row: f"{row.imbalance:.2f}", "straggler": "straggler"},
     }
     return records_table(title, rows[:limit], columns, left=("name", "quantity"))
 

@@ -12,8 +12,9 @@ r,
     S[c, r] = max(E[p, r] + W[c, r], E[q, r])      E[c, r] = max over the ranks of S[c, .] + x[c, r]
 
 p is the collective whose end rank r's work before c goes back to (by the same rule), W the time since, q the
-call before c in the same group, and x the transfer. As measured, W and x give the measured end exactly. With
-some of them changed, they give the end of a job that is late nowhere, or transfers at no cost.
+call of the same group that ended last before c began, and x the transfer. As measured, W and x give the
+measured end exactly. With some of them changed, they give the end of a job that is late nowhere, or whose
+transfers cost nothing.
 """
 
 from __future__ import annotations
@@ -219,14 +220,14 @@ def _network(ranks: Sequence[_Rank], shared: Sequence[Collective]) -> _Network |
         node[at] = np.arange(first, first + len(at))
         ends = np.append(one.end, one.start[0])
         previous = np.full(len(at), total + len(ranks))
-        latest: dict[str, int] = {}
-        for k, call in enumerate(one.call[at].tolist()):
-            previous[k] = latest.get(shared[call].group, total + len(ranks))
-            latest[shared[call].group] = first + k
+        start, end = one.start[at], one.end[at]
+        group = np.array([shared[call].group for call in one.call[at].tolist()])
+        for name in np.unique(group):
+            same = np.flatnonzero(group == name)
+            ended = _ended_before(start[same], end[same])
+            previous[same[ended >= 0]] = first + same[ended[ended >= 0]]
         back, last = one.back[at], int(one.end.argmax())
-        columns.append(
-            [one.call[at], np.full(len(at), i), node[back], previous, ends[back], one.start[at], one.end[at]]
-        )
+        columns.append([one.call[at], np.full(len(at), i), node[back], previous, ends[back], start, end])
         up = last if one.call[last] >= 0 else int(one.back[last])
         tails.append((int(node[up]), int(one.end[last] - ends[up])))
     call, rank, parent, previous, since, start, end = (np.concatenate(c) for c in zip(*columns, strict=True))

@@ -150,7 +150,7 @@ def findings(
 
     holders = [one for one in holders if not is_told(one)]
     single = sorted([*holders, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
-    return [*(single or _undecided(job, undecided)), *_host_bound(job), *_exposed(job)]
+    return [*(single or _undecided(job, undecided)), *_host_bound(job), *_exposed(job, named=bool(single))]
 
 
 def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
@@ -341,8 +341,11 @@ def _host_bound(job: _TracedJob) -> list[Finding]:
     return [job.finding("host bound", text, seconds, (one.rank for one in job.partitions))]
 
 
-def _exposed(job: _TracedJob) -> list[Finding]:
-    """Communication that no compute hides, on average over the ranks: on the wire, and waiting."""
+def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:
+    """Communication that no compute hides, on average over the ranks: on the wire, and waiting.
+
+    Where no rank is `named`, it says whom the others wait for longest.
+    """
     wait, transfer, span_s = job.mean_s("wait"), job.mean_s("transfer"), job.mean_s(*PARTS)
     if wait + transfer < _EXPOSED_FRAC * span_s:
         return []
@@ -350,4 +353,8 @@ def _exposed(job: _TracedJob) -> list[Finding]:
         f"communication that no compute hides takes {(wait + transfer) / span_s:.1%} of the span: "
         f"{duration(transfer)} on the wire, {duration(wait)} waiting for late ranks"
     )
+    awaited = [row for row in stragglers(job.collectives) if row.awaited_s]
+    if awaited and not named:
+        most, num = max(awaited, key=lambda row: row.awaited_s), sum(row.num_last for row in awaited)
+        text += f" (longest for rank {most.rank}, last in {most.num_last} of {num} calls)"
     return [job.finding("exposed communication", text, wait + transfer, (one.rank for one in job.partitions))]

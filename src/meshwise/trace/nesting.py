@@ -3,14 +3,15 @@
 On one thread events nest: the parent of an event is the shortest one that encloses it. A kernel belongs to
 the runtime call that launched it (same correlation id), and through it to every operator and section that
 was open on that thread; where a trace lacks the call, the operator with the same external id stands in.
-Gloo's transfers run on worker threads and begin in the order of the `c10d::` calls: the k-th transfer was
-launched by the k-th call (of its kind, where their numbers differ). So a section's device time holds its
-communication, which the profiler's own totals leave out.
+Gloo's transfers run on worker threads, which may begin them in another order than they were called in: the
+k-th transfer of a kind was launched by the k-th `c10d::` call of that kind (the k-th of all where gloo names
+its work otherwise than the calls). So a section's device time holds its communication, which the profiler's
+own totals leave out.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -92,15 +93,15 @@ def _link_in_order(trace: Trace, launcher: Ints) -> None:
     moved = trace.where(Kind.HOST_COMMUNICATION).tolist()
     starts = trace.named(lambda name: name.startswith("c10d::"))
     calls = np.flatnonzero(starts & (trace.kind == Kind.CPU_OP)).tolist() if moved else []
-    if len(moved) == len(calls):
+    moved_kinds, called_kinds = ([collective_kind(trace.name(i)) for i in of] for of in (moved, calls))
+    if len(moved) == len(calls) and Counter(moved_kinds) != Counter(called_kinds):
         launcher[moved] = calls
         return
     by_kind: dict[str, deque[int]] = defaultdict(deque)
-    for i in calls:
-        by_kind[collective_kind(trace.name(i))].append(i)
-    for i in moved:
-        alike = by_kind[collective_kind(trace.name(i))]
-        launcher[i] = alike.popleft() if alike else -1
+    for kind, i in zip(called_kinds, calls, strict=True):
+        by_kind[kind].append(i)
+    for kind, i in zip(moved_kinds, moved, strict=True):
+        launcher[i] = by_kind[kind].popleft() if by_kind[kind] else -1
 
 
 def _look_up(launcher: Ints, events: Ints, ids: Ints, candidates: Ints) -> None:

@@ -1,4 +1,4 @@
-"""The communications of one rank, in the order of time, with what the trace tells of each.
+"""The communications of one rank, in the order in which they were called, with what the trace tells of each.
 
 NCCL kernels carry their collective, elements, dtype and process group (PyTorch since 2.4); older ones only
 a name, and the operators around their launch know more. Gloo records name and shapes; a trace captured
@@ -91,7 +91,7 @@ class _Recorded(msgspec.Struct):
 
 
 def transfers(trace: Trace, marked: Marks | None = None) -> list[Transfer]:
-    """The selected communications of one rank in the order of their start, each with its step of `marked`."""
+    """The selected communications of one rank as it called them, each with its step of `marked`."""
     found = _kernels(trace) if trace.has_device else _host(trace)
     if trace.selected is not None:
         found = [one for one in found if trace.selected[one.event]]
@@ -184,7 +184,8 @@ def _host(trace: Trace) -> list[Transfer]:
         ends_ns, buffered = (int(trace.start_ns[i]), int(end_ns[i])), kind in POINT_TO_POINT
         one = Transfer(i, kind, *about, *ends_ns, source, destination, is_buffered=buffered)
         found.append(replace(one, payload_bytes=0.0) if kind == "barrier" else one)
-    return found
+    launched = launched_ns(trace)  # worker threads may begin them in another order
+    return sorted(found, key=lambda one: int(launched[one.event]))
 
 
 def _recorded_call(trace: Trace, call: _Recorded, kind: str) -> _Call:
