@@ -159,6 +159,8 @@ def words(draw: st.DrawFn) -> list[str]:
 @example(["frontier", "layer", *BASES["frontier", "layer"][2:], "--d-in", "1e-320"])
 @example(["frontier", "layer", *BASES["frontier", "layer"], "--bytes", "1e308"])
 @example(["trace", "bandwidth", LONG_NAME])
+@example(["trace", "report", GLOO, "-o", "x.html", "--ranks", "0"])
+@example(["serve", "llama3-8b", *H100, "--plan", "tp=4", "--images", str(10**400)])
 @example(["estimate", "bad\x0bname", *H100])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--concurrency", str(10**12)])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--requests", "/dev/full"])

@@ -160,7 +160,7 @@ def path(found: Summary, *, limit: int = 15) -> Found:
     from meshwise.report.trace_table import path_tables
     from meshwise.trace.critical_path import critical_path
 
-    if len(found.ranks) < len(found.hosts):
+    if not found.has_all_ranks:
         raise DataError("the critical path goes through all ranks; leave --ranks out")
     critical = critical_path(found)
     return asdict(critical), path_tables(critical, limit=limit)

@@ -162,6 +162,11 @@ _Record = TypeVar("_Record", Level, Chip, Cluster)
 def _record(kind: type[_Record], stated: dict[str, Any], at: str) -> _Record:
     """The level, chip or cluster whose fields are `stated`; tables in them are read already."""
     _check_fields(kind, stated, at)
+    return _converted(kind, stated, at)
+
+
+def _converted(kind: type[_Record], stated: dict[str, Any], at: str) -> _Record:
+    """The same of fields that are checked by name."""
     try:
         return msgspec.convert(stated | {"checked": _date(stated)} if "checked" in stated else stated, kind)
     except msgspec.ValidationError as error:
@@ -239,7 +244,7 @@ def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
     at = f"{where}, chip {name!r}"
     _check_fields(Chip, {"name": name, "levels": levels} | stated, at)
     links = _levels(stated.get("levels") or levels, at)
-    chip = _record(Chip, {"name": name} | stated | {"levels": links}, at)
+    chip = _converted(Chip, {"name": name} | stated | {"levels": links}, at)
     for what in ("matrix_flop_per_s", "vector_flop_per_s"):
         for dtype, rate in getattr(chip, what).items():
             if dtype not in DTYPE_BYTES:

@@ -55,7 +55,7 @@ def with_inputs(model: Model, inputs: Inputs) -> Model:
     known = {tower.name for tower in model.towers}
     for option, (name, number) in wanted.items():
         if not 0 <= number <= _MOST:
-            raise WorkloadError(f"{option}={number:g} must be at least 0 and at most {_MOST}")
+            raise WorkloadError(f"{option} must be at least 0 and at most {_MOST}")
         if number and name not in known:
             counted = any(part.startswith(name) for part, _ in model.left_out)
             reason = f"the {name} tower is counted, not priced" if counted else f"it has no {name} tower"

@@ -51,7 +51,8 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     others = [one.text for one in summary.findings[1:]]
     sections: list[Section] = [Text("Findings", others)] if others else []
     sections += _over_time(summary) if summary.partitions else []
-    sections += path_tables(critical_path(summary), limit=MOST_ROWS)
+    if summary.has_all_ranks:
+        sections += path_tables(critical_path(summary), limit=MOST_ROWS)
     sections += _memory(summary)
     sections += _rates(summary, cluster)
     sections += summary_tables(summary, limit=MOST_ROWS)

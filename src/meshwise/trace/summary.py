@@ -51,6 +51,11 @@ class Summary(Shown):
     rows_in: ClassVar[str] = "ranks"
 
     @property
+    def has_all_ranks(self) -> bool:
+        """Whether no ranks were chosen, so that causes can be followed from rank to rank."""
+        return len(self.ranks) == len(self.hosts)
+
+    @property
     def outliers(self) -> list[Outlier]:
         """Ranks and groups of ranks that differ from the rest."""
         return outliers(self.partitions, self.hosts, self.collectives)
