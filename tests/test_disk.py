@@ -71,7 +71,6 @@ ELSEWHERE = {
     ("rl", "--html"): "written as all pages are",
     ("sweep", "--csv"): "written as all tables are",
     ("sweep", "--plot"): "written as all figures are",
-    ("frontier sensitivity", "--plot"): "written as all figures are, but takes six seconds",
     ("calibrate", "--out"): "test_calibrate_from.py",
     ("profile", "--out"): "test_profile.py",
 }

@@ -33,10 +33,8 @@ from meshwise.published.frontier.run import (
     RUN_UTILIZATION,
     Frontier,
     best_runs,
-    failure_sensitivity,
     frontier,
     search_grid,
-    sensitivity,
 )
 from meshwise.published.frontier.step import (
     Split,
@@ -339,16 +337,6 @@ def test_goodput_is_what_a_simulation_of_interruptions_keeps() -> None:
             continue
         kept += interval_s * (left // (interval_s + write_s))
     assert float(goodput(interval_s, mean_s, write_s, restart_s)) == pytest.approx(kept / clock, rel=0.02)
-
-
-def test_sensitivity_varies_every_choice_and_starts_with_the_run_itself() -> None:
-    device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
-    rows = sensitivity(device, training_flop=FEW[4:5])
-    assert rows[0]["choice"] == "as given"
-    choices = {row["choice"] for row in rows[1:]}
-    assert choices >= {"tokens", "depth", "batch", "schedule", "hops", "duration_s"}
-    failing = failure_sensitivity(device, training_flop=FEW[:2])
-    assert failing[-1]["plateau"] >= failing[0]["plateau"]
 
 
 # --- bad input ------------------------------------------------------------------------------------------

@@ -78,7 +78,6 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("rl",): RL.split(),
     ("frontier", "layer"): ["--d-in", "64", "--d-out", "64", "--batch", "64", "--chip", "h100-80g-sxm"],
     ("frontier", "run"): ["--chip", "h100-80g-sxm"],
-    ("frontier", "sensitivity"): ["--chip", "h100-80g-sxm"],
     ("collective",): ["all_reduce", "--cluster", "h100-80g-sxm:64"],
     ("launch",): [*MODEL[1:], *["--plan", "zero=3", "--batch", "8", "--seq", "128", "--to", "megatron-lm"]],
     ("explain",): [GLOO, *MODEL, "--batch", "8", "--seq", "128"],
@@ -96,7 +95,7 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("trace", "rates"): [GPU],
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
-SLOW = (("frontier", "run"), ("frontier", "sensitivity"), ("eval-lm",), ("rl",))
+SLOW = (("frontier", "run"), ("eval-lm",), ("rl",))
 """Verbs that take 0.1 to 6 s: drawn less often."""
 LONG_NAME = "a" * 3000
 ELSEWHERE = ("run", "dryrun", "compare", "profile", "sweep", "web", "fit")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from meshwise.core.units import with_prefix
-from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
+from meshwise.cost.failures import Failures
+from meshwise.published.frontier.assumptions import (
+    LATENCIES,
+    OPTIONS,
+    Assumptions,
+    assumptions,
+    latency_wall_flop,
+    sizes,
+)
 from meshwise.published.frontier.device import Device, find_device
-from meshwise.published.frontier.run import RUN_UTILIZATION, failure_sensitivity, frontier, sensitivity
+from meshwise.published.frontier.laws import KINDS, law_names
+from meshwise.published.frontier.run import RUN_UTILIZATION, frontier
 from meshwise.published.frontier.step import all_reduce_latency_s
-from meshwise.report.frontier import flop, picture, sensitivity_picture
+from meshwise.report.frontier import flop, picture
 from meshwise.report.pages import draw
 
 CHIPS = ("v100-16g-sxm", "a100-80g-sxm", "h100-80g-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72")
+COARSE = 10 ** np.linspace(24, 33, 46)
+"""Training computes of a table of choices: five to a decade."""
 
 
 def chips_table(found: list) -> str:
@@ -31,12 +45,55 @@ def chips_table(found: list) -> str:
     return "\n".join(lines)
 
 
-def rows_table(rows: list) -> str:
-    lines = ["| choice | value | 80 % of the plateau up to | wall |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {row['choice']} | {row['value']} | {flop(row['limit_80pct_flop'])} | {flop(row['wall_flop'])} |"
-        for row in rows
+def choices_table(device: Device) -> str:
+    """The limits with one choice changed at a time."""
+    run = Assumptions()
+    known = {kind: law_names(kind) for kind in KINDS} | OPTIONS
+    known |= {
+        "duration_s": [factor * run.duration_s for factor in (1 / 3, 2, 3)],
+        "elem_bytes": [1, 4],
+        "num_experts": [8],
+        "sequential_maps": [4],
+    }
+    changes = [(name, value, {name: value}) for name, values in known.items() for value in values]
+    changes += [
+        ("all latencies", f"x {factor}", {name: factor * getattr(run, name) for name in LATENCIES})
+        for factor in (0, 0.5, 2)
     ]
+    given = {kind: getattr(run, kind).name for kind in KINDS} | {name: getattr(run, name) for name in OPTIONS}
+    rows = [("as given", "", frontier(device, run, training_flop=COARSE).ideal)]
+    rows += [
+        (name, value, frontier(device, assumptions(**change), training_flop=COARSE).ideal)
+        for name, value, change in changes
+        if given.get(name) != value
+    ]
+    return limits_table(rows)
+
+
+def failures_table(device: Device) -> str:
+    """The limits with failures, one rate of them better at a time, then all."""
+    known = Failures.llama3()
+    better = {
+        "device_s_between_interruptions": ("x 10", 10 * known.device_s_between_interruptions),
+        "restart_s": ("/ 10", known.restart_s / 10),
+        "storage_bytes_per_s": ("x 10", 10 * known.storage_bytes_per_s),
+    }
+    values = {name: value for name, (_, value) in better.items()}
+    changes = [("with failures", "as given", {})]
+    changes += [(name, factor, {name: value}) for name, (factor, value) in better.items()]
+    changes += [("all three", "10 times better", values)]
+    found = [
+        (name, text, frontier(device, failures=replace(known, **change), training_flop=COARSE).with_failures)
+        for name, text, change in changes
+    ]
+    return limits_table(found)
+
+
+def limits_table(rows: list) -> str:
+    lines = ["| choice | value | 80 % of the plateau up to | wall |", "| --- | --- | --- | --- |"]
+    for name, value, limits in rows:
+        text = value if isinstance(value, str) else f"{value:.4g}"
+        lines.append(f"| {name} | {text} | {flop(limits.limit_80pct_flop)} | {flop(limits.wall_flop)} |")
     return "\n".join(lines)
 
 
@@ -97,16 +154,14 @@ def main() -> None:
     h100 = found[CHIPS.index("h100-80g-sxm")]
     draw(h100, here / "frontier_h100.png")
     draw(picture(found), here / "frontier_chips.png")
-    rows = sensitivity(h100.device)
-    draw(sensitivity_picture(rows), here / "frontier_sensitivity.png")
     model = sizes(h100.run, h100.ideal.limit.training_flop)
     print(
         f"at the limit: {float(model.params):.3g} parameters, {float(model.layers):.0f} layers of width "
         f"{float(model.width):.0f}, {h100.ideal.limit.step_s:.2f} s a step, an interruption every "
         f"{h100.failures.interruption_s(h100.ideal.limit.devices):.0f} s"
     )
-    tables = (curve_table(h100), chips_table(found), rows_table(rows))
-    print(*tables, rows_table(failure_sensitivity(h100.device)), walls(), gtx_580(), sep="\n\n")
+    tables = (curve_table(h100), chips_table(found), choices_table(h100.device))
+    print(*tables, failures_table(h100.device), walls(), gtx_580(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`meshwise frontier`: one layer, a whole run, and the sensitivity of the answer to its assumptions."""
+"""`meshwise frontier`: one layer, and a whole run."""
 
 from __future__ import annotations
 
@@ -109,38 +109,6 @@ def run(
         _show(document, "run", json)
 
 
-@takes(api.frontier)
-def sensitivity(
-    *,
-    chip: str,
-    settings: list[str] | None = None,
-    plot: Path | None = None,
-    json: bool = False,
-    months: float | None = None,
-    utilization: float = 0.7,
-) -> None:
-    """Change one choice at a time and find the limits again.
-
-    Args:
-        settings: KEY=VALUE that replaces a law, an option or a number; repeatable.
-        plot: Draw to this .png, .svg, .pdf or .html file.
-    """
-    from meshwise.published.frontier import failure_sensitivity, find_device, settings_of
-    from meshwise.published.frontier import sensitivity as vary
-
-    run_settings, failures = settings_of(months, _pairs(settings))
-    device = find_device(chip, utilization=utilization)
-    rows = vary(device, run_settings)
-    failure_rows = failure_sensitivity(device, run_settings, failures)
-    if plot is not None:
-        from meshwise.report.frontier import sensitivity_picture
-        from meshwise.report.pages import draw
-
-        draw(sensitivity_picture(rows), plot)
-    document = {"device": device.name, "rows": rows, "with_failures": failure_rows}
-    _show(document, "sensitivity", json)
-
-
 def _show(document: dict[str, Any], what: str, json: bool) -> None:
     if json:
         print_json(document)
@@ -165,4 +133,4 @@ def _pairs(settings: list[str] | None) -> dict[str, str]:
     return pairs
 
 
-COMMANDS = (layer, run, sensitivity)
+COMMANDS = (layer, run)

@@ -128,30 +128,6 @@ def draw_frontiers(frontiers: Sequence[Frontier], path: Path) -> None:
         draw_picture(picture(frontiers), path)
 
 
-def sensitivity_picture(rows: Sequence[dict[str, Any]]) -> plot.Picture:
-    """How far each choice moves the limit and the wall from those of the first of `rows`."""
-    base, others = rows[0], rows[1:]
-    marks: list[plot.Mark] = []
-    for key, name, color in (
-        ("limit_80pct_flop", "80 % of the plateau", plot.COLORS[0]),
-        ("wall_flop", "wall", FAILURE_COLOR),
-    ):
-        if (start := base[key]) is None:
-            continue
-        names = [f"{row['choice']}: {row['value']}" for row in others]
-        moved = [(row[key] or start) - start for row in others]
-        marks += [
-            plot.Bars(names, moved, [color] * len(names), [start] * len(names), name),
-            plot.Bound(start, color=color),
-        ]
-    finding = (
-        "From the line to the end of a bar: what another choice changes. No bar: nothing, or out of reach."
-    )
-    height = 60 + 24 * len(others)
-    title = "How far each choice moves the limits"
-    return plot.Picture([[plot.Chart(title, marks, _COMPUTE, finding=finding, height=height)]])
-
-
 def _split(point: Point) -> str:
     plan = point.plan or {}
     return (
@@ -239,20 +215,6 @@ def run_parts(document: dict[str, Any]) -> Iterator[Section]:
             power = f", {with_prefix(watts, 'W', 3)}, {with_prefix(joules, 'J', 3)}" if watts else ""
             devices = with_prefix(limit["devices"], "", 3)
             yield f"  there: {devices} devices, {duration(limit['training_s'])}{power}{price}"
-
-
-def sensitivity_parts(document: dict[str, Any]) -> Iterator[Section]:
-    """The limits with one choice changed at a time."""
-    for title, rows in (("without failures", document["rows"]), ("", document["with_failures"])):
-        cells = [
-            (
-                *(row["choice"], row["value"], f"{row['plateau']:.1%}"),
-                *(flop(row["limit_80pct_flop"]), flop(row["wall_flop"])),
-            )
-            for row in rows
-        ]
-        columns = ("choice", "value", "plateau", "80 % limit", "wall")
-        yield Table(title, columns, cells, left=columns[:2])
 
 
 def flop(value: float | None) -> str:

@@ -14,9 +14,7 @@ from meshwise.published.frontier.run import (
     Frontier,
     Limits,
     Point,
-    failure_sensitivity,
     frontier,
-    sensitivity,
     settings_of,
 )
 
@@ -28,10 +26,8 @@ __all__ = [
     "Limits",
     "LinearLayer",
     "Point",
-    "failure_sensitivity",
     "find_device",
     "frontier",
     "layer_document",
-    "sensitivity",
     "settings_of",
 ]

@@ -32,7 +32,7 @@ from meshwise.published.frontier.assumptions import (
     sizes,
 )
 from meshwise.published.frontier.device import Device
-from meshwise.published.frontier.laws import KINDS, find_law, law_names
+from meshwise.published.frontier.laws import KINDS
 from meshwise.published.frontier.layer import share_domain
 from meshwise.published.frontier.step import (
     LayerStreams,
@@ -392,74 +392,4 @@ def power_and_cost(
         "energy_j": point.devices * watts * point.training_s if watts else None,
         "device_hours": device_hours,
         "price": device_hours * price_per_device_hour,
-    }
-
-
-# --- sensitivity --------------------------------------------------------------------------------------
-
-
-SENSITIVITY_FLOP = 10 ** np.linspace(24, 33, 46)
-"""Training computes of the curves of a sensitivity: five to a decade."""
-
-
-def sensitivity(
-    device: Device, run: Assumptions | None = None, training_flop: Num = SENSITIVITY_FLOP
-) -> list[dict[str, Any]]:
-    """Plateau and limits without failures, one choice changed at a time: a row for each.
-
-    Every named law and option is tried, and every number of the run at other values. The first row
-    is `run` itself.
-    """
-    run = Assumptions() if run is None else run
-    laws = [(kind, name, find_law(kind, name)) for kind in KINDS for name in law_names(kind)]
-    options = [(option, value, value) for option, values in OPTIONS.items() for value in values]
-    numbers = [(name, f * getattr(run, name)) for name, factors in NUMBERS.items() for f in factors]
-    changes: list[tuple[str, str, dict[str, Any]]] = [
-        ("as given", "", {}),
-        *((kind, name, {kind: law}) for kind, name, law in laws if name != getattr(run, kind).name),
-        *((name, text, {name: value}) for name, text, value in options if value != getattr(run, name)),
-        *((name, f"{value:.4g}", {name: value}) for name, value in numbers),
-    ]
-    for factor in (0.0, 0.5, 2.0):
-        scaled = {name: getattr(run, name) * factor for name in LATENCIES}
-        changes.append(("all latencies", f"x {factor:g}", scaled))
-    return [
-        _row(choice, value, device, replace(run, **change), None, training_flop)
-        for choice, value, change in changes
-    ]
-
-
-def failure_sensitivity(
-    device: Device,
-    run: Assumptions | None = None,
-    failures: Failures | None = None,
-    training_flop: Num = SENSITIVITY_FLOP,
-) -> list[dict[str, Any]]:
-    """Plateau and limits with failures, one rate of `failures` changed at a time, then all of them."""
-    run = Assumptions() if run is None else run
-    failures = Failures.llama3() if failures is None else failures
-    better: dict[str, Any] = {
-        "device_s_between_interruptions": 10 * failures.device_s_between_interruptions,
-        "restart_s": failures.restart_s / 10,
-        "storage_bytes_per_s": 10 * failures.storage_bytes_per_s,
-    }
-    changes = [("with failures", "as given", failures)]
-    for name, value in better.items():
-        factor = "/ 10" if name == "restart_s" else "x 10"
-        changes.append((name, factor, replace(failures, **{name: value})))
-    changes.append(("all three", "10 times better", replace(failures, **better)))
-    return [_row(choice, value, device, run, changed, training_flop) for choice, value, changed in changes]
-
-
-def _row(
-    choice: str, value: str, device: Device, run: Assumptions, failures: Failures | None, flop: Num
-) -> dict[str, Any]:
-    curve = tuple(best_runs(device, run, flop, failures))
-    found = _limits(device, run, curve, failures)
-    return {
-        "choice": choice,
-        "value": value,
-        "plateau": found.plateau,
-        "limit_80pct_flop": found.limit_80pct_flop,
-        "wall_flop": found.wall_flop,
     }
