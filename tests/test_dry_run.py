@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn.functional import gelu
 
+from forks import start_script
 from meshwise.core.errors import PlanError
 from meshwise.cost.allocator import CachingAllocator
 from meshwise.runtime.dry_run import dry_run, new_tape
@@ -117,8 +118,17 @@ def test_any_rank_of_a_large_world(rank: int) -> None:
     assert blocks == (16384 * 8) ** 2 / 2 * 4
 
 
+def said_by(code: str, folder: Path) -> str:
+    """What a fresh process prints that runs `code`."""
+    path = folder / "script.py"
+    path.write_text(code)
+    script = start_script(folder, [str(path)], {})
+    assert script.end() == 0, script.err.read_text()
+    return script.out.read_text()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the most that a process held is read from /proc")
-def test_host_memory_of_the_log_is_small() -> None:
+def test_host_memory_of_the_log_is_small(tmp_path: Path) -> None:
     """57.6 GB of scores, 2 GB of host memory at most (not as getrusage has it, which counts the parent's)."""
     code = (
         "from meshwise.runtime.programs import find_program, make_options\n"
@@ -128,11 +138,10 @@ def test_host_memory_of_the_log_is_small() -> None:
         "dry_run('ulysses', o, ranks=16, rank=7, device='h100-80g-sxm')\n"
         "print(*(line.split()[1] for line in Path('/proc/self/status').open() if line.startswith('VmHWM')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert int(done.stdout) * 1024 < 2e9, done.stderr
+    assert int(said_by(code, tmp_path)) * 1024 < 2e9
 
 
-def test_every_rank_in_one_process_whatever_ran_before() -> None:
+def test_every_rank_in_one_process_whatever_ran_before(tmp_path: Path) -> None:
     """Autograd at work before the fake device exists; then several worlds of DTensors, one after another."""
     code = (
         "import torch\n"
@@ -142,9 +151,7 @@ def test_every_rank_in_one_process_whatever_ran_before() -> None:
         "o = make_options(find_program('train'), dict(model='llama3-8b', layers=1, plan='tp=2', seq=64))\n"
         "print(*(dry_run('train', o, ranks=4, rank=rank, device='a100').peak_bytes for rank in range(4)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.split())) == 1
+    assert len(set(said_by(code, tmp_path).split())) == 1
 
 
 @pytest.mark.parametrize("verb", ["run ulysses", "dryrun ulysses", "compare ulysses", "calibrate"])

@@ -42,10 +42,15 @@ def room_of(path: Path) -> str:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     """Full names of the modules that `path` imports, anywhere in it."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -88,7 +93,7 @@ def test_published_models_are_known_by_their_faces_alone() -> None:
 def test_no_class_name_stands_in_two_files() -> None:
     places: dict[str, list[str]] = {}
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(path.name)
     assert not {name: files for name, files in places.items() if len(files) > 1}

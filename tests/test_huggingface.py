@@ -62,10 +62,10 @@ def _read(raw: dict[str, Any]) -> Model:
     return model_from_config(raw, name="model", where="model/config.json")
 
 
-@pytest.mark.parametrize("name", sorted(set(RAW) - {"kimi-k2", "gemma-3-1b"}))
-def test_the_class_names_the_family_if_model_type_does_not(name: str) -> None:
-    without = {key: value for key, value in RAW[name].items() if key != "model_type"}
-    assert _read(without) == _read(RAW[name])
+def test_the_class_names_the_family_if_model_type_does_not() -> None:
+    for name in RAW.keys() - {"kimi-k2", "gemma-3-1b"}:
+        without = {key: value for key, value in RAW[name].items() if key != "model_type"}
+        assert _read(without) == _read(RAW[name]), name
 
 
 def test_text_config_is_the_model_and_may_omit_what_the_library_assumes() -> None:
@@ -75,14 +75,13 @@ def test_text_config_is_the_model_and_may_omit_what_the_library_assumes() -> Non
     assert replace(nested, left_out=(), towers=()) == _read({**RAW["llama-2-7b"], "vocab_size": 32064})
 
 
-CLASSES = [(record, name) for record in RECORDS for name in record["num_params"]]
-
-
-@pytest.mark.parametrize(("record", "name"), CLASSES, ids=[name for _, name in CLASSES])
-def test_the_default_of_every_class(record: dict[str, Any], name: str) -> None:
+def test_the_default_of_every_class() -> None:
     """Every family with every head; what is left out (towers, projectors) is counted as well."""
-    model = _read(record["config"] | {"architectures": [name]})
-    assert num_params(model) + sum(number for _, number in model.left_out) == record["num_params"][name]
+    for record in RECORDS:
+        models = {name: _read(record["config"] | {"architectures": [name]}) for name in record["num_params"]}
+        left_out = {name: sum(number for _, number in model.left_out) for name, model in models.items()}
+        counted = {name: num_params(model) + left_out[name] for name, model in models.items()}
+        assert counted == record["num_params"]
 
 
 def test_a_whole_ties_what_it_says_and_names_what_it_leaves_out() -> None:

@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import meshwise
 import ranks as on_ranks
 from forks import start_script
 from meshwise.core.errors import MissingExtraError, PlanError
@@ -80,8 +81,8 @@ def test_first_failure_is_reported_and_all_end(
         assert not any(map(is_running, pids))
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> None:
+def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
+    """Killed; other signals: test_signals.py."""
     script = tmp_path / "job.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -97,7 +98,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     try:
         assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         pids = [int(file.read_text()) for file in files]
-        os.kill(job.pid, how)
+        job.kill()
         job.wait(timeout=60)
     finally:
         job.kill()
@@ -192,15 +193,13 @@ def told_by_srun() -> list[dict[str, str]]:
     return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
 
 
-def test_srun_needs_no_other_command() -> None:
+def test_srun_needs_no_other_command(tmp_path: Path) -> None:
     """The same words on every rank; rank 0 prints the one document, the other nothing."""
-    command = [sys.executable, "-m", "meshwise", *SMALL]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    jobs = [subprocess.Popen(command, env=os.environ | told, **pipes) for told in told_by_srun()]
-    outputs = [job.communicate(timeout=120) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert json.loads(outputs[0][0])["ranks"] == 2
-    assert outputs[1][0] == ""
+    command = [str(Path(meshwise.__file__).with_name("__main__.py")), *SMALL]
+    jobs = [start_script(tmp_path, command, told) for told in told_by_srun()]
+    assert [job.end() for job in jobs] == [0, 0], [job.err.read_text() for job in jobs]
+    assert json.loads(jobs[0].out.read_text())["ranks"] == 2
+    assert jobs[1].out.read_text() == ""
 
 
 def test_torchrun_needs_no_other_command() -> None:
