@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
+from meshwise.cli.output import print_json, print_parts
 from meshwise.core.errors import WorkloadError
+from meshwise.core.units import duration, with_prefix
+from meshwise.report.table import Table
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 SHOWN = ("counts", "what-ifs", "programs", "all")
+TOKENS = "tokens scored or generated"
 Count = Annotated[int, range(1, 10**6 + 1)]
 Tokens = Annotated[int, range(1, 4096 + 1)]
 """Each token is priced by itself, so more of them take minutes."""
+bytes_text = partial(with_prefix, unit="B")
 
 
 def eval_lm(
@@ -53,7 +58,6 @@ def eval_lm(
         beam: Beams of a text (1: greedy).
         show: What to print: counts, what-ifs, programs, or all.
     """
-    from meshwise.cli.output import print_json
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.gpt_config import find_gpt_config
     from meshwise.program.expert_parallel import check_tp, place
@@ -96,12 +100,9 @@ def eval_lm(
     if json:
         print_json(counts | {"what_ifs": what_ifs, "programs": programs})
         return
-    if show in ("counts", "all"):
-        _show_counts(counts)
-    if show in ("what-ifs", "all"):
-        _show_what_ifs(what_ifs)
-    if show in ("programs", "all"):
-        _show_programs(programs)
+    for name, parts in zip(SHOWN, (_counts(counts), _what_ifs(what_ifs), _programs(programs)), strict=False):
+        if show in (name, "all"):
+            print_parts(parts)
 
 
 def _share(text: str) -> float:
@@ -114,23 +115,13 @@ def _share(text: str) -> float:
     return share
 
 
-def _show_counts(document: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from meshwise.cli.output import console
-
+def _counts(document: dict[str, Any]) -> Iterator[Table]:
     for name, group in document.items():
-        table = Table(title=name.replace("_", " "), title_justify="left", show_header=False, box=None)
-        for key, value in group.items():
-            table.add_row(key, f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}")
-        console().print(table, "")
+        texts = ((key, f"{x:,.0f}" if float(x).is_integer() else f"{x:,.4g}") for key, x in group.items())
+        yield Table(name.replace("_", " "), ("", ""), list(texts))
 
 
-def _show_what_ifs(rows: list[dict[str, Any]]) -> None:
-    from meshwise.cli.output import console
-    from meshwise.core.units import duration, with_prefix
-    from meshwise.report.table import Table
-
+def _what_ifs(rows: list[dict[str, Any]]) -> Iterator[Table]:
     def time_on(row: dict[str, Any], chip: str) -> str:
         if not row["fits"][chip]:
             return "out of memory"
@@ -146,44 +137,33 @@ def _show_what_ifs(rows: list[dict[str, Any]]) -> None:
         "launches": lambda row: f"{row['launches']:,.0f}",
     }
     cells = [[text(row) for text in figures.values()] for row in rows]
-    console().print(Table("what if (one pass, one rank)", tuple(figures), cells))
+    yield Table("what if (one pass, one rank)", tuple(figures), cells)
     chips = tuple(rows[0]["fits"])
     times = [[row["name"], *(time_on(row, chip) for chip in chips)] for row in rows]
-    console().print(Table("what if: the time on other chips", ("", *chips), times))
+    yield Table("what if: the time on other chips", ("", *chips), times)
 
 
-def _show_programs(programs: dict[str, dict[str, Any]]) -> None:
+def _programs(programs: dict[str, dict[str, Any]]) -> Iterator[Table]:
     """A row for each figure; amounts of a token too."""
-    from meshwise.cli.output import console
-    from meshwise.core.units import duration, with_prefix
-    from meshwise.report.table import Table
-
     works = list(programs.values())
-    bytes_text, flop_text = partial(with_prefix, unit="B"), partial(with_prefix, unit="FLOP")
-
-    def counts(name: str, values: Iterable[float]) -> tuple[str, ...]:
-        return (name, *(f"{value:,.0f}" for value in values))
-
-    rows = [
-        counts("passes", (work["passes"] for work in works)),
-        counts("tokens scored or generated", (work["tokens"] for work in works)),
-    ]
-    for call in sorted({call for work in works for call in work["calls"]}):
-        rows.append(counts(f"aten::{call}", (work["calls"].get(call, 0) for work in works)))
-    rows.append(counts("all-to-alls", (work["exchanges"] for work in works)))
-    rows.append(counts("launches", (work["launches"] for work in works)))
-    chips = {chip: (duration, [work["seconds"][chip] for work in works]) for chip in works[0]["seconds"]}
+    calls, chips = sorted({call for work in works for call in work["calls"]}), works[0]["seconds"]
+    counts = {
+        "passes": [work["passes"] for work in works],
+        TOKENS: [work["tokens"] for work in works],
+        **{f"aten::{call}": [work["calls"].get(call, 0) for work in works] for call in calls},
+        "all-to-alls": [work["exchanges"] for work in works],
+        "launches": [work["launches"] for work in works],
+    }
     amounts: dict[str, tuple[Callable[[float], str], list[float]]] = {
         "bytes of all-to-alls": (bytes_text, [work["exchange_bytes"] for work in works]),
-        "FLOP": (flop_text, [work["flop"] for work in works]),
-        **chips,
+        "FLOP": (lambda flop: with_prefix(flop, "FLOP"), [work["flop"] for work in works]),
+        **{chip: (duration, [work["seconds"][chip] for work in works]) for chip in chips},
     }
+    rows = [(name, *(f"{value:,.0f}" for value in values)) for name, values in counts.items()]
     for name, (text, values) in amounts.items():
-        each = (
-            text(x / work["tokens"]) if work["tokens"] else "" for x, work in zip(values, works, strict=True)
-        )
+        each = [text(x / n) if n else "" for x, n in zip(values, counts[TOKENS], strict=True)]
         rows += [(name, *map(text, values)), (f"{name}, a token", *each)]
     for name, key in (("keys and values", "cache_bytes"), ("peak", "peak_bytes")):
         rows.append((name, *(bytes_text(work.get(key)) for work in works)))
     heads = ("", "eval-lm, a pass", "generate, prompt", "its tokens", "all of it")
-    console().print(Table("the programs eval-lm and generate (one rank)", heads, rows))
+    yield Table("the programs eval-lm and generate (one rank)", heads, rows)

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,6 @@ def on_nodes(ray: str, what: str = "") -> Iterator[None]:
 
     What Ray says of its nodes goes to stderr, where stdout is for the document.
     """
-    from rich.console import Console
-
     from meshwise.core.each import on_ray, telling
 
     with ExitStack() as opened:
@@ -93,9 +91,22 @@ def on_nodes(ray: str, what: str = "") -> Iterator[None]:
             opened.enter_context(redirect_stdout(sys.stderr))
         opened.enter_context(on_ray(ray))
         if what and sys.stderr.isatty():
-            status = opened.enter_context(Console(stderr=True).status(""))
-            opened.enter_context(telling(lambda done, all: status.update(f"{done} of {all} {what}")))
+            from rich.console import Console
+            from rich.progress import Progress
+
+            bar = opened.enter_context(Progress(console=Console(stderr=True), transient=True))
+            task = bar.add_task(what, total=None)
+            opened.enter_context(telling(lambda done, all: bar.update(task, completed=done, total=all)))
         yield
+
+
+@contextmanager
+def how_far() -> Iterator[Callable[[str], None]]:
+    """What is called says on a terminal how far a search is, which Ctrl-C ends."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda text: status.update(f"{text} (Ctrl-C keeps it)")
 
 
 def finite(value: Any) -> Any:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from meshwise import api
 from meshwise.cli.job import fill_in, job_json, need_model, print_unread
-from meshwise.cli.output import on_nodes, show, write_rows
+from meshwise.cli.output import how_far, on_nodes, show, write_rows
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable
 from meshwise.core.options import options_in, takes
 from meshwise.plan.plan import plan_choices
-
-if TYPE_CHECKING:
-    from meshwise.search.best_plans import BestPlans
-    from meshwise.search.study import StudyPoint
 
 
 @takes(
@@ -87,16 +84,19 @@ def search(
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
         Goal(**{name: value for name, value in of_study.items() if name != "weak"}).check(budget)
-        with on_nodes(ray), _SearchProgress() as say:
-            found = api.study(vary=vary, **of_study, on_point=say.of_machines, **asked)
+        done = itertools.count(1)
+        with on_nodes(ray), how_far() as say:
+            found = api.study(
+                vary=vary, **of_study, on_point=lambda _: say(f"{next(done)} machines"), **asked
+            )
         document, ok = found.to_json(budget), any(point.best for point in found.points)
         ok = ok and (found.chosen(budget) is not None or not (of_study["deadline"] or of_study["spend"]))
     elif given := [name for name, value in (of_study | {"ray": ray}).items() if value]:
         option = given[0].replace("_", "-")
         raise WorkloadError(f"--{option} is for several machines; add --vary gpus=64|128|...")
     else:
-        with _SearchProgress() as say:
-            found = api.search(on_plans=say.of_plans, **alone, **asked)
+        with how_far() as say:
+            found = api.search(on_plans=lambda kept: say(kept.so_far), **alone, **asked)
         found = found if present is None else replace(found, beside=present)
         document, ok = found.to_json(budget), bool(found.best)
     write_rows(csv, search_rows(document))
@@ -115,29 +115,3 @@ OF_ONE_MACHINE = (
     *("images", "image_size", "audio_s"),
 )
 """Options of a search that a study of several machines does not have."""
-
-
-class _SearchProgress:
-    """How far a search is, on stderr while it runs, if that is a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._status = Console(stderr=True).status("")
-        self._machines = 0
-
-    def __enter__(self) -> _SearchProgress:
-        self._status.start()
-        return self
-
-    def of_plans(self, kept: BestPlans) -> None:
-        """The plans so far."""
-        self._status.update(f"{kept.so_far} (Ctrl-C keeps it)")
-
-    def of_machines(self, _: StudyPoint) -> None:
-        """One machine more."""
-        self._machines += 1
-        self._status.update(f"{self._machines} machines (Ctrl-C keeps what is known)")
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()

@@ -39,17 +39,9 @@ def sweep(
         raise DataError(f"--jobs {jobs} is for processes of this machine; leave it out with --ray")
     database = out or file.with_suffix(".sqlite")
     with Store(database) as store:
-        finished = store.finished(with_failed=not retry)
-        num_before = sum(point.key in finished for point in wanted.points)
         try:
-            with on_nodes(ray), _SweepProgress(len(wanted.points), num_before) as advance:
-                run_sweep(
-                    wanted,
-                    store,
-                    jobs=jobs,
-                    retry=retry,
-                    on_answer=lambda point, answer: advance(answer.error is not None),
-                )
+            with on_nodes(ray, "points"):
+                run_sweep(wanted, store, jobs=jobs, retry=retry)
         except KeyboardInterrupt:
             num_kept = len(store.rows(wanted))
             kept = f"{num_kept} of {len(wanted.points)} points are kept in {database}"
@@ -75,34 +67,3 @@ def sweep(
         print(f"{counts}; {database}, {table}, {figure or 'no figure'}")
     if num_failed:
         raise typer.Exit(1)
-
-
-class _SweepProgress:
-    """A bar with the time left on a terminal (stderr): `advance(failed)` after each point."""
-
-    def __init__(self, total: int, completed: int) -> None:
-        from rich import progress
-        from rich.console import Console
-
-        columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-        )
-        times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-        screen = Console(stderr=True)
-        self._bar = progress.Progress(*columns, *times, console=screen, disable=not screen.is_terminal)
-        self._task = self._bar.add_task("points", total=total, completed=completed)
-        self._num_failed = 0
-
-    def __enter__(self) -> _SweepProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, failed: bool) -> None:
-        self._num_failed += failed
-        text = f"points ({self._num_failed} failed)" if self._num_failed else "points"
-        self._bar.update(self._task, advance=1, description=text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import Chart, Picture
-from meshwise.report.table import Table
+from meshwise.report.table import Table, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,12 +92,15 @@ def print_result(result: Any, console: Console, **shown: Any) -> None:
 
 
 def print_parts(parts: Iterable[Section], console: Console) -> None:
-    """Print parts one below the other."""
+    """Print parts one below the other; a plan that is wider than the console breaks at its commas."""
+    long_word = re.compile(rf"\S{{{console.width + 1},}}")
     for part in parts:
-        if not isinstance(part, Text):
+        if isinstance(part, Text) and part.verbatim:
+            console.print(str(part), soft_wrap=True)
+        elif isinstance(part, str) or (isinstance(part, Text) and part.lines):
+            console.print(long_word.sub(lambda word: wrapped(word[0], console.width), str(part)))
+        elif not isinstance(part, Text):
             console.print(part)
-        elif part.lines:
-            console.print(str(part), soft_wrap=part.verbatim)
 
 
 def text_of(result: Any) -> str:

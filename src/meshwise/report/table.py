@@ -64,8 +64,8 @@ class Table:
             texts = []
             for column, width in zip(block, _widths(block, options.max_width), strict=True):
                 side = "left" if column.is_left else "right"
-                drawn.add_column(_wrapped(column.heading, width), justify=side, overflow="fold")  # type: ignore[arg-type]
-                fitted = short if column.no_wrap and column.is_left else _wrapped
+                drawn.add_column(wrapped(column.heading, width), justify=side, overflow="fold")  # type: ignore[arg-type]
+                fitted = short if column.no_wrap and column.is_left else wrapped
                 texts.append([fitted(cell, width) for cell in column.cells])
             for row in zip(*texts, strict=True):
                 drawn.add_row(*row)
@@ -82,7 +82,7 @@ class Facts:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         first = max((len(name) for name, _ in self.rows), default=0)
         for name, text in self.rows:
-            lines = _wrapped(text, options.max_width - first - 2).split("\n")
+            lines = wrapped(text, options.max_width - first - 2).split("\n")
             yield "\n".join(f"{name if not i else '':{first}}  {line}" for i, line in enumerate(lines))
 
 
@@ -136,10 +136,10 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
     return like
 
 
-def _wrapped(text: str, width: int) -> str:
+def wrapped(text: str, width: int) -> str:
     """`text` on lines of `width` at most, where its pieces allow it."""
     if "\n" in text:
-        return "\n".join(_wrapped(line, width) for line in text.split("\n"))
+        return "\n".join(wrapped(line, width) for line in text.split("\n"))
     if len(text) <= width:
         return text
     lines, end = [""], 0

@@ -36,7 +36,7 @@ import sqlite3
 import string
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,14 +298,7 @@ def look_up(document: Any, path: str) -> Any:
     return document
 
 
-def run_sweep(
-    sweep: Sweep,
-    store: Store,
-    *,
-    jobs: int = 0,
-    retry: bool = False,
-    on_answer: Callable[[GridPoint, CommandAnswer], None] = lambda point, answer: None,
-) -> None:
+def run_sweep(sweep: Sweep, store: Store, *, jobs: int = 0, retry: bool = False) -> None:
     """Run what is not finished yet and store each answer as it comes, here or on a cluster (`on_ray`).
 
     `jobs` points at a time (0: one a core for estimates, one for real runs); `retry` runs failed points
@@ -323,7 +316,6 @@ def run_sweep(
             reason = f"{answer.error}; correct the file"
             raise DataError(f"an option of the sweep is unknown to its verb: {reason}")
         store.add(todo[place], answer)
-        on_answer(todo[place], answer)
 
 
 def answer_of(words: Sequence[str]) -> CommandAnswer:
