@@ -19,7 +19,7 @@ from meshwise.core.files import read_catalog
 class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of the catalog. Fields with the name of a column of `Run` fill its blank cells.
 
-    `cp_kind` and `software` are values of `meshwise.plan.Plan`; `graphed_software` is the software of a run
+    `implementation`, `cp_kind` and `software` are values of `meshwise.plan.Plan`; `graphed_software` is the software of a run
     whose iteration is one CUDA graph, if not the same, and `graphed_narrow_head` whether its head computes in
     fp8. `frozen_dtype` "as_computed": frozen weights are kept in the type of narrow matmuls. `selective`
     names the modules of selective recomputation, by the kind of model (mla, moe or dense); `tried` are
@@ -51,6 +51,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     routing: str = "learned"
     memory_kind: str = "device"
 
+    implementation: str = "megatron"
     cp_kind: str = "ring"
     loss_fusion: str = ""
     loss_chunks: int = 1

@@ -256,6 +256,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     vpp = (run.virtual_pp or 1) if run.pp > 1 else 1
     narrow_head = defaults.graphed_narrow_head and run.cuda_graph == "full" and dtype in NARROW_DTYPES
     plan = Plan(
+        implementation=defaults.implementation,
         tp=run.tp,
         sp=bool(run.sequence_parallel) and run.tp > 1,
         cp=run.cp or 1,
