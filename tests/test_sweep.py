@@ -99,11 +99,11 @@ def test_points_are_command_lines(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('verb = "estimate"', "missing required field `grid`"),
+        ('arguments = ["m"]', "verb, grid missing; state all"),
         ('verb = "fly"\n[grid]\nn = [1]', "verb 'fly' cannot be swept"),
         ('verb = "run"\n[grid]\nn = []', "no values for n"),
         ('verb = "run"\narguments = ["{m}"]\n[grid]\nn = [1]', "uses {m}, which is not a key"),
-        ('verb = "run"\nspeed = 1\n[grid]\nn = [1]', "unknown field `speed`"),
+        ('verb = "run"\nspeed = 1\n[grid]\nn = [1]', "speed unknown; the fields are verb, grid"),
         ("verb = ", "is not valid TOML"),
         ('verb = "run"\narguments = ["{n"]\n[grid]\nn = [1]', "cannot be filled in"),
         ('verb = "run"\narguments = ["{n!x}"]\n[grid]\nn = [1]', "cannot be filled in"),

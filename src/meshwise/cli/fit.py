@@ -9,6 +9,7 @@ from typing import Any, Literal
 import typer
 
 from meshwise.cli.output import on_nodes, print_json, print_parts
+from meshwise.core.each import ray_for
 from meshwise.core.errors import DataError
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
@@ -35,6 +36,8 @@ def fit(
     found: dict[str, Any] = {}
     if ray and only in ("ops", "serving"):
         raise DataError("--ray is for the rows of steps; leave it out with --only ops or serving")
+    if ray:
+        ray_for(ray)  # the fit of kernels, which comes first, takes minutes
     if only == "serving":
         found["serving"] = _fit_serving(*_files(data, SERVING_FILES), write=write, quiet=json)
     if only in ("ops", "all"):

@@ -64,12 +64,7 @@ def on_ray(address: str | None = "auto") -> Iterator[None]:
     if not address:
         yield
         return
-    if address not in ("auto", "local") and not re.fullmatch(r"(ray://)?[^/\s]+:\d{1,5}", address):
-        raise DataError(f"--ray {address} is no address of a cluster; write HOST:PORT, auto or local")
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError:
-        raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
+    ray = ray_for(address)
     is_ours = not ray.is_initialized()
     try:
         if is_ours:
@@ -87,6 +82,16 @@ def on_ray(address: str | None = "auto") -> Iterator[None]:
         _cluster.reset(token)
         if is_ours:
             ray.shutdown()
+
+
+def ray_for(address: str) -> ModuleType:
+    """Ray, for a cluster at `address`; DataError where it is no address, MissingExtraError without Ray."""
+    if address not in ("auto", "local") and not re.fullmatch(r"(ray://)?[^/\s]+:\d{1,5}", address):
+        raise DataError(f"--ray {address} is no address of a cluster; write HOST:PORT, auto or local")
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
 
 
 @contextmanager

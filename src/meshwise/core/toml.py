@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,21 @@ def read_toml(
 ) -> dict[str, Any]:
     """The tables of a user's TOML file; `error` says what is wrong with it."""
     return parse_toml(read_text(path, "TOML", error, most_bytes), repr(str(path)), error, most_bytes)
+
+
+def check_fields(
+    stated: Iterable[str],
+    known: Sequence[str],
+    needed: Iterable[str],
+    at: str,
+    error: type[MeshwiseError] = DataError,
+) -> None:
+    """`error` names all `stated` fields that are not `known`, or all `needed` ones that are missing."""
+    stated = set(stated)
+    if unknown := sorted(stated.difference(known)):
+        raise error(f"{at}: {', '.join(unknown)} unknown; the fields are {', '.join(known)}")
+    if missing := [name for name in needed if name not in stated]:
+        raise error(f"{at}: {', '.join(missing)} missing; state {'all' if missing[1:] else 'it'}")
 
 
 def parse_toml(

@@ -29,7 +29,7 @@ import msgspec
 
 from meshwise.core.errors import ClusterError, did_you_mean
 from meshwise.core.files import read_catalog
-from meshwise.core.toml import parse_toml, read_toml, toml_text
+from meshwise.core.toml import check_fields, parse_toml, read_toml, toml_text
 from meshwise.core.units import DTYPE_BYTES, Num
 
 MAX_CHIPS = 10**9
@@ -175,12 +175,10 @@ def _converted(kind: type[_Record], stated: dict[str, Any], at: str) -> _Record:
 
 def _check_fields(kind: type[_Record], stated: dict[str, Any], at: str) -> None:
     """ClusterError names all fields that `kind` does not have, or all that are missing."""
-    known = [item.name for item in fields(kind)]
-    if unknown := [name for name in stated if name not in known]:
-        raise ClusterError(f"{at}: {', '.join(unknown)} unknown; the fields are {', '.join(known)}")
-    needed = (item.name for item in fields(kind) if item.default is item.default_factory is MISSING)
-    if missing := [name for name in needed if stated.get(name) is None]:
-        raise ClusterError(f"{at}: {', '.join(missing)} missing; state {'all' if missing[1:] else 'it'}")
+    known = fields(kind)
+    needed = (item.name for item in known if item.default is item.default_factory is MISSING)
+    given = (name for name, value in stated.items() if value is not None)
+    check_fields(given, [item.name for item in known], needed, at, ClusterError)
 
 
 def _date(stated: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ import msgspec
 
 from meshwise.core.each import Lost, each, last_line
 from meshwise.core.errors import DataError
-from meshwise.core.toml import read_toml
+from meshwise.core.toml import check_fields, read_toml
 
 ON_BY_DEFAULT = ("capped", "ledger", "run")
 """Options of the verbs that hold unless `--no-NAME` says otherwise."""
@@ -153,8 +153,11 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file; DataError with one sentence for whatever is wrong in it."""
+    stated, known = read_toml(path, most_bytes=2**20), msgspec.structs.fields(_SweepFile)
+    needed = (field.name for field in known if field.required)
+    check_fields(stated, [field.name for field in known], needed, f"{path} is not a sweep")
     try:
-        file = msgspec.convert(read_toml(path, most_bytes=2**20), _SweepFile)
+        file = msgspec.convert(stated, _SweepFile)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} is not a sweep: {error}") from None
     if file.verb not in VERBS:
