@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def meshwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     from meshwise.cli import main
 
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("meshwise.cli.leave_at_once", sys.exit)
 
     def run(*words: str) -> Outcome:
         monkeypatch.setattr("sys.argv", ["meshwise", *words])

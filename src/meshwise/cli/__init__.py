@@ -155,6 +155,8 @@ _UsageError: Any = typer.BadParameter.__base__
 MAX_SENTENCE = 2000
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it."""
+leave_at_once = os._exit
+"""For after an interrupt: Ray's threads sometimes crash while Python ends."""
 LEAST_BYTES = 2**28
 """Of address space: with less, numpy ends the process when it is imported."""
 _NO_MEMORY = re.compile("allocate memory|map segment|start new thread|temporarily unavailable")
@@ -244,5 +246,7 @@ def _end(sentence: str, exit_code: int) -> None:
         sentence = f"{sentence[: MAX_SENTENCE // 2]} ... {sentence[-MAX_SENTENCE // 4 :]}"
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in sentence)
     with suppress(OSError):
-        print(f"meshwise: {shown}", file=sys.stderr)
+        print(f"meshwise: {shown}", file=sys.stderr, flush=True)
+    if exit_code == INTERRUPTED and "ray" in sys.modules:
+        leave_at_once(exit_code)
     sys.exit(exit_code)
