@@ -38,14 +38,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Trace
+from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Trace, once_a_trace
 from meshwise.trace.intervals import NO_SPANS, Spans, difference, intersection, joined, length, merged
-from meshwise.trace.nesting import launchers, parents
+from meshwise.trace.nesting import inclusive, launchers, parents
 
 PARTS = ("compute", "transfer", "memory", "wait", "idle")
 CAUSES = ("host", "device", "dependency", "unknown")
@@ -78,14 +77,10 @@ class RankWork:
     spans: dict[Kind, Spans]
 
 
-_known: WeakKeyDictionary[Trace, RankWork] = WeakKeyDictionary()
-
-
+@once_a_trace
 def work(trace: Trace) -> RankWork:
     """The work of a rank: its kernels where it has a device, else its operators and gloo transfers."""
-    if trace not in _known:
-        _known[trace] = _device_work(trace) if trace.has_device else _host_work(trace)
-    return _known[trace]
+    return _device_work(trace) if trace.has_device else _host_work(trace)
 
 
 def _device_work(trace: Trace) -> RankWork:
@@ -103,25 +98,19 @@ def _host_work(trace: Trace) -> RankWork:
     operator = trace.kind == Kind.CPU_OP
     kind[operator & ~starts & selected] = Kind.COMPUTE
     communication = union(trace, np.flatnonzero(kind == Kind.COMMUNICATION))
-    parent = parents(trace)
-    outermost: dict[int, int] = {}
-    wrappers = set()
-    for call in np.flatnonzero(operator & starts).tolist():
-        outermost[call] = at = call
-        while (at := int(parent[at])) >= 0:
-            if operator[at] and not starts[at]:
-                wrappers.add(at)
-                outermost[call] = at
-    around = np.array(sorted(wrappers), dtype=np.int64)
-    around = around[selected[around]]
-    kind[around] = Kind.OTHER
-    launcher, end_ns = launchers(trace), trace.end_ns
-    moved = [i for i in trace.where(Kind.HOST_COMMUNICATION).tolist() if int(launcher[i]) in outermost]
-    left = np.array([min(end_ns[i], end_ns[outermost[int(launcher[i])]]) for i in moved], dtype=np.int64)
-    calls = union(trace, np.flatnonzero(operator & starts))
-    awaited = joined(merged(trace.start_ns[moved], left), calls)
+    started, parent = np.flatnonzero(operator & starts), parents(trace)
+    waits = operator & ~starts & (inclusive((operator & starts).astype(np.int64), parent) > 0)
+    kind[waits] = Kind.OTHER
+    outermost, up = np.arange(len(trace)), parent.copy()
+    while (inside := up >= 0).any():
+        outermost = np.where(inside & waits[up], up, outermost)
+        up = np.where(inside, parent[up], -1)
+    moved = trace.where(Kind.HOST_COMMUNICATION)
+    moved = moved[np.isin(launchers(trace)[moved], started)]
+    left = np.minimum(trace.end_ns[moved], trace.end_ns[outermost[launchers(trace)[moved]]])
+    awaited = joined(merged(trace.start_ns[moved], left), union(trace, started))
     compute = union(trace, np.flatnonzero(kind == Kind.COMPUTE))
-    compute = joined(compute, difference(union(trace, around), awaited))
+    compute = joined(compute, difference(union(trace, np.flatnonzero(waits & selected)), awaited))
     return RankWork(kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: NO_SPANS})
 
 

@@ -16,8 +16,10 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from meshwise.core.files import read_catalog
 
 Ints = NDArray[np.int64]
+Result = TypeVar("Result")
 _NAMES = read_catalog("trace_names.toml")
 """How traces name what they show."""
 KERNEL_CLASSES, MODULE_PARTS = (
@@ -210,6 +213,19 @@ class Trace:
     def where(self, *kinds: Kind) -> Ints:
         """The numbers of the events of these kinds, in the order of time."""
         return np.flatnonzero(np.isin(self.label_kind, kinds)[self.label])
+
+
+def once_a_trace(function: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
+    """`function`, called once for each trace; what it returns is kept as long as the trace."""
+    known: WeakKeyDictionary[Trace, Result] = WeakKeyDictionary()
+
+    @wraps(function)
+    def kept(trace: Trace) -> Result:
+        if trace not in known:
+            known[trace] = function(trace)
+        return known[trace]
+
+    return kept
 
 
 COLUMNS = (

@@ -48,7 +48,7 @@ from meshwise.trace.breakdown import partition, work
 from meshwise.trace.events import KERNEL_CLASSES, Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
-from meshwise.trace.nesting import launchers, nearest, parents
+from meshwise.trace.nesting import around, launchers
 from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
 from meshwise.trace.stated_job import contradictions
@@ -320,7 +320,7 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
     """Seconds of compute by its looks on one rank; they sum to the time in which it computed."""
     done = work(trace)
     events = np.flatnonzero(done.kind == Kind.COMPUTE)
-    own = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
+    own = trace.duration_ns if trace.has_device else self_time(trace)
     in_optimizer = _in_optimizer(trace, events)
     seconds: dict[Looks, float] = defaultdict(float)
     seconds[_looks("optimizer", "")] = float(own[events[in_optimizer]].sum()) / 1e9
@@ -339,9 +339,8 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
 def _in_optimizer(trace: Trace, events: Ints) -> NDArray[np.bool_]:
     """Which of these operators or kernels a step of PyTorch's optimizers runs or launches."""
     is_step = trace.named(lambda name: name.startswith("Optimizer.step"))
-    step = nearest(parents(trace), is_step & (trace.kind == Kind.ANNOTATION))
     at = launchers(trace)[events] if trace.has_device else events
-    return (at >= 0) & (step[at] >= 0)
+    return around(trace, at, is_step & (trace.kind == Kind.ANNOTATION)) >= 0
 
 
 def _looks_of_kernel(name: str, part: str, sizes: str) -> Looks:

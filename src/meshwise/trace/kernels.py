@@ -14,7 +14,6 @@ import numpy as np
 
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import Kind, Trace
-from meshwise.trace.nesting import parents
 from meshwise.trace.operators import self_time
 
 
@@ -49,7 +48,7 @@ def kernel_runs(trace: Trace) -> list[KernelRuns]:
     """The kernels of one rank by name and kind."""
     kind, spent = work(trace).kind, trace.duration_ns
     if not trace.has_device:
-        spent = np.where(kind == Kind.COMPUTE, self_time(trace, parents(trace)), spent)
+        spent = np.where(kind == Kind.COMPUTE, self_time(trace), spent)
     done = np.flatnonzero(kind != Kind.OTHER)
     order = done[np.argsort(trace.label[done], kind="stable")]
     labels, first = np.unique(trace.label[order], return_index=True)

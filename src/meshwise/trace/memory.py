@@ -50,9 +50,8 @@ def memory_peaks(traces: Sequence[Trace]) -> list[MemoryPeak]:
     """One row for each rank and device with records of memory."""
     found = []
     for trace in traces:
-        memory, parent = trace.memory, parents(trace)
-        for device in np.unique(memory.device).tolist():
-            found.append(_peak(trace, parent, np.flatnonzero(memory.device == device), device))
+        for device in np.unique(trace.memory.device).tolist():
+            found.append(_peak(trace, np.flatnonzero(trace.memory.device == device), device))
     return found
 
 
@@ -62,7 +61,7 @@ def timeline(trace: Trace, device: int) -> tuple[Ints, Ints]:
     return trace.memory.time_ns[rows], trace.memory.total_bytes[rows]
 
 
-def _peak(trace: Trace, parent: Ints, rows: Ints, device: int) -> MemoryPeak:
+def _peak(trace: Trace, rows: Ints, device: int) -> MemoryPeak:
     memory = trace.memory
     peak = int(memory.total_bytes[rows].argmax())
     at = rows[peak]
@@ -71,12 +70,12 @@ def _peak(trace: Trace, parent: Ints, rows: Ints, device: int) -> MemoryPeak:
     ends = np.where(same, np.append(by_address[1:], len(memory.time_ns)), len(memory.time_ns))
     allocated = memory.delta_bytes[by_address] > 0
     held = by_address[allocated & (by_address <= at) & (ends > at)]
-    event = enclosing(trace, parent, memory.track[held], memory.time_ns[held])
+    event = enclosing(trace, memory.track[held], memory.time_ns[held])
     by_name: dict[str, list[int]] = defaultdict(list)
     for place, size in zip(event.tolist(), memory.delta_bytes[held].tolist(), strict=True):
-        by_name[_owner(trace, parent, place)].append(size)
+        by_name[_owner(trace, place)].append(size)
     holders = [Holder(name, float(sum(sizes)), len(sizes)) for name, sizes in by_name.items()]
-    now = enclosing(trace, parent, memory.track[at : at + 1], memory.time_ns[at : at + 1])
+    now = enclosing(trace, memory.track[at : at + 1], memory.time_ns[at : at + 1])
     total, reserved = float(memory.total_bytes[at]), float(memory.reserved_bytes[at])
     known = float(memory.delta_bytes[rows[: peak + 1]].sum())
     return MemoryPeak(
@@ -85,13 +84,13 @@ def _peak(trace: Trace, parent: Ints, rows: Ints, device: int) -> MemoryPeak:
         total,
         reserved if reserved > 0 else None,
         (int(memory.time_ns[at]) - int(trace.start_ns[0])) / 1e9,
-        _owner(trace, parent, int(now[0])),
+        _owner(trace, int(now[0])),
         max(total - known, 0.0),
         sorted(holders, key=lambda one: (-one.bytes, one.name)),
     )
 
 
-def _owner(trace: Trace, parent: Ints, event: int) -> str:
+def _owner(trace: Trace, event: int) -> str:
     """The innermost section around an event and the outermost operator in it."""
     operator = ""
     while event >= 0:
@@ -100,5 +99,5 @@ def _owner(trace: Trace, parent: Ints, event: int) -> str:
             operator = name
         elif kind == Kind.ANNOTATION and not name.startswith(PROFILER_STEP):
             return f"{name}: {operator}" if operator else name
-        event = int(parent[event])
+        event = int(parents(trace)[event])
     return operator or "outside all operators"

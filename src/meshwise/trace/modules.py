@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.trace.events import MODULE_PARTS, Ints, Trace
-from meshwise.trace.nesting import launchers
+from meshwise.trace.nesting import launchers, nearest, nested_in
 
 _MODULE = "nn.Module: "
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -40,17 +40,16 @@ def part_of_op(row: Mapping[str, Any]) -> str:
 
 def parts_of(trace: Trace, events: Ints) -> Ints:
     """The part that launched each of `events`, its place in `PARTS`; 0 where no module is recorded."""
-    found = np.zeros(len(events), dtype=np.int64)
     if not any(name.startswith((_MODULE, _BACKWARD)) for _, name in trace.labels):
-        return found
-    part = np.array([part_of_label(*label) for label in trace.labels])
+        return np.zeros(len(events), dtype=np.int64)
+    part = np.array([part_of_label(*label) for label in trace.labels])[trace.label]
     call = launchers(trace)[events] if trace.has_device else events
-    marked = np.flatnonzero(part[trace.label] > 0)
-    for track in np.unique(trace.track[marked]).tolist():
-        times, parts = _changes(trace, marked[trace.track[marked] == track], part)
-        mine = np.flatnonzero((call >= 0) & (trace.track[call] == track))
-        at = np.searchsorted(times, trace.start_ns[call[mine]], side="right") - 1
-        found[mine] = np.where(at >= 0, parts[at], 0)
+    within = nested_in(trace, np.union1d(np.flatnonzero(part), call[call >= 0]))
+    is_norm = part == PARTS.index("norm")
+    outer = nearest(within, (part > 0) & ~is_norm)
+    in_attention = is_norm & (outer >= 0) & (part[outer] == PARTS.index("attention"))
+    at = nearest(within, (part > 0) & ~in_attention)[call]
+    found = np.where((call >= 0) & (at >= 0), part[at], 0)
     alike = np.zeros((len(trace.labels), len(PARTS)))
     np.add.at(alike, (trace.label[events], found), found > 0)
     return np.where(call < 0, alike.argmax(axis=1)[trace.label[events]], found)
@@ -62,24 +61,3 @@ def part_of_label(category: str, name: str) -> int:
         return 0
     shown = (i for i, part in enumerate(PARTS) if part and _NAMES[part].search(name.removeprefix(_MODULE)))
     return next(shown, 0)
-
-
-def _changes(trace: Trace, events: Ints, part: Ints) -> tuple[Ints, Ints]:
-    """The times at which another part begins on the track of `events`, and which."""
-    times, parts = [], []
-    open_calls: list[tuple[int, int]] = []  # until when, and which part
-
-    def close(now: float) -> None:
-        while open_calls and open_calls[-1][0] <= now:
-            times.append(open_calls.pop()[0])
-            parts.append(open_calls[-1][1] if open_calls else 0)
-
-    for event in events.tolist():
-        close(trace.start_ns[event])
-        own, around = int(part[trace.label[event]]), open_calls[-1][1] if open_calls else 0
-        own = around if (PARTS[own], PARTS[around]) == ("norm", "attention") else own
-        open_calls.append((int(trace.end_ns[event]), own))
-        times.append(int(trace.start_ns[event]))
-        parts.append(own)
-    close(np.inf)
-    return np.array(times), np.array(parts)

@@ -13,31 +13,31 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace, collective_kind
+from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace, collective_kind, once_a_trace
 
 HOST_KINDS = (Kind.CPU_OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.HOST_COMMUNICATION)
 
 
+@once_a_trace
 def parents(trace: Trace) -> Ints:
     """For every event the number of the host event that encloses it on its thread, -1 for none."""
-    parent = np.full(len(trace), -1, dtype=np.int64)
-    end = trace.end_ns.tolist()
-    start = trace.start_ns.tolist()
-    track = trace.track.tolist()
-    open_events: dict[int, list[int]] = defaultdict(list)
-    for i in trace.where(*HOST_KINDS).tolist():
-        stack = open_events[track[i]]
-        while stack and end[stack[-1]] <= start[i]:
-            stack.pop()
-        if stack:
-            parent[i] = stack[-1]
-        stack.append(i)
-    return parent
+    return nested_in(trace, trace.where(*HOST_KINDS))
+
+
+def nested_in(trace: Trace, events: Ints) -> Ints:
+    """For each of `events` (in the order of time) the innermost of them around it on its track; else -1."""
+    events = events[np.argsort(trace.track[events], kind="stable")]
+    start, end, track = trace.start_ns[events], trace.end_ns[events], trace.track[events]
+    before = np.where(np.diff(track, prepend=-1) == 0, np.arange(len(events)) - 1, -1)
+    while (over := (before >= 0) & (end[before] <= start)).any():  # all between `before` and each are over
+        before[over] = before[before[over]]
+    found = np.full(len(trace), -1, dtype=np.int64)
+    found[events] = np.where(before >= 0, events[before], -1)
+    return found
 
 
 def nearest(parent: Ints, chosen: NDArray[np.bool_]) -> Ints:
@@ -49,36 +49,26 @@ def nearest(parent: Ints, chosen: NDArray[np.bool_]) -> Ints:
     return np.where(np.append(chosen, False)[chain], chain, -1)[:none]
 
 
-def enclosing(trace: Trace, parent: Ints, track: Ints, time_ns: Ints) -> Ints:
+def around(trace: Trace, events: Ints, chosen: NDArray[np.bool_]) -> Ints:
+    """Each of `events` (-1: none) itself or the nearest one around it that is chosen; -1 for none."""
+    return np.where(events >= 0, nearest(parents(trace), chosen)[events], -1)
+
+
+def enclosing(trace: Trace, track: Ints, time_ns: Ints) -> Ints:
     """The innermost host event open on `track` at `time_ns`, for each such pair; -1 for none."""
-    found = np.full(len(track), -1, dtype=np.int64)
-    host = trace.where(*HOST_KINDS)
+    found, host = np.full(len(track), -1, dtype=np.int64), trace.where(*HOST_KINDS)
     for one in np.unique(track).tolist():
-        events = host[trace.track[host] == one]
-        asked = np.flatnonzero(track == one)
-        if not len(events):
-            continue
-        at = np.searchsorted(trace.start_ns[events], time_ns[asked], side="right") - 1
-        event = np.where(at >= 0, events[at], -1)
-        closed = (event >= 0) & (trace.end_ns[event] <= time_ns[asked])
-        while closed.any():
-            event[closed] = parent[event[closed]]
-            closed = (event >= 0) & (trace.end_ns[event] <= time_ns[asked])
-        found[asked] = event
+        events, asked = host[trace.track[host] == one], track == one
+        last = np.searchsorted(trace.start_ns[events], time_ns[asked], side="right") - 1
+        found[asked] = np.append(events, -1)[last]
+    while (over := (found >= 0) & (trace.end_ns[found] <= time_ns)).any():
+        found[over] = parents(trace)[found[over]]
     return found
 
 
-_known: WeakKeyDictionary[Trace, Ints] = WeakKeyDictionary()
-
-
+@once_a_trace
 def launchers(trace: Trace) -> Ints:
     """For every kernel and every gloo transfer the host event that launched it, -1 where unknown."""
-    if trace not in _known:
-        _known[trace] = _launchers(trace)
-    return _known[trace]
-
-
-def _launchers(trace: Trace) -> Ints:
     launcher = np.full(len(trace), -1, dtype=np.int64)
     kernels = trace.where(*DEVICE_KINDS)
     operators = trace.where(Kind.CPU_OP, Kind.ANNOTATION)
@@ -125,12 +115,9 @@ def added_at(place: Ints, values: NDArray[Any], size: int) -> NDArray[Any]:
 
 
 def inclusive(own: NDArray[np.int64], parent: Ints) -> NDArray[np.int64]:
-    """Sums over each event and all that it encloses; an event stands after its parent."""
-    total = own.copy()
-    depth = np.zeros(len(parent), dtype=np.int64)
-    for i in np.flatnonzero(parent >= 0).tolist():
-        depth[i] = depth[parent[i]] + 1
-    for level in range(int(depth.max(initial=0)), 0, -1):
-        events = np.flatnonzero(depth == level)
-        np.add.at(total, parent[events], total[events])
+    """Sums over each event and all that it encloses."""
+    total, up = own.copy(), parent
+    while (inside := up >= 0).any():
+        total += added_at(up, own, len(own))
+        up = np.where(inside, parent[up], -1)
     return total

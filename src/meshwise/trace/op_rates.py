@@ -23,7 +23,7 @@ from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attent
 from meshwise.machine.hardware import Chip
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import Ints, Kind, Trace
-from meshwise.trace.nesting import added_at, launchers, nearest, parents
+from meshwise.trace.nesting import added_at, around, launchers
 from meshwise.trace.operators import self_time
 from meshwise.trace.transfers import element_bytes
 
@@ -118,7 +118,7 @@ def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     known = _of_names(trace, lambda name: name in _MATMULS or name in _ATTENTION or _is_elementwise(name))
     done = np.flatnonzero(work(trace).kind == Kind.COMPUTE)
     owner = _callers(trace, done, known)
-    spent = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
+    spent = trace.duration_ns if trace.has_device else self_time(trace)
     seconds = added_at(owner, spent[done] / 1e9, len(trace))
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for i in np.flatnonzero(known & (seconds > 0)).tolist():
@@ -133,9 +133,7 @@ def _of_names(trace: Trace, is_known: Callable[[str], bool]) -> NDArray[np.bool_
 
 def _callers(trace: Trace, events: Ints, known: NDArray[np.bool_]) -> Ints:
     """The nearest of the `known` operators around each of `events` (kernels, or operators on a CPU)."""
-    owner = nearest(parents(trace), known)
-    at = launchers(trace)[events] if trace.has_device else events
-    return np.where(at >= 0, owner[at], -1)
+    return around(trace, launchers(trace)[events] if trace.has_device else events, known)
 
 
 def matmul_shapes(trace: Trace, events: Ints) -> Ints:

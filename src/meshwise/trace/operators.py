@@ -51,9 +51,9 @@ def operator_totals(trace: Trace) -> list[OperatorTotal]:
     host = trace.where(*HOST_KINDS)
     cpu = np.zeros(len(trace), dtype=np.int64)
     cpu[host] = trace.duration_ns[host]
-    self_cpu = self_time(trace, parent)
+    self_cpu = self_time(trace)
     device = _launched(trace, parent, trace.where(*DEVICE_KINDS))
-    memory = [_memory(trace, parent, on_device=on_device) for on_device in (False, True)]
+    memory = [_memory(trace, on_device=on_device) for on_device in (False, True)]
     columns = [self_cpu, cpu, device, inclusive(device, parent)]
     columns += [memory[0], inclusive(memory[0], parent), memory[1], inclusive(memory[1], parent)]
     kernels = trace.where(*DEVICE_KINDS)
@@ -89,11 +89,11 @@ def _is_repeated(trace: Trace, parent: Ints) -> NDArray[np.bool_]:
     return repeated
 
 
-def self_time(trace: Trace, parent: Ints) -> Ints:
+def self_time(trace: Trace) -> Ints:
     """Duration [ns] of each host event without the events it encloses; 0 for gloo's transfers and kernels."""
     own, host = np.zeros(len(trace), dtype=np.int64), trace.where(*HOST_KINDS)
     own[host] = trace.duration_ns[host]
-    own -= added_at(parent[host], trace.duration_ns[host], len(trace))
+    own -= added_at(parents(trace)[host], trace.duration_ns[host], len(trace))
     own[trace.where(Kind.HOST_COMMUNICATION)] = 0
     return np.maximum(own, 0)
 
@@ -106,10 +106,10 @@ def _launched(trace: Trace, parent: Ints, events: Ints) -> Ints:
     return added_at(owner, trace.duration_ns[events], len(trace))
 
 
-def _memory(trace: Trace, parent: Ints, *, on_device: bool) -> Ints:
+def _memory(trace: Trace, *, on_device: bool) -> Ints:
     """For every host event the bytes that it allocated itself, less those it freed."""
     memory, rows = trace.memory, trace.memory.on_device == on_device
-    event = enclosing(trace, parent, memory.track[rows], memory.time_ns[rows])
+    event = enclosing(trace, memory.track[rows], memory.time_ns[rows])
     return added_at(event, memory.delta_bytes[rows], len(trace))
 
 
@@ -146,15 +146,14 @@ class AcrossRanks:
 
 def sections(trace: Trace, wait_ns: Mapping[int, int] | None = None) -> list[Section]:
     """The sections of one rank, longest first; `wait_ns` is the waiting inside an event, by its number."""
-    parent, launcher, kind = parents(trace), launchers(trace), work(trace).kind
+    kind = work(trace).kind
     waits = np.zeros(len(trace), dtype=np.int64)
     for event, wait in (wait_ns or {}).items():
         waits[event] = wait
     compute, communication, memory = (
-        _inside(trace, parent, launcher, kind == one)
-        for one in (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
+        _inside(trace, kind == one) for one in (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
     )
-    waiting = inclusive(added_at(launcher, waits, len(trace)), parent)
+    waiting = inclusive(added_at(launchers(trace), waits, len(trace)), parents(trace))
     events = trace.where(Kind.ANNOTATION)
     columns = (trace.duration_ns, compute, communication, waiting, memory)
     rows = []
@@ -165,16 +164,15 @@ def sections(trace: Trace, wait_ns: Mapping[int, int] | None = None) -> list[Sec
     return sorted(rows, key=lambda row: (-row.cpu_s, row.name))
 
 
-def _inside(trace: Trace, parent: Ints, launcher: Ints, chosen: np.ndarray) -> Ints:
+def _inside(trace: Trace, chosen: np.ndarray) -> Ints:
     """For every host event the time [ns] of the `chosen` work launched inside it.
 
     Kernels and transfers count where they were launched; operators of a CPU trace count their self time.
     """
-    own = np.zeros(len(trace), dtype=np.int64)
-    operators = chosen & (launcher < 0)
-    own[operators] = self_time(trace, parent)[operators]
+    launcher = launchers(trace)
+    own = np.where(chosen & (launcher < 0), self_time(trace), 0)
     launched = np.where(chosen & (launcher >= 0), trace.duration_ns, 0)
-    return inclusive(own + added_at(launcher, launched, len(trace)), parent)
+    return inclusive(own + added_at(launcher, launched, len(trace)), parents(trace))
 
 
 def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[AcrossRanks]:

@@ -63,7 +63,7 @@ def _operator_rows(trace: Trace) -> Iterator[dict[str, Any]]:
         np.where(is_device, -1, trace.shape)[events],
     )
     first, alike = distinct_columns(np.stack(columns).astype(np.float64))
-    spent = np.where(is_device, trace.duration_ns, self_time(trace, parent))[events]
+    spent = np.where(is_device, trace.duration_ns, self_time(trace))[events]
     count, total_ns = np.bincount(alike), np.bincount(alike, weights=spent)
     for row in np.argsort(first).tolist():
         at = first[row]

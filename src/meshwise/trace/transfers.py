@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwise.trace.events import (
     POINT_TO_POINT_CALLS,
@@ -29,12 +28,12 @@ from meshwise.trace.events import (
     collective_kind,
     is_shape,
 )
-from meshwise.trace.nesting import launchers
+from meshwise.trace.nesting import around, launchers
 from meshwise.trace.steps import Marks, launched_ns
 
 POINT_TO_POINT = ("send", "recv")
-_NAMED, _DEEPEST = ("nccl:", "rccl:", "c10d::"), 3
-"""How events that name the collective of a kernel begin, and how deep they nest."""
+_NAMED = ("nccl:", "rccl:", "c10d::")
+"""How events that name the collective of a kernel begin."""
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "send_recv")
 """Collectives that no rank can leave before every rank has entered."""
 _ELEMENT_BYTES = {
@@ -106,8 +105,8 @@ def _kernels(trace: Trace) -> list[Transfer]:
     launcher, is_call = launchers(trace)[kernels], np.isin(trace.kind, (Kind.CPU_OP, Kind.ANNOTATION))
     told = np.zeros(len(trace), dtype=bool)
     told[list(trace.communications)] = True
-    called = _around(trace, launcher, is_call & trace.named(lambda name: name.startswith(_NAMED)))
-    argued = _around(trace, launcher, is_call & told)
+    called = around(trace, launcher, is_call & trace.named(lambda name: name.startswith(_NAMED)))
+    argued = around(trace, launcher, is_call & told)
     streams = {stream: k for k, stream in enumerate(np.unique(trace.stream[kernels]).tolist())}
     found = []
     for i, call, other in zip(kernels.tolist(), called.tolist(), argued.tolist(), strict=True):
@@ -124,22 +123,6 @@ def _kernels(trace: Trace) -> list[Transfer]:
         payload = payload if args.dtype else payload or None
         about = (ranks or named, args.group or "", size, args.sequence, payload, dtype)
         found.append(Transfer(i, kind, *about, int(trace.start_ns[i]), int(end_ns[i]), source, destination))
-    return found
-
-
-def _around(trace: Trace, events: Ints, chosen: NDArray[np.bool_]) -> Ints:
-    """The innermost chosen event that is open on the thread of each of `events` as it begins; -1: none."""
-    found = np.full(len(events), -1, dtype=np.int64)
-    track, time = trace.track[events], trace.start_ns[events]
-    for one in np.unique(track[events >= 0]).tolist():
-        calls = np.flatnonzero(chosen & (trace.track == one))
-        asked = np.flatnonzero((events >= 0) & (track == one))
-        last = np.searchsorted(trace.start_ns[calls], time[asked], side="right") - 1
-        for back in range(_DEEPEST):
-            at = last - back
-            is_open = (at >= 0) & (found[asked] < 0)
-            is_open[is_open] = trace.end_ns[calls[at[is_open]]] >= time[asked][is_open]
-            found[asked[is_open]] = calls[at[is_open]]
     return found
 
 
