@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from meshwise.cli import output
 from meshwise.cli.examples import EXAMPLES
 from meshwise.report.table import Table
 
@@ -43,22 +45,43 @@ def words(text: str) -> set[str]:
     return {word for line in lines for word in BLANKS.split(line) if word}
 
 
+@pytest.fixture
+def at_widths(meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], tuple[str, str]]:
+    """Runs a command once and prints its answer at two widths."""
+    plain = output.console
+
+    def run(command: str, narrow: int, wide: int) -> tuple[str, str]:
+        file = io.StringIO()
+
+        class Both:
+            def __init__(self) -> None:
+                monkeypatch.setenv("COLUMNS", str(narrow))
+                self.consoles = [plain()]
+                monkeypatch.setenv("COLUMNS", str(wide))
+                self.consoles.append(plain())
+                self.consoles[1].file = file
+
+            def print(self, *parts: Any, **settings: Any) -> None:
+                for console in self.consoles:
+                    console.print(*parts, **settings)
+
+        monkeypatch.setattr(output, "console", Both)
+        done = meshwise(*command.split())
+        assert done.code in (0, 1), done.err
+        return done.out, file.getvalue()
+
+    return run
+
+
 @pytest.mark.parametrize(
     "command", COMMANDS, ids=[" ".join(c.split()[:2]) + f" {i}" for i, c in enumerate(COMMANDS)]
 )
-def test_tables_fit_80_columns_with_every_word_whole(
-    command: str, meshwise: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    printed = {}
-    for columns in (80, 300):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        done = meshwise(*command.split())
-        assert done.code in (0, 1), done.err
-        printed[columns] = done.out
-    for line in printed[80].splitlines():  # a plan is never broken in a sentence
+def test_tables_fit_80_columns_with_every_word_whole(command: str, at_widths: Any) -> None:
+    narrow, wide = at_widths(command, 80, 300)
+    for line in narrow.splitlines():  # a plan is never broken in a sentence
         has_plan = any(word.count("=") > 1 for word in line.split())
         assert len(line) <= 80 or has_plan or max(map(len, line.split())) > 40
-    assert words(printed[80]) ^ words(printed[300]) == set()
+    assert words(narrow) ^ words(wide) == set()
 
 
 GLOO = f"{TRACES}/gloo4"
@@ -74,18 +97,12 @@ QUANTITY = re.compile(r"(?<![\w.:…])[-+]?\d[\d.,]*(?: ?(?:[nµum]?s|[kMGT]?(?:
 
 @pytest.mark.parametrize("columns", [80, 100])
 @pytest.mark.parametrize("command", OF_TRACES, ids=lambda command: " ".join(command.split()[:2]))
-def test_no_number_of_a_trace_is_cut(
-    command: str, columns: int, meshwise: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_of_a_trace_is_cut(command: str, columns: int, at_widths: Any) -> None:
     """Names may be shortened; each number is there with its unit, and no line is too long."""
-    printed = {}
-    for width in (columns, 400):
-        monkeypatch.setenv("COLUMNS", str(width))
-        done = meshwise(*command.split())
-        assert done.code == 0, done.err
-        assert max(map(len, done.out.splitlines())) <= width
-        printed[width] = set(QUANTITY.findall(re.sub(r"\s*\n", " ", done.out)))
-    assert printed[columns] >= printed[400] != set()
+    shown = at_widths(command, columns, 400)
+    narrow, wide = (set(QUANTITY.findall(re.sub(r"\s*\n", " ", text))) for text in shown)
+    assert max(map(len, shown[0].splitlines())) <= columns
+    assert narrow >= wide != set()
 
 
 @pytest.mark.parametrize("words", ["", *HELP])

@@ -38,7 +38,7 @@ TURNS = Turns(turns=4, prompt=300, think_s=2.0)
     router=st.sampled_from(POLICIES), num=st.integers(1, 5), sessions=st.integers(1, 30), data=st.data(),
     prefill=st.booleans(), cache=st.sampled_from([4_000, 8_000, NO_LIMIT]), shared=st.sampled_from([0, 100]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_request_of_every_session_is_served_once(
     router: Any, num: int, sessions: int, data: Any, prefill: bool, cache: int, shared: int
 ) -> None:
@@ -65,7 +65,7 @@ def test_every_request_of_every_session_is_served_once(
 
 
 @given(cache=st.integers(700, 6000), num=st.integers(1, 40), host=st.booleans(), kinds=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
     cache: int, num: int, host: bool, kinds: int
 ) -> None:
@@ -145,7 +145,7 @@ def test_least_recently_used_blocks_are_found_as_often_as_che_says() -> None:
     rng = np.random.default_rng(0)
     weights = 1.0 / np.arange(1, kinds + 1) ** 0.9
     weights /= weights.sum()
-    asked = rng.choice(kinds, size=30_000, p=weights)
+    asked = rng.choice(kinds, size=20_000, p=weights)
     requests = Requests(
         (110,) * asked.size, (1,) * asked.size, concurrency=1, block_tokens=size,
         blocks=tuple((int(kind),) for kind in asked),
@@ -167,7 +167,7 @@ def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
     worker = ServingWorker(ONE_AT_A_TIME, passes(token_s=1e-3), NO_LIMIT)
 
     def wait_s(ratio: float, router: Any) -> float:
-        requests = at_rate(3.2 * 2 / (1 + ratio), Lengths(1000, 1, ratio), num=20_000)
+        requests = at_rate(3.2 * 2 / (1 + ratio), Lengths(1000, 1, ratio), num=8_000)
         waits = simulate(requests, Pools(worker, 4, router=parse_router(router))).ttft_s - 1e-3 * np.array(
             requests.prompt
         )
@@ -175,7 +175,7 @@ def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
 
     free = [0.0] * 4
     waits = []
-    for second in at_rate(3.2, Lengths(1000, 1), num=20_000).arrival_s:
+    for second in at_rate(3.2, Lengths(1000, 1), num=8_000).arrival_s:
         free.sort()
         waits.append(max(free[0] - second, 0.0))
         free[0] = max(free[0], second) + 1.0

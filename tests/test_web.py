@@ -124,12 +124,10 @@ def test_the_other_views_answer(client: TestClient) -> None:
     served = ask(client, "serve", **where, prompt="512", output="64", rate="5", price="2")
     assert "Latency under load" in html(served) and "a million tokens" in html(served)
     assert "Pareto front of all layouts" in html(served)
-    limits = {"rate": "20", "ttft_ms": "500", "token_ms": "25", "price": "2"}
-    sized = ask(client, "serve", model="llama3-8b", cluster="h100-80g-sxm:64", **limits)
+    limits = {"rate": "5", "ttft_ms": "500", "token_ms": "25", "price": "2"}
+    sized = ask(client, "serve", **where, **limits)
     assert "requests/s: " in sized["headline"] and "headroom: " in sized["headline"]
     assert "best of each chip" in html(sized)
-    wide = ask(client, "serve", model="llama3-8b", cluster="h100-80g-sxm:64")
-    assert "8 x h100-80g-sxm: tp=8" in wide["title"]
     slow = ask(
         client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", months="3", schedule="zero-bubble"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import print_json, print_parts
 
 
 def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: bool = False) -> None:
@@ -19,4 +19,4 @@ def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: 
     if json:
         print_json({what: rows})
     else:
-        console().print(catalog_table(what, rows))
+        print_parts([catalog_table(what, rows)])
