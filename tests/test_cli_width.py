@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshwise.cli import output
 from meshwise.cli.examples import EXAMPLES
+from meshwise.report import pages
 from meshwise.report.table import Table
 
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -23,7 +23,7 @@ COMMANDS = [
     "estimate gpt3-175b --cluster a100-80g-sxm:64 --plan tp=8,pp=8 --batch 64 --per-layer",
     f"estimate llama3-70b {TRAIN} --plan tp=8,pp=2",
     f"estimate llama3-8b {TRAIN} --plan zero=3 --tokens 1T --price 2",
-    "search deepseek-v3 --cluster h200-sxm:64 --batch 256 --seq 4096 --plan schedule=1f1b,zero=1,tp=1|2,dtype=fp8 --top 3",
+    "search deepseek-v3 --cluster h200-sxm:64 --batch 256 --plan schedule=1f1b,zero=1,tp=2,dtype=fp8 --top 3",
     "search llama3-70b --cluster h100-80g-sxm:1 --batch 8",
     "search llama3-8b --cluster h100-80g-sxm:16 --batch 64 --vary memory=1|2 --tokens 1T --price 2",
     "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --prompt 1024 --output 128",
@@ -48,24 +48,18 @@ def words(text: str) -> set[str]:
 @pytest.fixture
 def at_widths(meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], tuple[str, str]]:
     """Runs a command once and prints its answer at two widths."""
-    plain = output.console
+    print_parts = pages.print_parts
 
     def run(command: str, narrow: int, wide: int) -> tuple[str, str]:
         file = io.StringIO()
 
-        class Both:
-            def __init__(self) -> None:
-                monkeypatch.setenv("COLUMNS", str(narrow))
-                self.consoles = [plain()]
-                monkeypatch.setenv("COLUMNS", str(wide))
-                self.consoles.append(plain())
-                self.consoles[1].file = file
+        def print_twice(parts: Any, console: Console) -> None:
+            parts = list(parts)
+            print_parts(parts, console)
+            print_parts(parts, Console(width=wide, file=file, highlight=False, markup=False))
 
-            def print(self, *parts: Any, **settings: Any) -> None:
-                for console in self.consoles:
-                    console.print(*parts, **settings)
-
-        monkeypatch.setattr(output, "console", Both)
+        monkeypatch.setenv("COLUMNS", str(narrow))
+        monkeypatch.setattr(pages, "print_parts", print_twice)
         done = meshwise(*command.split())
         assert done.code in (0, 1), done.err
         return done.out, file.getvalue()
