@@ -75,12 +75,25 @@ def test_measured_loads_are_a_skew_of_their_own(meshwise: Callable[..., Any], tm
     measured, copied = passes("--expert-loads", str(counts)), passes("--expert-skew", "1.2")
     assert measured[0]["token_s"] == pytest.approx(copied[0]["token_s"])
     assert measured[0]["distinct_experts"] == pytest.approx(copied[0]["distinct_experts"])
-    assert (
-        passes("--expert-loads", str(counts), "--redundant-experts", "32")[0]["token_s"]
-        < measured[0]["token_s"]
-    )
     counts.write_text("7 " * 256)
     assert passes("--expert-loads", str(counts)) == passes()
     for text in ("1 2 3", "x " * 256, "1 " + "0 " * 255):
         counts.write_text(text)
         assert meshwise("serve", *base, "--expert-loads", str(counts)).code == 2
+
+
+def test_copies_of_experts_spread_their_load_and_take_memory(meshwise: Callable[..., Any]) -> None:
+    """4 more experts in each of 58 layers of a rank, in fp8; ranks that no other number would fill."""
+    base = ("deepseek-v3", "--plan", "dp=8,ep=8,dtype=fp8", "--sequences", "256", "--expert-skew", "1.2")
+
+    def served(*words: str) -> Any:
+        return meshwise("serve", *base, "--cluster", "h200-sxm:8", *words, "--json").document
+
+    alone, copied = served(), served("--redundant-experts", "32")
+    assert copied["first_token_s"] < alone["first_token_s"]
+    assert copied["weight_bytes"] - alone["weight_bytes"] == 4 * 58 * 3 * 7168 * 2048
+    rack = ("serve", "deepseek-v3", "--cluster", "gb200:72", "--plan", "dp=72,ep=72,dtype=fp8")
+    assert "use a divisor" in meshwise(*rack).err
+    assert "imbalance=1.125" in meshwise(*rack, "--redundant-experts", "32").out  # 36 of 32 choices a rank
+    for model, copies in (("deepseek-v3", "257"), ("deepseek-v3", "-1"), ("llama3-8b", "8")):
+        assert meshwise("serve", model, "--cluster", "h200-sxm:8", "--redundant-experts", copies).code == 2

@@ -450,7 +450,7 @@ def serve(
         draft_model: The model that guesses [multi-token prediction: a block like the last, and the head].
         expert_skew: Power law of the experts' loads: that of rank r is r^-SKEW [even].
         expert_loads: Text of the tokens that each expert was sent, instead.
-        redundant_experts: Slots for copies of the busiest experts.
+        redundant_experts: Copies of the busiest experts, which spread their load; ep divides all together.
         capacity_factor: Also say what experts of at most this times their even share would drop.
         percentile: Share of the requests, in percent, that must keep the limits.
         pareto: Trade-offs of all layouts: tokens/s a user against a GPU; and what else was simulated.
@@ -467,7 +467,7 @@ def serve(
     Raises:
         MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
     """
-    from meshwise.model.architecture import with_capacity
+    from meshwise.model.architecture import with_capacity, with_copies
     from meshwise.plan.plan import Plan
     from meshwise.serve.answer import answer, parse_prices, sized
     from meshwise.serve.encoding import encoder_pool, num_tokens
@@ -486,7 +486,8 @@ def serve(
         raise WorkloadError("a trace says how long prompts and outputs are; leave prompt and output out")
     mean_prompt, mean_output = trace.mean_tokens if trace else (2048, 256)
     prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
-    architecture = _with_inputs(with_capacity(_model(model), capacity_factor), images, image_size, audio_s)
+    mixture = with_copies(with_capacity(_model(model), capacity_factor), redundant_experts)
+    architecture = _with_inputs(mixture, images, image_size, audio_s)
     prompt += num_tokens(architecture) * (trace is None)
     encoders = None
     if encoder_cluster:
@@ -509,7 +510,7 @@ def serve(
         found = make(machine, _plan(plan or f"tp={machine.num_chips}"))
         if uneven:
             loads = None if expert_loads is None else Path(expert_loads)
-            found = unevenly_routed(found, skew=expert_skew, loads=loads, redundant=redundant_experts)
+            found = unevenly_routed(found, skew=expert_skew, loads=loads)
         if speculate:
             found = speculating(found, speculate, None if draft_model is None else _model(draft_model))
         elif draft_model is not None:

@@ -37,6 +37,7 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
         "mtp_layers": model.mtp_layers,
         "num_gpus": cluster.num_chips,
         "has_experts": model.moe is not None,
+        "redundant_experts": (model.moe and model.moe.copies) or None,
     }
     sizes = layers_of_chunks(model, mesh)
     facts["stages"] = sizes if len(set(sizes)) > 1 else None

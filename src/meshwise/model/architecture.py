@@ -114,7 +114,8 @@ class MoE:
     scale the router's input and the weights of the experts (Gemma 4). `latent`: experts read and write so
     many numbers of a token, which a layer before and one behind all experts project (Nemotron 3; 0: as many
     as the model has), behind a norm if `latent_norm` (Kimi K3). `zero_experts`: choices of the router that
-    compute nothing (LongCat-Flash).
+    compute nothing (LongCat-Flash). `copies`: redundant experts, which an engine holds beside the others to
+    spread the load of those that are liked most (DeepSeek's EPLB).
     """
 
     num_experts: int
@@ -135,6 +136,12 @@ class MoE:
     latent: int = 0
     latent_norm: bool = False
     zero_experts: int = 0
+    copies: int = 0
+
+    @property
+    def held(self) -> int:
+        """Experts that the expert-parallel ranks hold together, copies among them."""
+        return self.num_experts + self.copies
 
     @property
     def computed(self) -> float:
@@ -678,6 +685,19 @@ def with_capacity(model: Model, factor: float | None) -> Model:
     if model.moe is None:
         raise ModelError(f"capacity_factor={factor:g}: {model.name} has no experts; leave it out")
     return checked_model(replace(model, moe=replace(model.moe, capacity_factor=factor)), model.name)
+
+
+def with_copies(model: Model, copies: int) -> Model:
+    """`model` with so many redundant experts, as an engine holds it."""
+    if not copies:
+        return model
+    if model.moe is None:
+        raise ModelError(f"redundant_experts={copies}: {model.name} has no experts; leave it out")
+    if not 0 < copies <= model.moe.num_experts:
+        raise ModelError(
+            f"redundant_experts={copies} must be from 0 to the number of experts, {model.moe.num_experts}"
+        )
+    return replace(model, moe=replace(model.moe, copies=copies))
 
 
 def checked_model(model: Model, where: str) -> Model:

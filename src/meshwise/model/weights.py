@@ -444,7 +444,7 @@ def _moe(model: Model) -> Iterator[Weight]:
     if moe.balance_bias:
         yield _learned(module, "balance_bias", choices, trains=False)
     yield from _feed_forward(
-        model, module, moe.ffn_hidden, prefix="expert_", experts=moe.num_experts, hidden=moe.latent
+        model, module, moe.ffn_hidden, prefix="expert_", experts=moe.held, hidden=moe.latent
     )
     if moe.latent:
         for name, d_in, d_out in (("latent_down", hidden, moe.latent), ("latent_up", moe.latent, hidden)):
@@ -680,5 +680,5 @@ def num_active_params(model: Model) -> int:
     if moe is None:
         return num_params(model)
     experts = block_weights(model, Layer(moe=True))
-    one_expert = num_weights(weight for weight in experts if weight.is_expert) // moe.num_experts
-    return num_params(model) - num_moe_layers(model) * round(moe.num_experts - moe.computed) * one_expert
+    one_expert = num_weights(weight for weight in experts if weight.is_expert) // moe.held
+    return num_params(model) - num_moe_layers(model) * round(moe.held - moe.computed) * one_expert

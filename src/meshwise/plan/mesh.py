@@ -463,8 +463,9 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
         "ranks route tokens of their own: {model.name} with tp={tp} needs sequence parallelism; leave sp out",
     )
     ranks = "ranks of a pipeline stage (tp={tp} x cp={cp} x dp={dp})"
+    held = "experts of {model.name}" + ", copies among them" * (moe.copies > 0)
     yield from _divide(
-        ("ep={ep}", ep, "experts of {model.name}", moe.num_experts),
+        ("ep={ep}", ep, held, moe.held),
         ("etp={etp}", etp, "inside each expert of {model.name}", moe.ffn_hidden),
         ("ep={ep} x etp={etp}", etp * ep, ranks, mesh.tp * mesh.cp * mesh.dp),
     )

@@ -245,8 +245,8 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
     needed = active_experts(cut.ep, moe.computed) / cut.ep
     tokens = cut.tokens * np.where(exchanged, cut.ep / cut.tp * needed, 1.0) * cut.imbalance
     top_k = moe.computed / cut.ep / np.where(exchanged, needed, 1.0)
-    tokens = tokens + (cut.expert_tile - 1.0) * moe.num_experts / cut.ep / top_k
-    experts, hidden, width = moe.num_experts / cut.ep, moe.width(model.hidden), moe.ffn_hidden / cut.etp
+    tokens = tokens + (cut.expert_tile - 1.0) * moe.held / cut.ep / top_k
+    experts, hidden, width = moe.held / cut.ep, moe.width(model.hidden), moe.ffn_hidden / cut.etp
     pairs, weights = tokens * top_k, (3.0 if model.gated else 2.0) * hidden * width
     read = active_experts(experts, pairs) * weights * form.expert_bytes + tokens * hidden * form.act_bytes
     op = Op(

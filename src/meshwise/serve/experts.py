@@ -18,22 +18,17 @@ from meshwise.model.architecture import MoE
 from meshwise.serve.serving import Serving
 
 
-def unevenly_routed(
-    serving: Serving, *, skew: float = 0.0, loads: Path | None = None, redundant: int = 0
-) -> Serving:
-    """`serving` where expert r is liked as r^-skew, or as `loads` says; `redundant` slots are copies."""
+def unevenly_routed(serving: Serving, *, skew: float = 0.0, loads: Path | None = None) -> Serving:
+    """`serving` where expert r is liked as r^-skew, or as `loads` says."""
     moe = serving.model.moe
     if moe is None:
         raise PlanError(f"loads of experts are stated but {serving.model.name} has none; leave them out")
-    if not 0 <= skew < 10 or not 0 <= redundant <= moe.num_experts:
-        raise WorkloadError(
-            f"expert_skew={skew:g} must be from 0 to 10, redundant_experts={redundant} from 0 to the number "
-            f"of experts, {moe.num_experts}"
-        )
+    if not 0 <= skew < 10:
+        raise WorkloadError(f"expert_skew={skew:g} must be from 0 to 10")
     if loads is not None and skew:
         raise WorkloadError("expert_skew and expert_loads are two kinds of loads; give one")
     shares = inclusion(moe.num_experts, moe.top_k, skew) if loads is None else read_loads(loads, moe)
-    busiest = busiest_rank(shares, int(serving.mesh.ep), redundant)
+    busiest = busiest_rank(shares, int(serving.mesh.ep), moe.copies)
     plan = replace(serving.mesh.plan, imbalance=busiest)
     return replace(serving, expert_shares=shares, mesh=replace(serving.mesh, imbalance=busiest, plan=plan))
 
