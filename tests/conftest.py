@@ -18,7 +18,7 @@ gc.disable()  # nothing that imports make is garbage; the search for it takes a 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores Ctrl-C
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and workers share the cores
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of every fake process group
-settings.register_profile("shared", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("shared", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("shared")
 
 
