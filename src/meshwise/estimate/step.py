@@ -399,8 +399,8 @@ def _optimizer_s(
         on_host = mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s  # weights come back
         return (2.0 * memory.optimizer + 2.0 * gradients + memory.weights) / rate + on_host
     dense, experts = held
-    params = dense.trained / mesh.shard_ranks(1, mesh.replicas)
-    params = params + experts.trained / mesh.shard_ranks(1, mesh.expert_replicas)
+    params = dense.trained / mesh.shard_ranks(mesh.replicas)
+    params = params + experts.trained / mesh.shard_ranks(mesh.expert_replicas)
     params = params * np.where(mesh.zero >= 1, share, 1.0)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate

@@ -359,9 +359,9 @@ def find_cluster(text: str) -> Cluster:
     return replace(cluster, name=text, num_chips=int(count))
 
 
-def parse_cluster(text: str, name: str = "cluster") -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """The cluster that the text of a TOML file describes; ClusterError says what is wrong with it."""
-    return _cluster(name, parse_toml(text, name, ClusterError), name)
+    return _cluster("cluster", parse_toml(text, "cluster", ClusterError), "cluster")
 
 
 def cluster_text(cluster: Cluster, digits: int | None = None) -> str:

@@ -177,7 +177,7 @@ def with_vocab(config: GptConfig, vocab_size: int) -> GptConfig:
     return replace(config, vocab_size=config.vocab_size or vocab_size)
 
 
-def to_model(config: GptConfig, name: str = "transformer_lm_gpt") -> Model:
+def to_model(config: GptConfig) -> Model:
     """The same architecture as a `Model`, which knows its parameters."""
     moe = None
     if config.num_moe_layers:
@@ -188,7 +188,7 @@ def to_model(config: GptConfig, name: str = "transformer_lm_gpt") -> Model:
             every=config.moe_freq,
         )
     return Model(
-        name=name,
+        name="transformer_lm_gpt",
         num_layers=config.decoder_layers,
         hidden=config.decoder_embed_dim,
         ffn_hidden=config.decoder_ffn_embed_dim,

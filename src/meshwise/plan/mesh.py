@@ -144,9 +144,9 @@ class Mesh:
         """Whether the step has a backward."""
         return self.kind == "train"
 
-    def shard_ranks(self, from_stage: int, replicas: Num) -> Num:
-        """Over how many of `replicas` ranks ZeRO shards what it shards from stage `from_stage` on."""
-        sharded = (self.zero >= from_stage) * 1.0
+    def shard_ranks(self, replicas: Num) -> Num:
+        """Over how many of `replicas` ranks ZeRO shards the states of the optimizer."""
+        sharded = (self.zero >= 1) * 1.0
         return sharded * np.minimum(self.zero_group, replicas) + (1.0 - sharded)
 
     def stride(self, axis: str) -> Num:
@@ -557,7 +557,7 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
         "imbalance={plan.imbalance!s} is more than the {most!s} that ep={ep} and the experts allow; use less",
         values={"most": most},
     )
-    groups = mesh.shard_ranks(1, experts) if model.moe else 1.0
+    groups = mesh.shard_ranks(experts) if model.moe else 1.0
     yield from _divide(
         ("zero_group={zero_group}", groups, "ranks that hold the same experts", experts),
         ("implementation=fsdp2 does not copy: tp={tp}", mesh.tp, "key-value heads", model.num_kv_heads),

@@ -80,7 +80,7 @@ class Unit:
 
     def sharing(self, mesh: Mesh) -> Num:
         """Over how many of them the weights are cut; groups of so many neighbours hold copies (HSDP)."""
-        return mesh.shard_ranks(1, self.replicas(mesh)[0])
+        return mesh.shard_ranks(self.replicas(mesh)[0])
 
     @property
     def trained(self) -> Unit:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-
 from meshwise.core.units import duration
 from meshwise.report.table import Fields, Table, cell_text, percent, records_table, short
 from meshwise.trace.bandwidths import Bandwidth
@@ -32,12 +30,6 @@ def sentence(text: str) -> str:
 def headline(found: Sequence[Finding]) -> str:
     """The finding that costs most, in one sentence."""
     return sentence(found[0].text if found else NOTHING) + "."
-
-
-def print_summary(summary: Summary, console: Console, *, limit: int = 15, everything: bool = False) -> None:
-    """Print what `summary_parts` says."""
-    for part in summary_parts(summary, limit=limit, everything=everything):
-        console.print(part)
 
 
 def summary_parts(summary: Summary, *, limit: int = 15, everything: bool = False) -> Iterator[Printed]:

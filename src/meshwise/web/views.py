@@ -202,10 +202,10 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
     }
 
 
-def _divisors(number: int, most: int = 40) -> list[str]:
-    """The smallest divisors of a number."""
+def _divisors(number: int) -> list[str]:
+    """The smallest divisors of a number, 40 at most."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return [str(n) for n in sorted({*low, *(number // n for n in low)})[:most]]
+    return [str(n) for n in sorted({*low, *(number // n for n in low)})[:40]]
 
 
 def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:

@@ -196,11 +196,9 @@ def gradient_reduction_s(
     return np.maximum(memory_s, inner_s + outer_s)
 
 
-def end_of_batch_s(device: Device, layer: LinearLayer, pattern: str = "multicast") -> Num:
+def end_of_batch_s(device: Device, layer: LinearLayer) -> Num:
     """Seconds of the gradient all-reduce of `layer` over dp, once per batch; the optimizer is free."""
-    return gradient_reduction_s(
-        device, layer.local_weights, layer.dp, elem_bytes=layer.elem_bytes, pattern=pattern
-    )
+    return gradient_reduction_s(device, layer.local_weights, layer.dp, elem_bytes=layer.elem_bytes)
 
 
 def layer_what_ifs(device: Device, layer: LinearLayer, batch: Num) -> dict[str, Num]:

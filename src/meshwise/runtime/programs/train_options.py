@@ -94,7 +94,7 @@ def check(options: Options, ranks: int) -> None:
     model, mesh = the_model(options), the_mesh(options, ranks)
     if model.moe is None:
         return
-    alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
+    alike = int(mesh.shard_ranks(mesh.expert_replicas))
     run = tokens_in_a_row(options)
     for what, number, divisor in (
         ("hidden width", model.hidden, alike),

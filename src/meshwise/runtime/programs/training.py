@@ -91,7 +91,7 @@ class Trainer:
         axes = plan.pp, self.dp, plan.cp, plan.tp
         self.place = place = Place(*map(int, np.unravel_index(self.rank, axes)))
         replicas = self.dp * plan.cp
-        self.sharing = int(on.shard_ranks(1, replicas)), int(on.shard_ranks(1, on.expert_replicas))
+        self.sharing = int(on.shard_ranks(replicas)), int(on.shard_ranks(on.expert_replicas))
         per_stage = replicas * plan.tp
         self.line = context.group("pp", range(self.rank % per_stage, context.world_size, per_stage))
         self.holders = self._holders(per_stage)
