@@ -158,6 +158,7 @@ def words(draw: st.DrawFn) -> list[str]:
 @example(["frontier", "layer", *BASES["frontier", "layer"][2:], "--d-in", "1e-320"])
 @example(["frontier", "layer", *BASES["frontier", "layer"], "--bytes", "1e308"])
 @example(["trace", "bandwidth", LONG_NAME])
+@example(["fit-card", *BASES[("fit-card",)], "--batch", "-1"])
 @example(["trace", "report", GLOO, "-o", "x.html", "--ranks", "0"])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=4", "--images", str(10**400)])
 @example(["estimate", "bad\x0bname", *H100])

@@ -103,6 +103,7 @@ def fit_card(
     for name in methods:
         if name not in METHODS:
             raise WorkloadError(f"there is no method {name!r}; use one of {', '.join(METHODS)}")
+    Workload(batch=batch, seq=seq)  # which no model makes right
     TokenBudget(tokens=tokens, price=price)
     if price is not None and tokens is None:
         raise WorkloadError("--price is for a run of some length; add --tokens, or leave it out")
