@@ -56,11 +56,12 @@ def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part], front_s: Num = 0
 
 def _best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Num]:
     """The `ends` with which the slowest stage is fastest; `seconds` of each part a microbatch."""
-    first, last = (np.ceil(end) for end in _ends(model, seconds))
+    exact = _ends(model, seconds)
+    first, last = (np.ceil(end) for end in exact)
     ends: tuple[Num, Num] = (0.0, 0.0)
     fastest_s = _slowest_s(model, replace(mesh, ends=ends), seconds)
     rounded = ((first - down, last - 1.0 + up) for down, up in itertools.product((0.0, 1.0), repeat=2))
-    for tried in itertools.chain(rounded, _in_step(model, mesh, (first, last))):
+    for tried in itertools.chain(rounded, _in_step(model, mesh, exact)):
         slowest_s = _slowest_s(model, replace(mesh, ends=tried), seconds)
         is_faster = (slowest_s < fastest_s) & (mesh.pp > 1)
         fastest_s = np.minimum(slowest_s, fastest_s)
@@ -69,21 +70,24 @@ def _best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, N
 
 
 def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[Num, Num]]:
-    """`ends` with which all chunks but the first and the last are alike, where an interleaved schedule needs
-    more than one layer fewer on each: from what the ends cost, and from nothing.
+    """`ends` with which all chunks of an interleaved schedule but the first and the last are alike.
+
+    Both together hold as many layers fewer as leave a multiple of the chunks: the next below and above what
+    the ends cost, so divided that both take as long, each rounded up and down.
     """
-    num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers
-    needs = (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2)
+    num_chunks = mesh.pp * mesh.vpp
+    needs = (mesh.schedule == _INTERLEAVED) & (-model.num_layers % num_chunks > 0)
     if not np.any(needs):
         return
-    least = tuple(np.minimum(end, 0.0) for end in ends)  # a chunk of light layers holds more of them
-    for first, last in (ends, (0.0, 0.0)):
-        missing = -(layers + first + last) % num_chunks
-        for fewer in (missing, missing - num_chunks):  # the ends hold so many layers fewer, or more
-            for at_front in (0.0, np.floor(fewer / 2.0), fewer):
-                tried = first + at_front, last + fewer - at_front
-                holds = needs & (tried[0] >= least[0] - 1.0) & (tried[1] >= least[1] - 1.0)
-                yield holds * tried[0], holds * tried[1]  # other cells have none, as alone
+    least = tuple(np.minimum(np.ceil(end), 0.0) - 1.0 for end in ends)  # light layers: the chunk holds more
+    missing = -model.num_layers % num_chunks
+    below = missing + np.floor((sum(ends) - missing) / num_chunks) * num_chunks
+    for fewer, up in itertools.product((below, below + num_chunks), (0.0, 1.0)):
+        first = np.floor((fewer + ends[0] - ends[1]) / 2.0) + up
+        most = (model.num_layers + fewer) // num_chunks
+        lowest, highest = np.maximum(least[0], fewer - most), np.minimum(most, fewer - least[1])
+        first, holds = np.clip(first, lowest, highest), needs & (lowest <= highest)
+        yield holds * first, holds * (fewer - first)  # other cells have none, as alone
 
 
 def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:
