@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from meshwise.cli import app
 from meshwise.core.errors import ClusterError, WorkloadError
 from meshwise.cost.failures import Failures, checkpoint_interval_s, goodput
 from meshwise.machine.hardware import find_chip
@@ -73,6 +71,11 @@ def test_the_values_of_the_source_notebook() -> None:
     assert float(times.memory_s) == pytest.approx(2.2757727923627685e-05, rel=1e-15)
     assert float(times.network_s) == pytest.approx(2.586487466666666e-05, rel=1e-15)
     assert float(end_of_batch_s(H100, LAYER)) == pytest.approx(2.709e-05, rel=1e-3)
+    one_dimension = layer_times(H100, replace(LAYER, tp_in=1, tp_out=320), BATCH)
+    assert (float(one_dimension.network_s), one_dimension.binds) == (
+        pytest.approx(111.5e-6, rel=1e-3),
+        "network",
+    )
     free = replace(H100, inner_bytes_per_s=1e30, outer_bytes_per_s=1e30)
     assert float(end_of_batch_s(free, LAYER)) == pytest.approx(9.09e-06, rel=1e-3)
 
@@ -93,13 +96,6 @@ def test_the_values_of_the_source_notebook() -> None:
 )
 def test_what_ifs_of_the_notebook(what: str, device: Device, value: float) -> None:
     assert float(layer_what_ifs(device, LAYER, BATCH)[what]) == pytest.approx(value, abs=0.6, rel=3e-4)
-
-
-def test_one_dimension_moves_four_times_as_much() -> None:
-    one_dimension = replace(LAYER, tp_in=1, tp_out=320)
-    times = layer_times(H100, one_dimension, BATCH)
-    assert float(times.network_s) == pytest.approx(111.5e-6, rel=1e-3)
-    assert times.binds == "network"
 
 
 def test_catalog_bandwidth_per_direction_becomes_sent_plus_received() -> None:
@@ -354,42 +350,31 @@ def test_a_law_that_returns_nonsense_is_named(value: float) -> None:
         best_runs(H100, Assumptions(depth=law), 1e25)
 
 
-SIZES = ["layer", "--d-in", "1024", "--d-out", "4096", "--batch", "512"]
-
-
 # --- end to end -----------------------------------------------------------------------------------------
 
 
-def test_layer_command_prints_the_notebook() -> None:
-    words = "layer --d-in 16384 --d-out 81920 --tp-in 8 --tp-out 40 --dp 32 --batch 32768 --bytes 2 "
+def test_layer_command_prints_the_notebook(meshwise: Any) -> None:
+    words = "--d-in 16384 --d-out 81920 --tp-in 8 --tp-out 40 --dp 32 --batch 32768 --bytes 2 "
     words += "--flop-per-s-8bit 1979e12 --memory-bytes-per-s 3352e9 --network-bytes-per-s 900e9 "
     words += "--utilization 0.8"
-    document = json.loads(
-        CliRunner().invoke(app, ["frontier", *words.split(), "--json"], catch_exceptions=False).stdout
-    )
+    document = meshwise("frontier", "layer", *words.split(), "--json").document
     assert document["fwd_bwd_s"] == 3.2554072481051035e-05
     assert document["binds"] == "flop"
     assert document["what_ifs"]["max_balanced_split"] == pytest.approx(434, abs=0.5)
-    assert (
-        "3.2554072481051035e-05"
-        in CliRunner().invoke(app, ["frontier", *words.split()], catch_exceptions=False).stdout
-    )
+    assert "3.2554072481051035e-05" in meshwise("frontier", "layer", *words.split()).out
 
 
-def test_layer_command_on_a_chip_also_knows_its_two_levels() -> None:
-    words = [*SIZES, "--tp-in", "8", "--tp-out", "40", "--chip", "h100-80g-sxm", "--json"]
-    two = json.loads(CliRunner().invoke(app, ["frontier", *words], catch_exceptions=False).stdout)[
-        "two_level"
-    ]
+def test_layer_command_on_a_chip_also_knows_its_two_levels(meshwise: Any) -> None:
+    words = "--d-in 1024 --d-out 4096 --batch 512 --tp-in 8 --tp-out 40 --chip h100-80g-sxm --json"
+    two = meshwise("frontier", "layer", *words.split()).document["two_level"]
     assert two["inner_in"] * two["inner_out"] <= 8
     assert two["binds"] == "network"
 
 
-def test_run_command(tmp_path: Path) -> None:
+def test_run_command(meshwise: Any, tmp_path: Path) -> None:
     picture = tmp_path / "v100.png"
-    words = ["run", "--chip", "v100", "--watts", "500", "--price", "2", "--json", "--plot", str(picture)]
-    result = CliRunner().invoke(app, ["frontier", *words], catch_exceptions=False)
-    document = json.loads(result.stdout)
+    words = "frontier run --chip v100 --watts 500 --price 2 --json --plot"
+    document = meshwise(*words.split(), str(picture)).document
     assert {"curve", "plateau", "limit_80pct_flop", "wall_flop"} <= document.keys()
     assert {"curve", "plateau", "limit_80pct_flop", "wall_flop"} <= document["with_failures"].keys()
     assert {"training_flop", "utilization", "plan", "binds"} <= document["curve"][0].keys()

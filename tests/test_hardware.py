@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzz import toml_text
 from meshwise.core.errors import ClusterError
 from meshwise.machine.hardware import (
     Chip,
@@ -229,22 +230,8 @@ OWN_CHIP = {
 OWN = {"chip": OWN_CHIP, "num_chips": 32, "levels": LEVELS, "source": "our machine room"}
 
 
-def to_toml(value: Any) -> str:
-    """`value` as a TOML value; tables inline."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{to_toml(str(k))} = {to_toml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(to_toml(v) for v in value) + "]"
-    return repr(value)
-
-
 def write_toml(path: Path, table: dict[str, Any]) -> str:
-    lines = [f"{to_toml(key)} = {to_toml(value)}\n" for key, value in table.items()]
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_text(toml_text(table), encoding="utf-8")
     return str(path)
 
 
