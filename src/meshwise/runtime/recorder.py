@@ -33,7 +33,7 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
 from meshwise.runtime.fakes import QuickFakes
-from meshwise.runtime.saved_tensors import Kept, SavedTensor, watched_checkpoints
+from meshwise.runtime.saved_tensors import Kept, SavedTensor, seen_through, watched_checkpoints
 from meshwise.runtime.torch_private import (
     AsyncCollectiveTensor,
     FakeTensor,
@@ -197,7 +197,7 @@ class OpRecorder(TorchDispatchMode):
                 return infer(*args, **kwargs)
 
         for patch in (
-            saved_tensors_hooks(self._keep, lambda held: held.tensor),
+            saved_tensors_hooks(seen_through(self._keep), lambda held: held.tensor),
             watched_checkpoints(self.hold),
             mock.patch.object(Storage, "resize_", resize_),
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ class Kept:
             self.bytes -= size_bytes
 
 
+def seen_through(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """`pack` as a hook that a selective checkpoint takes for one of its own, of which it asks nothing.
+
+    Before hooks of others torch 2.14 warns that it will hand them what it keeps, which is watched already.
+    """
+    hook = partial(pack)
+    vars(hook).update(_checkpoint_internal=True, _user_hooks=None)
+    return hook
+
+
 @contextmanager
 def watched_checkpoints(keep: Callable[[torch.Tensor, object], None]) -> Iterator[None]:
     """Tells `keep` what `torch.utils.checkpoint` holds beside its inputs, and what holds it."""
@@ -63,8 +74,8 @@ def _kept_result(keep: Callable[[torch.Tensor, object], None]) -> type:
     """torch's holder of a result that a recomputation takes as it is, which tells `keep` of it and itself."""
 
     class Watched(checkpointing._VersionWrapper):
-        def __init__(self, value: Any) -> None:
-            super().__init__(value)
+        def __init__(self, value: Any, **hooks: Any) -> None:
+            super().__init__(value, **hooks)
             if isinstance(value, torch.Tensor):
                 keep(value, self)
 
