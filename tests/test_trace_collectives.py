@@ -1,5 +1,7 @@
 """Matching collectives across ranks, aligning clocks, and splitting waiting from transfer."""
 
+import gzip
+import re
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +89,19 @@ def test_profilers_that_start_apart(tmp_path):
     for one, at in zip(full, arrivals[2:], strict=True):
         assert one.last_rank == int(np.argmax(at)) or max(at) == at[one.last_rank]
     assert found.alignment.offsets_s[2] == pytest.approx(-7e-3, abs=1e-8)
+
+
+def test_a_clock_that_begins_at_zero_is_aligned(tmp_path):
+    """One that is decades off leaves digits for the others."""
+    for path in (DATA / "gloo4").glob("*.gz"):
+        whole = gzip.decompress(path.read_bytes())
+        if "rank-0" in path.name:
+            whole = re.sub(rb'("baseTimeNanoseconds": )\d+', rb"\g<1>0", whole)
+        (tmp_path / path.stem).write_bytes(whole)
+    found, right = summarize_paths([tmp_path]), summarize_paths([DATA / "gloo4"])
+    assert found.alignment.offsets_s[1] > 1.7e9
+    assert found.alignment.residual_s == pytest.approx(right.alignment.residual_s, abs=1e-3)
+    assert len(found.collectives) == len(right.collectives)
 
 
 def test_sequence_numbers_win(tmp_path):

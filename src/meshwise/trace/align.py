@@ -213,8 +213,13 @@ def _offsets(ends: _Ends) -> Floats:
     """Offsets [ns] of the ranks. Of those that are linked by groups, the first has offset 0.
 
     Every round solves the normal equations with the true ends eliminated; the weights 1/|error| of the
-    round before turn squares into absolute values. The first guess is the median against the mean end.
+    round before turn squares into absolute values. Clocks are first set by their first ends, since one that
+    is decades off would leave no digits for the others.
     """
+    first = np.full(ends.num_ranks, np.inf)
+    np.minimum.at(first, ends.rank, ends.time)
+    first[np.isinf(first)] = 0.0
+    ends = replace(ends, time=ends.time - first[ends.rank])
     weight, offset = np.ones_like(ends.time), np.zeros(ends.num_ranks)
     for _ in range(_NUM_ROUNDS):
         total = ends.over_calls(weight)
@@ -225,6 +230,7 @@ def _offsets(ends: _Ends) -> Floats:
         aligned = ends.time - offset[ends.rank]
         error = aligned - (ends.over_calls(weight * aligned) / total)[ends.call]
         weight = 1 / np.maximum(np.abs(error), _FLOOR_NS)
+    offset += first
     for linked_ranks in linked(map(tuple, np.split(ends.rank, np.flatnonzero(np.diff(ends.call)) + 1))):
         offset[list(linked_ranks)] -= offset[min(linked_ranks)]
     return offset
