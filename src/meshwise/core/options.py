@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshwise.core.errors import WorkloadError
@@ -122,7 +123,8 @@ def options_in(asked: dict[str, Any], verb: Callable[..., Any]) -> dict[str, Any
     return {name: asked.pop(name) for name in options_of(verb) if name in asked}
 
 
-def options_of(verb: Callable[..., Any]) -> dict[str, Option]:
+@cache
+def options_of(verb: Callable[..., Any]) -> Mapping[str, Option]:
     """The options of a verb by name, in the order of its signature."""
     found: dict[str, Option] = {}
     meanings = _meanings(verb)
@@ -140,7 +142,7 @@ def options_of(verb: Callable[..., Any]) -> dict[str, Option]:
             bounds=next((note for note in notes if isinstance(note, range)), None),
             in_ms="ms" in notes,
         )
-    return found
+    return MappingProxyType(found)
 
 
 def summary_of(verb: Callable[..., Any]) -> str:
