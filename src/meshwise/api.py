@@ -301,9 +301,11 @@ def _share(memory_frac: float | None) -> float:
 
 def usd_per_hour(price: str | float | None) -> float | None:
     """Dollars of a GPU-hour of the one machine that is priced; WorkloadError for prices by chip."""
+    if price is None:
+        return None
     from meshwise.serve.answer import parse_prices
 
-    found = {} if price is None else parse_prices(str(price))
+    found = parse_prices(str(price))
     if set(found) - {""}:
         raise WorkloadError(f"price={price} is of several chips, which serve compares; give one number")
     return found.get("")
