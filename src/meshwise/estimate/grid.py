@@ -230,8 +230,7 @@ def _alike(
 ) -> Iterator[tuple[Plan, dict[str, Sequence[Any]]]]:
     """Parts of a grid whose plans agree in what they leave open: a plan of each part, and its numbers.
 
-    DualPipe with experts implies other values of such keys than other plans, and others of them again where
-    it recomputes selectively.
+    DualPipe with experts implies other values of such keys than other plans.
     """
     plan = _first_plan(stated, numbers, is_paired=False)
     if plan is not None:
@@ -241,14 +240,11 @@ def _alike(
         "ep": [ep for ep in numbers.get("ep", ()) if ep > 1],
     }
     numbers = numbers | {key: values for key, values in paired.items() if key in numbers}
-    kinds = numbers.get("recompute", ())
-    others = tuple(kind for kind in kinds if kind != "selective")
-    parts = [{"recompute": some} for some in (others, tuple(set(kinds) - set(others))) if some]
-    for part in parts or [{}]:
-        recompute = {key: some[0] for key, some in part.items()}
-        plan = _first_plan(stated | recompute, numbers, is_paired=True)
-        if plan is not None:
-            yield plan, numbers | part
+    if kinds := sorted(numbers.get("recompute", ()), key="selective".__eq__):
+        stated = stated | {"recompute": kinds[0]}  # of which others than selective name no modules
+    plan = _first_plan(stated, numbers, is_paired=True)
+    if plan is not None:
+        yield plan, numbers
 
 
 def _first_plan(stated: dict[str, Any], numbers: dict[str, Sequence[Any]], *, is_paired: bool) -> Plan | None:

@@ -147,6 +147,13 @@ class Plan:
         return bool(is_paired(number_of("schedule", self.schedule), self.ep))
 
     @property
+    def selective_modules(self) -> tuple[str, ...]:
+        """What recompute=selective covers, under this plan."""
+        frameworks = self.implementation != "fsdp2"  # PyTorch has none for DualPipe
+        implied = DUALPIPE_RECOMPUTES if self.is_paired and frameworks else CORE_ATTENTION
+        return self.recompute_modules or implied
+
+    @property
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model: tp x cp x pp."""
         return self.tp * self.cp * self.pp
@@ -243,7 +250,6 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "vpp", 2
     paired = plan.is_paired and plan.implementation != "fsdp2"  # PyTorch has no such framework
     recompute = plan.recompute or ("selective" if paired or plan.recompute_modules else "none")
-    selective = DUALPIPE_RECOMPUTES if paired else CORE_ATTENTION
     narrow = "fp8" if paired and plan.dtype == "fp8" else "bf16"
     for name, value in (
         ("overlap_ep", paired),
@@ -251,7 +257,7 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         ("dispatch_dtype", narrow),
         ("act_input_dtype", narrow),
         ("recompute", recompute),
-        ("recompute_modules", selective if recompute == "selective" else ()),
+        ("recompute_modules", plan.selective_modules if recompute == "selective" else ()),
     ):
         if getattr(plan, name) in (None, "", ()):
             yield name, value

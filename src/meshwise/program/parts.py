@@ -11,7 +11,7 @@ import numpy as np
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import SERVING, Mesh
-from meshwise.plan.plan import CORE_ATTENTION, NARROW_DTYPES
+from meshwise.plan.plan import NARROW_DTYPES
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
@@ -90,7 +90,7 @@ def cut_of(mesh: Mesh) -> Cut:
         imbalance=mesh.imbalance,
         dispatch_per_rank=plan.dispatch == "per_rank",
         dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
-        recompute_modules=plan.recompute_modules or CORE_ATTENTION,
+        recompute_modules=plan.selective_modules,
         head_dtype=plan.head_dtype,
         loss_chunks=plan.loss_chunks,
         loss=loss_of(plan),
