@@ -67,7 +67,8 @@ class ScheduleDualPipe(PipelineRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = ranks
         orders = {rank: list(_actions(rank, num_ranks, n_microbatches)) for rank in range(num_ranks)}
-        self.pipeline_order_with_comms = _with_messages(orders, ranks)
+        with_waits = getattr(pipelining_schedules, "_add_wait_send", dict)  # torch 2.15 wants them stated
+        self.pipeline_order_with_comms = with_waits(_with_messages(orders, ranks))
 
 
 def _actions(rank: int, num_ranks: int, microbatches_each_way: int) -> Iterator[Any]:

@@ -43,6 +43,8 @@ SCHEDULES: dict[str, Any] = {
 """torch's schedules, and one on its runtime, by the names of a `Plan`."""
 REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad")
 """What a stage does for gradients of weights alone, and for their reduction."""
+VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
+"""How the stages agree on whether they know their shapes, which they do: up to torch 2.14, and from 2.15."""
 
 
 def make_schedule(
@@ -80,7 +82,8 @@ def make_schedule(
         _end_backward_of_weights(stage)
         for method in REDUCING:
             setattr(stage, method, _in_backward(getattr(stage, method), context.recorder))
-    schedule._warmup_p2p = lambda *_: None  # the stages vote on whether they know their shapes: they do
+    for vote in VOTES:
+        setattr(schedule, vote, lambda *_: None)
 
     def step(tokens: Tensor, labels: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []
