@@ -9,7 +9,6 @@ import numpy as np
 
 from meshwise.core.compare import TOTALS, WORK, Comparison, compare, totals_of, work_of
 from meshwise.core.errors import PlanError
-from meshwise.core.ledger import Ledger
 from meshwise.estimate.row_times import with_times
 from meshwise.machine.hardware import Cluster
 from meshwise.program.tape import Tape
@@ -32,22 +31,18 @@ def compare_program(
 ) -> Comparison:
     """Estimate, dry run and (`with_run`) real CPU run of `program` on rank `rank`, number by number.
 
-    A program without a closed form is compared by its dry run and its run. `pool` is used where given,
-    else ranks are started. A machine's own additions (allocator, workspace) stay out: a CPU has none. With
-    a `cluster`, the seconds that it would take stand beside those of the run.
+    `pool` is used where given, else ranks are started. A machine's own additions (allocator, workspace)
+    stay out: a CPU has none. With a `cluster`, the seconds that it would take stand beside those of the run.
     """
     if not 0 <= rank < ranks:
         raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
-    if program.estimate is None and not with_run:
-        raise PlanError(f"{program.name} has no closed form; without a run there is nothing to compare with")
-    ledgers: dict[str, Ledger] = {}
-    partial: tuple[str, ...] = ()
-    if program.estimate is not None:
-        tape = Tape("estimate", rank, ranks)
-        program.estimate(options, tape)
-        ledgers["estimate"] = tape.ledger()
-        partial = ("estimate",) if tape.is_partial else ()
-    ledgers["dry_run"] = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
+    tape = Tape("estimate", rank, ranks)
+    program.estimate(options, tape)
+    partial = ("estimate",) if tape.is_partial else ()
+    ledgers = {
+        "estimate": tape.ledger(),
+        "dry_run": dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger,
+    }
     if cluster is not None:
         ledgers = {name: with_times(ledger, cluster) for name, ledger in ledgers.items()}
     if with_run:

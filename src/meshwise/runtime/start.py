@@ -44,9 +44,9 @@ def _run_rank(place: RankPlace, *arguments: Any) -> Outcome:
 
 
 def check_memory(program: Program, options: Any, ranks: int) -> None:
-    """PlanError before a run that this machine's memory cannot hold, where the closed form can tell."""
+    """PlanError before a run that this machine's memory cannot hold."""
     available_bytes = _available_bytes()
-    if program.estimate is None or available_bytes is None:
+    if available_bytes is None:
         return
     tape = Tape("estimate", 0, ranks)
     program.estimate(options, tape)

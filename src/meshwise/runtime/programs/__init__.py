@@ -59,7 +59,7 @@ class Program:
     options: type
     fits: Callable[[Any, int], None]
     main: Callable[[Any, Any], Any]
-    estimate: Callable[..., None] | None
+    estimate: Callable[..., None]
     doc: str
     states_work_only: bool = False
     states_totals_only: bool = False
@@ -95,7 +95,7 @@ def find_program(name: str) -> Program:
         options=module.Options,
         fits=module.check,
         main=module.main,
-        estimate=getattr(module, "estimate", None),
+        estimate=module.estimate,
         doc=(module.__doc__ or "").split("\n\n")[0],
         states_work_only=getattr(module, "STATES_WORK_ONLY", False),
         states_totals_only=getattr(module, "STATES_TOTALS_ONLY", False),

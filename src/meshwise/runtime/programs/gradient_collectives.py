@@ -17,7 +17,7 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Part i of dim 0 goes to rank i of `group`; the part from rank i comes to place i. Its own inverse."""
-    return _Differentiable.apply(x, _all_to_all, _all_to_all, group)
+    return _Differentiable.apply(x, exchange_parts, exchange_parts, group)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -45,7 +45,8 @@ class _Differentiable(torch.autograd.Function):
         return ctx.back(grad.contiguous(), ctx.group), None, None, None
 
 
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The all-to-all of a contiguous x, without a gradient."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
     return out

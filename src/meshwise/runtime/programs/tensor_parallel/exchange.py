@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwise.runtime.programs.gradient_collectives import exchange_parts
+
 Finish = Callable[[], Tensor]
 
 
@@ -83,11 +85,9 @@ def all_max(x: Tensor, along: MeshAxis) -> Tensor:
 
 def all_to_all(x: Tensor, along: MeshAxis) -> Tensor:
     """Part i of dim 0 goes to rank i; the part from rank i comes to place i."""
-    if along.size == 1:
+    if along.group is None or along.size == 1:
         return x
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=along.group)
-    return out
+    return exchange_parts(x.contiguous(), along.group)
 
 
 def start_broadcast(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
