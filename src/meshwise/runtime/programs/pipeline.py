@@ -8,6 +8,7 @@ on, so nothing is exchanged to find them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,8 +42,8 @@ SCHEDULES: dict[str, Any] = {
     "dualpipe-v": ScheduleDualPipeV,
 }
 """torch's schedules, and one on its runtime, by the names of a `Plan`."""
-REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad")
-"""What a stage does for gradients of weights alone, and for their reduction."""
+REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad", "start_gradient_reduction")
+"""What a stage does for gradients of weights alone, and for their reduction (the last from torch 2.15)."""
 VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 """How the stages agree on whether they know their shapes, which they do: up to torch 2.14, and from 2.15."""
 
@@ -80,7 +81,7 @@ def make_schedule(
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
         _end_backward_of_weights(stage)
-        for method in REDUCING:
+        for method in filter(partial(hasattr, stage), REDUCING):
             setattr(stage, method, _in_backward(getattr(stage, method), context.recorder))
     for vote in VOTES:
         setattr(schedule, vote, lambda *_: None)
