@@ -64,10 +64,13 @@ def test_every_request_of_every_session_is_served_once(
             assert served.sent_s[index] == pytest.approx(served.last_s[before] + requests.think_s[index])
 
 
-@given(cache=st.integers(700, 6000), num=st.integers(1, 40), host=st.booleans(), kinds=st.integers(1, 5))
+@given(
+    cache=st.integers(700, 6000), num=st.integers(1, 40), host=st.booleans(), kinds=st.integers(1, 5),
+    ranks=st.integers(1, 3),
+)  # fmt: skip
 @settings(max_examples=30, deadline=None)
 def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
-    cache: int, num: int, host: bool, kinds: int
+    cache: int, num: int, host: bool, kinds: int, ranks: int
 ) -> None:
     rng = np.random.default_rng(num)
     blocks = tuple(
@@ -76,20 +79,32 @@ def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
     requests = Requests((300,) * num, (120,) * num, concurrency=1, blocks=blocks, block_tokens=140)
     tiers = (Tier("host", 1000.0, 1e-6),) if host else ()
     ends: list[int] = []
-    worker = ServingWorker(replace(VLLM, max_tokens=200), passes(1e-3), cache, tiers)
+    worker = ServingWorker(replace(VLLM, max_tokens=200), passes(1e-3), cache, tiers, ranks)
     engine = Instance(worker, requests, lambda sequence, _: ends.append(sequence.index))
     for index in range(num):
         engine.put(EngineSequence(index, 0.0, 0.01 * index, 300, 120))
     while engine.ready_s < math.inf:
         engine.go_on(math.inf)
-        prefix = engine.prefix
-        assert engine.shared == sum(map(prefix.size.__getitem__, prefix.pinned))
-        assert prefix.idle_tokens == sum(map(prefix.size.__getitem__, prefix.idle))
-        assert engine.held + engine.shared + prefix.idle_tokens <= cache
-        assert not set(prefix.idle) & set(prefix.pinned)
+        pinned = sum(one.size[block] for one in engine.prefixes for block in one.pinned)
+        idle = sum(one.size[block] for one in engine.prefixes for block in one.idle)
+        assert engine.shared == pinned
+        assert sum(one.idle_tokens for one in engine.prefixes) == idle
+        assert engine.held + engine.shared + idle <= cache
+        assert not any(set(one.idle) & set(one.pinned) for one in engine.prefixes)
     assert sorted(ends) == list(range(num))
     assert (engine.held, engine.shared, engine.context, engine.left) == (0, 0, 0, 0)
-    assert not engine.prefix.pinned
+    assert not any(one.pinned for one in engine.prefixes)
+
+
+@pytest.mark.parametrize(("router", "times"), [("round-robin", 4), ("prefix", 1)])
+def test_each_dp_rank_finds_what_it_has_computed_itself(router: str, times: int) -> None:
+    """In turn, 15 prompts meet each of four ranks; a router of prefixes leads each to the rank that knows it."""
+    num, kinds = 8 * 15, 15
+    blocks = tuple((i % kinds,) for i in range(num))
+    requests = Requests((300,) * num, (2,) * num, concurrency=1, blocks=blocks, block_tokens=300)
+    worker = ServingWorker(VLLM, passes(1e-3), NO_LIMIT, ranks=4)
+    served = simulate(requests, Pools(worker, router=parse_router(router)))
+    assert (served.found == 0).sum() == times * kinds
 
 
 def test_turns_of_a_trace_come_after_each_other(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ nothing can be admitted, passes differ only in the lengths of the caches, in whi
 passes to the next completion, arrival or full cache are taken in one go.
 
 The dp ranks of an instance, and the batches in its pipeline, run in step and share the requests evenly, so
-they are simulated as one engine with the sum of their room. An instance begins only with what its
-`PrefixCache` does not hold of a prompt.
+they are simulated as one engine with the sum of their room. Each dp rank has a `PrefixCache` of its own, and
+begins only with what that does not hold of a prompt; requests go to the ranks in turn unless a router chose one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from meshwise.serve.prefix_cache import Blocks, PrefixCache, Tier
 from meshwise.serve.requests import Requests
 
 
+NO_RANK = -1
+
+
 class EngineSequence:
     """A request in an engine: `total` tokens to prefill, of which `past` are cached; `left` to generate.
 
     It holds the blocks `pinned`, of `shared` tokens, together with others. `found` tokens were in a cache
     when it was admitted first, at `start_s`, `loaded` of them below the chip; a router expects it to lack
-    `missing`.
+    `missing`. `rank`: the dp rank that takes it, NO_RANK until one is chosen.
     """
 
     __slots__ = (
@@ -47,7 +50,7 @@ class EngineSequence:
             "missing",
             "past",
         ),
-        *("pinned", "sent", "shared", "start_s", "total"),
+        *("pinned", "rank", "sent", "shared", "start_s", "total"),
     )
 
     def __init__(self, index: int, sent: float, arrival: float, prompt: int, output: int) -> None:
@@ -58,6 +61,7 @@ class EngineSequence:
         self.late_s = 0.0  # by which its tokens come to the client after their passes
         self.pinned: Blocks = ()
         self.shared = self.found = self.loaded = self.missing = 0
+        self.rank = NO_RANK
 
     @property
     def has_ended(self) -> bool:
@@ -75,13 +79,14 @@ def until_all_have_one(ranks: int) -> float:
 class ServingWorker:
     """What an instance is: its engine, the seconds of its passes, tokens for which its caches have room.
 
-    `tiers`: where blocks go that have no room in them.
+    `tiers`: where blocks of each of its `ranks` (dp) go that have no room in them.
     """
 
     engine: Engine
     times: PassTimes
     cache_tokens: int
     tiers: tuple[Tier, ...] = ()
+    ranks: int = 1
 
 
 class Instance:
@@ -104,8 +109,12 @@ class Instance:
     ) -> None:
         self.engine, self.times, self.cache = worker.engine, worker.times, worker.cache_tokens
         self.blocks: Sequence[Blocks] | Mapping[int, Blocks] = requests.blocks  # by index of a sequence
-        self.prefix = PrefixCache(requests.block_tokens, worker.tiers, requests.kept)
-        self.links_s = [0.0] * self.times.groups  # when each group's link to the tiers is free
+        self.prefixes = [
+            PrefixCache(requests.block_tokens, worker.tiers, requests.kept[rank :: worker.ranks])
+            for rank in range(worker.ranks)
+        ]
+        self.turn = 0
+        self.links_s = [0.0] * worker.ranks  # when each rank's link to the tiers is free
         self.leave, self.only_prompts, self.reply_s = leave, only_prompts, reply_s
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
@@ -125,6 +134,9 @@ class Instance:
 
     def put(self, sequence: EngineSequence) -> None:
         """Queue a request; those that come from another worker may come out of order."""
+        if sequence.rank == NO_RANK:
+            sequence.rank = self.turn % len(self.prefixes)
+            self.turn += 1
         place = len(self.queue)
         while sequence.past and place and self.queue[place - 1].arrival > sequence.arrival:
             place -= 1
@@ -138,9 +150,13 @@ class Instance:
         begun = sum(one.total - one.past for one in self.prefilling)
         return begun + sum(one.missing for one in self.queue)
 
-    def found_tokens(self, sequence: EngineSequence) -> int:
-        """Tokens of a prompt that its caches hold."""
-        return self.prefix.found_tokens(self._blocks(sequence))
+    def best_rank(self, sequence: EngineSequence) -> tuple[int, int]:
+        """The rank whose cache holds most of a prompt, NO_RANK if none has any; and the tokens of that."""
+        blocks = self._blocks(sequence)
+        rank, found = max(
+            enumerate(prefix.found_tokens(blocks) for prefix in self.prefixes), key=lambda one: one[1]
+        )
+        return rank if found else NO_RANK, found
 
     @property
     def _joins_s(self) -> float:
@@ -187,11 +203,15 @@ class Instance:
         if self.is_blocked or not num:
             return not num
         held = self.held + self.shared + len(self.running)  # which grow by a token each in the next pass
-        held += sequence.total - (self.prefix.tokens_in_use(self._blocks(sequence)) if self.shared else 0)
+        in_use = self._prefix(sequence).tokens_in_use(self._blocks(sequence)) if self.shared else 0
+        held += sequence.total - in_use
         to_come = 0 if self.only_prompts else self.left + sequence.left
         self.is_blocked = held + self.engine.reserve_frac * to_come > self.cache
         self.was_full = self.was_full or self.is_blocked
         return not self.is_blocked
+
+    def _prefix(self, sequence: EngineSequence) -> PrefixCache:
+        return self.prefixes[sequence.rank]
 
     def _blocks(self, sequence: EngineSequence) -> Blocks:
         return self.blocks[sequence.index] if self.blocks else ()
@@ -213,7 +233,7 @@ class Instance:
         while not waits and self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
             sequence = self.queue[0]
             is_cached = sequence.past == sequence.total
-            places = [] if is_cached or not self.blocks else self.prefix.found(self._blocks(sequence))
+            places = [] if is_cached or not self.blocks else self._prefix(sequence).found(self._blocks(sequence))
             if not any(places):
                 past = sequence.past if is_cached else self._past(sequence, len(places))
                 missing = sequence.total - past
@@ -301,39 +321,43 @@ class Instance:
 
     def _past(self, sequence: EngineSequence, num_blocks: int) -> int:
         """Tokens that need no computing, so many blocks being found; the last token is computed anyway."""
-        size, blocks = self.prefix.size, self._blocks(sequence)[:num_blocks]
+        size, blocks = self._prefix(sequence).size, self._blocks(sequence)[:num_blocks]
         return max(sequence.past, min(sum(size[block] for block in blocks), sequence.total - 1))
 
     def _load(self, sequence: EngineSequence, places: Sequence[int]) -> None:
-        """Bring blocks of an admitted request back, over the link that is free first."""
-        blocks, size = self._blocks(sequence), self.prefix.size
-        link = min(range(len(self.links_s)), key=self.links_s.__getitem__)
-        self.links_s[link] = max(self.links_s[link], self.now) + self.prefix.load_s(blocks, places)
+        """Bring blocks of an admitted request back over the link of its rank, when that is free."""
+        blocks, prefix, rank = self._blocks(sequence), self._prefix(sequence), sequence.rank
+        self.links_s[rank] = max(self.links_s[rank], self.now) + prefix.load_s(blocks, places)
         sequence.past = self._past(sequence, len(places))
         for block, place in zip(blocks, places, strict=False):
             if place:
-                sequence.loaded += size[block]
-                self.loaded_from[place - 1] += size[block]
-        heapq.heappush(self.loading, (self.links_s[link], sequence.index, sequence))
+                sequence.loaded += prefix.size[block]
+                self.loaded_from[place - 1] += prefix.size[block]
+        heapq.heappush(self.loading, (self.links_s[rank], sequence.index, sequence))
 
     def _pin(self, sequence: EngineSequence, blocks: Blocks) -> None:
-        self.shared += self.prefix.pin(blocks)
+        prefix = self._prefix(sequence)
+        self.shared += prefix.pin(blocks)
         sequence.pinned += blocks
-        sequence.shared += sum(map(self.prefix.size.__getitem__, blocks))
+        sequence.shared += sum(map(prefix.size.__getitem__, blocks))
         self._trim()
 
     def _trim(self) -> None:
-        """Leave what nobody uses the room that requests do not need."""
-        if self.prefix.idle_tokens > self.cache - self.held - self.shared:
-            self.prefix.trim(self.cache - self.held - self.shared)
+        """Leave what nobody uses the room that requests do not need, the same on each rank."""
+        if not self.blocks:
+            return
+        room = (self.cache - self.held - self.shared) / len(self.prefixes)
+        for prefix in self.prefixes:
+            if prefix.idle_tokens > room:
+                prefix.trim(room)
 
     def _unpin(self, sequence: EngineSequence) -> None:
-        self.shared -= self.prefix.unpin(sequence.pinned)
+        self.shared -= self._prefix(sequence).unpin(sequence.pinned)
         sequence.pinned, sequence.shared = (), 0
 
     def _keep(self, sequence: EngineSequence, tokens: int) -> None:
         """Share the blocks that `tokens` of a sequence fill; what others hold too is held once."""
-        blocks, size = self._blocks(sequence), self.prefix.size
+        blocks, size = self._blocks(sequence), self._prefix(sequence).size
         end = num = len(sequence.pinned)
         filled = shared = sequence.shared
         while end < len(blocks) and filled + size[blocks[end]] <= tokens:

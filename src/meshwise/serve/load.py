@@ -392,5 +392,5 @@ def _worker(
         engine = replace(engine, **{name: round(each * getattr(engine, name)) for name in waits})
     tiers: tuple[Tier, ...] = ()
     if offload is not None:
-        tiers = offload.tiers(token_bytes(serving), host_bytes_per_s(serving.cluster.chip), serving.groups)
-    return ServingWorker(engine, times, tokens, tiers)
+        tiers = offload.tiers(token_bytes(serving), host_bytes_per_s(serving.cluster.chip))
+    return ServingWorker(engine, times, tokens, tiers, serving.dp)

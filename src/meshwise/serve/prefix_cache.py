@@ -41,8 +41,8 @@ class Offload:
     disk_bytes: float = 0.0
     disk_bytes_per_s: float = 0.0
 
-    def tiers(self, token_bytes: float, link_bytes_per_s: float, groups: int) -> tuple[Tier, ...]:
-        """Its tiers for an instance of `groups` dp ranks; a token takes `token_bytes` of each chip."""
+    def tiers(self, token_bytes: float, link_bytes_per_s: float) -> tuple[Tier, ...]:
+        """Its tiers for a dp rank, of whose chips each holds `token_bytes` of a token."""
         host_bytes_per_s = self.host_bytes_per_s or link_bytes_per_s
         if self.host_bytes and not host_bytes_per_s:
             raise WorkloadError("offload: the chip's link to its host is not in the catalog; state host_rate")
@@ -51,7 +51,7 @@ class Offload:
             ("disk", self.disk_bytes, self.disk_bytes_per_s),
         )
         return tuple(
-            Tier(name, groups * room_bytes / token_bytes, token_bytes / bytes_per_s)
+            Tier(name, room_bytes / token_bytes, token_bytes / bytes_per_s)
             for name, room_bytes, bytes_per_s in found
             if room_bytes
         )
@@ -77,7 +77,7 @@ def parse_offload(text: str) -> Offload:
 
 
 class PrefixCache:
-    """Blocks that an engine holds, by where they are; `kept` are idle on the chip at the start."""
+    """Blocks that a dp rank holds, by where they are; `kept` are idle on the chip at the start."""
 
     def __init__(
         self, block_tokens: Mapping[int, int] | int, tiers: Sequence[Tier], kept: Iterable[int]

@@ -6,7 +6,8 @@
 - `prefix`, or `prefix=WEIGHT`: where WEIGHT x the prompt tokens to compute, of this request and of those
   that wait there, and the prompts under way there are fewest together (the cost of NVIDIA Dynamo's KV router,
   whose weight is 1 too; caches are known as they are, as from engines' events). More weight finds more, less
-  spreads the load more evenly.
+  spreads the load more evenly. It chooses the dp rank too, whose cache holds most; other policies leave the
+  ranks of a replica to take turns.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Router:
         """One of `replicas` for a request; equal ones take turns."""
         self.turn += 1
         num, turn = len(replicas), self.turn
-        if self.policy == "round-robin" or num == 1:
+        if self.policy == "round-robin":
             return replicas[turn % num]
         in_turn = [replicas[(turn + i) % num] for i in range(num)]
         if self.policy == "prefix":
@@ -91,10 +92,11 @@ class Router:
                 continue
             instance = one.instance
             waits = instance.pending_tokens if instance.queue or instance.prefilling else 0
-            missing = sequence.total - instance.found_tokens(sequence)
+            rank, found = instance.best_rank(sequence)
+            missing = sequence.total - found
             cost = self.weight * (waits + missing) + one.tokens
             if cost < least:
-                cheapest, least, sequence.missing = one, cost, missing
+                cheapest, least, sequence.missing, sequence.rank = one, cost, missing, rank
         return cheapest
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from meshwise.serve.autoscale import Autoscaler, Autoscaling
 from meshwise.serve.encoding import EncoderPool
-from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
+from meshwise.serve.instance import NO_RANK, EngineSequence, Instance, ServingWorker
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN, Replica, Router, RouterPolicy
 
@@ -176,7 +176,7 @@ class _Run:
         self._put(self.first, sequence)
 
     def _put(self, pool: _Pool, sequence: EngineSequence) -> None:
-        index = sequence.index
+        index, sequence.rank = sequence.index, NO_RANK
         replica = pool.router.choose(pool.ready, sequence, self.sessions[index] if self.sessions else index)
         self.home[index] = replica
         replica.num += 1
