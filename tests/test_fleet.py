@@ -98,7 +98,7 @@ def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
 
 @pytest.mark.parametrize(("router", "times"), [("round-robin", 4), ("prefix", 1)])
 def test_each_dp_rank_finds_what_it_has_computed_itself(router: str, times: int) -> None:
-    """In turn, 15 prompts meet each of four ranks; a router of prefixes leads each to the rank that knows it."""
+    """In turn, 15 prompts meet each of four ranks; a router of prefixes leads each to its own."""
     num, kinds = 8 * 15, 15
     blocks = tuple((i % kinds,) for i in range(num))
     requests = Requests((300,) * num, (2,) * num, concurrency=1, blocks=blocks, block_tokens=300)

@@ -6,8 +6,8 @@ nothing can be admitted, passes differ only in the lengths of the caches, in whi
 passes to the next completion, arrival or full cache are taken in one go.
 
 The dp ranks of an instance, and the batches in its pipeline, run in step and share the requests evenly, so
-they are simulated as one engine with the sum of their room. Each dp rank has a `PrefixCache` of its own, and
-begins only with what that does not hold of a prompt; requests go to the ranks in turn unless a router chose one.
+they are simulated as one engine with the sum of their room. Each dp rank begins only with what its own
+`PrefixCache` does not hold of a prompt; requests go to the ranks in turn unless a router chose one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.prefix_cache import Blocks, PrefixCache, Tier
 from meshwise.serve.requests import Requests
-
 
 NO_RANK = -1
 
@@ -233,7 +232,7 @@ class Instance:
         while not waits and self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
             sequence = self.queue[0]
             is_cached = sequence.past == sequence.total
-            places = [] if is_cached or not self.blocks else self._prefix(sequence).found(self._blocks(sequence))
+            places = [] if is_cached else self._prefix(sequence).found(self._blocks(sequence))
             if not any(places):
                 past = sequence.past if is_cached else self._past(sequence, len(places))
                 missing = sequence.total - past
