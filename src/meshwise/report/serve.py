@@ -143,7 +143,8 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
         f"{document['prompt']} + {document['output']} tokens"
     )
     first_s, kernels_s = document["first_token_s"], document["first_token_kernels_s"]
-    kernels = f" (kernels {duration(kernels_s)})" if first_s != kernels_s else ""
+    of_all = " with a prompt on each dp rank" if first_s < kernels_s else ""
+    kernels = f" (kernels {duration(kernels_s)}{of_all})" if first_s != kernels_s else ""
     yield (
         f"first token after {duration(first_s)}{kernels}; "
         f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
