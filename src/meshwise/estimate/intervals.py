@@ -26,6 +26,7 @@ import msgspec
 
 from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip
+from meshwise.machine.overheads import measured_as
 from meshwise.plan.plan import NARROW_DTYPES
 
 LARGE = 1000
@@ -93,7 +94,7 @@ def aspects(chip: Chip, *, dtype: str, software: str, num_chips: int) -> dict[st
         "generation": f"on {chip.generation} chips",
         "chip": f"on {chip.name}",
         "dtype": f"in {dtype} on {chip.generation} chips",
-        "software": f"under {software}",
+        "software": f"under {measured_as(software)}",
         "scale": most or f"on more than {SCALES[-1]:,} GPUs",
     }
 

@@ -90,16 +90,24 @@ DEFAULT_SOFTWARE = "megatron-2024"
 
 
 class Software(NamedTuple):
-    """Whose loss a generation of software runs (`program.loss`), and what is fused of it by default."""
+    """What a generation of software does that others do not.
+
+    Whose loss it runs (`program.loss`), and what is fused of it by default. `sums_wide`: DTensor sums the
+    gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
+    matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own.
+    """
 
     losses: str
     loss_fusion: str
+    sums_wide: bool = False
+    measured_as: str = ""
 
 
 SOFTWARE = {
     "megatron-2020": Software("megatron", "none"),
     "torch-2023": Software("torch", "kernels"),  # flash-attn's, in llm-foundry and InternEvo
     "torch-2024": Software("torch", "none"),
+    "torch-2026": Software("torch", "none", sums_wide=True, measured_as="torch-2024"),
     "xla-2024": Software("torch", "kernels"),  # XLA fuses what torch.compile does
     "megatron-2024": Software("megatron", "kernels"),
     "megatron-2026": Software("megatron", "kernels"),
@@ -107,9 +115,9 @@ SOFTWARE = {
 """Training software by its core and first year, oldest first.
 
 megatron-2020: Megatron-LM and DeepSpeed with unfused attention. torch-2023: eager PyTorch with the first
-fused attention. torch-2024: compiled PyTorch and its own fused attention. megatron-2024: Megatron Core with
-Transformer Engine and cuDNN; megatron-2026: the same, with whole iterations in a CUDA graph. xla-2024: JAX
-(MaxText), a step compiled as a whole.
+fused attention. torch-2024: compiled PyTorch and its own fused attention; torch-2026: the same from PyTorch
+2.15 on. megatron-2024: Megatron Core with Transformer Engine and cuDNN; megatron-2026: the same, with whole
+iterations in a CUDA graph. xla-2024: JAX (MaxText), a step compiled as a whole.
 """
 
 
@@ -228,7 +236,12 @@ def find_overheads(chip: Chip, software: str = DEFAULT_SOFTWARE, *, among: Table
     A chip whose generation has no power figures is not limited by power. PlanError for an unknown
     generation of software.
     """
-    return _find(chip.generation, software, tables() if among is None else among)
+    return _find(chip.generation, measured_as(software), tables() if among is None else among)
+
+
+def measured_as(software: str) -> str:
+    """The generation of software whose measurements speak for `software`."""
+    return (software in SOFTWARE and SOFTWARE[software].measured_as) or software
 
 
 @lru_cache(maxsize=256)

@@ -12,8 +12,9 @@ keep no whole gradients, after every microbatch (as torchtitan leaves it). Exper
 among the ranks that hold the same ones.
 
 Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
-summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a table that both
-ends of a pipeline read: a tied one, or that in which multi-token prediction looks up the next token.
+summed over tp one by one, once a step; the sums of several microbatches are fp32, and from 2.15 on all
+of them. So has a table that both ends of a pipeline read: a tied one, or that in which multi-token prediction
+looks up the next token.
 
 Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
 """
@@ -29,6 +30,7 @@ import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import SCHEDULES
+from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.model.weights import (
     COLUMNS,
@@ -263,14 +265,14 @@ def shared_weights(
     model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut
 ) -> Iterator[Exchange]:
     """Gradients of weights that several ranks of one replica hold, summed once a step."""
-    accumulates = _accumulates(mesh)
+    is_wide = 1.0 if SOFTWARE[mesh.plan.software].sums_wide else _accumulates(mesh)
     narrow, wide = cut.precision.act_bytes, reduced_bytes(mesh, cut)
     for unit in held:
         for weight in unit.weights:
             if tp_sums(weight, cut):
                 yield Exchange(
                     op="shared_weights", collective="all_reduce", behind="backward", axis="tp",
-                    payload_bytes=weight.size * (narrow + accumulates * (wide - narrow)),
+                    payload_bytes=weight.size * (narrow + is_wide * (wide - narrow)),
                     group_size=mesh.tp, stride=mesh.stride("tp"),
                     count=unit.count * reductions(stage, mesh) * (mesh.tp > 1),
                 )  # fmt: skip

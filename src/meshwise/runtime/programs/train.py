@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwise.estimate.one_plan import estimate as price
+from meshwise.machine.overheads import find_overheads
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs.train_options import (
     Options,
@@ -28,8 +30,10 @@ STATES_TOTALS_ONLY = True
 
 def estimate(options: Options, tape: Tape) -> None:
     """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over."""
-    ranks = tape.world_size
-    priced = price(the_model(options), the_cluster(ranks), the_plan(options), the_workload(options, ranks))
+    ranks, plan = tape.world_size, the_plan(options)
+    cluster, workload = the_cluster(ranks), the_workload(options, ranks)
+    recomputes_all = replace(find_overheads(cluster.chip, plan.software), stops_early=0.0)  # as `Setting.again`
+    priced = price(the_model(options), cluster, plan, workload, overheads=recomputes_all)
     for row in priced.rank_ledger(tape.rank).rows():
         name = row.pop("op")
         del row["live_bytes"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -107,8 +108,12 @@ def check(options: Options, ranks: int) -> None:
 
 
 def the_plan(options: Options) -> Plan:
-    """The plan; FSDP2, and so ZeRO 3, unless it says otherwise. PlanError for what does not run."""
-    keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3}
+    """The plan; FSDP2 of the torch at hand, and so ZeRO 3, unless it says otherwise. PlanError for what does
+    not run.
+    """
+    is_recent = tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
+    software = "torch-2026" if is_recent else "torch-2024"
+    keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3, "software": software}
     plan = Plan(**keys | plan_keys(options.plan))
     for key, run, hint in RUN:
         if (value := getattr(plan, key)) not in run:
