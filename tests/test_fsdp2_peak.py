@@ -17,14 +17,22 @@ from meshwise.model.find import find_model
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.order import Moments, all_moments, moments
+from meshwise.runtime.programs.train_options import Options, the_plan
 
 pytestmark = pytest.mark.slow
+LESS_IN_TORCH_2026 = (
+    "pp=4,zero=1,schedule=gpipe",
+    "pp=2,zero=3,schedule=interleaved,vpp=2,recompute=selective",
+)
+"""From PyTorch 2.15 on a gradient is added to those of earlier microbatches when it comes, not with its unit."""
 PEAKS = tomllib.loads((Path(__file__).parent / "data" / "train_plans.toml").read_text())["peaks"]
 
 
 @pytest.mark.parametrize("words", PEAKS)
-def test_the_peak_is_the_dry_runs(words: str) -> None:
+def test_the_peak_is_the_dry_runs(words: str, request: pytest.FixtureRequest) -> None:
     """Overhead apart, -2 to +6 % of two steps of some layers of a real model."""
+    if the_plan(Options()).software == "torch-2026" and any(one in words for one in LESS_IN_TORCH_2026):
+        request.applymarker(pytest.mark.xfail(strict=True, reason="7 to 8 % less is held than is stated"))
     model, *numbers, plan = words.split()
     ranks, rank, layers, seq, microbatch, batch = map(int, numbers)
     sizes = {"layers": layers, "seq": seq, "microbatch": microbatch, "batch": batch}
