@@ -24,7 +24,7 @@ LESS_IN_TORCH_2026 = (
     "pp=4,zero=1,schedule=gpipe",
     "pp=2,zero=3,schedule=interleaved,vpp=2,recompute=selective",
 )
-"""From PyTorch 2.15 on a gradient is added to those of earlier microbatches when it comes, not with its unit."""
+"""From PyTorch 2.15 on a gradient is added to those of microbatches before as it comes, not with its unit."""
 PEAKS = tomllib.loads((Path(__file__).parent / "data" / "train_plans.toml").read_text())["peaks"]
 
 
