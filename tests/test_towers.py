@@ -38,6 +38,8 @@ VISION: dict[str, dict[str, Any]] = {
     "llava": {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "intermediate_size": 4096}
     | {"num_hidden_layers": 24, "num_attention_heads": 16},
     "idefics3": {"image_size": 364, "patch_size": 14},
+    "gemma4": {},
+    "phi4_multimodal": {},
 }
 TOKENS = [  # family, image, tokens in the sequence; by the processors of transformers
     ("qwen3_vl", "1024x768", 768),  # 64 x 48 patches of 16, four to a token
@@ -51,11 +53,14 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
     ("llava", "640x480", 576),
     ("mistral3", "1540x1540", 55 * 55 + 55),  # a token ends each row
     ("idefics3", "1456x1456", 17 * 169),  # 4 x 4 tiles of 364, and the whole
+    ("gemma4", "1024x768", 19 * 14),  # 280 squares of 48 at most
+    ("phi4_multimodal", "1024x1024", 48 * 49 + 273),  # 9 crops and the whole, a token ends each row
+    ("phi4_multimodal", "1024x768", 32 * 44 + 273),  # 3 x 2 crops, of which 1194 x 896 pixels are not padding
 ]
 
 
 def model_of(family: str, **text: Any) -> Model:
-    raw = {"model_type": family, "text_config": TEXT | text, "vision_config": VISION[family]}
+    raw = TEXT | {"model_type": family, "text_config": TEXT | text, "vision_config": VISION[family]}
     return model_from_config(raw, name=family)
 
 
@@ -68,7 +73,7 @@ def estimate(plan: str, model: Model | None = None, images: int = 4, **more: Any
 @pytest.mark.parametrize(("family", "size", "tokens"), TOKENS)
 def test_tokens_of_an_image(family: str, size: str, tokens: int) -> None:
     width, height = map(int, size.split("x"))
-    (tower,) = with_inputs(model_of(family), Inputs(images=3, width=width, height=height)).towers
+    tower, *_ = with_inputs(model_of(family), Inputs(images=3, width=width, height=height)).towers
     assert tower.num_tokens == 3 * tokens
 
 

@@ -81,6 +81,8 @@ class Config(msgspec.Struct):
     do_layer_norm_before: bool = True
     remove_final_layer_norm: bool = False
     norm_affine: bool = True
+    post_norm: bool = False
+    norm_type: str = ""
     parallel: bool = False
     num_ln_in_parallel_attn: int | None = None
     # attention
@@ -95,6 +97,8 @@ class Config(msgspec.Struct):
     final_logit_softcapping: float | None = None
     alibi: bool = False
     multi_query: bool = True
+    attention_gate: bool = False
+    use_mla: bool = True
     new_decoder_architecture: bool = False
     attn_config: AttnConfig = msgspec.field(default_factory=AttnConfig)
     q_lora_rank: int | None = None
@@ -138,7 +142,7 @@ class Config(msgspec.Struct):
     ffn_widths: int | list[int] = 0
     # experts
     num_experts: int | None = None
-    num_experts_per_tok: int | list[int] = 0
+    num_experts_per_tok: int = 0
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int = 0
     n_shared_experts: int | None = None
@@ -241,6 +245,8 @@ class Config(msgspec.Struct):
     id2label: dict[str, Any] | None = None
 
 
+ONE_FOR_ALL = ("num_experts_per_tok", "n_shared_experts", "moe_intermediate_size")
+"""Numbers that a file may give layer by layer, where all layers have the same."""
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 NULL_MEANS_NONE = (
     "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "num_experts",
@@ -305,11 +311,12 @@ class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
 class WholeConfig(msgspec.Struct, forbid_unknown_fields=True):
     """A model of several parts: key and family of the part that is priced, and its towers.
 
-    `alone`: a class of the whole that is that part alone.
+    `alone`: a class of the whole that is that part alone. `families`: of that part, by the file's `version`.
     """
 
     text: str = "text_config"
     family: str = ""
+    families: dict[str, str] = {}
     tied: bool | None = None
     alone: str = ""
     towers: list[TowerConfig] = []
@@ -330,7 +337,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     experts: Fields = {}
     sides: list[SideLayer] = []
     joints: list[Joint] = []
-    head: Literal["decoder", "encoder", "seq2seq", "image", "none"] = "decoder"
+    head: Literal["decoder", "encoder", "seq2seq", "image", "always", "none"] = "decoder"
     whole: WholeConfig | None = None
 
 

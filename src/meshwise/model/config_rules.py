@@ -231,22 +231,19 @@ def _with_sides(
 
 def _experts(c: Config) -> Fields:
     """Experts in place of the MLP, shared ones beside them."""
-    if c.num_experts is None or (c.recurrence and not c.num_experts):
+    if not c.num_experts:
         return {}
     width = c.intermediate_size if c.moe_intermediate_size is None else c.moe_intermediate_size
     if width is None:
         raise ModelError("the width of the experts is missing; an MoE config needs it")
-    top_k = {*c.num_experts_per_tok} if isinstance(c.num_experts_per_tok, list) else {c.num_experts_per_tok}
-    if len(top_k) > 1:
-        raise ModelError("num_experts_per_tok differs between layers; only one number for all is expressed")
-    if not any(top_k):
+    if not c.num_experts_per_tok:
         raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
     num_shared = c.n_shared_experts or int(c.shared_expert_intermediate_size > 0)
     shared_width = c.shared_expert_intermediate_size or width
     is_limited = c.topk_method != "greedy" and 0 < (c.topk_group or 0) < (c.n_group or 0)
     moe = MoE(
         num_experts=c.num_experts,
-        top_k=top_k.pop(),
+        top_k=c.num_experts_per_tok,
         ffn_hidden=width,
         num_shared_experts=num_shared,
         shared_ffn_hidden=num_shared * shared_width,
@@ -262,7 +259,7 @@ def _experts(c: Config) -> Fields:
 
 _MIXERS = {
     **dict.fromkeys(("linear_attention", "mamba", "conv", "recurrent", "M"), "recurrence"),
-    **dict.fromkeys(("full_attention", "attention", "*"), "attention"),
+    **dict.fromkeys(("full_attention", "sliding_attention", "attention", "*"), "attention"),
     **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
 }
 
@@ -278,6 +275,8 @@ def _hybrid(c: Config) -> Fields:
             kinds.append("attention" if attends or (every and (layer + 1) % every == 0) else "mamba")
     mixers = tuple(_MIXERS[kind] for kind in _named(c, "layer_types", kinds, _MIXERS))
     each: Fields = {"mixer": mixers}
+    if "sliding_attention" in kinds:
+        each["window"] = tuple((c.sliding_window or 0) * (kind == "sliding_attention") for kind in kinds)
     if "none" in mixers:
         each["moe"] = tuple(kind in ("moe", "E") for kind in kinds)
     return {"each": each, "recurrence": _recurrence(c) if "recurrence" in mixers else None}
@@ -433,6 +432,8 @@ def _softcaps(c: Config) -> Fields:
 
 
 def _mla(c: Config) -> Fields:
+    if not c.use_mla:
+        return {}
     mla = MLA(
         q_lora_rank=c.q_lora_rank or 0,
         kv_lora_rank=c.kv_lora_rank,
@@ -543,6 +544,10 @@ def _wide_heads(c: Config) -> Fields:
 
 def _step_vision(c: Config) -> Fields:
     return {"ffn_hidden": int(c.hidden_size * c.mlp_ratio)}
+
+
+def _intern_vit(c: Config) -> Fields:
+    return {"norm": "rmsnorm", "norm_bias": False} if c.norm_type == "rms_norm" else {}
 
 
 def _mllama(c: Config) -> Fields:
@@ -703,6 +708,24 @@ def _siglip_text(c: Config) -> Fields:
     return {"num_classes": c.projection_size or c.hidden_size}
 
 
+def _post_norms(c: Config) -> Fields:
+    return {"num_norms": 4 if c.post_norm else 2}
+
+
+def _baichuan(c: Config) -> Fields:
+    """All but the 7B have ALiBi, which no field says (vLLM decides by the width too)."""
+    return {"positions": "rotary" if c.hidden_size == 4096 else "alibi"}
+
+
+def _qwen(c: Config) -> Fields:
+    """The width of the MLP is that of both its halves together."""
+    return {"ffn_hidden": (c.intermediate_size or 0) // 2}
+
+
+def _chatglm(c: Config) -> Fields:
+    return {} if c.multi_query else {"num_kv_heads": c.num_attention_heads}
+
+
 def _stablelm(c: Config) -> Fields:
     return {"num_norms": 1 if c.parallel else 2}
 
@@ -794,7 +817,8 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
     _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
-    _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama,
+    _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _post_norms, _baichuan, _qwen, _chatglm,
+    _intern_vit,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""
@@ -823,8 +847,10 @@ def _classifier(c: Config, purpose: str) -> Fields:
 
 
 def _decoder_head(c: Config, purpose: str) -> Fields:
-    """The LM head, also where no class is named; a classifier, which has a bias only for tokens; or none."""
-    if purpose in _PREDICTS or not c.architectures:
+    """The LM head, unless the class is a bare model; a classifier (its bias is for tokens only); or none."""
+    name = c.architectures[0] if c.architectures else ""
+    is_bare = name.endswith("Model") and not name.endswith("VLChatModel")
+    if purpose in _PREDICTS or not (purpose or is_bare):
         return {}
     bias = {"classifier_bias": purpose in _OF_TOKENS}
     return _NO_LOGITS | (_classifier(c, purpose) | bias if purpose else {})
@@ -861,6 +887,7 @@ _HEADS: dict[str, tuple[tuple[str, ...], Callable[[Config, str], Fields]]] = {
     "encoder": ((*_WORDS, *POOLED, *_OF_TOKENS), _encoder_head),
     "seq2seq": (("ConditionalGeneration", "SequenceClassification", "QuestionAnswering"), _seq2seq_head),
     "image": (("ImageClassification",), _image_head),
+    "always": (_PREDICTS, lambda _c, _purpose: {}),
     "none": ((), lambda _c, _purpose: {}),
 }
 """Which heads models of a kind have, by their purpose, and the fields of `Model` that say so."""

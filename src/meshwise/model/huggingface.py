@@ -40,6 +40,7 @@ from meshwise.model.architecture import (
 from meshwise.model.config_fields import (
     NEEDED,
     NULL_MEANS_NONE,
+    ONE_FOR_ALL,
     Config,
     Fields,
     Joint,
@@ -66,6 +67,10 @@ _OTHER_NAMES = {
     "minimax_text_01": "minimax",
     "decilm": "nemotron-nas",
     "deci": "nemotron-nas",
+    "yi": "llama",
+    "aquila": "llama",
+    "hunyuanmoev1": "hunyuan_v1_moe",
+    "hunyuandensev1": "hunyuan_v1_dense",
 }
 
 
@@ -143,13 +148,17 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
 
 def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
     """The language model, with the class and the tied embedding of the whole; its tower is left out."""
-    text = _part(raw, whole.text) or raw | {"model_type": whole.family}
+    version = str(raw.get("version"))
+    if whole.families and version not in whole.families:
+        raise ModelError(f"version is {version}; known are {', '.join(whole.families)}")
+    family = whole.families.get(version, whole.family)
+    text = _part(raw, whole.text) or raw | {"model_type": family}
     tied = raw.get("tie_word_embeddings", whole.tied)
     above = {"architectures": raw.get("architectures")} | (
         {} if tied is None else {"tie_word_embeddings": tied}
     )
     labels = {key: raw[key] for key in ("id2label", "num_labels") if key in raw}
-    fields = _fields(text | above | labels, _part_family(text, whole.family), nested=True)
+    fields = _fields(text | above | labels, _part_family(text, family), nested=True)
     left_out: list[tuple[str, int]] = []
     towers: list[Tower] = []
     is_alone = whole.alone and raw.get("architectures") == [whole.alone]
@@ -296,6 +305,11 @@ def _typed(raw: dict[str, Any], spelling: Spelling, *, nested: bool) -> Config:
     renamed = {common: given[own] for common, own in own_names.items()}
     others = {key: value for key, value in given.items() if key not in spelling.names}
     merged = spelling.defaults | (spelling.nested if nested else {}) | others | renamed
+    for name in ONE_FOR_ALL:
+        if isinstance(values := merged.get(name), list) and values:
+            if any(value != values[0] for value in values):
+                raise ModelError(f"{name} differs between layers; only one number for all is expressed")
+            merged[name] = values[0]
     if "num_hidden_layers" not in merged and isinstance(merged.get("layer_types"), list):
         merged["num_hidden_layers"] = len(merged["layer_types"])
     needed = [name for name in NEEDED if name not in spelling.optional]

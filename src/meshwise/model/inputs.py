@@ -12,6 +12,9 @@ A processor cuts an image in a way of its own, its *sizing*:
 - `canvas`: the same in the grid on which the image is least scaled up, or else least scaled down (Llama 4);
 - `split`: the longest side becomes `max_tiles` squares of the encoder's size, which cover the image, and the
   whole image is one more (Idefics 3, arXiv 2408.12637);
+- `area`: scaled to as many whole squares of merged patches as `max_pixels` allow (Gemma 4);
+- `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
+  and a token ends each row (Phi-4-multimodal);
 - `sound`: pieces of `seconds`, the last one filled up (Whisper).
 """
 
@@ -103,18 +106,23 @@ def _sized(tower: Tower, inputs: Inputs) -> Tower:
         tower,
         encoder=replace(encoder, patches=patches),
         num_inputs=inputs.images * cut.num_inputs,
-        num_tokens=inputs.images * cut.num_inputs * (cut.rows * cut.columns // tower.merge + cut.row_ends),
+        num_tokens=inputs.images
+        * (cut.num_tokens or cut.num_inputs * (cut.rows * cut.columns // tower.merge + cut.row_ends)),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CutImage:
-    """One image as `num_inputs` inputs of `rows` x `columns` patches; `row_ends`: further tokens of each."""
+    """One image as `num_inputs` inputs of `rows` x `columns` patches; `row_ends`: further tokens of each.
+
+    `num_tokens`: tokens of the image, where they are not all of its inputs (0: they are).
+    """
 
     num_inputs: int
     rows: int
     columns: int
     row_ends: int = 0
+    num_tokens: int = 0
 
 
 def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, height: int) -> CutImage:
@@ -127,9 +135,15 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
         shrink = max(width / sizing.longest, height / sizing.longest, 1.0)
         rows, columns = (math.ceil(int(side / shrink) / square) for side in (height, width))
         return CutImage(1, merged * rows, merged * columns, row_ends=rows)
+    if sizing.kind == "area":
+        scale = math.sqrt(sizing.max_pixels / (width * height))
+        rows, columns = (max(math.floor(side * scale / square), 1) for side in (height, width))
+        return CutImage(1, merged * rows, merged * columns)
+    if sizing.kind == "crops":
+        return _crops(patches, merged, width, height, sizing.max_tiles)
     tiles = 1
     if sizing.kind == "tiles":
-        tiles = _nearest_ratio(width, height, patches.width, sizing.max_tiles)
+        tiles = math.prod(_nearest_ratio(width, height, patches.width, sizing.max_tiles))
     elif sizing.kind == "canvas":
         tiles = _least_scaled(width, height, patches.width, sizing.max_tiles)
     elif sizing.kind == "split":
@@ -151,6 +165,21 @@ def _rounded(height: int, width: int, square: int, least: int, most: int) -> tup
     return sides[0], sides[1]
 
 
+def _crops(patches: Patches, merged: int, width: int, height: int, most: int) -> CutImage:
+    side, along = patches.width, patches.width // patches.patch
+    columns, rows = math.ceil(width / side), math.ceil(height / side)
+    if columns * rows > most:
+        columns, rows = _nearest_ratio(width, height, side, most)
+    scale, whole = min(columns * side / width, rows * side / height), along // merged
+    padding = (columns * side - int(width * scale), rows * side - int(height * scale))
+    seen = [
+        math.ceil((tiles * along - padded // patches.patch) / merged)
+        for tiles, padded in zip((columns, rows), padding, strict=True)
+    ]
+    tokens = seen[1] * (seen[0] + 1) + 1 + whole * (whole + 1)
+    return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
+
+
 def _grids(most: int) -> list[tuple[int, int]]:
     """Columns and rows of all grids of at most so many tiles, fewest first."""
     sides = range(1, most + 1)
@@ -158,15 +187,15 @@ def _grids(most: int) -> list[tuple[int, int]]:
     return sorted(pairs, key=math.prod)
 
 
-def _nearest_ratio(width: int, height: int, side: int, most: int) -> int:
-    """Tiles of the grid whose ratio is nearest; of equals a larger one, if the image fills half of it."""
+def _nearest_ratio(width: int, height: int, side: int, most: int) -> tuple[int, int]:
+    """The grid whose ratio is nearest; of equals a larger one, if the image fills half of it."""
     best, nearest = (1, 1), math.inf
     for columns, rows in _grids(most):
         away = abs(width / height - columns / rows)
         fills = width * height > 0.5 * side**2 * columns * rows
         if away < nearest or (away == nearest and fills):
             best, nearest = (columns, rows), away
-    return math.prod(best)
+    return best
 
 
 def _least_scaled(width: int, height: int, side: int, most: int) -> int:
