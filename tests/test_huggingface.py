@@ -23,6 +23,8 @@ from meshwise.model.config_fields import spellings
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
 from meshwise.model.weights import num_active_params, num_params
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import quantized_note
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 RECORDS = [json.loads(line) for line in (CONFIGS.parent / "transformers_5.23.jsonl").read_text().splitlines()]
@@ -179,6 +181,24 @@ def test_indexers_of_glm_5_2_are_shared_by_four_layers() -> None:
     heads = [layer.sparse.heads for layer in model.layers[:8] if layer.sparse]
     assert heads == [32, 32, 32, 0, 0, 0, 32, 0]
     assert num_params(_read(raw)) > num_params(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "stated", "keys"),
+    [
+        ("deepseek-v3", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, "dtype=fp8"),
+        ("gpt-oss-20b", {"quant_method": "mxfp4"}, "expert_dtype=mxfp4"),
+        ("kimi-k2", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "expert_dtype=int4"),
+        ("llama-3.1-8b", {"quant_method": "awq", "bits": 4}, "weight_dtype=int4"),
+        ("qwen3-8b", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "dtype=fp4"),
+    ],
+    ids=str,
+)
+def test_who_serves_quantized_weights_is_told_how(config: str, stated: dict[str, Any], keys: str) -> None:
+    """And no more once the plan says so; all keys are keys of a plan."""
+    model = _read(RAW[config] | {"quantization_config": stated})
+    assert f"add {keys}" in quantized_note(model, parse_plan(""))[0]
+    assert quantized_note(model, parse_plan(keys)) == quantized_note(_read(RAW[config]), parse_plan("")) == []
 
 
 def test_layers_with_experts() -> None:

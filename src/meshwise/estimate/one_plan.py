@@ -33,7 +33,7 @@ from meshwise.model.weights import num_params
 from meshwise.plan.mesh import SERVING, Mesh, resolve
 from meshwise.plan.plan import Plan
 from meshwise.plan.stages import layers_of_chunks, stage_of_rank, stages_of
-from meshwise.plan.workload import Workload
+from meshwise.plan.workload import Workload, quantized_note
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, HEAD, layer_names, parts
@@ -266,6 +266,8 @@ class Estimate(Shown):
                 f"{self.workload.seq:,} tokens are beyond the {self.model.max_seq:,} of {self.model.name}: "
                 "its rotary positions reach further, untrained"
             )
+        if self.workload.kind in SERVING:
+            notes += quantized_note(self.model, self.plan)
         if self.workload.kind == "prefill":
             notes.append("kernels alone: serve adds what the engine's host takes (first token)")
         if self.model.diffusion is not None:

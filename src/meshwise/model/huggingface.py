@@ -75,6 +75,14 @@ _OTHER_NAMES = {
 
 
 ENDS = "embedding", "head"
+_SERVED_AS = {
+    **dict.fromkeys(("fp8", "float-quantized"), "dtype=fp8"),
+    **dict.fromkeys(("nvfp4", "nvfp4-pack-quantized"), "dtype=fp4"),
+    **dict.fromkeys(("mxfp4", "mxfp4-pack-quantized"), "expert_dtype=mxfp4"),
+    **dict.fromkeys(("awq", "gptq", "bitsandbytes", "pack-quantized"), "weight_dtype=int4"),
+    "int-quantized": "weight_dtype=int8",
+}
+"""Plan keys of formats that `quantization_config` names: its quant_algo, else format, else quant_method."""
 
 
 def families() -> list[str]:
@@ -111,10 +119,30 @@ def model_from_config(raw: Any, *, name: str, where: str = "config", like: str =
         family = _family(raw, like)
         whole = spellings()[family].whole
         fields = _fields(raw, family, nested=False) if whole is None else _fields_of_whole(raw, whole)
-        return checked_model(Model(name=name, source=where, **fields), where)
+        return checked_model(
+            Model(name=name, source=where, quantized=_quantized(raw, bool(fields.get("moe"))), **fields),
+            where,
+        )
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def _quantized(raw: dict[str, Any], has_experts: bool) -> str:
+    """Plan keys that serve quantized weights as they are; all that there are where layers differ.
+
+    Packed weights of a mixture are those of its experts (Kimi K2.5); DeepSeek-V4 says so with `expert_dtype`.
+    """
+    parts = (raw, *(part for part in raw.values() if isinstance(part, dict)))
+    own = next((part["quantization_config"] for part in parts if "quantization_config" in part), None)
+    if not isinstance(own, dict):
+        return ""
+    names = (own.get(key) for key in ("quant_algo", "format", "quant_method"))
+    name = next((name.lower() for name in names if isinstance(name, str)), "")
+    if has_experts and name == "pack-quantized":
+        return "expert_dtype=int4"
+    keys = _SERVED_AS.get(name, "dtype, weight_dtype or expert_dtype")
+    return keys + ",expert_dtype=mxfp4" * (raw.get("expert_dtype") == "fp4" and "=" in keys)
 
 
 def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.core.errors import WorkloadError
+from meshwise.model.architecture import Model
 from meshwise.plan.fields import check_fields, choice, switch, whole
+from meshwise.plan.plan import NARROW_DTYPES, Plan
 
 KINDS = ("train", "evaluate", "prefill", "decode", "sampling")
 FIELDS = {
@@ -68,3 +70,10 @@ class Workload:
                 f"use a multiple of {dp * self.microbatch}"
             )
         return self.batch // (dp * self.microbatch)
+
+
+def quantized_note(model: Model, plan: Plan) -> list[str]:
+    """That a config's weights are narrower than those of the plan that serves it, and what to write."""
+    if not model.quantized or plan.dtype in NARROW_DTYPES or plan.weight_dtype or plan.expert_dtype:
+        return []
+    return [f"the weights of {model.name} are quantized and priced in {plan.dtype}; add {model.quantized}"]

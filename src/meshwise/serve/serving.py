@@ -31,7 +31,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
 from meshwise.plan.stages import Stage, stages_of
-from meshwise.plan.workload import Workload
+from meshwise.plan.workload import Workload, quantized_note
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.parts import cut_of, parts
@@ -448,6 +448,7 @@ def notes(serving: Serving) -> list[str]:
     chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
     found = [f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))]
     found += map(str, serving.cluster.collectives)
+    found += quantized_note(serving.model, plan)
     for key in ("weight_dtype", "expert_dtype"):
         if kept := getattr(plan, key):
             bits = f"{WEIGHT_BITS[kept]:.4g}"

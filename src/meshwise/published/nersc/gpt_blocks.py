@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from meshwise.published.scope import ANY, Values
 
 GPT_BLOCKS: Mapping[str, Values] = {
-    **dict.fromkeys(("name", "source", "checked", "aliases", "left_out"), ANY),
+    **dict.fromkeys(("name", "source", "checked", "aliases", "left_out", "quantized"), ANY),
     **dict.fromkeys(("num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads", "head_dim"), ANY),
     # Embeddings and heads, which the published models leave out.
     **dict.fromkeys(("vocab", "max_seq", "extra_position_rows", "tied_embedding", "token_types"), ANY),

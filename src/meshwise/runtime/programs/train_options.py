@@ -50,7 +50,18 @@ RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 """Keys of a plan of which less runs than is priced: what runs, and what to do about the rest."""
 MODEL = (
-    *("name", "source", "checked", "aliases", "left_out", "num_layers", "hidden", "ffn_hidden", "num_heads"),
+    *(
+        "name",
+        "source",
+        "checked",
+        "aliases",
+        "left_out",
+        "quantized",
+        "num_layers",
+        "hidden",
+        "ffn_hidden",
+        "num_heads",
+    ),
     *("num_kv_heads", "head_dim", "vocab", "max_seq", "extra_position_rows", "activation", "norm"),
     *("norm_bias", "linear_bias", "qkv_bias", "out_bias", "positions", "tied_embedding", "mtp_layers"),
     *("dropout_frac", "mla", "moe", "layers", "fused_qkv", "towers"),
