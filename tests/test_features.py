@@ -125,7 +125,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
 }
-DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out"}
+DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out", "quantized"}
 PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and other values than the double
     "mla": (SPARSE, {}),
     "moe": (

@@ -183,6 +183,37 @@ def test_a_pool_of_encoders_takes_their_work_and_weights() -> None:
         serve(images=0, image_size="", encoder_cluster="h100-80g-sxm:1")
 
 
+MLLAMA = {  # Llama-3.2-11B-Vision
+    "model_type": "mllama",
+    "text_config": TEXT
+    | {"num_hidden_layers": 40, "intermediate_size": 14336, "vocab_size": 128256, "head_dim": None}
+    | {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
+    "vision_config": {"image_size": 560, "supported_aspect_ratios": [[1, 1]] * 8},
+}
+
+
+def test_layers_that_attend_to_images() -> None:
+    """Text alone skips them: the work of Llama 3.1 8B. 10,670,220,835 parameters in all (its safetensors)."""
+    model = model_from_config(MLLAMA, name="mllama")
+    work: dict[str, Any] = {"kind": "evaluate", "batch": 8, "seq": 4096}
+    text, llama = (mw.estimate(one, "h100-80g-sxm:8", **work) for one in (model, "llama3-8b"))
+    assert text.flop_per_step == llama.flop_per_step
+    read = with_inputs(model, Inputs(images=2, width=1120, height=1120))
+    assert num_params(read) == 10_670_220_835
+    assert read.towers[0].num_tokens == 2 * 4 * 1601
+    seen = mw.estimate(model, "h100-80g-sxm:8", images=2, image_size="1120x1120", **work)
+    flop = sum(r["count"] * r["flop"] for r in seen.ledger.rows() if "cross_attention" in r["module"])
+    source, width = 2 * 4 * 1601, 4096
+    layer = 4 * 4096 * width**2 + 4 * source * width * 1024 + 4 * 4096 * source * width  # q and o, k and v
+    layer += 6 * 4096 * width * 14336
+    assert flop == pytest.approx(8 * layer, rel=1e-3)  # norms
+    served = (mw.serve(model, "h100-80g-sxm:1", "tp=1", images=n, prompt=500, output=64) for n in (0, 2))
+    alone, both = (each.to_json() for each in served)
+    kept = both["cache_bytes_per_sequence"] - alone["cache_bytes_per_sequence"]
+    assert kept == pytest.approx(8 * source * 2 * 1024 * 2)
+    assert both["passes"][0]["token_s"] > alone["passes"][0]["token_s"]
+
+
 def test_windows_of_images_are_priced() -> None:
     """Qwen2.5-VL: 28 of 32 blocks attend inside 8 x 8 patches, the others to the whole image."""
     (tower,) = with_inputs(model_of("qwen2_5_vl"), Inputs(images=1, width=1036, height=756)).towers

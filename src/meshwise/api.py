@@ -469,10 +469,10 @@ def serve(
     Raises:
         MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
     """
-    from meshwise.model.architecture import with_capacity, with_copies
+    from meshwise.model.architecture import in_sequence, with_capacity, with_copies
     from meshwise.plan.plan import Plan
     from meshwise.serve.answer import answer, parse_prices, sized
-    from meshwise.serve.encoding import encoder_pool, num_tokens
+    from meshwise.serve.encoding import encoder_pool
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.limits import limits_of
@@ -490,7 +490,7 @@ def serve(
     prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
     mixture = with_copies(with_capacity(_model(model), capacity_factor), redundant_experts)
     architecture = _with_inputs(mixture, images, image_size, audio_s)
-    prompt += num_tokens(architecture) * (trace is None)
+    prompt += in_sequence(architecture) * (trace is None)
     encoders = None
     if encoder_cluster:
         encoders = encoder_pool(architecture, _cluster(encoder_cluster), encoder_workers, _plan(plan))

@@ -254,7 +254,12 @@ class Estimate(Shown):
         for tower in towers.values():
             notes.append(
                 f"{tower.name}: {tower.num_inputs} inputs of {num_positions(tower.encoder):,} positions a "
-                f"sequence, {tower.num_tokens:,} of its {self.workload.seq:,} tokens"
+                f"sequence, {tower.num_tokens:,} "
+                + (
+                    f"tokens beside its {self.workload.seq:,}"
+                    if tower.crossed
+                    else f"of its {self.workload.seq:,} tokens"
+                )
                 if tower.num_tokens
                 else f"text alone: {self.model.name} reads no {tower.name} here (images, audio_s)"
             )

@@ -227,7 +227,8 @@ class Tower:
     `encoder` is its transformer, `projectors` what joins it to the language model: `merge` of its tokens
     become one there. `sizing` says how an image is cut (`model.inputs`). Of each sequence of the language
     model the encoder reads `num_inputs` sequences of its own, which become `num_tokens` of the sequence (0:
-    text alone; the tower then is not part of the model).
+    text alone; the tower then is not part of the model). `crossed`: they do not stand in it, but are
+    read by the layers whose mixer is `cross` (Llama 3.2 Vision).
     """
 
     name: str
@@ -237,6 +238,7 @@ class Tower:
     merge: int = 1
     num_inputs: int = 0
     num_tokens: int = 0
+    crossed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,7 +373,8 @@ class Layer:
     """What makes one block of a model differ from its others.
 
     `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
-    `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`.
+    `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), `cross`
+    (attention to what the towers give; text alone skips the layer), or `none`.
     `mlp`: whether it has an MLP (or experts) at all. `side`: `encoder` or `decoder` where the model has both;
     in a diffusion transformer `double` where patches and text have weights of their own, but attention
     together, `last` where the text ends with that, `single` where both have the same weights, attention and
@@ -564,6 +567,16 @@ class Model:
     def shares_table(self) -> bool:
         """Whether embeddings are read at both ends: by the head, or to predict further tokens."""
         return self.tied_embedding or self.mtp_layers > 0
+
+
+def in_sequence(model: Model) -> int:
+    """Tokens of a sequence that images and sound become."""
+    return sum(tower.num_tokens for tower in model.towers if not tower.crossed)
+
+
+def across(model: Model) -> int:
+    """Tokens of images beside a sequence, which layers of cross-attention read."""
+    return sum(tower.num_tokens for tower in model.towers if tower.crossed)
 
 
 def layer_kind(model: Model, layer: int) -> Layer:

@@ -178,6 +178,7 @@ class Config(msgspec.Struct):
     wide_gate: bool = False
     wide_decay: bool = False
     cross_attention_layers: list[int] | None = None
+    num_global_layers: int = 0
     attn_type_list: list[int] | None = None
     block_types: tuple[str, ...] = ("recurrent", "recurrent", "attention")
     lru_width: int | None = None
@@ -296,6 +297,7 @@ class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
     `optional`: a config without the key has no such tower; else it has the family's own sizes. `merge`: so
     many of its tokens become one of the text. `always`: it is of that family, whatever it
     calls itself. `sizing`: how an image is cut (`model.inputs`); without it the tower is counted alone.
+    `crossed`: as of `architecture.Tower`.
     """
 
     family: str
@@ -306,6 +308,7 @@ class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
     joints: list[Joint] = []
     merge: int = 1
     sizing: InputSizing | None = None
+    crossed: bool = False
 
 
 class WholeConfig(msgspec.Struct, forbid_unknown_fields=True):

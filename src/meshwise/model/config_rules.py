@@ -554,7 +554,16 @@ def _mllama(c: Config) -> Fields:
     """Layers that attend to the image in place of the text, every fifth of them unless they are named."""
     number, cross = c.num_hidden_layers, c.cross_attention_layers
     cross = list(range(3, number, 5)) if cross is None else cross
-    return {"each": {"kind": tuple(("cross",) * (i in cross) for i in range(number))}}
+    return {"each": {"mixer": tuple("cross" if i in cross else "attention" for i in range(number))}}
+
+
+def _mllama_vision(c: Config) -> Fields:
+    """Layers behind the others, whose additions are gated."""
+    local, own = c.num_hidden_layers, c.num_global_layers
+    return {
+        "num_layers": local + own,
+        "each": {"kind": (*((("local",),) * local), *((("global",),) * own))},
+    }
 
 
 def _searched(c: Config) -> Fields:
@@ -817,8 +826,8 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
     _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
-    _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _post_norms, _baichuan, _qwen, _chatglm,
-    _intern_vit,
+    _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision, _post_norms, _baichuan, _qwen,
+    _chatglm, _intern_vit,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

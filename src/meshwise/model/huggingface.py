@@ -229,7 +229,7 @@ def _tower(
     )
     if tower.sizing is None:
         return list(counted), []
-    sizes = {"projectors": projectors, "merge": tower.merge, "sizing": tower.sizing}
+    sizes = {"projectors": projectors, "merge": tower.merge, "sizing": tower.sizing, "crossed": tower.crossed}
     return list(counted), [Tower(name=name, encoder=encoder, **sizes)]
 
 

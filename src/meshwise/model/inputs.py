@@ -12,6 +12,7 @@ A processor cuts an image in a way of its own, its *sizing*:
 - `canvas`: the same in the grid on which the image is least scaled up, or else least scaled down (Llama 4);
 - `split`: the longest side becomes `max_tiles` squares of the encoder's size, which cover the image, and the
   whole image is one more (Idefics 3, arXiv 2408.12637);
+- `joined`: as `canvas`, but the tiles are one input, a class token each, without the whole image (Llama 3.2);
 - `area`: scaled to as many whole squares of merged patches as `max_pixels` allow (Gemma 4);
 - `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
   and a token ends each row (Phi-4-multimodal);
@@ -144,12 +145,14 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
     tiles = 1
     if sizing.kind == "tiles":
         tiles = math.prod(_nearest_ratio(width, height, patches.width, sizing.max_tiles))
-    elif sizing.kind == "canvas":
+    elif sizing.kind in ("canvas", "joined"):
         tiles = _least_scaled(width, height, patches.width, sizing.max_tiles)
     elif sizing.kind == "split":
         scale = sizing.max_tiles * patches.width / max(width, height)
         tiles = math.prod(math.ceil(side * scale / patches.width) for side in (width, height))
     rows, columns = patches.height // patches.patch, patches.width // patches.patch
+    if sizing.kind == "joined":
+        return CutImage(1, tiles * rows, columns, row_ends=tiles)
     return CutImage(tiles + (tiles > 1), rows, columns)
 
 

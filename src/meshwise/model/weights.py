@@ -90,6 +90,7 @@ def block_weights(
         "attention": (_attention,),
         "recurrence": (_first_norm, _recurrence),
         "beside": (_attention, _recurrence),
+        "cross": (_cross_attention,),
         "none": (),
     }[layer.mixer]
     own = of_layer(model, layer)

@@ -59,7 +59,7 @@ def check_grid(
         "sinks": model.sinks,
         "layer scales": model.layer_scale,
         "recurrences": model.recurrence,
-        "cross-attention": model.encoder,
+        "cross-attention": model.encoder or any(layer.mixer == "cross" for layer in model.layers),
         "scores of distances": model.distances,
         "per-layer embeddings": model.per_layer,
         "several residual streams": model.streams,

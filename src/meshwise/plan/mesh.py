@@ -20,7 +20,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.architecture import Model, in_sequence, layer_kinds
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.plan import (
     AXES,
@@ -387,7 +387,7 @@ def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         )
     if not towers:
         return
-    num_tokens = sum(tower.num_tokens for tower in towers)
+    num_tokens = in_sequence(model)
     yield Rule(
         num_tokens > mesh.seq,
         "images and sound are {num_tokens} tokens, more than the {seq} of a sequence; state a longer seq",

@@ -8,7 +8,7 @@ from types import ModuleType
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.model.architecture import Layer, Model, of_layer
+from meshwise.model.architecture import Layer, Model, across, of_layer
 from meshwise.model.weights import block_weights, modulated
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.additions import (
@@ -54,6 +54,8 @@ def block(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: 
     """The ops of one block of the kind `layer`, forward then backward, in the order in which they run."""
     cut = source_cut(model, cut) if layer.side == "encoder" else cut
     ops, _ = block_ops(model, cut, layer, block_input(model, cut))
+    if layer.mixer == "cross" and not across(model):  # text alone: its weights are held, and nothing is done
+        ops = [structs.replace(op, count=0.0, keeps=()) for op in ops]
     return with_saved_bytes(backward_last(ops))
 
 
@@ -83,13 +85,17 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     beside: tuple[Tensor, ...] = ()
     if layer.mixer == "recurrence":
         x = yield from recurrence(model, cut, x)
-    elif layer.mixer != "none":
+    elif layer.mixer not in ("none", "cross"):
         mixed = yield from layout.attention(model, cut, x)
         if layer.mixer == "beside":
             mixed = yield from beside_attention(model, cut, mixed)
         is_parallel = model.parallel_block and cut.layout in ("1d", "2d-cp")
         x, beside = (x, (mixed,)) if is_parallel else (mixed, ())
-    if layer.side == "decoder" or (model.diffusion and model.diffusion.text == "cross"):
+    if (
+        layer.side == "decoder"
+        or layer.mixer == "cross"
+        or (model.diffusion and model.diffusion.text == "cross")
+    ):
         x = yield from cross_attention(model, cut, x)
     if layer.mlp and layer.moe:
         x = yield from moe_mlp(model, cut, x)

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, across
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.op import Stated, changed, elementwise, linear
@@ -25,9 +25,14 @@ CROSS, ENCODER = "cross_attention", "encoder"
 
 
 def source_cut(model: Model, cut: Cut) -> Cut:
-    """`cut` with the tokens of the source; ranks of cp have all of the text of a diffusion transformer."""
+    """`cut` with the tokens of the source; ranks of cp have all of the text of a diffusion transformer.
+
+    Text alone has no images: the layers that would attend to them are stated as attending to one token.
+    """
     if model.diffusion is not None:
         return replace(cut, seq=float(model.diffusion.text_tokens), ulysses=1.0, ring=1.0)
+    if any(tower.crossed for tower in model.towers):
+        return replace(cut, seq=float(max(across(model), 1)), ulysses=1.0, ring=1.0)
     if model.encoder is None:
         return cut
     target = cut.past if cut.kind == "decode" else cut.seq

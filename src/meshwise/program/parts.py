@@ -26,6 +26,7 @@ MIXERS = {
     "alone": "attention_",
     "recurrence": "recurrent_",
     "beside": "attention_and_recurrent_",
+    "cross": "cross_attention_",
     "none": "mlp_",
 }
 """How the name of a block begins, by what it has in place of attention; `alone`: attention without an MLP."""
@@ -114,5 +115,6 @@ def cut_of(mesh: Mesh) -> Cut:
 def block_input_bytes(model: Model, cut: Cut) -> Num:
     """The input of a block as a rank keeps it: its part of the tokens, of the longer side of two."""
     streams = model.streams.number if model.streams else 1
-    tokens = np.maximum(cut.split_tokens, source_cut(model, cut).split_tokens)
+    longer = source_cut(model, cut).split_tokens if model.encoder else 0.0
+    tokens = np.maximum(cut.split_tokens, longer)
     return tokens * streams * model.hidden * cut.precision.act_bytes

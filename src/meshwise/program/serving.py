@@ -23,7 +23,7 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
 from meshwise.cost.op import Cost
-from meshwise.model.architecture import Layer, Model, MoE, Sparse, num_dense_layers, of_layer
+from meshwise.model.architecture import Layer, Model, MoE, Sparse, across, num_dense_layers, of_layer
 from meshwise.program.block import block, block_input
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import CROSS, ENCODER, source_cut
@@ -150,7 +150,7 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     own = model.recurrence if layer.mixer in ("recurrence", "beside") else None
     state = state_bytes(own, cut) if own else 0.0
     kept = replace(cut, past=cut.past + cut.seq)
-    if layer.side == "decoder":
+    if layer.side == "decoder" or (layer.mixer == "cross" and across(model)):
         state = source_bytes(model, cut)
     attends = of_layer(model, layer).causal and layer.mixer in ("attention", "beside")
     if not attends or layer.keys == "shared":

@@ -17,7 +17,7 @@ from meshwise.estimate.priced_part import DENSE, Part, price_parts
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model, Tower
+from meshwise.model.architecture import Model, Tower, across, in_sequence
 from meshwise.model.weights import projector_weights
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan
@@ -34,11 +34,12 @@ class Encoding:
     """What the images or sound of a request take: `request_s` on a group of ranks, each with `weight_bytes`.
 
     `working_bytes`: what a pass of the largest encoder works on. `num_inputs` of the encoders become
-    `num_tokens` of the prompt.
+    `num_tokens` of the prompt, or `num_across` that its layers of cross-attention read.
     """
 
     num_inputs: int
     num_tokens: int
+    num_across: int
     request_s: float
     weight_bytes: float
     working_bytes: float
@@ -55,7 +56,8 @@ def encoding(model: Model, mesh: Mesh, machine: Machine) -> Encoding | None:
         params += count * float(part.held[DENSE].params)
     return Encoding(
         num_inputs=sum(tower.num_inputs for tower in towers),
-        num_tokens=sum(tower.num_tokens for tower in towers),
+        num_tokens=in_sequence(model),
+        num_across=across(model),
         request_s=seconds,
         weight_bytes=params * cut_of(mesh).precision.act_bytes,
         working_bytes=max(float(working_bytes(one.encoder, _cut(one, mesh))) for one in towers),
@@ -69,7 +71,8 @@ def _cut(tower: Tower, mesh: Mesh) -> Cut:
 
 def _parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[tuple[Part, float]]:
     """The parts of the towers and of what joins them to the model, and how often a request runs each."""
-    of_request = replace(mesh, kind="prefill", microbatch=1.0, seq=float(num_tokens(model)))
+    seq = float(in_sequence(model) + across(model))
+    of_request = replace(mesh, kind="prefill", microbatch=1.0, seq=seq)
     for tower in model.towers:
         if tower.num_tokens:
             priced = list(price_parts(parts(tower.encoder, _cut(tower, mesh)), machine).values())
@@ -79,11 +82,6 @@ def _parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[tuple[Part, f
     forward = [op for op in projected(model, cut) if op.phase == "forward"]
     ops = hold(forward, projector_weights(model), cut, shards)
     yield price_parts({"projector": ops}, machine)["projector"], 1.0
-
-
-def num_tokens(model: Model) -> int:
-    """Tokens of a prompt that images and sound become."""
-    return sum(tower.num_tokens for tower in model.towers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +109,6 @@ def encoder_pool(model: Model, cluster: Cluster, workers: int, plan: Plan) -> En
     found = encoding(model, mesh, machine_for(cluster, own, "prefill"))
     if found is None:
         raise WorkloadError("encoder_cluster encodes images and sound; state images or audio_s")
-    sent_bytes = found.num_tokens * model.hidden * cut_of(mesh).precision.act_bytes
+    sent_bytes = (found.num_tokens + found.num_across) * model.hidden * cut_of(mesh).precision.act_bytes
     transfer_s = sent_bytes / cluster.levels[-1].bytes_per_s
     return EncoderPool(cluster=cluster, workers=workers, request_s=found.request_s, transfer_s=transfer_s)

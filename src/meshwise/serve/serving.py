@@ -146,8 +146,9 @@ def serving(
         raise WorkloadError(f"--memory-frac is {memory_frac}; it must be above 0 and at most 1")
     if not 0 <= engine_s < np.inf:
         raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
+    crossed = tuple(replace(tower, projectors=()) for tower in model.towers if tower.crossed)
     return Serving(
-        model=replace(model, towers=()), cluster=cluster, mesh=mesh, prompt=prompt, output=output,
+        model=replace(model, towers=crossed), cluster=cluster, mesh=mesh, prompt=prompt, output=output,
         memory_frac=memory_frac, machine=machine, engine_s=engine_s, encoding=encoding(model, mesh, machine),
     )  # fmt: skip
 
@@ -458,8 +459,9 @@ def notes(serving: Serving) -> list[str]:
         found.append(f"{guess.drafts} tokens guessed by {guess.draft.model.name}: {each}")
     if of := serving.encoding:
         found.append(
-            f"{of.num_tokens:,} of the {serving.prompt:,} tokens of a prompt come of {of.num_inputs} inputs "
-            f"of encoders, encoded in {duration(of.request_s)}"
+            f"{of.num_tokens:,} of the {serving.prompt:,} tokens of a prompt"
+            + f", and {of.num_across:,} beside it" * (of.num_across > 0)
+            + f" come of {of.num_inputs} inputs of encoders, encoded in {duration(of.request_s)}"
         )
     if (moe := serving.model.moe) and moe.capacity_factor:
         factor = f"{moe.capacity_factor:g}"
