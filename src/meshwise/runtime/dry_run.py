@@ -27,7 +27,7 @@ from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.streams import Stream
-from meshwise.runtime.torch_private import FakeStore, setup_private_device
+from meshwise.runtime.torch_private import FakeStore, set_default_backend, setup_private_device
 
 FAKE_DEVICE = "fakegpu"
 
@@ -60,6 +60,7 @@ def dry_run(
         quiet=quiet,
     )
     dist.init_process_group(f"cpu:fake,{FAKE_DEVICE}:fake", rank=rank, world_size=ranks, store=FakeStore())
+    set_default_backend(dist.group.WORLD, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
     try:
         with torch.autograd.set_multithreading_enabled(False), QuickFakes(), recorder:
             result = program.main(options, context)

@@ -27,6 +27,7 @@ HOMES = {
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "in_kernel_invocation": "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
+    "set_default_backend": "torch.distributed.ProcessGroup._set_default_backend",
     "FakeWork": "torch._C._distributed_c10d.FakeWork",
     "setup_private_device": "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
     "ensure_cuda_device_guard": "torch._C._ensureCUDADeviceGuardSet",

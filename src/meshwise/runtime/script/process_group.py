@@ -22,7 +22,7 @@ from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.letters import Letters
 from meshwise.runtime.streams import Silent
-from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch, fsdp1_states
+from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch, fsdp1_states, set_default_backend
 
 BACKEND = "cpu:fake,cuda:fake"
 
@@ -72,6 +72,7 @@ def supply_process_groups(
         how |= {"backend_options": None, "device_id": None}
         group, store = make_group(size, place, members, BACKEND, FakeStore(), name, **how)
         if isinstance(group, dist.ProcessGroup):
+            set_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
             recorder.name_axis(group, _axis(how.get("group_desc"), members))
         return group, store
 
