@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.core.errors import ModelError
+import meshwise as mw
+from meshwise.core.errors import MeshwiseError, ModelError
 from meshwise.model.architecture import Model, is_moe_layer, layer_kind, num_moe_layers
 from meshwise.model.config_fields import spellings
 from meshwise.model.find import find_model
@@ -181,6 +182,22 @@ def test_indexers_of_glm_5_2_are_shared_by_four_layers() -> None:
     heads = [layer.sparse.heads for layer in model.layers[:8] if layer.sparse]
     assert heads == [32, 32, 32, 0, 0, 0, 32, 0]
     assert num_params(_read(raw)) > num_params(model)
+
+
+def test_blocks_that_share_weights() -> None:
+    """Zamba 2: nine runs of two blocks do the work of nine, and have the weights of two."""
+    raw = next(record["config"] for record in RECORDS if record["model_type"] == "zamba2")
+    once, nine = (_read(raw | {"num_mem_blocks": number}) for number in (1, 9))
+    work: dict[str, Any] = {"kind": "evaluate", "batch": 8, "seq": 1024}
+    shared, own = (mw.estimate(model, "h100-80g-sxm:8", **work) for model in (once, nine))
+    assert shared.flop_per_step == own.flop_per_step
+    hidden = 2560
+    block = 3 * (2 * hidden) ** 2 + 2 * hidden**2 + 3 * 4 * hidden**2 + 3 * hidden
+    assert num_params(nine) - num_params(once) == 8 * block
+    saved = own.memory_bytes["weights"] - shared.memory_bytes["weights"]
+    assert saved == pytest.approx(2 * 8 * block)
+    with pytest.raises(MeshwiseError, match="share weights"):
+        mw.estimate(once, "h100-80g-sxm:8", "pp=2", batch=8, seq=1024)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class Side:
 
     It belongs to `module` (attention, mlp, ...; at the ends of a model: embedding or head). Numbers are
     those of a norm, unless they are used by the op `op`. Each token passes it `times` times, or only every
-    `every`-th token does. Every tensor-parallel rank has all of it and does its own tokens.
+    `every`-th token does. Every tensor-parallel rank has all of it and does its own tokens. `shared`: a block
+    that `shares` weights takes it from the earlier one too.
     """
 
     module: str
@@ -95,6 +96,7 @@ class Side:
     op: str = ""
     times: int = 1
     every: int = 1
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +382,8 @@ class Layer:
     together, `last` where the text ends with that, `single` where both have the same weights, attention and
     MLP side by side (arXiv 2403.03206; Flux).
     `head_dim`, `num_heads`, `num_kv_heads`, `ffn_hidden`: its own ones (0: those of the model). `keys`,
-    `sparse`: as of `Model`. `sides`: small layers that it has besides.
+    `sparse`: as of `Model`. `sides`: small layers that it has besides. `shares`: its weights are those of an
+    earlier block, run once more (Zamba 2); only sides are its own.
     """
 
     moe: bool = False
@@ -395,6 +398,7 @@ class Layer:
     num_heads: int = 0
     sparse: Sparse | None = None
     sides: tuple[Side, ...] = ()
+    shares: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,10 @@ class Config(msgspec.Struct):
     attn_layer_offset: int = 0
     expert_layer_period: int = 0
     expert_layer_offset: int = 0
+    num_mem_blocks: int = 1
+    adapter_rank: int = 128
+    use_shared_attention_adapter: bool = False
+    use_mem_rope: bool = False
     state_heads: int = 1
     state_head_dim: int | str = 1
     state_groups: int = 1
@@ -289,6 +293,7 @@ class SideLayer(msgspec.Struct, forbid_unknown_fields=True):
     bias: bool = False
     times: str = "1"
     every: str = "1"
+    shared: bool = False
 
 
 class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):

@@ -331,6 +331,34 @@ def _griffin(c: Config) -> Fields:
     return fields | {"each": fields["each"] | {"window": near}, "ffn_hidden": (c.intermediate_size or 0) // 2}
 
 
+def _zamba2(c: Config) -> Fields:
+    """Mamba 2, and before some of it one of a few blocks of attention and MLP, whose weights are shared.
+
+    They read the embedding beside the stream, twice its width together: the other half of their first
+    matmul is a side.
+    """
+    heads, number = c.num_attention_heads, 0
+    if c.num_key_value_heads not in (None, heads):
+        raise ModelError("num_key_value_heads differs from the heads, which shared blocks do not express")
+    each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "shares": []}
+    for kind in _named(c, "layers_block_type", c.layer_types or (), ("mamba", "linear_attention", "hybrid")):
+        if kind == "hybrid":
+            each["mixer"].append("attention")
+            each["mlp"].append(True)
+            each["shares"].append(number >= c.num_mem_blocks)
+            number += 1
+        each["mixer"].append("recurrence")
+        each["mlp"].append(False)
+        each["shares"].append(False)
+    return {
+        "each": each,
+        "num_layers": len(each["mixer"]),
+        "head_dim": 2 * c.hidden_size // heads,
+        "positions": "rotary" if c.use_mem_rope else "none",
+        "recurrence": _recurrence(c),
+    }
+
+
 def _xlstm(c: Config) -> Fields:
     """xLSTM 7B: only mLSTM blocks, with an MLP each; widths are rounded up to whole multiples."""
     heads, unit = c.num_attention_heads, c.ffn_round_up_to_multiple_of
@@ -827,7 +855,7 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
     _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
     _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision, _post_norms, _baichuan, _qwen,
-    _chatglm, _intern_vit,
+    _chatglm, _intern_vit, _zamba2,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -243,6 +243,7 @@ def _sides(stated: list[SideLayer], sizes: dict[str, Any]) -> list[tuple[list[st
         side = Side(
             module=one.module, name=one.name, d_out=_size(d_out, sizes), d_in=_size(d_in, sizes),
             bias=one.bias, op=one.op, times=_size(one.times, sizes), every=_size(one.every, sizes),
+            shared=one.shared,
         )  # fmt: skip
         found.append((one.on, side))
     return found

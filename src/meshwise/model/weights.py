@@ -107,6 +107,8 @@ def block_weights(
     if model.streams:
         weights = (*weights, *_streams(model, model.streams))
     weights = (*weights, *side_weights(layer.sides))
+    if layer.shares:
+        weights = tuple(side_weights(side for side in layer.sides if not side.shared))
     return with_adapters(weights, lora_rank, lora_targets) if lora_rank else weights
 
 

@@ -316,6 +316,10 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         )
     if model.encoder is not None:
         yield from _encoder_rules(mesh)
+    if any(layer.shares for layer in model.layers):
+        yield Rule(
+            mesh.pp > 1, "blocks of {model.name} share weights, which a pipeline would divide; leave pp out"
+        )
     yield from _tower_rules(model, mesh)
     yield from _diffusion_rules(model, mesh)
     yield Rule(

@@ -46,6 +46,7 @@ def layer_names(model: Model) -> tuple[str, ...]:
         + ("moe_layer" if kind.moe else "layer")
         + (f"_window{kind.window}" if windows and kind.window else "")
         + (f"_{kind.keys}_keys" if kind.keys else "")
+        + ("_shared" if kind.shares else "")
         + (f"_keys_of_{kind.sparse.ratio}" if kind.sparse and kind.sparse.ratio > 1 else "")
         for kind in kinds
     ]
