@@ -426,15 +426,17 @@ class Streams:
 
     `laurel_rank` 0: hyper-connections (mHC, arXiv 2512.24880; DeepSeek-V4): before attention and before the
     MLP, a layer that reads all streams says how they are mixed, added up for it, and what each takes of it.
+    `between` False: they are not mixed with each other (Hunyuan 4).
     """
 
     number: int
     laurel_rank: int = 0
+    between: bool = True
 
     @property
     def mixes(self) -> int:
         """Numbers by which a hyper-connection mixes streams: to each, from each, and between all."""
-        return (2 + self.number) * self.number
+        return (2 + self.number * self.between) * self.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -658,7 +660,7 @@ def _shown(value: int) -> str:
     return str(value) if abs(value) < 10**18 else "too large"
 
 
-_MAY_BE_ZERO = ("vocab", "q_lora_rank", "taps")
+_MAY_BE_ZERO = ("vocab", "q_lora_rank", "qk_rope_head_dim", "taps")
 """Counts that may be zero although they have no default; all others may if that is their default."""
 
 

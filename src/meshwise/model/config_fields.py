@@ -109,6 +109,7 @@ class Config(msgspec.Struct):
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_topk: int = 0
+    index_kpool: int = 1
     indexer_types: list[str] | None = None
     index_topk_freq: int = 1
     index_skip_topk_offset: int = 3
@@ -118,6 +119,7 @@ class Config(msgspec.Struct):
     o_lora_rank: int = 0
     o_groups: int = 1
     hc_mult: int = 1
+    hc_between: bool = True
     sparse_attention_config: dict[str, Any] = {}
     index_block_size: int = 128
     index_topk_blocks: int = 16

@@ -259,7 +259,9 @@ def _experts(c: Config) -> Fields:
 
 _MIXERS = {
     **dict.fromkeys(("linear_attention", "mamba", "conv", "recurrent", "M"), "recurrence"),
-    **dict.fromkeys(("full_attention", "sliding_attention", "attention", "*"), "attention"),
+    **dict.fromkeys(
+        ("full_attention", "sliding_attention", "attention", "indexed_attention", "*"), "attention"
+    ),
     **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
 }
 
@@ -515,8 +517,12 @@ def _compressed(c: Config) -> Fields:
             "kind": tuple((kind, "scored" * scored[i]) for i, kind in enumerate(kinds)),
         },
         "low_rank": LowRank(query=c.q_lora_rank or 0, out=c.o_lora_rank, groups=c.o_groups),
-        "streams": Streams(number=c.hc_mult) if c.hc_mult > 1 else None,
-    }
+    } | _streams(c)
+
+
+def _streams(c: Config) -> Fields:
+    """Hyper-connections."""
+    return {"streams": Streams(number=c.hc_mult, between=c.hc_between) if c.hc_mult > 1 else None}
 
 
 def _minimax_m3(c: Config) -> Fields:
@@ -855,7 +861,7 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
     _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
     _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision, _post_norms, _baichuan, _qwen,
-    _chatglm, _intern_vit, _zamba2,
+    _chatglm, _intern_vit, _zamba2, _streams,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

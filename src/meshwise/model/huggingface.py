@@ -205,11 +205,11 @@ def _tower(
     raw: dict[str, Any], tower: TowerConfig, text_width: int
 ) -> tuple[list[tuple[str, int]], list[Tower]]:
     """The parameters of a tower, of what reduces its tokens, and of what joins it to the text; and itself."""
-    if tower.optional and raw.get(tower.key) is None:
+    if tower.optional and not _part(raw, tower.key):
         return [], []
     config = tower.defaults | _part(raw, tower.key)
     family = tower.family if tower.always else _part_family(config, tower.family)
-    name, spelling = tower.key.partition("_")[0], spellings()[family]
+    name, spelling = tower.key.rpartition(".")[2].partition("_")[0], spellings()[family]
     config = spelling.nested | config
     if spelling.block == "none":  # known by its sizes alone
         sizes = config | raw | {"tower": config["hidden_size"], "text": text_width}
@@ -250,7 +250,11 @@ def _sides(stated: list[SideLayer], sizes: dict[str, Any]) -> list[tuple[list[st
 
 
 def _part(raw: dict[str, Any], key: str) -> dict[str, Any]:
-    part = raw.get(key)
+    """The config under `key`, which may name a part of a part: thinker_config.text_config."""
+    first, _, rest = key.partition(".")
+    part = raw.get(first)
+    if rest and isinstance(part, dict):
+        return _part(part, rest)
     if part is not None and not isinstance(part, dict):
         raise ModelError(f"{key} is not a JSON object; it must hold the config of a part of the model")
     return part or {}

@@ -423,7 +423,7 @@ def _streams(model: Model, own: Streams) -> Iterator[Weight]:
             yield from _linear(
                 module, f"{name}_mixes", number * hidden, own.mixes, bias=True, gradient="tokens"
             )
-            yield _learned(module, f"{name}_scale", 3, op=f"{name}_mixes", gradient="tokens")
+            yield _learned(module, f"{name}_scale", 2 + own.between, op=f"{name}_mixes", gradient="tokens")
         return
     for name, d_in, d_out in (
         ("modalities", hidden, number),
