@@ -205,7 +205,7 @@ def _tower(
     raw: dict[str, Any], tower: TowerConfig, text_width: int
 ) -> tuple[list[tuple[str, int]], list[Tower]]:
     """The parameters of a tower, of what reduces its tokens, and of what joins it to the text; and itself."""
-    if tower.optional and not _part(raw, tower.key):
+    if tower.optional and raw.get(tower.key) is None:
         return [], []
     config = tower.defaults | _part(raw, tower.key)
     family = tower.family if tower.always else _part_family(config, tower.family)
