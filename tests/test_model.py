@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.core.errors import ModelError
+from meshwise.core.files import read_catalog
 from meshwise.model.architecture import MoE, checked_model, is_moe_layer, num_dense_layers, num_moe_layers
 from meshwise.model.find import find_model, model_names, models
 from meshwise.model.weights import num_active_params, num_params
@@ -172,13 +174,15 @@ def test_an_unknown_name_names_near_ones(text: str, near: str) -> None:
 
 def test_no_name_is_of_two_presets() -> None:
     for model in models().values():
-        assert {find_model(name).name for name in (model.name, *model.aliases)} == {model.name}
+        hub = re.findall("^https://huggingface.co/([^/]*/[^/]*)/blob/main/config.json$", model.source)
+        names = (model.name, *model.aliases, *hub)
+        assert {find_model(name).name for name in names} == {model.name}
 
 
-PUBLISHED = {  # parameters with the vision tower, as the Hugging Face API states (safetensors.total)
-    **{"qwen3-vl-8b": 8_767_123_696, "qwen2.5-72b": 72_706_203_648, "mistral-small-24b": 23_572_403_200},
-    **{"gemma-3-27b": 27_432_406_640, "kimi-k2": 1_026_408_232_448, "phi-4": 14_659_507_200},
-}
+PUBLISHED = {
+    name: entry["parameters"] for name, entry in read_catalog("configs.toml").items() if "parameters" in entry
+} | {"phi-4": 14_659_507_200}
+"""Parameters with their towers, as the Hugging Face API states them (safetensors.total)."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -27,6 +27,9 @@ _ENDINGS = re.compile(
 )
 """What a name may end with beside that of the architecture: training, types of weights, versions, dates."""
 
+_HUB = re.compile(r"huggingface\.co/([^/]+/[^/]+)/blob/main/config\.json$")
+"""The name on the hub within the source of a preset: it is an alias."""
+
 
 @cache
 def _entries() -> dict[str, dict[str, Any]]:
@@ -89,7 +92,11 @@ def _letters(name: str) -> str:
 @cache
 def _by_letters() -> dict[str, str]:
     entries = _entries().items()
-    names = ((alias, name) for name, entry in entries for alias in (*entry.get("aliases", ()), name))
+    names = (
+        (alias, name)
+        for name, entry in entries
+        for alias in (*_HUB.findall(entry["source"]), *entry.get("aliases", ()), name)
+    )
     return {_letters(part): name for alias, name in names for part in _readings(alias)}
 
 
