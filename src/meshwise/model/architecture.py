@@ -382,8 +382,8 @@ class Layer:
     together, `last` where the text ends with that, `single` where both have the same weights, attention and
     MLP side by side (arXiv 2403.03206; Flux).
     `head_dim`, `num_heads`, `num_kv_heads`, `ffn_hidden`: its own ones (0: those of the model). `keys`,
-    `sparse`: as of `Model`. `sides`: small layers that it has besides. `shares`: its weights are those of an
-    earlier block, run once more (Zamba 2); only sides are its own.
+    `sparse`, `mla`: as of `Model`. `sides`: small layers that it has besides. `shares`: its weights are those
+    of an earlier block, run once more (Zamba 2); only sides are its own.
     """
 
     moe: bool = False
@@ -397,6 +397,7 @@ class Layer:
     keys: str = ""
     num_heads: int = 0
     sparse: Sparse | None = None
+    mla: MLA | None = None
     sides: tuple[Side, ...] = ()
     shares: bool = False
 
@@ -471,8 +472,9 @@ class Model:
     block like the last one, and the model's own head again (DeepSeek-V3); they are trained, but not served.
 
     `keys`: `values` where keys are values too, before their norm; `same` where they are one and the same,
-    in the cache as well (DeepSeek-V4); `shared` where attention reads the keys and values of an earlier block
-    (Gemma 4). `v_head_dim`: width of a value head (0: as of a key). `sides`: small layers at the ends.
+    in the cache as well (DeepSeek-V4); `shared` where attention reads the keys and values (Gemma 4) or the
+    latents (Mistral Large 4) of an earlier block. `v_head_dim`: width of a value head (0: as of a key).
+    `sides`: small layers at the ends.
 
     `towers` stand beside a language model and are priced with it where it reads images or sound.
 
@@ -622,6 +624,7 @@ def of_layer(model: Model, layer: Layer) -> Model:
         head_dim=layer.head_dim or model.head_dim,
         num_heads=layer.num_heads or model.num_heads,
         sparse=layer.sparse or model.sparse,
+        mla=layer.mla or model.mla,
         num_kv_heads=layer.num_kv_heads or model.num_kv_heads,
         ffn_hidden=layer.ffn_hidden or model.ffn_hidden,
         keys=layer.keys or model.keys,
@@ -724,8 +727,8 @@ def checked_model(model: Model, where: str) -> Model:
     """`model`, if its numbers make sense together; else a `ModelError` that begins with `where`."""
     parts = (getattr(model, field.name) for field in fields(model))
     kinds = set(model.layers)
-    sparse = filter(None, (layer.sparse for layer in kinds))
-    for part in (model, *filter(is_dataclass, parts), *kinds, *sparse):
+    own = filter(None, (part for layer in kinds for part in (layer.sparse, layer.mla)))
+    for part in (model, *filter(is_dataclass, parts), *kinds, *own):
         _check_counts(part, where)
     for owner, name, known in _WORDS:
         if (stated := getattr(model, owner) if owner else model) is not None:

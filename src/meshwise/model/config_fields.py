@@ -106,6 +106,8 @@ class Config(msgspec.Struct):
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    no_rope_layers: list[int] | None = None
+    kv_source_layers: list[int] | None = None
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_topk: int = 0
@@ -175,6 +177,7 @@ class Config(msgspec.Struct):
     adapter_rank: int = 128
     use_shared_attention_adapter: bool = False
     use_mem_rope: bool = False
+    position_embedding_type: str | None = None
     state_heads: int = 1
     state_head_dim: int | str = 1
     state_groups: int = 1
@@ -302,8 +305,8 @@ class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What stands beside a model and is left out: its key, its family, and the layers that join it.
 
     `optional`: a config without the key has no such tower; else it has the family's own sizes. `merge`: so
-    many of its tokens become one of the text. `always`: it is of that family, whatever it
-    calls itself. `sizing`: how an image is cut (`model.inputs`); without it the tower is counted alone.
+    many of its tokens become one of the text, a number or a product. `always`: it is of that family, whatever
+    it calls itself. `sizing`: how an image is cut (`model.inputs`); without it the tower is counted alone.
     `crossed`: as of `architecture.Tower`.
     """
 
@@ -313,7 +316,7 @@ class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
     optional: bool = False
     defaults: dict[str, Any] = {}
     joints: list[Joint] = []
-    merge: int = 1
+    merge: int | str = 1
     sizing: InputSizing | None = None
     crossed: bool = False
 

@@ -286,11 +286,9 @@ def _hybrid(c: Config) -> Fields:
 
 def _recurrence(c: Config) -> Recurrence:
     heads, dim = c.state_heads, c.state_head_dim
-    if (
-        c.recurrence in ("scan", "conv") and c.recurrence != "lru"
-    ):  # no heads: every channel has a state of its own
-        heads, dim = c.state_expand * c.hidden_size, 1
     inner = c.state_expand * c.hidden_size if c.state_inner is None else c.state_inner
+    if c.recurrence in ("scan", "conv"):  # no heads: every channel has a state of its own
+        heads, dim = inner, 1
     rank = -(-c.hidden_size // 16) if isinstance(c.time_step_rank, str) else c.time_step_rank
     return Recurrence(
         kind=c.recurrence,
@@ -451,7 +449,8 @@ def _kimi_linear(c: Config) -> Fields:
 
 def _granite_hybrid(c: Config) -> Fields:
     """Where there are no experts, the shared one is the MLP."""
-    return {} if c.num_experts else {"ffn_hidden": c.shared_expert_intermediate_size}
+    positions = {"positions": "rotary" if c.position_embedding_type == "rope" else "none"}
+    return positions | ({} if c.num_experts else {"ffn_hidden": c.shared_expert_intermediate_size})
 
 
 def _softcaps(c: Config) -> Fields:
@@ -476,6 +475,22 @@ def _mla(c: Config) -> Fields:
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         "num_kv_heads": c.num_attention_heads,
     }
+
+
+def _mistral_large4(c: Config) -> Fields:
+    """Latent attention without positions in some layers, whose heads are as wide; some share latents."""
+    numbers, fields = range(c.num_hidden_layers), _mla(c)
+    usual = fields["mla"]
+    plain = replace(usual, qk_nope_head_dim=fields["head_dim"], qk_rope_head_dim=0)
+    turned = _named(c, "no_rope_layers", c.no_rope_layers or [(i + 1) % 4 for i in numbers])
+    sources = _named(c, "kv_source_layers", c.kv_source_layers or numbers)
+    sparse = fields.get("each", {}).get("sparse") or [fields["sparse"] for _ in numbers]
+    own = {
+        "kind": tuple(("scored",) * bool(one.heads) for one in sparse),
+        "mla": tuple(None if one else plain for one in turned),
+        "keys": tuple("shared" * (source != i) for i, source in enumerate(sources)),
+    }
+    return fields | {"each": fields.get("each", {}) | own}
 
 
 def _indexer(c: Config) -> Fields:
@@ -861,7 +876,7 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
     _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
     _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision, _post_norms, _baichuan, _qwen,
-    _chatglm, _intern_vit, _zamba2, _streams,
+    _chatglm, _intern_vit, _zamba2, _streams, _mistral_large4,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -229,7 +229,8 @@ def _tower(
     )
     if tower.sizing is None:
         return list(counted), []
-    sizes = {"projectors": projectors, "merge": tower.merge, "sizing": tower.sizing, "crossed": tower.crossed}
+    merge = _size(str(tower.merge), sizes)
+    sizes = {"projectors": projectors, "merge": merge, "sizing": tower.sizing, "crossed": tower.crossed}
     return list(counted), [Tower(name=name, encoder=encoder, **sizes)]
 
 

@@ -330,8 +330,9 @@ def _latent_qkv(model: Model, mla: MLA) -> Iterator[Weight]:
         yield from _linear(module, "q_up", mla.q_lora_rank, query, cut=COLUMNS)
     else:
         yield from _linear(module, "q", hidden, query, cut=COLUMNS)
-    yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim)
-    yield from _norm(model, module, "kv_norm", mla.kv_lora_rank)
+    if model.keys != "shared":
+        yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim)
+        yield from _norm(model, module, "kv_norm", mla.kv_lora_rank)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield from _linear(module, "kv_up", mla.kv_lora_rank, expanded, cut=COLUMNS)
 

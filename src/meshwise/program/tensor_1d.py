@@ -311,12 +311,17 @@ def _latent_qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         q = yield from _query_of_latent(model, cut, x, heads * qk_dim)
     else:
         (q,) = yield from column_linear(ATTENTION, "q", x, {"q": heads * qk_dim}, cut)
-    latent, key = yield from down("kv_down", kv_latent=float(mla.kv_lora_rank), key=rope)
-    latent = yield from elementwise(ATTENTION, "kv_norm", model.norm, latent, prec)
+    if model.keys == "shared":
+        rows = cut.split_tokens
+        latent = made(ATTENTION, "kv_latent", (rows, float(mla.kv_lora_rank)), prec.act_dtype)
+        key = made(ATTENTION, "key", (rows, rope), prec.act_dtype)
+    else:
+        latent, key = yield from down("kv_down", kv_latent=float(mla.kv_lora_rank), key=rope)
+        latent = yield from elementwise(ATTENTION, "kv_norm", model.norm, latent, prec)
     pair = {"k": heads * mla.qk_nope_head_dim, "v": heads * mla.v_head_dim}
     k, v = yield from column_linear(ATTENTION, "kv_up", latent, pair, cut, adapts="kv_up")
     k_whole = made(ATTENTION, "k_rotary", (cut.tokens, heads * qk_dim), prec.act_dtype)
-    if model.positions == "rotary":
+    if model.positions == "rotary" and mla.qk_rope_head_dim:
         key = yield from _shared_key(mla, cut, key)
         turned = made(ATTENTION, "q_rotary", q.shape, prec.act_dtype), k_whole
         shape = cut.tokens, (heads + 1.0) * rope
