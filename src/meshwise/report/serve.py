@@ -126,6 +126,8 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
     """One server, under its load if there is one; what memory and an idle engine give."""
     cluster, plan = document["cluster"], document["plan"]
     silent = {"imbalance": 1.0, "cp": 1, "pp": 1}
+    if answer.serving.model.moe is None:
+        silent |= {key: plan[key] for key in ("ep", "etp")}
     shown = {name: value for name, value in plan.items() if value and value != silent.get(name)}
     keys = ", ".join(
         f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
