@@ -1,9 +1,10 @@
 """Measured steps of post-training in meshwise's words, and what is predicted of each.
 
-A row has the columns of a table of published steps: job, layout, lengths, seconds by phase. What it leaves
-open is filled: the fewest GPUs of an engine that hold the longest sample; ZeRO 1 under Megatron, ZeRO 3 under
-FSDP; the cap is what a packed bin leaves behind the prompt. A row without chip, mean length, cap or size of
-the batch is not expressed, nor are several turns, whose environment no row states.
+A row has the columns of a table of published steps: job, layout, lengths, seconds by phase. `preset` is our
+name of the model, else its own, `model`. What a row leaves open is filled: the fewest GPUs of an engine that
+hold the longest sample; ZeRO 1 under Megatron, ZeRO 3 under FSDP; the cap is what a packed bin leaves behind
+the prompt. A row without chip, mean length, cap or size of the batch is not expressed, nor are several turns,
+whose environment no row states.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from meshwise.rl.layouts import smallest_engine
 from meshwise.rl.rollouts import Rollouts
 from meshwise.rl.step import RlStep
 
-COLUMNS = ("software", "preset", "mode_kind", "chip", "prompts_per_step", "samples_per_prompt", "step_s")
+COLUMNS = ("software", "mode_kind", "chip", "prompts_per_step", "samples_per_prompt", "step_s")
 """Columns that every table of steps has."""
+
+WITHOUT_REFERENCE = ("DAPO", "GPG")
+"""Algorithms without a penalty on the distance from a reference (arXiv 2503.14476, 2504.02546)."""
 
 FRAMEWORKS = {"nemo-rl": "nemo-rl", "verl": "verl"}
 """Ours by how a row's software begins."""
@@ -71,10 +75,12 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
         raise DataError(f"column mode_kind: {row['mode_kind']!r} is none of {', '.join(MODES)}")
     if row.get("multi_turn") == "1":
         raise DataError("column multi_turn: no column states the turns of an environment, or its time")
-    for column in ("preset", "chip", "response_len_mean"):
+    row = {**row, "model": row.get("preset") or row.get("model") or ""}
+    for column in ("model", "chip", "response_len_mean"):
         if not row.get(column):
             raise DataError(f"column {column} is empty")
-    model, rollouts = find_model(row["preset"]), _rollouts(row)
+    model, rollouts = find_model(row["model"]), _rollouts(row)
+    has_reference = row.get("algorithm", "").upper() not in WITHOUT_REFERENCE
     gpus = _count(row, "gpus") or (_count(row, "gpus_rollout") or 0) + (_count(row, "gpus_train") or 0)
     cluster = find_cluster(f"{row['chip']}:{gpus}")
     pack, per_step = _count(row, "pack_length"), _count(row, "train_global_batch")
@@ -99,7 +105,7 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
         memory_frac=frac, pack_length=pack, score_tokens=pack * scored if pack and scored else None,
         staleness=max(math.ceil(float(row.get("staleness") or 1)), 1) if overlapped else None,
         in_flight=row.get("partial_rollout") == "1" if overlapped else None,
-        scorers=(("reference", model),), scores_policy=True,
+        scorers=(("reference", model),) * has_reference, scores_policy=True,
     )  # fmt: skip
 
 
