@@ -39,6 +39,7 @@ VISION: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 24, "num_attention_heads": 16},
     "idefics3": {"image_size": 364, "patch_size": 14},
     "gemma4": {},
+    "pixtral": {"image_size": 1024, "patch_size": 16},
     "phi4_multimodal": {},
 }
 TOKENS = [  # family, image, tokens in the sequence; by the processors of transformers
@@ -53,6 +54,7 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
     ("llava", "640x480", 576),
     ("mistral3", "1540x1540", 55 * 55 + 55),  # a token ends each row
     ("idefics3", "1456x1456", 17 * 169),  # 4 x 4 tiles of 364, and the whole
+    ("pixtral", "2048x1024", 64 * 32 + 32),  # one side at most 1024; squares of 16
     ("gemma4", "1024x768", 19 * 14),  # 280 squares of 48 at most
     ("phi4_multimodal", "1024x1024", 48 * 49 + 273),  # 9 crops and the whole, a token ends each row
     ("phi4_multimodal", "1024x768", 32 * 44 + 273),  # 3 x 2 crops, of which 1194 x 896 pixels are not padding
@@ -61,6 +63,8 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
 
 def model_of(family: str, **text: Any) -> Model:
     raw = TEXT | {"model_type": family, "text_config": TEXT | text, "vision_config": VISION[family]}
+    if family == "pixtral":  # Pixtral 12B is a LLaVA with that tower
+        raw |= {"model_type": "llava", "vision_config": VISION[family] | {"model_type": family}}
     return model_from_config(raw, name=family)
 
 

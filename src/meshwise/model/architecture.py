@@ -210,14 +210,13 @@ class Projector:
 class InputSizing:
     """How a processor cuts an image for an encoder, or sound; `model.inputs` has the kinds.
 
-    `min_pixels` and `max_pixels` of an image, its `longest` side at most, and `max_tiles` that it is cut in.
+    `min_pixels` and `max_pixels` of an image, and `max_tiles` that it is cut in at most.
     `seconds`: length of the sound that one input holds.
     """
 
     kind: str
     min_pixels: int = 0
     max_pixels: int = 0
-    longest: int = 0
     max_tiles: int = 0
     seconds: int = 0
 

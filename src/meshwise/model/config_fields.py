@@ -350,6 +350,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     experts: Fields = {}
     sides: list[SideLayer] = []
     joints: list[Joint] = []
+    sizing: InputSizing | None = None
     head: Literal["decoder", "encoder", "seq2seq", "image", "always", "none"] = "decoder"
     whole: WholeConfig | None = None
 

@@ -227,10 +227,11 @@ def _tower(
         for joint in joints
         for one in _projectors(joint, of)
     )
-    if tower.sizing is None:
+    sizing = spelling.sizing or tower.sizing
+    if sizing is None:
         return list(counted), []
     merge = _size(str(tower.merge), sizes)
-    sizes = {"projectors": projectors, "merge": merge, "sizing": tower.sizing, "crossed": tower.crossed}
+    sizes = {"projectors": projectors, "merge": merge, "sizing": sizing, "crossed": tower.crossed}
     return list(counted), [Tower(name=name, encoder=encoder, **sizes)]
 
 

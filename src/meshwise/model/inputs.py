@@ -5,8 +5,8 @@ A processor cuts an image in a way of its own, its *sizing*:
 - `fixed`: every image is scaled to the size that the encoder knows (LLaVA 1.5, Gemma 3);
 - `native`: each side is rounded to whole squares of merged patches, and the image is scaled if it has less
   than `min_pixels` or more than `max_pixels` (Qwen2-VL's `smart_resize`, arXiv 2409.12191);
-- `rows`: the same, scaled down where a side is longer than `longest`, squares rounded up, and a token ends
-  each row (Pixtral, arXiv 2410.07073);
+- `rows`: the same, scaled down where a side is longer than the encoder's, squares rounded up, and a token
+  ends each row (Pixtral, arXiv 2410.07073);
 - `tiles`: up to `max_tiles` squares of the encoder's size in the grid whose ratio of sides is nearest to the
   image's, and the whole image as one more where they are several (InternVL 1.5, arXiv 2404.16821);
 - `canvas`: the same in the grid on which the image is least scaled up, or else least scaled down (Llama 4);
@@ -133,7 +133,8 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
         height, width = _rounded(height, width, square, sizing.min_pixels, sizing.max_pixels)
         return CutImage(1, height // patches.patch, width // patches.patch)
     if sizing.kind == "rows":
-        shrink = max(width / sizing.longest, height / sizing.longest, 1.0)
+        longest = patches.width
+        shrink = max(width / longest, height / longest, 1.0)
         rows, columns = (math.ceil(int(side / shrink) / square) for side in (height, width))
         return CutImage(1, merged * rows, merged * columns, row_ends=rows)
     if sizing.kind == "area":
