@@ -39,6 +39,8 @@ VISION: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 24, "num_attention_heads": 16},
     "idefics3": {"image_size": 364, "patch_size": 14},
     "gemma4": {},
+    "llava_next": {"image_size": 336, "patch_size": 14},
+    "llava_onevision": {"image_size": 384, "patch_size": 14},
     "pixtral": {"image_size": 1024, "patch_size": 16},
     "phi4_multimodal": {},
 }
@@ -55,6 +57,9 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
     ("mistral3", "1540x1540", 55 * 55 + 55),  # a token ends each row
     ("idefics3", "1456x1456", 17 * 169),  # 4 x 4 tiles of 364, and the whole
     ("pixtral", "2048x1024", 64 * 32 + 32),  # one side at most 1024; squares of 16
+    ("llava_next", "1024x768", 2340),  # 2 x 2 tiles of 24 x 24 without padding, and the whole
+    ("llava_onevision", "1024x768", 4725),
+    ("llava_onevision", "2600x2300", 7265),  # as many as nine tiles have
     ("gemma4", "1024x768", 19 * 14),  # 280 squares of 48 at most
     ("phi4_multimodal", "1024x1024", 48 * 49 + 273),  # 9 crops and the whole, a token ends each row
     ("phi4_multimodal", "1024x768", 32 * 44 + 273),  # 3 x 2 crops, of which 1194 x 896 pixels are not padding

@@ -210,7 +210,8 @@ class Projector:
 class InputSizing:
     """How a processor cuts an image for an encoder, or sound; `model.inputs` has the kinds.
 
-    `min_pixels` and `max_pixels` of an image, and `max_tiles` that it is cut in at most.
+    `min_pixels` and `max_pixels` of an image, `max_tiles` that it is cut in at most, or the `grids` of them
+    (columns, rows), each of `side` pixels (0: of the encoder's).
     `seconds`: length of the sound that one input holds.
     """
 
@@ -218,6 +219,8 @@ class InputSizing:
     min_pixels: int = 0
     max_pixels: int = 0
     max_tiles: int = 0
+    grids: tuple[tuple[int, int], ...] = ()
+    side: int = 0
     seconds: int = 0
 
 

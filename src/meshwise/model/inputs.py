@@ -14,6 +14,8 @@ A processor cuts an image in a way of its own, its *sizing*:
   whole image is one more (Idefics 3, arXiv 2408.12637);
 - `joined`: as `canvas`, but the tiles are one input, a class token each, without the whole image (Llama 3.2);
 - `area`: scaled to as many whole squares of merged patches as `max_pixels` allow (Gemma 4);
+- `anyres`: tiles in the one of `grids` that loses fewest pixels, and the whole; as for `crops`, but tokens
+  are made fewer where they are more than those of `max_tiles` tiles (LLaVA-OneVision, arXiv 2408.03326);
 - `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
   and a token ends each row (Phi-4-multimodal);
 - `sound`: pieces of `seconds`, the last one filled up (Whisper).
@@ -143,6 +145,8 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
         return CutImage(1, merged * rows, merged * columns)
     if sizing.kind == "crops":
         return _crops(patches, merged, width, height, sizing.max_tiles)
+    if sizing.kind == "anyres":
+        return _anyres(sizing, patches, width, height)
     tiles = 1
     if sizing.kind == "tiles":
         tiles = math.prod(_nearest_ratio(width, height, patches.width, sizing.max_tiles))
@@ -181,6 +185,26 @@ def _crops(patches: Patches, merged: int, width: int, height: int, most: int) ->
         for tiles, padded in zip((columns, rows), padding, strict=True)
     ]
     tokens = seen[1] * (seen[0] + 1) + 1 + whole * (whole + 1)
+    return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
+
+
+def _anyres(sizing: InputSizing, patches: Patches, width: int, height: int) -> CutImage:
+    side, along = sizing.side or patches.width, patches.width // patches.patch
+
+    def kept(grid: tuple[int, int]) -> tuple[int, int]:
+        scale = min(grid[0] * side / width, grid[1] * side / height)
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - math.prod(grid) * side**2
+
+    columns, rows = max(sizing.grids, key=kept)
+    seen = [columns * along, rows * along]
+    short = 1 if width / height > columns / rows else 0  # the side that is padded
+    length = int(round(seen[1 - short] * (height / width if short else width / height), 7))
+    seen[short] -= 2 * ((seen[short] - length) // 2)
+    ratio = math.sqrt(math.prod(seen) / (sizing.max_tiles or math.inf)) / along
+    if ratio > 1.1:
+        seen = [int(each // ratio) for each in seen]
+    tokens = seen[1] * (seen[0] + 1) + along**2
     return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
 
 
