@@ -337,7 +337,10 @@ def _zamba2(c: Config) -> Fields:
     They read the embedding beside the stream, twice its width together: the other half of their first
     matmul is a side.
     """
-    heads, number = c.num_attention_heads, 0
+    heads, number, dim = c.num_attention_heads, 0, c.state_head_dim
+    if isinstance(dim, int):
+        check_count(dim, "mamba_headdim")
+        c = structs.replace(c, state_heads=c.state_expand * c.hidden_size // dim)
     if c.num_key_value_heads not in (None, heads):
         raise ModelError("num_key_value_heads differs from the heads, which shared blocks do not express")
     each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "shares": []}

@@ -62,6 +62,7 @@ _OTHER_NAMES = {
     "mimo_v2": "mimo_v2_flash",
     "bailing_moe_v2": "bailing_moe",
     "bailingmoev2": "bailing_moe",
+    "bailingmoelinearv2": "bailing_moe_linear",
     "ministral": "mistral",
     "minimax_m1": "minimax",
     "minimax_text_01": "minimax",
