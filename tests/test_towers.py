@@ -39,6 +39,7 @@ VISION: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 24, "num_attention_heads": 16},
     "idefics3": {"image_size": 364, "patch_size": 14},
     "gemma4": {},
+    "minicpmv": {"image_size": 980, "patch_size": 14},
     "llava_next": {"image_size": 336, "patch_size": 14},
     "llava_onevision": {"image_size": 384, "patch_size": 14},
     "pixtral": {"image_size": 1024, "patch_size": 16},
@@ -60,6 +61,9 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
     ("llava_next", "1024x768", 2340),  # 2 x 2 tiles of 24 x 24 without padding, and the whole
     ("llava_onevision", "1024x768", 4725),
     ("llava_onevision", "2600x2300", 7265),  # as many as nine tiles have
+    ("minicpmv", "448x448", 64),
+    ("minicpmv", "1024x768", 5 * 64),  # 2 x 2 slices, and the whole
+    ("minicpmv", "1900x900", 9 * 64),  # 4 x 2
     ("gemma4", "1024x768", 19 * 14),  # 280 squares of 48 at most
     ("phi4_multimodal", "1024x1024", 48 * 49 + 273),  # 9 crops and the whole, a token ends each row
     ("phi4_multimodal", "1024x768", 32 * 44 + 273),  # 3 x 2 crops, of which 1194 x 896 pixels are not padding
@@ -67,7 +71,13 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
 
 
 def model_of(family: str, **text: Any) -> Model:
-    raw = TEXT | {"model_type": family, "text_config": TEXT | text, "vision_config": VISION[family]}
+    raw = TEXT | {
+        "query_num": 64,
+        "version": 4.5,
+        "model_type": family,
+        "text_config": TEXT | text,
+        "vision_config": VISION[family],
+    }
     if family == "pixtral":  # Pixtral 12B is a LLaVA with that tower
         raw |= {"model_type": "llava", "vision_config": VISION[family] | {"model_type": family}}
     return model_from_config(raw, name=family)

@@ -14,6 +14,8 @@ A processor cuts an image in a way of its own, its *sizing*:
   whole image is one more (Idefics 3, arXiv 2408.12637);
 - `joined`: as `canvas`, but the tiles are one input, a class token each, without the whole image (Llama 3.2);
 - `area`: scaled to as many whole squares of merged patches as `max_pixels` allow (Gemma 4);
+- `slices`: up to `max_tiles` slices of `side` squared pixels, in the grid whose ratio is nearest, and the
+  whole, all priced as squares (MiniCPM-V, arXiv 2408.01800);
 - `anyres`: tiles in the one of `grids` that loses fewest pixels, and the whole; as for `crops`, but tokens
   are made fewer where they are more than those of `max_tiles` tiles (LLaVA-OneVision, arXiv 2408.03326);
 - `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
@@ -145,6 +147,9 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
         return CutImage(1, merged * rows, merged * columns)
     if sizing.kind == "crops":
         return _crops(patches, merged, width, height, sizing.max_tiles)
+    if sizing.kind == "slices":
+        tiles, along = _slices(width, height, sizing.side, sizing.max_tiles), sizing.side // patches.patch
+        return CutImage(tiles + (tiles > 1), along, along)
     if sizing.kind == "anyres":
         return _anyres(sizing, patches, width, height)
     tiles = 1
@@ -186,6 +191,16 @@ def _crops(patches: Patches, merged: int, width: int, height: int, most: int) ->
     ]
     tokens = seen[1] * (seen[0] + 1) + 1 + whole * (whole + 1)
     return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
+
+
+def _slices(width: int, height: int, side: int, most: int) -> int:
+    """Slices of the grid whose ratio is nearest; so many that each has about `side` squared pixels."""
+    number = min(math.ceil(width * height / side**2), most)
+    near = [each for each in (number - 1, number, number + 1) if 1 < each <= most]
+    grids = [(each // rows, rows) for each in near for rows in range(1, each + 1) if each % rows == 0]
+    ratio = math.log(width / height)
+    best = min(grids, key=lambda grid: abs(ratio - math.log(grid[0] / grid[1])), default=(1, 1))
+    return 1 if number <= 1 else math.prod(best)
 
 
 def _anyres(sizing: InputSizing, patches: Patches, width: int, height: int) -> CutImage:
