@@ -41,7 +41,7 @@ OUTSIDE_BLOCKS = {  # parts of a model that the published models say they leave 
     *("name", "source", "checked", "aliases", "vocab", "max_seq", "extra_position_rows", "tied_embedding"),
     *("token_types", "embedding_norm", "final_norm", "patches", "lm_head", "head_bias", "mlm_transform"),
     *("pooler", "attention_pool", "num_classes", "classifier_bias", "classifies_tokens", "left_out"),
-    *("frames", "towers", "diffusion"),
+    *("frames", "towers", "diffusion", "quantized"),
     *("causal", "dropout_frac", "qkv_bias"),  # always the full square, with dropout, without bias
 }
 

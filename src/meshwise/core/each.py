@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -117,7 +117,7 @@ def each(
     apart: bool = False,
     fresh: bool = False,
     timeout_s: float | None = None,
-) -> Iterator[tuple[int, Answer | Lost]]:
+) -> Generator[tuple[int, Answer | Lost]]:
     """The place of every item and what `function` makes of it, as answers come.
 
     Args:

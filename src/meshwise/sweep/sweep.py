@@ -313,12 +313,13 @@ def run_sweep(sweep: Sweep, store: Store, *, jobs: int = 0, retry: bool = False)
     is_program = sweep.verb in _PROGRAMS
     how: dict[str, Any] = {"apart": True, "fresh": is_program, "timeout_s": sweep.timeout_s}
     words = [point.words for point in todo]
-    for place, found in each(answer_of, words, jobs=jobs or int(is_program), **how):
-        answer = CommandAnswer(None, found.reason, found.seconds) if isinstance(found, Lost) else found
-        if answer.error and _UNKNOWN_OPTION.search(answer.error):
-            reason = f"{answer.error}; correct the file"
-            raise DataError(f"an option of the sweep is unknown to its verb: {reason}")
-        store.add(todo[place], answer)
+    with closing(each(answer_of, words, jobs=jobs or int(is_program), **how)) as answers:
+        for place, found in answers:
+            answer = CommandAnswer(None, found.reason, found.seconds) if isinstance(found, Lost) else found
+            if answer.error and _UNKNOWN_OPTION.search(answer.error):
+                reason = f"{answer.error}; correct the file"
+                raise DataError(f"an option of the sweep is unknown to its verb: {reason}")
+            store.add(todo[place], answer)
 
 
 def answer_of(words: Sequence[str]) -> CommandAnswer:
