@@ -142,7 +142,7 @@ def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> N
 
 OTHERWISE = {
     "attention": "reads keys that are gathered, and in a ring only those of the rounds that come",
-    "tokens": "reads rows of a table, not all of it",
+    **dict.fromkeys(("tokens", "layer_tokens"), "reads rows of a table, not all of it"),
     "copy": "reads a token once for each copy, or rows of a table",
     "sum_copies": "adds to what it has written, copy by copy",
     "scale_by_gate": "adds to what it has written, copy by copy",

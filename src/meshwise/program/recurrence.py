@@ -152,8 +152,9 @@ def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
     moved = prec.act_bytes * rows * (2.0 * inner + 2.0 * own.state_dim)
     cost = Cost(SCAN_FLOP * rows * inner * own.state_dim, moved, prec.act_bytes * rows * inner)
     kept = Tensor(f"{MODULE}.scan_input", (moved,), "uint8")
+    result = made(MODULE, "scanned", (rows, inner), prec.act_dtype)
     op = Op(
         module=MODULE, name="scan", phase="forward", kind="kernel", shape=(rows, inner), cost=cost,
-        reads=(kept,), keeps=(kept,), dtype=prec.dtype,
+        reads=(kept,), makes=(result,), keeps=(kept,), dtype=prec.dtype,
     )  # fmt: skip
     yield from both_ways(op, op.shape)

@@ -78,7 +78,7 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
     batch, rows, columns, depth = op.shape
     widths = [one.shape[-1] for one in results]
     if op.name not in SIDE_BY_SIDE:
-        widths, results = [sum(widths)], results[:0]
+        widths = [columns if op.phase == "forward" or op.is_weight_grad else depth]
     is_stack = op.name.startswith("expert_")
     if op.phase == "forward" or (op.is_weight_grad and is_stack):
         shapes = [(batch, rows, part, depth) for part in widths]
