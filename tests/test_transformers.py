@@ -38,10 +38,14 @@ def classes(kind: str) -> list[str]:
 
 
 def counted(name: str, config: Any) -> int | None:
-    """Parameters of the class, with the biases that balance experts; None: it cannot be built by default."""
+    """Parameters of the class, with the biases that balance experts; None: it cannot be built by default.
+
+    Of a model that speaks (Qwen-Omni), those of the part that thinks.
+    """
     try:
         with torch.device("meta"):
             model = getattr(transformers, name)(config)
+            model = getattr(model, "thinker", model)
     except Exception:  # whatever the library raises on its own defaults
         return None
     balance = ("correction_bias", "expert_bias")

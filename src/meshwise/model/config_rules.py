@@ -910,7 +910,7 @@ def _classifier(c: Config, purpose: str) -> Fields:
 def _decoder_head(c: Config, purpose: str) -> Fields:
     """The LM head, unless the class is a bare model; a classifier (its bias is for tokens only); or none."""
     name = c.architectures[0] if c.architectures else ""
-    is_bare = name.endswith("Model") and not name.endswith("VLChatModel")
+    is_bare = name.endswith("Model") and not name.endswith(("VLChatModel", "OmniModel"))
     if purpose in _PREDICTS or not (purpose or is_bare):
         return {}
     bias = {"classifier_bias": purpose in _OF_TOKENS}

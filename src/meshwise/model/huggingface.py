@@ -210,7 +210,8 @@ def _tower(
         return [], []
     config = tower.defaults | _part(raw, tower.key)
     family = tower.family if tower.always else _part_family(config, tower.family)
-    name, spelling = tower.key.rpartition(".")[2].partition("_")[0], spellings()[family]
+    name = tower.key.rpartition(".")[2].partition("_")[0].replace("img", "vision")
+    spelling = spellings()[family]
     config = spelling.nested | config
     if spelling.block == "none":  # known by its sizes alone
         sizes = config | raw | {"tower": config["hidden_size"], "text": text_width}
