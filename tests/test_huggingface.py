@@ -207,6 +207,7 @@ def test_blocks_that_share_weights() -> None:
         ("gpt-oss-20b", {"quant_method": "mxfp4"}, "expert_dtype=mxfp4"),
         ("kimi-k2", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "expert_dtype=int4"),
         ("llama-3.1-8b", {"quant_method": "awq", "bits": 4}, "weight_dtype=int4"),
+        ("llama-3.1-8b", {"quant_method": "gptq", "bits": 8}, "weight_dtype=int8"),
         ("qwen3-8b", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "dtype=fp4"),
     ],
     ids=str,

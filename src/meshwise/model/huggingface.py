@@ -77,10 +77,10 @@ _OTHER_NAMES = {
 
 ENDS = "embedding", "head"
 _SERVED_AS = {
-    **dict.fromkeys(("fp8", "float-quantized"), "dtype=fp8"),
+    **dict.fromkeys(("fp8", "float-quantized", "fbgemm_fp8"), "dtype=fp8"),
     **dict.fromkeys(("nvfp4", "nvfp4-pack-quantized"), "dtype=fp4"),
     **dict.fromkeys(("mxfp4", "mxfp4-pack-quantized"), "expert_dtype=mxfp4"),
-    **dict.fromkeys(("awq", "gptq", "bitsandbytes", "pack-quantized"), "weight_dtype=int4"),
+    **dict.fromkeys(("awq", "gptq", "auto-round", "bitsandbytes", "pack-quantized"), "weight_dtype=int4"),
     "int-quantized": "weight_dtype=int8",
 }
 """Plan keys of formats that `quantization_config` names: its quant_algo, else format, else quant_method."""
@@ -136,13 +136,15 @@ def _quantized(raw: dict[str, Any], has_experts: bool) -> str:
     """
     parts = (raw, *(part for part in raw.values() if isinstance(part, dict)))
     own = next((part["quantization_config"] for part in parts if "quantization_config" in part), None)
-    if not isinstance(own, dict):
+    if not own or not isinstance(own, dict):
         return ""
     names = (own.get(key) for key in ("quant_algo", "format", "quant_method"))
     name = next((name.lower() for name in names if isinstance(name, str)), "")
     if has_experts and name == "pack-quantized":
         return "expert_dtype=int4"
     keys = _SERVED_AS.get(name, "dtype, weight_dtype or expert_dtype")
+    if own.get("bits") == 8 or own.get("load_in_8bit"):
+        keys = keys.replace("int4", "int8")
     return keys + ",expert_dtype=mxfp4" * (raw.get("expert_dtype") == "fp4" and "=" in keys)
 
 
