@@ -44,6 +44,7 @@ VISION: dict[str, dict[str, Any]] = {
     "llava_onevision": {"image_size": 384, "patch_size": 14},
     "pixtral": {"image_size": 1024, "patch_size": 16},
     "phi4_multimodal": {},
+    "lfm2_vl": {"hidden_size": 1152, "vision_use_head": False},
 }
 TOKENS = [  # family, image, tokens in the sequence; by the processors of transformers
     ("qwen3_vl", "1024x768", 768),  # 64 x 48 patches of 16, four to a token
@@ -65,6 +66,8 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
     ("minicpmv", "1024x768", 5 * 64),  # 2 x 2 slices, and the whole
     ("minicpmv", "1900x900", 9 * 64),  # 4 x 2
     ("gemma4", "1024x768", 19 * 14),  # 280 squares of 48 at most
+    ("lfm2_vl", "640x480", 18 * 13),  # 256 tokens at most
+    ("lfm2_vl", "1024x768", 6 * 256 + 18 * 13),  # 3 x 2 tiles of 512, and the whole
     ("phi4_multimodal", "1024x1024", 48 * 49 + 273),  # 9 crops and the whole, a token ends each row
     ("phi4_multimodal", "1024x768", 32 * 44 + 273),  # 3 x 2 crops, of which 1194 x 896 pixels are not padding
 ]

@@ -16,6 +16,8 @@ A processor cuts an image in a way of its own, its *sizing*:
 - `area`: scaled to as many whole squares of merged patches as `max_pixels` allow (Gemma 4);
 - `slices`: up to `max_tiles` slices of `side` squared pixels, in the grid whose ratio is nearest, and the
   whole, all priced as squares (MiniCPM-V, arXiv 2408.01800);
+- `native or tiles`: `native` up to twice `max_pixels`; else as `tiles`, of `side` squared pixels, and the whole
+  image as `native` (LFM2-VL);
 - `anyres`: tiles in the one of `grids` that loses fewest pixels, and the whole; as for `crops`, but tokens
   are made fewer where they are more than those of `max_tiles` tiles (LLaVA-OneVision, arXiv 2408.03326);
 - `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
@@ -133,7 +135,16 @@ class CutImage:
 def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, height: int) -> CutImage:
     """How an image of `width` x `height` pixels is cut; `merged` patches along a side become one token."""
     square = patches.patch * merged
-    if sizing.kind == "native":
+    if sizing.kind.startswith("native"):
+        pixels = math.prod(max(round(one / square) * square, patches.patch) for one in (width, height))
+        if sizing.kind != "native" and pixels > 2 * sizing.max_pixels:
+            tiles, along = (
+                math.prod(_nearest_ratio(width, height, sizing.side, sizing.max_tiles)),
+                sizing.side,
+            )
+            whole = math.prod(_rounded(height, width, square, sizing.min_pixels, sizing.max_pixels))
+            tokens, along = (tiles * along**2 + whole) // square**2, along // patches.patch
+            return CutImage(tiles + 1, along, along, num_tokens=tokens)
         height, width = _rounded(height, width, square, sizing.min_pixels, sizing.max_pixels)
         return CutImage(1, height // patches.patch, width // patches.patch)
     if sizing.kind == "rows":
