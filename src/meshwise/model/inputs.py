@@ -16,8 +16,8 @@ A processor cuts an image in a way of its own, its *sizing*:
 - `area`: scaled to as many whole squares of merged patches as `max_pixels` allow (Gemma 4);
 - `slices`: up to `max_tiles` slices of `side` squared pixels, in the grid whose ratio is nearest, and the
   whole, all priced as squares (MiniCPM-V, arXiv 2408.01800);
-- `native or tiles`: `native` up to twice `max_pixels`; else as `tiles`, of `side` squared pixels, and the whole
-  image as `native` (LFM2-VL);
+- `native or tiles`: `native` up to twice `max_pixels`; else as `tiles`, of `side` squared pixels, and the
+  whole image as `native` (LFM2-VL);
 - `anyres`: tiles in the one of `grids` that loses fewest pixels, and the whole; as for `crops`, but tokens
   are made fewer where they are more than those of `max_tiles` tiles (LLaVA-OneVision, arXiv 2408.03326);
 - `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
