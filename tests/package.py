@@ -32,7 +32,7 @@ ESTIMATE = (
     "--json",
 )
 NEWEST_MINOR = 14
-EXTRAS = ("plot", "web", "frames", "text")
+EXTRAS = ("plot", "web", "frames")
 CORE_TESTS = (
     *("test_hardware", "test_collective", "test_cli", "test_cli_estimate", "test_cli_width", "test_ledger"),
     *("test_huggingface", "test_web", "test_html", "test_charts"),
