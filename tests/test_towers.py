@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import meshwise as mw
 from meshwise.core.errors import MeshwiseError
 from meshwise.model.architecture import Layer, Model, layer_counts
+from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
 from meshwise.model.inputs import Inputs, with_inputs
 from meshwise.model.weights import num_params
@@ -97,6 +99,13 @@ def test_tokens_of_an_image(family: str, size: str, tokens: int) -> None:
     width, height = map(int, size.split("x"))
     tower, *_ = with_inputs(model_of(family), Inputs(images=3, width=width, height=height)).towers
     assert tower.num_tokens == 3 * tokens
+
+
+def test_tokens_of_a_published_config() -> None:
+    """DeepSeek-VL2: 3 x 2 tiles, and the whole, a token at the end of each row."""
+    model = find_model(str(Path(__file__).parent / "data" / "configs" / "deepseek-vl2-small.json"))
+    (tower,) = with_inputs(model, Inputs(images=1, width=1024, height=768)).towers
+    assert (tower.num_inputs, tower.num_tokens) == (7, 28 * 43 + 1 + 14 * 15)
 
 
 def test_parameters_with_the_tower_are_those_that_are_counted() -> None:

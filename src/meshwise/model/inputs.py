@@ -20,6 +20,8 @@ A processor cuts an image in a way of its own, its *sizing*:
   whole image as `native` (LFM2-VL);
 - `anyres`: tiles in the one of `grids` that loses fewest pixels, and the whole; as for `crops`, but tokens
   are made fewer where they are more than those of `max_tiles` tiles (LLaVA-OneVision, arXiv 2408.03326);
+- `padded`: up to `max_tiles` in the grid that loses fewest pixels, with its padding, a token at the end of
+  each row, and the whole (DeepSeek-VL2, arXiv 2412.10302);
 - `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
   and a token ends each row (Phi-4-multimodal);
 - `sound`: pieces of `seconds`, the last one filled up (Whisper).
@@ -28,6 +30,7 @@ A processor cuts an image in a way of its own, its *sizing*:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import WorkloadError
@@ -161,6 +164,11 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
     if sizing.kind == "slices":
         tiles, along = _slices(width, height, sizing.side, sizing.max_tiles), sizing.side // patches.patch
         return CutImage(tiles + (tiles > 1), along, along)
+    if sizing.kind == "padded":
+        columns, rows = _most_kept(_grids(sizing.max_tiles), width, height, sizing.side)
+        along, seen = patches.width // patches.patch, math.ceil(patches.width // patches.patch / merged)
+        tokens = rows * seen * (columns * seen + 1) + 1 + seen * (seen + 1)
+        return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
     if sizing.kind == "anyres":
         return _anyres(sizing, patches, width, height)
     tiles = 1
@@ -215,14 +223,8 @@ def _slices(width: int, height: int, side: int, most: int) -> int:
 
 
 def _anyres(sizing: InputSizing, patches: Patches, width: int, height: int) -> CutImage:
-    side, along = sizing.side or patches.width, patches.width // patches.patch
-
-    def kept(grid: tuple[int, int]) -> tuple[int, int]:
-        scale = min(grid[0] * side / width, grid[1] * side / height)
-        pixels = min(int(width * scale) * int(height * scale), width * height)
-        return pixels, pixels - math.prod(grid) * side**2
-
-    columns, rows = max(sizing.grids, key=kept)
+    along = patches.width // patches.patch
+    columns, rows = _most_kept(sizing.grids, width, height, sizing.side or patches.width)
     seen = [columns * along, rows * along]
     short = 1 if width / height > columns / rows else 0  # the side that is padded
     length = int(round(seen[1 - short] * (height / width if short else width / height), 7))
@@ -232,6 +234,17 @@ def _anyres(sizing: InputSizing, patches: Patches, width: int, height: int) -> C
         seen = [int(each // ratio) for each in seen]
     tokens = seen[1] * (seen[0] + 1) + along**2
     return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
+
+
+def _most_kept(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
+    """The one of `grids` that keeps most pixels of an image, with least padding."""
+
+    def kept(grid: tuple[int, int]) -> tuple[int, int]:
+        scale = min(grid[0] * side / width, grid[1] * side / height)
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - math.prod(grid) * side**2
+
+    return max(grids, key=kept)
 
 
 def _grids(most: int) -> list[tuple[int, int]]:
