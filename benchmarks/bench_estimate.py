@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.timing import Machine
 from meshwise.machine.hardware import find_cluster, rates
 from meshwise.model.find import find_model
-from meshwise.plan.plan import parse_plan
+from meshwise.plan.plan import EVEN, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
@@ -62,10 +63,10 @@ MANY = {
 }
 
 
-def many_plans() -> int:
+def many_plans(**more: Any) -> int:
     """Every valid plan of a space of 30 million combinations; what is invalid is not priced."""
     cluster, load = find_cluster("a100-80g-sxm:512"), Workload(batch=1536, seq=2048)
-    cells = price_grid(GPT3, cluster, load, MANY)
+    cells = price_grid(GPT3, cluster, load, {"stages": (EVEN,), **MANY, **more})
     return sum(int(np.size(one.array(one.step.step_s))) for one in cells)
 
 
@@ -76,3 +77,4 @@ def main() -> None:
     report("one estimate in a process", median_s(one_estimate, 51), 0.002)
     report(f"a grid of {block_grid():,} blocks", median_s(block_grid), 0.1)
     report(f"a grid of {many_plans():,} plans", median_s(many_plans, 3), 1.0)
+    report("the same, each with its fastest stages", median_s(lambda: many_plans(stages=(None,)), 1), 15.0)

@@ -122,7 +122,7 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
     draw, num_plans, least = np.random.default_rng(0), 0, list[Any]()
 
     def wants(mesh: Mesh, step_s: Any, least_bytes: Any) -> Any:
-        least[:] = [least_bytes]
+        least[:] = [step_s, least_bytes]
         return np.ones(np.broadcast_shapes(np.shape(step_s), np.shape(least_bytes)), bool)
 
     for grid in grids(*job, load, free_values(*job, load, stated), distinct=True):
@@ -131,10 +131,13 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
             plans = distinct(cells)
             step_s, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
             assert np.all((step_s >= grid.least_s[rows] * (1 - 1e-12))[plans])
-            if least:
-                assert np.all((memory >= np.broadcast_to(least[0], memory.shape) * (1 - 1e-12))[plans])
+            # How much stages recompute in all, or wait for the host link, does not depend on their ends.
+            is_fixed = np.isinf(cells.mesh.recompute_layers) & (cells.mesh.offload_activations == 0)
+            for found, bound, holds in zip((step_s, memory), least, (is_fixed, True), strict=bool(least)):
+                assert np.all((found >= np.broadcast_to(bound, found.shape) * (1 - 1e-12))[plans & holds])
+            least.clear()
             num_plans += int(plans.sum())
-    assert num_plans > 1000 and bool(least) == (implementation == "fsdp2")
+    assert num_plans > 1000
 
 
 FEW: dict[str, tuple[Any, ...]] = {

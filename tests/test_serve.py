@@ -23,6 +23,7 @@ from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.parts import layer_names, parts
+from meshwise.search.machines import changed
 from meshwise.serve import pass_times
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES
@@ -348,3 +349,25 @@ def test_the_host_launches_the_first_token_of_deepseek(tokens: int, published_ms
     assert sglang is not None and vllm is not None
     assert 1e3 * sglang.served.ttft_s.mean() == pytest.approx(published_ms, rel=0.1)
     assert (vllm.served.ttft_s.mean() < 0.5 * sglang.served.ttft_s.mean()) == (tokens <= 512)
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b")),
+    st.sampled_from(("h100-80g-sxm:16", "gb200:16", "a100-80g-sxm:16")),
+    st.sampled_from((1, 2, 4)), st.sampled_from((1, 2)), st.sampled_from((1, 8)), st.sampled_from((8, 256)),
+    st.sampled_from(({"inner": 1.5}, {"outer": 1.5}, {"compute": 1.3}, {"memory_rate": 1.5})),
+)  # fmt: skip
+def test_a_faster_machine_makes_no_pass_slower(
+    model: str, name: str, tp: int, pp: int, ep: int, sequences: int, change: dict[str, Any]
+) -> None:
+    plan = Plan(tp=tp, pp=pp, ep=ep if find_model(model).moe else 1)
+    try:
+        before, after = (
+            mw.serve(model, of, plan, prompt=2048, output=256, sequences=(sequences,)).to_json()
+            for of in (find_cluster(name), changed(find_cluster(name), change))
+        )
+    except mw.MeshwiseError:
+        return
+    assert after["first_token_s"] <= before["first_token_s"] * (1 + 1e-9)
+    assert after["passes"][0]["token_s"] <= before["passes"][0]["token_s"] * (1 + 1e-9)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.one_plan import TIME_PARTS, Estimate, estimate, model_flop
-from meshwise.estimate.step import play, step_cost
+from meshwise.estimate.step import play, price_step
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -56,7 +56,7 @@ def layers_memory(name: str, extra: str) -> tuple[float, float]:
     cluster = find_cluster(f"a100-80g-sxm:{gpus}")
     mesh = resolve(model, plan, Workload(batch=batch, seq=2048, microbatch=micro), cluster)
     first = replace(stages_of(model, mesh)[0], embeddings=0.0, heads=0.0)
-    memory = step_cost(model, mesh, machine(cluster, "bf16", ideal=True), [first]).stages[0].memory
+    memory = price_step(model, mesh, machine(cluster, "bf16", ideal=True), [first]).stages[0].memory
     states = memory.weights + memory.gradients + memory.optimizer
     return float(states) / GIB, float(memory.activations) / GIB
 
@@ -148,14 +148,14 @@ def test_faster_machines_and_links_never_cost_time(
     model, cluster = find_model("llama3-8b"), find_cluster("a100-80g-sxm:128")
     mesh = resolve(model, parse_plan(text), Workload(batch=256, seq=4096), cluster)
     runs_on = machine(cluster, "bf16", ideal=True)
-    before = step_cost(model, mesh, runs_on).step_s
+    before = price_step(model, mesh, runs_on).step_s
     base = runs_on.base
     for faster in (
         replace(base, memory_bytes_per_s=2 * base.memory_bytes_per_s),
         replace(base, link_bytes_per_s=tuple(2 * x for x in base.link_bytes_per_s)),
         replace(base, link_latency_s=tuple(x / 2 for x in base.link_latency_s)),
     ):
-        after = step_cost(model, mesh, replace(runs_on, base=faster)).step_s
+        after = price_step(model, mesh, replace(runs_on, base=faster)).step_s
         assert after <= before * (1 + 1e-12)
 
 

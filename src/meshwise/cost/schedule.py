@@ -75,15 +75,18 @@ def published_bubble_s(schedule: Num, pp: Num, v: Num, f_s: Num, b_s: Num, w_s: 
     return (_PP_COEF[index] * pp - 1) * wait_s / np.where(index == _INTERLEAVED, v, 1)
 
 
-def bubble_s(schedule: Num, pp: Num, m: Num, v: Num, f_s: Num, b_s: Num, w_s: Num, p2p_s: Num = 0.0) -> Num:
-    """Time [s] of the phase beyond the work `m (f_s + b_s + w_s)` of a rank; all stages equal.
+def bubble_s(
+    schedule: Num, pp: Num, m: Num, v: Num, f_s: Num, b_s: Num, w_s: Num, p2p_s: Num = 0.0, lead_s: Num = 0.0
+) -> Num:
+    """Time [s] of the phase beyond the work of the slowest rank, `m (f_s + b_s + w_s + lead_s)`.
 
     `schedule`: index into `SCHEDULES`. `f_s`, `b_s`, `w_s`: one microbatch on one whole stage (all
-    chunks of a rank); DualPipe's stage is 1/pp of the model as everywhere. `p2p_s`: one hop.
-    Exact where `valid` holds and `p2p_s` is at most a fifth of the shortest action of a chunk;
-    ZB-H1 with fewer than `pp` microbatches (2 pp if hops take time): an upper bound.
+    chunks of a rank), the mean of all stages; DualPipe's stage is 1/pp of the model as everywhere. `p2p_s`:
+    one hop. `lead_s`: by how much a microbatch takes longer on the slowest stage.
+    Exact for equal stages where `valid` holds and `p2p_s` is at most a fifth of the shortest action of a
+    chunk; ZB-H1 with fewer than `pp` microbatches (2 pp if hops take time): an upper bound.
     """
-    sizes = (pp, m, v, f_s, b_s, w_s, p2p_s)
+    sizes = (pp, m, v, f_s, b_s, w_s, p2p_s, lead_s)
     return np.where(np.asarray(pp) > 1, _choose(schedule, _BUBBLES, sizes), 0.0)[()]
 
 
@@ -130,72 +133,83 @@ def _longest(*chains_s: Num) -> Num:
     return reduce(np.maximum, chains_s)
 
 
-def _gpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
-    return (pp - 1) * (f + b + w + 2 * hop)
+# A slowest stage that takes `lead` longer than the mean hides that much of a chain through the others:
+# once, or as often as the chain lacks an action of the m. Hops are waited for in any case.
 
 
-def _1f1b_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+def _gpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
+    return np.maximum((pp - 1) * (f + b + w) - lead, 0.0) + 2 * (pp - 1) * hop
+
+
+def _1f1b_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """A rank can have no more than pp microbatches out: the chain goes down and up again and again."""
     rounds = m + pp - 1
-    return (pp - 1) * (f + b + w) + 2 * hop * (rounds - np.ceil(rounds / pp))
+    return np.maximum((pp - 1) * (f + b + w) - lead, 0.0) + 2 * hop * (rounds - np.ceil(rounds / pp))
 
 
-def _interleaved_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
-    return (pp - 1) * (f + b + w) / v + 2 * hop * (pp * v - 1)
+def _interleaved_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
+    return np.maximum((pp - 1) * (f + b + w) / v - lead, 0.0) + 2 * hop * (pp * v - 1)
 
 
-def _zb_h1_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+def _zb_h1_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """Delayed W's fill the drain; the shortest of F, B and W limits how much of it they fill."""
     q, filled = pp - 1, np.minimum(m, pp) - 1
-    return q * (f + b) + _longest(
-        -filled * f + 2 * q * hop,
-        -filled * b + 3 * q * hop,
-        -filled * w + 4 * q * hop,
+    return _longest(
+        2 * q * hop,
+        q * (f + b) - filled * f + 2 * q * hop - lead,
+        q * (f + b) - filled * b + 3 * q * hop - lead,
+        q * (f + b) - filled * w + 4 * q * hop - np.maximum(filled, 1) * lead,
     )
 
 
-def _zb_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+def _zb_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """With F = B = W all chains but the last rank's wait for its first microbatch, q F/2, vanish."""
     q = pp - 1
     f, b, w = f / 2, b / 2, w / 2
+    leads, half_leads = q * lead, np.maximum(q / 2, 1) * lead
     return _longest(
-        q * b + (5 * q - 2) * hop,
-        b + (q - 1) * w + 3 * q * hop,
-        f + (q - 1) * w + (3 * q - 2) * hop,
-        (q - 1) * f + b + (5 * q - 2) * hop,
-        (2 * q - 1) * f - (q - 1) * b + (3 * q - 2) * hop,
-        2 * q * f - q * b - w + 3 * q * hop,
-        2 * q * f - (2 * q + 1) * w + 4 * q * hop,
-        2 * q * b - 2 * q * w + (6 * q - 2) * hop,
-        (2 * q - 1) * f + b - 2 * q * w + (4 * q - 2) * hop,
-        (q - 1) * f + (q + 1) * b - 2 * q * w + (6 * q - 2) * hop,
+        (3 * q - 2) * hop,
+        q * b + (5 * q - 2) * hop - lead,
+        b + (q - 1) * w + 3 * q * hop - lead,
+        f + (q - 1) * w + (3 * q - 2) * hop - lead,
+        (q - 1) * f + b + (5 * q - 2) * hop - lead,
+        (2 * q - 1) * f - (q - 1) * b + (3 * q - 2) * hop - half_leads,
+        2 * q * f - q * b - w + 3 * q * hop - half_leads,
+        2 * q * f - (2 * q + 1) * w + 4 * q * hop - (q + 0.5) * lead,
+        2 * q * b - 2 * q * w + (6 * q - 2) * hop - leads,
+        (2 * q - 1) * f + b - 2 * q * w + (4 * q - 2) * hop - leads,
+        (q - 1) * f + (q + 1) * b - 2 * q * w + (6 * q - 2) * hop - leads,
     )
 
 
-def _dualpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+def _dualpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """The pairs pass a hop in every round, like 1F1B; the chains differ in how they fill and drain."""
     q = pp / 2 - 1
+    leads = np.maximum(q, 1) * lead
     return hop * (m - np.ceil((m - 2) / pp)) + _longest(
-        2 * q * f + 2 * q * hop,
-        2 * q * f + q * b - q * w + 3 * q * hop,
-        (q - 1) * f + q * b + 3 * q * hop,
-        (q - 1) * f + 2 * q * b - q * w + 4 * q * hop,
+        2 * q * hop,
+        2 * q * f + 2 * q * hop - lead,
+        2 * q * f + q * b - q * w + 3 * q * hop - leads,
+        (q - 1) * f + q * b + 3 * q * hop - lead,
+        (q - 1) * f + 2 * q * b - q * w + 4 * q * hop - leads,
     )
 
 
-def _dualpipe_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+def _dualpipe_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """DualPipe over 2 pp half-stages, folded, so that turning round in the middle takes no hop."""
     q = pp - 1
     f, b, w = f / 2, b / 2, w / 2
+    leads = np.maximum(q / 2, 1) * lead
     rounds_s = 2 * hop * (m - np.ceil((m - 1) / pp) - 1)
     one_less_s = 2 * hop * (m - np.ceil((m - 2) / pp) - 2)
     return _longest(
-        rounds_s + 2 * q * f + q * hop,
-        rounds_s + 2 * q * f + q * b - q * w + 2 * q * hop,
-        rounds_s + (q - 1) * f + q * b + 3 * q * hop,
-        rounds_s + (q - 1) * f + 2 * q * b - q * w + 4 * q * hop,
-        one_less_s + q * f + (q - 1) * b + 3 * q * hop,
-        one_less_s + q * f + (2 * q - 1) * b - q * w + 4 * q * hop,
+        rounds_s + q * hop,
+        rounds_s + 2 * q * f + q * hop - lead,
+        rounds_s + 2 * q * f + q * b - q * w + 2 * q * hop - leads,
+        rounds_s + (q - 1) * f + q * b + 3 * q * hop - lead,
+        rounds_s + (q - 1) * f + 2 * q * b - q * w + 4 * q * hop - leads,
+        one_less_s + q * f + (q - 1) * b + 3 * q * hop - lead,
+        one_less_s + q * f + (2 * q - 1) * b - q * w + 4 * q * hop - leads,
     )
 
 

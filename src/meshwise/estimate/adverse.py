@@ -16,8 +16,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from meshwise.estimate.balance import step_cost
 from meshwise.estimate.one_plan import Estimate, interval_of
-from meshwise.estimate.step import step_cost
 from meshwise.estimate.timing import Machine
 from meshwise.machine.hardware import Cluster, Rates
 from meshwise.model.architecture import Model

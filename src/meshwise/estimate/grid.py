@@ -23,7 +23,8 @@ from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.adverse import Adversity, adverse_machine
-from meshwise.estimate.step import PricedParts, StepCost, Wants, least_step_s, priced_parts, step_cost
+from meshwise.estimate.balance import step_cost
+from meshwise.estimate.step import PricedParts, StepCost, Wants, least_step_s, priced_parts
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model

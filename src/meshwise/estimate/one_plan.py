@@ -19,10 +19,11 @@ from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
+from meshwise.estimate.balance import step_cost
 from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
 from meshwise.estimate.priced_part import CORE_PHASE, MATRIX_KINDS, Part
 from meshwise.estimate.rows import part_rows, runs_of_parts, spent_on, step_rows
-from meshwise.estimate.step import StageCost, StepCost, step_cost
+from meshwise.estimate.step import StageCost, StepCost, price_step
 from meshwise.estimate.timing import Machine, machine, machine_for
 from meshwise.estimate.tower import is_frozen, num_positions
 from meshwise.machine.efficiency import Efficiency
@@ -231,7 +232,7 @@ class Estimate(Shown):
         """The step with the shards and the place in a ring of one rank, whose stage is the last of them."""
         mesh, (_, _, stage) = self.seen_from(rank), self._place(rank)
         stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, stage)]
-        return step_cost(self.model, mesh, self.machine, stages)
+        return price_step(self.model, mesh, self.machine, stages)
 
     def layer(self) -> Ledger:
         """The ops of one layer of each kind, one microbatch, on one rank."""

@@ -374,13 +374,17 @@ def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> N
 def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> Iterator[Wait]:
     """What a phase waits for the CPU to launch its ops; all of that time where launches block or it computes.
 
-    `spent_s`: what the ops of each phase take.
+    `spent_s`: what the ops of each phase take. Where a schedule splits the backward, ranks wait for each
+    other before gradients of inputs, and the CPU comes ahead: it is late for those of weights.
     """
     overheads = machine.overheads
-    for phase, busy_s in ((FORWARD, spent_s[FORWARD]), (BACKWARD, spent_s[BACKWARD] + spent_s[WEIGHT])):
+    for phase, late_in, busy_s in (
+        (FORWARD, FORWARD, spent_s[FORWARD]),
+        (BACKWARD, WEIGHT, spent_s[BACKWARD] + spent_s[WEIGHT]),
+    ):
         launches_s = _launches_s(ops, phase, overheads)
         late_s = np.maximum(launches_s - (0.0 if overheads.launches_block else busy_s), 0.0)
-        yield Wait("host", phase, late_s + _own_host_s(ops, phase, machine))
+        yield Wait("host", late_in, late_s + _own_host_s(ops, phase, machine))
 
 
 def _own_host_s(ops: Iterable[Op], phase: str, machine: Machine) -> Num:

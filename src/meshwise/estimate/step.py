@@ -26,7 +26,6 @@ from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import Timeline, simulate
-from meshwise.estimate.balance import balanced, differ
 from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes, least_memory
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
@@ -41,10 +40,10 @@ from meshwise.estimate.memory import (
 )
 from meshwise.estimate.priced_part import Part, PhaseTimes, price_parts
 from meshwise.estimate.timing import Machine, op_times
-from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
+from meshwise.estimate.tower import tower_mesh, tower_stage
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import Stage, chunks, layers_of_chunks, stages_of
+from meshwise.plan.stages import Stage, chunks, differ, layers_of_chunks, stages_of
 from meshwise.program import fsdp2, muon
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
@@ -53,6 +52,8 @@ from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
 from meshwise.program.sharding import STAGES, at_stage, num_reductions
+
+PHASES = ("forward_s", "backward_s", "weight_s")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,13 +67,16 @@ class StageTime(PhaseTimes):
     offload_forward_s: Num = 0.0
     offload_backward_s: Num = 0.0
 
-    def free_s(self, is_far: Num) -> tuple[Num, Num]:
-        """For how long the links between nodes (those inside, where `is_far` is 0) are free, by direction."""
+    def free_s(self, is_far: Num, idle_s: Num) -> tuple[Num, Num]:
+        """For how long the links between nodes (those inside, where `is_far` is 0) are free, by direction.
+
+        `idle_s`: how long the stage waits for a slower one, in the backward.
+        """
         forward_s = self.near_forward_s + is_far * (self.far_forward_s - self.near_forward_s)
         backward_s = self.near_backward_s + is_far * (self.far_backward_s - self.near_backward_s)
         return (
             np.maximum(self.forward_s - forward_s, 0.0),
-            np.maximum(self.backward_s + self.weight_s - backward_s, 0.0),
+            np.maximum(self.backward_s + self.weight_s + idle_s - backward_s, 0.0),
         )
 
 
@@ -237,14 +241,16 @@ def stage_time(
 
 def _stage_cost(
     model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op], kinds: Kinds | None,
-    mesh: Mesh, cut: Cut, machine: Machine, *, has_peak: bool = True,
+    mesh: Mesh, cut: Cut, machine: Machine, time: StageTime, idle_s: Num = 0.0, *, has_peak: bool = True,
 ) -> StageCost:  # fmt: skip
-    """`has_peak`: whether FSDP2's memory is told at its peak, or as much of it as there is in any case."""
-    time = stage_time(model, stage, by_part, mesh, cut, machine)
+    """`idle_s`: how long a microbatch takes longer on the slowest stage.
+
+    `has_peak`: whether FSDP2's memory is told at its peak, or as much of it as there is in any case.
+    """
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
     exchanged, comm_dp_s, filling_s = _exchanged(
-        model, stage, held, units, shared, kinds, time, mesh, cut, machine
+        model, stage, held, units, shared, kinds, time, idle_s, mesh, cut, machine
     )
     if units:
         told = fsdp2_memory if has_peak else least_memory
@@ -271,7 +277,7 @@ def _is_fsdp2(cut: Cut) -> bool:
 
 def _exchanged(
     model: Model, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], shared: Sequence[Op],
-    kinds: Kinds | None, time: StageTime, mesh: Mesh, cut: Cut, machine: Machine,
+    kinds: Kinds | None, time: StageTime, idle_s: Num, mesh: Mesh, cut: Cut, machine: Machine,
 ) -> tuple[list[tuple[Exchange, Num]], Num, Num]:  # fmt: skip
     """The exchanges of a stage's replicas with their time on the links; what step and first microbatch pay.
 
@@ -313,7 +319,7 @@ def _exchanged(
     behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
     pieces = np.maximum(stage.layers_passed, 1.0)
     first_s = behind_forward / pieces
-    free_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")))
+    free_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")), idle_s)
     forward_s, backward_s = (_window(mesh) * each_s for each_s in free_s)
 
     beside_forward = behind_forward - first_s
@@ -411,7 +417,7 @@ def _optimizer_s(
 # --- towers ------------------------------------------------------------------------------------
 
 
-def _tower_parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[TowerParts]:
+def tower_parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[TowerParts]:
     """The towers whose tokens the model reads; a pass that decodes has none of their work."""
     for tower in model.towers:
         if tower.num_tokens and mesh.kind != "decode":
@@ -431,7 +437,8 @@ def _with_tower(own: StageCost, tower: TowerParts, machine: Machine) -> StageCos
     encoder, mesh, cut = tower.encoder, tower.mesh, tower.cut
     shared = shared_gradients(encoder, cut, layer_kinds(encoder)[0]) if mesh.trains else []
     stage, by_part = tower_stage(encoder, own.stage), list(tower.parts.values())
-    cost = _stage_cost(encoder, stage, by_part, shared, _exchange_kinds(mesh), mesh, cut, machine)
+    time = tower_time(tower, own.stage, machine)
+    cost = _stage_cost(encoder, stage, by_part, shared, _exchange_kinds(mesh), mesh, cut, machine, time)
     is_there = own.stage.embeddings > 0
     memory = {
         name: getattr(own.memory, name) + is_there * getattr(cost.memory, name)
@@ -467,14 +474,14 @@ def added_times(one: StageTime, other: StageTime) -> StageTime:
 
 
 Wants = Callable[[Mesh, Num, Num], NDArray[np.bool_]]
-"""Which plans of a mesh are worth the telling of their peak, by their steps and the least that they need."""
+"""Which plans of a mesh are worth a closer look, by the least that their step takes and that they need."""
 
 
-def step_cost(
+def price_step(
     model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage] | None = None,
     parts: PricedParts | None = None, wants: Wants | None = None,
 ) -> StepCost:  # fmt: skip
-    """The cost of one step of the plans of `mesh`.
+    """The cost of one step of the plans of `mesh`, divided into stages by its `ends`.
 
     `stages` None: those that the plans make. `parts`: those of `mesh` where they are priced already. `wants`:
     the plans for which FSDP2's `memory_bytes` are told, infinite for all others; None: all.
@@ -482,21 +489,25 @@ def step_cost(
     cut, by_name = cut_of(mesh), (parts or priced_parts(model, mesh, machine)).spread()
     by_part = list(by_name.values())
     shared = shared_gradients(model, cut) if mesh.trains else []
-    towers = list(_tower_parts(model, mesh, machine))
-    front_s = sum((tower_time(tower, FRONT, machine).total_s for tower in towers), 0.0)
-    mesh = balanced(model, mesh, by_part, front_s)
+    towers = list(tower_parts(model, mesh, machine))
     kinds = _exchange_kinds(mesh)
     has_peak = wants is None or not _is_fsdp2(cut) or bool(towers)
+    stages = stages or stages_of(model, mesh)
+    exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
+    times = [stage_time(model, stage, by_part, mesh, cut, machine) for stage in stages]
+    totals_s = list(map(partial(_with_towers_s, towers=towers, machine=machine), stages, times))
+    slowest_s = _largest(totals_s, exists)
     costs = [
         reduce(
             partial(_with_tower, machine=machine),
             towers,
-            _stage_cost(model, stage, by_part, shared, kinds, mesh, cut, machine, has_peak=has_peak),
+            _stage_cost(
+                model, stage, by_part, shared, kinds, mesh, cut, machine, time, slowest_s - total_s,
+                has_peak=has_peak,
+            ),
         )
-        for stage in stages or stages_of(model, mesh)
-    ]
-    exists = [(cost.stage.num_stages > 0) * 1.0 for cost in costs]
-    slowest_s = _largest([cost.time.total_s for cost in costs], exists)
+        for stage, time, total_s in zip(stages, times, totals_s, strict=True)
+    ]  # fmt: skip
     work_s = slowest_s * mesh.num_microbatches
     hop_s = message_s(model, mesh, cut, machine)
     bubble, comm_pp = _pipeline_waits(model, mesh, by_part, towers, costs, cut, machine, hop_s, slowest_s)
@@ -542,25 +553,38 @@ def _pipeline_waits(
 
     The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
     """
-    f_s, b_s, w_s = (
-        sum(getattr(cost.time, phase) * cost.stage.num_stages for cost in costs) / mesh.pp
-        for phase in ("forward_s", "backward_s", "weight_s")
-    )
-    fill = partial(bubble_s, mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s)
-    waiting_s = fill(p2p_s=0.0)
-    lead_s = slowest_s - (f_s + b_s + w_s)
-    bubble = np.maximum(waiting_s - lead_s, 0.0) * (mesh.pp > 1)
-    held_s = 2.0 * hop_s * mesh.num_microbatches * mesh.vpp * (1.0 - mesh.overlap_pp)
-    comm_pp = (fill(p2p_s=hop_s) - waiting_s + held_s) * (1.0 if mesh.trains else 0.5)
+    bubble, comm_pp = waits_s(mesh, mean_phases_s(mesh, costs), hop_s, slowest_s)
     if mesh.plan.stages and mesh.trains and np.any(is_own := differ(model, mesh)):  # of any shape: played
         times = times_of_chunks(model, chunks(model, mesh.plan.stages), mesh, by_part, towers, cut, machine)
         played_s = [_played_s(mesh, times, hop_s=hop) for hop in (0.0, hop_s)]
         own_s = np.maximum(played_s[0] - slowest_s * mesh.num_microbatches, 0.0)
         bubble = np.where(is_own, own_s * (mesh.pp > 1), bubble)[()]
+        held_s = _held_s(mesh, hop_s)
         comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
     # Without chunks a stage gathers its weights when the first microbatch arrives, one after the other.
     filling_s = sum(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
     return bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s, comm_pp
+
+
+def mean_phases_s(mesh: Mesh, costs: Sequence[StageCost]) -> list[Num]:
+    """Forward, backward and gradient of the weights of one microbatch, the mean of all stages."""
+    return [
+        sum(getattr(cost.time, phase) * cost.stage.num_stages for cost in costs) / mesh.pp for phase in PHASES
+    ]
+
+
+def waits_s(mesh: Mesh, mean_s: Sequence[Num], hop_s: Num, slowest_s: Num) -> tuple[Num, Num]:
+    """The bubble, and what messages add, of stages that take `mean_s` by phase and at most `slowest_s`."""
+    f_s, b_s, w_s = mean_s
+    sizes = mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s
+    lead_s = slowest_s - (f_s + b_s + w_s)
+    bubble, with_hops_s = (bubble_s(*sizes, each_hop_s, lead_s) for each_hop_s in (0.0, hop_s))
+    return bubble, (with_hops_s - bubble + _held_s(mesh, hop_s)) * (1.0 if mesh.trains else 0.5)
+
+
+def _held_s(mesh: Mesh, hop_s: Num) -> Num:
+    """For how long a rank that sends nothing beside its compute sends."""
+    return 2.0 * hop_s * mesh.num_microbatches * mesh.vpp * (1.0 - mesh.overlap_pp)
 
 
 def times_of_chunks(
@@ -580,7 +604,7 @@ def times_of_chunks(
 
 def _played_s(mesh: Mesh, times: Sequence[StageTime], *, hop_s: Num) -> Num:
     """Time of the pipeline of chunks that take `times`, played once for each that differs."""
-    phases = [[getattr(time, name) for time in times] for name in ("forward_s", "backward_s", "weight_s")]
+    phases = [[getattr(time, name) for time in times] for name in PHASES]
     pipeline = (mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp)
     numbers = np.broadcast_arrays(*pipeline, hop_s, *(value for phase in phases for value in phase))
     cells = np.stack([np.asarray(value, dtype=np.float64) for value in numbers])
@@ -606,6 +630,11 @@ def hop_bytes(model: Model, cut: Cut) -> Num:
     return block_input_bytes(model, cut) / (1.0 if in_one_piece else cut.tp)
 
 
+def _with_towers_s(stage: Stage, time: StageTime, towers: Sequence[TowerParts], machine: Machine) -> Num:
+    """One microbatch of a stage and its towers."""
+    return time.total_s + sum((tower_time(tower, stage, machine).total_s for tower in towers), 0.0)
+
+
 def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
     """The largest of `values`, of those that exist."""
     return reduce(np.maximum, map(operator.mul, values, exists))
@@ -618,10 +647,7 @@ def play(
     """Play the pipeline of one plan; `slowdown` stretches the compute of a rank (or of each)."""
     parts, of = list(step.parts.values()), chunks(model, layers_of_chunks(model, mesh))
     times = times_of_chunks(model, of, mesh, parts, step.towers, step.cut, machine)
-    phases = (
-        np.array([float(getattr(time, phase)) for time in times])
-        for phase in ("forward_s", "backward_s", "weight_s")
-    )
+    phases = (np.array([float(getattr(time, phase)) for time in times]) for phase in PHASES)
     return simulate(
         mesh.plan.schedule,
         *phases,

@@ -10,8 +10,8 @@ layout, dtypes, ...) are the same for a whole grid and stay in `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,14 @@ class Mesh:
     shard: Num = 0.0
     kind: str = "train"
     plan: Plan = field(default_factory=Plan)
+
+    def mapped(self, of: Callable[[Num], Num]) -> Mesh:
+        """The mesh with something done to each of its numbers."""
+        changed: dict[str, Any] = {}
+        for name in (one.name for one in fields(self) if one.name not in ("kind", "plan")):
+            value = getattr(self, name)
+            changed[name] = tuple(map(of, value)) if isinstance(value, tuple) else of(value)
+        return replace(self, **changed)
 
     @property
     def cp(self) -> Num:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 
 V_SHAPED = ("zb-v", "dualpipe-v")
+_INTERLEAVED = SCHEDULES.index("interleaved")
 ROUND, FOLDED, MIRRORED = 0, 1, 2
 """How chunks come to ranks: round and round; down and back up; from both ends, half of the batch each."""
 
@@ -117,6 +119,28 @@ def chunks_of_rank(
         first = layers.stop
         found[rank_of_chunk(i, pp, folding)].append((chunk, layers))
     return found[rank] + (found[pp - 1 - rank] if schedule == "dualpipe" else [])
+
+
+def loses_step(model: Model, mesh: Mesh) -> Any:
+    """Where the schedule needs chunks that are more alike than the `ends` of `mesh` make them.
+
+    An interleaved one keeps in step only if no chunk but the first and the last is shorter; DualPipe hides
+    the exchange of experts of each layer behind a layer of the paired chunk (arXiv 2412.19437).
+    """
+    num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers + sum(mesh.ends)
+    is_shorter_within = (-layers % num_chunks > 2) | (np.maximum(*mesh.ends) > layers // num_chunks)
+    is_moved = (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
+    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | mesh.is_paired & is_moved
+
+
+def differ(model: Model, mesh: Mesh) -> Any:
+    """Where the stages that the plan states are not those that it would have without stating them."""
+    stated = mesh.plan.stages
+
+    def is_other(first: float, last: float) -> bool:
+        return chunk_layers(model.num_layers, len(stated or ()), (int(first), int(last))) != stated
+
+    return (np.vectorize(is_other, otypes=[bool])(*mesh.ends) | loses_step(model, mesh))[()]
 
 
 def num_on_host(share: Num, number: Num) -> Num:

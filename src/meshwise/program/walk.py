@@ -128,6 +128,7 @@ class Walk:
 
     def __init__(self, forward: Sequence[Op], views: dict[int, bool]) -> None:
         self.views, self.numbers, self.tensors = views, dict[int, int](), list[Tensor]()
+        self.sizes: dict[int, Num] = {}
         self.ops: list[Op] = []
         self.reads: list[int] = []
         self.makes: list[int] = []
@@ -261,7 +262,10 @@ class Walk:
     def bytes(self, bits: int) -> Num:
         total: Num = 0.0
         for bit in each(bits):
-            total = total + self.tensors[bit.bit_length() - 1].bytes
+            number = bit.bit_length() - 1
+            if number not in self.sizes:
+                self.sizes[number] = self.tensors[number].bytes
+            total = total + self.sizes[number]
         return total
 
 

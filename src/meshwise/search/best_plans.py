@@ -130,8 +130,8 @@ class BestPlans:
             nearest = self.miss.memory_bytes if self.miss else np.inf
             return needed <= max(self.capacity_bytes, nearest)
         may_be_first = np.asarray(seconds <= self.family_limit_s)
-        if self.can_run:
-            may_be_first |= self.runs(mesh) & (seconds <= self.runnable_s)
+        if self.can_run and np.any(may_run := (seconds <= self.runnable_s) & ~may_be_first):
+            may_be_first |= self.runs(mesh) & may_run
         on_front = (seconds <= FRONT_FRAC * self.fastest_s) & ~self._beaten(seconds, needed)
         return (needed <= self.capacity_bytes) & (may_be_first | on_front)
 

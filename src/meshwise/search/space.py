@@ -8,7 +8,6 @@ dimension, the order of the axes on the links, offloading, overlaps that are not
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -167,9 +166,11 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
 
 def _grids(tp: Sequence[int]) -> list[tuple[int, ...]]:
     """Grids of two and of three dimensions with as many ranks as one of `tp`."""
-    pairs = list(itertools.product(range(1, max(tp) + 1), repeat=2))
-    grids = [*pairs, *((side, side, depth) for side, depth in pairs)]
-    return [grid for grid in grids if math.prod(grid) in tp]
+    pairs = sorted((side, ranks // side) for ranks in tp for side in divisors(ranks))
+    cubes = sorted(
+        (side, ranks // side**2) for ranks in tp for side in divisors(ranks) if not ranks % side**2
+    )
+    return [*pairs, *((side, side, depth) for side, depth in cubes)]
 
 
 def divisors(number: int) -> list[int]:
