@@ -260,6 +260,7 @@ def test_layers_with_experts() -> None:
         ("dbrx", {"ffn_config": {"moe_top_k": 4}}, "ffn_config"),
         ("llama-3.1-8b", {"model_type": "zamba"}, "'zamba' is not known"),
         ("llama-3.1-8b", {"model_type": None, "architectures": None}, "model_type is missing"),
+        ("llama-3.1-8b", {"model_type": None, "architectures": None, "n_layers": 32}, "give the config.json"),
     ],
     ids=str,
 )

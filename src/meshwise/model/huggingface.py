@@ -322,7 +322,8 @@ def _family(raw: dict[str, Any], like: str = "") -> str:
         squeezed = re.sub(r"(For[A-Z].*|LMHeadModel|Model)$", "", kind).lower()
         key = next((family for family in spellings() if family.replace("_", "") == squeezed), squeezed)
     else:
-        raise ModelError("model_type is missing; it names the family of the model, for example llama")
+        other = "; it looks like a params.json: give the config.json instead" * ("n_layers" in raw)
+        raise ModelError(f"model_type is missing; it names the family of the model, for example llama{other}")
     key = _OTHER_NAMES.get(key, key)
     if key in spellings():
         return key
