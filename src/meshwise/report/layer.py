@@ -42,7 +42,7 @@ def layer_tables(ledger: Ledger) -> Iterator[Table]:
 
 def _cells(row: Mapping[str, Any], bound: str) -> tuple[str, ...]:
     flop, moved = row["flop"] or 0, (row["read_bytes"] or 0) + (row["write_bytes"] or 0)
-    intensity = f"{flop / moved:.3g}" if flop and moved else ""
+    intensity = f"{flop / moved:{',.0f' if flop >= 100 * moved else '.3g'}}" if flop and moved else ""
     sizes = _number(flop), _number(row["payload_bytes"] or moved), intensity, _number(row["saved_bytes"])
     return *sizes, bound, duration(row["time_s"] or 0.0)
 
