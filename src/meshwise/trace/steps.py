@@ -132,7 +132,9 @@ def chosen_steps(trace: Trace, marked: Marks, steps: str) -> Trace:
         number[launched_ns(trace) >= marked.end_ns[-1]] = -1
     selected = (number >= first) & (number <= last)
     if not selected.any():
-        have = f"its steps are {marked.number[0]} to {marked.number[-1]}" if len(marked.number) else "none"
+        if not len(marked.number):
+            raise DataError(f"--steps {steps}: rank {trace.rank} marks no steps; leave --steps out")
+        have = f"its steps are {marked.number[0]} to {marked.number[-1]}"
         raise DataError(f"--steps {steps}: no such step on rank {trace.rank} ({have}); choose among these")
     return replace(trace, selected=selected)
 
