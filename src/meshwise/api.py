@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
 
-OLDEST_TORCH = [2, 13]
+OLDEST_TORCH = "2.13"
 """Of programs of meshwise; scripts and profiles run in environments of others, and ask there."""
 
 
@@ -1383,9 +1383,12 @@ def need_torch() -> None:
     """MissingExtraError where torch is not installed, or too old for meshwise's own programs."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError('torch is not installed; run: pip install "meshwise[torch]"')
+    from meshwise.runtime.torch_private import release
+
     with suppress(importlib.metadata.PackageNotFoundError):
         have = importlib.metadata.version("torch")
-        if [int(word) for word in have.split(".")[:2]] < OLDEST_TORCH:
-            least = ".".join(map(str, OLDEST_TORCH))
-            raise MissingExtraError(f"programs of meshwise need torch {least} or newer, and this is {have}")
+        if release(have) < release(OLDEST_TORCH):
+            raise MissingExtraError(
+                f"programs of meshwise need torch {OLDEST_TORCH} or newer, and this is {have}"
+            )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes about groups are none of the user's

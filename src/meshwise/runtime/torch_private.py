@@ -80,6 +80,11 @@ def __getattr__(name: str) -> Any:
     return resolve_name(HOMES[name])
 
 
+def release(version: str) -> tuple[int, ...]:
+    """The major and the minor number of a version of torch."""
+    return tuple(map(int, version.split(".")[:2]))
+
+
 def need_torch(feature: str, least: str) -> None:
     """ImportError in one sentence where the torch at hand is older than `feature` needs, or there is none."""
     try:
@@ -89,5 +94,5 @@ def need_torch(feature: str, least: str) -> None:
             f"{feature} need torch {least} or newer, which cannot be imported: {error}"
         ) from None
     have = torch.__version__
-    if [int(word) for word in have.split(".")[:2]] < [int(word) for word in least.split(".")]:
+    if release(have) < release(least):
         raise ImportError(f"{feature} need torch {least} or newer, and this is {have}")

@@ -27,6 +27,7 @@ from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import AXES, KEYS, Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
+from meshwise.runtime.torch_private import release
 
 RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("implementation", ("fsdp2",), "it is made of PyTorch's own parts; use implementation=fsdp2"),
@@ -122,8 +123,7 @@ def the_plan(options: Options) -> Plan:
     """The plan; FSDP2 of the torch at hand, and so ZeRO 3, unless it says otherwise. PlanError for what does
     not run.
     """
-    is_recent = tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
-    software = "torch-2026" if is_recent else "torch-2024"
+    software = "torch-2026" if release(version("torch")) >= (2, 15) else "torch-2024"
     keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3, "software": software}
     plan = Plan(**keys | plan_keys(options.plan))
     for key, run, hint in RUN:
