@@ -154,6 +154,53 @@ def test_sound_is_read_in_pieces_of_thirty_seconds() -> None:
     assert sum(found.time_s.values()) == pytest.approx(found.step_s)
 
 
+SOUND = {  # family: parts of its config, tokens of 30 s and of 45 s, inputs of these
+    "gemma4": ({"audio_config": {}}, 750, 1125, 2),
+    "gemma3n": ({"audio_config": {}, "vision_config": {}}, 188, 282, 2),  # audio_soft_tokens_per_image
+    "phi4_multimodal": ({"audio_config": {}, "vision_config": {}}, 375, 563, 2),  # 8 frames a token
+    "qwen3_omni_moe_thinker": (
+        {"audio_config": {"n_window": 50, "n_window_infer": 800}, "vision_config": {}}, 390, 585, 6,
+    ),
+}  # fmt: skip
+
+
+def hearing(family: str) -> Model:
+    parts, *_ = SOUND[family]
+    text = TEXT | {"num_kv_shared_layers": 0}
+    return model_from_config(text | {"model_type": family, "text_config": text} | parts, name=family)
+
+
+@pytest.mark.parametrize("family", SOUND)
+def test_tokens_of_sound(family: str) -> None:
+    _, half_minute, longer, inputs = SOUND[family]
+    for seconds, tokens in ((30.0, half_minute), (45.0, longer)):
+        tower = with_inputs(hearing(family), Inputs(audio_s=seconds)).towers[-1]
+        assert tower.num_tokens == tokens
+    assert tower.num_inputs == inputs
+    assert mw.serve(hearing(family), "h100-80g-sxm:1", "", prompt=100, audio_s=45.0, sequences=(1,))
+
+
+def test_flop_of_a_conformer_follow_from_its_sizes() -> None:
+    """Gemma 4: two MLPs, attention to 13 tokens, and a convolution a layer; convolutions of 3 x 3 before."""
+    work: dict[str, Any] = {"batch": 1, "seq": 2048, "kind": "evaluate"}
+    with_it, without = (mw.estimate(hearing("gemma4"), "h100-80g-sxm:1", **work, audio_s=s) for s in (30, 0))
+    d, out, tokens = 1024, 1536, 750
+    matrices = 2 * 2 * 4 * d**2 + 4 * d**2 + d**2 / 12 + 3 * d**2 + 5 * d
+    before = 128 * 9 * 128 + 32 * 9 * 128 * 32 + 128 * 32 / 4 * d
+    pairs = (tokens**2 - (tokens - 13) ** 2) / 2
+    scores = 12 * pairs * (4 * d + 8 * 8)  # whose soft cap takes 8 FLOP in each of 8 heads
+    flop = 2 * tokens * (12 * matrices + before + d * out + out * TEXT["hidden_size"]) + scores
+    assert with_it.flop_per_step - without.flop_per_step == pytest.approx(flop, rel=1e-9)
+
+
+def test_a_conformer_keeps_what_its_convolution_makes() -> None:
+    """Two norms, twice the width to be gated, the convolution and its projection: 6 widths of a token."""
+    found = mw.estimate(hearing("gemma4"), "h100-80g-sxm:1", batch=1, seq=2048, audio_s=30)
+    rows = [row for row in found.ledger.rows() if row["module"].endswith(".convolution")]
+    kept = sum(row["count"] * row["saved_bytes"] for row in rows if row["phase"] == "forward")
+    assert kept == pytest.approx(12 * 750 * 6 * 1024 * 2, rel=0.01)
+
+
 def test_data_parallel_towers_do_the_same_work_without_exchanges() -> None:
     cut, apart = estimate("tp=4"), estimate("tp=4,tower_dp=1")
     assert apart.hardware_flop == pytest.approx(cut.hardware_flop)

@@ -85,7 +85,7 @@ class Side:
     It belongs to `module` (attention, mlp, ...; at the ends of a model: embedding or head). Numbers are
     those of a norm, unless they are used by the op `op`. Each token passes it `times` times, or only every
     `every`-th token does. Every tensor-parallel rank has all of it and does its own tokens. `shared`: a block
-    that `shares` weights takes it from the earlier one too.
+    that `shares` weights takes it from the earlier one too. `kept`: the backward needs what it gives.
     """
 
     module: str
@@ -97,6 +97,7 @@ class Side:
     times: int = 1
     every: int = 1
     shared: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +183,15 @@ class Patches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """The input of an encoder of sound: `number` tokens of `channels` channels of a spectrogram.
+    """The input of an encoder of sound: `number` tokens at most, of `seconds` of it.
 
-    Two convolutions over three frames each, the second with a step of two, make the tokens (Whisper).
+    Two convolutions over three frames of `channels` channels of a spectrogram each, the second with a step of
+    two, make the tokens (Whisper); 0: sides of the embedding do (Gemma 4).
     """
 
     number: int
-    channels: int
+    channels: int = 0
+    seconds: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +215,6 @@ class InputSizing:
 
     `min_pixels` and `max_pixels` of an image, `max_tiles` that it is cut in at most, or the `grids` of them
     (columns, rows), each of `side` pixels (0: of the encoder's).
-    `seconds`: length of the sound that one input holds.
     """
 
     kind: str
@@ -221,7 +223,6 @@ class InputSizing:
     max_tiles: int = 0
     grids: tuple[tuple[int, int], ...] = ()
     side: int = 0
-    seconds: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

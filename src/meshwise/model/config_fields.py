@@ -220,6 +220,9 @@ class Config(msgspec.Struct):
     decoder_ffn_dim: int | None = None
     max_source_positions: int = 0
     num_mel_bins: int = 0
+    frames_per_token: int = 2
+    n_window: int = 100
+    n_window_infer: int = 400
     feed_forward_proj: str = "relu"
     relative_attention_num_buckets: int = 32
     # encoders
@@ -299,6 +302,7 @@ class SideLayer(msgspec.Struct, forbid_unknown_fields=True):
     times: str = "1"
     every: str = "1"
     shared: bool = False
+    kept: bool = False
 
 
 class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):

@@ -868,17 +868,34 @@ def _patch_windows(c: Config) -> Fields:
 
 
 def _frames(c: Config) -> Fields:
-    """An encoder of sound: tokens from the frames of a spectrogram."""
-    frames = Frames(number=c.max_source_positions, channels=c.num_mel_bins)
+    """An encoder of sound: tokens from the frames of a spectrogram, 100 a second."""
+    number, channels = c.max_source_positions, c.num_mel_bins
+    frames = Frames(number=number, channels=channels, seconds=number * c.frames_per_token / 100)
     return {"frames": frames, "max_seq": frames.number, "causal": False, "vocab": 0, "lm_head": False}
+
+
+def _chunked_frames(c: Config) -> Fields:
+    """Qwen3-Omni: chunks that three convolutions make eight times shorter, rounded up; windows of several."""
+    check_count(c.n_window, "n_window")
+    chunk = 2 * c.n_window
+    chunks = max(c.n_window_infer // chunk, 1)
+    frames = Frames(number=chunks * -(-chunk // 8), seconds=chunks * chunk / 100)
+    return {"frames": frames, "max_seq": frames.number, "causal": False, "vocab": 0, "lm_head": False}
+
+
+def _conformer(c: Config) -> Fields:
+    """Each layer is an MLP, then attention and MLP, with sides between them (arXiv 2005.08100)."""
+    number, window = c.num_hidden_layers, c.sliding_window or 0
+    each = {"mixer": ("none", "attention"), "mlp": (True, True), "window": (0, window)}
+    return {"num_layers": 2 * number, "each": {name: number * values for name, values in each.items()}}
 
 
 _ALL: tuple[Callable[[Config], Fields], ...] = (
     _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision,
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
-    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _lightning, _griffin, _xlstm,
-    _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision, _post_norms, _baichuan, _qwen,
+    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _chunked_frames,
+    _conformer, _lightning, _griffin, _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision, _post_norms, _baichuan, _qwen,
     _chatglm, _intern_vit, _zamba2, _streams, _mistral_large4,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}

@@ -170,7 +170,7 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             raise ModelError(
                 f"hidden_size {c.hidden_size} does not divide by {c.num_attention_heads} heads; give head_dim"
             )
-    sides = _sides(spelling.sides, msgspec.structs.asdict(c) | fields)
+    sides = _sides(spelling.sides, raw | msgspec.structs.asdict(c) | fields)
     blocks = [(on, side) for on, side in sides if side.module not in ENDS]
     fields = with_layers(fields | spelling.fields | taken | head_fields(c, spelling.head), blocks)
     fields["sides"] = tuple(side for _, side in sides if side.module in ENDS)
@@ -249,7 +249,7 @@ def _sides(stated: list[SideLayer], sizes: dict[str, Any]) -> list[tuple[list[st
         side = Side(
             module=one.module, name=one.name, d_out=_size(d_out, sizes), d_in=_size(d_in, sizes),
             bias=one.bias, op=one.op, times=_size(one.times, sizes), every=_size(one.every, sizes),
-            shared=one.shared,
+            shared=one.shared, kept=one.kept,
         )  # fmt: skip
         found.append((one.on, side))
     return found

@@ -24,7 +24,8 @@ A processor cuts an image in a way of its own, its *sizing*:
   each row, and the whole (DeepSeek-VL2, arXiv 2412.10302);
 - `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
   and a token ends each row (Phi-4-multimodal);
-- `sound`: pieces of `seconds`, the last one filled up (Whisper).
+- `sound`: pieces as long as the encoder knows, the last one filled up (Whisper);
+- `unpadded sound`: equal pieces, at most as long as the encoder knows (Gemma 4).
 """
 
 from __future__ import annotations
@@ -105,9 +106,12 @@ def with_latent(model: Model, frames: int | None, size: tuple[int, int] | None) 
 def _sized(tower: Tower, inputs: Inputs) -> Tower:
     encoder, sizing = tower.encoder, tower.sizing
     if encoder.frames is not None:
-        pieces = inputs.audio_s / sizing.seconds
-        tokens = math.ceil(pieces * (encoder.frames.number // tower.merge))
-        return replace(tower, num_inputs=math.ceil(pieces), num_tokens=tokens)
+        frames, pieces = encoder.frames, inputs.audio_s / encoder.frames.seconds
+        tokens, number = math.ceil(pieces * math.ceil(frames.number / tower.merge)), math.ceil(pieces)
+        if sizing.kind == "unpadded sound" and number:
+            frames = replace(frames, number=math.ceil(frames.number * pieces / number))
+        encoder = replace(encoder, frames=frames)
+        return replace(tower, encoder=encoder, num_inputs=number, num_tokens=tokens)
     assert encoder.patches is not None
     cut = cut_image(sizing, encoder.patches, math.isqrt(tower.merge), inputs.width, inputs.height)
     patch = encoder.patches.patch

@@ -533,7 +533,7 @@ def _embedding(model: Model) -> Iterator[Weight]:
         yield from _encoder_ends(model, model.encoder)
     if model.diffusion is not None:
         yield from _condition(model, model.diffusion)
-    if model.frames is not None:
+    if model.frames is not None and model.frames.channels:
         yield from _convolutions(module, hidden, model.frames.channels)
     yield from projector_weights(model)
 

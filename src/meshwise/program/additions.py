@@ -1,8 +1,8 @@
 """What some families add to a block, to the embedding or to the head; every rank does it for its own tokens.
 
 *Sides* (`model.Side`) are small layers beside the large ones: gates, compressors of keys, further norms. Each
-is one matmul, or one norm. What they read is kept by the layers that they stand beside, so only their own
-time and weights are stated.
+is one matmul, or one norm; a convolution is the matmul it equals. What they read is kept by the layers that
+they stand beside, and what they give only where that is stated.
 
 *Per-layer embeddings* (Gemma 3n and 4): what a block adds at its end, what comes before the first. The table
 is cut by tp like that of the tokens. Source: `transformers` 5.23, gemma4/modeling_gemma4.py.
@@ -54,7 +54,8 @@ def side_ops(model: Model, cut: Cut, sides: Iterable[Side]) -> Iterator[Op]:
             else elementwise(side.module, side.name, model.norm, x, cut.precision)
         )
         for op in ops:
-            yield structs.replace(op, keeps=())
+            keeps = op.makes if side.kept and op.phase == "forward" else ()
+            yield structs.replace(op, keeps=keeps)
 
 
 def per_layer(model: Model, cut: Cut, x: Tensor) -> Stated:

@@ -83,7 +83,7 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         x = yield from linear(module, "patch_proj", pixels, hidden, prec, bias=patches.bias)
         if patches.class_token:
             yield from elementwise(module, "class_token", "copy", x, prec, shape=(cut.microbatch, hidden))
-    if model.frames is not None:
+    if model.frames is not None and model.frames.channels:
         x = yield from convolutions(model, cut, module, rows, model.frames.channels)
     if model.vocab:
         x = yield from look_up(module, "tokens", float(model.hidden), cut)
