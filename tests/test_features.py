@@ -131,7 +131,7 @@ PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and
     "moe": (
         replace(DEEPSEEK, linear_bias=True, moe=replace(DEEPSEEK.moe, latent=1024)),  # type: ignore[type-var]
         dict.fromkeys(("shared_gate", "router_bias", "narrow_weights", "own_norms"), True)
-        | {"zero_experts": 8, "latent_norm": True, "copies": 32}
+        | {"zero_experts": 8, "latent_norm": True, "copies": 32, "image_ffn_hidden": 512}
         | {"first_dense_layers": 1, "every": 2, "capacity_factor": 1.25, "balance_bias": False},
     ),
     "recurrence": (

@@ -101,7 +101,8 @@ def test_a_token_that_visits_all_experts_meets_all_parameters(name: str) -> None
     model = find_model(name)
     assert num_active_params(model) <= num_params(model)
     if model.moe is not None:
-        model = replace(model, moe=replace(model.moe, top_k=model.moe.num_experts, zero_experts=0))
+        own = replace(model.moe, top_k=model.moe.num_experts, zero_experts=0, image_ffn_hidden=0)
+        model = replace(model, moe=own)
     assert num_active_params(model) == num_params(model)
 
 

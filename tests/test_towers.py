@@ -47,6 +47,12 @@ VISION: dict[str, dict[str, Any]] = {
     "pixtral": {"image_size": 1024, "patch_size": 16},
     "phi4_multimodal": {},
     "lfm2_vl": {"hidden_size": 1152, "vision_use_head": False},
+    "ernie4_5_vl_moe": {},
+    "hunyuan_vl": {"out_hidden_size": 4096},
+    "ovis2": {"image_size": 448, "hidden_stride": 2, "vocab_size": 65536},
+    "aria": {"image_size": 980, "patch_size": 14},
+    "janus": {},
+    "step3_vl": {},
 }
 TOKENS = [  # family, image, tokens in the sequence; by the processors of transformers
     ("qwen3_vl", "1024x768", 768),  # 64 x 48 patches of 16, four to a token
@@ -68,6 +74,12 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
     ("minicpmv", "1024x768", 5 * 64),  # 2 x 2 slices, and the whole
     ("minicpmv", "1900x900", 9 * 64),  # 4 x 2
     ("gemma4", "1024x768", 19 * 14),  # 280 squares of 48 at most
+    ("ernie4_5_vl_moe", "1024x768", 37 * 27),
+    ("hunyuan_vl", "1024x768", 24 * 33 + 2),  # a token ends each row, and one each end
+    ("ovis2", "1024x768", 256),
+    ("aria", "1024x768", 256),  # of 70 x 70 patches, by 256 queries
+    ("janus", "640x480", 576),
+    ("step3_vl", "1024x768", 169),  # two convolutions make 13 x 13 of 52 x 52
     ("lfm2_vl", "640x480", 18 * 13),  # 256 tokens at most
     ("lfm2_vl", "1024x768", 6 * 256 + 18 * 13),  # 3 x 2 tiles of 512, and the whole
     ("phi4_multimodal", "1024x1024", 48 * 49 + 273),  # 9 crops and the whole, a token ends each row

@@ -70,12 +70,13 @@ class Sparse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
     """Attention whose queries come through a normalised latent of width `query`, and whose result leaves
-    through `groups` latents of width `out`, each of its own part of the heads (DeepSeek-V4).
+    through `groups` latents of width `out`, each of its own part of the heads (DeepSeek-V4; 0: it leaves as
+    it is, Step 3).
     """
 
     query: int
-    out: int
-    groups: int
+    out: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,9 @@ class MoE:
     many numbers of a token, which a layer before and one behind all experts project (Nemotron 3; 0: as many
     as the model has), behind a norm if `latent_norm` (Kimi K3). `zero_experts`: choices of the router that
     compute nothing (LongCat-Flash). `copies`: redundant experts, which an engine holds beside the others to
-    spread the load of those that are liked most (DeepSeek's EPLB).
+    spread the load of those that are liked most (DeepSeek's EPLB). `image_ffn_hidden`: width of as many
+    experts for tokens of images, beside those of text (ERNIE 4.5 VL); they are held, and every token is
+    priced as one of text.
     """
 
     num_experts: int
@@ -139,6 +142,7 @@ class MoE:
     latent: int = 0
     latent_norm: bool = False
     zero_experts: int = 0
+    image_ffn_hidden: int = 0
     copies: int = 0
 
     @property
@@ -214,7 +218,9 @@ class InputSizing:
     """How a processor cuts an image for an encoder, or sound; `model.inputs` has the kinds.
 
     `min_pixels` and `max_pixels` of an image, `max_tiles` that it is cut in at most, or the `grids` of them
-    (columns, rows), each of `side` pixels (0: of the encoder's).
+    (columns, rows), each of `side` pixels (0: of the encoder's). `tokens`: so many of each input, whatever
+    its patches (0: as `merge` says). `row_ends`: a token ends each row, and one stands at each end of the
+    image.
     """
 
     kind: str
@@ -223,6 +229,8 @@ class InputSizing:
     max_tiles: int = 0
     grids: tuple[tuple[int, int], ...] = ()
     side: int = 0
+    tokens: int = 0
+    row_ends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,7 @@ class Config(msgspec.Struct):
     num_experts: int | None = None
     num_experts_per_tok: int = 0
     moe_intermediate_size: int | None = None
+    expert_widths: tuple[int, int] = (0, 0)
     shared_expert_intermediate_size: int = 0
     n_shared_experts: int | None = None
     first_k_dense_replace: int = 0
@@ -258,7 +259,10 @@ class Config(msgspec.Struct):
     id2label: dict[str, Any] | None = None
 
 
-ONE_FOR_ALL = ("num_experts_per_tok", "n_shared_experts", "moe_intermediate_size")
+ONE_FOR_ALL = (
+    "num_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size",
+    "first_k_dense_replace",
+)  # fmt: skip
 """Numbers that a file may give layer by layer, where all layers have the same."""
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 NULL_MEANS_NONE = (
@@ -270,9 +274,9 @@ NULL_MEANS_NONE = (
 class Joint(msgspec.Struct, forbid_unknown_fields=True):
     """Layers beside a transformer: `norms` of a width, `linears` from a width to another.
 
-    A width is a product such as `2*2*tower`, or one by another such as `hidden_size/heads`: of numbers, of
-    `tower` and `text` (the hidden sizes), and of fields of the tower's config. A list there stands for its
-    length (`sizes.0` for its first value), a name for the number of that name.
+    A width is a product such as `2*2*tower`, one by another such as `hidden_size/heads`, or one less another:
+    of numbers, of `tower` and `text` (the hidden sizes), and of fields of the tower's config. A list there
+    stands for its length (`sizes.0` for its first value), a name for the number of that name.
     """
 
     norms: list[str] = []

@@ -37,7 +37,14 @@ from meshwise.model.config_fields import POOLED, Config, Fields, LayerSizes
 _ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish", "swiglu", "swigluoai", "situ"), "silu"),
     **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh"), "gelu"),
-    **{"quick_gelu": "gelu", "xielu": "gelu", "relu": "relu", "relu2": "relu2", "sqrelu": "relu2"},
+    **{
+        "quick_gelu": "gelu",
+        "gegelu": "gelu",
+        "xielu": "gelu",
+        "relu": "relu",
+        "relu2": "relu2",
+        "sqrelu": "relu2",
+    },
 }
 _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "relu2": "reglu"}
 
@@ -255,6 +262,23 @@ def _experts(c: Config) -> Fields:
         zero_experts=c.zero_expert_num or 0,
     )
     return {"moe": moe, "each": {"moe": _moe_layers(c)}}
+
+
+def _two_kinds_of_experts(c: Config) -> Fields:
+    """For each expert of text one of images, of another width (ERNIE 4.5 VL)."""
+    of_text, of_images = c.expert_widths
+    fields = _experts(structs.replace(c, moe_intermediate_size=of_text))
+    return fields | {"moe": replace(fields["moe"], image_ffn_hidden=of_images)} if fields else {}
+
+
+def _arctic(c: Config) -> Fields:
+    """Beside the experts an MLP as wide as the model, stated as a shared expert."""
+    return _experts(structs.replace(c, n_shared_experts=1, shared_expert_intermediate_size=c.hidden_size))
+
+
+def _low_rank(c: Config) -> Fields:
+    """Queries through a latent (Step 3)."""
+    return {"low_rank": LowRank(query=c.q_lora_rank) if c.q_lora_rank else None}
 
 
 _MIXERS = {
@@ -894,9 +918,10 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision,
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
-    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _chunked_frames,
-    _conformer, _lightning, _griffin, _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision, _post_norms, _baichuan, _qwen,
-    _chatglm, _intern_vit, _zamba2, _streams, _mistral_large4,
+    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _chunked_frames, _conformer,
+    _lightning, _griffin, _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision,
+    _post_norms, _baichuan, _qwen, _chatglm, _intern_vit, _zamba2, _streams, _mistral_large4,
+    _two_kinds_of_experts, _arctic, _low_rank,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -72,6 +72,10 @@ _OTHER_NAMES = {
     "aquila": "llama",
     "hunyuanmoev1": "hunyuan_v1_moe",
     "hunyuandensev1": "hunyuan_v1_dense",
+    "ernie4_5_moe_vl": "ernie4_5_vl_moe",
+    "step3": "step3_vl",
+    "grok": "grok-1",
+    "grok1": "grok-1",
 }
 
 
@@ -212,12 +216,13 @@ def _tower(
         return [], []
     config = tower.defaults | _part(raw, tower.key)
     family = tower.family if tower.always else _part_family(config, tower.family)
-    name = tower.key.rpartition(".")[2].partition("_")[0].replace("img", "vision")
+    name = tower.key.rpartition(".")[2].partition("_")[0]
+    name = {"img": "vision", "vq": "vision"}.get(name, name)
     spelling = spellings()[family]
     config = spelling.nested | config
     if spelling.block == "none":  # known by its sizes alone
         sizes = config | raw | {"tower": config["hidden_size"], "text": text_width}
-        counted = _left_out(f"{name} tower", spelling.joints, config)
+        counted = _left_out(f"{name} tower", spelling.joints, config | {"text": text_width})
         return [*counted, *_left_out("projector", tower.joints, sizes)], []
     found = Model(name=family, **_fields(config | {"architectures": None}, family, nested=True))
     encoder = replace(checked_model(found, family), left_out=())
@@ -272,11 +277,16 @@ def _left_out(name: str, joints: list[Joint], sizes: dict[str, Any]) -> tuple[tu
 
 
 def _size(text: str, sizes: dict[str, Any]) -> int:
-    """A product of numbers and fields, or one by another."""
+    """A product of numbers and fields, one by another, or one less another."""
+    if "-" in text:
+        more, _, less = text.partition("-")
+        return _size(more, sizes) - _size(less, sizes)
 
     def factor(text: str) -> int:
         key, _, index = text.partition(".")
         value = int(text) if text.isdecimal() else sizes.get(key)
+        if isinstance(value, dict):
+            value = value.get(index)
         if isinstance(value, list):
             value = value[int(index)] if index and len(value) > int(index) else len(value)
         value = sizes.get(value) if isinstance(value, str) else value

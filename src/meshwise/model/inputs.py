@@ -153,7 +153,8 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
             tokens, along = (tiles * along**2 + whole) // square**2, along // patches.patch
             return CutImage(tiles + 1, along, along, num_tokens=tokens)
         height, width = _rounded(height, width, square, sizing.min_pixels, sizing.max_pixels)
-        return CutImage(1, height // patches.patch, width // patches.patch)
+        ends = height // square + 2 if sizing.row_ends else 0
+        return CutImage(1, height // patches.patch, width // patches.patch, row_ends=ends)
     if sizing.kind == "rows":
         longest = patches.width
         shrink = max(width / longest, height / longest, 1.0)
@@ -186,7 +187,8 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
     rows, columns = patches.height // patches.patch, patches.width // patches.patch
     if sizing.kind == "joined":
         return CutImage(1, tiles * rows, columns, row_ends=tiles)
-    return CutImage(tiles + (tiles > 1), rows, columns)
+    number = tiles + (tiles > 1)
+    return CutImage(number, rows, columns, num_tokens=number * sizing.tokens)
 
 
 def _rounded(height: int, width: int, square: int, least: int, most: int) -> tuple[int, int]:

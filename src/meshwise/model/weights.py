@@ -30,6 +30,8 @@ from meshwise.model.architecture import (
 )
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
+IMAGE = "image_"
+"""What the names of experts begin with that no token of text visits."""
 TIME_WIDTH = 256
 """Sines and cosines that a diffusion transformer's time, or guidance, is written in."""
 
@@ -213,7 +215,7 @@ def _attention(model: Model) -> Iterator[Weight]:
     if model.sinks:
         yield _learned(module, "sinks", model.num_heads, op="core", cut=COLUMNS)
     width = model.num_heads * model.value_dim
-    if model.low_rank:
+    if model.low_rank and model.low_rank.out:
         groups, rank = model.low_rank.groups, model.low_rank.out
         yield _learned(module, "o_down", groups, width // groups, rank, cut=COLUMNS)
         width = groups * rank
@@ -450,6 +452,11 @@ def _moe(model: Model) -> Iterator[Weight]:
     yield from _feed_forward(
         model, module, moe.ffn_hidden, prefix="expert_", experts=moe.held, hidden=moe.latent
     )
+    if moe.image_ffn_hidden:
+        for weight in _feed_forward(
+            model, module, moe.image_ffn_hidden, prefix="expert_", experts=moe.num_experts
+        ):
+            yield replace(weight, name=f"{IMAGE}{weight.name}")
     if moe.latent:
         for name, d_in, d_out in (("latent_down", hidden, moe.latent), ("latent_up", moe.latent, hidden)):
             yield from _linear(module, name, d_in, d_out, bias=model.linear_bias, gradient="part")
@@ -683,6 +690,8 @@ def num_active_params(model: Model) -> int:
     moe = model.moe
     if moe is None:
         return num_params(model)
-    experts = block_weights(model, Layer(moe=True))
-    one_expert = num_weights(weight for weight in experts if weight.is_expert) // moe.held
-    return num_params(model) - num_moe_layers(model) * round(moe.held - moe.computed) * one_expert
+    experts = [weight for weight in block_weights(model, Layer(moe=True)) if weight.is_expert]
+    of_images = num_weights(weight for weight in experts if weight.name.startswith(IMAGE))
+    one_expert = (num_weights(experts) - of_images) // moe.held
+    unused = of_images + round(moe.held - moe.computed) * one_expert
+    return num_params(model) - num_moe_layers(model) * unused

@@ -63,7 +63,7 @@ def attention(model: Model, cut: Cut, x: Tensor) -> Stated:
     """
     normed = yield from _entry_norm(model, cut, ATTENTION, "norm1", x)
     mixed = yield from (_qkv if model.mla is None else _latent_qkv)(model, cut, normed)
-    if model.low_rank:
+    if model.low_rank and model.low_rank.out:
         mixed = yield from _through_latents(model.low_rank, cut, mixed)
     out = yield from row_linear(
         ATTENTION, "out_proj", "o", mixed, model.hidden, cut, bias=model.out_bias,
