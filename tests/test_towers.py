@@ -48,7 +48,7 @@ VISION: dict[str, dict[str, Any]] = {
     "phi4_multimodal": {},
     "lfm2_vl": {"hidden_size": 1152, "vision_use_head": False},
     "ernie4_5_vl_moe": {},
-    "hunyuan_vl": {"out_hidden_size": 4096},
+    "hunyuan_vl": {},
     "ovis2": {"image_size": 448, "hidden_stride": 2, "vocab_size": 65536},
     "aria": {"image_size": 980, "patch_size": 14},
     "janus": {},

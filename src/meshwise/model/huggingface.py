@@ -219,14 +219,14 @@ def _tower(
     name = tower.key.rpartition(".")[2].partition("_")[0]
     name = {"img": "vision", "vq": "vision"}.get(name, name)
     spelling = spellings()[family]
-    config = spelling.nested | config
+    config = spelling.nested | config | {"text": text_width}
     if spelling.block == "none":  # known by its sizes alone
-        sizes = config | raw | {"tower": config["hidden_size"], "text": text_width}
-        counted = _left_out(f"{name} tower", spelling.joints, config | {"text": text_width})
+        sizes = config | raw | {"tower": config["hidden_size"]}
+        counted = _left_out(f"{name} tower", spelling.joints, config)
         return [*counted, *_left_out("projector", tower.joints, sizes)], []
     found = Model(name=family, **_fields(config | {"architectures": None}, family, nested=True))
     encoder = replace(checked_model(found, family), left_out=())
-    sizes = config | raw | {"tower": found.hidden, "text": text_width}
+    sizes = config | raw | {"tower": found.hidden}
     counted = (
         (f"{name} tower", num_params(found)), *found.left_out, *_left_out("projector", tower.joints, sizes)
     )  # fmt: skip
