@@ -75,12 +75,27 @@ def test_flop_of_scores_of_distances() -> None:
     assert model_flop(model, 256) == 61_544_595_456
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_fsdp2_cuts_an_encoder_and_a_decoder_like_other_blocks(name: str) -> None:
+    """fp32 shards and two moments; the ops are those of Megatron-LM."""
+    work = {"batch": 8, "seq": 256}
+    megatron, fsdp2 = (
+        mw.estimate(MODELS[name], "h100-80g-sxm:4", f"zero=3{own}", **work)
+        for own in ("", ",implementation=fsdp2")
+    )
+    fp32_bytes = megatron.memory_bytes["gradients"]  # of what trains, a quarter on each rank
+    for part, times in (("gradients", 1), ("optimizer", 2)):
+        assert fsdp2.memory_bytes[part] == pytest.approx(times * fp32_bytes, rel=0.001), part
+    assert fsdp2.memory_bytes["weights"] == pytest.approx(4 * num_params(MODELS[name]) / 4, rel=0.001)
+    assert fsdp2.flop_per_step == megatron.flop_per_step
+
+
 @pytest.mark.parametrize(
     ("plan", "kind"),
     [
         ("pp=2", "train"),
         ("cp=2", "train"),
-        ("implementation=fsdp2", "train"),
+        ("implementation=huggingface", "train"),
         ("layout=2d:2x2", "train"),
     ],
 )

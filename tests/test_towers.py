@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 import meshwise as mw
 from meshwise.core.errors import MeshwiseError
+from meshwise.estimate.one_plan import model_flop
+from meshwise.estimate.tower import num_positions
 from meshwise.model.architecture import Layer, Model, layer_counts
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
@@ -203,6 +206,26 @@ def test_flop_of_a_conformer_follow_from_its_sizes() -> None:
     scores = 12 * pairs * (4 * d + 8 * 8)  # whose soft cap takes 8 FLOP in each of 8 heads
     flop = 2 * tokens * (12 * matrices + before + d * out + out * TEXT["hidden_size"]) + scores
     assert with_it.flop_per_step - without.flop_per_step == pytest.approx(flop, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "seconds", "flop"),
+    [
+        ("gemma4", 7.5, 110_348_222_464),
+        ("gemma3n", 7.5, 247_131_045_888),
+        ("phi4_multimodal", 8.0, 99_632_529_408),
+        ("qwen3_omni_moe_thinker", 8.0, 168_343_306_240),
+    ],
+)
+def test_flop_of_an_encoder_of_sound_flop_counter_mode(family: str, seconds: float, flop: int) -> None:
+    """Torch's FlopCounterMode over one forward of the class of transformers 5.24, less its projection.
+
+    Ends of the sound are padded by each convolution, and Gemma computes attention in blocks.
+    """
+    tower = with_inputs(hearing(family), Inputs(audio_s=seconds)).towers[-1]
+    encoder = replace(tower.encoder, attention_softcap=False)
+    assert tower.num_inputs == 1
+    assert model_flop(encoder, num_positions(encoder)) == pytest.approx(flop, rel=0.01)
 
 
 def test_a_conformer_keeps_what_its_convolution_makes() -> None:

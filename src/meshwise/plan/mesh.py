@@ -358,7 +358,7 @@ def _encoder_rules(mesh: Mesh) -> Iterator[Rule]:
     for what, stated in (
         ("a pipeline", mesh.pp > 1),
         ("context parallelism", mesh.cp > 1),
-        (f"implementation={mesh.plan.implementation}", mesh.plan.implementation != "megatron"),
+        (f"implementation={mesh.plan.implementation}", mesh.plan.implementation == "huggingface"),
     ):
         yield Rule(
             stated,
