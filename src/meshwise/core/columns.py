@@ -18,12 +18,17 @@ class Kinds:
     kind: NDArray[np.intp]
 
     def of_kinds(self, value: Num) -> Num:
-        """A number [..., columns] as [..., kinds]; one that all columns share as it is."""
-        return np.take(value, self.first, axis=-1) if np.shape(value)[-1:] == self.kind.shape else value
+        """A number [..., columns] as [..., kinds]."""
+        return some_columns(value, self.first, len(self.kind))
 
     def of_columns(self, value: Num) -> Num:
         """A number [..., kinds] as [..., columns]."""
-        return np.take(value, self.kind, axis=-1) if np.shape(value)[-1:] == self.first.shape else value
+        return some_columns(value, self.kind, len(self.first))
+
+
+def some_columns(value: Num, places: NDArray[np.intp], num: int) -> Num:
+    """A number [..., `num` columns] at some of them; one that all columns share as it is."""
+    return np.take(value, places, axis=-1) if np.shape(value)[-1:] == (num,) else value
 
 
 def distinct_columns(table: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

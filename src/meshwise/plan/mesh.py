@@ -138,6 +138,11 @@ class Mesh:
         return self.tp * self.cp * self.dp / (self.etp * self.ep)
 
     @property
+    def is_interleaved(self) -> Any:
+        """Where the schedule is the interleaved one."""
+        return self.schedule == _INTERLEAVED
+
+    @property
     def is_paired(self) -> Any:
         """Where DualPipe pairs microbatches of experts (`plan.is_paired`)."""
         return is_paired(self.schedule, self.ep)
@@ -647,7 +652,7 @@ def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         is_even = stages is not None or mesh.serves or mesh.plan.implementation == "fsdp2"
         fewer = 2.0 if is_even else 2.0 * np.ceil(layers / num_chunks)
         yield Rule(
-            (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > fewer),
+            mesh.is_interleaved & (-layers % num_chunks > fewer),
             "{model.num_layers} layers of {model.name} do not divide by {chunks} chunks (pp x vpp), of which "
             "an interleaved schedule may shorten the first and the last; change pp or vpp, or list stages",
             values={"chunks": num_chunks},

@@ -26,7 +26,6 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 
 V_SHAPED = ("zb-v", "dualpipe-v")
-_INTERLEAVED = SCHEDULES.index("interleaved")
 ROUND, FOLDED, MIRRORED = 0, 1, 2
 """How chunks come to ranks: round and round; down and back up; from both ends, half of the batch each."""
 
@@ -130,7 +129,7 @@ def loses_step(model: Model, mesh: Mesh) -> Any:
     num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers + sum(mesh.ends)
     is_shorter_within = (-layers % num_chunks > 2) | (np.maximum(*mesh.ends) > layers // num_chunks)
     is_moved = (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
-    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | mesh.is_paired & is_moved
+    return mesh.is_interleaved & is_shorter_within | mesh.is_paired & is_moved
 
 
 def differ(model: Model, mesh: Mesh) -> Any:

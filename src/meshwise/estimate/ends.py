@@ -1,0 +1,207 @@
+"""Ends: how many layers fewer the first and the last chunk of a pipeline hold (`Mesh.ends`).
+
+Embedding and head take as long as some layers; first layers of another kind (dense ones before experts) count
+for what they take less. Ends are rounded up or down, or none, whichever makes the slowest stage fastest
+(`best_ends`). Others may make the whole step faster, if stages differ in what they exchange or update: those
+around the ends with which the stages are as even as can be in seconds and in weights (`other_ends`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.columns import distinct_columns
+from meshwise.core.units import Num
+from meshwise.estimate.memory import held_params, recomputed
+from meshwise.estimate.priced_part import DENSE, EXPERTS
+from meshwise.estimate.step import PricedParts, tower_parts, tower_time
+from meshwise.estimate.timing import Machine
+from meshwise.estimate.tower import FRONT
+from meshwise.model.architecture import Model, layer_kind, layer_kinds
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import loses_step, stages_of
+from meshwise.program.parts import cut_of
+
+Ends = tuple[Num, Num]
+Weights = Sequence[Num]
+"""What each part of a model weighs: embedding, blocks by kind, head."""
+
+AROUND = np.array([*itertools.product((1.0, 0.0, -1.0, -2.0), repeat=2)]).T[:, :, None]
+"""What is added to ends to try those around them [first or last, tried, plans]."""
+
+
+def best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Num]:
+    """The `ends` with which the slowest stage is fastest; `seconds` of each part a microbatch."""
+    exact = _ends(model, seconds)
+    first, last = (np.ceil(end) for end in exact)
+    ends: tuple[Num, Num] = (0.0, 0.0)
+    (fastest_s,) = _heaviest(model, replace(mesh, ends=ends), [seconds])
+    rounded = ((first - down, last - 1.0 + up) for down, up in itertools.product((0.0, 1.0), repeat=2))
+    for tried in itertools.chain(rounded, _in_step(model, mesh, exact)):
+        (slowest_s,) = _heaviest(model, of := replace(mesh, ends=tried), [seconds])
+        is_faster = (slowest_s < fastest_s) & (mesh.pp > 1) & ~loses_step(model, of)
+        fastest_s = np.where(is_faster, slowest_s, fastest_s)[()]
+        ends = ends[0] + is_faster * (tried[0] - ends[0]), ends[1] + is_faster * (tried[1] - ends[1])
+    return ends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tried:
+    """Other ends, one of each plan; what its slowest stage takes with them, infinite where it has no more."""
+
+    ends: Ends
+    slowest_s: Num
+
+
+def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Iterator[Tried]:
+    """Ends with which no others beat both the slowest and the heaviest stage, but those that `mesh` has.
+
+    The fastest of each plan come first. Plans of one layout and one recomputation have the same: the arrays
+    have one place for whatever else they differ in.
+    """
+    weights = part_weights(model, mesh, machine, parts, again=1.0)
+    matters = mesh.recompute, mesh.recompute_layers, mesh.pp, mesh.vpp, mesh.schedule, *mesh.ends
+    shape = np.broadcast_shapes(*map(np.shape, itertools.chain(matters, *weights)))
+    flat = partial(_flat, shape=shape)
+    mesh, weights = mesh.mapped(flat), [list(map(flat, weight)) for weight in weights]
+    own = np.stack([np.broadcast_to(end, prod(shape)) for end in mesh.ends])
+    number, ends = _ends_around(model, mesh, weights, own)
+    at = partial(_at, places=number)
+    tried = replace(mesh.mapped(at), ends=tuple(ends))
+    heaviest = _heaviest(model, tried, [list(map(at, weight)) for weight in weights])
+    slowest_s, *params = (np.broadcast_to(one, number.shape) for one in heaviest)
+    is_unbeaten = np.any([_unbeaten(number, slowest_s, most) for most in params], axis=0)
+    is_other = np.any(ends != own[:, number], axis=0)
+    order = np.lexsort((slowest_s, number))
+    order = order[(is_unbeaten & is_other)[order]]
+    number, table = number[order], np.stack([*ends, slowest_s])[:, order]
+    nth = np.arange(len(number)) - np.searchsorted(number, number)
+    for k in range(np.max(nth, initial=-1) + 1):
+        of_plans = np.stack([*own, np.full(prod(shape), np.inf)])
+        of_plans[:, number[nth == k]] = table[:, nth == k]
+        first, last, slowest = of_plans.reshape(3, *shape)
+        yield Tried((first[()], last[()]), slowest[()])
+
+
+def _flat(value: Num, shape: tuple[int, ...]) -> Num:
+    """A number of a grid at the places of a `shape`, the first along the axes that it lacks, as a row."""
+    if not isinstance(value, np.ndarray) or not shape:
+        return value
+    sizes = ((1,) * value.ndim + shape)[-value.ndim :]
+    first = value[tuple(map(slice, sizes))]
+    return np.broadcast_to(first.reshape(first.shape[-len(shape) :]), shape).ravel()
+
+
+def _at(value: Num, places: NDArray[np.intp]) -> Num:
+    return value[places] if isinstance(value, np.ndarray) else value
+
+
+def _ends_around(
+    model: Model, mesh: Mesh, weights: Sequence[Weights], own: NDArray[np.float64]
+) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """A plan's number, and ends: its `own`, none, and those around the ones that are even in a weight."""
+    tried: list[NDArray[np.float64]] = [own[:, None], np.zeros_like(own[:, None])]
+    for weight in weights:
+        exact = _ends(model, weight)
+        tried.append(
+            np.ceil(np.stack([np.broadcast_to(end, own.shape[1]) for end in exact]))[:, None] + AROUND
+        )
+        tried += [
+            np.stack(np.broadcast_arrays(*ends, own[0])[:2])[:, None] for ends in _in_step(model, mesh, exact)
+        ]
+    first, last = np.concatenate(tried, axis=1)
+    runs = ~loses_step(model, replace(mesh, ends=(first, last))) & (mesh.pp > 1)
+    table = np.stack([np.nonzero(runs)[1], first[runs], last[runs]])
+    number, *ends = table[:, distinct_columns(table)[0]]
+    return number.astype(np.intp), np.stack(ends)
+
+
+def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[Num, Num]]:
+    """`ends` with which all chunks of an interleaved schedule but the first and the last are alike.
+
+    Both together hold as many layers fewer as leave a multiple of the chunks: the next below and above what
+    the ends cost, so divided that both take as long, each rounded up and down.
+    """
+    num_chunks = mesh.pp * mesh.vpp
+    needs = mesh.is_interleaved & (-model.num_layers % num_chunks > 0)
+    if not np.any(needs):
+        return
+    least = tuple(np.minimum(np.ceil(end), 0.0) - 1.0 for end in ends)  # light layers: the chunk holds more
+    missing = -model.num_layers % num_chunks
+    below = missing + np.floor((sum(ends) - missing) / num_chunks) * num_chunks
+    for fewer, up in itertools.product((below, below + num_chunks), (0.0, 1.0)):
+        first = np.floor((fewer + ends[0] - ends[1]) / 2.0) + up
+        most = (model.num_layers + fewer) // num_chunks
+        lowest, highest = np.maximum(least[0], fewer - most), np.minimum(most, fewer - least[1])
+        first, holds = np.clip(first, lowest, highest), needs & (lowest <= highest)
+        yield holds * first, holds * (fewer - first)  # other cells have none, as alone
+
+
+def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:
+    """How many layers embedding (with the first layers, if they are of another kind) and head take."""
+    embedding, *blocks, head = seconds
+    first, regular = _layers_by_kind(model)
+    layer_s = sum(n * block_s for n, block_s in zip(regular, blocks, strict=True)) / sum(regular)
+    front_s = embedding + sum(n * (block_s - layer_s) for n, block_s in zip(first, blocks, strict=True))
+    return front_s / layer_s, head / layer_s
+
+
+@lru_cache(maxsize=256)
+def _layers_by_kind(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers of each kind: of the first ones, if their kind does not come again, and of the others."""
+    layers = [layer_kind(model, layer) for layer in range(model.num_layers)]
+    start = next((i for i, layer in enumerate(layers) if layer != layers[0]), 0)
+    start = 0 if layers[0] in layers[start:] else start
+    counts = (Counter(some) for some in (layers[:start], layers[start:]))
+    first, regular = (tuple(count[kind] for kind in layer_kinds(model)) for count in counts)
+    return first, regular
+
+
+def _heaviest(model: Model, mesh: Mesh, weights: Sequence[Weights]) -> list[Num]:
+    """The most that a stage weighs in each of the `weights`: what a microbatch passes of it."""
+    heaviest: list[Num] = [0.0 for _ in weights]
+    for stage in stages_of(model, mesh):
+        held = stage.embeddings, *stage.layers, stage.heads
+        counts = [(stage.num_stages > 0) * stage.share * count for count in held]
+        for i, weight in enumerate(weights):
+            heaviest[i] = np.maximum(heaviest[i], sum(map(operator.mul, counts, weight)))
+    return heaviest
+
+
+def part_weights(
+    model: Model, mesh: Mesh, machine: Machine, parts: PricedParts, again: float
+) -> list[Weights]:
+    """Seconds of a microbatch, with `again` times what all layers recompute; dense weights; experts."""
+    by_part = list(parts.spread().values())
+    seconds = [part.total_s if mesh.trains else part.forward_s for part in by_part]
+    for tower in tower_parts(model, mesh, machine):
+        seconds[0] = seconds[0] + tower_time(tower, FRONT, machine).total_s
+    if again:
+        selective, full = recomputed(replace(FRONT, layers=(model.num_layers / mesh.pp,)), mesh)
+        for i, block in enumerate(by_part[1:-1], 1):
+            seconds[i] = seconds[i] + again * (selective * block.core_s + np.floor(full) * block.again_s)
+    kinds = (DENSE,) if model.moe is None else (DENSE, EXPERTS)
+    head = replace(FRONT, embeddings=0.0, heads=1.0, layers=(0.0,) * len(by_part[1:-1]))
+    of_head = held_params(model, head, by_part, cut_of(mesh))  # a tied table may lie there again
+    params = [[part.held[kind].params for part in by_part] for kind in kinds]
+    return [seconds, *params, *([[*params[DENSE][:-1], of_head[DENSE].params]] * model.tied_embedding)]
+
+
+def _unbeaten(number: NDArray[np.intp], slowest_s: NDArray[Any], params: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which ends no others of the same plan beat in both the slowest stage and the one with most weights."""
+    order = np.lexsort((params, slowest_s, number))
+    share = params[order] / np.maximum(np.max(params, initial=0.0), 1.0)
+    falling = share - 2.0 * number[order]  # less in each plan than in all before it
+    is_unbeaten = np.zeros(number.shape, dtype=bool)
+    is_unbeaten[order] = falling < np.concatenate([[np.inf], np.minimum.accumulate(falling)[:-1]])
+    return is_unbeaten
