@@ -12,7 +12,7 @@ import tasks
 from jobs import Job, write_job
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.runs import published_runs, read_runs
-from meshwise.core.each import Lost, each, on_ray, telling
+from meshwise.core.each import Lost, Worker, each, on_ray, telling
 from meshwise.core.errors import DataError
 
 
@@ -135,3 +135,11 @@ def test_rows_of_a_fit_are_the_same_on_a_cluster_that_loses_a_node(two_nodes, mo
     with two_nodes() as address, on_ray(address):
         there = fit_steps.linearize(fit_steps.catalog_constants(), rows, fit_steps.MEMORY)
     assert len(rows) > 16 and (alone.miss == there.miss).all() and (alone.slopes == there.slopes).all()
+
+
+def test_a_closed_worker_starts_no_process():
+    worker = Worker()
+    assert worker.call(abs, -1) == (1, None)
+    worker.close()
+    with pytest.raises(OSError, match="closed"):
+        worker.call(abs, -1)

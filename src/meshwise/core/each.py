@@ -169,7 +169,7 @@ def _in_processes(ask: Callable[..., Any], items: Sequence[Any], jobs: int) -> I
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            worker.end()
+            worker.close()
         threads.shutdown()
 
 
@@ -229,6 +229,8 @@ class Worker:
     _process: subprocess.Popen[bytes] | None = None
     _calls: Connection = field(init=False)
     _errors: IO[str] = field(init=False)
+    _is_closed: bool = False
+    _starting: threading.Lock = field(default_factory=threading.Lock)
 
     def call(
         self, function: Callable[[Any], Any], item: Any, timeout_s: float | None = None
@@ -247,6 +249,12 @@ class Worker:
         return Lost(reason, time.monotonic() - begin), None
 
     def _started(self) -> subprocess.Popen[bytes]:
+        with self._starting:
+            if self._is_closed:
+                raise OSError("closed")
+            return self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.end()
             self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -268,6 +276,12 @@ class Worker:
         self._errors.seek(0)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"the process {how}: {last_line(self._errors.read())}".removesuffix(": ")
+
+    def close(self) -> None:
+        """End the process, from any thread, and start no other."""
+        with self._starting:
+            self._is_closed = True
+            self.end()
 
     def end(self) -> None:
         """End the process and every one that it started."""

@@ -136,22 +136,26 @@ class _Bound:
     """What plans take at least with any ends: stages that take `mean_s` by phase, and once a step `rest_s`.
 
     All stages together take what they take, so the slowest takes at least the mean; of what they differ in
-    else, the largest is at least the smallest. Stragglers take `slowed` times as long.
+    else, the largest is at least the smallest. Where exchanges slow every microbatch (`is_bound`), the
+    slowest stage may hide all that the others wait. Stragglers take `slowed` times as long.
     """
 
     mean_s: Sequence[Num]
+    is_bound: Num
     hop_s: Num
     rest_s: Num
     slowed: float
 
     def step_s(self, mesh: Mesh, slowest_s: Num) -> Num:
         """The least step where the slowest stage takes `slowest_s`."""
-        waits = sum(waits_s(mesh, self.mean_s, self.hop_s, slowest_s))
+        lead_s = slowest_s + (3.0 * mesh.pp * self.is_bound - 1.0) * sum(self.mean_s)
+        waits = sum(waits_s(mesh, self.mean_s, self.hop_s, lead_s))
         return self.slowed * (mesh.num_microbatches * slowest_s + waits + self.rest_s)
 
     def mapped(self, of: Callable[[Num], Num]) -> _Bound:
         """The bound with something done to each of its times."""
-        return _Bound(list(map(of, self.mean_s)), of(self.hop_s), of(self.rest_s), self.slowed)
+        mean_s = list(map(of, self.mean_s))
+        return _Bound(mean_s, of(self.is_bound), of(self.hop_s), of(self.rest_s), self.slowed)
 
 
 def _bound(found: StepCost, machine: Machine) -> _Bound:
@@ -159,6 +163,7 @@ def _bound(found: StepCost, machine: Machine) -> _Bound:
     lone_s = _least(found, lambda cost: cost.time.unpaired_s)
     return _Bound(
         mean_s=mean_phases_s(mesh, found.stages),
+        is_bound=(sum(cost.exposed_s for cost in found.stages) > 0.0) * 1.0,
         hop_s=found.hop_s,
         rest_s=np.minimum(mesh.pp, mesh.num_microbatches) * lone_s
         + _least(found, lambda cost: cost.comm_dp_s)

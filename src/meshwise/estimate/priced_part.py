@@ -345,14 +345,17 @@ def _hidden_behind_compute(
     """`priced` with the collectives of the axes `hide` behind compute, and what is hidden behind another one.
 
     Those of tensor parallelism hide behind all compute of their phase. Those of experts hide behind the other
-    microbatch of a pair, whose backward runs beside the forward: behind all compute of both. What that spares
-    is not spared to a microbatch without a partner.
+    microbatch of a pair, whose backward runs beside the forward: behind all compute of both, and what sticks
+    out of an axis that hid before. What that spares is not spared to a microbatch without a partner.
     """
     unpaired_s: Num = 0.0
     for axis in hide:
         for phases in ((FORWARD, BACKWARD, WEIGHT),) if axis == "ep" else ((FORWARD,), (BACKWARD,)):
             mine = [row for row in priced if row.phase in phases]
-            busy_s = sum(row.spent_s for row in mine if row.op.kind != "collective")
+            first = hide[: hide.index(axis)]
+            busy_s = sum(
+                row.spent_s for row in mine if row.op.kind != "collective" or row.op.axis[:2] in first
+            )
             behind = {id(row): row for row in mine if row.op.kind == "collective" and row.op.axis[:2] == axis}
             comm_s = sum(row.spent_s for row in behind.values())
             share = exposed_share(comm_s, busy_s, _not_hidden_frac(axis, list(behind.values()), machine))

@@ -85,7 +85,8 @@ class StageCost:
     """One kind of stage: what it holds, its times per microbatch, what it does once a step, its memory.
 
     `exchanged` are the collectives of its replicas with the seconds that the links need for all of each;
-    of their sum the step pays `comm_dp_s`, and its first microbatch waits `filling_s` for weights.
+    of their sum the step pays `comm_dp_s`, and its first microbatch waits `filling_s` for weights. On the
+    slowest stage those of every microbatch make one `exposed_s` longer.
     `update`: what the optimizer gathers and multiplies, with the seconds of all of each, part of
     `optimizer_s`. `gradient_bytes`: what the optimizer reads; `kept_bytes`: the most that is kept for the
     backward at once. Of both the moment of `memory`, its peak, may hold less. `towers`: what it holds of each
@@ -98,6 +99,7 @@ class StageCost:
     memory: Memory
     exchanged: list[tuple[Exchange, Num]]
     comm_dp_s: Num
+    exposed_s: Num
     filling_s: Num
     optimizer_s: Num
     update: list[tuple[Exchange | Op, Num]]
@@ -249,7 +251,7 @@ def _stage_cost(
     """
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
-    exchanged, comm_dp_s, filling_s = _exchanged(
+    exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(
         model, stage, held, units, shared, kinds, time, idle_s, mesh, cut, machine
     )
     if units:
@@ -266,8 +268,8 @@ def _stage_cost(
     optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
-        filling_s=filling_s, optimizer_s=optimizer_s, update=update, gradient_bytes=gradients,
-        kept_bytes=kept,
+        exposed_s=exposed_s, filling_s=filling_s, optimizer_s=optimizer_s, update=update,
+        gradient_bytes=gradients, kept_bytes=kept,
     )  # fmt: skip
 
 
@@ -278,8 +280,9 @@ def _is_fsdp2(cut: Cut) -> bool:
 def _exchanged(
     model: Model, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], shared: Sequence[Op],
     kinds: Kinds | None, time: StageTime, idle_s: Num, mesh: Mesh, cut: Cut, machine: Machine,
-) -> tuple[list[tuple[Exchange, Num]], Num, Num]:  # fmt: skip
-    """The exchanges of a stage's replicas with their time on the links; what step and first microbatch pay.
+) -> tuple[list[tuple[Exchange, Num]], Num, Num, Num]:  # fmt: skip
+    """The exchanges of a stage's replicas with their time on the links; what the step pays, what every
+    microbatch would on the slowest stage, and what the first one waits.
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
     sticks out, and likewise the gather of the first block's weights. It does not travel while other
@@ -288,7 +291,7 @@ def _exchanged(
     `shared_weights`; `kinds`: rows that exchange alike.
     """
     if not mesh.trains:
-        return [], 0.0, 0.0
+        return [], 0.0, 0.0, 0.0
     overheads = machine.overheads
     alone = (mesh.pp == 1) * 1.0 if units else 1.0
     rounds = 1.0 + (mesh.zero >= 3) * alone * (mesh.num_microbatches - 1.0)
@@ -319,8 +322,8 @@ def _exchanged(
     behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
     pieces = np.maximum(stage.layers_passed, 1.0)
     first_s = behind_forward / pieces
-    free_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")), idle_s)
-    forward_s, backward_s = (_window(mesh) * each_s for each_s in free_s)
+    is_far = machine.leaves_node(mesh.replicas, mesh.stride("cp"))
+    forward_s, backward_s = (_window(mesh) * each_s for each_s in time.free_s(is_far, idle_s))
 
     beside_forward = behind_forward - first_s
     slowed_frac = overheads.interference_frac
@@ -340,7 +343,10 @@ def _exchanged(
     overlapped_s = np.maximum(overlapped_s, alone_s - rounds * (forward_s + backward_s) * alone)
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
     filling_s = (1.0 - alone) * np.maximum(behind_forward - mesh.overlap_dp * forward_s, first_s)
-    return [*found, *own], paid_s + own_s, filling_s
+    recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
+    recurring_s = (recurring_s + (reductions > 1) * reductions * grads_s) / mesh.num_microbatches
+    exposed_s = np.maximum(recurring_s - mesh.overlap_dp * sum(time.free_s(is_far, 0.0)), 0.0)
+    return [*found, *own], paid_s + own_s, exposed_s, filling_s
 
 
 def _window(mesh: Mesh) -> Num:
@@ -455,6 +461,7 @@ def _with_tower(own: StageCost, tower: TowerParts, machine: Machine) -> StageCos
         ),
         exchanged=[*own.exchanged, *((one, is_there * seconds) for one, seconds in cost.exchanged)],
         comm_dp_s=own.comm_dp_s + is_there * cost.comm_dp_s,
+        exposed_s=own.exposed_s + is_there * cost.exposed_s,
         filling_s=own.filling_s + is_there * cost.filling_s,
         optimizer_s=own.optimizer_s + cost.optimizer_s,
         update=[*own.update, *cost.update],
@@ -553,7 +560,7 @@ def _pipeline_waits(
 
     The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
     """
-    bubble, comm_pp = waits_s(mesh, mean_phases_s(mesh, costs), hop_s, slowest_s)
+    bubble, comm_pp = waits_s(mesh, mean_phases_s(mesh, costs), hop_s, lead_s(mesh, costs, slowest_s))
     if mesh.plan.stages and mesh.trains and np.any(is_own := differ(model, mesh)):  # of any shape: played
         times = times_of_chunks(model, chunks(model, mesh.plan.stages), mesh, by_part, towers, cut, machine)
         played_s = [_played_s(mesh, times, hop_s=hop) for hop in (0.0, hop_s)]
@@ -573,11 +580,17 @@ def mean_phases_s(mesh: Mesh, costs: Sequence[StageCost]) -> list[Num]:
     ]
 
 
-def waits_s(mesh: Mesh, mean_s: Sequence[Num], hop_s: Num, slowest_s: Num) -> tuple[Num, Num]:
-    """The bubble, and what messages add, of stages that take `mean_s` by phase and at most `slowest_s`."""
+def lead_s(mesh: Mesh, costs: Sequence[StageCost], slowest_s: Num) -> Num:
+    """What a microbatch takes longer on the slowest stage than in the mean: its ops, or its exchanges."""
+    paces_s = [cost.time.total_s + cost.exposed_s for cost in costs]
+    mean_s = sum(map(operator.mul, paces_s, [cost.stage.num_stages for cost in costs])) / mesh.pp
+    return reduce(np.maximum, paces_s, slowest_s) - mean_s
+
+
+def waits_s(mesh: Mesh, mean_s: Sequence[Num], hop_s: Num, lead_s: Num) -> tuple[Num, Num]:
+    """The bubble, and what messages add, of stages that take `mean_s` by phase and at most `lead_s` more."""
     f_s, b_s, w_s = mean_s
     sizes = mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s
-    lead_s = slowest_s - (f_s + b_s + w_s)
     bubble, with_hops_s = (bubble_s(*sizes, each_hop_s, lead_s) for each_hop_s in (0.0, hop_s))
     return bubble, (with_hops_s - bubble + _held_s(mesh, hop_s)) * (1.0 if mesh.trains else 0.5)
 
