@@ -256,6 +256,7 @@ class Config(msgspec.Struct):
     pools: tuple[str, ...] = ("", *POOLED)
     is_decoder: bool = False
     num_labels: int | None = None
+    token_classification_bias: bool = True
     id2label: dict[str, Any] | None = None
 
 

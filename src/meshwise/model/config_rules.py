@@ -955,7 +955,7 @@ def _decoder_head(c: Config, purpose: str) -> Fields:
     is_bare = name.endswith("Model") and not name.endswith(("VLChatModel", "OmniModel"))
     if purpose in _PREDICTS or not (purpose or is_bare):
         return {}
-    bias = {"classifier_bias": purpose in _OF_TOKENS}
+    bias = {"classifier_bias": purpose in _OF_TOKENS and c.token_classification_bias}
     return _NO_LOGITS | (_classifier(c, purpose) | bias if purpose else {})
 
 

@@ -192,7 +192,8 @@ def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
     above = {"architectures": raw.get("architectures")} | (
         {} if tied is None else {"tie_word_embeddings": tied}
     )
-    labels = {key: raw[key] for key in ("id2label", "num_labels") if key in raw}
+    named = ("id2label", "num_labels", "token_classification_bias")
+    labels = {key: raw[key] for key in named if key in raw}
     fields = _fields(text | above | labels, _part_family(text, family), nested=True)
     left_out: list[tuple[str, int]] = []
     towers: list[Tower] = []
