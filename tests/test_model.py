@@ -161,6 +161,15 @@ def test_a_model_that_is_not_there(text: str, tmp_path: Path, monkeypatch: pytes
         ("deepseek-ai/DeepSeek-V3.2", "deepseek-v3.2"),
         ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
         ("LLAMA3.1_405B", "llama3-405b"),
+        ("mistralai/Mistral-Large-3-675B-Instruct-2512", "mistral-large-3"),
+        ("allenai/Olmo-3-7B-Think", "olmo-3-7b"),
+        ("MiniMaxAI/MiniMax-Text-01", "minimax-text-01"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1_5", "nemotron-super-49b"),
+        ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
+        ("xai-org/grok-1", "grok-1"),
+        ("Snowflake/snowflake-arctic-base", "snowflake-arctic"),
+        ("stepfun-ai/Step-3.5-Flash-FP8", "step-3.5-flash"),
+        ("XiaomiMiMo/MiMo-7B-RL", "mimo-7b"),
     ],
 )
 def test_a_preset_is_found_by_the_name_that_people_write(text: str, name: str) -> None:
