@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,55 +78,44 @@ def _with_faster_ends(
     if wants is not None:
         is_open = is_open & wants(found.mesh, least_s, _least(found, lambda cost: cost.memory.total))
     is_open = np.atleast_1d(np.broadcast_to(is_open, np.shape(worth_s)))
-    (rows,) = np.nonzero(np.any(is_open, axis=tuple(range(is_open.ndim - 1))))
+    rows = _rows_with(is_open)
     if not rows.size:
         return found
     of_rows = partial(some_columns, places=rows, num=is_open.shape[-1])
     mesh, parts, bound = found.mesh.mapped(of_rows), parts.of_rows(rows), bound.mapped(of_rows)
-    step_s, worth_s, memory_bytes = map(of_rows, (found.step_s, worth_s, found.memory_bytes))
-    best = replace(found, mesh=mesh, step_s=step_s, memory_bytes=memory_bytes)
-    for tried in other_ends(model, mesh, machine, parts):
-        if np.any(bound.step_s(mesh, tried.slowest_s) < worth_s):
-            cost = price_step(model, replace(mesh, ends=tried.ends), machine, None, parts)
-            is_better = (cost.step_s == best.step_s) & (cost.memory_bytes < best.memory_bytes)
-            best = _chosen(best, cost, ((cost.step_s < best.step_s) | is_better) & (cost.step_s < worth_s))
-    return _put(found, best, rows)
+    is_open, worth_s = is_open[..., rows], of_rows(worth_s)
+    for tried in other_ends(model, mesh, machine, parts, is_open):
+        some = _rows_with(is_open & (bound.step_s(mesh, tried.slowest_s) < worth_s))
+        if some.size:
+            of_some = partial(some_columns, places=some, num=rows.size)
+            first, last = map(of_some, tried.ends)
+            with_ends = replace(mesh.mapped(of_some), ends=(first, last))
+            cost = price_step(model, with_ends, machine, None, parts.of_rows(some))
+            found = _with_faster(found, cost, of_some(worth_s), rows[some])
+    return found
 
 
-def _chosen(best: StepCost, cost: StepCost, is_faster: Any) -> StepCost:
-    """The one cost or the other of each plan."""
-    if not np.shape(is_faster):
-        return cost if is_faster else best
-
-    def pick(ours: Num, theirs: Num) -> Num:
-        return np.where(is_faster, theirs, ours)
-
-    first, last = map(pick, best.mesh.ends, cost.mesh.ends)
-    return replace(
-        best,
-        mesh=replace(best.mesh, ends=(first, last)),
-        step_s=pick(best.step_s, cost.step_s),
-        memory_bytes=pick(best.memory_bytes, cost.memory_bytes),
-    )
+def _rows_with(is_open: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """The rows of a grid [..., rows] with a plan for which this holds."""
+    return np.nonzero(np.any(is_open, axis=tuple(range(is_open.ndim - 1))))[0]
 
 
-def _put(found: StepCost, best: StepCost, rows: NDArray[np.intp]) -> StepCost:
-    """`found` with the `best` of some of its rows."""
+def _with_faster(found: StepCost, cost: StepCost, worth_s: Num, rows: NDArray[np.intp]) -> StepCost:
+    """`found` with the `cost` of some of its rows wherever it is better, and below `worth_s`."""
     shape = np.shape(found.step_s)
     if not shape:
-        return best
-
-    def put(value: Num, of_rows: Num) -> NDArray[np.float64]:
-        whole = np.array(np.broadcast_to(value, shape), dtype=np.float64)
-        whole[..., rows] = of_rows
-        return whole
-
-    first, last = map(put, found.mesh.ends, best.mesh.ends)
+        is_less = cost.step_s == found.step_s and cost.memory_bytes < found.memory_bytes
+        return cost if cost.step_s < worth_s and (cost.step_s < found.step_s or is_less) else found
+    before = found.step_s, found.memory_bytes, *found.mesh.ends
+    wholes = [np.array(np.broadcast_to(one, shape), dtype=np.float64) for one in before]
+    step_s, memory_bytes = (whole[..., rows] for whole in wholes[:2])
+    is_less = (cost.step_s == step_s) & (cost.memory_bytes < memory_bytes)
+    is_better = (cost.step_s < worth_s) & ((cost.step_s < step_s) | is_less)
+    for whole, other in zip(wholes, (cost.step_s, cost.memory_bytes, *cost.mesh.ends), strict=True):
+        whole[..., rows] = np.where(is_better, other, whole[..., rows])
+    step_s, memory_bytes, first, last = wholes
     return replace(
-        found,
-        mesh=replace(found.mesh, ends=(first, last)),
-        step_s=put(found.step_s, best.step_s),
-        memory_bytes=put(found.memory_bytes, best.memory_bytes),
+        found, mesh=replace(found.mesh, ends=(first, last)), step_s=step_s, memory_bytes=memory_bytes
     )
 
 

@@ -63,18 +63,21 @@ class Tried:
     slowest_s: Num
 
 
-def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Iterator[Tried]:
+def other_ends(
+    model: Model, mesh: Mesh, machine: Machine, parts: PricedParts, is_open: NDArray[np.bool_]
+) -> Iterator[Tried]:
     """Ends with which no others beat both the slowest and the heaviest stage, but those that `mesh` has.
 
     The fastest of each plan come first. Plans of one layout and one recomputation have the same: the arrays
-    have one place for whatever else they differ in.
+    have one place for whatever else they differ in. `is_open`: for which plans [..., rows] they are told.
     """
     weights = part_weights(model, mesh, machine, parts, again=1.0)
     matters = mesh.recompute, mesh.recompute_layers, mesh.pp, mesh.vpp, mesh.schedule, *mesh.ends
     shape = np.broadcast_shapes(*map(np.shape, itertools.chain(matters, *weights)))
-    flat = partial(_flat, shape=shape)
-    mesh, weights = mesh.mapped(flat), [list(map(flat, weight)) for weight in weights]
-    own = np.stack([np.broadcast_to(end, prod(shape)) for end in mesh.ends])
+    before = np.stack([np.broadcast_to(end, shape).ravel() for end in mesh.ends])
+    (places,) = np.nonzero(_any_of(is_open, shape))
+    flat = partial(_flat, shape=shape, places=places)
+    mesh, weights, own = mesh.mapped(flat), [list(map(flat, one)) for one in weights], before[:, places]
     number, ends = _ends_around(model, mesh, weights, own)
     at = partial(_at, places=number)
     tried = replace(mesh.mapped(at), ends=tuple(ends))
@@ -87,19 +90,25 @@ def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -
     number, table = number[order], np.stack([*ends, slowest_s])[:, order]
     nth = np.arange(len(number)) - np.searchsorted(number, number)
     for k in range(np.max(nth, initial=-1) + 1):
-        of_plans = np.stack([*own, np.full(prod(shape), np.inf)])
-        of_plans[:, number[nth == k]] = table[:, nth == k]
+        of_plans = np.stack([*before, np.full(prod(shape), np.inf)])
+        of_plans[:, places[number[nth == k]]] = table[:, nth == k]
         first, last, slowest = of_plans.reshape(3, *shape)
         yield Tried((first[()], last[()]), slowest[()])
 
 
-def _flat(value: Num, shape: tuple[int, ...]) -> Num:
-    """A number of a grid at the places of a `shape`, the first along the axes that it lacks, as a row."""
+def _any_of(holds: NDArray[np.bool_], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Whether it holds anywhere along the axes that `shape` lacks, as a row."""
+    sizes = ((1,) * holds.ndim + shape)[-holds.ndim :]
+    lacking = tuple(axis for axis, size in enumerate(sizes) if size == 1)
+    return np.broadcast_to(np.any(holds, axis=lacking, keepdims=True), sizes).ravel()
+
+
+def _flat(value: Num, shape: tuple[int, ...], places: NDArray[np.intp]) -> Num:
+    """A number of a grid at some places of a `shape`, the first along the axes that it lacks, as a row."""
     if not isinstance(value, np.ndarray) or not shape:
         return value
-    sizes = ((1,) * value.ndim + shape)[-value.ndim :]
-    first = value[tuple(map(slice, sizes))]
-    return np.broadcast_to(first.reshape(first.shape[-len(shape) :]), shape).ravel()
+    first = value[tuple(map(slice, ((1,) * value.ndim + shape)[-value.ndim :]))]
+    return np.broadcast_to(first.reshape(first.shape[-len(shape) :]), shape).ravel()[places]
 
 
 def _at(value: Num, places: NDArray[np.intp]) -> Num:

@@ -11,6 +11,7 @@ Stages that hold the same are one `Stage` with their number. A grid has a handfu
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
@@ -81,21 +83,25 @@ def layers_of_chunks(model: Model, mesh: Mesh) -> tuple[int, ...]:
 
 def chunks(model: Model, sizes: Sequence[int]) -> list[Stage]:
     """The chunks of one plan in the order of the model, each as a `Stage`; `sizes`: layers of each."""
-    kinds = layer_kinds(model)
-    found, first = [], 0
-    for i, size in enumerate(sizes):
-        held = Counter(layer_kind(model, layer) for layer in range(first, first + size))
-        found.append(
-            Stage(
-                index=float(i),
-                num_stages=1.0,
-                embeddings=float(i == 0),
-                heads=float(i == len(sizes) - 1),
-                layers=tuple(float(held[kind]) for kind in kinds),
-            )
+    held = np.diff(_layers_before(model)[[0, *itertools.accumulate(sizes)]], axis=0)
+    return [
+        Stage(
+            index=float(i),
+            num_stages=1.0,
+            embeddings=float(i == 0),
+            heads=float(i == len(sizes) - 1),
+            layers=tuple(layers),
         )
-        first += size
-    return found
+        for i, layers in enumerate(held.tolist())
+    ]
+
+
+@lru_cache(maxsize=64)
+def _layers_before(model: Model) -> NDArray[np.float64]:
+    """Layers of each kind before each layer of a model, and before its end: [layers + 1, kinds]."""
+    kinds = layer_kinds(model)
+    each = [[layer_kind(model, layer) == kind for kind in kinds] for layer in range(model.num_layers)]
+    return np.cumsum([[0.0] * len(kinds), *each], axis=0)
 
 
 def rank_of_chunk(chunk: int, pp: int, folding: int) -> int:
