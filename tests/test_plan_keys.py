@@ -33,6 +33,7 @@ OTHERS = {  # other values of keys whose values are not listed in `Field.values`
     "placement": ("dp-pp-cp-tp",),
     "lora_rank": ("8",),
     "lora_targets": ("q+v",),
+    "lora_dropout": ("0.1",),
 }
 EXPERT_KEYS = ("ep=2", "etp=2", "dispatch=per_rank", "dispatch_dtype=fp8", "imbalance=1.5", "overlap_ep=1")
 

@@ -39,6 +39,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     attention_kernel: str = "flash"
     optimizer: str = "adam"
     lora_targets: str = "all"
+    lora_dropout: float = 0.0
     frozen_dtype: str = ""
     grad_dtype: str = "fp32"
     recompute_kind: str | None = None

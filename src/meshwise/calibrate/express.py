@@ -320,7 +320,10 @@ def _adapters(run: Run, dtype: str) -> dict[str, Any]:
     if frozen == "as_computed":
         frozen = "fp8" if dtype in NARROW_DTYPES else None
     targets = _words("+".join(named))
-    return {"lora_rank": run.lora_rank, "lora_targets": targets, "frozen_dtype": frozen}
+    return {
+        **{"lora_rank": run.lora_rank, "lora_targets": targets, "lora_dropout": run.lora_dropout or 0.0},
+        "frozen_dtype": frozen,
+    }
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
@@ -330,7 +333,10 @@ def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
 def _leaves_open(stated: Run, plan: Plan, change: dict[str, Any]) -> bool:
     """Whether a run leaves open what a change of its plan says; offloading replaces partial recomputation."""
     of_recompute = {"recompute": (None,), "recompute_modules": (None, "selective")}
-    columns = {"zero": stated.zero_stage, "grad_dtype": stated.grad_dtype}
+    columns = {
+        **{"zero": stated.zero_stage, "grad_dtype": stated.grad_dtype},
+        "optimizer": stated.optimizer or stated.optimizer_dtype,
+    }
     return (
         all(stated.recompute_kind in kinds for key, kinds in of_recompute.items() if key in change)
         and all(value is None for key, value in columns.items() if key in change)

@@ -104,6 +104,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     optimizer_dtype: Literal["fp32", "bf16", "8bit", "int8"] | None = None
     lora_rank: CountOrZero | None = None
     lora_targets: Text | None = None
+    lora_dropout: Share | None = None
     frozen_dtype: Literal["bf16", "fp8", "int4", "nf4", "fp4"] | None = None
     attention_kernel: (
         Literal["unfused", "flash", "flash1", "flash2", "flash3", "flash4", "cudnn", "sdpa", "flex"] | None

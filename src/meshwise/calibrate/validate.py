@@ -28,7 +28,7 @@ from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.efficiency import Efficiency, constants
 from meshwise.machine.hardware import find_chip
-from meshwise.machine.overheads import Tables
+from meshwise.machine.overheads import Overheads, Tables
 from meshwise.rl import measured as measured_rl
 from meshwise.rl.framework import interval_of as rl_interval
 from meshwise.rl.step import rl_step
@@ -209,7 +209,7 @@ def predict_run(run: Run) -> list[Prediction]:
         "step_s": found.step_s_interval,
         "memory_bytes": found.interval("memory_bytes", predicted["memory_bytes"]),
     }
-    rows = _predictions(run, chip, fits=found.fits, approximations=expressed.approximations)
+    rows = _predictions(run, chip, fits=could_run(expressed, found), approximations=expressed.approximations)
     return [
         replace(
             row, predicted=predicted[row.quantity], interval=between[row.quantity], parts=parts[row.quantity]
@@ -259,9 +259,20 @@ def estimate_run(
             expressed.model, expressed.cluster, plan, expressed.workload, overheads=overheads,
             efficiency=efficiency,
         )  # fmt: skip
-        if found.fits:
+        if could_run(expressed, found, overheads):
             break
     return found
+
+
+def could_run(expressed: Expressed, found: Estimate, overheads: Overheads | None = None) -> bool:
+    """Whether a run that ran may be the estimate `found`: its tensors, and what the process takes, fit.
+
+    A plan is told to fit with room for what the allocator leaves in pieces (`fragment_frac`). PyTorch gives
+    that back before it fails (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks), so a run may have
+    had less of it.
+    """
+    pieces = found.memory_bytes["overhead"] - (overheads or expressed.overheads()).context_bytes
+    return found.memory_bytes["total"] - pieces <= expressed.cluster.chip.memory_bytes
 
 
 def reported_bytes(expressed: Expressed, found: Estimate, among: Tables | None = None) -> float:

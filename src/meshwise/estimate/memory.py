@@ -172,12 +172,16 @@ def state_bytes(
     weights = weight_bytes(mesh) * shard("params", STAGES.weights)
     if mesh.trains and not overheads.weight_copies:
         weights = weights - weight_bytes(mesh) * shard("trained", STAGES.weights)
-    if cut.frozen_bytes is not None:
-        spared = weight_bytes(mesh) - cut.frozen_bytes
-        weights = weights - spared * shard("quantized", STAGES.weights)
+    weights = weights - spared_bytes(mesh, cut) * shard("quantized", STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0
-    return weights, per_grad * shard("trained", STAGES.sums), per_state * shard("trained", STAGES.states)
+    sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_backward)
+    return weights, sums, per_state * shard("trained", STAGES.states)
+
+
+def spared_bytes(mesh: Mesh, cut: Cut) -> float:
+    """By how much a frozen weight of few bits is smaller than others, also as it is gathered."""
+    return 0.0 if cut.frozen_bytes is None else weight_bytes(mesh) - cut.frozen_bytes
 
 
 def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
@@ -253,7 +257,10 @@ def _buffer_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh,
     messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
     widest: Num = 0.0
     for part in blocks:
-        widest = np.maximum(widest, part.held[DENSE].params + part.held[EXPERTS].params)
+        of_block = (
+            weight_bytes(mesh) * held.params - spared_bytes(mesh, cut) * held.quantized for held in part.held
+        )
+        widest = np.maximum(widest, sum(of_block))
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
-    whole = MAX_GATHERED_BLOCKS * weight_bytes(mesh) * widest * sharded
+    whole = MAX_GATHERED_BLOCKS * widest * sharded
     return gathered + messages + whole + _turn_bytes(model, stage, parts, mesh, cut)

@@ -58,7 +58,7 @@ def tower_mesh(tower: Tower, mesh: Mesh) -> Mesh:
 _PLAIN: dict[str, Any] = {
     **{"cp": 1, "cp_kind": "ring", "ulysses": 1, "ep": 1, "etp": None, "dispatch": "per_expert"},
     **{"overlap_ep": False, "stages": None, "loss_chunks": 1, "recompute_every": 1},
-    **{"lora_rank": 0, "lora_targets": (), "frozen_dtype": None},
+    **{"lora_rank": 0, "lora_targets": (), "lora_dropout": 0.0, "frozen_dtype": None},
 }
 """Keys of the plan of a language model that do not reach its towers."""
 

@@ -62,7 +62,7 @@ def without_effect(facts: Facts) -> dict[str, Any]:
         "recompute_layers recompute_every": facts["recompute"] != "full",
         "recompute_modules": facts["recompute"] != "selective",
         "grid panels": facts["layout"] == "1d",
-        "frozen_dtype lora_targets": facts["lora_rank"] == 0,
+        "frozen_dtype lora_targets lora_dropout": facts["lora_rank"] == 0,
         " ".join(WEIGHT_KEYS): True,
     }
     return {key: idle for keys, idle in alone.items() for key in keys.split()}

@@ -109,6 +109,7 @@ class Plan:
     grad_dtype: str = "fp32"
     param_dtype: str = "bf16"
     attention: str = "flash"
+    optimizer_in_backward: bool = False
     offload_optimizer: float = 0.0
     offload_activations: float = 0.0
     overlap_dp: bool = True
@@ -117,6 +118,7 @@ class Plan:
     overlap_pp: bool = True
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
     frozen_dtype: str | None = None
     tower: str = "trained"
     tower_dp: bool = False
@@ -217,6 +219,7 @@ KEYS: dict[str, Field] = {
     "grad_dtype": choice("type in which gradients are summed", ("fp32", "bf16", "fp16")),
     "param_dtype": choice("type in which weights are kept and gathered where dtype=fp8", ("bf16", "fp8")),
     "attention": choice("fused, unfused, or scores split over the grid of the layout", ATTENTION),
+    "optimizer_in_backward": switch("the optimizer takes each gradient, and frees it, once it is computed"),
     "offload_optimizer": number("share of the optimizer states in host memory", 0, 1),
     "offload_activations": number("share of the activations in host memory", 0, 1),
     "overlap_dp": switch("data-parallel exchanges run beside compute"),
@@ -225,6 +228,7 @@ KEYS: dict[str, Field] = {
     "overlap_pp": switch("messages between pipeline stages run beside compute"),
     "lora_rank": whole("rank of LoRA adapters; the model's own weights are frozen [0: no adapters]", 0),
     "lora_targets": several("linear layers that have adapters [all]", LORA_TARGETS),
+    "lora_dropout": number("share of their input that adapters drop, each time another", 0, 1),
     "frozen_dtype": choice("type in which frozen weights are kept (QLoRA) [dtype]", ("fp8", "int4", "fp4")),
     "tower": choice("whether encoders of images and sound train beside the model", ("trained", "frozen")),
     "tower_dp": switch("each rank of tp encodes whole images of its own, by all of the encoder"),
@@ -406,6 +410,8 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield f"implementation={plan.implementation} keeps wide weights; leave param_dtype=fp8 out"
     if plan.lora_targets and not plan.lora_rank:
         yield f"lora_targets={'+'.join(plan.lora_targets)} needs adapters; add lora_rank, as in lora_rank=16"
+    if plan.lora_dropout and not plan.lora_rank:
+        yield f"lora_dropout={plan.lora_dropout:g} needs adapters; add lora_rank, as in lora_rank=16"
 
 
 DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}

@@ -38,8 +38,8 @@ class Cut:
     in `head_dtype` where other matmuls are narrower than bf16, its logits and their `loss` in `loss_chunks`.
 
     `lora_rank` above 0 freezes all weights and trains adapters of that rank beside the linear layers
-    `lora_targets` (none named: all); the frozen matrices of blocks
-    have `frozen_bytes` a parameter (None: like other weights).
+    `lora_targets` (none named: all), which drop the share `lora_dropout` of their input; the frozen matrices
+    of blocks have `frozen_bytes` a parameter (None: like other weights).
 
     `narrow_matmuls`: fp8 or fp4, in which linear layers of blocks compute, and nothing else (PyTorch's way).
 
@@ -78,6 +78,7 @@ class Cut:
     flash: bool = True
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
     frozen_bytes: float | None = None
     narrow_matmuls: str = ""
     implementation: str = "megatron"

@@ -30,6 +30,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.loss import LOSSES, Loss
 from meshwise.program.op import Op, precision
 from meshwise.program.tensor import made
+from meshwise.program.tensor_1d import WIDENING
 from meshwise.program.torch_ops import torch_ops, weighed_after, with_repeated_keys
 
 
@@ -69,8 +70,16 @@ def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
 
 
 def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
-    """Element-wise kernels are not fused; nor does attention repeat keys for query heads on the fly."""
+    """Element-wise kernels are not fused; nor does attention repeat keys for query heads on the fly.
+
+    Matmuls with weights that are widened before them keep their input, though the weights are frozen
+    (bitsandbytes, autograd/_functions.py: MatMul4Bit).
+    """
+    ops = list(ops)
+    widened = {(op.module, op.name.removesuffix(WIDENING)) for op in ops if op.name.endswith(WIDENING)}
     for op in ops:
+        if op.kind == "matmul" and op.phase == "forward" and (op.module, op.name) in widened:
+            op = structs.replace(op, keeps=(*op.keeps, op.reads[0]))
         if model.moe is not None and op.name == "router_softmax" and op.phase == "forward":
             yield _with_routes(_eager_kernel(op), model.moe, cut)
         elif model.fused_qkv and op.kind == "attention" and op.phase == "forward":

@@ -106,6 +106,7 @@ def cut_of(mesh: Mesh) -> Cut:
         flash=plan.attention == "flash",
         lora_rank=plan.lora_rank,
         lora_targets=plan.lora_targets,
+        lora_dropout=plan.lora_dropout,
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         implementation=plan.implementation,
         narrow_matmuls=plan.dtype if is_narrow else "",

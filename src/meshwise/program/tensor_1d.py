@@ -44,6 +44,8 @@ from meshwise.program.op import (
 from meshwise.program.tensor import Tensor, exchanged, made
 
 ATTENTION, MLP = "attention", "mlp"
+WIDENING = "_dequantize"
+"""How the kernel that widens the weights of a matmul is called, behind the name of that."""
 
 
 def shards(weight: Weight, cut: Cut) -> Num:
@@ -448,7 +450,7 @@ def plain_linear(
 
     Under LoRA it is frozen, and beside each of its parts that is a target two thin adapters train (in the
     activations' type), whose result is added; one pair for all where it is one layer that `adapts` by that
-    name.
+    name. With `lora_dropout` they read one copy of the input, of which numbers are dropped.
     """
     results = tuple(
         made(module, part, (*x.shape[:-1], width), cut.precision.act_dtype) for part, width in parts.items()
@@ -463,6 +465,8 @@ def plain_linear(
         module, name, x, results, cut.precision, bias=bias, frozen=frozen or is_adapted, own=own
     )
     prec = precision("bf16") if cut.precision.casts else cut.precision
+    if adapted and cut.lora_dropout:
+        x = yield from elementwise(module, f"{name}_lora_dropout", "dropout", x, prec)
     for (part, width), whole in adapted:
         thin = yield from linear(module, f"{part}_lora_a", x, float(cut.lora_rank), prec)
         wide = yield from linear(module, f"{part}_lora_b", thin, width, prec)
@@ -498,7 +502,7 @@ def dequantized(module: str, name: str, num_params: Num, cut: Cut) -> Iterator[O
     if frozen_bytes is None or frozen_bytes >= prec.operand_bytes:
         return
     cost = Cost(num_params, frozen_bytes * num_params, prec.operand_bytes * num_params)
-    name = f"{name}_dequantize"
+    name += WIDENING
     both = Op(module=module, name=name, phase="forward", kind="kernel", shape=(num_params,), cost=cost)
     yield from (both, structs.replace(both, phase="backward"))
 
