@@ -55,7 +55,11 @@ class Expressed:
         found = find_overheads(self.cluster.chip, self.plans[0].software, among=among)
         if self.run.fp8_recipe == "delayed":
             found = replace(found, cast_passes=found.delayed_cast_passes)
-        return replace(found, launches_block=True) if self.run.launch_blocking else found
+        return replace(
+            found,
+            launches_block=bool(self.run.launch_blocking),
+            routing_in_graph=self.run.cuda_graph == "partial",
+        )
 
     def imbalance(self, overheads: Overheads) -> float:
         """Tokens of the busiest expert-parallel rank over the mean."""

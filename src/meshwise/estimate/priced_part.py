@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
+from meshwise.plan.plan import NARROW_DTYPES
 from meshwise.program.exchange import Held
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.moments import PartBytes, part_bytes
@@ -401,11 +402,17 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     """Time the CPU needs to launch the ops of a phase; a collective of one rank is not launched."""
     alike = [op for op in ops if op.phase == phase]
     launches: Num = 0.0
+    calls: Num = 0.0
     for op in alike:
         is_launched = (op.group_size > 1) * 1.0 if op.kind == "collective" else 1.0
         launches = launches + op.count * is_launched
-    routing_s = overheads.moe_host_s if any(map(is_expert, alike)) else 0.0
-    return overheads.host_s * launches + routing_s
+        if op.kind == "matmul" and is_expert(op):
+            calls = calls + op.count * op.shape[0] * (2.0 if op.dtype in NARROW_DTYPES else 1.0)
+    on_host = overheads.host_s * launches + overheads.expert_call_s * calls
+    if not any(map(is_expert, alike)):
+        return on_host
+    is_fused = any(op.choices for op in alike)
+    return on_host + overheads.moe_host_s * (1.0 - 0.5 * is_fused - 0.5 * overheads.routing_in_graph)
 
 
 def _loss_room(ops: Sequence[Op]) -> Room:

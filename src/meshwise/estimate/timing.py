@@ -297,9 +297,10 @@ def _matmul_s(
     read: Stack, write: Stack,
 ) -> Num:  # fmt: skip
     rates, overheads = machine.rates(op), machine.overheads
+    one_by_one = bool(overheads.expert_call_s) and _is_expert(op)
     busy_s = gemm_s(
         m, n, k,
-        batch=batch,
+        batch=1.0 if one_by_one else batch,
         flop_per_s=rates.matrix_flop_per_s * (overheads.fp4_speedup if op.dtype == "fp4" else 1.0),
         memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
@@ -309,13 +310,17 @@ def _matmul_s(
         out_bytes=write / (batch * m * n),
         efficiency=machine.efficiency.gemm(op.dtype),
     )  # fmt: skip
-    busy_s = np.maximum(busy_s, machine.sustained_s(flop, op.dtype))
+    busy_s = np.maximum(busy_s * np.where(one_by_one, batch, 1.0), machine.sustained_s(flop, op.dtype))
     if _is_core(op):
         aligned = _aligned(m) & _aligned(n) & _aligned(k)
         return busy_s * np.where(aligned, 1.0, overheads.misaligned_slowdown)
     # The weight's dimensions are the row lengths of all operands: (n, k), or (m, n) of its gradient.
     halvings = np.maximum(_halvings(n), _halvings(np.where(is_weight_grad, m, k)))
     return busy_s * (1.0 + overheads.unaligned_frac * halvings)
+
+
+def _is_expert(op: Op) -> bool:
+    return op.name.startswith("expert_")
 
 
 def _aligned(size: Stack) -> Any:
@@ -486,7 +491,7 @@ _SECONDS: dict[str, Callable[..., Num]] = {
 """What times a stack of ops, by their kind, or by the library of a collective that has one of its own."""
 
 _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
-    "matmul": lambda op: (op.dtype, _is_core(op), op.right_bytes),
+    "matmul": lambda op: (op.dtype, _is_core(op), _is_expert(op), op.right_bytes),
     "attention": lambda op: (op.dtype, op.phase, op.causal),
     "decode_attention": lambda op: (op.dtype, op.library),
     "experts": lambda op: (op.dtype, op.right_bytes, op.library),

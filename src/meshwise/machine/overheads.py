@@ -135,6 +135,8 @@ class Overheads:
     fp4_speedup: float = 1.0
     host_s: float = 0.0
     moe_host_s: float = 0.0
+    expert_call_s: float = 0.0
+    routing_in_graph: bool = False
     launches_block: bool = False
     microbatch_s: float = 0.0
     kernel_passes: float = 1.0
