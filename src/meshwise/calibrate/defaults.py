@@ -22,7 +22,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `implementation`, `cp_kind` and `software` are values of `meshwise.plan.Plan`; `graphed_software` is the
     software of a run whose iteration is one CUDA graph, if not the same, and `graphed_narrow_head` whether
     its head computes in fp8. `frozen_dtype` "as_computed": frozen weights are kept in the type of narrow
-    matmuls. `selective` names the modules of selective recomputation, by the kind of model (mla, moe or
+    matmuls. `dispatcher_in_racks`: where direct links join more than one host, if not the same. `selective` names the modules of selective recomputation, by the kind of model (mla, moe or
     dense); `tried` are changes of the plan, each a plan's text: where a run does not fit, the first that it
     leaves open and that fits is taken. An empty `loss_fusion` is as the software does.
     """
@@ -49,6 +49,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cuda_graph: str = "none"
     launch_blocking: bool = False
     dispatcher: str = "alltoall"
+    dispatcher_in_racks: str = ""
     routing: str = "learned"
     memory_kind: str = "device"
 
@@ -60,6 +61,10 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     vocab_multiple: int = 1
     selective: dict[str, str] = {}
     tried: tuple[str, ...] = ("recompute=selective", "recompute=full")
+
+
+HOST_RANKS = 16
+"""The most chips of one host."""
 
 
 @cache
@@ -96,4 +101,7 @@ def filled(run: Run) -> Run:
     """`run` with its blank cells filled by the defaults of its framework."""
     defaults = defaults_of(run)
     blank = [name for name in Defaults.__struct_fields__ if getattr(run, name, "") is None]
-    return msgspec.structs.replace(run, **{name: getattr(defaults, name) for name in blank})
+    values = {name: getattr(defaults, name) for name in blank}
+    if "dispatcher" in values and (run.scale_up_ranks or 0) > HOST_RANKS:
+        values["dispatcher"] = defaults.dispatcher_in_racks or defaults.dispatcher
+    return msgspec.structs.replace(run, **values)
