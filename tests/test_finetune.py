@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 import meshwise as mw
+from meshwise.model.find import find_model
+from meshwise.model.weights import num_params
 
 FULL, LORA, QLORA = (
     "recompute=full",
@@ -52,6 +54,30 @@ def test_what_is_known_to_fit(model: str, card: str, plan: str, seq: int, fits: 
     assert run.fits == fits
     if model == "llama2-7b":
         assert run.memory_bytes["total"] < 10e9
+
+
+def test_an_optimizer_in_the_backward_holds_no_sum_of_gradients() -> None:
+    """torchtune's 8B_full_single_device.yaml: paged 8-bit AdamW, optimizer_in_bwd; 18.9 GiB (README)."""
+    plan = "recompute=full,optimizer=adam-8bit,grad_dtype=bf16,offload_optimizer=1,loss_chunks=8"
+    beside = mw.estimate("llama3-8b", "rtx-4090:1", plan, batch=2, microbatch=2, seq=2048)
+    within = mw.estimate(
+        "llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_backward=1", batch=2, microbatch=2, seq=2048
+    )
+    assert beside.memory_bytes["gradients"] == 2 * num_params(find_model("llama3-8b"))
+    assert within.memory_bytes["gradients"] == 0 and within.fits and not beside.fits
+    assert within.memory_bytes["total"] < 18.9 * 2**30 * 1.2
+    with pytest.raises(mw.MeshwiseError, match="one microbatch, not 2"):
+        mw.estimate("llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_backward=1", batch=2, seq=2048)
+
+
+def test_narrow_weights_are_gathered_narrow() -> None:
+    """NF4 tensors are gathered as they are kept (torchao): two blocks of 405B are 3.3 GB, not 12.7."""
+    plan = "zero=3,recompute=full,lora_rank=16,optimizer=adam-bf16"
+    wide, narrow = (
+        mw.estimate("llama3-405b", "a100-80g-sxm:8", plan + more, batch=8, seq=2048).memory_bytes["buffers"]
+        for more in ("", ",frozen_dtype=int4")
+    )
+    assert 0.7 * 9.5e9 < wide - narrow < 9.5e9  # beside them, one widened matrix
 
 
 def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:

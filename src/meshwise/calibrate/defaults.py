@@ -21,10 +21,11 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `implementation`, `cp_kind` and `software` are values of `meshwise.plan.Plan`; `graphed_software` is the
     software of a run whose iteration is one CUDA graph, if not the same, and `graphed_narrow_head` whether
-    its head computes in fp8. `frozen_dtype` "as_computed": frozen weights are kept in the type of narrow
-    matmuls. `dispatcher_in_racks`: where direct links join more than one host, if not the same. `selective` names the modules of selective recomputation, by the kind of model (mla, moe or
-    dense); `tried` are changes of the plan, each a plan's text: where a run does not fit, the first that it
-    leaves open and that fits is taken. An empty `loss_fusion` is as the software does.
+    its head computes in fp8 (else bf16). `frozen_dtype` "as_computed": frozen weights are kept in the type of
+    narrow matmuls. `dispatcher_in_racks`: where direct links join more than one host, if not the same.
+    `selective` names the modules of selective recomputation, by the kind of model (mla, moe or dense);
+    `tried` are changes of the plan, each a plan's text: where a run does not fit, the first that it leaves
+    open and that fits is taken. An empty `loss_fusion` is as the software does.
     """
 
     names: tuple[str, ...]

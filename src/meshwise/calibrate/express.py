@@ -94,7 +94,7 @@ def approximations(run: Run) -> Iterator[str]:
     if None is not run.param_gather_overlap != run.grad_reduce_overlap:
         yield "param_gather_overlap is priced like grad_reduce_overlap"
     if run.cuda_graph == "partial":
-        yield "cuda_graph partial is priced as none"
+        yield "cuda_graph partial is priced as one of the routing of tokens alone"
     if run.dispatcher == "allgather":
         yield "dispatcher allgather is priced as alltoall"
 
@@ -279,6 +279,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         dtype=dtype,
         optimizer=_STATES.get(run.optimizer_dtype or "", "")
         or _OPTIMIZERS.get(run.optimizer or "", run.optimizer or ""),
+        optimizer_in_backward=bool(run.optimizer_in_backward),
         param_dtype=run.param_gather_dtype or "bf16",
         offload_activations=run.offload_activations or 0.0,
         **_adapters(run, dtype),

@@ -404,7 +404,8 @@ def _optimizer_s(
 ) -> Num:
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
-    Offloaded states are updated on the host: gradients go there and weights come back over the host link.
+    Offloaded states are updated on the host: gradients go there and weights come back over the host link,
+    in the backward those of one layer while the others' come.
     """
     rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     if _is_fsdp2(cut):
@@ -416,8 +417,9 @@ def _optimizer_s(
     params = params * np.where(mesh.zero >= 1, share, 1.0)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
-    on_host = mesh.offload_optimizer * (grad_bytes(mesh) + weight_bytes(mesh)) / machine.host_bytes_per_s
-    return params * (on_chip + on_host)
+    both_ways = max if mesh.plan.optimizer_in_backward else operator.add
+    on_host = both_ways(grad_bytes(mesh), weight_bytes(mesh)) / machine.host_bytes_per_s
+    return params * (on_chip + mesh.offload_optimizer * on_host)
 
 
 # --- towers ------------------------------------------------------------------------------------

@@ -634,7 +634,7 @@ def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
     )
     yield Rule(
         plan.optimizer_in_backward & (mesh.num_microbatches > 1),
-        "optimizer_in_backward=1 keeps no sum of gradients: a step has one microbatch, not {num_microbatches}",
+        "optimizer_in_backward=1 sums no gradients: a step has one microbatch, not {num_microbatches}",
     )
     yield Rule(
         per_op & (plan.lora_rank > 0),
