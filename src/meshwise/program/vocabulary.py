@@ -21,7 +21,7 @@ from meshwise.cost.op import Cost
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights, projectors
 from meshwise.program.additions import begun, ended, look_up_per_layer, side_ops
-from meshwise.program.block import block_input, block_ops
+from meshwise.program.block import block_ops
 from meshwise.program.cut import Cut
 from meshwise.program.diffusion import condition, modulation
 from meshwise.program.encoder import ENCODER, convolutions, encoder_ends, source_cut
@@ -57,9 +57,12 @@ def embed(model: Model, cut: Cut) -> list[Op]:
 
 
 def head(model: Model, cut: Cut) -> list[Op]:
-    """Final norm, the model's heads and the loss, and multi-token prediction, forward and backward."""
+    """Final norm, the model's heads and the loss, and multi-token prediction, forward and backward.
+
+    On a grid too the ranks have whole rows of some tokens, and some columns of the head.
+    """
     weights = head_weights(model)
-    hidden = block_input(model, cut)
+    hidden = Tensor("block.input", (cut.split_tokens, float(model.hidden)), cut.precision.act_dtype)
     ops = hold(_head(model, cut, hidden), frozen(weights) if cut.lora_rank else weights, cut, shards)
     ops = as_done_by(model, cut, ops)
     if cut.kind == "train":
