@@ -61,13 +61,13 @@ def test_an_optimizer_in_the_backward_holds_no_sum_of_gradients() -> None:
     plan = "recompute=full,optimizer=adam-8bit,grad_dtype=bf16,offload_optimizer=1,loss_chunks=8"
     beside = mw.estimate("llama3-8b", "rtx-4090:1", plan, batch=2, microbatch=2, seq=2048)
     within = mw.estimate(
-        "llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_backward=1", batch=2, microbatch=2, seq=2048
+        "llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_bwd=1", batch=2, microbatch=2, seq=2048
     )
     assert beside.memory_bytes["gradients"] == 2 * num_params(find_model("llama3-8b"))
     assert within.memory_bytes["gradients"] == 0 and within.fits and not beside.fits
     assert within.memory_bytes["total"] < 18.9 * 2**30 * 1.2
     with pytest.raises(mw.MeshwiseError, match="one microbatch, not 2"):
-        mw.estimate("llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_backward=1", batch=2, seq=2048)
+        mw.estimate("llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_bwd=1", batch=2, seq=2048)
 
 
 def test_narrow_weights_are_gathered_narrow() -> None:

@@ -56,7 +56,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "recompute_every": (1, 2, 7), "loss_chunks": (1, 4, 3),
     "loss_fusion": (None, "none", "kernels", "in_place"),
     "optimizer": OPTIMIZERS, "grad_dtype": ("fp32", "bf16"), "attention": ("flash", "unfused", "grid"),
-    "optimizer_in_backward": (False, True),
+    "optimizer_in_bwd": (False, True),
     "offload_optimizer": (0.0, 0.5, 1.0), "offload_activations": (0.0, 0.3, 1.0),
     "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),
     "overlap_pp": (True, False), "lora_rank": (0, 16), "frozen_dtype": (None, "fp4"),

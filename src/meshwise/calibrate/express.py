@@ -279,7 +279,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         dtype=dtype,
         optimizer=_STATES.get(run.optimizer_dtype or "", "")
         or _OPTIMIZERS.get(run.optimizer or "", run.optimizer or ""),
-        optimizer_in_backward=bool(run.optimizer_in_backward),
+        optimizer_in_bwd=bool(run.optimizer_in_bwd),
         param_dtype=run.param_gather_dtype or "bf16",
         offload_activations=run.offload_activations or 0.0,
         **_adapters(run, dtype),

@@ -102,7 +102,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     param_gather_dtype: Literal["bf16", "fp8"] | None = None
     optimizer: Literal["adam", "adamw", "decoupled_adamw", "adam-8bit", "muon", "sgd"] | None = None
     optimizer_dtype: Literal["fp32", "bf16", "8bit", "int8"] | None = None
-    optimizer_in_backward: Switch | None = None
+    optimizer_in_bwd: Switch | None = None
     lora_rank: CountOrZero | None = None
     lora_targets: Text | None = None
     lora_dropout: Share | None = None

@@ -175,7 +175,7 @@ def state_bytes(
     weights = weights - spared_bytes(mesh, cut) * shard("quantized", STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0
-    sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_backward)
+    sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
     return weights, sums, per_state * shard("trained", STAGES.states)
 
 

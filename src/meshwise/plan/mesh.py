@@ -44,7 +44,7 @@ TRAINING_KEYS = (
     *("zero", "zero_group", "recompute", "recompute_layers", "recompute_every", "recompute_modules"),
     *("loss_chunks", "loss_fusion", "act_input_dtype", "optimizer", "grad_dtype", "param_dtype"),
     *("offload_optimizer", "offload_activations", "overlap_dp", "lora_rank", "lora_targets"),
-    *("lora_dropout", "optimizer_in_backward"),
+    *("lora_dropout", "optimizer_in_bwd"),
     *("tower", "tower_recompute"),
 )
 """Keys of a plan that mean nothing without a backward."""
@@ -61,7 +61,7 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
     "attention": ("flash",), "dispatch": ("per_expert",), "loss_fusion": (None, "none", "kernels"),
-    "recompute_every": (1,), "lora_dropout": (0.0,), "optimizer_in_backward": (False,),
+    "recompute_every": (1,), "lora_dropout": (0.0,), "optimizer_in_bwd": (False,),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -633,8 +633,8 @@ def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
         is_part, "optimizer=adam-8bit keeps scales of many states together; use offload_optimizer=1 or 0"
     )
     yield Rule(
-        plan.optimizer_in_backward & (mesh.num_microbatches > 1),
-        "optimizer_in_backward=1 sums no gradients: a step has one microbatch, not {num_microbatches}",
+        plan.optimizer_in_bwd & (mesh.num_microbatches > 1),
+        "optimizer_in_bwd=1 sums no gradients: a step has one microbatch, not {num_microbatches}",
     )
     yield Rule(
         per_op & (plan.lora_rank > 0),

@@ -109,7 +109,7 @@ class Plan:
     grad_dtype: str = "fp32"
     param_dtype: str = "bf16"
     attention: str = "flash"
-    optimizer_in_backward: bool = False
+    optimizer_in_bwd: bool = False
     offload_optimizer: float = 0.0
     offload_activations: float = 0.0
     overlap_dp: bool = True
@@ -219,7 +219,7 @@ KEYS: dict[str, Field] = {
     "grad_dtype": choice("type in which gradients are summed", ("fp32", "bf16", "fp16")),
     "param_dtype": choice("type in which weights are kept and gathered where dtype=fp8", ("bf16", "fp8")),
     "attention": choice("fused, unfused, or scores split over the grid of the layout", ATTENTION),
-    "optimizer_in_backward": switch("the optimizer takes each gradient, and frees it, once it is computed"),
+    "optimizer_in_bwd": switch("the optimizer takes each gradient, and frees it, once it is computed"),
     "offload_optimizer": number("share of the optimizer states in host memory", 0, 1),
     "offload_activations": number("share of the activations in host memory", 0, 1),
     "overlap_dp": switch("data-parallel exchanges run beside compute"),

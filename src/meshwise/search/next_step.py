@@ -65,7 +65,7 @@ def next_step(found: Estimate) -> NextStep | None:
 COMPUTED = (
     *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks", "loss_fusion"),
     *("param_dtype", "lora_rank", "lora_targets", "lora_dropout", "frozen_dtype", "imbalance"),
-    *("optimizer_in_backward", "implementation", "software"),
+    *("optimizer_in_bwd", "implementation", "software"),
 )
 """Keys that say what a job computes, and by whose software: a search leaves them as they are."""
 

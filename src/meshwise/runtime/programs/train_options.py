@@ -41,7 +41,7 @@ RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("lora_targets", ((),), "it adapts all linear layers; leave lora_targets out"),
     ("lora_dropout", (0.0,), "its adapters drop nothing; leave lora_dropout out"),
     ("frozen_dtype", (None,), "it keeps frozen weights as all others; leave frozen_dtype out"),
-    ("optimizer_in_backward", (False,), "its optimizer runs behind the backward; leave it out"),
+    ("optimizer_in_bwd", (False,), "its optimizer runs behind the backward; leave it out"),
     ("offload_optimizer", (0.0,), "the device keeps all states; leave offload_optimizer out"),
     ("loss_fusion", (None, "none"), "its loss is PyTorch's own, not compiled; leave loss_fusion out"),
     ("head_dtype", ("bf16",), "its head computes as its blocks keep; leave head_dtype out"),
