@@ -774,6 +774,7 @@ def _check_features(model: Model, where: str) -> None:
     for what, contradicts, needs in (
         ("layers", model.layers and len(model.layers) != model.num_layers, f"{model.num_layers} of them"),
         ("recurrence", recurs != bool(model.recurrence), "layers that have it"),
+        ("keys", model.layers and model.layers[0].keys == "shared", "a first layer with keys of its own"),
         ("gate_rank", own and own.gate_rank and own.kind != "delta", "the recurrence delta"),
         ("attention_gate", model.attention_gate and parallel, "parallel_block off"),
         ("gate_per_head", model.gate_per_head and not model.attention_gate, "attention_gate"),
