@@ -56,6 +56,8 @@ VISION: dict[str, dict[str, Any]] = {
     "aria": {"image_size": 980, "patch_size": 14},
     "janus": {},
     "step3_vl": {},
+    "fuyu": {},
+    "gemma4_unified": {},
 }
 TOKENS = [  # family, image, tokens in the sequence; by the processors of transformers
     ("qwen3_vl", "1024x768", 768),  # 64 x 48 patches of 16, four to a token
@@ -82,6 +84,8 @@ TOKENS = [  # family, image, tokens in the sequence; by the processors of transf
     ("ovis2", "1024x768", 256),
     ("aria", "1024x768", 256),  # of 70 x 70 patches, by 256 queries
     ("janus", "640x480", 576),
+    ("fuyu", "1024x768", 26 * 35 + 26),  # squares of 30 pixels, a token ends each row
+    ("gemma4_unified", "1024x768", 19 * 14),
     ("step3_vl", "1024x768", 169),  # two convolutions make 13 x 13 of 52 x 52
     ("lfm2_vl", "640x480", 18 * 13),  # 256 tokens at most
     ("lfm2_vl", "1024x768", 6 * 256 + 18 * 13),  # 3 x 2 tiles of 512, and the whole
@@ -205,6 +209,23 @@ def test_flop_of_a_conformer_follow_from_its_sizes() -> None:
     pairs = (tokens**2 - (tokens - 13) ** 2) / 2
     scores = 12 * pairs * (4 * d + 8 * 8)  # whose soft cap takes 8 FLOP in each of 8 heads
     flop = 2 * tokens * (12 * matrices + before + d * out + out * TEXT["hidden_size"]) + scores
+    assert with_it.flop_per_step - without.flop_per_step == pytest.approx(flop, rel=1e-9)
+
+
+def test_what_has_no_blocks_is_projected_alone() -> None:
+    """Gemma 4 12B: squares of 48 pixels, and 25 pieces of sound a second, each by one or two matmuls."""
+    raw = TEXT | {
+        "model_type": "gemma4_unified",
+        "text_config": TEXT,
+        "vision_config": {},
+        "audio_config": {},
+    }
+    model = model_from_config(raw, name="gemma4_unified")
+    work: dict[str, Any] = {"batch": 1, "seq": 2048, "kind": "evaluate"}
+    with_it, without = (
+        mw.estimate(model, "h100-80g-sxm:1", **work, images=n, audio_s=10.0 * n) for n in (1, 0)
+    )
+    flop = 2 * 256 * (3 * 48**2 * 3840 + 3840 * 4096) + 2 * 250 * 640 * 4096
     assert with_it.flop_per_step - without.flop_per_step == pytest.approx(flop, rel=1e-9)
 
 

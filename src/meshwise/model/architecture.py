@@ -20,7 +20,8 @@ from typing import Any
 
 from meshwise.core.errors import ModelError
 
-_GATED = ("swiglu", "geglu", "reglu")
+_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+"""Activations that multiply two projections, and what they do with one of them."""
 _WORDS = (
     ("", "activation", (*_GATED, "gelu", "silu", "relu", "relu2")),
     ("", "norm", ("layernorm", "rmsnorm")),
@@ -571,6 +572,11 @@ class Model:
     def gated(self) -> bool:
         """Whether the MLP multiplies two projections (SwiGLU and its like), so has three matrices."""
         return self.activation in _GATED
+
+    @property
+    def plain_activation(self) -> str:
+        """The activation of one projection, where nothing is multiplied."""
+        return _GATED.get(self.activation, self.activation)
 
     @property
     def value_dim(self) -> int:

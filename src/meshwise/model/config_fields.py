@@ -247,6 +247,7 @@ class Config(msgspec.Struct):
     use_mask_token: bool = False
     projection_size: int | None = None
     num_patches: int | None = None
+    patches_a_side: int = 1
     patch_bias: bool = True
     attention_width: int = 0
     mlp_ratio: float = 8960 / 1536

@@ -870,7 +870,7 @@ def _mpt(c: Config) -> Fields:
 def _patches(c: Config) -> Fields:
     """An encoder of images: a token for each square, and nothing that only text needs."""
     size, patch = c.image_size, c.patch_size
-    side = patch if isinstance(patch, int) else patch[0]
+    side = (patch if isinstance(patch, int) else patch[0]) * c.patches_a_side
     check_count(side, "patch_size")
     if c.num_patches is not None:  # images of any shape: as many squares at most
         check_count(c.num_patches, "num_patches")
@@ -881,6 +881,11 @@ def _patches(c: Config) -> Fields:
         class_token=c.class_token, mask_token=c.use_mask_token, bias=c.patch_bias,
     )  # fmt: skip
     return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
+
+
+def _no_blocks(_c: Config) -> Fields:
+    """What is projected as it comes: one block without attention and MLP stands for none."""
+    return {"num_layers": 1, "layers": (Layer(mixer="none", mlp=False),)}
 
 
 def _patch_windows(c: Config) -> Fields:
@@ -918,10 +923,10 @@ _ALL: tuple[Callable[[Config], Fields], ...] = (
     _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision,
     _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
     _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
-    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _frames, _chunked_frames, _conformer,
-    _lightning, _griffin, _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama, _mllama_vision,
-    _post_norms, _baichuan, _qwen, _chatglm, _intern_vit, _zamba2, _streams, _mistral_large4,
-    _two_kinds_of_experts, _arctic, _low_rank,
+    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _no_blocks, _frames, _chunked_frames,
+    _conformer, _lightning, _griffin, _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama,
+    _mllama_vision, _post_norms, _baichuan, _qwen, _chatglm, _intern_vit, _zamba2, _streams,
+    _mistral_large4, _two_kinds_of_experts, _arctic, _low_rank,
 )  # fmt: skip
 RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
 """By the name of their function."""

@@ -585,16 +585,17 @@ def refiner_layers(hidden: int) -> tuple[tuple[str, int, int], ...]:
     )  # fmt: skip
 
 
-def projectors(model: Model) -> Iterator[tuple[str, Projector]]:
-    """What joins the towers that a model reads to it, each with the beginning of its names."""
+def projectors(model: Model) -> Iterator[tuple[str, Projector, int]]:
+    """What joins the towers that a model reads to it: how its names begin, itself, tokens of a sequence."""
     for tower in model.towers:
         if tower.num_tokens:
-            yield from ((f"{tower.name}_{i}", one) for i, one in enumerate(tower.projectors, 1))
+            for i, one in enumerate(tower.projectors, 1):
+                yield f"{tower.name}_{i}", one, tower.num_tokens
 
 
 def projector_weights(model: Model) -> Weights:
     """The weights of what joins a model's towers to it."""
-    return tuple(weight for name, own in projectors(model) for weight in _projector(name, own))
+    return tuple(weight for name, own, _ in projectors(model) for weight in _projector(name, own))
 
 
 def _projector(name: str, own: Projector) -> Iterator[Weight]:

@@ -171,7 +171,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
         for is_expert in (False, True):
             of_block = block_weights(model, kind, lora_rank, mesh.plan.lora_targets)
             weights = tuple(one for one in of_block if one.is_expert == is_expert)
-            if weights:
+            if weights or not is_expert:
                 found.append(Unit(weights=weights, count=count, gathers=(in_forward, in_backward)))
     return found
 

@@ -125,9 +125,9 @@ def projected(model: Model, cut: Cut) -> Iterator[Op]:
 
 def _projected(model: Model, cut: Cut) -> Iterator[Op]:
     """Each rank does those of its own tokens."""
-    num_tokens = sum(tower.num_tokens for tower in model.towers)
-    prec, rows = cut.precision, cut.split_tokens * (num_tokens / cut.seq)
-    for name, own in projectors(model):
+    prec = cut.precision
+    for name, own, num_tokens in projectors(model):
+        rows = cut.split_tokens * (num_tokens / cut.seq)
         if own.num_others:
             table = made("embedding", f"{name}_learned", (1.0, float(own.num_others)), prec.act_dtype)
             yield from elementwise("embedding", f"{name}_table", "copy", table, prec)
@@ -204,7 +204,7 @@ def _predict(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
         x = yield from linear(
             "head", "transform", x, float(model.hidden), prec, bias=model.norm_bias, frozen=is_frozen
         )
-        x = yield from elementwise("head", "transform_act", model.activation, x, prec)
+        x = yield from elementwise("head", "transform_act", model.plain_activation, x, prec)
         x = yield from norm(model, cut, "head", "transform_norm", x)
     yield from _in_chunks(model, cut, prefix, x) if cut.loss_chunks > 1 else _logits(model, cut, prefix, x)
 
