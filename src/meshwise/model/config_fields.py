@@ -294,7 +294,7 @@ class SideLayer(msgspec.Struct, forbid_unknown_fields=True):
 
     `linear`: from a width to another; `vector`: so many learned numbers. `on`: kinds of layers that have it
     (`layer_types`, or attention, recurrence, moe, dense; none named: all; of the ends: none). `when`: a
-    field without whose value no layer has it.
+    field without whose value no layer has it. `kept`: what it gives is kept for the backward.
     """
 
     module: str
