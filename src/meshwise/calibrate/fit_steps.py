@@ -32,6 +32,7 @@ from meshwise.calibrate.step_constants import (
     Constants,
     every,
 )
+from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.each import all_of
 from meshwise.core.errors import MeshwiseError
@@ -130,8 +131,9 @@ def unfounded(constants: Constants, training: Sequence[Expressed], quantity: Qua
 
 
 def priced_runs(paths: Iterable[Path]) -> list[Expressed]:
-    """The runs of `paths` that can be priced."""
-    return [each for path in paths for run in read_runs(path)[0] if (each := _priced(run))]
+    """The training runs among the tables of `paths` that can be priced."""
+    tables = [path for path in paths if "global_batch" in header(path)]
+    return [each for path in tables for run in read_runs(path)[0] if (each := _priced(run))]
 
 
 def _priced(run: Run) -> Expressed | None:

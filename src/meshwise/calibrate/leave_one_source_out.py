@@ -34,8 +34,8 @@ from meshwise.calibrate.fit_steps import (
 from meshwise.calibrate.robust import LinearMisses
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.step_constants import Constants
-from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import Prediction, Validation
+from meshwise.core.errors import DataError
 from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import (
     Spread,
@@ -168,9 +168,18 @@ def _kernels_without(chip: Chip, aspect: str, dtype: str) -> dict[str, dict[str,
 
 
 def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Validation:
-    """`validation` with each run predicted by the other sources, and the interval that goes with it."""
-    tables = [path for path in paths if "global_batch" in header(path)]
-    found = misses_by_others(priced_runs(tables), catalog_constants())
+    """`validation` with each run predicted by the other sources, and the interval that goes with it.
+
+    DataError unless two sources at least measured steps, and two memory.
+    """
+    priced = priced_runs(paths)
+    for name in QUANTITIES:
+        if len({publication(each.run.source) for each in priced if getattr(each.run, name)}) < 2:
+            raise DataError(
+                f"--leave-one-source-out needs training runs of two sources that measured {name}; "
+                "name them by --runs, or leave both out for the runs that ship with the package"
+            )
+    found = misses_by_others(priced, catalog_constants())
     runs = {each.run.id: each for each in found.runs}
     sources = dict.fromkeys(publication(each.run.source) for each in found.runs)
     known = {source: found.spreads(without=source) for source in sources}

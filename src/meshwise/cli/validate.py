@@ -119,9 +119,10 @@ def _mends(files: list[Path]) -> list[Mend]:
     """The constants that would mend the runs of `files`."""
     from meshwise.calibrate.fit_steps import priced_runs
     from meshwise.calibrate.mend import mends
-    from meshwise.calibrate.table import header
 
-    return mends(priced_runs([path for path in files if "global_batch" in header(path)]))
+    if not (runs := priced_runs(files)):
+        raise DataError("--mend is for training runs; name them by --runs, or leave it out")
+    return mends(runs)
 
 
 def _files(runs: list[Path] | None, others: list[Path], data: Path | None) -> list[Path]:
