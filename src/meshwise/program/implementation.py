@@ -41,13 +41,15 @@ class Implementation:
     `ops` changes the ops of a part. `shards_each_weight`: data parallelism is FSDP2's. Every weight is cut
     along its first dim and padded; weights, gradients and both moments are fp32 (fp64 under fp64); gradients
     are reduced as `program.fsdp2` says. `fuses_norms`: a norm is one kernel with the linear layer
-    behind it, whose input is the residual stream. `losses`: whose loss it runs (`program.loss`), unfused
-    unless the plan says so; else that of the plan's software.
+    behind it, whose input is the residual stream. `sorts_arrivals`: copies of tokens from several ranks are
+    put together by expert in a copy of their own, and back. `losses`: whose loss it runs (`program.loss`),
+    unfused unless the plan says so; else that of the plan's software.
     """
 
     ops: Callable[[Model, Cut, list[Op]], Iterable[Op]] | None = None
     shards_each_weight: bool = False
     fuses_norms: bool = False
+    sorts_arrivals: bool = False
     losses: str = ""
 
 
@@ -130,7 +132,7 @@ def _keeping(op: Op, name: str, shape: tuple[Num, ...], dtype: str) -> Op:
 
 
 IMPLEMENTATIONS = {
-    "megatron": Implementation(fuses_norms=True),
+    "megatron": Implementation(fuses_norms=True, sorts_arrivals=True),
     "fsdp2": Implementation(ops=torch_ops, shards_each_weight=True, losses="torch"),
     "huggingface": Implementation(ops=_eager, losses="torch"),
 }

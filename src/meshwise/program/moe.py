@@ -3,7 +3,8 @@
 Each rank routes its own tokens (cut by tp): a small matmul scores the experts, the top k are taken,
 and each token is copied k times and sent by all-to-all over `ep` to the ranks that hold its experts.
 The etp ranks of an expert gather the arrivals, compute, and reduce-scatter; a second all-to-all
-brings the results home, where they are added: they were weighed with the activations, before the second
+brings the results home, where they are added (Megatron-LM sorts what several ranks sent by expert, and back:
+`sort_chunks_by_idxs` of its token_dispatcher.py): they were weighed with the activations, before the second
 matmul, so that no wide tensor is kept for it. Where the dispatch is per rank (DeepEP, HybridEP)
 a token goes once to each of the d(ep) ranks that hold some of its experts, d(n) = n (1 - (1 - 1/n)^k), and
 on its way once to each node (fewer of both where the router is limited to groups of experts). Balanced
@@ -26,6 +27,7 @@ from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.model.architecture import Model, MoE
 from meshwise.program.cut import Cut
+from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import (
     Op,
     Stated,
@@ -154,12 +156,16 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     home_bytes = payload * copies_frac
     out_bytes = home_bytes * cut.dispatch_bytes / prec.act_bytes
     arrived = exchanged(copies, f"{MODULE}.arrived", (sent, hidden), cut.ep)
+    sorts = IMPLEMENTATIONS[cut.implementation].sorts_arrivals and not per_rank
+    mixed = 1.0 * (cut.ep > 1) * (local_experts > 1)  # what arrives is of several ranks and experts
     inputs = exchanged(arrived, f"{MODULE}.expert_input", (*of_all, hidden), cut.etp)
     yield collective(
         MODULE, "dispatch", "forward", "all_to_all", payload_bytes=out_bytes,
         reads=(copies,), makes=(arrived,), **on_ep,
     )  # fmt: skip
     yield collective(MODULE, "dispatch", "backward", "all_to_all", payload_bytes=home_bytes, **on_ep)
+    if sorts:
+        yield from _sorted("sort", arrived, cut, mixed)
     yield collective(
         MODULE, "expert_fc1", "forward", "all_gather", reads=(arrived,), makes=(inputs,), **on_etp
     )
@@ -177,6 +183,8 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     yield collective(
         MODULE, "expert_fc2", "forward", "reduce_scatter", reads=(partial,), makes=(answers,), **on_etp
     )
+    if sorts:
+        yield from _sorted("unsort", answers, cut, mixed)
     yield collective(
         MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes,
         reads=(answers,), makes=(back,), **on_ep,
@@ -186,3 +194,9 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     for op in elementwise(MODULE, "combine", "sum_copies", back, prec):
         yield structs.replace(op, makes=(summed,)) if op.makes else op
     return summed
+
+
+def _sorted(name: str, x: Tensor, cut: Cut, count: Num) -> Iterator[Op]:
+    """Tokens of several ranks put together by expert, or back: a copy that takes their place."""
+    for op in elementwise(MODULE, name, "copy", x, cut.precision):
+        yield structs.replace(op, count=count, reads=(), makes=(), keeps=())
