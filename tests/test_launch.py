@@ -438,6 +438,8 @@ def test_what_experts_are_priced_with_is_written_and_missed(tmp_path: Path) -> N
 SAYS = {
     ("megatron-lm", "fuses_norms"): "--transformer-impl transformer_engine",
     ("megatron-bridge", "fuses_norms"): "recipe: ",  # whose models are Transformer Engine's
+    ("megatron-lm", "sorts_arrivals"): "--moe-token-dispatcher-type alltoall",
+    ("megatron-bridge", "sorts_arrivals"): "model.moe_token_dispatcher_type=alltoall",
     ("torchtitan", "ops"): "--module llama3",
     ("torchtitan", "shards_each_weight"): "--parallelism.data_parallel_shard_degree",
     ("torchtitan", "losses"): "--compile.enable",
@@ -451,7 +453,8 @@ SAYS = {
 def test_every_assumption_of_an_implementation_is_said(framework: str, name: str) -> None:
     """By a flag, by the model that a script builds, or among what is not expressed."""
     plan = mw.Plan(implementation=name, zero=3, loss_fusion="kernels", cp_kind="all_gather")
-    job = mw.launch("llama3-8b", CLUSTER, plan, to=framework, batch=64, seq=4096)
+    model = "mixtral-8x7b" if IMPLEMENTATIONS[name].sorts_arrivals else "llama3-8b"
+    job = mw.launch(model, CLUSTER, plan, to=framework, batch=64, seq=4096)
     said = " ".join((*job.arguments, *job.elsewhere, *(file.text for file in job.files)))
     lost = any(sentence.startswith(f"implementation={name}: ") for sentence in job.not_expressed)
     for field in dataclasses.fields(Implementation):
