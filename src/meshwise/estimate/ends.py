@@ -85,15 +85,19 @@ def other_ends(
     slowest_s, *params = (np.broadcast_to(one, number.shape) for one in heaviest)
     is_unbeaten = np.any([_unbeaten(number, slowest_s, most) for most in params], axis=0)
     is_other = np.any(ends != own[:, number], axis=0)
-    order = np.lexsort((slowest_s, number))
-    order = order[(is_unbeaten & is_other)[order]]
-    number, table = number[order], np.stack([*ends, slowest_s])[:, order]
-    nth = np.arange(len(number)) - np.searchsorted(number, number)
-    for k in range(np.max(nth, initial=-1) + 1):
-        of_plans = np.stack([*before, np.full(prod(shape), np.inf)])
-        of_plans[:, places[number[nth == k]]] = table[:, nth == k]
-        first, last, slowest = of_plans.reshape(3, *shape)
-        yield Tried((first[()], last[()]), slowest[()])
+    table = np.stack([number, *ends, slowest_s])[:, is_unbeaten & is_other]
+    for nth in _by_rank(table[:, np.lexsort((table[3], table[0]))]):
+        first, last, slowest = np.stack([*before, np.full(prod(shape), np.inf)])
+        at_plan = places[nth[0].astype(np.intp)]
+        first[at_plan], last[at_plan], slowest[at_plan] = nth[1:]
+        first, last, slowest = (one.reshape(shape)[()] for one in (first, last, slowest))
+        yield Tried((first, last), slowest)
+
+
+def _by_rank(table: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    """The first columns of each plan in a table sorted by the plan's number, then the second ones, and on."""
+    rank = np.arange(table.shape[1]) - np.searchsorted(table[0], table[0])
+    return (table[:, rank == nth] for nth in range(np.max(rank, initial=-1) + 1))
 
 
 def _any_of(holds: NDArray[np.bool_], shape: tuple[int, ...]) -> NDArray[np.bool_]:
