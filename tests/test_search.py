@@ -376,13 +376,14 @@ def test_key_by_key_a_plan_becomes_the_best(meshwise) -> None:
 
 
 def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
-    names = ("megatron-2020", "megatron-2026")
-    document = meshwise(*ARGUMENTS, "--software", "|".join(names), "--json").document
+    names, few = ("megatron-2020", "megatron-2026"), "tp=2|4,pp=1|2,cp=1"
+    job = (*ARGUMENTS, "--software", "|".join(names), "--plan", few, "--json")
+    document = meshwise(*job).document
     for name, version in zip(names, document["versions"], strict=True):
         words = ("--plan", version["plan_text"], "--microbatch", str(document["best"][0]["microbatch"]))
         priced = meshwise("estimate", *ARGUMENTS[1:], *words, "--json").document
         assert priced["plan"]["software"] == name and priced["step_s"] == version["step_s"]
-        alone = meshwise(*ARGUMENTS, "--plan", f"software={name}", "--top", "1", "--json").document
+        alone = meshwise(*ARGUMENTS, "--plan", f"{few},software={name}", "--top", "1", "--json").document
         assert alone["best"][0]["step_s"] == version["best"]["step_s"] <= version["step_s"]
     steps = [version["step_s"] for version in document["versions"]]
     assert document["versions"][1]["gain_frac"] == pytest.approx(1 - steps[1] / steps[0]) != 0
