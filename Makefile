@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
+OTHERS := .venv-frameworks$(TORCH:%=-torch-%)/bin
+FRAMEWORKS := $(OTHERS)/python -m pip install -qq $(if $(TORCH),torch===$(TORCH),--constraint constraints.txt)
 
 .PHONY: install demo test quick check network frameworks newest fuzz bench docs site lock audit package oldest pythons release clean
 
@@ -53,11 +54,11 @@ test: install  # a file stays on one worker, which makes its ranks once; conftes
 network: install  # measures time, which ranks that mostly wait for a slow cable can do beside the checks
 	$(BIN)/pytest tests/test_network.py
 
-frameworks:  # the packages of others, in a .venv of their own, and the tests that need them
-	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+frameworks:  # the packages of others, in a .venv of their own, and the tests that need them; TORCH= as above
+	test -x $(OTHERS)/python || $(PYTHON) -m venv $(OTHERS:%/bin=%)
 	$(FRAMEWORKS) setuptools hatchling editables --editable '.[torch,dev]'
 	$(FRAMEWORKS) --no-build-isolation --editable '.[frameworks]'  # deepspeed asks torch when it is built
-	.venv-frameworks/bin/pytest -n 2 tests/test_frameworks.py tests/test_transformers.py
+	$(OTHERS)/pytest -n 2 tests/test_frameworks.py tests/test_transformers.py
 
 NEWEST := 2.15.0
 newest:  # what runs in the environments of others, with PyPI's own build of the newest torch (6 GB, gone afterwards)
