@@ -42,7 +42,7 @@ def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
     layer, rest = matmul + 2 * hidden, 2 * vocab * hidden + hidden
     payloads = {one["collective"]: one["payload_bytes"] for one in found.collectives()}
     assert payloads["all_gather"] == 2 * (2 * layers * layer + rest)  # bf16, layers again for the backward
-    # The script states no reduce_dtype: that of the sharded weights from PyTorch 2.15 on, before of the matmuls.
+    # No reduce_dtype is stated: that of the sharded weights from PyTorch 2.15 on, before of the matmuls.
     width = 4 if release(version("torch")) >= (2, 15) else 2
     assert payloads["reduce_scatter"] == width * (layers * layer + rest)
     rows = [row for row in found.step_ledger.to_json() if row["shape"].count("x") == 3]
