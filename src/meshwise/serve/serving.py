@@ -445,7 +445,6 @@ def notes(serving: Serving) -> list[str]:
     used = {"decode.mla" if serving.model.mla else "decode.flash", f"gemm.{dtype}"}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
-    routing = "even routing" if plan.imbalance == 1 else f"busiest rank {plan.imbalance:.3g} x the mean"
     chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
     found = [f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))]
     found += map(str, serving.cluster.collectives)
@@ -466,4 +465,6 @@ def notes(serving: Serving) -> list[str]:
     if (moe := serving.model.moe) and moe.capacity_factor:
         factor = f"{moe.capacity_factor:g}"
         found.append(f"engines drop no tokens: times are without the capacity factor {factor}")
-    return [*found, f"{routing}, kernels one after the other; the engine takes --engine-ms between passes"]
+    routing = "even routing, " if plan.imbalance == 1 else f"busiest rank {plan.imbalance:.3g} x the mean, "
+    how = routing * (serving.model.moe is not None) + "kernels one after the other"
+    return [*found, f"{how}; the engine takes --engine-ms between passes"]
