@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,19 +105,22 @@ def _with_faster(found: StepCost, cost: StepCost, worth_s: Num, rows: NDArray[np
     """`found` with the `cost` of some of its rows wherever it is better, and below `worth_s`."""
     shape = np.shape(found.step_s)
     if not shape:
-        is_less = cost.step_s == found.step_s and cost.memory_bytes < found.memory_bytes
-        return cost if cost.step_s < worth_s and (cost.step_s < found.step_s or is_less) else found
+        return cost if _is_better(cost, found.step_s, found.memory_bytes, worth_s) else found
     before = found.step_s, found.memory_bytes, *found.mesh.ends
     wholes = [np.array(np.broadcast_to(one, shape), dtype=np.float64) for one in before]
-    step_s, memory_bytes = (whole[..., rows] for whole in wholes[:2])
-    is_less = (cost.step_s == step_s) & (cost.memory_bytes < memory_bytes)
-    is_better = (cost.step_s < worth_s) & ((cost.step_s < step_s) | is_less)
+    is_better = _is_better(cost, wholes[0][..., rows], wholes[1][..., rows], worth_s)
     for whole, other in zip(wholes, (cost.step_s, cost.memory_bytes, *cost.mesh.ends), strict=True):
         whole[..., rows] = np.where(is_better, other, whole[..., rows])
     step_s, memory_bytes, first, last = wholes
     return replace(
         found, mesh=replace(found.mesh, ends=(first, last)), step_s=step_s, memory_bytes=memory_bytes
     )
+
+
+def _is_better(cost: StepCost, step_s: Num, memory_bytes: Num, worth_s: Num) -> Any:
+    """Where a `cost` is below `worth_s`, and faster than `step_s`, or as fast with less memory."""
+    is_less = (cost.step_s == step_s) & (cost.memory_bytes < memory_bytes)
+    return (cost.step_s < worth_s) & ((cost.step_s < step_s) | is_less)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

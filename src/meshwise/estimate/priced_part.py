@@ -190,8 +190,8 @@ def _part(
         redone_bytes=kept.back_bytes,
         loose_bytes=sum(op.saved_bytes for op in _loose(forward)),
         held=(
-            _held(op for op in forward if not is_expert(op)),
-            _held(op for op in forward if is_expert(op)),
+            _held(op for op in forward if not op.is_expert),
+            _held(op for op in forward if op.is_expert),
         ),
         loss_bytes=loss.filled_bytes,
         booked_loss_bytes=loss.booked_bytes,
@@ -274,11 +274,6 @@ def _loose(forward: Sequence[Op]) -> list[Op]:
         for op in forward
         if op.module == "moe" and (op.name in ("router_softmax", "combine") or not trains)
     ]
-
-
-def is_expert(op: Op) -> bool:
-    """Whether an op belongs to the experts, which expert parallelism spreads."""
-    return op.name.startswith("expert_")
 
 
 def _priced(ops: Sequence[Op], times: Sequence[Num], overheads: Overheads) -> list[PricedOp]:
@@ -406,10 +401,10 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     for op in alike:
         is_launched = (op.group_size > 1) * 1.0 if op.kind == "collective" else 1.0
         launches = launches + op.count * is_launched
-        if op.kind == "matmul" and is_expert(op):
+        if op.kind == "matmul" and op.is_expert:
             calls = calls + op.count * op.shape[0] * (2.0 if op.dtype in NARROW_DTYPES else 1.0)
     on_host = overheads.host_s * launches + overheads.expert_call_s * calls
-    if not any(map(is_expert, alike)):
+    if not any(op.is_expert for op in alike):
         return on_host
     is_fused = any(op.choices for op in alike)
     return on_host + overheads.moe_host_s * (1.0 - 0.5 * is_fused - 0.5 * overheads.routing_in_graph)

@@ -297,7 +297,7 @@ def _matmul_s(
     read: Stack, write: Stack,
 ) -> Num:  # fmt: skip
     rates, overheads = machine.rates(op), machine.overheads
-    one_by_one = bool(overheads.expert_call_s) and _is_expert(op)
+    one_by_one = bool(overheads.expert_call_s) and op.is_expert
     busy_s = gemm_s(
         m, n, k,
         batch=1.0 if one_by_one else batch,
@@ -317,10 +317,6 @@ def _matmul_s(
     # The weight's dimensions are the row lengths of all operands: (n, k), or (m, n) of its gradient.
     halvings = np.maximum(_halvings(n), _halvings(np.where(is_weight_grad, m, k)))
     return busy_s * (1.0 + overheads.unaligned_frac * halvings)
-
-
-def _is_expert(op: Op) -> bool:
-    return op.name.startswith("expert_")
 
 
 def _aligned(size: Stack) -> Any:
@@ -491,7 +487,7 @@ _SECONDS: dict[str, Callable[..., Num]] = {
 """What times a stack of ops, by their kind, or by the library of a collective that has one of its own."""
 
 _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
-    "matmul": lambda op: (op.dtype, _is_core(op), _is_expert(op), op.right_bytes),
+    "matmul": lambda op: (op.dtype, _is_core(op), op.is_expert, op.right_bytes),
     "attention": lambda op: (op.dtype, op.phase, op.causal),
     "decode_attention": lambda op: (op.dtype, op.library),
     "experts": lambda op: (op.dtype, op.right_bytes, op.library),

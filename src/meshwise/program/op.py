@@ -99,6 +99,11 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     workspace_bytes: Num = 0.0
     part: str = ""
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to the experts, which expert parallelism spreads."""
+        return self.name.startswith("expert_")
+
 
 Stated = Generator[Op, None, Tensor]
 """Ops, and the tensor that the last of them makes."""

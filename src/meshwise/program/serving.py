@@ -226,7 +226,7 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
             names = (op.name, "balance_bias") if op.kind == "kernel" else (op.name,)  # one kernel routes
             yield _with_weights(op, [one for one in stated if one.name in names])
     yield _exchange(model, moe, cut, "dispatch", form.operand_bytes)
-    yield _grouped(model, moe, cut, [op for op in stated if op.name.startswith("expert_")])
+    yield _grouped(model, moe, cut, [op for op in stated if op.is_expert])
     yield _exchange(model, moe, cut, "combine", form.act_bytes)
     exchanged, payload = is_exchanged(cut), cut.tokens * hidden * form.act_bytes
     for kind, library, used in (("all_gather", "", exchanged), ("all_reduce", "peer", 1.0 - exchanged)):

@@ -79,8 +79,7 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
     widths = [one.shape[-1] for one in results]
     if op.name not in SIDE_BY_SIDE:
         widths = [columns if op.phase == "forward" or op.is_weight_grad else depth]
-    is_stack = op.name.startswith("expert_")
-    if op.phase == "forward" or (op.is_weight_grad and is_stack):
+    if op.phase == "forward" or (op.is_weight_grad and op.is_expert):
         shapes = [(batch, rows, part, depth) for part in widths]
     elif op.is_weight_grad:
         shapes = [(batch, part, rows, depth) for part in widths]
