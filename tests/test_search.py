@@ -122,19 +122,25 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
     draw, num_plans, least = np.random.default_rng(0), 0, list[Any]()
 
     def wants(mesh: Mesh, step_s: Any, least_bytes: Any) -> Any:
-        least[:] = [step_s, least_bytes]
+        least.append((step_s, least_bytes))
         return np.ones(np.broadcast_shapes(np.shape(step_s), np.shape(least_bytes)), bool)
 
     for grid in grids(*job, load, free_values(*job, load, stated), distinct=True):
         rows = draw.choice(len(grid.rows[0]), min(len(grid.rows[0]), 40), replace=False)
+        is_plan = ~np.broadcast_to(grid.mesh(rows)[1], (*grid.shape[:-1], len(rows)))
         for cells in grid.price(rows, wants):
             plans = distinct(cells)
             step_s, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
-            assert np.all((step_s >= grid.least_s[rows] * (1 - 1e-12))[plans])
+            assert step_s.size == is_plan.sum()
+            least_s = np.broadcast_to(grid.least_s[rows], is_plan.shape)[is_plan]
+            assert np.all((step_s >= least_s * (1 - 1e-12))[plans])
             # How much stages recompute in all, or wait for the host link, does not depend on their ends.
             is_fixed = np.isinf(cells.mesh.recompute_layers) & (cells.mesh.offload_activations == 0)
-            for found, bound, holds in zip((step_s, memory), least, (is_fixed, True), strict=bool(least)):
-                assert np.all((found >= np.broadcast_to(bound, found.shape) * (1 - 1e-12))[plans & holds])
+            for bounds in least:
+                for found, bound, holds in zip((step_s, memory), bounds, (is_fixed, True), strict=True):
+                    is_priced = np.shape(bound) == step_s.shape
+                    of = bound if is_priced else np.broadcast_to(bound, is_plan.shape)[is_plan]
+                    assert np.all((found >= of * (1 - 1e-12))[plans & holds])
             least.clear()
             num_plans += int(plans.sum())
     assert num_plans > 1000

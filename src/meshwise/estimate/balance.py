@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import some_columns
+from meshwise.core.columns import chosen_cells
 from meshwise.core.units import Num
 from meshwise.estimate.ends import best_ends, other_ends, part_weights
 from meshwise.estimate.step import (
@@ -45,72 +45,98 @@ NO_GAIN_FRAC = 1e-4
 """Share of a step for which no other ends are looked for."""
 
 
-def step_cost(
-    model: Model, mesh: Mesh, machine: Machine, parts: PricedParts | None = None, wants: Wants | None = None
-) -> StepCost:
-    """The cost of one step of the plans of `mesh`, with the `ends` that make it fastest.
+def step_cost(model: Model, mesh: Mesh, machine: Machine) -> StepCost:
+    """The cost of one step of the plans of `mesh`, with the `ends` that make it fastest."""
+    parts = priced_parts(model, mesh, machine)
+    return placed_cost(model, placed(model, mesh, machine, parts), machine, parts)
 
-    Engines, PyTorch's own pipeline (implementation=fsdp2) and stages=even place layers evenly. `parts`:
-    those of `mesh` where they are priced already. `wants`: the plans whose memory is told (`price_step`) and
-    whose other ends are tried; None: all. In a grid `step_s`, `memory_bytes` and `mesh` alone are those of
-    the fastest ends; the rest is as it is with those that make the slowest stage fastest.
+
+def placed(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Mesh:
+    """`mesh` with the `ends` that make the slowest stage fastest; with none where layers are dealt evenly.
+
+    Of stages that the plan states, with the ends that it would have without stating them.
     """
-    plan, parts = mesh.plan, parts or priced_parts(model, mesh, machine)
-    is_even = plan.stages == EVEN or mesh.serves or plan.implementation == "fsdp2"
-    if is_even or not np.any(np.asarray(mesh.pp) > 1):
-        return price_step(model, mesh, machine, None, parts, wants)
-    if plan.stages:
-        unstated = replace(mesh, plan=replace(plan, stages=None))
-        mesh = replace(mesh, ends=step_cost(model, unstated, machine, parts).mesh.ends)
-        return price_step(model, mesh, machine, None, parts)
+    if _is_even(mesh):
+        return mesh
+    if mesh.plan.stages:
+        mesh, plan = (
+            placed(model, replace(mesh, plan=replace(mesh.plan, stages=None)), machine, parts),
+            mesh.plan,
+        )
+        return replace(mesh, plan=plan, ends=placed_cost(model, mesh, machine, parts).mesh.ends)
     seconds, *_ = part_weights(model, mesh, machine, parts, again=0.0)
-    mesh = replace(mesh, ends=best_ends(model, mesh, seconds))
+    return replace(mesh, ends=best_ends(model, mesh, seconds))
+
+
+def _is_even(mesh: Mesh) -> bool:
+    """Whether nothing is to be chosen: engines and PyTorch's own pipeline (fsdp2) place layers evenly."""
+    plan = mesh.plan
+    is_even = plan.stages == EVEN or mesh.serves or plan.implementation == "fsdp2"
+    return is_even or not np.any(np.asarray(mesh.pp) > 1)
+
+
+def placed_cost(
+    model: Model, mesh: Mesh, machine: Machine, parts: PricedParts, wants: Wants | None = None
+) -> StepCost:
+    """The cost of one step of the plans of a `placed` mesh, with other ends wherever they are faster.
+
+    `parts`: those of `mesh`. `wants`: the plans whose memory is told (`price_step`) and whose other ends are
+    tried; None: all. In a grid `step_s`, `memory_bytes` and `mesh` alone are those of the fastest ends; the
+    rest is as it is with those that make the slowest stage fastest.
+    """
+    if _is_even(mesh):
+        return price_step(model, mesh, machine, None, parts, wants)
     found = price_step(model, mesh, machine, None, parts)
-    return _with_faster_ends(model, found, machine, parts, wants) if mesh.trains else found
+    return (
+        _with_faster_ends(model, found, machine, parts, wants)
+        if mesh.trains and not mesh.plan.stages
+        else found
+    )
 
 
 def _with_faster_ends(
     model: Model, found: StepCost, machine: Machine, parts: PricedParts, wants: Wants | None
 ) -> StepCost:
-    """`found` with other ends wherever its step is faster by them; see `step_cost`."""
+    """`found` with other ends wherever its step is faster by them; see `placed_cost`."""
     bound, worth_s = _bound(found, machine), found.step_s * (1.0 - NO_GAIN_FRAC)
     least_s = bound.step_s(found.mesh, sum(bound.mean_s))
     is_open = least_s < worth_s
     if wants is not None:
         is_open = is_open & wants(found.mesh, least_s, _least(found, lambda cost: cost.memory.total))
-    is_open = np.atleast_1d(np.broadcast_to(is_open, np.shape(worth_s)))
-    rows = _rows_with(is_open)
-    if not rows.size:
+    shape = np.shape(np.atleast_1d(worth_s))
+    cells = np.nonzero(np.broadcast_to(is_open, shape))
+    if not cells[0].size:
         return found
-    of_rows = partial(some_columns, places=rows, num=is_open.shape[-1])
-    mesh, parts, bound = found.mesh.mapped(of_rows), parts.of_rows(rows), bound.mapped(of_rows)
-    is_open, worth_s = is_open[..., rows], of_rows(worth_s)
-    for tried in other_ends(model, mesh, machine, parts, is_open):
-        some = _rows_with(is_open & (bound.step_s(mesh, tried.slowest_s) < worth_s))
-        if some.size:
-            of_some = partial(some_columns, places=some, num=rows.size)
+    flat = partial(chosen_cells, cells=cells, shape=shape)
+    mesh, parts, bound, worth_s = (
+        found.mesh.mapped(flat),
+        parts.of_rows(cells[-1]),
+        bound.mapped(flat),
+        flat(worth_s),
+    )
+    for tried in other_ends(model, mesh, machine, parts):
+        some = np.nonzero(np.atleast_1d(bound.step_s(mesh, tried.slowest_s) < worth_s))
+        if some[0].size:
+            of_some = partial(chosen_cells, cells=some, shape=cells[0].shape)
             first, last = map(of_some, tried.ends)
             with_ends = replace(mesh.mapped(of_some), ends=(first, last))
             cost = price_step(model, with_ends, machine, None, parts.of_rows(some))
-            found = _with_faster(found, cost, of_some(worth_s), rows[some])
+            found = _with_faster(found, cost, of_some(worth_s), tuple(index[some] for index in cells))
     return found
 
 
-def _rows_with(is_open: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """The rows of a grid [..., rows] with a plan for which this holds."""
-    return np.nonzero(np.any(is_open, axis=tuple(range(is_open.ndim - 1))))[0]
-
-
-def _with_faster(found: StepCost, cost: StepCost, worth_s: Num, rows: NDArray[np.intp]) -> StepCost:
-    """`found` with the `cost` of some of its rows wherever it is better, and below `worth_s`."""
+def _with_faster(
+    found: StepCost, cost: StepCost, worth_s: Num, cells: tuple[NDArray[np.intp], ...]
+) -> StepCost:
+    """`found` with the `cost` of some of its cells wherever it is better, and below `worth_s`."""
     shape = np.shape(found.step_s)
     if not shape:
         return cost if _is_better(cost, found.step_s, found.memory_bytes, worth_s) else found
     before = found.step_s, found.memory_bytes, *found.mesh.ends
     wholes = [np.array(np.broadcast_to(one, shape), dtype=np.float64) for one in before]
-    is_better = _is_better(cost, wholes[0][..., rows], wholes[1][..., rows], worth_s)
+    is_better = _is_better(cost, wholes[0][cells], wholes[1][cells], worth_s)
     for whole, other in zip(wholes, (cost.step_s, cost.memory_bytes, *cost.mesh.ends), strict=True):
-        whole[..., rows] = np.where(is_better, other, whole[..., rows])
+        whole[cells] = np.where(is_better, other, whole[cells])
     step_s, memory_bytes, first, last = wholes
     return replace(
         found, mesh=replace(found.mesh, ends=(first, last)), step_s=step_s, memory_bytes=memory_bytes

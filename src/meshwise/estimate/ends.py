@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import distinct_columns
+from meshwise.core.columns import Kinds, distinct_columns, some_columns
 from meshwise.core.units import Num
 from meshwise.estimate.memory import held_params, recomputed
 from meshwise.estimate.priced_part import DENSE, EXPERTS
@@ -63,23 +62,22 @@ class Tried:
     slowest_s: Num
 
 
-def other_ends(
-    model: Model, mesh: Mesh, machine: Machine, parts: PricedParts, is_open: NDArray[np.bool_]
-) -> Iterator[Tried]:
+def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Iterator[Tried]:
     """Ends with which no others beat both the slowest and the heaviest stage, but those that `mesh` has.
 
-    The fastest of each plan come first. Plans of one layout and one recomputation have the same: the arrays
-    have one place for whatever else they differ in. `is_open`: for which plans [..., rows] they are told.
+    The fastest of each plan come first.
     """
     weights = part_weights(model, mesh, machine, parts, again=1.0)
-    matters = mesh.recompute, mesh.recompute_layers, mesh.pp, mesh.vpp, mesh.schedule, *mesh.ends
-    shape = np.broadcast_shapes(*map(np.shape, itertools.chain(matters, *weights)))
-    before = np.stack([np.broadcast_to(end, shape).ravel() for end in mesh.ends])
-    (places,) = np.nonzero(_any_of(is_open, shape))
-    flat = partial(_flat, shape=shape, places=places)
-    mesh, weights, own = mesh.mapped(flat), [list(map(flat, one)) for one in weights], before[:, places]
+    layers = np.minimum(mesh.recompute_layers, float(model.num_layers))
+    matters = mesh.recompute, layers, mesh.pp, mesh.vpp, mesh.schedule, mesh.is_paired * 1.0, *mesh.ends
+    spread = np.broadcast_arrays(*matters, *itertools.chain(*weights))
+    shape = spread[0].shape
+    table = np.stack(spread).reshape(len(spread), -1)
+    alike = Kinds(*distinct_columns(table))
+    mesh, weights = mesh.mapped(alike.of_kinds), [list(map(alike.of_kinds, one)) for one in weights]
+    own = table[len(matters) - 2 : len(matters), alike.first]
     number, ends = _ends_around(model, mesh, weights, own)
-    at = partial(_at, places=number)
+    at = partial(some_columns, places=number, num=len(alike.first))
     tried = replace(mesh.mapped(at), ends=tuple(ends))
     heaviest = _heaviest(model, tried, [list(map(at, weight)) for weight in weights])
     slowest_s, *params = (np.broadcast_to(one, number.shape) for one in heaviest)
@@ -87,10 +85,9 @@ def other_ends(
     is_other = np.any(ends != own[:, number], axis=0)
     table = np.stack([number, *ends, slowest_s])[:, is_unbeaten & is_other]
     for nth in _by_rank(table[:, np.lexsort((table[3], table[0]))]):
-        first, last, slowest = np.stack([*before, np.full(prod(shape), np.inf)])
-        at_plan = places[nth[0].astype(np.intp)]
-        first[at_plan], last[at_plan], slowest[at_plan] = nth[1:]
-        first, last, slowest = (one.reshape(shape)[()] for one in (first, last, slowest))
+        found = np.stack([*own, np.full(own.shape[1], np.inf)])
+        found[:, nth[0].astype(np.intp)] = nth[1:]
+        first, last, slowest = (one[alike.kind].reshape(shape)[()] for one in found)
         yield Tried((first, last), slowest)
 
 
@@ -98,25 +95,6 @@ def _by_rank(table: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
     """The first columns of each plan in a table sorted by the plan's number, then the second ones, and on."""
     rank = np.arange(table.shape[1]) - np.searchsorted(table[0], table[0])
     return (table[:, rank == nth] for nth in range(np.max(rank, initial=-1) + 1))
-
-
-def _any_of(holds: NDArray[np.bool_], shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Whether it holds anywhere along the axes that `shape` lacks, as a row."""
-    sizes = ((1,) * holds.ndim + shape)[-holds.ndim :]
-    lacking = tuple(axis for axis, size in enumerate(sizes) if size == 1)
-    return np.broadcast_to(np.any(holds, axis=lacking, keepdims=True), sizes).ravel()
-
-
-def _flat(value: Num, shape: tuple[int, ...], places: NDArray[np.intp]) -> Num:
-    """A number of a grid at some places of a `shape`, the first along the axes that it lacks, as a row."""
-    if not isinstance(value, np.ndarray) or not shape:
-        return value
-    first = value[tuple(map(slice, ((1,) * value.ndim + shape)[-value.ndim :]))]
-    return np.broadcast_to(first.reshape(first.shape[-len(shape) :]), shape).ravel()[places]
-
-
-def _at(value: Num, places: NDArray[np.intp]) -> Num:
-    return value[places] if isinstance(value, np.ndarray) else value
 
 
 def _ends_around(

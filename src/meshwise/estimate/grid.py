@@ -11,20 +11,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import distinct_columns
+from meshwise.core.columns import chosen_cells, distinct_columns
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.adverse import Adversity, adverse_machine
-from meshwise.estimate.balance import step_cost
-from meshwise.estimate.step import PricedParts, StepCost, Wants, least_step_s, priced_parts
+from meshwise.estimate.balance import placed, placed_cost
+from meshwise.estimate.step import (
+    PricedParts,
+    StepCost,
+    Wants,
+    least_of_ops,
+    least_step_s,
+    priced_parts,
+)
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
@@ -123,34 +130,58 @@ class Grid:
         return mesh, _any((*broken, *self.refused(mesh)))
 
     def price(self, some: NDArray[np.intp] | None = None, wants: Wants | None = None) -> Iterator[Cells]:
-        """Price some rows [all], as many at once as stay in the cache; `wants`: as in `step_cost`."""
+        """Price some rows [all], as many at once as stay in the cache.
+
+        `wants`: the plans worth it, by a first look at all of them; None: every one.
+        """
         some = np.arange(len(self.rows[0])) if some is None else some
+        num_axes = len(self.tail_axes) + 1
+        tail = [_along(np.arange(len(axis.values)), i, num_axes) for i, axis in enumerate(self.tail_axes)]
         for first in range(0, len(some), self.rows_at_once):
             of = some[first : first + self.rows_at_once]
             mesh, broken = self.mesh(of)
             mesh = self.adversity.mesh(self.model, mesh, self.machine)
-            cost = step_cost(self.model, mesh, self.machine, parts=self.parts.of_rows(of), wants=wants)
-            rows = tuple(index[of] for index in self.rows)
-            yield Cells(self, rows, cost.mesh, cost, broken)
+            places, parts = [*tail, of], self.parts.of_rows(of)
+            mesh = placed(self.model, mesh, self.machine, parts)
+            if wants is not None:
+                worth = wants(mesh, *least_of_ops(self.model, mesh, parts, self.machine)) & ~np.asarray(
+                    broken
+                )
+                shape = (*self.shape[:-1], len(of))
+                chosen = np.nonzero(np.broadcast_to(worth, shape))
+                if not chosen[0].size:
+                    continue
+                places, parts = [*chosen[:-1], of[chosen[-1]]], parts.of_rows(chosen[-1])
+                mesh, broken = mesh.mapped(partial(chosen_cells, cells=chosen, shape=shape)), False
+            cost = placed_cost(self.model, mesh, self.machine, parts, wants)
+            rows = [index[places[-1]] for index in self.rows]
+            yield Cells(self, (*places[:-1], *rows), cost.mesh, cost, broken)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """Some rows of a grid, priced: arrays of the shape [tail axes..., rows].
+    """Some plans of a grid, priced: all of some rows as [tail axes..., rows], or chosen ones as [plans].
 
-    `broken` is true where a cell is no plan after all (it breaks a rule that looks at a tail axis).
+    `places`: the index of each into the values of each tail axis and row axis. `broken` is true where a cell
+    is no plan after all (it breaks a rule that looks at a tail axis).
     """
 
     grid: Grid
-    rows: tuple[NDArray[np.intp], ...]
+    places: tuple[NDArray[np.intp], ...]
     mesh: Mesh
     step: StepCost
     broken: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length of each tail axis, then the number of rows."""
-        return (*self.grid.shape[:-1], len(self.rows[0]))
+        """That of the arrays of all plans."""
+        return np.broadcast_shapes(*(index.shape for index in self.places))
+
+    @property
+    def _axes(self) -> Iterator[tuple[Axis, NDArray[np.intp]]]:
+        """Every axis of the grid, and each cell's place on it."""
+        axes = (*self.grid.tail_axes, *self.grid.row_axes)
+        return ((axis, np.broadcast_to(i, self.shape)) for axis, i in zip(axes, self.places, strict=True))
 
     def array(self, value: Num) -> NDArray[np.float64]:
         """A number of every cell."""
@@ -158,20 +189,18 @@ class Cells:
 
     def values_at(self, cell: tuple[int, ...]) -> dict[str, Any]:
         """The values of the keys that vary, in one cell."""
-        row = tuple(int(index[cell[-1]]) for index in self.rows)
-        places = zip((*self.grid.tail_axes, *self.grid.row_axes), (*cell[:-1], *row), strict=True)
         return self.grid.switches | {
-            key: value for axis, i in places for key, value in zip(axis.keys, axis.values[i], strict=True)
+            key: value
+            for axis, place in self._axes
+            for key, value in zip(axis.keys, axis.values[place[cell]], strict=True)
         }
 
-    def num_stated(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
+    def num_stated(self, cells: NDArray[np.intp]) -> NDArray[np.intp]:
         """How many keys have another value than by default, in the cells of these flat indices."""
-        *tail, row = np.unravel_index(places, self.shape)
-        at = *tail, *(rows[row] for rows in self.rows)
-        axes = zip((*self.grid.tail_axes, *self.grid.row_axes), at, strict=True)
-        num = np.full(len(places), num_stated(self.grid.switches))
-        for axis, i in axes:
-            num += axis.num_stated[i]
+        at = np.unravel_index(cells, self.shape)
+        num = np.full(len(cells), num_stated(self.grid.switches))
+        for axis, place in self._axes:
+            num += axis.num_stated[place[at]]
         return num
 
 
@@ -426,7 +455,7 @@ def _number(key: str, value: Any) -> float:
     return float(value) if key == "microbatch" else number_of(key, value)
 
 
-def _along(numbers: NDArray[np.float64], place: int, num_axes: int) -> NDArray[np.float64]:
+def _along(numbers: NDArray[Any], place: int, num_axes: int) -> NDArray[Any]:
     shape = [1] * num_axes
     shape[place] = len(numbers)
     return numbers.reshape(shape)

@@ -686,11 +686,39 @@ def least_step_s(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine)
     """
     layers = Counter(layer_kind(model, layer) for layer in range(model.num_layers))
     counts = (1.0, *(float(layers[kind]) for kind in layer_kinds(model)), 1.0)
-    f_s, b_s, w_s, unpaired_s = (
-        parts.total(f"{name}_s", counts) / mesh.pp for name in ("forward", "backward", "weight", "unpaired")
-    )
-    mean_s = f_s + b_s + w_s
-    step_s = mesh.num_microbatches * mean_s + np.minimum(mesh.pp, mesh.num_microbatches) * unpaired_s
+    names = ("forward_s", "backward_s", "weight_s", "unpaired_s")
+    return _of_mean_s(mesh, [parts.total(name, counts) / mesh.pp for name in names], machine)
+
+
+def least_of_ops(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine) -> tuple[Num, Num]:
+    """The least time [s] and memory [bytes] of a training step of the plans of `mesh`, as they recompute.
+
+    The time as in `least_step_s`; the fullest stage needs no less than the emptiest, towers left out.
+    """
+    cut, by_part = cut_of(mesh), list(parts.spread().values())
+    towers, stages = list(tower_parts(model, mesh, machine)), stages_of(model, mesh)
+    times = times_of_chunks(model, stages, mesh, by_part, towers, cut, machine)
+    mean_s = [
+        sum(getattr(time, name) * stage.num_stages for time, stage in zip(times, stages, strict=True))
+        / mesh.pp
+        for name in (*PHASES, "unpaired_s")
+    ]
+    needed: Num = np.inf
+    for stage in stages:
+        if _is_fsdp2(cut):
+            units = fsdp2.units(model, stage, mesh)
+            memory, _ = least_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
+        else:
+            held = held_params(model, stage, by_part, cut)
+            memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
+        needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
+    return _of_mean_s(mesh, mean_s, machine), needed
+
+
+def _of_mean_s(mesh: Mesh, mean_s: Sequence[Num], machine: Machine) -> Num:
+    """A step of stages that all take the mean: forward, backward, gradient of the weights, and unpaired."""
+    *phases_s, unpaired_s = mean_s
+    step_s = mesh.num_microbatches * sum(phases_s) + np.minimum(mesh.pp, mesh.num_microbatches) * unpaired_s
     if not mesh.plan.stages:  # of any shape: played
-        step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s)
+        step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, *phases_s)
     return step_s * (1.0 + machine.overheads.straggler_frac * np.log2(mesh.world))

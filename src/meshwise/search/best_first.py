@@ -2,8 +2,8 @@
 
 A few plans of a large space come first, so that there is a good one early. Each row of a grid has a time that
 none of its plans stays below (`estimate.step`): rows are priced in that order until it is longer than what
-could still change the answer (`BestPlans.limit_s`). What is left is ruled out: the answer is that of pricing
-every plan.
+could still change the answer (`BestPlans.limit_s`), and of a row those plans alone that may be among the best
+by what their ops take and need. What is left is ruled out: the answer is that of pricing every plan.
 """
 
 from __future__ import annotations
