@@ -20,6 +20,7 @@ def priced(software: str, fusion: str, tp: int) -> mw.Estimate:
         ("megatron-2024", "none", 1, 6, 52),
         ("megatron-2024", "kernels", 1, 6, 32),
         ("megatron-2024", "in_place", 2, 2, 10),
+        ("megatron-2024", "log_probs", 1, 18, 116 + 16 * 8),  # 16 for each of 8 sequences
         ("torch-2024", "none", 1, 14, 48),
         ("torch-2024", "none", 2, 18, 76),
         ("torch-2024", "kernels", 2, 4, 8),

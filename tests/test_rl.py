@@ -1,8 +1,10 @@
 """Post-training by reinforcement: lengths, packing, drains and asynchronous flow in closed form; the verb."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from meshwise.rl.asynchronous import COUNTED, steady
 from meshwise.rl.engines import RolloutPool, drain
 from meshwise.rl.framework import find_framework
 from meshwise.rl.packing import num_bins, pack
+from meshwise.rl.passes import TrainerTimes, trainer_times
 from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
 from meshwise.rl.settings import known_settings
 from meshwise.serve.instance import ServingWorker
@@ -140,6 +143,36 @@ def test_what_a_step_is_made_of() -> None:
     assert step(teacher="llama3-70b")["scoring_s"]["teacher"] > 4 * base["scoring_s"]["reference"]
     slow = step(transport="per-tensor")["phases_s"]["sync"] - 0.12
     assert slow / (step(transport="ipc")["phases_s"]["sync"] - 1.0) == pytest.approx(0.125 / 0.015)
+
+
+def trainer_s(plan: str, model: str = "llama3-8b", **constants: Any) -> TrainerTimes:
+    """What the trainer of a job takes whose framework has other `constants`; 16 samples of 1,000 tokens."""
+    job = mw.rl(**JOB | {"model": model, "train_plan": plan, "rollout_plan": "tp=4"}).step.job
+    framework = msgspec.structs.replace(job.framework, **constants)
+    return trainer_times(replace(job, framework=framework), np.full(16, 1000))
+
+
+def test_what_reaches_ranks_and_the_loss_of_each_sample_take_time() -> None:
+    """Each of pp=2 ranks of 4 replicas gets a copy of its samples: 24 bytes a token to score, 32 to train."""
+    free = trainer_s("pp=2", send_s_per_byte=0.0, sample_s=0.0)
+    found = trainer_s("pp=2", send_s_per_byte=1e-6, sample_s=0.5)
+    sent_s = 1e-6 * 2 * 16 * 1000
+    assert found.scoring_s["reference"] - free.scoring_s["reference"] == pytest.approx(24 * sent_s)
+    assert found.train_s - free.train_s == pytest.approx(32 * sent_s + 0.5 * 16 / 4)
+
+
+def test_trainers_are_priced_as_they_run() -> None:
+    """Megatron's stages are even; FSDP2 runs the modules of transformers, and hides nothing beside tp."""
+    even, uneven = (trainer_s(f"pp=2,stages={stages}").train_s for stages in ("even", "17-15"))
+    assert trainer_s("pp=2").train_s == even != uneven
+    fsdp2, eager = "zero=3,implementation=fsdp2", "zero=3,implementation=huggingface,software=torch-2023"
+    assert trainer_s(fsdp2) == trainer_s(eager)
+    assert trainer_s(f"tp=2,{fsdp2}") == trainer_s(f"tp=2,sp=0,{eager},overlap_dp=0")
+    waits, runs_ahead = (
+        trainer_s("ep=8,etp=1", "qwen3-30b-a3b", fuses_permutation=fused).train_s for fused in (False, True)
+    )
+    assert waits > 1.1 * runs_ahead
+    assert trainer_s("pp=2", fuses_permutation=True) == trainer_s("pp=2")  # no experts
 
 
 def test_a_job_that_does_not_fit_says_what_and_exits_with_1(meshwise: Any) -> None:

@@ -42,7 +42,7 @@ SERVING = ("prefill", "decode")
 """Kinds of work that a serving engine does."""
 TRAINING_KEYS = (
     *("zero", "zero_group", "recompute", "recompute_layers", "recompute_every", "recompute_modules"),
-    *("loss_chunks", "loss_fusion", "act_input_dtype", "optimizer", "grad_dtype", "param_dtype"),
+    *("loss_chunks", "act_input_dtype", "optimizer", "grad_dtype", "param_dtype"),
     *("offload_optimizer", "offload_activations", "overlap_dp", "lora_rank", "lora_targets"),
     *("lora_dropout", "optimizer_in_bwd"),
     *("tower", "tower_recompute"),

@@ -46,7 +46,7 @@ RECOMPUTE_MODULES = (
 CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 """The tensor-parallel layouts, and how many numbers the grid of each has."""
-LOSS_FUSIONS = ("none", "kernels", "in_place")
+LOSS_FUSIONS = ("none", "kernels", "in_place", "log_probs")
 """How the cross entropy is done; see `program.loss`."""
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
 ATTENTION = ("flash", "unfused", "grid")
@@ -207,7 +207,8 @@ KEYS: dict[str, Field] = {
     "recompute_modules": several("what recompute=selective covers", RECOMPUTE_MODULES),
     "loss_chunks": whole("pieces of a sequence whose logits and their gradients are made one after another"),
     "loss_fusion": choice(
-        "what of the loss is fused: nothing, its kernels, or all over the logits [as the software does]",
+        "what of the loss is fused: nothing, its kernels, all over the logits; or, for post-training, "
+        "log-probabilities of each sequence [as the software does]",
         LOSS_FUSIONS,
     ),
     "dtype": choice("type of the matmuls", DTYPES),

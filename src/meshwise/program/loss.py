@@ -13,19 +13,24 @@ follow from its kernels.
               flash-attn keep the logits alone and make the gradient of them (4 bytes).
     in_place  the gradient is written over the logits, which are all there is: Transformer Engine up to 2.17,
               Liger.
+    log_probs log-probabilities op by op, which post-training weighs: the mask of targets is a number of
+              8 bytes a logit, and the gradient of each sequence's slice is added to that of all. PyTorch
+              does so where tensor parallelism cuts the vocabulary.
 
-Sources: Megatron-LM d98e8a6 core/tensor_parallel/cross_entropy.py and core/fusions/fused_cross_entropy.py;
-TransformerEngine 2.11 pytorch/triton/cross_entropy.py (since 2.18 its gradient is fp32 of its own); PyTorch
-2.13 aten/src/ATen/native/cuda/SoftMax.cu (a row of a vocabulary is read three times, and twice in the
-backward) and torch/distributed/tensor/parallel/loss.py; torchtitan 6fc499f components/loss.py.
+Sources: NeMo-RL 0.3 nemo_rl/distributed/model_utils.py and algorithms/loss_functions.py; Megatron-LM d98e8a6
+core/tensor_parallel/cross_entropy.py and core/fusions/fused_cross_entropy.py; TransformerEngine 2.11
+pytorch/triton/cross_entropy.py (since 2.18 its gradient is fp32 of its own); PyTorch 2.13
+aten/src/ATen/native/cuda/SoftMax.cu (a row of a vocabulary is read three times, and twice in the backward)
+and torch/distributed/tensor/parallel/loss.py; torchtitan 6fc499f components/loss.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from meshwise.core.units import Num
 from meshwise.program.op import Op, Precision, work
 from meshwise.program.tensor import Tensor, made
 
@@ -38,11 +43,15 @@ FLOP_PER_LOGIT = 2.0
 
 
 class LossKernel(NamedTuple):
-    """One kernel: the tensors that it reads, as often as it does, those that it writes, what stays beside."""
+    """One kernel: the tensors that it reads, as often as it does, those that it writes, what stays beside.
+
+    `is_of_each`: it runs for each sequence of a microbatch.
+    """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     holds: tuple[str, ...]
+    is_of_each: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +65,31 @@ class Loss:
 
 
 def _kernels(*texts: str) -> tuple[LossKernel, ...]:
-    """Kernels from texts `reads -> writes | holds`."""
+    """Kernels from texts `reads -> writes | holds`, after `each:` where there is one for each sequence."""
     found = []
     for text in texts:
-        moved, _, holds = text.partition("|")
+        moved, _, holds = text.removeprefix("each:").partition("|")
         reads, _, writes = moved.partition("->")
-        found.append(LossKernel(tuple(reads.split()), tuple(writes.split()), tuple(holds.split())))
+        names = tuple(reads.split()), tuple(writes.split()), tuple(holds.split())
+        found.append(LossKernel(*names, is_of_each=text.startswith("each:")))
     return tuple(found)
 
 
 _OVER_LOGITS = Loss(
     forward=_kernels("logits", "logits -> logits"), backward=_kernels("logits -> logits"), keeps="logits"
 )
+_LOG_PROBS = Loss(
+    forward=_kernels(
+        "logits -> wide", "wide", "wide -> shifted", "shifted -> powers | wide", "powers",
+        "shifted -> probs | wide", "probs -> log_probs | wide", "probs -> probs",
+    ),
+    backward=_kernels(
+        "-> chosen places", "chosen places -> chosen places", "chosen places -> slice",
+        "slice probs -> slice", "slice -> slice", "each: -> padded", "each: padded sum -> sum",
+        "sum -> gradient",
+    ),
+    keeps="probs",
+)  # fmt: skip
 LOSSES = {
     "megatron": {
         "none": Loss(
@@ -83,6 +105,7 @@ LOSSES = {
             keeps="wide",
         ),
         "in_place": _OVER_LOGITS,
+        "log_probs": _LOG_PROBS,
     },
     "torch": {
         "none": Loss(
@@ -110,11 +133,12 @@ LOSSES = {
         "in_place": _OVER_LOGITS,
     },
 }  # fmt: skip
+LOSSES["torch"]["log_probs"] = replace(LOSSES["torch"]["none"], split=_LOG_PROBS)
 """The losses by library, and by what of them is fused (`Plan.loss_fusion`)."""
 
 
-def loss_ops(loss: Loss, logits: Tensor, name: str, prec: Precision) -> Iterator[Op]:
-    """Both phases of a loss, kernel by kernel."""
+def loss_ops(loss: Loss, logits: Tensor, name: str, prec: Precision, sequences: Num) -> Iterator[Op]:
+    """Both phases of the loss of a microbatch of `sequences`, kernel by kernel."""
     tokens, vocab = logits.shape
     tensors = {"logits": logits}
 
@@ -126,10 +150,10 @@ def loss_ops(loss: Loss, logits: Tensor, name: str, prec: Precision) -> Iterator
 
     for phase, kernels in (("forward", loss.forward), ("backward", loss.backward)):
         for one in kernels:
-            reads, writes, holds = (tuple(tensor(of) for of in side) for side in one)
+            reads, writes, holds = (tuple(tensor(of) for of in side) for side in one[:3])
             yield Op(
                 module="head", name=name, phase=phase, kind="kernel", kernel=KERNEL, dtype=prec.dtype,
-                shape=(tokens, vocab),
+                shape=(tokens, vocab), count=sequences if one.is_of_each else 1.0,
                 cost=work(FLOP_PER_LOGIT * tokens * vocab, reads, writes),
                 reads=(*reads, *holds), makes=writes,
                 keeps=(tensor(loss.keeps),) if phase == "forward" and one is kernels[-1] else (),

@@ -257,11 +257,11 @@ def _loss(cut: Cut, logits: Tensor, name: str) -> Iterator[Op]:
         forms = [(cut.loss, cut.tp == 1.0), (cut.loss.split, cut.tp > 1.0)]
     for loss, here in forms:
         if not np.ndim(here):
-            yield from loss_ops(loss, logits, name, cut.precision) if here else ()
+            yield from loss_ops(loss, logits, name, cut.precision, cut.microbatch) if here else ()
         elif np.any(here):  # in some cells of a grid
             of = Tensor(logits.name, (tokens * here, vocab), logits.dtype, logits)
-            for op in loss_ops(loss, of, name, cut.precision):
-                yield structs.replace(op, count=1.0 * here)
+            for op in loss_ops(loss, of, name, cut.precision, cut.microbatch):
+                yield structs.replace(op, count=op.count * here)
     yield collective(
         "head", name, "forward", "all_reduce", "tp", 4.0 * tokens, cut.tp, stride=cut.tp_stride, count=3.0
     )

@@ -40,10 +40,11 @@ class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
     """Overheads and defaults of one version of a framework.
 
     `host_s`: the engine's own time between two passes, `node_host_s` more for each further node of an engine;
-    `dense_slowdown`, `expert_slowdown`: time of updates and scoring over that of the same step in plain
-    training (`estimate`): log-probabilities in fp32, one sequence at a time, controllers between passes;
-    `colocated_slowdown`: the same where engines sleep on the same GPUs; `offload_s_per_byte`: copies of what
-    it `offloads` while engines work, to the host and back; `step_s`: data, rewards, logging of a step.
+    `loss_fusion`: how log-probabilities are made (`program.loss`), unless a plan says so; `sample_s`: the
+    host's time for the loss of a sample, where samples take turns; `fuses_permutation`: one kernel sorts
+    tokens by expert, without which the host reads how many each gets in every block; `send_s_per_byte`: of
+    samples from the controller to ranks; `offload_s_per_byte`: copies of what it `offloads` while engines
+    work, to the host and back; `step_s`: data, rewards, logging of a step.
     `in_flight`: engines go on with what they have after a sync. `score_bins`: packed sequences of a
     microbatch of scoring.
     """
@@ -55,9 +56,10 @@ class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     host_s: float
     node_host_s: float
-    dense_slowdown: float
-    expert_slowdown: float
-    colocated_slowdown: float
+    loss_fusion: str
+    sample_s: float
+    fuses_permutation: bool
+    send_s_per_byte: float
     offload_s_per_byte: float
     step_s: float
     colocated_memory_frac: float

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
+from meshwise.core.errors import PlanError
 from meshwise.estimate.one_plan import estimate
+from meshwise.machine.hardware import Chip
+from meshwise.machine.overheads import Overheads, find_overheads
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import TRAINING_KEYS
-from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.plan.mesh import TRAINING_KEYS, resolve
+from meshwise.plan.plan import DEFAULTS, EVEN, Plan
 from meshwise.plan.workload import Workload
 from meshwise.rl.job import RlJob
 from meshwise.rl.packing import PackedBatch, pack
@@ -18,6 +22,10 @@ from meshwise.rl.rollouts import Tokens
 
 PERSISTENT = ("weights", "gradients", "optimizer")
 """What a trainer holds between its passes."""
+EAGER = "torch-2023"
+"""Software that runs modules of `transformers`: one kernel after another, with flash-attn's attention."""
+SCORED_BYTES, TRAINED_BYTES = 24.0, 32.0
+"""Of a token on its way to a trainer: id, mask, advantage, log-probability; of two models more to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +48,16 @@ def trainer_times(job: RlJob, sequences: Tokens) -> TrainerTimes:
     scored = _packed(job, sequences, job.score_tokens)
     models = ([("policy", job.model)] if job.scores_policy else []) + list(job.scorers)
     scoring_s = {
-        name: _slowdown(job, model) * _pass_s(job, model, scored, "evaluate") for name, model in models
+        name: _sends_s(job, sequences, SCORED_BYTES) + _pass_s(job, model, scored, "evaluate")
+        for name, model in models
     }
-    train_s, bins = 0.0, 0
+    trained = [model for model in (job.model, job.critic) if model is not None]
+    each_s = _sends_s(job, sequences, TRAINED_BYTES) + job.framework.sample_s * len(sequences) / job.train_dp
+    train_s, bins = len(trained) * each_s, 0
     for part in np.array_split(sequences, job.updates):
         packed = _packed(job, part, job.pack_length)
         bins += packed.bins
-        for model in (job.model, job.critic):
-            if model is not None:
-                train_s += _slowdown(job, model) * _pass_s(job, model, packed, "train")
+        train_s += sum(_pass_s(job, model, packed, "train") for model in trained)
     fill = float(sequences.sum()) / (bins * job.train_dp * job.pack_length)
     return TrainerTimes(scoring_s, train_s, bins, fill)
 
@@ -61,10 +70,10 @@ def _packed(job: RlJob, sequences: Tokens, most_tokens: int) -> PackedBatch:
     )  # fmt: skip
 
 
-def _slowdown(job: RlJob, model: Model) -> float:
-    framework = job.framework
-    own = framework.dense_slowdown if model.moe is None else framework.expert_slowdown
-    return own * (1.0 if job.is_split else framework.colocated_slowdown)
+def _sends_s(job: RlJob, sequences: Tokens, token_bytes: float) -> float:
+    """Seconds in which the controller sends each rank the samples of its replica, as long as the longest."""
+    copies, padded = job.train_gpus / job.train_dp, float(len(sequences) * sequences.max())
+    return job.framework.send_s_per_byte * token_bytes * padded * copies
 
 
 def _pass_s(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> float:
@@ -72,13 +81,40 @@ def _pass_s(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> float:
         batch=job.train_dp * packed.bins * packed.samples, seq=packed.sample_tokens,
         microbatch=packed.samples, kind=kind,
     )  # fmt: skip
-    plan = job.train_plan if kind == "train" else _forward_plan(job.train_plan)
-    return estimate(model, job.train_cluster, plan, work).step_s
+    plan = _as_run(job, model, work)
+    waits = model.moe is not None and not job.framework.fuses_permutation
+    overheads = _overheads(job.cluster.chip, plan.software, waits)
+    return estimate(model, job.train_cluster, plan, work, overheads=overheads).step_s
 
 
-def _forward_plan(plan: Plan) -> Plan:
-    """`plan` without what only training has."""
-    return replace(plan, **{key: DEFAULTS[key] for key in (*TRAINING_KEYS, "implementation")})
+@cache
+def _overheads(chip: Chip, software: str, waits: bool) -> Overheads:
+    """Those of the software, whose host `waits` for what kernels find out, or runs ahead of them."""
+    return replace(find_overheads(chip, software), launches_block=waits)
+
+
+def _as_run(job: RlJob, model: Model, work: Workload) -> Plan:
+    """The training plan as the framework's trainers run it, where it leaves that open.
+
+    Layers that divide are cut into even stages. FSDP2 trains the modules of `transformers`; beside tensor
+    parallelism, which does not cut the tokens between matmuls, it hides no exchange (pytorch issue 137524).
+    Where nobody knows what such modules keep, PyTorch's own parts stand for them.
+    """
+    plan = job.train_plan
+    dropped = () if work.kind == "train" else (*TRAINING_KEYS, "implementation")
+    asked = replace(plan, **{key: DEFAULTS[key] for key in dropped})
+    divides = plan.stages is None and model.num_layers % (plan.pp * plan.vpp) == 0
+    fusion = (plan.loss_fusion or job.framework.loss_fusion) if model.vocab and model.lm_head else None
+    run = replace(asked, stages=EVEN if divides else plan.stages, loss_fusion=fusion)
+    if plan.implementation == "megatron":
+        return run
+    hides = asked.overlap_dp and (plan.tp == 1 or work.kind != "train")
+    run = replace(run, implementation="huggingface", software=EAGER, sp=bool(plan.sp), overlap_dp=hides)
+    try:
+        resolve(model, run, work, job.train_cluster)
+    except PlanError:
+        return asked
+    return run
 
 
 def trainer_bytes(job: RlJob) -> dict[str, float]:
