@@ -69,11 +69,10 @@ def best_first(grids: Grids, space: Space, kept: BestPlans, on_plans: Callable[[
         kept.considered += num_listed(grid)
         opened.append(_Open(grid))
     at_once = FEW_ROWS
-    for limit_s in (lambda: kept.fastest_s, lambda: kept.limit_s):
-        for one in sorted(opened, key=lambda one: one.least_s.min(initial=np.inf)):
-            while number := one.up_to(limit_s()):
-                add(one.grid, one.take(min(number, at_once, one.grid.rows_at_once)))
-                at_once *= 2
+    for one in sorted(opened, key=lambda one: one.least_s.min(initial=np.inf)):
+        while number := one.up_to(kept.limit_s):
+            add(one.grid, one.take(min(number, at_once, one.grid.rows_at_once)))
+            at_once *= 2
     for one in opened if kept.can_run else ():
         rows = one.take(one.up_to(kept.runnable_s))
         if rows.size:
