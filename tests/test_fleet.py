@@ -338,11 +338,19 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(
     assert again.document["prompt_tokens_found_frac"] == pytest.approx(document["prompt_tokens_found_frac"])
 
     pools = ("--prefill-plan", "tp=1", "--prefill-workers", "2", "--router", "prefix", "--rate", "5",
-             "--num-requests", "50", "--length-ratio", "0.5", "--ttft-ms", "90")  # fmt: skip
+             "--num-requests", "50", "--length-ratio", "0.5", "--ttft-ms", "90",
+             "--engine", "vllm,max_sequences=64,prompt_tokens=4096")  # fmt: skip
     found = meshwise(*BASE, *pools, "--to", "dynamo", "--json").document["deployment"]
     graph = yaml.safe_load(found["files"]["fleet.yaml"])
     kinds = {one["type"]: one["replicas"] for one in graph["spec"]["components"]}
     assert kinds == {"frontend": 1, "prefill": 2, "decode": 1}
+    limits = {}
+    for one in graph["spec"]["components"][1:]:
+        (container,) = one["podTemplate"]["spec"]["containers"]
+        args = container["args"]
+        words = ("--max-num-seqs", "--max-num-batched-tokens")
+        limits[one["type"]] = tuple(args[args.index(word) + 1] for word in words)
+    assert limits == {"prefill": ("1024", "4096"), "decode": ("64", "8192")}  # each pool has its own
     bench = found["commands"][-1].split()
     mean, ratio = (
         float(bench[bench.index(word) + 1]) for word in ("--random-input-len", "--random-range-ratio")

@@ -209,6 +209,21 @@ def test_a_pipeline_takes_what_its_batches_take_at_the_slowest_stage(pp: int) ->
     assert est.prompt_s(piped) > est.prompt_s(whole)
 
 
+def test_tokens_are_gathered_on_few_ranks_and_sent_on_many() -> None:
+    """A token of DeepSeek-V3 chooses eight experts: on eight ranks each gets all tokens, by the library."""
+    of = server("deepseek-v3", "b200-sxm:8", dtype="fp8", ep=8)
+    tokens = 8 * 4 * of.prompt
+    found = float(est.price_pass(of, of.prefill(4.0)).time_s["comm_ep"])
+    there, back = (
+        float(of.machine.collective_s(kind, tokens * 7168.0 * size, 8.0, 1.0))
+        for kind, size in (("all_gather", 1.0), ("reduce_scatter", 2.0))
+    )
+    assert found == pytest.approx(58 * (there + back), rel=0.02)
+    wide = server("deepseek-v3", "gb200-nvl72:16", dtype="fp8", ep=16)
+    sent = float(est.price_pass(wide, wide.prefill(4.0)).time_s["comm_ep"])
+    assert sent < 58 * 2 * (there + back)  # gathering on twice the ranks would take twice as long
+
+
 def test_context_parallel_prompts_share_work_and_cache() -> None:
     """Twice the ranks: a prompt's kernels, cache and transfer halve; a ring hides what it sends."""
     one, two = (server("llama3-70b", f"h200-sxm:{4 * cp}", prompt=32768, tp=4, cp=cp) for cp in (1, 2))

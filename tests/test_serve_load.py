@@ -22,6 +22,7 @@ from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import Fleet, traffic, under_load
 from meshwise.serve.pass_times import first_token_s, tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop, read_requests
+from meshwise.serve.router import parse_router
 from meshwise.serve.simulate import Pools, simulate
 from servers import BARE, NO_LIMIT, ONE_AT_A_TIME, VLLM, alone, passes
 
@@ -308,7 +309,10 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
 
 
 def test_pools_decode_what_their_recipe_states() -> None:
-    """Three workers of eight, as `ctx1_gen3_tep16_batch8` says: of 30 clients six wait for a place."""
+    """Three workers of eight, as `ctx1_gen3_tep16_batch8` says: of 30 clients six wait for a place.
+
+    A pass of the pool of prompts has two of them on each rank, as its `max_batch_size` says.
+    """
     pools = {
         f"{pool}_{name}": value
         for pool, degrees in {"prefill": ("1", "1", "16", "16"), "decode": ("3", "16", "1", "16")}.items()
@@ -319,6 +323,8 @@ def test_pools_decode_what_their_recipe_states() -> None:
         "prefill_moe_tp": "1", "decode_moe_tp": "1", "measured": "2026-02-08",
     }  # fmt: skip
     assert measured.point(row).engine.max_sequences == 8
+    prompts = measured.point(row).engine.of_prompts
+    assert (prompts.max_tokens, prompts.max_sequences) == (2048, 2)
     assert measured.point(row | {"concurrency": "60"}).engine.max_sequences == 16
     served = measured.simulated(row).simulated
     assert served.peak_sequences == 24
@@ -377,6 +383,30 @@ def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
     assert served.num_tokens == sum(requests.output)
     assert served.tpot_s.max() == pytest.approx(4e-3)  # nothing but decode passes
     assert (served.ttft_s >= 4e-3 + 1e-4 * np.array(requests.prompt) + 1e-3 - 1e-9).all()
+
+
+def test_a_pool_of_prompts_takes_as_many_of_them_as_it_is_told() -> None:
+    """Six prompts at once, two in a pass of 40 ms: their first tokens come by pairs."""
+    requests = Requests((100,) * 6, (1,) * 6, concurrency=6)
+    pair = ServingWorker(replace(VLLM, max_sequences=2), passes(fixed_s=40e-3), NO_LIMIT)
+    served = simulate(requests, Pools(ServingWorker(VLLM, passes(), NO_LIMIT), 1, pair))
+    assert served.ttft_s == pytest.approx([0.04, 0.04, 0.08, 0.08, 0.12, 0.12])
+
+
+def test_frontends_that_count_on_their_own_send_to_one_worker_at_once() -> None:
+    """Workers of one place each, as many as clients: with one count nobody waits, with ten many do."""
+    requests = in_closed_loop(7, Lengths(100, 100), num=350)
+    engine = replace(VLLM, max_sequences=1)
+
+    def waits_s(router: str) -> float:
+        worker = ServingWorker(engine, passes(fixed_s=1e-3), NO_LIMIT)
+        served = simulate(requests, Pools(worker, 7, router=parse_router(router)))
+        shares = np.bincount(served.replica, minlength=7) / 350
+        assert shares.min() > 0.05 and shares.max() < 0.3
+        return float((served.start_s - served.sent_s).mean())
+
+    assert waits_s("round-robin") == 0.0
+    assert waits_s("round-robin=10") > 0.05
 
 
 def test_prompts_that_begin_alike_are_computed_once() -> None:

@@ -225,9 +225,9 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
         if op.name.startswith("router"):
             names = (op.name, "balance_bias") if op.kind == "kernel" else (op.name,)  # one kernel routes
             yield _with_weights(op, [one for one in stated if one.name in names])
-    yield _exchange(model, moe, cut, "dispatch", form.operand_bytes)
+    yield from _exchange(model, moe, cut, "dispatch", form.operand_bytes)
     yield _grouped(model, moe, cut, [op for op in stated if op.is_expert])
-    yield _exchange(model, moe, cut, "combine", form.act_bytes)
+    yield from _exchange(model, moe, cut, "combine", form.act_bytes)
     exchanged, payload = is_exchanged(cut), cut.tokens * hidden * form.act_bytes
     for kind, library, used in (("all_gather", "", exchanged), ("all_reduce", "peer", 1.0 - exchanged)):
         gathered = collective(
@@ -272,15 +272,32 @@ def _with_weights(op: Op, stated: list[Op]) -> Op:
     )
 
 
-def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> Op:
-    """One way of the exchange: DeepEP's low-latency kernels in decoding, its normal ones for prompts."""
-    tokens, hidden = cut.tokens / cut.tp * cut.imbalance, moe.width(model.hidden)
+def is_gathered(moe: MoE, cut: Cut) -> Any:
+    """1 where each rank gets the tokens of all, as no more ranks have experts than a token chooses; else 0.
+
+    TensorRT-LLM's rule for an all-to-all (`moe_ep_size > experts_per_token`), which would send as much.
+    """
+    return is_exchanged(cut) * (cut.ep <= moe.computed)
+
+
+def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> Iterator[Op]:
+    """One way of the exchange: to or from all ranks, or between a token and its experts.
+
+    DeepEP's low-latency kernels do the latter in decoding, its normal ones for prompts.
+    """
+    tokens, hidden = cut.tokens / cut.tp, moe.width(model.hidden)
+    gathered = is_gathered(moe, cut)
+    among, kind = 1.0 + gathered * (cut.ep - 1.0), "all_gather" if way == "dispatch" else "reduce_scatter"
+    yield collective(
+        MOE, way, "forward", kind, "ep", tokens * among * hidden * elem_bytes, among, stride=cut.ep_stride
+    )
+    tokens = tokens * cut.imbalance
     op = collective(
         MOE, way, "forward", "all_to_all", "ep", tokens * moe.computed * hidden * elem_bytes,
-        1.0 + is_exchanged(cut) * (cut.ep - 1.0), stride=cut.ep_stride, choices=moe.computed,
-        shape=(tokens, float(moe.num_experts), hidden),
+        1.0 + is_exchanged(cut) * (1.0 - gathered) * (cut.ep - 1.0), stride=cut.ep_stride,
+        choices=moe.computed, shape=(tokens, float(moe.num_experts), hidden),
     )  # fmt: skip
-    return structs.replace(op, library="deepep-ll" if cut.kind == "decode" else "deepep-normal")
+    yield structs.replace(op, library="deepep-ll" if cut.kind == "decode" else "deepep-normal")
 
 
 # --- memory ------------------------------------------------------------------------------------

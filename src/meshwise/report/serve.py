@@ -16,7 +16,7 @@ from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture
 from meshwise.report.table import Table
 from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.energy import energy
-from meshwise.serve.load import LoadResult
+from meshwise.serve.load import Fleet, LoadResult
 from meshwise.serve.screen import layout_text
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Choice, Sizing
@@ -76,17 +76,13 @@ def sized_lines(answer: ServingAnswer) -> Iterator[str]:
     assert sizing is not None and load is not None
     choice = sizing.best or sizing.nearest
     assert choice is not None
-    fleet, document = choice.fleet, load.to_json()
-    pools = f"{fleet.workers} x {_layout(fleet.serving)}"
-    if fleet.prefill:
-        pools = f"prefill {fleet.prefill_workers} x {_layout(fleet.prefill)}, decode {pools}"
-    num = fleet.num_chips
+    document, num = load.to_json(), choice.fleet.num_chips
     gpus, verb = (f"{num} GPUs", "hold") if num > 1 else ("1 GPU", "holds")
     if sizing.best is None:
         verb = "do not hold" if num > 1 else "does not hold"
     settings = f"max_sequences={choice.sequences}"
     rate = f"{sizing.rate or 0.0:.4g} requests/s"
-    yield f"{gpus} {verb} {rate}: {pools}; {load.engine.title}, {settings}"
+    yield f"{gpus} {verb} {rate}: {_pools(choice.fleet)}; {load.engine.title}, {settings}"
     asked = " and ".join(
         f"{duration(limit_s)} {what}"
         for limit_s, what in (
@@ -114,6 +110,13 @@ _WHY = {
     "rate": "one worker holds more than that, and none is smaller",
 }
 """What keeps a batch from growing (`Choice.binds`), in words."""
+
+
+def _pools(fleet: Fleet) -> str:
+    decode = f"{fleet.workers} x {_layout(fleet.serving)}"
+    if fleet.prefill is None:
+        return decode
+    return f"prefill {fleet.prefill_workers} x {_layout(fleet.prefill)}, decode {decode}"
 
 
 def _layout(of: Serving) -> str:
@@ -264,7 +267,9 @@ def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
 
 def _load(load: LoadResult) -> Iterator[Section]:
     """What clients measure."""
-    document = load.to_json()
+    document, fleet = load.to_json(), load.fleet
+    if fleet.num_chips > fleet.serving.num_chips:
+        yield f"a fleet of {fleet.num_chips} GPUs: {_pools(fleet)}"
     yield (
         f"under load ({document['engine']}, {_counted(document)}): {document['requests_per_s']:.4g} "
         f"requests/s, {document['output_tokens_per_s_per_gpu']:,.0f} output tokens/s a GPU; up to "

@@ -41,11 +41,8 @@ def parse_autoscale(text: str) -> tuple[float | None, dict[str, Any]]:
     except ValueError:
         found = {"": 0.0}
     is_rule = (name == "sla" and not share) or (name == "utilization" and 0 < found.get("share", 0) <= 1)
-    if (
-        not is_rule
-        or set(found) - {"share", *SETTINGS}
-        or not all(0 < value < 1e9 for value in found.values())
-    ):
+    is_known = set(found) <= {"share", *SETTINGS}
+    if not (is_rule and is_known and all(0 < value < 1e9 for value in found.values())):
         raise WorkloadError(
             f"autoscale {text} must be sla or utilization=SHARE, with {', '.join(SETTINGS)}: "
             "utilization=0.7,min=2,max=16"
@@ -102,8 +99,5 @@ def requests_per_s(
 def _sample(load: Requests | RequestStream) -> Requests:
     """Requests of a load by themselves: their lengths, and the blocks that they share."""
     drawn = load if isinstance(load, Requests) else load.draw(SAMPLE)
-    num = SAMPLE
-    return replace(
-        drawn, prompt=drawn.prompt[:num], output=drawn.output[:num], blocks=drawn.blocks[:num], arrival_s=(),
-        concurrency=0, after=(), think_s=(),
-    )  # fmt: skip
+    some = {name: getattr(drawn, name)[:SAMPLE] for name in ("prompt", "output", "blocks")}
+    return replace(drawn, **some, arrival_s=(), concurrency=0, after=(), think_s=())

@@ -23,12 +23,9 @@ def energy(load: LoadResult) -> dict[str, Any]:
     """
     fleet, run = load.fleet, load.simulated
     output_frac = run.num_tokens / (run.num_tokens + sum(load.requests.prompt) - run.num_found)
-    pools = [(fleet.serving, load.mean_workers, 1.0)]
+    pools = [(fleet.serving, load.mean_workers, output_frac if fleet.prefill else 1.0)]
     if fleet.prefill:
-        pools = [
-            (fleet.serving, load.mean_workers, output_frac),
-            (fleet.prefill, float(fleet.prefill_workers), 1.0 - output_frac),
-        ]
+        pools.append((fleet.prefill, float(fleet.prefill_workers), 1.0 - output_frac))
     if not all(of.cluster.chip.power_watts for of, _, _ in pools):
         return {"power_watts": None, "joule_per_output_token": None, "kwh_per_million_output_tokens": None}
     watts = [(num * of.num_chips, _chip_watts(load, of, num, share)) for of, num, share in pools]

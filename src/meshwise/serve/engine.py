@@ -31,7 +31,8 @@ _CONSTANTS = fitted().constants
 class Engine:
     """The scheduler of an engine; tokens and sequences are those of one attention group (dp rank).
 
-    `max_sequences` generate at once; a pool of prompts alone is limited by `max_tokens`.
+    `max_sequences` generate at once. A pool of prompts alone takes `prompt_tokens` of `prompt_sequences` in a
+    pass (0: `max_tokens`, of as many as the version starts with).
     `reserve_frac`: share of a request's output that must have room in the cache when it is admitted.
     `graph_sizes`: decode batches for which a CUDA graph was captured; others are padded up to the next of
     these where the engine `pads_batches`, or launched kernel by kernel. Without any, all are captured.
@@ -57,6 +58,8 @@ class Engine:
     version: str
     max_tokens: int = 8192
     max_sequences: int = 1024
+    prompt_tokens: int = 0
+    prompt_sequences: int = 0
     mixes: bool = True
     chunks: bool = True
     reserve_frac: float = 0.0
@@ -79,6 +82,17 @@ class Engine:
     pass_s: float = 0.0
     settings_of: str = ""
     fitted_to: str = ""
+
+    @property
+    def of_prompts(self) -> Engine:
+        """The engine of a pool that only takes prompts."""
+        sequences = self.prompt_sequences or of_version(self.name, self.version).max_sequences
+        return replace(self, max_tokens=self.prompt_tokens or self.max_tokens, max_sequences=sequences)
+
+    @property
+    def of_tokens(self) -> Engine:
+        """The engine of a pool that only decodes: it aligns no prompts."""
+        return replace(self, align_passes=0)
 
     @property
     def title(self) -> str:
@@ -108,7 +122,10 @@ VERSIONS = {name: _versions(name) for name in ("vllm", "sglang", "trtllm")}
 ENGINES = {name: list(versions.values())[-1] for name, versions in VERSIONS.items()}
 """Engines by name: the last version that is listed."""
 
-SETTINGS = ("max_tokens", "max_sequences", "poll_passes", "align_passes", "fill_frac", "reserve_frac")
+SETTINGS = (
+    *("max_tokens", "max_sequences", "prompt_tokens", "prompt_sequences"),
+    *("poll_passes", "align_passes", "fill_frac", "reserve_frac"),
+)
 """What a user may set of an engine."""
 
 

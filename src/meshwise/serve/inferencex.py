@@ -37,12 +37,16 @@ class ServingLayout:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkScript:
-    """What the script of a row states. `speculate` is written as for `serve`; empty: no guesses."""
+    """What the script of a row states. `speculate` is written as for `serve`; empty: no guesses.
+
+    `frontends`, each of which counts on its own, pass requests on to the workers.
+    """
 
     layout: ServingLayout
     kv_dtype: str
     speculate: str
     settings: Mapping[str, Any]
+    frontends: int = 1
 
 
 def is_row(row: Mapping[str, str]) -> bool:
@@ -63,6 +67,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     if is_one_pool and "" < stated["day"] <= _catalog()["layouts_until"]:
         layout = _spread(layout, _ruled("layouts", stated | {"tp": layout.tp}).get("spreads", ""))
     stated |= {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep, "workers": workers}
+    stated["prompt_dp"] = int(row.get("prefill_attention_dp") or 1)
     found = _ruled("rules" if is_one_pool else "pools", stated | {"kv_dtype": kv_dtype, "drafts": 0})
     settings = {each.name: found[each.name] for each in fields(Engine) if each.name in found}
     if "max_tokens" in settings:
@@ -70,7 +75,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     if "graph_sizes" in settings:
         settings["graph_sizes"] = tuple(settings["graph_sizes"])
     guesses = f"drafts={found['drafts']},accept={_catalog()['acceptance']}" if found["drafts"] else ""
-    return BenchmarkScript(layout, found["kv_dtype"], guesses, settings)
+    return BenchmarkScript(layout, found["kv_dtype"], guesses, settings, found.get("frontends", 1))
 
 
 @cache

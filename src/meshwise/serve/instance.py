@@ -36,20 +36,8 @@ class EngineSequence:
     """
 
     __slots__ = (
-        *(
-            "arrival",
-            "end",
-            "first_s",
-            "found",
-            "index",
-            "last_s",
-            "late_s",
-            "left",
-            "loaded",
-            "missing",
-            "past",
-        ),
-        *("pinned", "rank", "sent", "shared", "start_s", "total"),
+        *("arrival", "end", "first_s", "found", "index", "last_s", "late_s", "left", "loaded"),
+        *("missing", "past", "pinned", "rank", "sent", "shared", "start_s", "total"),
     )
 
     def __init__(self, index: int, sent: float, arrival: float, prompt: int, output: int) -> None:
@@ -128,8 +116,7 @@ class Instance:
         self.admitted: list[EngineSequence] = []  # in order; those that have ended are removed late
         self.loading: list[tuple[float, int, EngineSequence]] = []  # a heap by the second
         self.most_tokens = self.engine.max_tokens * self.times.groups
-        most = math.inf if only_prompts else self.engine.max_sequences  # which generate
-        self.most_sequences = most * self.times.groups
+        self.most_sequences = self.engine.max_sequences * self.times.groups
 
     def put(self, sequence: EngineSequence) -> None:
         """Queue a request; those that come from another worker may come out of order."""

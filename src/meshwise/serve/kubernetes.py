@@ -97,13 +97,14 @@ class _Fleet:
         """Arguments of the engine's server for one instance."""
         longest = max(self.load.requests.longest, of.prompt + of.output)
         length = min(ROUND_TOKENS * math.ceil((longest + 1) / ROUND_TOKENS), of.model.max_seq)
-        batch = self.engine.max_sequences * of.groups
+        engine = self.engine.of_prompts if of is self.fleet.prefill else self.engine
+        batch = engine.max_sequences * of.groups
         work = Workload(batch=batch, seq=length, kind="decode", microbatch=1)
         plan = replace(of.mesh.plan, imbalance=1.0)
         found = launch(of.model, of.cluster, plan, work, self.server.framework)
         self.not_expressed += [one for one in found.not_expressed if one not in self.not_expressed]
-        is_vllm, offload = self.engine.name == "vllm", self.fleet.offload
-        added = [self.server.max_tokens, str(self.engine.max_tokens)]
+        is_vllm, offload = engine.name == "vllm", self.fleet.offload
+        added = [self.server.max_tokens, str(engine.max_tokens)]
         added += ["--gpu-memory-utilization", f"{of.memory_frac:g}"] if is_vllm else ["--host", "0.0.0.0"]
         if offload and (offload.disk_bytes or not is_vllm):
             self.not_expressed.append("offload: only vLLM's offload to the host's memory is written")
@@ -114,7 +115,10 @@ class _Fleet:
     def one_node(self, of: Serving) -> int:
         """GPUs of an instance; PlanError where it needs several nodes."""
         if of.num_chips > of.cluster.levels[0].ranks:
-            raise PlanError(f"an instance of {of.num_chips} GPUs is on several nodes, which is not written")
+            raise PlanError(
+                f"an instance of {of.num_chips} GPUs is on several nodes, which is not written; "
+                "give a cluster of one node, and workers"
+            )
         return of.num_chips
 
     def route(self, known: Mapping[str, Any], otherwise: str) -> Any:
@@ -182,11 +186,12 @@ def _dynamo(of: _Fleet) -> tuple[list[Tree], str, str]:
     fleet, engine = of.fleet, of.engine.name
     image = f"nvcr.io/nvidia/ai-dynamo/{engine}-runtime:{DYNAMO_RELEASE}"
     frontend: Tree = {"name": "main", "image": image}
-    if mode := of.route({"round-robin": "", "prefix": "kv"}, "Dynamo's frontend goes round robin"):
+    mode = of.route({"round-robin": "", "prefix": "kv"}, "Dynamo's frontend goes round robin")
+    if mode:
         frontend["env"] = [{"name": "DYN_ROUTER_MODE", "value": mode}]
-        if fleet.router.weight != 1:
-            weight = f"{fleet.router.weight:g}"
-            of.not_expressed.append(f"router weight {weight}: Dynamo's own is 1 unless it is told")
+    if fleet.router.number != 1:
+        what = {"": "frontends: one is written", "kv": "weight: Dynamo's own is 1 unless it is told"}[mode]
+        of.not_expressed.append(f"router {fleet.router.number:g} {what}")
     if fleet.scaling is not None:
         of.not_expressed.append("autoscale: Dynamo's planner has rules of its own")
 
@@ -261,14 +266,9 @@ def _llm_d(of: _Fleet) -> tuple[list[Tree], str, str]:
     if fleet.scaling is not None:
         of.not_expressed.append("autoscale: llm-d's own autoscaler is installed apart")
     of.route({"prefix": None, "least-loaded": None}, "llm-d's scheduler weighs load and cached prefixes")
-    artifacts = {
-        "name": of.model,
-        "uri": f"hf://{of.model}",
-        "size": "1Ti",
-        "authSecretName": "llm-d-hf-token",
-    }
+    model = {"name": of.model, "uri": f"hf://{of.model}", "size": "1Ti", "authSecretName": "llm-d-hf-token"}
     values = {
-        "modelArtifacts": artifacts, "accelerator": {"type": "nvidia"},
+        "modelArtifacts": model, "accelerator": {"type": "nvidia"},
         "routing": {"servicePort": 8000, "proxy": {"enabled": fleet.prefill is not None}},
         "decode": pool(fleet.serving, fleet.workers), "prefill": pool(fleet.prefill, fleet.prefill_workers),
     }  # fmt: skip

@@ -36,10 +36,7 @@ class LatencyLimits:
 
     def kept(self, served: Served) -> NDArray[np.bool_]:
         """Whether each request keeps all limits."""
-        more = served.output > 1
-        kept = served.ttft_s <= self.ttft_s
-        kept[more] &= served.tpot_s <= self.tpot_s
-        return kept
+        return (served.ttft_s <= self.ttft_s) & (served.token_s <= self.tpot_s)
 
     def hold(self, served: Served) -> bool:
         """Whether enough requests keep all limits."""

@@ -94,16 +94,13 @@ def traffic(
             raise WorkloadError(f"shared_prefix={shared_prefix} leaves nothing of a prompt; make it shorter")
         if turns is not None:
             return in_sessions(found, turns, shared_prefix or 0)
-        return found if shared_prefix is None else _beginning_alike(found, shared_prefix)
+        if shared_prefix is None:
+            return found
+        return replace(found, blocks=((0,),) * len(found.prompt), block_tokens=shared_prefix)
 
     if rates is not None and num_requests is not None:
         raise WorkloadError("rates say how many requests there are; leave num_requests out")
     return draw(num_requests or 1) if num_requests or rates else RequestStream(draw, rate, concurrency or 0)
-
-
-def _beginning_alike(requests: Requests, tokens: int) -> Requests:
-    """`requests` whose prompts all begin with the same `tokens`."""
-    return replace(requests, blocks=((0,),) * len(requests.prompt), block_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -368,7 +365,11 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
     kinds = [(one, cache_tokens(one)) for one in (serving, fleet.prefill) if one is not None]
     if any(tokens < (of.prompt + of.output) * of.groups for of, tokens in kinds):
         return None
-    worker, *first = (_worker(of, tokens, requests, engine, fleet.offload) for of, tokens in kinds)
+    engines = (engine.of_tokens, engine.of_prompts) if fleet.prefill else (engine,)
+    worker, *first = (
+        _worker(of, tokens, requests, of_pool, fleet.offload)
+        for (of, tokens), of_pool in zip(kinds, engines, strict=True)
+    )
     return Pools(
         worker, fleet.workers, first[0] if first else None, fleet.prefill_workers,
         fleet.prefill.cluster.levels[-1].latency_s if fleet.prefill else 0.0, fleet.transfer_token_s,

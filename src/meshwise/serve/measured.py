@@ -25,6 +25,7 @@ from meshwise.serve import aiconfigurator, inferencex
 from meshwise.serve.engine import ENGINES, Engine, of_version
 from meshwise.serve.load import Fleet, LoadResult, cache_tokens, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
+from meshwise.serve.router import RouterPolicy
 from meshwise.serve.serving import Serving, serving, speculating
 
 STATED = ("ttft_s", "tpot_s")
@@ -67,7 +68,9 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     if not inferencex.is_row(row) and engine.name == "vllm":
         requests = aiconfigurator.repeated(requests)
-    of = MeasuredPoint(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
+    router = RouterPolicy(number=scripts[-1].frontends)
+    fleet = Fleet(last, workers[-1], first[0] if first else None, workers[0], router=router)
+    of = MeasuredPoint(fleet, requests, engine)
     _check_room(of, *(measured(row, None).get(name) for name in STATED))
     return of
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import quantity
@@ -99,13 +100,7 @@ class PrefixCache:
 
     def found(self, blocks: Blocks) -> list[int]:
         """The place of each block from the first, up to one that is nowhere."""
-        places: list[int] = []
-        for block in blocks:
-            place = self._place(block)
-            if place < 0:
-                break
-            places.append(place)
-        return places
+        return list(takewhile(lambda place: place >= 0, map(self._place, blocks)))
 
     def found_tokens(self, blocks: Blocks) -> int:
         """Tokens from the first that are in any place."""
@@ -118,12 +113,7 @@ class PrefixCache:
 
     def tokens_in_use(self, blocks: Blocks) -> int:
         """Tokens from the first that other requests hold already."""
-        num = 0
-        for block in blocks:
-            if block not in self.pinned:
-                break
-            num += self.size[block]
-        return num
+        return sum(map(self.size.__getitem__, takewhile(self.pinned.__contains__, blocks)))
 
     def pin(self, blocks: Blocks) -> int:
         """Hold blocks on the chip, wherever they are; the tokens for which that takes room."""

@@ -1,6 +1,7 @@
 """To which replica a router sends a request.
 
-- `round-robin`: the next one.
+- `round-robin`: the next one; with `round-robin=N` a proxy spreads requests at random over N frontends, each
+  of which counts on its own (srt-slurm's default for Dynamo: ten).
 - `least-loaded`: the one with the fewest requests under way.
 - `session`: all requests of a session to one, the first of it to the least loaded.
 - `prefix`, or `prefix=WEIGHT`: where WEIGHT x the prompt tokens to compute, of this request and of those
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 from meshwise.core.errors import WorkloadError
 from meshwise.serve.instance import EngineSequence, Instance
@@ -23,25 +25,28 @@ POLICIES = ("round-robin", "least-loaded", "session", "prefix")
 
 @dataclass(frozen=True, slots=True)
 class RouterPolicy:
-    """A policy, and the weight of tokens that are not cached."""
+    """A policy, and its number: the weight of tokens that are not cached, or the frontends that count."""
 
     policy: str = "round-robin"
-    weight: float = 1.0
+    number: float = 1.0
 
 
 ROUND_ROBIN = RouterPolicy()
 
 
 def parse_router(text: str) -> RouterPolicy:
-    """`least-loaded`, `prefix`, `prefix=4`."""
-    policy, _, weight = text.partition("=")
+    """`least-loaded`, `prefix`, `prefix=4`, `round-robin=10`."""
+    policy, _, number = text.partition("=")
+    is_count = policy == "round-robin"
     try:
-        found = RouterPolicy(policy, float(weight)) if weight else RouterPolicy(policy)
+        found = RouterPolicy(policy, (int if is_count else float)(number)) if number else RouterPolicy(policy)
     except ValueError:
         found = RouterPolicy("")
-    if found.policy not in POLICIES or (weight and policy != "prefix") or not 0 <= found.weight < 1e9:
+    is_numbered = is_count or policy == "prefix"
+    if found.policy not in POLICIES or (number and not is_numbered) or not is_count <= found.number < 1e9:
         raise WorkloadError(
-            f"router {text} must be one of {', '.join(POLICIES)}, or prefix=WEIGHT as in prefix=4"
+            f"router {text} must be one of {', '.join(POLICIES)}, prefix=WEIGHT as in prefix=4, or "
+            "round-robin=FRONTENDS"
         )
     return found
 
@@ -65,7 +70,9 @@ class Router:
     """Chooses replicas as `routing` says."""
 
     def __init__(self, routing: RouterPolicy) -> None:
-        self.policy, self.weight, self.turn = routing.policy, routing.weight, -1
+        self.policy, self.number, self.turn = routing.policy, routing.number, -1
+        self.proxy = Random(0)
+        self.counts: dict[int, int] = {}  # of each frontend, the requests that it has passed on
         self.of_session: dict[int, Replica] = {}
 
     def choose(self, replicas: Sequence[Replica], sequence: EngineSequence, session: int) -> Replica:
@@ -73,7 +80,7 @@ class Router:
         self.turn += 1
         num, turn = len(replicas), self.turn
         if self.policy == "round-robin":
-            return replicas[turn % num]
+            return replicas[(turn if self.number == 1 else self._counted()) % num]
         in_turn = [replicas[(turn + i) % num] for i in range(num)]
         if self.policy == "prefix":
             return self._cheapest(in_turn, sequence)
@@ -85,6 +92,13 @@ class Router:
             return found
         return min(in_turn, key=_num)
 
+    def _counted(self) -> int:
+        """How many requests the frontend that the proxy chose has passed on; the first has a random count."""
+        frontend = self.proxy.randrange(int(self.number))
+        count = self.counts.get(frontend, self.proxy.randrange(1000))
+        self.counts[frontend] = count + 1
+        return count
+
     def _cheapest(self, replicas: Sequence[Replica], sequence: EngineSequence) -> Replica:
         cheapest, least = replicas[0], float("inf")
         for one in replicas:
@@ -94,7 +108,7 @@ class Router:
             waits = instance.pending_tokens if instance.queue or instance.prefilling else 0
             rank, found = instance.best_rank(sequence)
             missing = sequence.total - found
-            cost = self.weight * (waits + missing) + one.tokens
+            cost = self.number * (waits + missing) + one.tokens
             if cost < least:
                 cheapest, least, sequence.missing, sequence.rank = one, cost, missing, rank
         return cheapest

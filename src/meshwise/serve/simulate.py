@@ -69,10 +69,14 @@ class Served:
         return self.first_s - self.sent_s
 
     @property
+    def token_s(self) -> Seconds:
+        """Time per output token after the first; 0 for a request of one token."""
+        return (self.last_s - self.first_s) / np.maximum(self.output - 1, 1)
+
+    @property
     def tpot_s(self) -> Seconds:
-        """Time per output token after the first, of the requests that have more than one."""
-        more = self.output > 1
-        return (self.last_s - self.first_s)[more] / (self.output[more] - 1)
+        """The same, of the requests that have more than one."""
+        return self.token_s[self.output > 1]
 
     @property
     def span_s(self) -> float:
@@ -277,20 +281,16 @@ def simulate(requests: Requests, pools: Pools) -> Served:
     def total(name: str) -> Any:
         return sum(getattr(one.instance, name) for one in replicas)
 
-    last_s = column("last_s")
-    ends_s = float(last_s.max())
+    times = {name: column(name) for name in ("start_s", "first_s", "last_s", "found", "loaded")}
+    ends_s = float(times["last_s"].max())
     lives_s = tuple((one.start_s, ends_s if one.stop_s is None else one.stop_s) for one in replicas)
     sent_s = column("sent")
     span_s = ends_s - float(sent_s.min())
     alive_s = sum(stop - start for start, stop in lives_s) if pools.scaling else span_s * len(replicas)
     return Served(
         sent_s=sent_s,
-        start_s=column("start_s"),
-        first_s=column("first_s"),
-        last_s=last_s,
+        **times,
         output=np.array(requests.output),
-        found=column("found"),
-        loaded=column("loaded"),
         loaded_from={
             tier.name: sum(one.instance.loaded_from[i] for one in replicas)
             for i, tier in enumerate(pools.worker.tiers)

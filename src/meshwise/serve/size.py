@@ -264,15 +264,9 @@ def size(
         for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
     )
     found = Sizing(
-        num,
-        elapsed_s,
-        tuple(simulated),
-        _trade_offs(wide),
-        tuple(wide),
-        least_ttft_s,
-        least_tpot_s,
+        num, elapsed_s, tuple(simulated), _trade_offs(wide), tuple(wide), least_ttft_s, least_tpot_s,
         wanted.rate,
-    )
+    )  # fmt: skip
     best = found.best
     return replace(found, headroom_frac=_headroom_frac(best, wanted, engine)) if best else found
 

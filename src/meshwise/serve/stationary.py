@@ -182,7 +182,7 @@ def window(served: Served, least_s: float = 0.0, most_s: float = math.inf) -> Co
     sent_s, last_s = served.sent_s[order], served.last_s[order]
     stop_s = min(sent_s[-1] - (last_s - sent_s).mean(), most_s)
     in_time = max(int(np.searchsorted(sent_s, stop_s)), len(order) // 2)
-    series = [served.ttft_s[order][:in_time], _token_s(served)[order][:in_time]]
+    series = [served.ttft_s[order][:in_time], served.token_s[order][:in_time]]
     warm_up = max(int(np.searchsorted(sent_s[:in_time], least_s)), *(_warm_up(one) for one in series))
     warm_up = min(warm_up, in_time // 2)
     counted = order[warm_up:in_time]
@@ -206,11 +206,6 @@ def restricted(served: Served, which: NDArray[np.int64]) -> Served:
     columns = {field.name: getattr(served, field.name) for field in fields(served)}
     some: dict[str, Any] = {name: of[which] for name, of in columns.items() if isinstance(of, np.ndarray)}
     return replace(served, **some)
-
-
-def _token_s(served: Served) -> Seconds:
-    """Time per token after the first; that of all of a request with one token, which has none: 0."""
-    return (served.last_s - served.first_s) / np.maximum(served.output - 1, 1)
 
 
 def _warm_up(series: Seconds) -> int:
