@@ -320,6 +320,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"updates": 3}, "16 prompts x 8 samples do not divide by updates=3"),
     ({"output": 4096}, "must be at least 1 and at most the cap"),
     ({"max_output": 10**6}, "of llama3-8b; lower the cap"),
+    ({"prompt": 131072, "max_output": None}, "leaves none of the model's 131072 tokens to answers"),
+    ({"model": "t5-3b", "train_plan": "", "output": 99, "max_output": 300}, "state the plans to see what is short"),
     ({"lengths": "LENGTHS", "output": None, "max_output": None}, "has the column output"),
     ({"lengths": "LENGTHS"}, "leave output and length_sigma out"),
     ({"output": None}, "output, the mean tokens of an answer, is missing"),
@@ -375,6 +377,8 @@ no chip,b,NeMo-RL v0.3,llama3-8b,colocated,8,,,none,0.6,4,811,116,56,18,27,LAYOU
 def test_measured_steps_are_predicted_by_their_framework_and_by_others(meshwise: Any, tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text(MEASURED)
     found = meshwise("validate", "--rl", str(tmp_path / "steps.csv"), "--json").document
+    words = ("--leave-one-source-out", "--json")  # by the other version already
+    assert meshwise("validate", "--rl", str(tmp_path / "steps.csv"), *words).document == found
     steps = {row["id"]: row for row in found["rows"] if row["quantity"] == "step_s"}
     assert set(found["summary"]) == {"step_s", "generation_s", "scoring_s", "train_s"}
     assert "column chip is empty" in steps["no chip"]["reason"]

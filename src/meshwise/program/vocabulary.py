@@ -256,12 +256,10 @@ def _loss(cut: Cut, logits: Tensor, name: str) -> Iterator[Op]:
     if cut.loss.split is not None:
         forms = [(cut.loss, cut.tp == 1.0), (cut.loss.split, cut.tp > 1.0)]
     for loss, here in forms:
-        if not np.ndim(here):
-            yield from loss_ops(loss, logits, name, cut.precision, cut.microbatch) if here else ()
-        elif np.any(here):  # in some cells of a grid
-            of = Tensor(logits.name, (tokens * here, vocab), logits.dtype, logits)
-            for op in loss_ops(loss, of, name, cut.precision, cut.microbatch):
-                yield structs.replace(op, count=op.count * here)
+        in_cells = Tensor(logits.name, (tokens * here, vocab), logits.dtype, logits)
+        of = in_cells if np.ndim(here) else logits
+        for op in loss_ops(loss, of, name, cut.precision, cut.microbatch) if np.any(here) else ():
+            yield structs.replace(op, count=op.count * here)
     yield collective(
         "head", name, "forward", "all_reduce", "tp", 4.0 * tokens, cut.tp, stride=cut.tp_stride, count=3.0
     )

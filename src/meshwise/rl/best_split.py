@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,12 +108,12 @@ class _Looks:
             )  # fmt: skip
             lengths = asked.rollouts.sequences(asked.rollouts.draw(asked.rollouts.prompts, _rng()))
             bins = num_bins(lengths, probe.pack_length) / asked.updates
-            found = search(
-                asked.model, replace(asked.cluster, num_chips=gpus), batch=math.ceil(bins / gpus) * gpus,
-                seq=probe.pack_length, stated=SPACE, to="megatron-lm", top=1,
-                with_changes=False,
-            )  # fmt: skip
-            self.plans[gpus] = found.best[0].plan if found.best else None
+            cluster, batch = replace(asked.cluster, num_chips=gpus), math.ceil(bins / gpus) * gpus
+            how: dict[str, Any] = {"stated": SPACE, "to": "megatron-lm", "top": 1, "with_changes": False}
+            with suppress(PlanError):  # a model that Megatron-LM does not have
+                self.plans[gpus] = None
+                best = search(asked.model, cluster, batch=batch, seq=probe.pack_length, **how).best
+                self.plans[gpus] = best[0].plan if best else None
         return self.plans[gpus]
 
     def about_s(self, job: RlJob) -> float:
@@ -143,10 +144,8 @@ def _modes(asked: OpenJob) -> list[tuple[str, int | None]]:
     """Modes with their bounds on staleness."""
     if asked.mode:
         return [(asked.mode, asked.staleness)]
-    if asked.staleness is not None:
-        more = [("async", asked.staleness)] if asked.staleness > 1 else []
-        return [("colocated", None), ("split", None), ("one_step_off", None), *more]
-    looser: list[tuple[str, int | None]] = [("async", bound) for bound in LOOSER_BOUNDS]
+    bounds = LOOSER_BOUNDS if asked.staleness is None else (asked.staleness,)
+    looser = (("async", bound) for bound in bounds if bound > 1)
     return [("colocated", None), ("split", None), ("one_step_off", None), *looser]
 
 
@@ -216,13 +215,8 @@ class BestSplit:
         return {
             "best": [step.to_json() for step in self.best],
             "pareto": [
-                {
-                    "mode": step.job.mode,
-                    "staleness": step.job.staleness,
-                    "gpus": step.gpus,
-                    "num_gpus": step.job.cluster.num_chips,
-                    "step_s": step.step_s,
-                }
+                {"mode": step.job.mode, "staleness": step.job.staleness, "gpus": step.gpus}
+                | {"num_gpus": step.job.cluster.num_chips, "step_s": step.step_s}
                 for step in self.front
             ],
             "splits": [{"rollout_gpus": gpus, "about_s": about_s} for gpus, about_s in self.about_s],

@@ -34,11 +34,6 @@ class RolloutPool:
     engine: Engine
     worker: ServingWorker | None
 
-    @property
-    def num_chips(self) -> int:
-        """GPUs of all engines."""
-        return self.num * self.serving.num_chips
-
 
 def rollout_pool(
     serving: Serving, num: int, engine: Engine, rollouts: Rollouts, batches: int = 1
@@ -86,8 +81,7 @@ class Engines:
         return len(one.running) + len(one.prefilling) + len(one.queue)
 
     def _put(self, sequence: EngineSequence) -> None:
-        instance = self.instances[self.place[sequence.index]]
-        instance.put(sequence)
+        self.instances[self.place[sequence.index]].put(sequence)
 
     def _left(self, sequence: EngineSequence, second: float) -> None:
         """A turn is over: the sample goes to its environment, or is complete."""

@@ -128,12 +128,11 @@ def _rollouts(row: Mapping[str, str]) -> Rollouts:
 
 def _train_plan(row: Mapping[str, str], dtype: str, has_experts: bool) -> Plan:
     degrees = {axis: _count(row, f"train_{axis}") or 1 for axis in ("tp", "pp", "cp", "ep")}
-    stated: dict[str, Any] = {"recompute": row.get("train_recompute") or "none", "dtype": dtype} | degrees
-    if has_experts:
-        stated["etp"] = 1
+    stated: dict[str, Any] = {"recompute": row.get("train_recompute") or "none", "dtype": dtype}
     is_fsdp = not row.get("train_framework", "").startswith("Megatron")
     zero = int(row.get("train_zero") or (3 if is_fsdp else 1))
-    return Plan(zero=zero, implementation="fsdp2" if is_fsdp else "megatron", **stated)
+    stated |= {"implementation": "fsdp2" if is_fsdp else "megatron", "etp": 1 if has_experts else None}
+    return Plan(zero=zero, **(stated | degrees))
 
 
 def _count(row: Mapping[str, str], column: str) -> int | None:

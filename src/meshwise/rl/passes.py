@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 
 from meshwise.core.errors import PlanError
 from meshwise.estimate.one_plan import estimate
-from meshwise.machine.hardware import Chip
-from meshwise.machine.overheads import Overheads, find_overheads
+from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import TRAINING_KEYS, resolve
 from meshwise.plan.plan import DEFAULTS, EVEN, Plan
@@ -34,7 +32,6 @@ class TrainerTimes:
 
     scoring_s: dict[str, float]
     train_s: float
-    bins: int
     fill_frac: float
 
     @property
@@ -59,7 +56,7 @@ def trainer_times(job: RlJob, sequences: Tokens) -> TrainerTimes:
         bins += packed.bins
         train_s += sum(_pass_s(job, model, packed, "train") for model in trained)
     fill = float(sequences.sum()) / (bins * job.train_dp * job.pack_length)
-    return TrainerTimes(scoring_s, train_s, bins, fill)
+    return TrainerTimes(scoring_s, train_s, fill)
 
 
 def _packed(job: RlJob, sequences: Tokens, most_tokens: int) -> PackedBatch:
@@ -83,14 +80,10 @@ def _pass_s(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> float:
     )  # fmt: skip
     plan = _as_run(job, model, work)
     waits = model.moe is not None and not job.framework.fuses_permutation
-    overheads = _overheads(job.cluster.chip, plan.software, waits)
+    overheads = (
+        replace(find_overheads(job.cluster.chip, plan.software), launches_block=True) if waits else None
+    )
     return estimate(model, job.train_cluster, plan, work, overheads=overheads).step_s
-
-
-@cache
-def _overheads(chip: Chip, software: str, waits: bool) -> Overheads:
-    """Those of the software, whose host `waits` for what kernels find out, or runs ahead of them."""
-    return replace(find_overheads(chip, software), launches_block=waits)
 
 
 def _as_run(job: RlJob, model: Model, work: Workload) -> Plan:

@@ -106,9 +106,8 @@ class Rollouts:
             return rng.choice(np.array(self.lengths), shape)
         if self.output == self.max_output:
             return np.full(shape, self.max_output)
-        own_frac = 1.0 - PROMPT_VARIANCE_FRAC
         normal = math.sqrt(PROMPT_VARIANCE_FRAC) * rng.standard_normal((groups, 1))
-        normal = normal + math.sqrt(own_frac) * rng.standard_normal(shape)
+        normal = normal + math.sqrt(1.0 - PROMPT_VARIANCE_FRAC) * rng.standard_normal(shape)
         logs = log_mean(self.output, self.sigma, self.max_output) + self.sigma * normal
         return np.clip(np.exp(logs).round(), 1, self.max_output).astype(np.int64)
 
@@ -138,6 +137,8 @@ def rollouts_of(
         raise WorkloadError("output, the mean tokens of an answer, is missing; give it, or a file of lengths")
     else:
         found, mean, room = (), output, max_seq - prompt - (turns - 1) * tool_tokens
+        if room < 1:
+            raise WorkloadError(f"prompt={prompt} leaves none of the model's {max_seq} tokens to answers")
         cap = min(CAP_OVER_MEAN * math.ceil(output), room) if max_output is None else max_output
     return Rollouts(
         prompt=prompt, output=mean, max_output=cap, sigma=SIGMA if sigma is None else sigma, lengths=found,

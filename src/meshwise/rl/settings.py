@@ -70,7 +70,7 @@ def _tables() -> dict[str, dict[str, dict[str, str]]]:
 def facts_of(job: RlJob, algorithm: str) -> Facts:
     """What a job is, in plain names."""
     rollouts, plan, engine = job.rollouts, job.train_plan, job.rollout_plan
-    overlapped = job.mode in OVERLAPPED
+    overlapped, trainer = job.mode in OVERLAPPED, "megatron" if plan.implementation == "megatron" else "fsdp2"
     facts: Facts = {
         name: getattr(rollouts, name) for name in ("prompts", "samples", "prompt", "max_output", "turns")
     }
@@ -88,9 +88,9 @@ def facts_of(job: RlJob, algorithm: str) -> Facts:
         "rollout_tp": engine.tp,
         "rollout_pp": engine.pp,
         "rollout_ep": engine.ep,
-        "trainer": trainer_of(plan),
-        "is_megatron": plan.implementation == "megatron",
-        "is_fsdp2": plan.implementation != "megatron",
+        "trainer": trainer,
+        "is_megatron": trainer == "megatron",
+        "is_fsdp2": trainer == "fsdp2",
         "is_packed": True,
         "microbatch": 1,
         "has_reference": any(name == "reference" for name, _ in job.scorers),
@@ -107,18 +107,10 @@ def facts_of(job: RlJob, algorithm: str) -> Facts:
         "staleness": job.staleness,
     }
     node = int(min(job.cluster.levels[0].ranks, 8, job.cluster.num_chips))
-    for pool, gpus in (
-        ("", job.cluster.num_chips),
-        ("train_", job.train_gpus),
-        ("rollout_", job.rollout_gpus),
-    ):
+    pools = {"": job.cluster.num_chips, "train_": job.train_gpus, "rollout_": job.rollout_gpus}
+    for pool, gpus in pools.items():
         facts |= {f"{pool}nodes": -(-gpus // node), f"{pool}node_gpus": min(node, gpus)}
     return facts
-
-
-def trainer_of(plan: Plan) -> str:
-    """What trains under a plan."""
-    return "megatron" if plan.implementation == "megatron" else "fsdp2"
 
 
 def _table(framework: str, facts: Facts) -> dict[str, str]:
@@ -170,8 +162,7 @@ def _refuse(job: RlJob, framework: str, facts: Facts) -> None:
         raise PlanError(
             "verl's fsdp2 has no tensor or pipeline parallelism; use cp, or implementation=megatron"
         )
-    several_nodes = facts["nodes"] > 1
-    if job.is_split and several_nodes and job.rollout_gpus % facts["node_gpus"]:
+    if job.is_split and facts["nodes"] > 1 and job.rollout_gpus % facts["node_gpus"]:
         raise PlanError(
             f"{framework} gives a pool whole nodes: rollout_gpus={job.rollout_gpus} is no multiple of "
             f"{facts['node_gpus']}"
@@ -215,13 +206,12 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
         first |= {fact: stated[name] for name, fact in parts.items() if name in stated}
     if first.get("is_fsdp2") is True or str(first["trainer"]).startswith("fsdp"):
         first["trainer"] = "fsdp2"
-    first.setdefault(
-        "is_overlapped", "staleness" in first
-    )  # verl's asynchronous jobs have files of their own
+    # verl's asynchronous jobs have files of their own
+    first.setdefault("is_overlapped", "staleness" in first)
     table = _table(framework, first)
     defaults = {fact: known.arguments[name].default for name, fact in table.items()}
-    defaults = {fact: value for fact, value in defaults.items() if not _is_resolver(value)}
-    facts = defaults | first | {fact: stated[name] for name, fact in table.items() if name in stated}
+    given = {fact: value for fact, value in defaults.items() if "${" not in str(value) and value != "???"}
+    facts = given | first | {fact: stated[name] for name, fact in table.items() if name in stated}
     unread = sorted(f"{name}={stated[name]}" for name in names - table.keys())
     return _options(framework, facts, path), unread
 
@@ -242,10 +232,6 @@ def _parsed(value: Any) -> Any:
         return msgspec.json.decode(text.lower())
     except msgspec.DecodeError:
         return text
-
-
-def _is_resolver(value: Any) -> bool:
-    return isinstance(value, str) and ("${" in value or value == "???")
 
 
 def _options(framework: str, facts: Facts, path: Path) -> dict[str, Any]:

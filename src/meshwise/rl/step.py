@@ -95,16 +95,11 @@ class RlStep:
         """Share of a step in which the GPUs of each pool do not work for it."""
         if self.step_s is None:
             return {"rollout": None, "train": None}
-        phases = self.phases_s
-        own_s = self.generation_s
-        if self.steadies:
-            own_s = _mean([one.busy_s for one in self.steadies])
-        elif self.drains:
-            own_s = _mean([one.busy_frac * one.seconds for one in self.drains])
-        trains_s = phases["scoring"] + phases["train"]
-        if not self.job.is_split:
-            return dict.fromkeys(("rollout", "train"), 1.0 - (own_s + trains_s) / self.step_s)
-        return {"rollout": 1.0 - own_s / self.step_s, "train": 1.0 - trains_s / self.step_s}
+        of_drains = [one.busy_frac * one.seconds for one in self.drains]
+        own_s = _mean([one.busy_s for one in self.steadies] or of_drains)
+        trains_s = self.phases_s["scoring"] + self.phases_s["train"]
+        busy_s = (own_s, trains_s) if self.job.is_split else (own_s + trains_s,) * 2
+        return {"rollout": 1.0 - busy_s[0] / self.step_s, "train": 1.0 - busy_s[1] / self.step_s}
 
     @property
     def tokens(self) -> float:
@@ -130,10 +125,8 @@ class RlStep:
         serving = self.pool.serving
         memory = memory_bytes(serving, 1.0)
         cache = max(room_bytes(serving, memory), 0.0)
-        left = 0.0
-        if not self.job.is_split:
-            offloads = self.job.framework.offloads
-            left = sum(self.trainer_bytes[name] for name in PERSISTENT if name not in offloads)
+        stays = {*PERSISTENT} - {*self.job.framework.offloads} if not self.job.is_split else ()
+        left = sum(self.trainer_bytes[name] for name in stays)
         found = {name: float(memory[name]) for name in ("weights", "working")}
         return found | {"cache": cache, "trainer": left}
 
@@ -178,11 +171,8 @@ class RlStep:
     def notes(self) -> list[str]:
         """What a reader should know."""
         of, found = self.job, list(self.problems)
-        lengths = (
-            f"of {len(of.rollouts.lengths)} in a file"
-            if of.rollouts.lengths
-            else f"sigma {of.rollouts.sigma:g}"
-        )
+        known = of.rollouts.lengths
+        lengths = f"of {len(known)} in a file" if known else f"sigma {of.rollouts.sigma:g}"
         found.append(
             f"lengths: {lengths}, mean of {DRAWS} draws; one differs by {100 * (self.draws_frac or 0):.1f} %"
         )
@@ -198,7 +188,7 @@ class RlStep:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise rl --json` prints."""
-        of, step_s = self.job, self.step_s
+        of, step_s, each = self.job, self.step_s, self.trainer
         tokens_per_s = None if step_s is None else self.tokens / step_s / of.cluster.num_chips
         interval = self.step_s_interval
         return {
@@ -214,10 +204,7 @@ class RlStep:
             "step_s": step_s,
             "step_s_interval": interval and interval.to_json(),
             "phases_s": self.phases_s if self.drains else None,
-            "scoring_s": {
-                name: _mean([one.scoring_s[name] for one in self.trainer])
-                for name in self.trainer[0].scoring_s
-            },
+            "scoring_s": {name: _mean([one.scoring_s[name] for one in each]) for name in each[0].scoring_s},
             "generation_s": self.generation_s if self.drains else None,
             "tail_s": _mean([one.tail_s for one in self.drains]) if self.drains else None,
             "half_of_samples_s": _mean([one.half_s for one in self.drains]) if self.drains else None,

@@ -108,13 +108,8 @@ class RlExplanation(Shown):
         measured = self.log.phases_s | {"wait": self.log.phases_s["wait"] + self.log.rest_s}
         predicted = self.step.phases_s if self.step else dict.fromkeys(PHASES)
         return [
-            {
-                "module": "step",
-                "op": phase,
-                "phase": phase,
-                "predicted_s": predicted[phase],
-                "measured_s": seconds,
-            }
+            {"module": "step", "op": phase, "phase": phase}
+            | {"predicted_s": predicted[phase], "measured_s": seconds}
             for phase, seconds in sorted(measured.items(), key=lambda item: -item[1])
         ]
 
