@@ -107,6 +107,15 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     assert within(30.0 * (1.0 + more) * 1.5) < 0.9
 
 
+def test_a_cluster_that_is_too_small_is_told_what_would_do() -> None:
+    few = sized("llama3-8b", "h100-80g-sxm:2", 100.0, 0.5, 0.02)
+    assert few.best is None and few.too_large is not None and few.simulated == ()
+    num = few.too_large.fleet.num_chips
+    enough = sized("llama3-8b", f"h100-80g-sxm:{2 * num}", 100.0, 0.5, 0.02)
+    assert enough.too_large is None and enough.best is not None
+    assert enough.best.fleet.num_chips >= num
+
+
 def test_closed_form_and_simulation_agree_below_saturation() -> None:
     found = screened("llama3-8b", "h100-80g-sxm:1")
     j = int(np.searchsorted(BATCHES, 16))

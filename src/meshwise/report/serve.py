@@ -33,7 +33,7 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
     if answer.sizing is not None and answer.load is not None:
         yield from _sized(answer, document)
     else:
-        if answer.sizing is not None and not answer.sizing.choices:
+        if answer.sizing is not None and answer.load is None:
             yield from _no_layout(answer.sizing)
         yield from _one(answer, document)
     if answer.sizing is not None and answer.has_details:
@@ -63,7 +63,15 @@ def _sized(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Secti
 
 
 def _no_layout(sizing: Sizing) -> Iterator[str]:
-    """That nothing keeps the limits, and which limits something would."""
+    """That nothing keeps the limits, and which limits something would, or how many GPUs."""
+    if more := sizing.too_large:
+        num = more.fleet.num_chips
+        yield (
+            f"too few GPUs for {sizing.rate or 0.0:.4g} requests/s: in closed form {num:,} would hold them, "
+            f"{_pools(more.fleet)}"
+        )
+    if sizing.choices:
+        return
     yield "no layout of this cluster fits and keeps the limits"
     if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
         least = f"{duration(sizing.least_ttft_s)}, of a token {duration(sizing.least_tpot_s)}"
@@ -80,27 +88,24 @@ def sized_lines(answer: ServingAnswer) -> Iterator[str]:
     gpus, verb = (f"{num} GPUs", "hold") if num > 1 else ("1 GPU", "holds")
     if sizing.best is None:
         verb = "do not hold" if num > 1 else "does not hold"
-    settings = f"max_sequences={choice.sequences}"
-    rate = f"{sizing.rate or 0.0:.4g} requests/s"
-    yield f"{gpus} {verb} {rate}: {_pools(choice.fleet)}; {load.engine.title}, {settings}"
-    asked = " and ".join(
-        f"{duration(limit_s)} {what}"
-        for limit_s, what in (
-            (load.limits.ttft_s, "to the first token"),
-            (load.limits.tpot_s, "a token after it"),
-        )
-        if limit_s < math.inf
-    )
+    of = f"{_pools(choice.fleet)}; {load.engine.title}, max_sequences={choice.sequences}"
+    yield f"{gpus} {verb} {sizing.rate or 0.0:.4g} requests/s: {of}"
+    yield from _within(load, document)
+    if (more := sizing.headroom_frac) is not None:
+        yield f"headroom: {more:.0%} more traffic keeps the limits" if more else "headroom: less than 10 %"
+    if why := _WHY.get(choice.binds):
+        yield "why so many: " + why.format(batch=f"{choice.sequences:,} sequences a dp rank")
+
+
+def _within(load: LoadResult, document: Mapping[str, Any]) -> Iterator[str]:
+    """How many requests keep the limits, if there are any."""
+    limits = {"to the first token": load.limits.ttft_s, "a token after it": load.limits.tpot_s}
+    asked = " and ".join(f"{duration(at_s)} {what}" for what, at_s in limits.items() if at_s < math.inf)
     if asked:
         yield (
             f"{document['within_limits_frac']:.1%} of the requests within {asked} "
             f"({load.limits.percentile:g} % must be): goodput {document['goodput_per_s']:.4g} requests/s"
         )
-    if (more := sizing.headroom_frac) is not None:
-        yield f"headroom: {more:.0%} more traffic keeps the limits" if more else "headroom: less than 10 %"
-    why = _WHY.get(choice.binds, "")
-    if why:
-        yield "why so many: " + why.format(batch=f"{choice.sequences:,} sequences a dp rank")
 
 
 _WHY = {
@@ -278,11 +283,7 @@ def _load(load: LoadResult) -> Iterator[Section]:
     if load.queue_grows:
         yield load.notes[0]
         return
-    if document["within_limits_frac"] is not None:
-        yield (
-            f"{document['within_limits_frac']:.1%} of the requests within the limits: "
-            f"goodput {document['goodput_per_s']:.4g} requests/s"
-        )
+    yield from _within(load, document)
     yield from _fleet_lines(document)
     yield latency_table(document)
 
@@ -343,6 +344,8 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
             f"first token after {duration(first_s['p50'])} (p99 {duration(first_s['p99'])}), "
             f"a token after it {duration(next_s['p50'])} (p99 {duration(next_s['p99'])})"
         )
+    elif answer.sizing is not None and answer.sizing.too_large:
+        headline = next(_no_layout(answer.sizing))
     elif answer.max_sequences:
         headline = (
             f"first token after {duration(answer.first_token_s)}, room for {answer.max_sequences:,} "

@@ -90,9 +90,7 @@ def requests_per_s(
         rate = (low + high) / 2.0
         low, high = (rate, high) if limits.hold(at(rate)) else (low, rate)
     if not low:
-        raise WorkloadError(
-            "one replica keeps the limits at no rate; allow longer, or use more GPUs for each"
-        )
+        raise WorkloadError("one replica keeps the limits at no rate; allow longer, or use more GPUs")
     return low
 
 

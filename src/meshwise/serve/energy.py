@@ -50,9 +50,6 @@ def _chip_watts(load: LoadResult, of: Serving, workers: float, token_share: floa
     tokens = run.num_tokens + sum(load.requests.prompt) - run.num_found
     flop = 2.0 * num_active_params(of.model) * tokens * token_share
     flop_per_s = flop / (workers * of.num_chips * run.span_s * working_frac)
-    sustained = min(
-        of.machine.overheads.sustained_flop_per_s(dtype, chip.power_watts), chip.matrix_peak(dtype)
-    )
-    return float(
-        chip_watts(chip.power_watts, waiting_frac=1.0 - working_frac, matrix_frac=flop_per_s / sustained)
-    )
+    sustained_flop_per_s = of.machine.overheads.sustained_flop_per_s(dtype, chip.power_watts)
+    matrix_frac = flop_per_s / min(sustained_flop_per_s, chip.matrix_peak(dtype))
+    return float(chip_watts(chip.power_watts, waiting_frac=1.0 - working_frac, matrix_frac=matrix_frac))

@@ -25,9 +25,7 @@ class LatencyLimits:
             if not limit_s > 0:
                 raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
         if not 0 < self.percentile <= 100:
-            raise WorkloadError(
-                f"percentile={self.percentile:g} must be above 0 and at most 100: of the requests"
-            )
+            raise WorkloadError(f"percentile={self.percentile:g} must be above 0, at most 100 % of requests")
 
     @property
     def any(self) -> bool:

@@ -390,8 +390,7 @@ def encoding_token_s(serving: Serving) -> float:
 def sorted_token_s(serving: Serving) -> Num:
     """Seconds that a token adds to the experts' kernels where these take longer than reading weights.
 
-    0 where experts are exchanged between dp ranks: the exchange sends tokens by expert, and returns them in
-    order.
+    0 where dp ranks share the experts, whose measured points do not show it.
     """
     if serving.model.moe is None:
         return 0.0

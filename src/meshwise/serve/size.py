@@ -139,6 +139,7 @@ class Sizing:
 
     `least_ttft_s` and `least_tpot_s`: the least of any layout that fits, alone; None where none does.
     `rate`: requests a second. `headroom_frac`: how much more the best holds, of MORE_TRAFFIC.
+    `too_large`: the cheapest in closed form, where the clusters have too few GPUs for any.
     """
 
     num_considered: int
@@ -150,6 +151,7 @@ class Sizing:
     least_tpot_s: float | None
     rate: float | None = None
     headroom_frac: float | None = None
+    too_large: Choice | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -188,6 +190,7 @@ class Sizing:
             "headroom_frac": self.headroom_frac,
             "best_of_each": [one.to_json() for one in self.bests],
             "nearest_miss": nearest.to_json() if nearest and not best else None,
+            "too_large": self.too_large and self.too_large.to_json(),
             "simulated": [one.to_json() for one in self.simulated],
             "pareto": [one.to_json() for one in self.trade_offs],
         }
@@ -265,7 +268,7 @@ def size(
     )
     found = Sizing(
         num, elapsed_s, tuple(simulated), _trade_offs(wide), tuple(wide), least_ttft_s, least_tpot_s,
-        wanted.rate,
+        wanted.rate, too_large=ranked[0] if ranked and not simulated else None,
     )  # fmt: skip
     best = found.best
     return replace(found, headroom_frac=_headroom_frac(best, wanted, engine)) if best else found
