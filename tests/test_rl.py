@@ -236,6 +236,7 @@ LAUNCHED: dict[str, Any] = {
     ("mode", "plan"),
     [
         ({"mode": "colocated"}, "tp=2,pp=2,recompute=full"),
+        ({"mode": "colocated"}, "tp=2,sp=0,ep=1"),
         ({"mode": "colocated"}, "cp=2,zero=3,implementation=fsdp2,recompute=full"),
         ({"mode": "one_step_off", "rollout_gpus": 8}, "pp=2,recompute=full"),
     ],

@@ -123,9 +123,7 @@ def rollouts_of(
     """Rollouts of a model of `max_seq` tokens from what a user states; WorkloadError for contradictions."""
     if lengths is not None:
         if (output, sigma) != (None, None):
-            raise WorkloadError(
-                "a file of lengths has its own mean and spread; leave output and length_sigma out"
-            )
+            raise WorkloadError("a file of lengths has a mean and spread; leave output and length_sigma out")
         found = read_lengths(lengths)
         cap = max(found) if max_output is None else max_output
         if max(found) > cap:

@@ -143,8 +143,7 @@ def write_settings(job: RlJob, framework: str, algorithm: str) -> Launch:
 
 
 def _typed(setting: RlSetting, value: Any) -> Any:
-    kinds = {"float": float, "int": int}
-    return kinds[setting.type](value) if setting.type in kinds else value
+    return {"float": float, "int": int}.get(setting.type, lambda same: same)(value)
 
 
 def _word(value: Any) -> str:
@@ -159,9 +158,7 @@ def _refuse(job: RlJob, framework: str, facts: Facts) -> None:
             f"updates={job.updates}; use a divisor"
         )
     if framework == "verl" and plan.implementation != "megatron" and (plan.tp > 1 or plan.pp > 1):
-        raise PlanError(
-            "verl's fsdp2 has no tensor or pipeline parallelism; use cp, or implementation=megatron"
-        )
+        raise PlanError("verl's fsdp2 has no tensor or pipeline parallelism; use cp, or leave fsdp2 out")
     if job.is_split and facts["nodes"] > 1 and job.rollout_gpus % facts["node_gpus"]:
         raise PlanError(
             f"{framework} gives a pool whole nodes: rollout_gpus={job.rollout_gpus} is no multiple of "
@@ -252,6 +249,7 @@ def _options(framework: str, facts: Facts, path: Path) -> dict[str, Any]:
         keys: dict[str, Any] = {key: facts[key] for key in names if facts.get(key)}
         full = facts.get("is_recomputed") or facts.get("granularity") == "full"
         keys |= {} if facts["trainer"] == "megatron" else {"zero": 3, "implementation": "fsdp2"}
+        keys |= {"sp": False} if facts.get("tp", 1) > 1 and facts.get("sequence_parallel") is False else {}
         plan = Plan(**keys, recompute="full" if full else facts.get("granularity") or "none")
         engine = Plan(
             tp=facts["rollout_tp"], pp=facts.get("rollout_pp") or 1, ep=facts.get("rollout_ep") or 1
