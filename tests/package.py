@@ -20,17 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ESTIMATE = (
-    "estimate",
-    "llama3-8b",
-    "--cluster",
-    "h100-80g-sxm:8",
-    "--plan",
-    "zero=3",
-    "--batch",
-    "8",
-    "--json",
-)
+ESTIMATE = "estimate llama3-8b --cluster h100-80g-sxm:8 --plan zero=3 --batch 8 --json"
 NEWEST_MINOR = 14
 EXTRAS = ("plot", "web", "frames")
 CORE_TESTS = (
@@ -53,7 +43,7 @@ def try_package(package: Path, folder: Path) -> None:
     run(sys.executable, "-m", "venv", folder)
     run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", package)
     meshwise = folder / "bin" / "meshwise"
-    document = json.loads(run(meshwise, *ESTIMATE, cwd=folder))
+    document = json.loads(run(meshwise, *ESTIMATE.split(), cwd=folder))
     assert document["step_s"] > 0 and document["ledger"]
     assert json.loads(run(meshwise, "validate", "--json", cwd=folder))["rows"]
     run(meshwise, "run", "ulysses", code=3, cwd=folder)

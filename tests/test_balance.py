@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
-from meshwise.calibrate.express import express
-from meshwise.calibrate.runs import published_runs, read_runs
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.step import play
 from meshwise.plan.stages import layers_of_chunks
@@ -75,17 +73,6 @@ def test_short_ends_take_as_long_as_they_do_played(plan: str) -> None:
     played = play(of.model, of.mesh, of.step, of.machine, hop_s=float(of.step.hop_s))
     found_s = float(of.step.work_s + of.step.bubble_s + of.step.comm_pp_s)
     assert found_s == pytest.approx(played.makespan_s, rel=0.02)
-
-
-def test_published_runs_keep_the_stages_of_their_frameworks() -> None:
-    plans = []
-    for run in read_runs(published_runs())[0]:
-        try:
-            plans += express(run).plans
-        except mw.MeshwiseError:
-            continue
-    assert plans
-    assert all(plan.stages is not None for plan in plans)
 
 
 CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:128", "gb200:64", "h800-80g-sxm:256")

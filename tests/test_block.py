@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
 from meshwise.program.vocabulary import head
 from meshwise.program.walk import activations
-from parameters import params
 
 GPT3 = find_model("gpt3-175b")
 
@@ -86,17 +84,6 @@ def test_fused_attention_skips_the_masked_half_and_computes_scores_twice() -> No
     assert backward == 2.5 * forward
 
 
-@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-8b", "llama3-405b", "deepseek-v3", "mixtral-8x7b"])
-def test_parameters_of_a_block_are_those_of_the_model(name: str) -> None:
-    model = find_model(name)
-    counts = params(model)
-    moe = model.moe is not None
-    ops = block(model, Cut(microbatch=1, seq=16), Layer(moe=moe))
-    expected = counts.attention + counts.norms_per_layer
-    expected += counts.router + counts.experts + counts.shared_expert if moe else counts.dense_mlp
-    assert total(ops, "num_params") == expected
-
-
 def axis_bytes(ops: list[Op], phase: str) -> dict[str, float]:
     wanted = [op for op in ops if op.kind == "collective" and op.phase == phase and op.axis == "tp"]
     return {kind: sum(op.payload_bytes for op in wanted if op.collective == kind) for kind in _kinds(wanted)}
@@ -148,33 +135,6 @@ def test_cutting_keeps_the_flop(
         assert together == pytest.approx(flop(block(model, cut), phase=phase), rel=1e-12)
 
 
-@given(
-    tp=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3), moe=st.booleans(), flash=st.booleans()
-)
-def test_a_grid_is_the_loop_over_its_points(tp: list[int], moe: bool, flash: bool) -> None:
-    model = find_model("mixtral-8x7b")
-    micro, seq = np.array([1.0, 3.0]), np.array([2048.0, 8192.0, 512.0])
-    grid = Cut(
-        microbatch=micro[:, None],
-        seq=seq,
-        tp=np.array(tp, dtype=float)[:, None, None],
-        ep=2.0,
-        sequence_parallel=True,
-        flash=flash,
-    )
-    whole = block(model, grid, Layer(moe=moe))
-    for index in np.ndindex(len(tp), 2, 3):
-        point = replace(grid, microbatch=micro[index[1]], seq=seq[index[2]], tp=float(tp[index[0]]))
-        together = [np.broadcast_to(x, (len(tp), 2, 3))[index] for op in whole for x in figures(op)]
-        alone = [x for op in block(model, point, Layer(moe=moe)) for x in figures(op)]
-        np.testing.assert_allclose(together, alone, rtol=1e-12)
-
-
-def figures(op: Op) -> tuple[Any, ...]:
-    cost = (op.cost.flop, op.cost.read_bytes, op.cost.write_bytes)
-    return (*cost, op.saved_bytes, op.num_params, op.payload_bytes)
-
-
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 50))
 def test_attended_pairs_against_counting(seq_q: int, cached: int, window: int) -> None:
     """The closed form counts half of the diagonal; a loop over queries counts it whole."""
@@ -210,12 +170,6 @@ def test_tokens_of_several_ranks_are_sorted_by_expert(ep: float, per_rank: bool,
         assert moved == [2 * 2 * 2 * 4096 * model.hidden] * copies  # top 2, both ways, of 2 bytes
 
 
-def test_lora_trains_only_the_adapters() -> None:
-    ops = block(find_model("llama2-7b"), Cut(microbatch=1, seq=128, lora_rank=16))
-    trained = {op.name for op in ops if op.is_weight_grad}
-    assert trained and all("lora" in name for name in trained)
-
-
 # --- implementations -----------------------------------------------------------------------------
 
 TINY: dict[str, Any] = {
@@ -241,29 +195,12 @@ SPELLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "flash", "kept"),
     [
-        ("llama", True, 1_348_608),
-        ("qwen2", True, 1_348_608),
-        ("mistral", True, 1_348_608),
-        ("qwen3", True, 1_599_488),
-        ("llama", False, 1_836_032),
-        ("qwen3", False, 2_086_912),
-        ("olmo", True, 1_218_560),
-        ("olmo", False, 1_705_984),
-        ("opt", True, 693_248),
-        ("opt", False, 1_082_368),
-        ("starcoder2", True, 758_784),
-        ("starcoder2", False, 1_246_208),
-        ("bloom", False, 1_442_816),
-        ("mpt", False, 1_442_816),
-        ("phi3", True, 1_496_064),
-        ("phi3", False, 1_836_032),
-        ("mixtral", True, 2_278_928),
-        ("mixtral", False, 2_766_352),
-        ("qwen3_moe", True, 2_529_296),
-        ("qwen3_moe", False, 3_016_720),
-        ("stablelm", False, 1_573_888),
+        ("llama", True, 1_348_608), ("llama", False, 1_836_032), ("qwen3", True, 1_599_488),
+        ("olmo", False, 1_705_984), ("opt", True, 693_248), ("starcoder2", False, 1_246_208),
+        ("bloom", False, 1_442_816), ("mpt", False, 1_442_816), ("phi3", True, 1_496_064),
+        ("mixtral", False, 2_766_352), ("qwen3_moe", True, 2_529_296), ("stablelm", False, 1_573_888),
     ],
-)
+)  # fmt: skip
 def test_bytes_kept_by_transformers_5_23(family: str, flash: bool, kept: int) -> None:
     """Storages that autograd holds for one more layer, 2 sequences of 64 tokens, bf16, PyTorch on a CPU.
 

@@ -1,7 +1,6 @@
 """What an estimate looks like: the parts in the picture add up, no op is above a roof, names stand apart;
 the timeline lasts as long as the step."""
 
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from meshwise.report.pages import page_of, picture_of
 from meshwise.trace.summary import summarize_paths
 
 pytest.importorskip("matplotlib")
-from matplotlib.text import Text
 
 V3_STAGES = "3-" + "4-" * 14 + "2"
 LLAMA_STAGES = "7-" + "8-" * 14 + "7"
@@ -65,17 +63,6 @@ def test_no_op_is_above_a_roof(estimate: Estimate) -> None:
     chip = estimate.cluster.chip
     roof = np.minimum(x * chip.memory_bytes_per_s, chip.matrix_peak(estimate.plan.dtype))
     assert (y <= roof * (1 + 1e-12)).all()
-
-
-def test_names_on_the_roofline_stand_apart(estimate: Estimate) -> None:
-    figure = picture_figure(Picture([[chart(estimate, "Roofline")]]))
-    (axes,) = figure.axes
-    boxes = {one.get_text(): Text.get_window_extent(one) for one in axes.texts if one.arrow_patch}
-    for (name, box), (other, other_box) in combinations(boxes.items(), 2):
-        assert not box.overlaps(other_box), f"{name} lies over {other}"
-    ops = layer_ops(estimate)
-    for i in np.argsort(-ops["time_s"])[:4]:
-        assert ops["op"][i] + (" bwd" if ops["phase"][i] == "backward" else "") in boxes
 
 
 BARS = [Bars(["a", "b"], [1.0, 2.0], ["#111111"] * 2), Bars(["a", "b"], [2.0, 1.0], ["#222222"] * 2)]
@@ -142,25 +129,11 @@ def test_the_ending_names_the_format(meshwise, tmp_path: Path, suffix: str, star
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(
-    ("name", "convention", "says"),
-    [
-        ("step.jpeg", "default", ".png, .svg, .pdf"),
-        ("step", "default", ".png, .svg, .pdf"),
-        ("nowhere/step.png", "default", "nowhere"),
-        ("step.png", "nersc-2024-02", "leave --plot out"),
-    ],
-)
-def test_what_cannot_be_drawn_is_one_sentence(
-    meshwise, tmp_path: Path, name: str, convention: str, says: str
-) -> None:
-    words = ("--cluster", "a100-80g-sxm:4", "--plan", "tp=4,sp=1", "--batch", "1", "--seq", "2048")
-    done = meshwise(
-        "estimate", "gpt3-175b", *words, "--convention", convention, "--plot", str(tmp_path / name)
-    )
-    assert done.code == 2
-    assert says in done.err
-    assert len(done.err.strip().splitlines()) == 1
+@pytest.mark.parametrize("name", ["step.jpeg", "step"])
+def test_what_cannot_be_drawn_is_one_sentence(meshwise, tmp_path: Path, name: str) -> None:
+    words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:4", "--plan", "tp=4", "--batch", "1")
+    done = meshwise(*words, "--plot", str(tmp_path / name))
+    assert (done.code, done.err.count("\n")) == (2, 1) and ".png, .svg, .pdf" in done.err
     assert not list(tmp_path.iterdir())
 
 
@@ -196,12 +169,6 @@ def test_the_timeline_is_the_step(plan: str) -> None:
 
 def test_what_has_no_timeline_says_so(meshwise, tmp_path: Path) -> None:
     words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--batch", "1")
-    for more, says in (
-        (("--convention", "nersc-2024-02", "--trace", str(tmp_path / "x.json")), "leave --trace out"),
-        (("--kind", "prefill", "--trace", str(tmp_path / "x.json")), "use kind train"),
-        (("--trace", str(tmp_path / "nowhere" / "x.json")), "cannot write"),
-    ):
-        done = meshwise(*words, *more)
-        assert (done.code, len(done.err.strip().splitlines())) == (2, 1)
-        assert says in done.err
+    done = meshwise(*words, "--kind", "prefill", "--trace", str(tmp_path / "x.json"))
+    assert (done.code, done.err.count("\n")) == (2, 1) and "use kind train" in done.err
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,5 @@
 """`meshwise estimate` from outside: its contract, its errors, and what survives fuzzing."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -93,18 +92,6 @@ def test_plan_and_cluster_from_files(meshwise, tmp_path: Path) -> None:
     done = meshwise("estimate", "gpt3-175b", "--cluster", str(cluster), "--plan", str(plan), "--json")
     assert done.code == 0
     assert done.document["plan"]["recompute"] == "full"
-
-
-def test_a_config_json_is_a_model(meshwise, tmp_path: Path) -> None:
-    config = {
-        **{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008},
-        **{"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096},
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    done = meshwise("estimate", str(path), "--cluster", "h100-80g-sxm:8", "--json")
-    assert done.code == 0
-    assert done.document["model"]["num_params"] == 6_738_415_616
 
 
 def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(meshwise) -> None:

@@ -154,16 +154,6 @@ def test_every_rank_in_one_process_whatever_ran_before(tmp_path: Path) -> None:
     assert len(set(said_by(code, tmp_path).split())) == 1
 
 
-@pytest.mark.parametrize("verb", ["run ulysses", "dryrun ulysses", "compare ulysses", "calibrate"])
-def test_missing_torch_is_said(
-    verb: str, meshwise: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    outcome = meshwise(*verb.split())
-    assert (outcome.code, outcome.out) == (3, "")
-    assert outcome.err == 'meshwise: torch is not installed; run: pip install "meshwise[torch]"\n'
-
-
 def test_fake_device_and_cpu_count_the_same() -> None:
     """A chip adds its allocator; the program's own tensors do not depend on the device."""
     values = {"seq": 512, "hidden": 64, "heads": 8, "backward": True}

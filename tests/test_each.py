@@ -10,8 +10,6 @@ import pytest
 
 import tasks
 from jobs import Job, write_job
-from meshwise.calibrate import fit_steps
-from meshwise.calibrate.runs import published_runs, read_runs
 from meshwise.core.each import Lost, Worker, each, on_ray, telling
 from meshwise.core.errors import DataError
 
@@ -124,17 +122,6 @@ def test_verbs_answer_the_same_on_a_cluster_that_loses_a_node(verb, tmp_path, me
         for point in document.get("points", ()):
             point.pop("seconds", None)
     assert alone == there
-
-
-@pytest.mark.slow
-def test_rows_of_a_fit_are_the_same_on_a_cluster_that_loses_a_node(two_nodes, monkeypatch):
-    monkeypatch.setattr(fit_steps, "_ROWS_EACH", 8)
-    runs = [fit_steps._priced(run) for run in read_runs(published_runs())[0][:40]]
-    rows = [one for one in runs if one is not None]
-    alone = fit_steps.linearize(fit_steps.catalog_constants(), rows, fit_steps.MEMORY)
-    with two_nodes() as address, on_ray(address):
-        there = fit_steps.linearize(fit_steps.catalog_constants(), rows, fit_steps.MEMORY)
-    assert len(rows) > 16 and (alone.miss == there.miss).all() and (alone.slopes == there.slopes).all()
 
 
 def test_a_closed_worker_starts_no_process():

@@ -15,13 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.calibrate import fit, ops
-from meshwise.calibrate.microdata import OPS_COLUMNS, PUBLISHED_COLUMNS, Measurement, read
+from meshwise.calibrate.microdata import OPS_COLUMNS, Measurement, read
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost import dispatch
-from meshwise.cost.attention_kernel import attention_s, decode_attention_s
-from meshwise.cost.experts import active_experts, experts_s
+from meshwise.cost.attention_kernel import attention_s
 from meshwise.cost.gemm import TILES, gemm_s
-from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
 from meshwise.machine import efficiency as eff
 from meshwise.machine.hardware import chips, find_chip
 
@@ -60,15 +58,6 @@ def test_more_batch_never_costs_less(m, n, k, batch):
         )
 
     assert cost_s(batch) <= cost_s(2 * batch) * (1 + 1e-12)
-
-
-@given(st.lists(st.tuples(sizes, sizes, sizes, batches), min_size=1, max_size=8))
-def test_matmuls_in_an_array_are_the_loop_over_them(cases):
-    shared = {**CHIP, "num_cores": CORES, "elem_bytes": 2.0, "efficiency": REAL.gemm("bf16")}
-    m, n, k, batch = (np.array(column) for column in zip(*cases, strict=True))
-    together = gemm_s(m, n, k, batch=batch, **shared)
-    alone = [float(gemm_s(*case[:3], batch=case[3], **shared)) for case in cases]
-    np.testing.assert_allclose(together, alone, rtol=1e-12)
 
 
 def test_one_tile_too_many_costs_a_wave():
@@ -121,52 +110,6 @@ def test_ideal_attention_is_its_flop(batch, head, seq, dim):
     for causal in (False, True):
         real_s = attention_s(**shape, causal=causal, **CHIP, num_cores=CORES, efficiency=REAL.attention)
         assert real_s > attention_s(**shape, causal=causal, **ideal)
-
-
-@given(batches, heads, sequences)
-def test_ideal_decode_is_its_roofline(batch, head, seq):
-    seconds = decode_attention_s(
-        batch=batch,
-        heads=head,
-        seq_k=seq,
-        kv_bytes_per_token=4 * 128.0,
-        qk_dim=128.0,
-        v_dim=128.0,
-        **CHIP,
-        efficiency=eff.DecodeEfficiency(),
-    )
-    bytes_s = batch * seq * 512 / CHIP["memory_bytes_per_s"]
-    assert seconds == pytest.approx(max(bytes_s, 4 * batch * seq * head * 128 / CHIP["flop_per_s"]))
-
-
-@given(st.floats(0.0, 1e12))
-def test_memory_kernels_and_casts_take_their_bytes(moved):
-    bandwidth = CHIP["memory_bytes_per_s"]
-    ideal = memory_kernel_s(moved, memory_bytes_per_s=bandwidth, efficiency=eff.MemoryEfficiency())
-    assert ideal == moved / bandwidth
-    assert memory_kernel_s(moved, memory_bytes_per_s=bandwidth, efficiency=REAL.memory) > ideal
-    cast = scaled_cast_s(
-        8.0, moved, out_bytes=1.0, memory_bytes_per_s=bandwidth, efficiency=eff.CastEfficiency()
-    )
-    assert cast == pytest.approx(8 * moved * 3 / bandwidth)
-
-
-@given(st.floats(1.0, 1e6), st.sampled_from([8.0, 256.0]), st.sampled_from([1.0, 2.0, 8.0]))
-def test_ideal_experts_are_their_parts(tokens, experts, topk):
-    """Two grouped matmuls over the rows of the active experts, and the rows moved between them."""
-    hidden, inter = 4096.0, 1536.0
-    real = {"gemm": eff.GemmEfficiency(), "memory": eff.MemoryEfficiency()}
-    seconds = experts_s(
-        tokens, topk=topk, experts=experts, hidden=hidden, inter=inter, **CHIP, elem_bytes=2.0, **real
-    )
-    pairs = tokens * topk
-    active = active_experts(experts, pairs)
-    parts = {"batch": active, **CHIP, "elem_bytes": 2.0, "efficiency": eff.GemmEfficiency()}
-    matmuls_s = gemm_s(pairs / active, 2 * inter, hidden, **parts) + gemm_s(
-        pairs / active, hidden, inter, **parts
-    )
-    moved = 2 * pairs * (2 * hidden + 3 * inter + hidden + hidden / topk)
-    assert seconds == pytest.approx(matmuls_s + moved / CHIP["memory_bytes_per_s"])
 
 
 # --- dispatch and combine ----------------------------------------------------------------------
@@ -253,16 +196,6 @@ def test_a_core_of_tpu_v7_multiplies_as_published(size, flop_per_s):
         elem_bytes=2.0, efficiency=eff.constants(chip).gemm("bf16"),
     )  # fmt: skip
     assert 2 * size**3 / seconds == pytest.approx(flop_per_s, rel=0.2)
-
-
-def test_a_scratchpad_feeds_with_the_root_of_its_size():
-    """A block's sides grow with the root of what holds it: 128 MiB a core of v6e, 64 of v7 and v5p."""
-    fed = {
-        name: eff.constants(find_chip(name)).gemm("bf16").cache_speedup
-        for name in ("tpu-v5p", "tpu-v6e", "tpu-v7")
-    }
-    assert fed["tpu-v6e"] == pytest.approx(fed["tpu-v7"] * math.sqrt(2.0))
-    assert fed["tpu-v5p"] == pytest.approx(fed["tpu-v7"])
 
 
 def test_a_chip_throttles_as_its_watts_and_its_peak_ask_for():
@@ -372,55 +305,6 @@ def test_choices_of_the_first_rank_as_the_collector_routes_them(tmp_path, line, 
     assert row.shape["active"] == pytest.approx(active)
 
 
-def routed_to_first_rank(ranks: int, rng: np.random.Generator) -> float:
-    """Choices here of 512 tokens that draw by a power law and may use 4 of 8 groups of experts."""
-    tokens, topk, experts, groups = 512, 8, 256, 8
-    share = ((409.6**-0.01 - 1) * rng.random(experts) + 1) ** -100
-    by_rank = share.reshape(ranks, -1)
-    busiest = by_rank.sum(axis=1).argmax()
-    by_rank[[0, busiest]] = by_rank[[busiest, 0]]
-    drawn = np.log(share) + rng.gumbel(size=(tokens, experts))
-    scores = np.zeros((tokens, experts))
-    np.put_along_axis(scores, np.argsort(-drawn, axis=1)[:, :topk], 1.0, axis=1)
-    best_two = np.minimum(scores.reshape(tokens, groups, -1).sum(axis=2), 2)
-    allowed = np.zeros((tokens, groups))
-    np.put_along_axis(allowed, np.argsort(-best_two, axis=1, kind="stable")[:, :4], 1.0, axis=1)
-    limited = np.repeat(allowed, experts // groups, axis=1) * (1.0 + scores)
-    chosen = np.argsort(-limited, axis=1, kind="stable")[:, :topk]
-    return float((chosen < experts // ranks).sum() / tokens)
-
-
-@pytest.mark.parametrize("ranks", [8, 16, 32])
-def test_group_limited_routing_of_a_power_law_is_as_simulated(tmp_path, ranks):
-    rng = np.random.default_rng(0)
-    simulated = np.mean([routed_to_first_rank(ranks, rng) for _ in range(10)])
-    line = EXPERTS.format(512, 7168, 256, f"ep={ranks} dist=pl1.01", VLLM)
-    (row,) = measurements(tmp_path, line).rows
-    assert row.shape["local_topk"] == pytest.approx(simulated, rel=0.12)
-
-
-def test_tokens_leave_with_their_scales_and_come_back_in_bf16(tmp_path):
-    deepep, trtllm = (
-        "tokens=4 hidden=7168 topk=8 experts=256 nodes=2",
-        "tokens=4 hidden=7168 topk=8 experts=256",
-    )
-    rows = measurements(
-        tmp_path,
-        f"H100-SXM-80GB,deepep_normal_dispatch,fp8,16,{deepep} sms=20,60,DeepEP normal,src",
-        f"H100-SXM-80GB,deepep_ll_combine,bf16,16,{deepep},60,DeepEP low-latency,src",
-        f"GB200,trtllm_alltoall_dispatch,nvfp4,8,{trtllm},60,NVLinkOneSided,src",
-        f"GB200,trtllm_alltoall_combine,nvfp4,8,{trtllm},60,NVLinkTwoSided,src",
-    ).rows
-    assert [row.variant for row in rows] == [
-        "deepep-normal-dispatch",
-        "deepep-ll-combine",
-        "trtllm-one-sided-dispatch",
-        "trtllm-two-sided-combine",
-    ]
-    assert [row.shape["token_bytes"] for row in rows] == [7168 + 56 * 4, 14336, 3584 + 448, 14336]
-    assert [row.shape["ranks_per_node"] for row in rows] == [8, 8, 8, 8]
-
-
 # --- the fit -----------------------------------------------------------------------------------
 
 
@@ -528,26 +412,6 @@ def test_a_constant_that_the_rows_do_not_bound_is_that_of_its_generation(tmp_pat
     assert of_one == of_the_other == pytest.approx(0.05, rel=0.5)
 
 
-def test_a_chip_of_one_best_matmul_reaches_what_this_says(tmp_path):
-    """668 of 1,307 TFLOP/s; a chip that has other matmuls does not look at its best."""
-    best = "GEMM BF16 best shape found (mean of 100 iterations),10240x15360x8192 (MxNxK),1"
-    (tmp_path / "ops.csv").write_text(
-        ops_table(synthetic_rows(eff.GemmEfficiency(tiled=True, peak_frac=0.8)))
-    )
-    (tmp_path / "micro.csv").write_text(
-        ",".join(PUBLISHED_COLUMNS)
-        + f"\na table,AMD MI300X,{best},668.4,TFLOP/s,\na table,NVIDIA H100 SXM,{best},100,TFLOP/s,\n"
-    )
-    files = [tmp_path / "ops.csv", tmp_path / "micro.csv"]
-    gemm = tomllib.loads(fit.fit_all(files, checked="2026-11-22").toml)["gemm"]
-    assert gemm[H100.name]["bf16"]["peak_frac"] == pytest.approx(0.8, rel=0.05)
-    assert gemm["mi300x"]["bf16"]["peak_frac"] == pytest.approx(668.4 / 1307.4, rel=0.15)
-    (tmp_path / "micro.csv").write_text(
-        ",".join(PUBLISHED_COLUMNS) + f"\na table,AMD MI300X,{best.replace('(MxNxK)', '')},668.4,TFLOP/s,\n"
-    )
-    assert "lacks MxNxK" in read(tmp_path / "micro.csv").problems[0].reason
-
-
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 TARGETS = {
     "gemm": 0.08,
@@ -593,21 +457,3 @@ def test_a_chip_without_cores_has_those_of_its_generation() -> None:
     unstated = replace(stated, chip=replace(stated.chip, num_cores=0))
     one, other = (mw.estimate("llama3-8b", on, "zero=3", batch=8, seq=8192) for on in (stated, unstated))
     assert other.step_s == one.step_s
-
-
-def test_a_cluster_at_its_own_size_is_shown_beside_the_largest_group_that_was_measured(
-    meshwise, tmp_path
-) -> None:
-    rows = ((8388608, 256, 1117), (8388608, 64, 782), (4294967296, 256, 123100))
-    machine = "A100, Perlmutter-like nodes: {} nodes x 4 GPUs (NVLink3 inside, Slingshot between)"
-    (tmp_path / "sweep.csv").write_text(
-        "source,hardware,op,shape_or_size,ranks,value,unit,notes\n"
-        + "".join(f'me,"{machine.format(n // 4)}",all_reduce,{size} B,{n},{us},us,\n' for size, n, us in rows)
-    )
-    words = ("collective", "all_reduce", "--cluster", "perlmutter", "--data", str(tmp_path / "sweep.csv"))
-    found = {row["payload_bytes"]: row["measured_s"] for row in meshwise(*words, "--json").document}
-    known = {size: seconds for size, seconds in found.items() if seconds}
-    assert known == pytest.approx({8388608: 1117e-6, 2**32: 0.1231})
-    assert "groups of 256 ranks" in meshwise(*words).out
-    asked = meshwise(*words, "--ranks", "64", "--json").document
-    assert [row["measured_s"] for row in asked if row["measured_s"]] == pytest.approx([782e-6])

@@ -196,29 +196,6 @@ def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
     assert price(checked_model(replace(model, **changed), field)) != price(model)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        *({"head_dim": 64}, {"num_heads": 16}, {"num_kv_heads": 4}, {"ffn_hidden": 1024}),
-        *({"keys": "shared"}, {"keys": "values"}, {"sparse": Sparse(top_k=32)}),
-        {"sides": (Side(module="mlp", name="gate", d_in=4096, d_out=1),)},
-        {"sides": (Side(module="mlp", name="norm", d_out=4096),)},
-    ],
-)
-def test_sizes_of_a_layer_change_its_ops(sizes: dict[str, Any]) -> None:
-    cut = Cut(microbatch=1.0, seq=64.0)
-    assert list(map(_said, block(LLAMA, cut, Layer(**sizes)))) != list(map(_said, block(LLAMA, cut, Layer())))
-
-
-def test_narrow_gates_change_the_ops() -> None:
-    delta = Recurrence(kind="delta", num_heads=32, head_dim=128, num_groups=32, state_dim=128)
-    model = replace(HYBRID, recurrence=delta, **SHORT)  # type: ignore[arg-type]
-    narrow = replace(model, recurrence=replace(delta, gate_rank=128))
-    assert price(narrow) != price(model)
-    assert price(replace(model, recurrence=replace(delta, gate_rank=128, wide_gate=True))) != price(narrow)
-    assert price(replace(model, recurrence=replace(delta, wide_decay=True))) != price(model)
-
-
 def test_compressed_keys_are_few() -> None:
     """DeepSeek-V4: a window of 128 tokens, and one key for 128 tokens, or 512 of those for 4."""
     model = replace(LLAMA, keys="same", num_kv_heads=1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import DataError
 from meshwise.serve.autoscale import Autoscaling
-from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
+from meshwise.serve.instance import ServingWorker
 from meshwise.serve.prefix_cache import Tier
 from meshwise.serve.requests import (
     Lengths,
@@ -62,38 +62,6 @@ def test_every_request_of_every_session_is_served_once(
     for index, before in enumerate(requests.after):
         if before >= 0:
             assert served.sent_s[index] == pytest.approx(served.last_s[before] + requests.think_s[index])
-
-
-@given(
-    cache=st.integers(700, 6000), num=st.integers(1, 40), host=st.booleans(), kinds=st.integers(1, 5),
-    ranks=st.integers(1, 3),
-)  # fmt: skip
-@settings(max_examples=30, deadline=None)
-def test_an_engine_that_is_done_holds_nothing_and_stays_within_its_cache(
-    cache: int, num: int, host: bool, kinds: int, ranks: int
-) -> None:
-    rng = np.random.default_rng(num)
-    blocks = tuple(
-        (int(kind), 100 + int(kind), 200 + i) for i, kind in enumerate(rng.integers(0, kinds, num))
-    )
-    requests = Requests((300,) * num, (120,) * num, concurrency=1, blocks=blocks, block_tokens=140)
-    tiers = (Tier("host", 1000.0, 1e-6),) if host else ()
-    ends: list[int] = []
-    worker = ServingWorker(replace(VLLM, max_tokens=200), passes(1e-3), cache, tiers, ranks)
-    engine = Instance(worker, requests, lambda sequence, _: ends.append(sequence.index))
-    for index in range(num):
-        engine.put(EngineSequence(index, 0.0, 0.01 * index, 300, 120))
-    while engine.ready_s < math.inf:
-        engine.go_on(math.inf)
-        pinned = sum(one.size[block] for one in engine.prefixes for block in one.pinned)
-        idle = sum(one.size[block] for one in engine.prefixes for block in one.idle)
-        assert engine.shared == pinned
-        assert sum(one.idle_tokens for one in engine.prefixes) == idle
-        assert engine.held + engine.shared + idle <= cache
-        assert not any(set(one.idle) & set(one.pinned) for one in engine.prefixes)
-    assert sorted(ends) == list(range(num))
-    assert (engine.held, engine.shared, engine.context, engine.left) == (0, 0, 0, 0)
-    assert not any(one.pinned for one in engine.prefixes)
 
 
 @pytest.mark.parametrize(("router", "times"), [("round-robin", 4), ("prefix", 1)])
@@ -239,13 +207,10 @@ BASE = (
 def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
     meshwise: Callable[..., Any], tmp_path: Path
 ) -> None:
-    words = (
-        *BASE, "--rate", "30", "--workers", "3", "--router", "session", "--turns", "5", "--think-s", "2",
-        "--shared-prefix", "300", "--num-requests", "600", "--percentile", "75", "--ttft-ms", "60",
-        "--csv", str(tmp_path / "records.csv"),
-        "--trace", str(tmp_path / "trace.json"), "--json",
-    )  # fmt: skip
-    document = meshwise(*words).document
+    words = "--rate 30 --workers 3 --router session --turns 5 --think-s 2 --shared-prefix 300"
+    words += " --num-requests 600 --percentile 75 --ttft-ms 60 --json"
+    files = ("--csv", str(tmp_path / "records.csv"), "--trace", str(tmp_path / "trace.json"))
+    document = meshwise(*BASE, *words.split(), *files).document
     rows = list(csv.DictReader((tmp_path / "records.csv").read_text().splitlines()))
     assert len(rows) == 600
     assert document["ttft_s"]["p75"] == pytest.approx(
@@ -290,18 +255,8 @@ def test_sessions_settle_at_the_rate_of_their_requests_and_by_littles_law(
 
 
 def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Callable[..., Any]) -> None:
-    words = (
-        *BASE,
-        "--rate",
-        "60",
-        "--num-requests",
-        "8000",
-        "--price",
-        "2",
-        "--json",
-        "--router",
-        "least-loaded",
-    )
+    load = "--rate 60 --num-requests 8000 --price 2 --json --router least-loaded"
+    words = (*BASE, *load.split())
     rule = "utilization=0.8,max=9,start_s=20,every_s=10"
     scaled = meshwise(*words, "--autoscale", rule).document
     rule = scaled["autoscale"]

@@ -13,16 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import ClusterError, WorkloadError
-from meshwise.cost.failures import Failures, checkpoint_interval_s, goodput
+from meshwise.cost.failures import Failures, goodput
 from meshwise.machine.hardware import find_chip
 from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
 from meshwise.published.frontier.device import Device, device_from_chip, find_device
 from meshwise.published.frontier.laws import Law
 from meshwise.published.frontier.layer import (
-    PATTERNS,
     LinearLayer,
-    all_reduce_words,
-    all_reduce_words_by_level,
     end_of_batch_s,
     layer_times,
     layer_what_ifs,
@@ -123,15 +120,6 @@ def test_latencies_of_the_2030_report() -> None:
     assert float(all_reduce_latency_s(run, 1.0, 1.0)) == 0
 
 
-def test_sizes_of_a_run() -> None:
-    model = sizes(Assumptions(), np.array([1.2e24, 120 * 6.6e14**2]))
-    assert model.params == pytest.approx([1e11, 6.6e14])
-    assert model.tokens == pytest.approx(20 * model.params)
-    assert model.layers == pytest.approx(0.088 * model.params**0.27)
-    assert 2 * 5 * model.layers * model.width**2 == pytest.approx(model.params)
-    assert 6 * model.params * model.tokens == pytest.approx(model.training_flop)
-
-
 def test_interruptions_of_the_llama_3_report() -> None:
     failures = Failures.llama3()
     assert failures.device_s_between_interruptions / 3600 == pytest.approx(50.7e3, rel=1e-3)
@@ -161,18 +149,6 @@ width = st.floats(256, 1e6)
 rate = st.floats(1e9, 1e13)
 
 
-@given(st.lists(st.tuples(width, width, degree, degree, degree, st.floats(1, 1e7)), min_size=1, max_size=5))
-def test_arrays_give_what_a_loop_gives(rows: list[tuple[float, ...]]) -> None:
-    columns = np.array(rows).T
-    layers = LinearLayer(**dict(zip(("d_in", "d_out", "tp_in", "tp_out", "dp"), columns[:5], strict=True)))
-    at_once = layer_times(H100, layers, columns[5])
-    for place, (*sizes_, batch) in enumerate(rows):
-        layer = LinearLayer(**dict(zip(("d_in", "d_out", "tp_in", "tp_out", "dp"), sizes_, strict=True)))
-        one = layer_times(H100, layer, batch)
-        for name in ("fwd_bwd_s", "flop_s", "memory_s", "network_s", "binds"):
-            assert getattr(at_once, name)[place] == getattr(one, name)
-
-
 @given(width, width, degree, degree, degree, rate, st.floats(1, 100))
 def test_more_bandwidth_is_never_slower(
     d_in: float, d_out: float, tp_in: float, tp_out: float, dp: float, bytes_per_s: float, more: float
@@ -183,18 +159,6 @@ def test_more_bandwidth_is_never_slower(
         fast = replace(H100, **dict.fromkeys(names, bytes_per_s * more))
         assert layer_times(fast, layer, 4096.0).fwd_bwd_s <= layer_times(slow, layer, 4096.0).fwd_bwd_s
         assert end_of_batch_s(fast, layer) <= end_of_batch_s(slow, layer)
-
-
-@given(st.floats(1, 1e9), degree, degree, st.sampled_from(["multicast", "ring"]))
-def test_two_levels_move_what_one_moves(words: float, inner: float, domains: float, pattern: str) -> None:
-    flat = all_reduce_words(words, inner * domains, pattern)
-    assert sum(all_reduce_words_by_level(words, inner * domains, inner, pattern)) == pytest.approx(flat)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_one_rank_is_free(pattern: str) -> None:
-    assert all_reduce_words(1e9, 1.0, pattern) == 0
-    assert sum(all_reduce_words_by_level(1e9, 1.0, 1.0, pattern)) == 0
 
 
 # --- properties and oracles: the search ----------------------------------------------------------------
@@ -310,14 +274,6 @@ def test_other_chips_have_limits_too(name: str) -> None:
 # --- failures and cost ----------------------------------------------------------------------------------
 
 seconds = st.floats(1, 1e6)
-
-
-@given(seconds, st.floats(1e-3, 0.2), st.floats(0.05, 20))
-def test_the_checkpoint_interval_is_the_best(interruption_s: float, ratio: float, other: float) -> None:
-    write_s = ratio * interruption_s
-    best_s = checkpoint_interval_s(interruption_s, write_s)
-    kept = goodput(best_s, interruption_s, write_s, 60.0)
-    assert goodput(best_s * other, interruption_s, write_s, 60.0) <= kept * 1.002
 
 
 def test_goodput_is_what_a_simulation_of_interruptions_keeps() -> None:

@@ -154,18 +154,11 @@ def test_no_name_or_alias_means_two_things() -> None:
 
 # --- finding ----------------------------------------------------------------------------------------
 
-ALIASES = [
-    ("h100", "h100-80g-sxm"),
-    ("H100-SXM", "h100-80g-sxm"),
-    ("a100", "a100-80g-sxm"),
-    ("h200", "h200-sxm"),
-    ("h200-141g-sxm", "h200-sxm"),
-    (" b200 ", "b200-sxm"),
-    ("v100", "v100-16g-sxm"),
-]
 
-
-@pytest.mark.parametrize(("alias", "name"), ALIASES)
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("H100-SXM", "h100-80g-sxm"), ("h200-141g-sxm", "h200-sxm"), (" b200 ", "b200-sxm")],
+)
 def test_aliases_find_their_chip_in_any_case(alias: str, name: str) -> None:
     assert find_chip(alias) is find_chip(name)
     assert find_cluster(f"{alias}:16").chip is find_chip(name)
@@ -186,11 +179,9 @@ NOT_FOUND = [
     ("h100", "h100-80g-sxm:8"),
     ("dgx-h100:", "not a number"),
     ("dgx-h100:0", "from 1"),
-    ("dgx-h100:8:8", "not a number"),
     ("dgx-h100:" + "9" * 5000, "not a number"),
     ("dgx-h100:10000000000", "from 1"),
     ("no/such/file", "no/such/file"),
-    ("missing.toml", "missing.toml"),
     ("a\0b.toml", "no file"),
     ("x" * 5000 + "/y.toml", "File name too long"),
 ]
@@ -268,22 +259,18 @@ BAD_FIELDS = [
     ("chip", None, "chip"),
     ("chip", "h1000", "h1000"),
     ("num_chips", None, "num_chips"),
-    ("num_chips", 0, "num_chips"),
     ("num_chips", 10**10, "num_chips"),
     ("num_chip", 8, "num_chip"),
     ("levels", [], "levels"),
     ("levels.0.ranks", None, "ranks"),
     ("levels.0.ranks", 2.5, "ranks"),
-    ("levels.0.bytes_per_s", None, "bytes_per_s"),
     ("levels.0.bytes_per_s", 0.0, "bytes_per_s"),
     ("levels.1.latency_s", -1e-6, "latency_s"),
     ("chip.generation", 3, "generation"),
-    ("chip.memory_bytes", None, "memory_bytes"),
     ("chip.memory_bytes", 10**400, "memory_bytes"),
     ("chip.matrix_flop_per_s", {"bf16": -1.0}, "matrix_flop_per_s.bf16"),
     ("chip.matrix_flop_per_s", {"bf17": 1e12}, "bf17"),
     ("chip.vector_flop_per_s", {}, "fp32"),
-    ("chip.num_cores", -1, "num_cores"),
     ("chip.op_host_s", -1.0, "op_host_s"),
     ("checked", "yesterday", "checked"),
 ]

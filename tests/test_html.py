@@ -148,16 +148,6 @@ def test_the_sample_of_a_space_is_of_its_plans() -> None:
         assert again.step_s == one.step_s
 
 
-def test_the_waterfall_leads_from_the_predicted_step_to_the_measured_one(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "rank-0.json", GEMM, 0)
-    found = mw.explain(trace, "llama3-8b", "h100-80g-sxm:8", batch=8)
-    [chart] = [one for one in page_of(found).sections if isinstance(one, Chart)]
-    [bar] = chart.marks
-    assert isinstance(bar, Bars) and bar.starts is not None
-    assert bar.starts[-2] + bar.values[-2] == pytest.approx(found.measured_s)
-    assert bar.values[0] == pytest.approx(found.predicted_s)
-
-
 def test_equal_plans_are_said_to_be_equal() -> None:
     left, right = (mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4", batch=32, seq=4096) for _ in range(2))
     page = compare_page(left, right)

@@ -76,15 +76,6 @@ def test_the_rows_of_any_rank_add_up_to_the_step(plan: str, rank: int) -> None:
         assert ledger.to_json() == of.ledger.where(rank=0).to_json()
 
 
-def test_a_rank_with_smaller_shards_waits_for_the_others() -> None:
-    """The last rank of 7, whose parts of 4,096 rows are the shortest."""
-    of = estimate(find_model("llama3-8b"), find_cluster("a100-80g-sxm:7"), FSDP2, replace(LOAD, batch=7))
-    first, last = (of.rank_ledger(rank).where(phase="optimizer") for rank in (0, 6))
-    assert last.where(op="adam").total("time_s") < first.total("time_s")
-    assert last.total("time_s") == pytest.approx(first.total("time_s"), rel=1e-12)
-    assert of.rank_ledger(6).total("time_s") == pytest.approx(of.step_s, rel=1e-12)
-
-
 def test_all_shards_are_the_weights() -> None:
     """Over all ranks the states are 16 bytes a weight, and once more for what tensor parallelism copies."""
     of = price("llama3-8b", replace(FSDP2, tp=2))
@@ -95,20 +86,3 @@ def test_all_shards_are_the_weights() -> None:
     norms = (2 * 32 + 1) * 4096
     total = sum(ledger.total("live_bytes") for ledger in held)
     assert total == 16 * (of.to_json(ledger=False)["model"]["num_params"] + norms)
-
-
-def test_gradients_are_reduced_as_they_are_held() -> None:
-    """Sums held as shards in every microbatch, whole ones once; PyTorch gathers and sums as Megatron does."""
-
-    def moved(implementation: str, batch: int, kind: str, zero: int = 3) -> float:
-        plan = replace(FSDP2, implementation=implementation, zero=zero)
-        of = estimate(find_model("llama3-8b"), CLUSTER, plan, replace(LOAD, batch=batch))
-        return of.ledger.where(rank=0, collective=kind, axis="dp").total("payload_bytes")
-
-    for kind in ("reduce_scatter", "all_gather"):
-        for zero, times in ((1, 1), (3, 4)):
-            for software in ("fsdp2", "megatron"):
-                once = moved(software, 64, kind, zero)
-                assert moved(software, 256, kind, zero) == pytest.approx(times * once)
-    parameters = 8030261248
-    assert moved("fsdp2", 64, "reduce_scatter") == 4 * parameters

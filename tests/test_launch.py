@@ -21,6 +21,7 @@ from meshwise.program.implementation import IMPLEMENTATIONS, Implementation
 from test_one_path import VALUES
 
 CLUSTER = "h100-80g-sxm:64"
+JOBS = Path(__file__).parent / "data" / "jobs"
 
 
 def names_in(setting: Any) -> set[str]:
@@ -148,9 +149,7 @@ def test_serving_spreads_experts_over_all_ranks() -> None:
         ("dtype=bf16", None, None),
         ("dtype=fp8", "fp8", "fp8"),
         ("dtype=fp8,weight_dtype=fp8_block", "fp8_per_block", "fp8"),
-        ("dtype=fp4", "modelopt_fp4", "modelopt_fp4"),
         ("weight_dtype=int4", "auto_awq", "awq_marlin"),
-        ("expert_dtype=mxfp4", "mxfp4", "mxfp4"),
         ("weight_dtype=int8", "int8_per_channel_weight_only", None),
         ("weight_dtype=int4,dtype=fp8", None, None),
     ],
@@ -164,87 +163,14 @@ def test_formats_of_weights_are_said(plan: str, vllm: str | None, sglang: str | 
         assert method or plan == "dtype=bf16" or any("dtype=" in lost for lost in job.not_expressed)
 
 
-def test_modules_of_selective_recomputation_are_said() -> None:
-    words = {"batch": 64, "seq": 4096}
-    plan = "recompute_modules=core_attn+mlp"
-    flags = mw.launch("llama3-8b", CLUSTER, plan, to="megatron-lm", **words).arguments
-    at = flags.index("--recompute-modules")
-    assert flags[at : at + 3] == ("--recompute-modules", "core_attn", "mlp")
-    for framework, modules, is_said in (
-        ("megatron-lm", "per_op", False),
-        ("torchtitan", "per_op", True),
-        ("torchtitan", "core_attn", False),
-        ("deepspeed", "core_attn", False),
-    ):
-        plan = f"recompute=selective,recompute_modules={modules}"
-        lost = mw.launch("llama3-8b", CLUSTER, plan, to=framework, **words).not_expressed
-        assert is_said != any(sentence.startswith("recompute=selective") for sentence in lost)
-
-
 # --- and back ----------------------------------------------------------------------------------
 
 
-YAML = """# WARNING: an experimental feature
-language_model:
-  num_layers: 32
-  hidden_size: 4096
-  num_attention_heads: 32
-  num_query_groups: 8
-  ffn_hidden_size: 14336
-  activation_func: swiglu
-  add_bias_linear: False
-  normalization: RMSNorm
-  hidden_dropout: 0.0
-  attention_dropout: 0.0
-  recompute_granularity: selective
-  recompute_modules: [core_attn, mlp]
-model_parallel:
-  tensor_model_parallel_size: 4
-  sequence_parallel: true
-  pipeline_model_parallel_size: 2
-  overlap_p2p_comm: true
-  bf16: true
-untie_embeddings_and_output_weights: true
-use_distributed_optimizer: true
-overlap_grad_reduce: true
-overlap_param_gather: true
-position_embedding_type: rope
-vocab_size: 128256
-max_position_embeddings: 8192
-micro_batch_size: 2
-global_batch_size: 128
-seq_length: 8192
-"""
-TEST_YAML = """ENV_VARS:
-  CUDA_DEVICE_MAX_CONNECTIONS: 1
-MODEL_ARGS:
-  --num-layers: 32
-  --hidden-size: 4096
-  --num-attention-heads: 32
-  --micro-batch-size: 2
-  --global-batch-size: 128
-  --seq-length: 8192
-  --tensor-model-parallel-size: 4
-  --sequence-parallel: true
-  --pipeline-model-parallel-size: 2
-  --use-distributed-optimizer: true
-  --overlap-grad-reduce: true
-  --overlap-param-gather: true
-  --recompute-granularity: selective
-  --recompute-modules: [core_attn, mlp]
-  --bf16: true
-"""
-
-
-@pytest.mark.parametrize("ranks", [3, 214740])
-def test_pipelines_that_no_layers_fill_are_refused_at_once(tmp_path: Path, ranks: int) -> None:
+def test_pipelines_that_no_layers_fill_are_refused_at_once(tmp_path: Path) -> None:
+    layout = "pretrain_gpt.py --num-layers 32 --pipeline-model-parallel-layout 'Et*17|t*15L'"
     for job, says in (
-        (f"-m torchtitan.train --parallelism.pipeline_parallel_degree {ranks}", f"pp={ranks}"),
-        (
-            "pretrain_gpt.py --num-layers 32 --pipeline-model-parallel-layout 'Et*17|t*15L' "
-            f"--pipeline-model-parallel-size {ranks}",
-            f"2 parts, which pp={ranks} does not divide",
-        ),
+        ("-m torchtitan.train --parallelism.pipeline_parallel_degree 214740", "pp=214740"),
+        (f"{layout} --pipeline-model-parallel-size 3", "2 parts, which pp=3 does not divide"),
     ):
         (tmp_path / "job.sh").write_text(f"torchrun --nproc-per-node 8 {job}")
         with pytest.raises(mw.MeshwiseError, match=says):
@@ -252,19 +178,17 @@ def test_pipelines_that_no_layers_fill_are_refused_at_once(tmp_path: Path, ranks
             mw.estimate("llama3-8b", CLUSTER, plan, batch=8, seq=128)
 
 
-def test_yaml_of_megatron_is_read(tmp_path: Path) -> None:
+def test_yaml_of_megatron_is_read() -> None:
     """`--yaml-cfg`; and `MODEL_ARGS` of the functional tests."""
     keys = {"tp": 4, "pp": 2, "stages": "even", "loss_fusion": "none"}
     plan = mw.Plan(recompute_modules=("core_attn", "mlp"), **keys)
-    for text in (YAML, TEST_YAML):
-        (tmp_path / "job.yaml").write_text(text)
-        job = mw.read_job(tmp_path / "job.yaml", CLUSTER)
+    whole, short = (mw.read_job(JOBS / f"{name}.yaml", CLUSTER) for name in ("megatron", "megatron_test"))
+    for job in (whole, short):
         assert (job.framework, job.plan) == ("megatron-lm", plan)
         assert (job.batch, job.seq, job.microbatch) == (128, 8192, 2)
-    assert job.model is None
-    assert ["tokenizer" in sentence for sentence in job.unread] == [True]
-    (tmp_path / "job.yaml").write_text(YAML)
-    whole, wanted = mw.read_job(tmp_path / "job.yaml", CLUSTER), mw.find_model("llama3-8b")
+    assert short.model is None
+    assert ["tokenizer" in sentence for sentence in short.unread] == [True]
+    wanted = mw.find_model("llama3-8b")
     assert not whole.unread
     model = whole.model
     for key in ("ffn_hidden", "num_kv_heads", "norm", "linear_bias", "tied_embedding", "activation"):
@@ -287,47 +211,21 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     assert found[0].unread
 
 
-TITAN_TOML = """
-[model]
-name = "llama3"
-flavor = "8B"
-[training]
-local_batch_size = 2
-seq_len = 8192
-compile = true
-[parallelism]
-data_parallel_shard_degree = -1
-tensor_parallel_degree = 4
-[activation_checkpoint]
-mode = "full"
-"""
-
-
-def test_toml_of_torchtitan_is_read(tmp_path: Path) -> None:
+def test_toml_of_torchtitan_is_read() -> None:
     """Files of its releases up to 0.2.2, whose loss had no chunks."""
-    (tmp_path / "llama3_8b.toml").write_text(TITAN_TOML)
-    job = mw.read_job(tmp_path / "llama3_8b.toml", CLUSTER)
+    job = mw.read_job(JOBS / "torchtitan.toml", CLUSTER)
     assert (job.framework, job.model, job.seq) == ("torchtitan", mw.find_model("llama3-8b"), 8192)
     found = job.plan
     assert (found.tp, found.zero, found.recompute, found.loss_chunks) == (4, 3, "full", 1)
     assert found.implementation == "fsdp2"
 
 
-OF_TITAN = (
-    "tp",
-    "sp",
-    "cp",
-    "pp",
-    "vpp",
-    "zero_group",
-    "recompute",
-    "overlap_tp",
-    "loss_chunks",
-    "loss_fusion",
-)
 SAID = {  # keys of which a framework says at least some values
     "megatron-lm": tuple(CHOICES),
-    "torchtitan": OF_TITAN,
+    "torchtitan": (
+        *("tp", "sp", "cp", "pp", "vpp", "zero_group", "recompute", "overlap_tp"),
+        *("loss_chunks", "loss_fusion"),
+    ),
     "deepspeed": ("zero", "dtype", "grad_dtype", "overlap_dp", "offload_optimizer"),
     "accelerate": ("zero_group", "dtype", "recompute"),
 }
@@ -379,10 +277,7 @@ def test_a_job_that_says_all_is_read_back(
     assert not [sentence for sentence in found.unread if "not in this file" not in sentence]
     shape = found.model or model
     prices = [mw.estimate(model, CLUSTER, one, batch=128, seq=4096) for one in (plan, found.plan)]
-    if framework in (
-        "megatron-lm",
-        "torchtitan",
-    ):  # the others leave recompute and the optimizer to the script
+    if framework in ("megatron-lm", "torchtitan"):  # others leave recompute and the optimizer to the script
         assert prices[0].step_s == prices[1].step_s
         assert prices[0].memory_bytes == prices[1].memory_bytes
     again = mw.launch(shape, CLUSTER, found.plan, to=framework, batch=found.batch or 128,
@@ -476,39 +371,8 @@ def test_a_job_is_priced_as_the_software_of_its_framework(tmp_path: Path, framew
     assert mw.read_job(tmp_path / name, CLUSTER).plan.software == usual.software
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_model_is_read_back(tmp_path: Path, model: str) -> None:
-    job = mw.launch(model, CLUSTER, "tp=8", to="megatron-lm", batch=128, seq=2048)
-    found = read_back("megatron-lm", job, tmp_path).model
-    wanted = mw.find_model(model)
-    sizes = ("num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads")
-    for key in (*sizes, "vocab", "mla", "moe", "norm"):
-        assert getattr(found, key) == getattr(wanted, key), key
-
-
-SCRIPT = """#!/bin/bash
-GPUS_PER_NODE=8
-NODES=${NODES:-4}
-TP=4
-MODEL_ARGS=(
-    --num-layers 32 --hidden-size 4096  # a comment
-    --num-attention-heads 32 --ffn-hidden-size 14336 --swiglu
-    --group-query-attention --num-query-groups 8
-    --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --max-position-embeddings 8192
-    --vocab-size 128256 --untie-embeddings-and-output-weights
-)
-TRAINING="--micro-batch-size 2 --global-batch-size 128 --seq-length 8192 --bf16 --lr 3e-4"
-torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NODES pretrain_gpt.py \\
-    ${MODEL_ARGS[@]} $TRAINING --tensor-model-parallel-size $TP --sequence-parallel \\
-    --use-distributed-optimizer --overlap-grad-reduce --cuda-graph-impl local
-"""
-
-
-def test_a_script_with_variables_and_arrays_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "train.sh"
-    path.write_text(SCRIPT)
-    job = mw.read_job(path)
+def test_a_script_with_variables_and_arrays_is_read() -> None:
+    job = mw.read_job(JOBS / "megatron.sh")
     assert (job.framework, job.plan, job.num_gpus) == ("megatron-lm", mw.Plan(tp=4, loss_fusion="none"), 32)
     assert (job.batch, job.seq, job.microbatch) == (128, 8192, 2)
     assert job.model is not None
@@ -516,10 +380,8 @@ def test_a_script_with_variables_and_arrays_is_read(tmp_path: Path) -> None:
     assert [sentence.split()[0] for sentence in job.unread] == ["--cuda-graph-impl"]
 
 
-def test_estimate_and_search_take_a_file(meshwise: Any, tmp_path: Path) -> None:
-    path = tmp_path / "train.sh"
-    path.write_text(SCRIPT)
-    words = ("--cluster", "h100-80g-sxm:32", "--from", str(path), "--json")
+def test_estimate_and_search_take_a_file(meshwise: Any) -> None:
+    words = ("--cluster", "h100-80g-sxm:32", "--from", str(JOBS / "megatron.sh"), "--json")
     priced = meshwise("estimate", *words).document
     assert priced["plan"]["tp"] == 4
     assert priced["workload"]["batch"] == 128

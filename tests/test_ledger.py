@@ -33,15 +33,6 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert rows[0]["comm_s"] == ""
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot write"):
-        Ledger.from_rows(ROWS).to_csv(tmp_path / "missing" / "ledger.csv")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="cannot write"):
-        Ledger.from_rows(ROWS).to_csv(tmp_path / "folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
 def test_frames() -> None:
     ledger = Ledger.from_rows(ROWS)
     assert tuple(ledger.to_pandas().columns) == COLUMNS

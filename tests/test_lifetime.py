@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
-from meshwise.program.lifetime import Script, moment, peak_bytes, play
+from meshwise.program.lifetime import Script, peak_bytes, play
 from meshwise.program.op import Op
 from meshwise.program.tape import Tape
 from meshwise.program.tensor import Tensor
@@ -44,21 +42,3 @@ def test_alive_is_made_before_and_read_later(events: list[Op]) -> None:
     expected = [alive_at(events, i) for i in range(len(events))]
     assert [row["live_bytes"] for row in tape._rows] == expected
     assert tape.peak_bytes == peak_bytes(events) == max(expected)
-
-
-@given(programs(), st.lists(st.floats(0.0, 1e6), min_size=1, max_size=4))
-def test_a_grid_of_sizes_is_the_loop_over_them(events: list[Op], factors: list[float]) -> None:
-    def scaled(factor: float | np.ndarray) -> list[Op]:
-        same: dict[Tensor, Tensor] = {}
-
-        def of(tensor: Tensor) -> Tensor:
-            if tensor not in same:
-                storage = None if tensor.storage is None else of(tensor.storage)
-                shape = tuple(dim * factor for dim in tensor.shape)
-                same[tensor] = structs.replace(tensor, shape=shape, storage=storage)
-            return same[tensor]
-
-        return [moment(map(of, event.reads), map(of, event.makes)) for event in events]
-
-    grid = np.broadcast_to(peak_bytes(scaled(np.array(factors))), len(factors))
-    assert grid.tolist() == [float(peak_bytes(scaled(factor))) for factor in factors]

@@ -346,24 +346,6 @@ def test_routing_is_the_one_by_hand(
     )
 
 
-def test_routing_metrics_by_hand() -> None:
-    # Five tokens: three want expert 0 first, one each experts 1 and 2; nobody wants 3. Two slots an expert.
-    logits = torch.log(torch.tensor([[6, 3, 1, 1.0], [6, 3, 1, 1], [6, 1, 3, 1], [3, 6, 1, 1], [1, 1, 6, 3]]))
-    routing = route(logits, 2, 2)
-    found = dict(zip(metric_names(2), routing.metrics.tolist(), strict=True))
-    share = torch.tensor([6, 3, 1, 1.0]) / 11
-    assert found["entropy_gating"] == pytest.approx(float(-(share * share.log()).sum()))
-    assert found["overflow_expert1"] == pytest.approx(100 / 3 * 3 / 5)  # one of five finds no slot
-    assert found["unused_expert1_count"] == 1
-    assert found["expert1_balance_top"] == pytest.approx(60.0)  # the top fifth of four experts is one
-    assert found["expert1_balance_bottom"] == 0.0
-    # Second choices 1, 1, 2, 0, 3 queue behind 3, 1, 1, 0 first ones: the second 1 and the 0 overflow.
-    assert found["overflow_expert2"] == pytest.approx(40.0)
-    assert found["unused_expert2_count"] == 0
-    assert routing.weight[0][0] == pytest.approx(6 / 9)
-    assert routing.weight[0][1] == 1.0  # its second expert has no slot left: renormalised to the first alone
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_layer_is_the_weighted_sum_of_experts(sparse: bool, grouped: bool) -> None:

@@ -87,20 +87,8 @@ def test_a_name_of_several_verbs_means_one_thing() -> None:
     for _, options in verbs_of(typer.main.get_command(app)):
         for name, option in options.items():
             stated.setdefault(name, set()).add((str(option.kind), str(option.default)))
-    names = (
-        "memory-frac",
-        "output",
-        "price",
-        "plot",
-        "html",
-        "csv",
-        "json",
-        "config",
-        "ray",
-        "tokens",
-        "all",
-    )
-    assert {name: stated[name] for name in names if len(stated.get(name, {1})) > 1} == {}
+    names = "memory-frac output price plot html csv json config ray tokens all"
+    assert {name: stated[name] for name in names.split() if len(stated.get(name, {1})) > 1} == {}
     assert {kind for kind, _ in stated["out"]} == {str(Path)}
 
 
@@ -133,12 +121,3 @@ def test_an_option_changes_what_comes_out_or_is_refused(
     else:
         assert done.code == 0
         assert what_comes_out(done, tmp_path) != BEFORE[whole]
-
-
-def test_best_plans_go_into_estimate_as_they_are(meshwise: Any) -> None:
-    for found in meshwise("search", *BASES["search"], "--json").document["best"]:
-        words = ("--plan", found["plan_text"], "--microbatch", str(found["microbatch"]), "--json")
-        priced = meshwise("estimate", *BASES["search"], *words).document
-        assert {key: priced[key] for key in ("step_s", "mfu", "memory_bytes")} == {
-            key: found[key] for key in ("step_s", "mfu", "memory_bytes")
-        }

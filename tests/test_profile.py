@@ -23,40 +23,12 @@ pytestmark = pytest.mark.slow
 
 torch = pytest.importorskip("torch")
 
-PROGRAM = """
-import os, signal, sys, time
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-def main(rank, world_size, victim):
-    torch.set_num_threads(1)
-    how = {} if "RANK" in os.environ else {"init_method": f"file://{sys.argv[2]}"}
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, **how)
-    for _ in range(3):
-        with torch.profiler.record_function("MoELayer"):
-            x = torch.ones(16, 16) @ torch.ones(16, 16)
-            dist.all_reduce(x)
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if victim >= 0:
-        dist.barrier()  # and no destroy: the profiles must be written all the same
-    else:
-        dist.destroy_process_group()  # without it a thread of gloo may abort the exit
-
-if __name__ == "__main__":
-    victim = int(sys.argv[1])
-    if "RANK" in os.environ:
-        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), victim)
-    else:
-        mp.spawn(main, args=(3, victim), nprocs=3)
-"""
+SCRIPTS = Path(__file__).parent / "data" / "scripts"
 
 
 @pytest.fixture
-def program(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    return str(tmp_path / "program.py")
+def program():
+    return str(SCRIPTS / "all_reduces.py")
 
 
 def test_spawned_ranks_and_one_that_is_killed(program, tmp_path):
@@ -86,33 +58,13 @@ def test_torchrun(program, tmp_path):
     assert {read_trace(file)[0].world_size for file in done.files} == {2}
 
 
-STEPS = """
-import os, sys, time, torch, torch.distributed as dist
-ranks, sleeper = int(sys.argv[1]), int(sys.argv[2])
-for rank in range(ranks):
-    if os.fork() == 0:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
-        for step in range(9):
-            for _ in range(20):
-                torch.ones(64, 64) @ torch.ones(64, 64)
-            time.sleep(0.03 + 0.06 * (rank == sleeper))
-            dist.all_reduce(torch.ones(1000))
-        dist.destroy_process_group()
-        os._exit(0)
-assert [os.waitpid(-1, 0)[1] for rank in range(ranks)] == [0] * ranks
-"""
-
-
-@pytest.mark.parametrize(("ranks", "sleeper"), [(4, 2), (3, -1)])
-def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
-    """Real processes of which one sleeps 60 ms a step longer, or none."""
-    (tmp_path / "steps.py").write_text(STEPS)
-    words = [sys.executable, str(tmp_path / "steps.py"), str(ranks), str(sleeper), str(tmp_path / "meeting")]
+def test_the_sleeper_is_named(tmp_path):
+    """Four real processes of which one sleeps 60 ms a step longer."""
+    words = [sys.executable, str(SCRIPTS / "sleeper.py"), "4", "2", str(tmp_path / "meeting")]
     done = profile_command(words, tmp_path / "out", stdout=subprocess.DEVNULL)
     found = summarize_paths(done.files)
-    named = [one.ranks for one in found.findings if 0 < len(one.ranks) < ranks]
-    assert found.alignment.method == "one host, one clock" and named == [(sleeper,)] * (sleeper >= 0)
+    named = [one.ranks for one in found.findings if 0 < len(one.ranks) < 4]
+    assert found.alignment.method == "one host, one clock" and named == [(2,)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="naming hosts needs root")
@@ -132,22 +84,11 @@ def test_ranks_of_two_hosts_share_a_folder(program, tmp_path):
     assert [one.num_ranks for one in found.collectives if one.name == "all_reduce"] == [2, 2, 2]
 
 
-ENDLESS = """
-import os, pathlib, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for step in range(10**9):
-    dist.all_reduce(torch.ones(4))
-    if step == 20:
-        pathlib.Path(sys.argv[1], f"running-{dist.get_rank()}-{os.getpid()}").touch()
-"""
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_from_outside(tmp_path, how):
     """The ranks end too, and leave what they have; it ends as a signalled program does, and nothing stays."""
-    (tmp_path / "endless.py").write_text(ENDLESS)
     ranks = ["python", "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ranks += [str(tmp_path / "endless.py"), str(tmp_path)]
+    ranks += [str(SCRIPTS / "endless.py"), str(tmp_path)]
     words = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--", *ranks]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     _wait(lambda: len(list(tmp_path.glob("running-*"))) == 2)
@@ -171,33 +112,10 @@ def _wait(is_true):
         time.sleep(0.1)
 
 
-AWKWARD = """
-import os, torch, torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
-for rank in (0, 1):
-    if os.fork() == 0:
-        torch.set_num_threads(1)
-        for turn in (1, 2):
-            url = f"file://{os.getcwd()}/meeting-{turn}"
-            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
-            dist.all_reduce(torch.ones(4, 4) @ torch.ones(4, 4))
-            with profile(activities=[ProfilerActivity.CPU]) as own:
-                torch.ones(2, 2).exp()
-                dist.all_reduce(torch.ones(3))
-            assert "aten::exp" in {row.key for row in own.key_averages()}
-            own.export_chrome_trace(f"own-{rank}-{turn}.json.gz")
-            dist.barrier()
-            dist.destroy_process_group()
-        os._exit(0)
-assert [os.waitpid(-1, 0)[1] for rank in (0, 1)] == [0, 0]
-"""
-
-
 def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
     """Forked ranks, a profiler of their own, two process groups in turn, no ordinary exit: all is there."""
-    (tmp_path / "awkward.py").write_text(AWKWARD)
     monkeypatch.chdir(tmp_path)
-    done = profile_command([sys.executable, str(tmp_path / "awkward.py")], tmp_path / "out")
+    done = profile_command([sys.executable, str(SCRIPTS / "awkward.py")], tmp_path / "out")
     assert done.exit_code == 0 and len(done.files) == 10
     for path in (own := list(tmp_path.glob("own-*.json.gz"))):
         trace, _ = read_trace(path)
@@ -319,13 +237,10 @@ def test_one_process_in_an_environment_without_meshwise(meshwise, tmp_path, monk
     assert [trace.name(i) for i in range(len(trace))].count("aten::addmm") == 2
 
 
-@pytest.mark.parametrize(
-    "broken", ["torch.profiler.profile.start = None", "sys.modules['torch.profiler'] = None"]
-)
-def test_a_capture_that_fails_leaves_the_program_alone(broken, meshwise, tmp_path):
-    (tmp_path / "train.py").write_text(f"import sys\nimport torch, torch.profiler\n{broken}\n{ONE_PROCESS}")
-    program = ["python", str(tmp_path / "train.py")]
-    done = profile_command(program, tmp_path / "out")
+def test_a_capture_that_fails_leaves_the_program_alone(tmp_path):
+    broken = "import torch, torch.profiler\ntorch.profiler.profile.start = None\n"
+    (tmp_path / "train.py").write_text(f"{broken}{ONE_PROCESS}")
+    done = profile_command(["python", str(tmp_path / "train.py")], tmp_path / "out")
     assert (done.exit_code, done.files) == (0, ())
 
 

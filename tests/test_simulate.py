@@ -5,20 +5,17 @@ Times are whole numbers, so sums are exact and equal means equal.
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from figures import DOCS, figures_script
 from meshwise.core.errors import PlanError
 from meshwise.cost import schedule as closed_form
 from meshwise.cost.simulate import KINDS, Timeline, _play, simulate
-from meshwise.report.chrome_trace import chrome_events
 
 CHUNKED = ("interleaved", "zb-v", "dualpipe-v")
 ticks = st.integers(10, 40)
@@ -166,32 +163,8 @@ def test_bad_times_are_refused(wrong: dict[str, object], says: str) -> None:
         simulate("1f1b", **arguments)  # type: ignore[arg-type]
 
 
-@settings(max_examples=30)
-@given(plan=pipelines(), hop=st.floats(0.0, 1e-4), overlaps=st.booleans(), f=st.floats(1e-6, 1e-2))
-def test_trace_events_nest_and_are_in_order(
-    plan: tuple[str, int, int, int], hop: float, overlaps: bool, f: float
-) -> None:
-    name, pp, m, v = plan
-    timeline = simulate(name, f, 1.1 * f, 0.7 * f, pp=pp, m=m, v=v, p2p_s=hop, p2p_overlaps=overlaps)
-    events = json.loads(json.dumps(chrome_events(timeline), allow_nan=False))
-    assert {e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"} == set(range(pp))
-    for rank in range(pp):
-        track = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
-        spans = [(round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])) for e in track]
-        for (start, end), (next_start, next_end) in pairwise(spans):
-            assert next_start >= end or (next_start, next_end) == (start, end)
-        assert len([e for e in track if e["cat"] != "p2p"]) == (timeline.rank == rank).sum()
-
-
 def test_page_shows_the_tables_that_the_figures_script_prints() -> None:
     page = (DOCS / "pipeline.md").read_text(encoding="utf-8")
     figures = figures_script("pipeline")
     assert figures.table(8, 32) in page
     assert figures.hops_table(8, (16, 64, 256)) in page
-
-
-def test_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    timeline = simulate("dualpipe-v", 1, 1, 1, pp=2, m=4, v=2, p2p_s=0.1, p2p_overlaps=False)
-    figures_script("pipeline").plot_timelines({"two ranks": timeline}, tmp_path / "pipeline.png")
-    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")

@@ -28,27 +28,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent.parent / "examples" / "slurm" / "run.sbatch"
 DAEMONS = ("slurmctld", "slurmd")
 NODE = "NodeName={name} NodeHostname={host} Port={port} CPUs={cpus} Gres=gpu:2 State=UNKNOWN\n"
-CONFIG = """
-ClusterName=test
-SlurmctldHost={host}
-SlurmctldPort={port}
-SlurmUser=root
-AuthType=auth/none
-CredType=cred/none
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-MpiDefault=none
-GresTypes=gpu
-SlurmdParameters=config_overrides
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={spool}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-"""
 PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
 
 
@@ -64,8 +43,9 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     for name in names:
         (spool / name).mkdir()
     nodes = [NODE.format(name=name, host=host, port=own_port(), cpus=os.cpu_count()) for name in names]
+    config = (Path(__file__).parent / "data" / "slurm.conf").read_text()
     path.write_text(
-        CONFIG.format(host=host, folder=tmp_path, spool=spool, port=own_port()) + "".join(nodes) + PARTITION
+        config.format(host=host, folder=tmp_path, spool=spool, port=own_port()) + "".join(nodes) + PARTITION
     )
     (tmp_path / "gres.conf").write_text(
         "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"

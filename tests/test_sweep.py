@@ -273,17 +273,6 @@ def test_a_damaged_or_foreign_database_is_one_sentence(tmp_path, fake, damage):
     assert path.read_bytes() == before
 
 
-def test_full_disk_is_one_sentence(tmp_path, fake):
-    """A database limited to its first pages stands in for the full disk; what is stored stays."""
-    wanted = _numbers(tmp_path, range(200))
-    with Store(tmp_path / "a.sqlite") as store:
-        store._database.execute("PRAGMA max_page_count = 4")
-        with pytest.raises(DataError, match="full; make room and start again"):
-            run_sweep(wanted, store, jobs=1)
-    with Store(tmp_path / "a.sqlite") as store:
-        assert 0 < len(store.rows(wanted)) < 200
-
-
 def test_ray_is_an_extra(meshwise, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     done = meshwise("sweep", str(_file(tmp_path, GRID)), "--ray", "auto")

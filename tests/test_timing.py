@@ -2,20 +2,15 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshwise.estimate.priced_part import Wait, price_parts
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
-from meshwise.model.architecture import Layer
 from meshwise.model.find import find_model
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
-from meshwise.program.op import precision
 from meshwise.program.vocabulary import head
 
 GPT3 = find_model("gpt3-175b")
@@ -79,27 +74,3 @@ def test_the_clock_follows_the_cube_root_of_the_power() -> None:
     assert pays.sustained_flop_per_s("bf16", 700.0) == pytest.approx(700e12)
     assert pays.sustained_flop_per_s("bf16", 87.5) == pytest.approx(350e12)
     assert pays.sustained_flop_per_s("bf16", 0.0) == float("inf")
-
-
-@given(
-    model=st.sampled_from(["gpt3-175b", "mixtral-8x7b", "deepseek-v3"]),
-    tp=st.sampled_from([1.0, 2.0, 8.0]), ring=st.sampled_from([1.0, 2.0]), ep=st.sampled_from([1.0, 4.0]),
-    dtype=st.sampled_from(["bf16", "fp8"]), flash=st.booleans(), sequence_parallel=st.booleans(),
-)  # fmt: skip
-@settings(max_examples=15)
-def test_ops_timed_together_take_as_long_as_one_by_one(
-    model: str, tp: float, ring: float, ep: float, dtype: str, flash: bool, sequence_parallel: bool
-) -> None:
-    """However long the list, and whichever axes of a grid its ops vary along."""
-    on = machine(find_cluster("h100-80g-sxm:64"), dtype)
-    micro, eps = np.array([[1.0], [3.0]]), np.array([ep, 8.0])
-    cut = Cut(
-        microbatch=micro, seq=2048.0, tp=tp, ring=ring, ep=eps, flash=flash, precision=precision(dtype),
-        sequence_parallel=sequence_parallel,
-    )  # fmt: skip
-    layer = Layer(moe=find_model(model).moe is not None)
-    together = op_times(block(find_model(model), cut, layer), on)
-    first = block(find_model(model), replace(cut, microbatch=1.0, ep=ep), layer)
-    for cells, op in zip(together, first, strict=True):
-        (alone_s,) = op_times([op], on)
-        assert np.broadcast_to(cells, (2, 2))[0, 0] == pytest.approx(alone_s, rel=1e-12, abs=1e-18)

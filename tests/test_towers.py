@@ -199,36 +199,6 @@ def test_tokens_of_sound(family: str) -> None:
     assert mw.serve(hearing(family), "h100-80g-sxm:1", "", prompt=100, audio_s=45.0, sequences=(1,))
 
 
-def test_flop_of_a_conformer_follow_from_its_sizes() -> None:
-    """Gemma 4: two MLPs, attention to 13 tokens, and a convolution a layer; convolutions of 3 x 3 before."""
-    work: dict[str, Any] = {"batch": 1, "seq": 2048, "kind": "evaluate"}
-    with_it, without = (mw.estimate(hearing("gemma4"), "h100-80g-sxm:1", **work, audio_s=s) for s in (30, 0))
-    d, out, tokens = 1024, 1536, 750
-    matrices = 2 * 2 * 4 * d**2 + 4 * d**2 + d**2 / 12 + 3 * d**2 + 5 * d
-    before = 128 * 9 * 128 + 32 * 9 * 128 * 32 + 128 * 32 / 4 * d
-    pairs = (tokens**2 - (tokens - 13) ** 2) / 2
-    scores = 12 * pairs * (4 * d + 8 * 8)  # whose soft cap takes 8 FLOP in each of 8 heads
-    flop = 2 * tokens * (12 * matrices + before + d * out + out * TEXT["hidden_size"]) + scores
-    assert with_it.flop_per_step - without.flop_per_step == pytest.approx(flop, rel=1e-9)
-
-
-def test_what_has_no_blocks_is_projected_alone() -> None:
-    """Gemma 4 12B: squares of 48 pixels, and 25 pieces of sound a second, each by one or two matmuls."""
-    raw = TEXT | {
-        "model_type": "gemma4_unified",
-        "text_config": TEXT,
-        "vision_config": {},
-        "audio_config": {},
-    }
-    model = model_from_config(raw, name="gemma4_unified")
-    work: dict[str, Any] = {"batch": 1, "seq": 2048, "kind": "evaluate"}
-    with_it, without = (
-        mw.estimate(model, "h100-80g-sxm:1", **work, images=n, audio_s=10.0 * n) for n in (1, 0)
-    )
-    flop = 2 * 256 * (3 * 48**2 * 3840 + 3840 * 4096) + 2 * 250 * 640 * 4096
-    assert with_it.flop_per_step - without.flop_per_step == pytest.approx(flop, rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("family", "seconds", "flop"),
     [

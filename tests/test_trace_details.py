@@ -28,8 +28,9 @@ def _played(folder, job):
     return summarize_paths([folder])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize("fault", ["late rank", "slow device", "slow host", "uneven load"])
+@pytest.mark.parametrize(
+    ("fault", "num_ranks"), [("late rank", 2), ("slow device", 8), ("slow host", 2), ("uneven load", 8)]
+)
 def test_what_if_is_what_the_same_job_takes_without_the_fault(tmp_path, fault, num_ranks):
     """The same noise played again without the fault: the gain is that of the replay within 6 %."""
     job = Job(num_ranks, 12, fault, 1, 0.3, 7, has_host=True)

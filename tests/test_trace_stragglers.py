@@ -11,7 +11,6 @@ from faults import draw, judge
 from jobs import FAULTS, Job, write_job
 from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.merge import write_merged
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
 
@@ -183,17 +182,6 @@ def test_a_wrapper_around_a_collective_is_no_compute(tmp_path):
     found = breakdown(trace)
     assert found.compute_s == pytest.approx(70e-6) and found.communication_s == pytest.approx(80e-6)
     assert found.overlap_frac == 0 and found.span_s == pytest.approx(200e-6)
-
-
-def test_a_pretty_printed_trace_merges(tmp_path):
-    """Arguments that hold line breaks stay one event."""
-    dims = {"Input Dims": [[4, 4], [4, 4]], "Input type": ["float", "float"]}
-    path = write_trace(tmp_path / "rank-0.json", [host("cpu_op", "aten::mm", 0, 5, **dims)], 0)
-    assert "\n" in path.read_text()
-    found = summarize_paths([path])
-    write_merged(found, tmp_path / "all.json")
-    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
-    assert [e["args"]["Input Dims"] for e in events if e["ph"] == "X"] == [[[4, 4], [4, 4]]]
 
 
 @settings(max_examples=20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -241,19 +240,3 @@ def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Callable[..., Any]) -> 
 
 
 # --- what is refused ---------------------------------------------------------------------------
-
-
-def test_halves_of_a_backward_through_two_further_modules_are_refused(
-    tmp_path: Path, meshwise: Callable[..., Any]
-) -> None:
-    config = json.loads(Path(MODELS["further"]).read_text()) | {"num_nextn_predict_layers": 2}
-    (tmp_path / "two.json").write_text(json.dumps(config))
-    plan = "pp=2,schedule=zb-h1"
-    words = ["--model", str(tmp_path / "two.json"), "--plan", plan, "--seq", "16"]
-    stated = [str(tmp_path / "two.json"), "--plan", f"{plan},implementation=fsdp2", "--seq", "16"]
-    for outcome in (
-        meshwise("dryrun", "train", "--ranks", "2", *words),
-        meshwise("estimate", *stated, "--cluster", "h100-80g-sxm:2", "--batch", "4"),
-    ):
-        assert outcome.code == 2
-        assert "cannot halve a backward where multi-token prediction shares a table" in outcome.err

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
@@ -85,21 +83,6 @@ def test_a_pasted_config_and_an_edited_machine_replace_the_presets(client: TestC
     assert "config.json" in plain["command"] and "cluster.toml" in edited["command"]
 
 
-@settings(max_examples=12)
-@given(
-    st.sampled_from(
-        ["h100-80g-sxm:16", "mi300x:8", "tpu-v5p:64", "llama3-roce", "superpod-h100:128", "l40s:8"]
-    ),
-    st.sampled_from(["", "tp=4", "pp=2,dtype=fp16", "zero=3,recompute=full", "cp=2,zero=1"]),
-)
-def test_a_text_that_is_not_edited_changes_no_answer(client: TestClient, cluster: str, plan: str) -> None:
-    job = {"model": "llama3-8b", "cluster": cluster, "plan": plan}
-    text = ask(client, "machine", **job)["text"]
-    plain, pasted = ask(client, "explore", **job), ask(client, "explore", **job, machine=text)
-    assert all(pasted[part] == plain[part] for part in ("headline", "title", "ok", "sections"))
-    assert ask(client, "ops", **job) == ask(client, "ops", **job, machine=text)
-
-
 def test_what_is_grey_is_refused_and_what_is_not_is_priced(client: TestClient) -> None:
     options = ask(client, "options", **JOB, plan="tp=2")["options"]
     assert {"tp", "pp", "zero", "dtype", "schedule", "recompute"} <= options.keys() <= KEYS.keys()
@@ -135,13 +118,6 @@ def test_the_other_views_answer(client: TestClient) -> None:
     assert "Rank 3" in ask(client, "traces", path="gloo4")["headline"]
     other = ask(client, "traces", path="gloo4", **where, batch="8")
     assert "The traces are of CPUs" in html(other) and "From the predicted step" not in html(other)
-
-
-def test_as_many_values_are_offered_as_a_list_may_hold(client: TestClient) -> None:
-    """14,414,400 chips have 504 divisors, and all numbers up to it were tried."""
-    options = ask(client, "options", **JOB | {"cluster": "h100-80g-sxm:14414400"})["options"]
-    assert [int(value) for value, _ in options["tp"]][:8] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert max(map(len, options.values())) == 40
 
 
 def test_slow_questions_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,22 +243,14 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
         ("explore", {"batch": "8"}, "needs model: A preset"),
         ("explore", JOB | {"plan": "tp=3"}, "divide"),
         ("explore", JOB | {"batch": "many"}, "batch=many must be a number"),
-        ("explore", JOB | {"batch": "1.5"}, "batch=1.5 must be a whole number"),
         ("explore", JOB | {"colour": "red"}, "no field 'colour'"),
         ("explore", JOB | {"config": "{"}, "config.json is not valid JSON"),
-        ("explore", JOB | {"config": '{"model_type": "llama"}'}, "config.json"),
         ("explore", JOB | {"machine": "num_chips = "}, "not valid TOML"),
-        ("explore", JOB | {"machine": ".".join("a" * 15_000) + " = 1"}, "a dotted key has more than 8 parts"),
         ("explore", JOB | {"model": "/etc/passwd"}, "is a path"),
         ("search", JOB | {"robust": "maybe"}, "robust=maybe must be yes or no"),
         ("explore", JOB | {"collectives": "/etc/passwd"}, "no field 'collectives'"),
         ("explore", JOB | {"plan": "tests/x.toml"}, "is a path"),
-        ("explore", {"model": "llama3-8b"}, "needs cluster: A preset, chip:count"),
-        (
-            "search",
-            {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"},
-            "needs batch: Global batch",
-        ),
+        ("search", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, "needs batch: Global batch"),
         ("traces", {"path": "../.."}, "is not below"),
         ("traces", {"path": "/etc"}, "is not below"),
         ("serve", JOB | {"rate": "-1"}, "no field"),

@@ -181,29 +181,6 @@ def test_narrow_frozen_weights_are_widened_before_each_use(name: str, frozen_byt
     assert narrow + vectors == sum(w.size for w in block_weights(model, layer))
 
 
-def test_adapters_that_drop_keep_a_copy_of_their_input_and_a_mask() -> None:
-    """nn.Dropout in front of an adapter (PEFT, NeMo): two bytes and one for each number of its input."""
-    model = find_model("llama2-7b")
-    cut = Cut(microbatch=1.0, seq=64.0, lora_rank=16, lora_targets=("o",))
-    kept = [
-        sum(op.saved_bytes for op in block(model, each, Layer()) if op.phase == "forward")
-        for each in (cut, replace(cut, lora_dropout=0.1))
-    ]
-    assert kept[1] - kept[0] == 64 * model.hidden * (2 + 1)
-
-
-def test_widened_weights_keep_their_input_where_bitsandbytes_multiplies() -> None:
-    """MatMul4Bit saves its input, though the weight is frozen: here what fc2 reads, and nobody else keeps."""
-    model = find_model("llama2-7b")
-    cut = Cut(microbatch=1.0, seq=64.0, lora_rank=16, lora_targets=("q",), implementation="huggingface")
-    wide, narrow = (
-        {op.name: op for op in block(model, each, Layer()) if op.phase == "forward" and op.kind == "matmul"}
-        for each in (cut, replace(cut, frozen_bytes=0.5))
-    )
-    assert not wide["fc2"].keeps
-    assert narrow["fc2"].saved_bytes == 64 * model.ffn_hidden * 2
-
-
 def test_shared_gradients_are_of_norms_and_of_copied_heads() -> None:
     """Under sequence parallelism norms see a rank's own tokens; 16 ranks hold 8 key-value heads twice."""
     model = find_model("llama3-8b")
