@@ -37,19 +37,22 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
     "degrees": (
         "llama3-8b",
         "h100-80g-sxm:8",
-        {"schedule": ("1f1b",), "cp_kind": ("ring",), "recompute_layers": (None,), "vpp": (1, 2, 4)},
+        {
+            "schedule": ("1f1b",), "cp_kind": ("ring",), "recompute_layers": (None,), "vpp": (1, 2),
+            "recompute": ("none", "full"), "zero": (1, 3),
+        },
     ),
     "schedules": (
         "llama3-8b",
         "h100-80g-sxm:16",
-        {"tp": (2,), "zero": (1, 3), "recompute": ("none",), "vpp": (1, 2, 5)},
+        {"tp": (2,), "zero": (1,), "recompute": ("none",), "vpp": (1, 2, 5), "microbatch": (1, 4)},
     ),
     "experts": (
         "mixtral-8x7b",
         "h100-80g-sxm:16",
         {
             "pp": (1, 2), "vpp": (1,), "schedule": ("1f1b", "zb-h1"), "recompute": ("full",), "cp": (1, 2),
-            "zero": (1,), "recompute_layers": (None,), "microbatch": (2,),
+            "cp_kind": ("ring",), "zero": (1,), "recompute_layers": (None,), "microbatch": (2,),
         },
     ),
 }  # fmt: skip
@@ -109,8 +112,8 @@ def test_the_best_plan_is_the_best_of_all_priced_one_by_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("model", "cluster", "keys"),
     [
-        ("llama3-8b", "h100-80g-sxm:16", ("offload_activations", "overlap_dp", "overlap_pp")),
-        ("deepseek-v3", "gb200:256", ("overlap_ep", "zero_group")),
+        ("llama3-8b", "h100-80g-sxm:16", ("offload_activations", "overlap_dp", "overlap_pp", "zero_group")),
+        ("deepseek-v3", "gb200:256", ("overlap_ep",)),
     ],
 )
 def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
@@ -126,7 +129,7 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
         return np.ones(np.broadcast_shapes(np.shape(step_s), np.shape(least_bytes)), bool)
 
     for grid in grids(*job, load, free_values(*job, load, stated), distinct=True):
-        rows = draw.choice(len(grid.rows[0]), min(len(grid.rows[0]), 40), replace=False)
+        rows = draw.choice(len(grid.rows[0]), min(len(grid.rows[0]), 10), replace=False)
         is_plan = ~np.broadcast_to(grid.mesh(rows)[1], (*grid.shape[:-1], len(rows)))
         for cells in grid.price(rows, wants):
             plans = distinct(cells)
@@ -143,12 +146,12 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
                     assert np.all((found >= of * (1 - 1e-12))[plans & holds])
             least.clear()
             num_plans += int(plans.sum())
-    assert num_plans > 1000
+    assert num_plans > 300
 
 
 FEW: dict[str, tuple[Any, ...]] = {
-    "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "vpp": (1, 2), "recompute_layers": (None, 1),
-    "microbatch": (1,),
+    "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "vpp": (1, 2), "recompute": ("none",),
+    "recompute_layers": (None,), "microbatch": (1,),
 }  # fmt: skip
 
 
@@ -247,7 +250,7 @@ MOST_PLANS = int(os.environ.get("MESHWISE_SEARCH_PLANS", "300"))
 """Combinations of a random space: 20,000 takes half a minute for each of the examples below."""
 
 
-@settings(max_examples=20 if MOST_PLANS < 1000 else 8, deadline=None)
+@settings(max_examples=12 if MOST_PLANS < 1000 else 8, deadline=None)
 @given(st.data(), st.sampled_from(MODELS), st.sampled_from(("h100-80g-sxm:16", "h200-sxm:64")))
 def test_random_spaces_of_all_keys(data: st.DataObject, model: str, cluster: str) -> None:
     stated: dict[str, tuple[Any, ...]] = {}
@@ -302,9 +305,9 @@ def test_modules_that_are_stated_are_recomputed() -> None:
 def test_a_key_is_left_free_and_a_file_says_the_same(meshwise, tmp_path) -> None:
     arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     file = tmp_path / "space.toml"
-    file.write_text('tp = [2, 4]\nzero = 1\nlayout = "*"\ngrid = "*"\nvpp = 1\n')
+    file.write_text('tp = [2, 4]\nzero = 1\nlayout = "*"\ngrid = "*"\nvpp = 1\nrecompute = "none"\n')
     by_file = meshwise(*arguments, "--plan", str(file), "--json").document
-    text = "tp=2|4,zero=1,layout=*,grid=*,vpp=1"
+    text = "tp=2|4,zero=1,layout=*,grid=*,vpp=1,recompute=none"
     by_text = meshwise(*arguments, "--plan", text, "--json").document
     assert by_file["best"] == by_text["best"]
     one_dim = meshwise(*arguments, "--plan", text.replace("layout=*,grid=*,", ""), "--json").document
@@ -349,9 +352,9 @@ def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("tp=8,dp=8", "pp=4,schedule=zb-h1", "recompute=full,recompute_layers=3", "zero=2,zero_group=4"),
-        *("offload_optimizer=0.5,offload_activations=1", "overlap_tp=1,dtype=fp8", "cp=2,cp_kind=ulysses"),
-        *("placement=tp-pp-dp-cp", "tp=2|4,pp=2"),
+        *("tp=8,dp=8", "pp=4,schedule=zb-h1", "recompute=full,recompute_layers=3"),
+        *("zero=2,zero_group=4,offload_optimizer=0.5,offload_activations=1", "recompute_modules=core_attn,pp=2"),
+        *("overlap_tp=1,dtype=fp8,cp=2,cp_kind=ulysses", "placement=tp-pp-dp-cp,tp=2|4,pp=2"),
     ],
 )
 def test_what_is_stated_is_obeyed(meshwise, text: str) -> None:
@@ -378,7 +381,8 @@ def test_key_by_key_a_plan_becomes_the_best(meshwise) -> None:
     assert any(one["change"].endswith("recompute full to none") for one in beside["reasons"])
     for one in beside["reasons"]:
         assert sum(one["more_s"].values()) == pytest.approx(-one["gain_s"], rel=1e-6, abs=1e-9)
-    assert "the best plan beside the one asked for" in meshwise(*ARGUMENTS, "--beside", text).out
+    few = ("--plan", "pp=1,cp=1")
+    assert "the best plan beside the one asked for" in meshwise(*ARGUMENTS, *few, "--beside", text).out
 
 
 def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
@@ -418,7 +422,8 @@ def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise) -> None:
 
 
 def test_nothing_fits_is_exit_1(meshwise) -> None:
-    arguments = ("search", "gpt3-175b", "--cluster", "v100-16g-sxm:8", "--plan", "dtype=fp16", "--batch", "8")
+    plan = ("--plan", "dtype=fp16,zero=3,recompute=full,vpp=1", "--batch", "8")
+    arguments = ("search", "gpt3-175b", "--cluster", "v100-16g-sxm:8", *plan)
     done = meshwise(*arguments)
     assert done.code == 1
     assert "none fits" in done.out
