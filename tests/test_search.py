@@ -353,8 +353,9 @@ def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
     "text",
     [
         *("tp=8,dp=8", "pp=4,schedule=zb-h1", "recompute=full,recompute_layers=3"),
-        *("zero=2,zero_group=4,offload_optimizer=0.5,offload_activations=1", "placement=tp-pp-dp-cp,tp=2|4,pp=2"),
-        *("overlap_tp=1,dtype=fp8,cp=2,cp_kind=ulysses", "recompute_modules=core_attn,pp=2"),
+        "zero=2,zero_group=4,offload_optimizer=0.5,offload_activations=1",
+        *("placement=tp-pp-dp-cp,tp=2|4,pp=2", "recompute_modules=core_attn,pp=2"),
+        "overlap_tp=1,dtype=fp8,cp=2,cp_kind=ulysses",
     ],
 )
 def test_what_is_stated_is_obeyed(meshwise, text: str) -> None:
