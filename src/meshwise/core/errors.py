@@ -10,8 +10,9 @@ from difflib import get_close_matches
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """The end of a message about an unknown name: the nearest ones, or else `otherwise`, or all names."""
-    known = list(known)
-    close = get_close_matches(name.strip().lower()[:40], known, n=3)
+    known, name = list(known), name.strip().lower()[:40]
+    longer = [one for one in known if name and one.startswith(name)]
+    close = [*longer, *(one for one in get_close_matches(name, known, n=3) if one not in longer)][:3]
     return f"did you mean {' or '.join(close)}?" if close else otherwise or f"known are {', '.join(known)}"
 
 

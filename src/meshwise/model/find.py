@@ -27,6 +27,9 @@ _ENDINGS = re.compile(
 )
 """What a name may end with beside that of the architecture: training, types of weights, versions, dates."""
 
+_ACTIVE = re.compile(r"-a\d+(\.\d+)?b$")
+"""How a mixture's name ends that says its active parameters, which many leave out."""
+
 _HUB = re.compile(r"huggingface\.co/([^/]+/[^/]+)/blob/main/config\.json$")
 """The name on the hub within the source of a preset: it is an alias."""
 
@@ -97,7 +100,9 @@ def _by_letters() -> dict[str, str]:
         for name, entry in entries
         for alias in (*_HUB.findall(entry["source"]), *entry.get("aliases", ()), name)
     )
-    return {_letters(part): name for alias, name in names for part in _readings(alias)}
+    whole = {part: name for alias, name in names for part in _readings(alias)}
+    without = {_letters(_ACTIVE.sub("", part)): name for part, name in whole.items()}
+    return without | {_letters(part): name for part, name in whole.items()}
 
 
 def _readings(name: str) -> tuple[str, ...]:
