@@ -149,6 +149,16 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
     assert num_plans > 300
 
 
+def test_a_plan_is_the_same_in_other_words_whichever_plans_are_looked_at() -> None:
+    """One copy of the model has no use for ZeRO: of its stages the first is the plan, wanted or not."""
+    job, load = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")), Workload(batch=16, seq=2048)
+    (grid,) = grids(*job, load, {"pp": (4, 8), "zero": (1, 3), "microbatch": (1,)}, distinct=True)
+    for zero, num_plans in ((1.0, 2), (3.0, 1)):
+        (cells,) = grid.price(wants=lambda mesh, *_, zero=zero: np.asarray(mesh.zero == zero))
+        assert cells.shape == (2,)
+        assert distinct(cells).sum() == num_plans
+
+
 FEW: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "vpp": (1, 2), "recompute": ("none",),
     "recompute_layers": (None,), "microbatch": (1,),

@@ -116,6 +116,11 @@ class Grid:
         return (*(len(axis.values) for axis in self.tail_axes), len(self.rows[0]))
 
     @property
+    def firsts(self) -> dict[str, Num]:
+        """The first number of each key of the tail axes."""
+        return _first_of(self.tail_axes)
+
+    @property
     def rows_at_once(self) -> int:
         """How many rows are priced together."""
         return max(CELLS_AT_ONCE // prod(self.shape[:-1]), 256)

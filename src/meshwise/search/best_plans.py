@@ -18,7 +18,6 @@ from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
-from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, Plan, plan_text
 
@@ -237,31 +236,31 @@ class BestPlans:
 def distinct(cells: Cells) -> NDArray[np.bool_]:
     """Which cells are plans that no other cell is in other words, along the axes in front of the rows."""
     layers = np.broadcast_arrays(*(cost.stage.num_layers for cost in cells.step.stages))
-    return np.broadcast_to(_distinct(cells.mesh, cells.broken, np.max(np.stack(layers), axis=0)), cells.shape)
+    most = np.max(np.stack(layers), axis=0)
+    return np.broadcast_to(_distinct(cells.grid, cells.mesh, cells.broken, most), cells.shape)
 
 
-def listed(model: Model, mesh: Mesh, broken: Any) -> Any:
+def listed(grid: Grid, mesh: Mesh, broken: Any) -> Any:
     """Where a plan is counted, priced or not: as `distinct`, with layers placed evenly."""
-    return _distinct(mesh, broken, np.ceil(model.num_layers / mesh.pp))
+    return _distinct(grid, mesh, broken, np.ceil(grid.model.num_layers / mesh.pp))
 
 
 def num_listed(grid: Grid) -> int:
     """How many plans a grid has."""
-    return int(np.broadcast_to(listed(grid.model, *grid.mesh()), grid.shape).sum())
+    return int(np.broadcast_to(listed(grid, *grid.mesh()), grid.shape).sum())
 
 
-def _distinct(mesh: Mesh, broken: Any, layers: Num) -> Any:
+def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
     """Where no other cell is the same plan; `layers`: those of the fullest stage.
 
-    Without replicas, and copies of a stage (DualPipe), all ZeRO stages and overlaps of exchanges are alike;
-    recomputing as many layers as a stage has is recomputing all.
+    Without replicas, and copies of a stage (DualPipe), all ZeRO stages and overlaps of exchanges are alike,
+    of which the first is kept; recomputing as many layers as a stage has is recomputing all.
     """
     plans = ~np.asarray(broken)
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
     for key, alike in (("zero", alone), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
-        values = getattr(mesh, key)
-        if isinstance(values, np.ndarray):
-            plans = plans & ~(alike & (values != values.flat[0]))
+        if key in grid.firsts:
+            plans = plans & ~(alike & (getattr(mesh, key) != grid.firsts[key]))
     return plans & ~((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))
 
 

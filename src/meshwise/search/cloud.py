@@ -45,7 +45,7 @@ def _drawn(grid: Grid, number: int, draw: np.random.Generator) -> Iterator[Sampl
     """About so many plans of one grid."""
     rows = draw.permutation(len(grid.rows[0]))[:number]
     for cells in grid.price(rows):
-        places = np.flatnonzero(np.broadcast_to(listed(grid.model, cells.mesh, cells.broken), cells.shape))
+        places = np.flatnonzero(np.broadcast_to(listed(grid, cells.mesh, cells.broken), cells.shape))
         seconds, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
         for place in draw.permutation(places)[: number * cells.shape[-1] // len(rows)]:
             at = tuple(int(axis) for axis in np.unravel_index(place, cells.shape))
