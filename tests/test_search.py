@@ -149,11 +149,16 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
     assert num_plans > 300
 
 
-def test_a_plan_is_the_same_in_other_words_whichever_plans_are_looked_at() -> None:
-    """One copy of the model has no use for ZeRO: of its stages the first is the plan, wanted or not."""
+@pytest.mark.parametrize(("implementation", "num_other"), [("megatron", 1), ("fsdp2", 2)])
+def test_a_plan_is_the_same_in_other_words_whichever_plans_are_looked_at(
+    implementation: str, num_other: int
+) -> None:
+    """One copy of the model has no use for ZeRO, so of its stages the first is the plan, wanted or not; FSDP2
+    lets go of the weights that it has cast."""
     job, load = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")), Workload(batch=16, seq=2048)
-    (grid,) = grids(*job, load, {"pp": (4, 8), "zero": (1, 3), "microbatch": (1,)}, distinct=True)
-    for zero, num_plans in ((1.0, 2), (3.0, 1)):
+    space = {"pp": (4, 8), "zero": (1, 3), "implementation": (implementation,), "microbatch": (1,)}
+    (grid,) = grids(*job, load, space, distinct=True)
+    for zero, num_plans in ((1.0, 2), (3.0, num_other)):
         (cells,) = grid.price(wants=lambda mesh, *_, zero=zero: np.asarray(mesh.zero == zero))
         assert cells.shape == (2,)
         assert distinct(cells).sum() == num_plans

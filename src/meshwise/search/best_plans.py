@@ -20,6 +20,7 @@ from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, Plan, plan_text
+from meshwise.program.implementation import IMPLEMENTATIONS
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that tell one family of plans from another."""
@@ -254,11 +255,14 @@ def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
     """Where no other cell is the same plan; `layers`: those of the fullest stage.
 
     Without replicas, and copies of a stage (DualPipe), all ZeRO stages and overlaps of exchanges are alike,
-    of which the first is kept; recomputing as many layers as a stage has is recomputing all.
+    of which the first is kept (not FSDP2's stages: it lets go of a weight in any case); recomputing as many
+    layers as a stage has is recomputing all.
     """
     plans = ~np.asarray(broken)
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
-    for key, alike in (("zero", alone), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
+    shards_alone = IMPLEMENTATIONS[mesh.plan.implementation].shards_each_weight
+    alike_zero = alone & (not shards_alone)
+    for key, alike in (("zero", alike_zero), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
         if key in grid.firsts:
             plans = plans & ~(alike & (getattr(mesh, key) != grid.firsts[key]))
     return plans & ~((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))
