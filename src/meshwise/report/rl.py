@@ -42,6 +42,12 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
             f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): "
             f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
         )
+        if answer.split is not None and (staler := answer.split.staler) is not None:
+            bound = staler.job.staleness
+            yield (
+                f"with samples up to {bound} steps old it takes {duration(staler.step_s or 0.0)} "
+                f"(--mode {staler.job.mode} --staleness {bound})"
+            )
         yield _phases(answer)
         idle = step.idle_frac
         yield (

@@ -199,6 +199,13 @@ class BestSplit:
     larger_share: RlStep | None
 
     @property
+    def staler(self) -> RlStep | None:
+        """What a looser bound on staleness makes faster than the best by more than a twentieth."""
+        fits = [step for step in self.best if step.fits and step.step_s]
+        found = min(fits, key=lambda step: step.step_s or math.inf, default=None)
+        return found if found and (found.step_s or 0.0) < 0.95 * (fits[0].step_s or 0.0) else None
+
+    @property
     def front(self) -> list[RlStep]:
         """Steps that no other is as good as in time, GPUs and staleness, fastest first."""
         fits = [step for step in (*self.best, *self.on_fewer) if step.fits]
