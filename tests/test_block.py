@@ -1,6 +1,8 @@
 """The ops of a block: published totals, what must hold for any degrees, and arrays against loops."""
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.core.errors import PlanError
 from meshwise.cost.op import attended_pairs
-from meshwise.model.architecture import Layer
+from meshwise.model.architecture import Layer, Model
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
 from meshwise.program.block import block
@@ -172,24 +174,12 @@ def test_tokens_of_several_ranks_are_sorted_by_expert(ep: float, per_rank: bool,
 
 # --- implementations -----------------------------------------------------------------------------
 
-TINY: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 512, "sliding_window": None,
-}  # fmt: skip
-SPELLED: dict[str, dict[str, Any]] = {
-    "opt": {
-        "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 640, "num_attention_heads": 8,
-        "num_hidden_layers": 2, "vocab_size": 512,
-    },
-    "mixtral": TINY | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 640},
-    "bloom": {"hidden_size": 256, "n_head": 8, "n_layer": 2, "vocab_size": 512},
-    "falcon": {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 512},
-    "gpt2": {"n_embd": 256, "n_head": 8, "n_layer": 2, "vocab_size": 512, "n_positions": 64},
-    "gptj": {"n_embd": 256, "n_head": 8, "n_layer": 2, "vocab_size": 512, "rotary_dim": 32},
-    "mpt": {"d_model": 256, "n_heads": 8, "n_layers": 2, "expansion_ratio": 4, "vocab_size": 512},
-}  # fmt: skip
-"""Families that spell their config in their own words; Bloom's MLP and MPT's are four times as wide."""
+SPELLED = tomllib.loads((Path(__file__).parent / "data" / "tiny_families.toml").read_text())
+
+
+def tiny(family: str) -> Model:
+    config = SPELLED.get(family, SPELLED["tiny"]) | {"model_type": family, "sliding_window": None}
+    return model_from_config(config, name="tiny")
 
 
 @pytest.mark.parametrize(
@@ -206,9 +196,7 @@ def test_bytes_kept_by_transformers_5_23(family: str, flash: bool, kept: int) ->
 
     There the mean and the deviation of a LayerNorm with weights are bf16, on a GPU they are fp32.
     """
-    model = replace(
-        model_from_config(SPELLED.get(family, TINY) | {"model_type": family}, name="tiny"), dropout_frac=0.0
-    )
+    model = replace(tiny(family), dropout_frac=0.0)
     cut = Cut(microbatch=2.0, seq=64.0, flash=flash, implementation="huggingface")
     narrow = 2 * 64 * 2 * 2.0 * model.num_norms * (model.norm == "layernorm" and model.norm_weight)
     ops = block(model, cut, Layer(moe=model.moe is not None))
@@ -224,9 +212,8 @@ def test_bytes_kept_by_transformers_5_23(family: str, flash: bool, kept: int) ->
     ],
 )  # fmt: skip
 def test_bytes_that_transformers_keeps_are_known_or_refused(family: str, what: str) -> None:
-    model = model_from_config(SPELLED.get(family, TINY) | {"model_type": family}, name="tiny")
     with pytest.raises(PlanError, match=f"what transformers keeps of {what}"):
-        mw.estimate(model, "h100-80g-sxm:1", "implementation=huggingface", seq=64)
+        mw.estimate(tiny(family), "h100-80g-sxm:1", "implementation=huggingface", seq=64)
 
 
 # --- parallel blocks -----------------------------------------------------------------------------

@@ -23,31 +23,8 @@ assert spec and spec.loader
 rerun = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(rerun)
 
-PAGE = """Prose with `false`, and a block that is no example:
 
-```console
-$ false
-```
-
-```console
-$ meshwise list clusters \\
-    | grep -c selene
-old output
-```
-
-Prose with `false`.
-
-```python
-one = 1
-```
-
-```python
-print(one_and := 2, "text")
-```
-
-```text
-```
-"""
+PAGE = (DATA / "page.md").read_text()
 
 
 def test_examples_are_run_and_the_rest_is_left_alone() -> None:

@@ -242,18 +242,6 @@ def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
     assert document["joule_per_output_token"] == pytest.approx(watts["wall"] / tokens_per_s)
 
 
-def test_sessions_settle_at_the_rate_of_their_requests_and_by_littles_law(
-    meshwise: Callable[..., Any],
-) -> None:
-    turns = ("--turns", "4", "--think-s", "3", "--json")
-    rate = meshwise(*BASE, "--rate", "20", "--workers", "2", *turns).document
-    assert rate["window"]["is_settled"]
-    assert rate["requests_per_s"] == pytest.approx(20, rel=0.12)  # of 500 sessions
-    loop = meshwise(*BASE, "--concurrency", "30", *turns).document
-    sessions_s = 4 * loop["e2e_s"]["mean"] + 3 * 3.0
-    assert loop["requests_per_s"] / 4 * sessions_s == pytest.approx(30, rel=0.04)
-
-
 def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Callable[..., Any]) -> None:
     load = "--rate 60 --num-requests 8000 --price 2 --json --router least-loaded"
     words = (*BASE, *load.split())

@@ -33,11 +33,8 @@ def served(document: Any) -> Rows:
     for name, row in (("first token", "ttft_s"), ("token after it", "tpot_s")):
         yield name, *(duration(document[row][column]) for column in ("mean", "p50", "p90", "p99"))
     for each in document["passes"]:
-        yield (
-            str(each["sequences"]),
-            duration(each["token_s"]),
-            with_prefix(each["memory_bytes"]["total"], "B"),
-        )
+        memory = with_prefix(each["memory_bytes"]["total"], "B")
+        yield str(each["sequences"]), duration(each["token_s"]), memory
 
 
 def collected(document: Any) -> Rows:
@@ -60,12 +57,7 @@ def validated(document: Any) -> Rows:
 
 def summarized(document: Any) -> Rows:
     for rank in document["ranks"]:
-        yield (
-            str(rank["rank"]),
-            duration(rank["span_s"]),
-            duration(rank["compute_s"]),
-            duration(rank["idle_s"]),
-        )
+        yield str(rank["rank"]), *(duration(rank[name]) for name in ("span_s", "compute_s", "idle_s"))
     for kernel in document["kernels"][:15]:
         yield kernel["name"], str(kernel["count"]), duration(kernel["total_s"]), duration(kernel["mean_s"])
 
@@ -94,10 +86,7 @@ FORMS: dict[str, tuple[Answer, Callable[[Any], Rows]]] = {
         lambda: mw.collective("all_reduce", H100, (2.0**26, 1e9)),
         collected,
     ),
-    "frontier run --chip h100-80g-sxm": (
-        lambda: mw.frontier("h100-80g-sxm"),
-        at_the_frontier,
-    ),
+    "frontier run --chip h100-80g-sxm": (lambda: mw.frontier("h100-80g-sxm"), at_the_frontier),
     f"validate --runs {EXCERPT}": (lambda: mw.validate([EXCERPT]), validated),
     f"trace summary {GLOO}": (lambda: summarize_paths([GLOO]), summarized),
     f"explain {GLOO} --model llama3-8b --cluster {H100} --batch 8 --seq 128": (
@@ -131,10 +120,11 @@ def test_json_and_python_and_the_table_agree(meshwise: Any, words: str) -> None:
     assert document == python
     rows = list(shown(document))
     assert rows
-    for text in (meshwise(*words.split()).out, repr(result)):
+    printed = meshwise(*words.split()).out
+    for text in (printed, repr(result)):
         for cells in rows:
             assert any(all(cell in line for cell in cells) for line in text.splitlines()), cells
-    assert len(repr(result)) < 1.05 * len(meshwise(*words.split()).out)
+    assert len(repr(result)) < 1.05 * len(printed)
     assert len(result._repr_html_()) < 32_000
     assert len(result.to_pandas()) == len(result.to_polars()) == len(result.records()) > 0
 

@@ -49,12 +49,6 @@ def test_what_a_user_writes_is_never_markup(text: str) -> None:
     assert body.count("<script") == body.count("</script>") == 1
 
 
-def test_links_into_the_page_lead_nowhere_in_a_file() -> None:
-    page = Page("t", "h", [Table("", ["plan"], [[PageLink("tp=2", "#explore?plan=tp=2")]])])
-    assert '<a href="#explore?plan=tp=2">' in html_body(page)
-    assert "<a" not in html_body(page, links=False)
-
-
 def test_an_estimate_as_one_file(meshwise: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     done = meshwise("estimate", *JOB, "--html", str(path), "--json")
@@ -146,9 +140,3 @@ def test_the_sample_of_a_space_is_of_its_plans() -> None:
             best.model, best.cluster, one.plan_text, batch=8, seq=2048, microbatch=one.values["microbatch"]
         )
         assert again.step_s == one.step_s
-
-
-def test_equal_plans_are_said_to_be_equal() -> None:
-    left, right = (mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4", batch=32, seq=4096) for _ in range(2))
-    page = compare_page(left, right)
-    assert page.headline == "A and B are the same plan" and len(page.sections) == 1

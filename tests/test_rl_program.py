@@ -30,7 +30,6 @@ def pool() -> Iterator[Ranks]:
     ("rank", "words"),
     [
         (0, ""),
-        (2, ""),
         (3, "--updates 2 --samples 8"),
         (1, "--rollout-ranks 1 --pack-length 200 --samples 9 --output 31"),
         (2, "--rollout-ranks 3 --prompts 3 --steps 2"),

@@ -6,10 +6,8 @@ import csv
 import io
 import os
 import re
-import signal
 import socket
 import threading
-import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +16,12 @@ from typing import Any
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 import meshwise as mw
-from fuzz import toml_text
 from meshwise.core.errors import DataError
 from meshwise.core.files import write_text
 from meshwise.core.toml import parse_toml
 from meshwise.machine.hardware import Cluster, find_cluster
-from meshwise.published.frontier import find_device, frontier
-from meshwise.report.frontier import run_parts
-from meshwise.report.pages import print_parts
 from meshwise.sweep.sweep import read_sweep
 
 ESTIMATE = ("estimate", "llama3-8b", "--batch", "64", "--seq", "1024")
@@ -39,25 +32,6 @@ def refused(done: Any, says: str) -> None:
     assert done.code == 2 and done.out == "", done.err
     assert done.err.startswith("meshwise: ") and done.err.count("\n") == 1
     assert says in done.err
-
-
-@pytest.mark.parametrize(
-    ("words", "content", "says"),
-    [
-        ("estimate x --batch 8", b'{"model_type": "llama\xff"}', "not text in UTF-8"),
-        ("estimate x --batch 8", b"[" * 5000, "nested"),
-        ("estimate x --batch 8", b'{"a":' * 5000, "nested"),
-        ("estimate x --batch 8", b'{"model_type": "llama", "hidden_size": NaN}', "not valid JSON"),
-        ("estimate llama3-8b --plan x", b"a = '\xff'", "not text in UTF-8"),
-        ("estimate llama3-8b --plan x", b"a = " + b"[" * 5000, "nested"),
-    ],
-)
-def test_a_file_that_cannot_be_read(
-    meshwise: Any, tmp_path: Path, words: str, content: bytes, says: str
-) -> None:
-    path = tmp_path / ("x.toml" if "--plan" in words else "config.json")
-    path.write_bytes(content)
-    refused(meshwise(*(str(path) if word == "x" else word for word in words.split()), *ON_CHIPS), says)
 
 
 DOTTED = ".".join("a" * 15_000)
@@ -177,29 +151,6 @@ def test_names_are_no_markup(meshwise: Any, tmp_path: Path) -> None:
     assert "[bold] [ab" in done.out
 
 
-def test_a_chip_without_watts_has_no_energy(meshwise: Any, tmp_path: Path) -> None:
-    chip = {**mw_chip(), "power_watts": 0.0}
-    path = tmp_path / "dark.toml"
-    path.write_text(toml_text({"num_chips": 8, "chip": chip}))
-    found = frontier(find_device(str(path)), training_flop=[1e26, 1e28, 1e30, 1e32])
-    document = found.to_json()
-    limit = document["limit"]
-    assert limit["power_watts"] is None and limit["energy_j"] is None and limit["devices"] > 0
-    printed = io.StringIO()
-    print_parts(run_parts(document), Console(file=printed, width=120))
-    table = printed.getvalue()
-    assert "devices" in table and " 0 W" not in table and " 0 J" not in table
-    run = meshwise(*ESTIMATE, "--cluster", str(path), "--tokens", "1e9", "--json").document["run"]
-    assert "energy_joules" not in run and run["gpu_hours"] > 0
-
-
-def mw_chip() -> dict[str, Any]:
-    from importlib import resources
-
-    entry = tomllib.loads((resources.files("meshwise") / "catalog" / "chips.toml").read_text())
-    return {key: value for key, value in entry["h100-80g-sxm"].items() if key not in ("checked", "aliases")}
-
-
 # --- clocks --------------------------------------------------------------------------------------
 
 WALL_CLOCK = re.compile(
@@ -217,35 +168,6 @@ def test_nothing_is_measured_by_a_clock_that_may_jump() -> None:
 # --- ranks -------------------------------------------------------------------------------------
 
 
-def test_a_stopped_rank_is_named_and_can_go_on(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("torch")
-    import ranks as on_ranks
-    from meshwise.runtime.launch import Ranks
-
-    monkeypatch.setattr("meshwise.runtime.launch._LOOK_S", 0.2)
-    said: list[str] = []
-
-    def go_on() -> None:
-        deadline = time.monotonic() + 120.0
-        while "stopped" not in "".join(said) and time.monotonic() < deadline:
-            said.append(capfd.readouterr().err)
-            time.sleep(0.1)
-        time.sleep(1.0)  # the launcher looks again
-        os.kill(ranks.pids[1], signal.SIGCONT)
-
-    with Ranks(2) as ranks:
-        ranks.call(on_ranks.total_of_ranks, 1)  # both are up
-        os.kill(ranks.pids[1], signal.SIGSTOP)
-        watcher = threading.Thread(target=go_on)
-        watcher.start()
-        ranks.call(on_ranks.total_of_ranks, 1)
-        watcher.join()
-        text = "".join([*said, capfd.readouterr().err])
-        assert text.count("rank 1 is stopped by a signal") == 1 and f"kill -CONT {ranks.pids[1]}" in text
-
-
 def test_only_this_machine_reaches_the_meeting_point() -> None:
     pytest.importorskip("torch")
     from meshwise.runtime.launch import LOOPBACK, _meeting_store
@@ -259,10 +181,10 @@ def test_only_this_machine_reaches_the_meeting_point() -> None:
 # --- between two answers -----------------------------------------------------------------------
 
 
-MODELS = ("llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v2-lite")
+MODELS = ("llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v2-lite", "qwen3-0.6b", "gpt-oss-20b")
 CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:64", "mi300x:64", "gb200:64")
 CHOICES: dict[str, tuple[Any, ...]] = {
-    **{"tp": (1, 2, 4, 8), "pp": (1, 2, 4), "vpp": (1, 2), "cp": (1, 2, 4), "ep": (1, 2, 4, 8)},
+    **{"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8), "vpp": (1, 2, 3), "cp": (1, 2, 4), "ep": (1, 2, 4, 8)},
     **{"zero": (0, 1, 2, 3), "zero_group": (2, 4, 8), "sp": (0, 1), "layout": ("1d", "2d")},
     "cp_kind": ("ring", "all_gather", "ulysses"),
     "recompute": ("none", "full", "selective"),
@@ -317,9 +239,10 @@ def faster(cluster: Cluster, what: str, times: float) -> Cluster:
     return replace(cluster, chip=replace(chip, **{what: rates}))
 
 
-@settings(max_examples=SOME)
+@settings(max_examples=3 * SOME)
 @given(jobs, st.sampled_from(CLUSTERS), FASTER, st.floats(1, 8))
 def test_a_faster_machine_never_costs_time(job: tuple[str, str], chips: str, what: str, times: float) -> None:
+    """Layers are placed as well on one machine as on another, too."""
     cluster = find_cluster(chips)
     before, after = valid_step(cluster, job), step(faster(cluster, what, times), job)
     assert after.step_s <= before.step_s * NO_LONGER

@@ -214,7 +214,6 @@ LOST = "meshwise: rank 0: it lost the connection to another rank, whose error sa
 @pytest.mark.parametrize(
     ("function", "code", "first"),
     [
-        ("fail_on", 1, "meshwise: rank 1 failed: ValueError: broken on purpose on rank 1\n"),
         ("refuse_on", 2, "meshwise: rank 1: these sizes do not divide\n"),
         ("die_on", -signal.SIGKILL, ""),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,88 +21,17 @@ from meshwise.model.weights import num_params
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 
+TOWERS = tomllib.loads((Path(__file__).parent / "data" / "towers.toml").read_text())
+VISION, TOKENS = TOWERS["vision"], TOWERS["tokens"]
 TEXT = {
     **{"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
     **{"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 32768},
 }
-QWEN3_VL = {  # of Qwen3-VL-8B-Instruct
-    **{"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "patch_size": 16},
-    **{"out_hidden_size": 4096, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]},
-}
-LLAMA4 = {
-    **{"hidden_size": 1408, "num_hidden_layers": 34, "num_attention_heads": 16, "intermediate_size": 5632},
-    **{"image_size": 336, "patch_size": 14, "projector_input_dim": 4096, "projector_output_dim": 4096},
-    **{"vision_output_dim": 4096},
-}
-VISION: dict[str, dict[str, Any]] = {
-    "qwen3_vl": QWEN3_VL,
-    "qwen2_5_vl": {"hidden_size": 1280, "out_hidden_size": 4096},
-    "gemma3": {"image_size": 896, "patch_size": 14, "hidden_size": 1152, "vision_use_head": False},
-    "internvl": {"image_size": [448, 448], "patch_size": [14, 14], "norm_type": "layer_norm"},
-    "llama4": LLAMA4,
-    "mistral3": {"image_size": 1540, "patch_size": 14},
-    "llava": {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "intermediate_size": 4096}
-    | {"num_hidden_layers": 24, "num_attention_heads": 16},
-    "idefics3": {"image_size": 364, "patch_size": 14},
-    "gemma4": {},
-    "minicpmv": {"image_size": 980, "patch_size": 14},
-    "llava_next": {"image_size": 336, "patch_size": 14},
-    "llava_onevision": {"image_size": 384, "patch_size": 14},
-    "pixtral": {"image_size": 1024, "patch_size": 16},
-    "phi4_multimodal": {},
-    "lfm2_vl": {"hidden_size": 1152, "vision_use_head": False},
-    "ernie4_5_vl_moe": {},
-    "hunyuan_vl": {},
-    "ovis2": {"image_size": 448, "hidden_stride": 2, "vocab_size": 65536},
-    "aria": {"image_size": 980, "patch_size": 14},
-    "janus": {},
-    "step3_vl": {},
-    "fuyu": {},
-    "gemma4_unified": {},
-}
-TOKENS = [  # family, image, tokens in the sequence; by the processors of transformers
-    ("qwen3_vl", "1024x768", 768),  # 64 x 48 patches of 16, four to a token
-    ("qwen3_vl", "100x80", 8 * 9),  # scaled up to 65,536 pixels
-    ("qwen2_5_vl", "1024x768", 37 * 27),  # sides rounded to 28: 1036 x 756
-    ("gemma3", "1024x768", 256),  # mm_tokens_per_image
-    ("internvl", "1024x768", 13 * 256),  # 4 x 3 tiles of 448, and the whole
-    ("internvl", "448x448", 256),
-    ("llama4", "336x336", 144),  # one tile of 24 x 24 patches, four to a token
-    ("llama4", "672x672", 5 * 144),  # four tiles, and the whole
-    ("llava", "640x480", 576),
-    ("mistral3", "1540x1540", 55 * 55 + 55),  # a token ends each row
-    ("idefics3", "1456x1456", 17 * 169),  # 4 x 4 tiles of 364, and the whole
-    ("pixtral", "2048x1024", 64 * 32 + 32),  # one side at most 1024; squares of 16
-    ("llava_next", "1024x768", 2340),  # 2 x 2 tiles of 24 x 24 without padding, and the whole
-    ("llava_onevision", "1024x768", 4725),
-    ("llava_onevision", "2600x2300", 7265),  # as many as nine tiles have
-    ("minicpmv", "448x448", 64),
-    ("minicpmv", "1024x768", 5 * 64),  # 2 x 2 slices, and the whole
-    ("minicpmv", "1900x900", 9 * 64),  # 4 x 2
-    ("gemma4", "1024x768", 19 * 14),  # 280 squares of 48 at most
-    ("ernie4_5_vl_moe", "1024x768", 37 * 27),
-    ("hunyuan_vl", "1024x768", 24 * 33 + 2),  # a token ends each row, and one each end
-    ("ovis2", "1024x768", 256),
-    ("aria", "1024x768", 256),  # of 70 x 70 patches, by 256 queries
-    ("janus", "640x480", 576),
-    ("fuyu", "1024x768", 26 * 35 + 26),  # squares of 30 pixels, a token ends each row
-    ("gemma4_unified", "1024x768", 19 * 14),
-    ("step3_vl", "1024x768", 169),  # two convolutions make 13 x 13 of 52 x 52
-    ("lfm2_vl", "640x480", 18 * 13),  # 256 tokens at most
-    ("lfm2_vl", "1024x768", 6 * 256 + 18 * 13),  # 3 x 2 tiles of 512, and the whole
-    ("phi4_multimodal", "1024x1024", 48 * 49 + 273),  # 9 crops and the whole, a token ends each row
-    ("phi4_multimodal", "1024x768", 32 * 44 + 273),  # 3 x 2 crops, of which 1194 x 896 pixels are not padding
-]
 
 
 def model_of(family: str, **text: Any) -> Model:
-    raw = TEXT | {
-        "query_num": 64,
-        "version": 4.5,
-        "model_type": family,
-        "text_config": TEXT | text,
-        "vision_config": VISION[family],
-    }
+    raw = TEXT | {"query_num": 64, "version": 4.5, "model_type": family}
+    raw |= {"text_config": TEXT | text, "vision_config": VISION[family]}
     if family == "pixtral":  # Pixtral 12B is a LLaVA with that tower
         raw |= {"model_type": "llava", "vision_config": VISION[family] | {"model_type": family}}
     return model_from_config(raw, name=family)
@@ -113,11 +43,12 @@ def estimate(plan: str, model: Model | None = None, images: int = 4, **more: Any
     return mw.estimate(shape, "h100-80g-sxm:8", plan, **work)
 
 
-@pytest.mark.parametrize(("family", "size", "tokens"), TOKENS)
-def test_tokens_of_an_image(family: str, size: str, tokens: int) -> None:
+@pytest.mark.parametrize("case", TOKENS)
+def test_tokens_of_an_image(case: str) -> None:
+    family, size = case.split()
     width, height = map(int, size.split("x"))
     tower, *_ = with_inputs(model_of(family), Inputs(images=3, width=width, height=height)).towers
-    assert tower.num_tokens == 3 * tokens
+    assert tower.num_tokens == 3 * TOKENS[case]
 
 
 def test_tokens_of_a_published_config() -> None:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from meshwise.trace.nesting import launchers
 from meshwise.trace.read import read_trace, read_traces
 from meshwise.trace.summary import summarize_paths
 
-DATA = Path(__file__).parent / "data" / "traces"
 EVENTS = [host("cpu_op", f"aten::op{i}", 10.0 * i, 7.125, **{"External id": i + 1}) for i in range(50)]
 
 
@@ -126,30 +124,6 @@ def test_fields_of_another_type(tmp_path, change):
     assert notes[0].startswith("1 events could not be read")
 
 
-@pytest.mark.parametrize(
-    "about",
-    [
-        {"distributedInfo": {"rank": 3, "pg_config": 5}},
-        {"distributedInfo": {"rank": "3", "pg_config": [{"pg_name": "0", "ranks": ["a"]}, 7]}},
-        {"distributedInfo": [1], "meshwise": {"rank": 3.0, "groups": {"0": 5}}, "meshwise_collectives": "x"},
-    ],
-    ids=str,
-)
-def test_odd_metadata(tmp_path, about):
-    """What is no list of ranks is no group; the events count."""
-    found = summarize_paths([write_trace(tmp_path / "a.json", [host("cpu_op", "gloo:x", 0, 5)], **about)])
-    assert [one.rank for one in found.ranks] == [3] and found.traces[0].groups == {}
-
-
-def test_hand_made_events(tmp_path):
-    """Without phase, process, thread and arguments, behind a trailing comma, an event is still an event."""
-    text = '{"traceEvents": [{"cat": "kernel", "name": "k", "ts": 5, "dur": 2},\n null,\n'
-    (tmp_path / "rank0.json").write_text(text + '{"cat": "kernel", "name": "k", "ts": 9, "dur": 2},]}')
-    trace, notes = read_trace(tmp_path / "rank0.json")
-    assert trace.start_ns.tolist() == [5000, 9000] and trace.has_device
-    assert notes[0].startswith("1 events could not be read")
-
-
 @pytest.mark.parametrize("at", [0.01, 0.4, 0.9, 1.0])
 def test_damaged_gzip_gives_what_comes_before(tmp_path, at):
     """A flipped byte, the last of them in the checksum: everything before it is used, and it is said."""
@@ -205,27 +179,6 @@ def test_missing_paths_are_errors(tmp_path):
         read_traces([tmp_path / "nowhere"])
     with pytest.raises(DataError, match="no trace in"):
         read_traces([tmp_path])
-
-
-@pytest.mark.parametrize("filling", [b"{", b"x"])
-def test_one_endless_event_is_given_up(tmp_path, filling, monkeypatch):
-    """Much packed into little without the end of an event: what comes before is read."""
-    monkeypatch.setattr("meshwise.trace.decode._MOST_EVENT_BYTES", 1 << 16)
-    monkeypatch.setattr("meshwise.trace.decode._BLOCK_BYTES", 1 << 14)
-    head = b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}, {"name": "'
-    path = tmp_path / "rank-0.json.gz"
-    path.write_bytes(gzip.compress(head + filling * (3 << 16)))
-    trace, notes = read_trace(path)
-    assert any("no event ends in" in note for note in notes) and (trace is None or len(trace) <= 1)
-
-
-def test_a_world_of_billions_is_unknown(tmp_path):
-    """The ranks of the world would be listed with each collective."""
-    text = gzip.decompress(next((DATA / "gloo4").glob("rank-0*.gz")).read_bytes())
-    (tmp_path / "rank-0.json").write_bytes(re.sub(rb'"world_size": ?4', b'"world_size": 3000000000', text))
-    found = summarize_paths([tmp_path])
-    assert found.traces[0].world_size is None
-    assert any("world_size is 3000000000" in problem.reason for problem in found.problems)
 
 
 def test_a_bomb_is_given_up(tmp_path, monkeypatch):

@@ -415,27 +415,6 @@ def test_a_fit_is_one_document(
 # --- constants that mean something, intervals ------------------------------------------------------
 
 
-@given(
-    truth=st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3),
-    odd=st.integers(0, 3),
-    seed=st.integers(0, 2**16),
-)
-@settings(max_examples=25, deadline=None)
-def test_a_regression_finds_the_constants_whatever_a_few_odd_rows_say(
-    truth: list[float], odd: int, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    slopes = rng.uniform(0.2, 1.0, (40, 3)) * (rng.random((40, 3)) < 0.6)
-    miss = -slopes @ np.array(truth)
-    miss[:odd] += 3.0
-    limits = np.full(3, 1.0)
-    linear = LinearMisses(miss, slopes, np.ones(40), np.zeros((40, 0)))
-    found = minimise(linear, np.zeros(3), -limits, limits)
-    assert found == pytest.approx(truth, abs=0.1)
-    inside = minimise(linear, np.zeros(3), -0.1 * limits, 0.1 * limits)
-    assert np.all(np.abs(inside) <= 0.1)
-
-
 @pytest.mark.parametrize("shift", [-0.2, 0.2])
 def test_a_source_that_is_off_as_a_whole_moves_no_constant_that_others_know(shift: float) -> None:
     """Of four sources one is off; what the constant does within each source says that it is right."""

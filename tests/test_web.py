@@ -29,7 +29,7 @@ from meshwise.plan.plan import KEYS
 from meshwise.web.app import make_app
 from meshwise.web.drop import Drop
 from meshwise.web.pool import SLOTS
-from meshwise.web.run import Patient, serve_page
+from meshwise.web.run import Patient
 from meshwise.web.views import VIEWS, Server, options
 
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -170,24 +170,6 @@ def port(drop: Drop) -> Iterator[int]:
     thread.join()
 
 
-def test_a_client_that_hangs_up_is_no_error(port: int, drop: Drop, caplog: pytest.LogCaptureFixture) -> None:
-    """In the head, in the body, or while a search runs; what it sent of a file is gone."""
-    folder = drop.start()
-    body = json.dumps({"model": "gpt3-175b", "cluster": "a100-80g-sxm:4096", "batch": "4096"})
-    head = "HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: "
-    for sent in (
-        "POST /api/explore HT",
-        f"POST /api/explore {head}100\r\n\r\n{{",
-        f"PUT /api/drop/{folder}/a.json {head}100\r\n\r\n{{",
-        f"POST /api/search {head}{len(body)}\r\n\r\n{body}",
-    ):
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(sent.encode())
-            time.sleep(0.1)
-    time.sleep(0.3)
-    assert caplog.records == [] and not list(drop.folder(folder).iterdir())
-
-
 def test_a_request_that_does_not_arrive_is_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwise.web.run.READ_S", 0.1)
     monkeypatch.setattr("meshwise.web.app.READ_S", 0.1)
@@ -322,18 +304,6 @@ def test_the_command_prints_an_address_that_answers(host: str, has_token: bool) 
             error.close()
         finally:
             server.terminate()
-
-
-def test_an_answer_does_not_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nagle's algorithm and delayed acknowledgements took 44 ms a request; connections inherit the option."""
-    told: list[int] = []
-
-    def look(_: Any, sockets: list[socket.socket]) -> None:
-        told.append(sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-
-    monkeypatch.setattr("uvicorn.Server.run", look)
-    serve_page("127.0.0.1", 0, None, say=lambda _: None)
-    assert told and told[0]
 
 
 def test_a_port_that_is_taken_and_a_folder_that_is_none(meshwise: Any, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from meshwise.core.errors import PlanError
-from meshwise.model.architecture import Layer, Model, layer_kind
+from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config, read_config
 from meshwise.model.weights import block_weights, num_params
-from meshwise.plan.layouts import check_grid
 from meshwise.program.block import block, shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
@@ -94,28 +91,6 @@ def test_ranks_hold_all_together(
             matrices = sum(held.num_params for held in op.weights if held.weight.is_matrix)
             if op.kind == "matmul" and matrices:
                 assert matrices == pytest.approx(op.shape[0] * op.shape[2] * op.shape[3], rel=1e-12)
-
-
-GRIDS = [("2d", (2, 2)), ("2d", (4, 2)), ("2d-cp", (2, 4)), ("2.5d", (2, 2, 4)), ("3d", (2, 2, 2))]
-
-
-@given(name=st.sampled_from(list(MODELS)), layout=st.sampled_from(GRIDS), scores=st.booleans())
-def test_grids_hold_all_together(name: str, layout: tuple[str, tuple[int, ...]], scores: bool) -> None:
-    """Blocks of layouts of several dimensions, wherever a model can be cut by them."""
-    model, (kind, grid) = MODELS[name], layout
-    scores = scores and kind != "2d-cp"
-    try:
-        check_grid(model, kind, grid, prod(grid), seq=4096, scores_split=scores)
-    except PlanError:
-        return
-    sizes = tuple(map(float, grid))
-    cut = Cut(microbatch=1.0, seq=4096.0, layout=kind, grid=sizes, tp=prod(sizes), sequence_parallel=True)
-    cut = replace(cut, grid_scores=scores, flash=not scores)
-    ops = block(model, cut)
-    assert sum(held.num_params * held.shards for op in ops for held in op.weights) == sum(
-        weight.size for weight in block_weights(model, Layer())
-    )
-    assert max(held.shards for op in ops for held in op.weights) <= prod(grid)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
