@@ -49,20 +49,6 @@ def test_stages_that_are_stated_as_they_are_placed_cost_the_same(pp: int, plan: 
     assert of.step_s < even.step_s
 
 
-@settings(max_examples=40)
-@given(st.integers(3, 40), st.sampled_from((2, 4)), st.integers(2, 4))
-def test_chunks_of_an_interleaved_schedule_are_alike_but_for_the_ends(layers: int, pp: int, vpp: int) -> None:
-    model = replace(mw.find_model("llama3-8b"), num_layers=layers)
-    try:
-        of = priced(model, pp, f"vpp={vpp}")
-    except mw.MeshwiseError:
-        assert -layers % (pp * vpp) > 2 * -(-layers // (pp * vpp)) or pp * vpp > layers + 2
-        return
-    first, *inner, last = layers_of_chunks(of.model, of.mesh)
-    assert len(set(inner)) == 1 and max(first, last) <= inner[0] + 1
-    assert first + sum(inner) + last == layers
-
-
 @pytest.mark.parametrize("plan", ["pp=4,vpp=4,ep=64", "pp=8,vpp=2,ep=32", "pp=8,vpp=4,ep=32"])
 def test_short_ends_take_as_long_as_they_do_played(plan: str) -> None:
     of = mw.estimate("deepseek-v3", "gb200:256", f"{plan},dtype=fp8", batch=2048, seq=4096)

@@ -96,21 +96,6 @@ def test_a_link_has_no_negative_latency() -> None:
     assert latency == 0.0 and 0 < bandwidth < math.inf
 
 
-def test_short_calls_are_timed_in_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[int] = []
-
-    def elapsed_s(call: Callable[[], Any], num: int, device: str) -> float:
-        batches.append(num)
-        return 1e-6
-
-    monkeypatch.setattr(measure, "elapsed_s", elapsed_s)
-    effort = EFFORTS["cuda", False]
-    assert measure.fastest_s(lambda: None, "cuda", effort) == 1e-6
-    longest = max(batches)
-    assert longest * 1e-6 >= effort.batch_s
-    assert sum(num for num in batches if num == longest) * 1e-6 >= effort.total_s
-
-
 # --- the path of a GPU ---------------------------------------------------------------------------
 
 

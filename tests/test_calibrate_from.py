@@ -60,12 +60,6 @@ def test_rates_come_back(tmp_path, meshwise):
     assert priced.step_s > 0 and priced.plan.tp == 2
 
 
-def test_ranks_of_two_hosts_show_the_link_between_them(tmp_path):
-    _job(tmp_path, hosts=("a", "b"))
-    found = calibrate_from([tmp_path])
-    assert found.outer is None and found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
-
-
 def test_ranks_of_a_host_share_its_way_out(tmp_path):
     """A ring of four ranks on two hosts: two share a cable, and no group shows the link inside a host."""
     size = 1 << 24

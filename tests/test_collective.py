@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.cost.collective import Runs, collective_s, members, peer_all_reduce_s, sent_bytes
+from meshwise.cost.collective import collective_s, peer_all_reduce_s, sent_bytes
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, constants
 from meshwise.machine.hardware import Cluster, Level, find_chip, find_cluster
@@ -25,16 +25,6 @@ efficiencies = st.sampled_from([IDEAL, REAL])
 payloads = st.floats(1.0, 1e11)
 groups = st.sampled_from([1, 2, 3, 4, 8, 12, 16, 64, 512])
 strides = st.sampled_from([1, 2, 8, 64])
-
-
-@pytest.mark.parametrize("domain", [1, 4, 8, 64, 512])
-@pytest.mark.parametrize(
-    ("near", "stride", "far", "far_stride"), [(2, 4, 8, 64), (4, 1, 16, 8), (8, 1, 4, 8)]
-)
-def test_members_of_a_group_in_runs_are_those_counted_one_by_one(near, stride, far, far_stride, domain):
-    ranks = [run * far_stride + rank * stride for run in range(far) for rank in range(near)]
-    inside = sum(rank < domain for rank in ranks)
-    assert members(near * far, stride, domain, Runs(near, far_stride)) == inside
 
 
 @pytest.mark.parametrize(

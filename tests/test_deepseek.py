@@ -54,15 +54,3 @@ def test_a_pair_hides_what_a_lone_microbatch_pays() -> None:
     unpaired = {row["time_s"] for row in paired["ledger"] if row["op"] == "unpaired"}
     assert len(unpaired) == 1 and 0 < unpaired.pop() < alone["time_s"]["comm_ep"] * 16 / 120 * 1.01
     assert sum(paired["time_s"].values()) == pytest.approx(paired["step_s"])
-
-
-def test_the_head_stays_in_bf16_unless_told() -> None:
-    wide, narrow = (
-        mw.estimate("llama3-8b", "h100-80g-sxm:8", f"dtype=fp8,zero=3{more}", batch=8, seq=8192)
-        for more in ("", ",head_dtype=fp8")
-    )
-    dtypes = [
-        {row["dtype"] for row in found.to_json()["ledger"] if row["op"] == "logits"}
-        for found in (wide, narrow)
-    ]
-    assert dtypes == [{"bf16"}, {"fp8"}] and narrow.step_s < wide.step_s

@@ -127,14 +127,6 @@ def test_every_rank_in_one_process_whatever_ran_before(tmp_path: Path) -> None:
     assert len(set(said_by(code, tmp_path).split())) == 1
 
 
-def test_fake_device_and_cpu_count_the_same() -> None:
-    """A chip adds its allocator; the program's own tensors do not depend on the device."""
-    values = {"seq": 512, "hidden": 64, "heads": 8, "backward": True}
-    on_chip, on_cpu = (dry("ulysses", ranks=4, rank=1, device=name, **values) for name in ("a100", "cpu"))
-    chip_rows = [row for row in on_chip.ledger.to_json() if row["module"] != "machine"]
-    assert chip_rows == on_cpu.ledger.to_json()
-
-
 @pytest.mark.parametrize("second", [(2, 3), (3,), (1, 3), (2, 1), (), (1, 2, 3), None])
 @pytest.mark.parametrize("flip", [False, True], ids=["rows", "columns"])
 def test_quick_shapes_are_those_of_torch(second: tuple[int, ...] | None, flip: bool) -> None:

@@ -27,37 +27,10 @@ H100 = find_chip("h100")
 CHIP = {"flop_per_s": H100.matrix_peak("bf16"), "memory_bytes_per_s": H100.memory_bytes_per_s}
 CORES = float(H100.num_cores)
 REAL = eff.constants(H100)
-sizes = st.integers(1, 100_000).map(float)
 batches = st.integers(1, 64).map(float)
 
 
 # --- matmuls -----------------------------------------------------------------------------------
-
-
-@given(sizes, sizes, sizes, batches)
-def test_ideal_matmul_is_its_roofline(m, n, k, batch):
-    seconds = gemm_s(m, n, k, batch=batch, **CHIP, elem_bytes=2.0, efficiency=eff.GemmEfficiency())
-    flop_s = 2 * m * n * k * batch / CHIP["flop_per_s"]
-    bytes_s = 2 * (m * n + m * k + n * k) * batch / CHIP["memory_bytes_per_s"]
-    assert seconds == pytest.approx(max(flop_s, bytes_s), rel=1e-12)
-
-
-@given(sizes, sizes, sizes, batches, st.sampled_from(["bf16", "fp8"]))
-def test_no_matmul_beats_its_roofline(m, n, k, batch, dtype):
-    """Boost clocks above the quoted one reach a tenth beyond the published peak at most."""
-    shared = {"batch": batch, **CHIP, "elem_bytes": 2.0}
-    ideal_s = gemm_s(m, n, k, **shared, efficiency=eff.GemmEfficiency())
-    assert gemm_s(m, n, k, **shared, num_cores=CORES, efficiency=REAL.gemm(dtype)) > ideal_s / 1.1
-
-
-@given(sizes, sizes, st.integers(1, 50_000).map(float), batches)
-def test_more_batch_never_costs_less(m, n, k, batch):
-    def cost_s(b: float) -> float:
-        return float(
-            gemm_s(m, n, k, batch=b, **CHIP, num_cores=CORES, elem_bytes=2.0, efficiency=REAL.gemm("bf16"))
-        )
-
-    assert cost_s(batch) <= cost_s(2 * batch) * (1 + 1e-12)
 
 
 def test_one_tile_too_many_costs_a_wave():
@@ -136,12 +109,6 @@ def test_ideal_attention_is_its_flop(batch, head, seq, dim):
 def test_copies_of_a_token(copies, inner, outer):
     assert copies.inner == pytest.approx(inner, rel=1e-4)
     assert copies.outer == pytest.approx(outer, rel=1e-4)
-
-
-@pytest.mark.parametrize(("experts", "cores"), [(8, 8), (128, 128), (160, 80), (256, 128), (384, 128)])
-def test_cores_of_the_low_latency_kernels(experts, cores):
-    """DeepEP: ceil(experts / cores) experts a core, on as few cores as that needs; H100 has 132."""
-    assert dispatch.low_latency_cores(float(experts), CORES) == cores
 
 
 @given(
@@ -284,25 +251,6 @@ def test_published_figures_become_seconds(tmp_path):
 
 
 EXPERTS = "B200-SXM,moe_experts,fp8_block,1,tokens={} hidden={} inter=2048 topk=8 experts={} tp=1 {},9,{},src"
-VLLM, TRTLLM = "vllm_fp8moe_triton_tritonexperts", "moe_torch_flow_cutlass"
-
-
-@pytest.mark.parametrize(
-    ("line", "local_topk", "active"),
-    [
-        pytest.param((32, 4096, 128, "ep=1 dist=balanced", VLLM), 8, 128, id="all here"),
-        pytest.param((32, 4096, 128, "ep=8 dist=balanced", VLLM), 1, 16, id="an eighth of 8 choices"),
-        pytest.param((1, 4096, 128, "ep=32 dist=balanced", VLLM), 1, 1, id="the first choice is always here"),
-        pytest.param((4096, 7168, 256, "ep=32 dist=balanced", TRTLLM), 0.25, 8, id="free routing"),
-        # 4 of 8 groups: one scored choice in each of 4, of which a quarter of the first is here; 4 ties
-        pytest.param((4096, 7168, 256, "ep=32 dist=balanced", VLLM), 4 / 32 + 4, 8, id="ties on rank 0"),
-        pytest.param((4096, 7168, 256, "ep=1 dist=balanced", VLLM), 8, 128, id="half of the groups"),
-    ],
-)
-def test_choices_of_the_first_rank_as_the_collector_routes_them(tmp_path, line, local_topk, active):
-    (row,) = measurements(tmp_path, EXPERTS.format(*line)).rows
-    assert row.shape["local_topk"] == pytest.approx(local_topk)
-    assert row.shape["active"] == pytest.approx(active)
 
 
 # --- the fit -----------------------------------------------------------------------------------
@@ -356,21 +304,6 @@ def test_fit_recovers_the_machine_that_made_the_rows():
     assert score.median_abs_frac < 0.02
     assert fitted["gemm.bf16"].peak_frac == pytest.approx(0.7, rel=0.05)
     assert fitted["gemm.bf16"].memory_frac == pytest.approx(0.75, rel=0.05)
-
-
-def test_the_fit_finds_a_machine_all_of_whose_rows_are_far_from_the_start():
-    """A kernel at 0.6 of the peak: from 0.15 each row is beyond the cap, as is every step of a simplex."""
-    truth = eff.DecodeEfficiency(launch_s=1e-6, memory_frac=0.95, peak_frac=0.6)
-    shapes = [
-        {"batch": b, "kv_len": k, "heads": 128.0} for b in (8.0, 32.0, 128.0) for k in (4096.0, 16384.0)
-    ]
-    latent = {"kv_bytes_per_token": 1152.0, "qk_dim": 576.0, "v_dim": 512.0}
-    rows = [synthetic("decode", "mla", shape | latent) for shape in shapes]
-    rows = timed(rows, eff.Efficiency(latent_decode=truth))
-    box = {"decode.mla": fit.DECODE}
-    start = {"decode.mla": eff.DecodeEfficiency(**{name: at for name, (at, _, _) in fit.DECODE.items()})}
-    fitted = fit.fit(rows, H100, box, lambda found: eff.Efficiency(latent_decode=found["decode.mla"]), start)
-    assert fitted["decode.mla"].peak_frac == pytest.approx(0.6, rel=0.05)
 
 
 SEARCHED = {

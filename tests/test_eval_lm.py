@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError, ModelError, PlanError, WorkloadError
 from meshwise.runtime.launch import RankPlace, Ranks
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs.eval_lm import Options, check
-from meshwise.runtime.programs.text_data import EOS, PAD, encode, read_blocks
+from meshwise.runtime.programs.text_data import PAD, read_blocks
 from meshwise.runtime.programs.transformer_lm import sinusoidal_positions
 from meshwise.runtime.run import run_rank
 
@@ -97,27 +95,6 @@ def test_a_ledger_that_is_not_kept_cannot_be_written(meshwise: Callable[..., Any
 
 
 # --- text and positions ----------------------------------------------------------------------------
-
-
-@given(
-    texts=st.lists(st.binary(min_size=1, max_size=40).map(lambda text: text.replace(b"\0", b"0")), min_size=1,
-                   max_size=4),
-    length=st.integers(1, 16), most=st.integers(0, 6),
-)  # fmt: skip
-def test_every_token_is_predicted_once_from_those_before(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], length: int, most: int
-) -> None:
-    folder = tmp_path_factory.mktemp("text")
-    for i, text in enumerate(texts):
-        (folder / f"{i}.txt").write_bytes(text)
-    blocks = read_blocks(str(folder), length, most)
-    stream = np.concatenate([part for text in texts for part in (encode(text), [EOS])])
-    stream = stream[: most * length] if most else stream
-    targets = blocks.targets.ravel()
-    assert targets[: len(stream)].tolist() == stream.tolist()
-    assert set(targets[len(stream) :]) <= {PAD}
-    assert sum(blocks.lengths) == len(stream)
-    assert blocks.inputs.ravel()[: len(stream)].tolist() == [EOS, *stream[:-1]]
 
 
 def test_positions_are_those_of_fairseq() -> None:

@@ -252,17 +252,6 @@ def test_choices_that_can_only_help(better: dict[str, str], worse: dict[str, str
         assert good.utilization >= bad.utilization * 0.995
 
 
-def test_experts_spread_over_ranks() -> None:
-    device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
-    point = best_runs(device, assumptions(num_experts=8), 1e27)[0]
-    model = sizes(assumptions(num_experts=8), 1e27)
-    assert point.plan is not None
-    assert point.plan["ep"] in (1, 2, 4, 8)
-    assert point.plan["dp"] % point.plan["ep"] == 0
-    assert float(model.total_params) == pytest.approx(8 * float(model.params))
-    assert float(model.tokens) == pytest.approx(20 * float(model.total_params))
-
-
 @pytest.mark.parametrize("name", ["v100-16g-sxm", "gb200-nvl72"])
 def test_other_chips_have_limits_too(name: str) -> None:
     device = find_device(name, utilization=RUN_UTILIZATION)

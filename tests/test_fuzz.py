@@ -36,7 +36,6 @@ from fuzz import (
 )
 from meshwise import api
 from meshwise.cli import app
-from meshwise.cli.worker import run
 from meshwise.core.errors import MeshwiseError
 from meshwise.plan.plan import KEYS
 from meshwise.sweep.sweep import read_sweep
@@ -299,14 +298,6 @@ def test_strange_serving_points(
     check_contract(["validate", "--serving", file_with(tmp_path_factory, "points.csv", table)])
 
 
-@some(40)
-@given(as_file({"cluster": "h100-80g-sxm:8", "estimate": {"seq": 128, "plan": "tp=2"}}, toml_text))
-def test_strange_defaults(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = file_with(tmp_path_factory, "defaults.toml", content)
-    code, _, err = run(["--config", path, "estimate", "llama3-8b", "--batch", "8", "--json"])
-    assert code in (0, 2) and "Traceback" not in err
-
-
 @some(60, share=0.5)
 @given(st.data())
 def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -380,6 +371,28 @@ FILES: dict[str, tuple[Any, str, list[str]]] = {
 def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject) -> None:
     contents, name, words = FILES[kind]
     check_contract([*words, file_with(tmp_path_factory, name, data.draw(contents))])
+
+
+ROW = "H100-SXM-80GB,gemm,bfloat16,1,m={} n=4096 k=4096,{},x,mine"
+POINTS = [(POINT | {"concurrency": str(num)}).values() for num in (1, 4, 16)]
+FITS = {  # enough rows of each for one set of constants
+    "ops": ("measured_ops.csv", OPS + "".join(f"{ROW.format(64 * m, 9 + m)}\n" for m in range(1, 40))),
+    "serving": ("measured_serving.csv", "\n".join(map(",".join, (POINT, *POINTS)))),
+    "steps": ("measured_iterations_a100.csv", "\n".join(RUNS[:4])),
+}
+
+
+@some(6, share=0.1)
+@given(st.data(), st.sampled_from(sorted(FITS)))
+def test_damaged_fits(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, only: str) -> None:
+    name, table = FITS[only]
+    content = data.draw(damaged(table.encode()))
+    folder = Path(file_with(tmp_path_factory, name, content)).parent
+    (folder / "published_micro.csv").write_text(COLLECTIVES)
+    few = Path(file_with(tmp_path_factory, "few.csv", "\n".join(RUNS[:6]).encode()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwise.calibrate.runs.published_runs", lambda: few)
+        check_contract(["fit", "--only", only, "--data", str(folder), "--no-write"])
 
 
 # --- programs -----------------------------------------------------------------------------------
@@ -468,10 +481,3 @@ def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
     assert SCRIPT not in text and ">nan" not in text and ">inf" not in text, shown
     for figure in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
         document(figure)
-
-
-@some(20)
-@given(damaged(json.dumps(STATE["explore"]).encode()))
-def test_damaged_states(page: Any, content: bytes) -> None:
-    reply = page.post("/api/explore", content=content)
-    assert reply.status_code in (200, 400, 413) and document(reply.text)

@@ -105,16 +105,6 @@ def test_wide_beam_search_is_exhaustive(penalty: float) -> None:
     assert [entry.score for entry in found] == pytest.approx([score for score, _ in scored], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "beam"])
-def test_no_text_ends_before_its_least_length(kind: str) -> None:
-    prompts, options = [[EOS], [EOS, 5, 6]], {"beam": 3, "length_penalty": 1.0} if kind == "beam" else {}
-    for least in range(5):
-        found = run(model(), search_of(kind, prompts, 4, min_tokens=least, **options), 1).hypotheses()
-        lengths = [len([t for t in entry.tokens if t != EOS]) for texts in found for entry in texts]
-        assert min(lengths) >= least
-    assert lengths == [4] * len(lengths)
-
-
 # --- the closed form is the program --------------------------------------------------------------
 
 TINY = "decoder_layers=4,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_embed_dim=64"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,23 +104,6 @@ def test_ranks_share_the_matrix_work_of_one(on: Cut) -> None:
     assert flop(block(WIDE, on)) * on.tp == pytest.approx(flop(block(WIDE, alone(on))), rel=1e-12)
 
 
-@given(cuts(), st.sampled_from([0.0, 0.1]))
-def test_bytes_kept_are_korthikanti_table_2_shared_by_all_ranks(on: Cut, dropout: float) -> None:
-    """(34 + 5 a s / h) s b h of arXiv 2205.05198, norms' statistics apart, over all ranks."""
-    on = replace(on, flash=False)
-    model = replace(GPT3, num_heads=96, dropout_frac=dropout)
-    heads_ratio = model.num_heads * on.seq / model.hidden
-    expected = (34 + 5 * heads_ratio) if dropout else (32 + 2 * heads_ratio)
-    ops = block(model, on)
-    statistics = sum(op.saved_bytes - 2.0 * op.shape[0] * op.shape[1] for op in ops if _is_norm(op))
-    kept = (total(ops, "saved_bytes") - statistics) * on.tp
-    assert kept / (on.microbatch * on.seq * model.hidden) == pytest.approx(expected, rel=1e-12)
-
-
-def _is_norm(op: Op) -> bool:
-    return op.name in ("norm1", "norm2") and op.kind == "kernel" and op.phase == "forward"
-
-
 # --- layouts within layouts --------------------------------------------------------------------
 
 
@@ -164,16 +146,6 @@ def _area(of: Block) -> Fraction:
 
 def _overlap(one: tuple[Fraction, Fraction], other: tuple[Fraction, Fraction]) -> bool:
     return max(one[0], other[0]) < min(one[1], other[1])
-
-
-def test_pictures_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    FIGURES.plot_blocks({"3d": (2, 2, 2)}, tmp_path / "blocks.png")
-    points = FIGURES.plot_scaling(
-        {"job": (GPT3, 2048)}, find_cluster("h100-80g-sxm:64"), [4, 8, 64], tmp_path / "scaling.png"
-    )
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("blocks.png", "scaling.png"))
-    assert {point.layout for point in points["job"] if point.ranks == 8} == set(GRIDS)
 
 
 # --- time --------------------------------------------------------------------------------------

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import read_catalog
-from meshwise.model.architecture import MoE, checked_model, is_moe_layer, num_dense_layers, num_moe_layers
+from meshwise.model.architecture import MoE, checked_model, is_moe_layer, num_moe_layers
 from meshwise.model.find import find_model, model_names, models
 from meshwise.model.weights import num_active_params, num_params
 from parameters import params
@@ -85,28 +83,6 @@ def test_fairseq_moe_15b() -> None:
     assert num_params(model) - 14_507_311_104 == 97_683_456
     assert parts.positions == 0
     assert round(num_active_params(model) / 1e6) == 154
-
-
-@given(
-    num_layers=st.integers(1, 60),
-    first=st.integers(0, 60),
-    every=st.integers(1, 70),
-)
-def test_layers_are_counted_as_they_are_named(num_layers: int, first: int, every: int) -> None:
-    moe = MoE(num_experts=4, top_k=2, ffn_hidden=8, first_dense_layers=min(first, num_layers), every=every)
-    model = replace(find_model("mixtral-8x7b"), num_layers=num_layers, moe=moe)
-    assert num_moe_layers(model) == sum(is_moe_layer(model, layer) for layer in range(num_layers))
-    assert num_moe_layers(model) + num_dense_layers(model) == num_layers
-
-
-@given(name=st.sampled_from(model_names()))
-def test_a_token_that_visits_all_experts_meets_all_parameters(name: str) -> None:
-    model = find_model(name)
-    assert num_active_params(model) <= num_params(model)
-    if model.moe is not None:
-        own = replace(model.moe, top_k=model.moe.num_experts, zero_experts=0, image_ffn_hidden=0)
-        model = replace(model, moe=own)
-    assert num_active_params(model) == num_params(model)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch.profiler import profile
 
 from closed_form import check_estimate_is_the_dry_run
-from meshwise.core.errors import ModelError, PlanError
+from meshwise.core.errors import ModelError
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.program.expert_pass import Pass, evaluation, new_pass, num_passes, rank_params
 from meshwise.program.lifetime import peak_bytes
 from meshwise.published import moe_inference as moe
 from meshwise.runtime.dry_run import dry_run
-from meshwise.runtime.programs import find_program, generate, make_options
+from meshwise.runtime.programs import generate
 from meshwise.runtime.programs.eval_lm import Options
 from meshwise.runtime.programs.moe import MoELayer, Shard, metric_names, route
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
@@ -180,42 +180,6 @@ def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, A
     check_estimate_is_the_dry_run("eval-lm", chosen, ranks)
 
 
-SIZES = st.fixed_dictionaries({
-    "decoder_layers": st.integers(1, 4), "tokens_per_sample": st.sampled_from([1, 2, 24]),
-    "moe_expert_count": st.sampled_from([2, 4, 16]), "decoder_attention_heads": st.sampled_from([1, 4]),
-    "decoder_embed_dim": st.sampled_from([16, 64]), "decoder_ffn_embed_dim": st.sampled_from([8, 256]),
-    "moe_freq": st.integers(0, 3), "batch_size_valid": st.integers(1, 3), "use_tutel_moe": st.booleans(),
-    "moe_top1_expert": st.booleans(), "vocab_size": st.sampled_from([260, 3002]),
-    "moe_eval_capacity_token_fraction": st.sampled_from([0.0, 0.05, 1.0]),
-})  # fmt: skip
-
-
-@given(
-    sizes=SIZES, ranks=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2]), grouped=st.booleans(),
-    dtype=st.sampled_from(["fp32", "bf16", "fp64"]), generates=st.booleans(), cached=st.booleans(),
-    search=st.sampled_from(["greedy", "beam"]),
-)  # fmt: skip
-@settings(max_examples=12)
-def test_lifetimes_are_those_of_the_program(
-    sizes: dict[str, Any], ranks: int, tp: int, grouped: bool, dtype: str, generates: bool, cached: bool,
-    search: str,
-) -> None:  # fmt: skip
-    """The peak is exact whichever moment of whichever model is the largest."""
-    override = ",".join(f"{name}={size}" for name, size in sizes.items())
-    values: dict[str, Any] = {"override": override, "dtype": dtype, "tp": tp}
-    if generates:
-        values |= {"num_prompts": 3, "prompt_tokens": 5, "max_tokens": 2, "search": search, "cache": cached}
-    else:
-        values |= {"max_blocks": 1, "grouped_gemm": grouped}
-    program = find_program("generate" if generates else "eval-lm")
-    options = make_options(program, values)
-    try:
-        program.check(options, ranks)
-    except PlanError:
-        return
-    check_estimate_is_the_dry_run(program.name, options, ranks)
-
-
 @given(
     layers=st.integers(1, 4), freq=st.integers(0, 3), experts=st.integers(2, 9), tokens=st.integers(2, 24),
     batch=st.integers(1, 2), sparse=st.booleans(), grouped=st.booleans(), top1=st.booleans(),
@@ -238,21 +202,6 @@ def test_calls_of_the_real_program(
     counted = {event.key: event.count for event in profiler.key_averages()}
     for name, calls in moe.aten_calls(new_pass(config, dtype="fp32", grouped=grouped)).items():
         assert counted.get(name, 0) == calls, name
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_bytes_that_a_profiler_sees_stay(dtype: str) -> None:
-    """A section's net memory is what the closed form says it keeps; ops' are their outputs."""
-    config = replace(find_gpt_config("moe-tiny", TINY), vocab_size=100)
-    model = TransformerDecoder(config, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eval()
-    init_parameters(model, seed=0)
-    with torch.no_grad(), profile(profile_memory=True) as profiler:
-        model(torch.randint(4, 100, (1, config.tokens_per_sample)))
-    seen = {event.key: event for event in profiler.key_averages()}
-    wanted = moe.profiled_bytes(new_pass(config, dtype=dtype))
-    assert seen["MoELayer"].cpu_memory_usage == wanted["MoELayer"]
-    for name in ("aten::bmm", "aten::gelu", "aten::addmm", "aten::mm", "aten::matmul"):
-        assert seen[name].cpu_memory_usage == wanted[name], name
 
 
 # --- routing -------------------------------------------------------------------------------------

@@ -94,20 +94,6 @@ def test_parts_sum_to_the_iteration(strategy: str) -> None:
     assert sum(totals[part] for part in memory) == pytest.approx(totals["mem"], rel=1e-12)
 
 
-def test_recomputed_scores_are_not_kept_and_their_forward_is_paid_again() -> None:
-    kept, redone = (
-        price(on_one_stage(gpt3(attention="separate", recompute=flag)), A100).tables["sa"]
-        for flag in (False, True)
-    )
-    by_name = {row["name"]: (row, again) for row, again in zip(kept, redone, strict=True)}
-    for name in ("logits", "softmax", "dpr_at"):
-        row, again = by_name[name]
-        assert again["t_bwd"] == pytest.approx(row["t_bwd"] + row["t_fwd"], rel=1e-12)
-    num_scores = 24 * 2048 * 2048
-    freed = sum(row["activation_buffer"] - again["activation_buffer"] for row, again in by_name.values())
-    assert freed * 1e9 == pytest.approx(num_scores * (2 + 1 + 2), rel=1e-12)  # softmax, mask, attend
-
-
 # --- The check of a file ------------------------------------------------------------------------------
 
 

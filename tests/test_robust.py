@@ -6,8 +6,10 @@ import csv
 import io
 import os
 import re
+import signal
 import socket
 import threading
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +168,35 @@ def test_nothing_is_measured_by_a_clock_that_may_jump() -> None:
 
 
 # --- ranks -------------------------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_named_and_can_go_on(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    import ranks as on_ranks
+    from meshwise.runtime.launch import Ranks
+
+    monkeypatch.setattr("meshwise.runtime.launch._LOOK_S", 0.2)
+    said: list[str] = []
+
+    def go_on() -> None:
+        deadline = time.monotonic() + 120.0
+        while "stopped" not in "".join(said) and time.monotonic() < deadline:
+            said.append(capfd.readouterr().err)
+            time.sleep(0.1)
+        time.sleep(1.0)  # the launcher looks again
+        os.kill(ranks.pids[1], signal.SIGCONT)
+
+    with Ranks(2) as ranks:
+        ranks.call(on_ranks.total_of_ranks, 1)  # both are up
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        watcher = threading.Thread(target=go_on)
+        watcher.start()
+        ranks.call(on_ranks.total_of_ranks, 1)
+        watcher.join()
+        text = "".join([*said, capfd.readouterr().err])
+        assert text.count("rank 1 is stopped by a signal") == 1 and f"kill -CONT {ranks.pids[1]}" in text
 
 
 def test_only_this_machine_reaches_the_meeting_point() -> None:

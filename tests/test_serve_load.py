@@ -17,7 +17,7 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.serve import measured
 from meshwise.serve import serving as est
-from meshwise.serve.engine import ENGINES, Engine
+from meshwise.serve.engine import ENGINES
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import Fleet, traffic, under_load
 from meshwise.serve.pass_times import first_token_s, tabulate
@@ -153,15 +153,6 @@ def test_printed_passes_are_those_of_the_engine(meshwise: Callable[..., Any]) ->
         assert a["time_s"]["attention"] > 1.5 * c["time_s"]["attention"]
         assert b["token_s"] == pytest.approx(c["token_s"])
     assert vllm[0]["time_s"]["mlp"] == vllm[1]["time_s"]["mlp"] > bare[0]["time_s"]["mlp"]
-
-
-def test_a_server_answers_its_clients_in_turn() -> None:
-    """Tokens come later by `reply_s` for every request that had its first one before."""
-    requests, times = in_closed_loop(20, Lengths(100, 30), num=20), passes(fixed_s=1e-2)
-    late = replace(ENGINES["vllm"], **BARE | {"reply_s": 1e-3})
-    served = alone(requests, late, times, NO_LIMIT)
-    assert served.ttft_s == pytest.approx(1e-2 + 1e-3 * np.arange(20))
-    assert served.tpot_s == pytest.approx(1e-2)
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -373,20 +364,6 @@ def test_prompts_that_begin_alike_are_computed_once() -> None:
     assert alone(requests, engine, times, 1100).num_found == 800 * (n - 1)  # a block takes room once
     turns = replace(requests, blocks=((7,), (8,)) * (n // 2))
     assert alone(turns, engine, times, 1500).num_found == 0  # no room for the other one's block
-
-
-def test_prompts_wait_until_they_fill_a_pass_or_have_waited_long_enough() -> None:
-    """TensorRT-LLM's batch_wait_timeout_iters: one client alone never waits, several wait for each other."""
-    times = passes(fixed_s=1e-2)
-    engine = replace(ENGINES["trtllm"], **BARE, max_tokens=1000)
-    held = replace(engine, align_passes=20, fill_frac=0.9)
-
-    def ttft_s(engine: Engine, clients: int) -> float:
-        requests = in_closed_loop(clients, Lengths(300, 60, 0.5), num=40 * clients)
-        return float(alone(requests, engine, times, NO_LIMIT).ttft_s[clients:].mean())
-
-    assert ttft_s(held, 1) == ttft_s(engine, 1)
-    assert 0.01 < ttft_s(held, 2) - ttft_s(engine, 2) <= 0.2  # 20 passes of 10 ms at most
 
 
 # --- the command ---------------------------------------------------------------------------------

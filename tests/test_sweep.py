@@ -1,7 +1,6 @@
 """Sweeps: the grid becomes command lines; nothing finished is lost or repeated; failures are kept."""
 
 import csv
-import json
 import os
 import re
 import signal
@@ -277,29 +276,6 @@ def test_ray_is_an_extra(meshwise, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     done = meshwise("sweep", str(_file(tmp_path, GRID)), "--ray", "auto")
     assert done.code == 3 and "Ray is not installed" in done.err
-
-
-@pytest.mark.parametrize(
-    ("verb", "argument", "options", "column"),
-    [
-        ("search", "llama3-8b", {"cluster": "h100-80g-sxm:{n}", "batch": 8, "seq": 1024}, "plan"),
-        (
-            "frontier layer",
-            "",
-            {"chip": "h100-80g-sxm", "d-in": 4096, "d-out": 4096, "batch": "{n}"},
-            "binds",
-        ),
-    ],
-)
-def test_other_verbs_have_columns_of_their_own(meshwise, tmp_path, verb, argument, options, column):
-    lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
-    arguments = f'arguments = ["{argument}"]' if argument else ""
-    text = f'verb = "{verb}"\n{arguments}\n[options]\n' + "\n".join(lines) + "\n[grid]\nn = [4, 8]\n"
-    (tmp_path / "grid.toml").write_text(text)
-    done = meshwise("sweep", str(tmp_path / "grid.toml"))
-    assert done.code == 0, done.err
-    head, *rows = csv.reader((tmp_path / "grid.csv").read_text().splitlines())
-    assert len(rows) == 2 and all(row[head.index(column)] for row in rows)
 
 
 def test_no_option_of_a_sweep_is_dropped(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from meshwise.trace.breakdown import PARTS, Partition
 from meshwise.trace.columns import FOLDER
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.outliers import outliers
-from meshwise.trace.read import read_traces
 from meshwise.trace.summary import all_sections, summarize_paths
 from test_trace_merge import check_nests
 
@@ -85,13 +84,6 @@ def test_missing_and_damaged_ranks_are_named_and_the_others_answered(tmp_path, k
         assert found.findings[0].ranks == (6,), found.findings
         assert "rank-1.json: not a trace" in told and "rank-2.json: the file ends in the middle" in told
         assert "no trace of rank 1, 3 of 8" in told
-
-
-def test_one_rank_at_a_time_is_in_memory(tmp_path, kept):
-    write_job(tmp_path, Job(4, 4))
-    traces, _ = read_traces([tmp_path])
-    assert [one.rank for one in traces] == [0, 1, 2, 3]
-    assert traces[0] is traces[0] and traces[1].rank == 1 and traces[-1].rank == 3
 
 
 def test_sql_over_all_ranks(tmp_path, meshwise):

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from faults import draw, judge
 from jobs import FAULTS, Job, write_job
 from kineto import all_reduce, host, kernel, message, write_trace
-from meshwise.trace.breakdown import breakdown
-from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
 
 
@@ -167,21 +165,6 @@ def test_buckets_in_flight_together_wait_once(tmp_path):
         write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="node")
     first = _single(summarize_paths([tmp_path]))[0]
     assert first.ranks == (1,) and first.seconds == pytest.approx(8 * 600e-6, rel=0.05)
-
-
-def test_a_wrapper_around_a_collective_is_no_compute(tmp_path):
-    """An autograd function of 100 us that waits 80 us for a transfer computes in what is left."""
-    events = [
-        host("cpu_op", "aten::mm", 0, 50),
-        host("cpu_op", "AllReduceBackward", 100, 100),
-        host("cpu_op", "c10d::allreduce_", 110, 6),
-        host("cpu_op", "aten::add", 190, 10),
-        host("user_annotation", "gloo:all_reduce", 110, 80, tid=2),
-    ]
-    trace, _ = read_trace(write_trace(tmp_path / "rank-0.json", events, 0))
-    found = breakdown(trace)
-    assert found.compute_s == pytest.approx(70e-6) and found.communication_s == pytest.approx(80e-6)
-    assert found.overlap_frac == 0 and found.span_s == pytest.approx(200e-6)
 
 
 @settings(max_examples=20)

@@ -20,16 +20,13 @@ pytest.importorskip("httpx2")
 pytest.importorskip("plotly")
 pytest.importorskip("uvicorn")
 
-import uvicorn
 from starlette.testclient import TestClient
 
 import meshwise as mw
 from meshwise.calibrate.runs import published_runs
 from meshwise.plan.plan import KEYS
 from meshwise.web.app import make_app
-from meshwise.web.drop import Drop
 from meshwise.web.pool import SLOTS
-from meshwise.web.run import Patient
 from meshwise.web.views import VIEWS, Server, options
 
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -96,12 +93,6 @@ def test_what_is_grey_is_refused_and_what_is_not_is_priced(client: TestClient) -
     assert refused > 5
 
 
-def test_launch_settings_are_those_of_the_verb(client: TestClient) -> None:
-    found = ask(client, "launch", **JOB, plan="tp=4", to="torchtitan")
-    expected = mw.launch("llama3-8b", "h100-80g-sxm:16", "tp=4", to="torchtitan", batch=32, seq=4096)
-    assert found["files"] == [{"path": one.path, "text": one.text} for one in expected.files]
-
-
 def test_the_other_views_answer(client: TestClient) -> None:
     where = {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}
     served = ask(client, "serve", **where, prompt="512", output="64", rate="5", price="2")
@@ -147,37 +138,6 @@ def test_slow_questions_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
         go.set()
         assert [one.result() for one in asked] == [{"title": "found"}] * (SLOTS + 2)
     assert progress("q0") == {"before": 0, "so_far": ""}
-
-
-@pytest.fixture
-def drop() -> Drop:
-    return Drop()
-
-
-@pytest.fixture
-def port(drop: Drop) -> Iterator[int]:
-    """Of a server as `meshwise web` starts it."""
-    config = uvicorn.Config(
-        make_app(Server(drop=drop)), port=0, http=Patient, log_level="warning", log_config=None
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join()
-
-
-def test_a_request_that_does_not_arrive_is_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.web.run.READ_S", 0.1)
-    monkeypatch.setattr("meshwise.web.app.READ_S", 0.1)
-    head = b"POST /api/explore HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    for sent, answer in ((b"", b""), (head, b""), (head + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408")):
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-            client.sendall(sent)
-            assert client.recv(12) == answer
 
 
 def test_a_dropped_folder_is_bounded_and_gone_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

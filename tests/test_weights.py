@@ -16,8 +16,8 @@ import meshwise as mw
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config, read_config
-from meshwise.model.weights import block_weights, num_params
-from meshwise.program.block import block, shared_gradients
+from meshwise.model.weights import num_params
+from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
@@ -128,41 +128,3 @@ def test_trainable_parameters_of_adapters(name: str, trainable: int) -> None:
     assert {op.name for _, op in ops if op.is_weight_grad} == {
         f"{part}_lora_{side}" for part in ("q", "k", "v", "o", "gate", "up", "down") for side in "ab"
     }
-
-
-def test_balance_biases_do_not_train() -> None:
-    """DeepSeek-V3 moves them by a rule; everything else trains."""
-    model = find_model("deepseek-v3")
-    frozen = {
-        op.name for _, ops in parts(model, Cut(microbatch=1.0, seq=64.0)) for op in ops if op.num_frozen
-    }
-    assert frozen == {"balance_bias"}
-
-
-@given(st.sampled_from(["llama3-8b", "mixtral-8x7b", "deepseek-v3"]), st.sampled_from([0.5, 1.0]))
-def test_narrow_frozen_weights_are_widened_before_each_use(name: str, frozen_bytes: float) -> None:
-    """QLoRA: each frozen matrix of a block is read in few bits and written wide, forward and backward."""
-    model, plain = find_model(name), Cut(microbatch=1.0, seq=64.0, lora_rank=8)
-    layer = layer_kind(model, model.num_layers - 1)
-    ops = block(model, replace(plain, frozen_bytes=frozen_bytes), layer)
-    widened = [op for op in ops if op.name.endswith("_dequantize")]
-    narrow = sum(op.num_quantized for op in ops)
-    for phase in ("forward", "backward"):
-        mine = [op for op in widened if op.phase == phase]
-        assert sum(op.cost.read_bytes for op in mine) == frozen_bytes * narrow
-        assert sum(op.cost.write_bytes for op in mine) == 2.0 * narrow
-    assert len(block(model, plain, layer)) == len(ops) - len(widened)
-    vectors = sum(w.size for w in block_weights(model, layer) if not w.is_matrix or w.op == "router")
-    assert narrow + vectors == sum(w.size for w in block_weights(model, layer))
-
-
-def test_shared_gradients_are_of_norms_and_of_copied_heads() -> None:
-    """Under sequence parallelism norms see a rank's own tokens; 16 ranks hold 8 key-value heads twice."""
-    model = find_model("llama3-8b")
-    cut = Cut(microbatch=1.0, seq=64.0, tp=16.0, sequence_parallel=True)
-    norms, copies = shared_gradients(model, cut)
-    assert (norms.payload_bytes, norms.group_size) == (2 * 2 * model.hidden, 16)
-    assert (copies.payload_bytes, copies.group_size) == (2 * 2 * model.hidden * model.head_dim, 2)
-    assert [
-        op.group_size for op in shared_gradients(model, replace(cut, tp=8.0, sequence_parallel=False))
-    ] == [1]
