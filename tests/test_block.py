@@ -1,4 +1,6 @@
-"""The ops of a block: published totals, what must hold for any degrees, and arrays against loops."""
+"""The ops of a block: published totals, what must hold for any degrees, what is kept and what is alive."""
+
+from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
@@ -15,9 +17,13 @@ from meshwise.cost.op import attended_pairs
 from meshwise.model.architecture import Layer, Model
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
+from meshwise.plan.plan import Plan, parse_plan, plan_text
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
+from meshwise.program.lifetime import Script, peak_bytes, play
 from meshwise.program.op import Op, precision
+from meshwise.program.tape import Tape
+from meshwise.program.tensor import Tensor
 from meshwise.program.vocabulary import head
 from meshwise.program.walk import activations
 
@@ -231,3 +237,96 @@ def test_a_parallel_block_pays_one_pair_of_exchanges(num_norms: int, sp: bool) -
         assert axis_bytes(ops, "backward") == {"all_gather": 2 * payload, "reduce_scatter": payload}
     else:
         assert axis_bytes(ops, "forward") == axis_bytes(ops, "backward") == {"all_reduce": payload}
+
+
+# --- what selective recomputation keeps and runs again ----------------------------------------------
+
+MOE, DENSE = Layer(moe=True), Layer()
+
+
+def forward(name: str, layer: Layer, **cut: Any) -> list[Op]:
+    ops = block(find_model(name), Cut(**{"microbatch": 1.0, "seq": 4096.0} | cut), layer)
+    return [op for op in ops if op.phase == "forward"]
+
+
+def kept_mb(name: str, layer: Layer, *modules: str, **cut: Any) -> float:
+    return float(activations(forward(name, layer, recompute_modules=modules, **cut)).kept_bytes) / 1e6
+
+
+@pytest.mark.parametrize(
+    ("layer", "megabytes"),
+    # NVIDIA-NeMo/Megatron-Bridge 067f987: activations of DeepSeek-V3 at 4,096 tokens, bf16, by tensor.
+    [pytest.param(MOE, 1865.0, id="moe"), pytest.param(DENSE, 1395.0, id="dense")],
+)
+def test_deepseek_keeps_what_was_published(layer: Layer, megabytes: float) -> None:
+    assert kept_mb("deepseek-v3", layer, ep=64.0) == pytest.approx(megabytes, rel=0.003)
+
+
+def test_torchtitan_keeps_every_other_matmul() -> None:
+    # torchtitan b5bcd76, activation_checkpoint.py: 2 (4 h + kv d + f) + 4 heads bytes a token of Llama 3 8B.
+    h, kv, f, heads = 4096, 1024, 14336, 32
+    found = kept_mb("llama3-8b", DENSE, "per_op", seq=8192.0)
+    assert found == pytest.approx(8192 * (2 * (4 * h + kv + f) + 4 * heads) / 1e6)
+    ops = forward("llama3-8b", DENSE, recompute_modules=("per_op",))
+    again = {op.name: op.redone_frac for op in ops if op.kind != "collective"}
+    assert (again["out_proj"], again["fc2"], again["flash"], again["fc1"]) == (1.0, 0.0, 0.0, 0.5)
+    assert again["qkv"] == pytest.approx(kv / (h + 2 * kv))
+
+
+def test_modules_drop_what_they_name() -> None:
+    # Queries, keys and values of 128 heads, and the normed latents with their statistics, less the key that
+    # all heads share, of which they are made; the input of the experts' second matmul: 8 copies 2,048 wide.
+    whole = kept_mb("deepseek-v3", MOE, "core_attn", ep=64.0)
+    for module, bytes_a_token in (
+        ("mla_up_proj", 2 * (128 * (192 + 192 + 128) + 1536 + 512 + 4 - 64)),
+        ("moe_act", 2 * 8 * 2048),
+    ):
+        less = kept_mb("deepseek-v3", MOE, "core_attn", module, ep=64.0)
+        assert whole - less == pytest.approx(4096 * bytes_a_token / 1e6)
+    assert kept_mb("deepseek-v3", MOE, "mlp") == kept_mb("deepseek-v3", MOE)  # only dense layers have an mlp
+    assert kept_mb("llama3-8b", DENSE, "layernorm") == kept_mb("llama3-8b", DENSE)  # its norms are fused
+
+
+def test_dualpipe_with_experts_is_deepseeks_framework() -> None:
+    plan = Plan(pp=16, ep=64, dtype="fp8", schedule="dualpipe")
+    assert plan.overlap_ep and plan.dispatch == "per_rank" and plan.recompute == "selective"
+    assert plan.dispatch_dtype == plan.act_input_dtype == "fp8"
+    for key, value in (("overlap_ep", False), ("recompute", "none"), ("dispatch", "per_expert")):
+        stated = replace(plan, **{key: value, "recompute_modules": ()})
+        assert getattr(stated, key) == value and parse_plan(plan_text(stated)) == stated
+
+
+# --- what is alive follows from the ops, by brute force ---------------------------------------------
+
+TENSOR_SIZES = st.lists(st.integers(0, 100), min_size=1, max_size=12)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Op]:
+    """Kernels that each read some tensors made before; some read views."""
+    script = Script(module="m", dtype="fp32")
+    made: list[Tensor] = []
+    for i, size in enumerate(draw(TENSOR_SIZES)):
+        reads = draw(st.lists(st.sampled_from(made), max_size=3, unique=True)) if made else []
+        reads = [each.view("view", 1) if draw(st.booleans()) else each for each in reads]
+        made.append(script.kernel(f"op {i}", (size,), reads))
+    return script.events
+
+
+def alive_at(events: list[Op], place: int) -> float:
+    """Bytes of all tensors that are made up to this event and read at it or later, or made at it."""
+    total = 0.0
+    for i, event in enumerate(events[: place + 1]):
+        for tensor in event.makes:
+            is_read = any(each.memory is tensor for later in events[place:] for each in later.reads)
+            total += float(tensor.bytes) if i == place or is_read else 0.0
+    return total
+
+
+@given(programs())
+def test_alive_is_made_before_and_read_later(events: list[Op]) -> None:
+    tape = Tape("estimate")
+    play(events, tape)
+    expected = [alive_at(events, i) for i in range(len(events))]
+    assert [row["live_bytes"] for row in tape._rows] == expected
+    assert tape.peak_bytes == peak_bytes(events) == max(expected)

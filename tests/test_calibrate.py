@@ -55,7 +55,7 @@ def test_rates_are_work_by_time(samples: list[Sample]) -> None:
     assert {sample.what for sample in samples} >= set(COLLECTIVES)
 
 
-def test_the_file_is_read_back(samples: list[Sample], tmp_path: Path, meshwise: Callable[..., Any]) -> None:
+def test_the_file_is_read_back(samples: list[Sample], tmp_path: Path, meshwise: Any) -> None:
     file = tmp_path / "here.toml"
     found = from_samples(samples, "cpu", 2)
     found.write(file)
@@ -119,15 +119,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ((9, 0), ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")),
     ],
 )
-def test_dtypes_of_a_gpu(
-    capability: tuple[int, int], dtypes: tuple[str, ...], gpu: Callable[..., None]
-) -> None:
+def test_dtypes_of_a_gpu(capability: tuple[int, int], dtypes: tuple[str, ...], gpu: Any) -> None:
     gpu(capability)
     assert measure.gemm_dtypes("cuda") == dtypes
 
 
 @pytest.mark.parametrize(("side", "sets"), [(512, 64), (2048, 7), (8192, 1)])
-def test_no_operand_is_left_in_the_cache(side: int, sets: int, gpu: Callable[..., None]) -> None:
+def test_no_operand_is_left_in_the_cache(side: int, sets: int, gpu: Any) -> None:
     """A and B in bf16 are 1, 16 and 256 MiB; the cache of 50 MiB is passed twice before they come again."""
     gpu()
     operand_bytes = 2 * side * side * 2
@@ -155,7 +153,7 @@ def test_memory_of_a_gpu_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command -----------------------------------------------------------------------------------
 
 
-def test_command(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+def test_command(meshwise: Any, tmp_path: Path) -> None:
     file = tmp_path / "here.toml"
     outcome = meshwise("calibrate", "--quick", "--ranks", "1", "-o", str(file), "--json")
     document = json.loads(outcome.out)
@@ -174,7 +172,7 @@ def test_command(meshwise: Callable[..., Any], tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured(
-    words: str, code: int, sentence: str, meshwise: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    words: str, code: int, sentence: str, meshwise: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     outcome = meshwise("calibrate", *words.split())

@@ -1,7 +1,6 @@
 """A server of one's own: records of four load generators are read, and constants fitted to them."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +68,7 @@ def records(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in texts]
 
 
-def test_a_server_is_found_from_its_records(
-    meshwise: Callable[..., Any], records: list[str], tmp_path: Path
-) -> None:
+def test_a_server_is_found_from_its_records(meshwise: Any, records: list[str], tmp_path: Path) -> None:
     """From 17 % off to 1 %; the file is an engine for `serve`, which then says what it is fitted to."""
     server = str(tmp_path / "server.toml")
     files = [word for path in records for word in ("--serving", path)]
@@ -100,9 +97,7 @@ def test_a_server_is_found_from_its_records(
          '"total_output_tokens": 5}', "must be above zero"),
     ],
 )  # fmt: skip
-def test_a_bad_record_is_one_sentence(
-    meshwise: Callable[..., Any], tmp_path: Path, text: str, says: str
-) -> None:
+def test_a_bad_record_is_one_sentence(meshwise: Any, tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "bad.json").write_text(text)
     words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--out", str(tmp_path / "x.toml"))
     outcome = meshwise("calibrate", "--serving", str(tmp_path / "bad.json"), *words)

@@ -151,9 +151,7 @@ def test_a_missing_row_is_found() -> None:
     assert all(row.values["run"] is None for row in found.differences())
 
 
-def test_command_says_no_with_exit_code_1(
-    meshwise: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_says_no_with_exit_code_1(meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["compare", "ulysses", "--ranks", "4", "--no-run", "--seq", "16", "--hidden", "8", "--heads", "4"]
     agreed = meshwise(*words, "--json")
     assert agreed.code == 0 and agreed.document["agree"] is True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def test_rank_outside_the_world() -> None:
         new_tape("dry_run", 16, 16, "cpu")
 
 
-def test_command_line(meshwise: Callable[..., Any]) -> None:
+def test_command_line(meshwise: Any) -> None:
     sizes = {"--ranks": "4", "--rank": "1", "--seq": "64", "--hidden": "32", "--heads": "4"}
     words = ["dryrun", "ulysses", *(word for pair in sizes.items() for word in pair), "--json"]
     document = meshwise(*words).document

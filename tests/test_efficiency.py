@@ -54,15 +54,6 @@ def test_one_row_more_does_not_cost_a_row_of_tiles(columns):
     assert (seconds[1::2] < 1.01 * seconds[::2]).all()
 
 
-def test_idle_cores_split_a_long_sum():
-    """One tile with a long k: with the sum split it beats one core by far."""
-    alone = eff.GemmEfficiency(tiled=True, split_s=1.0)
-    shared = {"flop_per_s": 1e15, "memory_bytes_per_s": 1e15, "num_cores": 100.0, "elem_bytes": 2.0}
-    size = (128.0, 128.0, 65536.0)
-    split_s = gemm_s(*size, **shared, efficiency=replace(alone, split_s=1e-6))
-    assert split_s < 0.3 * gemm_s(*size, **shared, efficiency=alone)
-
-
 # --- attention and memory ----------------------------------------------------------------------
 
 heads = st.sampled_from([1.0, 8.0, 32.0])

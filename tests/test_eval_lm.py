@@ -1,6 +1,6 @@
 """Evaluation over ranks: the loss does not depend on how the model is spread."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_bare_run_gives_the_same_and_records_nothing(ranks: Ranks) -> None:
     assert bare.to_json()["peak_bytes"] is None
 
 
-def test_a_ledger_that_is_not_kept_cannot_be_written(meshwise: Callable[..., Any]) -> None:
+def test_a_ledger_that_is_not_kept_cannot_be_written(meshwise: Any) -> None:
     outcome = meshwise("run", "eval-lm", "--no-ledger", "--csv", "ledger.csv")
     assert (outcome.code, outcome.out) == (2, "")
     assert "--no-ledger leaves out" in outcome.err

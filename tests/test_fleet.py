@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,7 +204,7 @@ BASE = (
 
 
 def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
-    meshwise: Callable[..., Any], tmp_path: Path
+    meshwise: Any, tmp_path: Path
 ) -> None:
     words = "--rate 30 --workers 3 --router session --turns 5 --think-s 2 --shared-prefix 300"
     words += " --num-requests 600 --percentile 75 --ttft-ms 60 --json"
@@ -242,7 +241,7 @@ def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
     assert document["joule_per_output_token"] == pytest.approx(watts["wall"] / tokens_per_s)
 
 
-def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Callable[..., Any]) -> None:
+def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Any) -> None:
     load = "--rate 60 --num-requests 8000 --price 2 --json --router least-loaded"
     words = (*BASE, *load.split())
     rule = "utilization=0.8,max=9,start_s=20,every_s=10"
@@ -259,9 +258,7 @@ def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Callable[...
     assert within["within_limits_frac"] > 0.98
 
 
-def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(
-    meshwise: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise: Any, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     sessions = ("--rate", "30", "--turns", "3", "--think-s", "1", "--num-requests", "90", "--workers", "4")
     words = (*BASE, *sessions, "--router", "session", "--autoscale", "utilization=0.5,min=2,max=5")

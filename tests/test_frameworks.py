@@ -227,21 +227,3 @@ def test_deepspeed_accepts_it(tmp_path: Path) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     environment = rank | {"DS_ACCELERATOR": "cpu"}
     assert last_line(code, [str(tmp_path / "ds_config.json")], environment) == "3 64 8"
-
-
-def test_vllm_accepts_it() -> None:
-    """Its parser imports without a GPU once its platform is said to be the CPU."""
-    pytest.importorskip("vllm")
-    plan = "tp=4,dtype=fp8,weight_dtype=fp8_block,kv_dtype=fp8"
-    job = mw.launch("llama3-8b", "h100-80g-sxm:8", plan, to="vllm", batch=64, seq=4096)
-    code = (
-        "import sys, vllm.platforms; from vllm.platforms.cpu import CpuPlatform\n"
-        "vllm.platforms._current_platform = CpuPlatform()\n"
-        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
-        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "parser = FlexibleArgumentParser(); AsyncEngineArgs.add_cli_args(parser)\n"
-        "found = parser.parse_args(sys.argv[1:]); assert found.quantization in QUANTIZATION_METHODS\n"
-        "print(found.tensor_parallel_size, found.data_parallel_size, found.quantization, found.max_num_seqs)"
-    )
-    assert last_line(code, job.arguments) == "4 2 fp8_per_block 32"

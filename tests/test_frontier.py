@@ -144,22 +144,6 @@ def test_three_months_on_h100_end_where_the_paper_says(h100: Frontier) -> None:
 
 # --- properties: one layer --------------------------------------------------------------------------
 
-degree = st.sampled_from([1.0, 2.0, 3.0, 8.0, 40.0, 512.0])
-width = st.floats(256, 1e6)
-rate = st.floats(1e9, 1e13)
-
-
-@given(width, width, degree, degree, degree, rate, st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(
-    d_in: float, d_out: float, tp_in: float, tp_out: float, dp: float, bytes_per_s: float, more: float
-) -> None:
-    layer = LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp)
-    for names in (("memory_bytes_per_s",), ("inner_bytes_per_s", "outer_bytes_per_s"), ("flop_per_s_8bit",)):
-        slow = replace(H100, **dict.fromkeys(names, bytes_per_s))
-        fast = replace(H100, **dict.fromkeys(names, bytes_per_s * more))
-        assert layer_times(fast, layer, 4096.0).fwd_bwd_s <= layer_times(slow, layer, 4096.0).fwd_bwd_s
-        assert end_of_batch_s(fast, layer) <= end_of_batch_s(slow, layer)
-
 
 # --- properties and oracles: the search ----------------------------------------------------------------
 
@@ -182,13 +166,6 @@ def test_every_plan_of_the_curve_is_a_plan(h100: Frontier) -> None:
             peak = h100.device.flop_per_s_8bit / h100.run.elem_bytes
             done = point.utilization * point.devices * peak * point.training_s
             assert done == pytest.approx(point.training_flop)
-
-
-def test_failures_only_cost(h100: Frontier) -> None:
-    for ideal, failing in zip(h100.ideal.curve, h100.with_failures.curve, strict=True):
-        assert failing.utilization <= ideal.utilization
-    assert h100.with_failures.limit_80pct_flop < h100.ideal.limit_80pct_flop
-    assert h100.with_failures.wall_flop < h100.ideal.wall_flop
 
 
 @settings(deadline=None, max_examples=4)

@@ -1,6 +1,5 @@
-"""Routing of tokens to experts: distinct experts, slots, the busiest rank; samples, properties."""
+"""Mixtures of experts: routing, slots, the busiest rank, and DeepSeek-V3 as its report has it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import meshwise as mw
+from meshwise.cost.experts import met_places
 from meshwise.cost.routing import busiest_rank, distinct_experts, inclusion, slots_filled
 
 
@@ -37,7 +38,7 @@ def test_shares_slots_and_ranks(experts: int, top_k: int, skew: float, tokens: i
     assert busiest_rank(shares, 1) == pytest.approx(1)
 
 
-def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Callable[..., Any]) -> None:
+def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Any) -> None:
     base = ("qwen3-30b-a3b", "--cluster", "h200-sxm:8", "--plan", "ep=8")
     step = ("estimate", *base, "--seq", "4096")
     tight, wide, all_taken = (
@@ -63,7 +64,7 @@ def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Callable[..., An
         assert meshwise(verb, "llama3-8b", *base[1:], "--capacity-factor", "1").code == 2
 
 
-def test_measured_loads_are_a_skew_of_their_own(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+def test_measured_loads_are_a_skew_of_their_own(meshwise: Any, tmp_path: Path) -> None:
     """Counted tokens that follow a power law cost what the power law does; equal ones cost nothing."""
     base = ("deepseek-v3", "--cluster", "h200-sxm:8", "--plan", "dp=8,ep=8,dtype=fp8", "--sequences", "256")
 
@@ -82,7 +83,7 @@ def test_measured_loads_are_a_skew_of_their_own(meshwise: Callable[..., Any], tm
         assert meshwise("serve", *base, "--expert-loads", str(counts)).code == 2
 
 
-def test_copies_of_experts_spread_their_load_and_take_memory(meshwise: Callable[..., Any]) -> None:
+def test_copies_of_experts_spread_their_load_and_take_memory(meshwise: Any) -> None:
     """4 more experts in each of 58 layers of a rank, in fp8; ranks that no other number would fill."""
     base = ("deepseek-v3", "--plan", "dp=8,ep=8,dtype=fp8", "--sequences", "256", "--expert-skew", "1.2")
 
@@ -97,3 +98,56 @@ def test_copies_of_experts_spread_their_load_and_take_memory(meshwise: Callable[
     assert "imbalance=1.125" in meshwise(*rack, "--redundant-experts", "32").out  # 36 of 32 choices a rank
     for model, copies in (("deepseek-v3", "257"), ("deepseek-v3", "-1"), ("llama3-8b", "8")):
         assert meshwise("serve", model, "--cluster", "h200-sxm:8", "--redundant-experts", copies).code == 2
+
+
+# --- as DeepSeek-V3 trains them ---------------------------------------------------------------------
+
+REPORT = {"batch": 15360, "seq": 4096}
+PLAN = "pp=16,ep=64,zero=1,dtype=fp8,schedule=dualpipe"
+"""DeepSeek-V3 on 2,048 H800 (arXiv 2412.19437, sections 3 and 4.2)."""
+
+
+def report(plan: str = PLAN) -> mw.Estimate:
+    return mw.estimate("deepseek-v3", "h800-80g-sxm:2048", plan, **REPORT)
+
+
+def test_the_report_of_deepseek_v3() -> None:
+    # 180 thousand GPU-hours a trillion tokens (arXiv 2412.19437, table 1).
+    found = report()
+    gpu_hours = found.step_s * 2048 / 3600 * 1e12 / (REPORT["batch"] * REPORT["seq"])
+    assert gpu_hours == pytest.approx(180e3, rel=0.1)
+    assert found.fits
+
+
+@pytest.mark.parametrize(
+    ("places", "monte_carlo"),
+    # 40,000 tokens, 8 of 256 experts in the best 4 of 8 groups by two scores each: DeepSeek-V3's router.
+    [(8, 3.97), (4, 3.12), (2, 1.97), (16, 5.72), (64, 7.48), (32, 6.84), (128, 7.82)],
+)
+def test_places_that_limited_routing_meets(places: int, monte_carlo: float) -> None:
+    assert float(met_places(float(places), 8.0, (8.0, 4.0))) == pytest.approx(monte_carlo, rel=0.05)
+
+
+def test_fewer_nodes_are_faster_and_fp8_dispatch_sends_less() -> None:
+    base = "pp=16,ep=64,dtype=fp8,dispatch=per_rank"
+    wide, narrow = (report(f"{base},dispatch_dtype={dtype}").to_json() for dtype in ("bf16", "fp8"))
+    assert narrow["time_s"]["comm_ep"] < wide["time_s"]["comm_ep"]
+    sent = {
+        (row["op"], row["phase"]): row["payload_bytes"]
+        for row in narrow["ledger"]
+        if row["collective"] == "all_to_all" and row["module"].startswith("moe_layer")
+    }
+    # Tokens, and gradients in the backward, go out with a scale for each 128; results come back in bf16.
+    for narrow_way, wide_way in (("forward", "backward"), ("backward", "forward")):
+        there = sent["dispatch" if narrow_way == "forward" else "combine", narrow_way]
+        back = sent["dispatch" if narrow_way == "forward" else "combine", wide_way]
+        assert there / back == pytest.approx((1 + 4 / 128) / 2)
+
+
+def test_a_pair_hides_what_a_lone_microbatch_pays() -> None:
+    base = "pp=16,ep=64,dispatch=per_rank,overlap_ep="
+    alone, paired = (report(base + switch).to_json() for switch in "01")
+    assert paired["time_s"]["comm_ep"] < alone["time_s"]["comm_ep"]
+    unpaired = {row["time_s"] for row in paired["ledger"] if row["op"] == "unpaired"}
+    assert len(unpaired) == 1 and 0 < unpaired.pop() < alone["time_s"]["comm_ep"] * 16 / 120 * 1.01
+    assert sum(paired["time_s"].values()) == pytest.approx(paired["step_s"])

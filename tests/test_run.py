@@ -139,7 +139,7 @@ def test_no_gpu_is_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
         check_world(5, "cuda")
 
 
-def test_memory_that_is_not_there(meshwise: Callable[..., Any]) -> None:
+def test_memory_that_is_not_there(meshwise: Any) -> None:
     outcome = meshwise("run", "ulysses", "--ranks", "2", "--seq", "1000000", "--hidden", "4096")
     assert outcome.code == 2
     assert "this machine has" in outcome.err and "use dryrun" in outcome.err

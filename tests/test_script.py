@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_agrees_with_real_ranks(ranks: int, options: str, tmp_path: Path) -> Non
     assert fake.tensors_peak_bytes == pytest.approx(real["peak_bytes"], rel=1e-3)
 
 
-def test_a_rank_of_a_large_world(meshwise: Callable[..., Any]) -> None:
+def test_a_rank_of_a_large_world(meshwise: Any) -> None:
     words = ("--ranks", "1024", "--rank", "777", "--json", "--", *FSDP2, "--tp", "2", "--ac")
     document = meshwise("dryrun", *words).document
     assert {"program", "ranks", "rank", "device", "peak_bytes", "steps", "ledger"} <= set(document)
@@ -175,7 +174,7 @@ def test_pieces_of_scripts() -> None:
     assert written_bytes == [("forward", 16), ("backward", 16)]
 
 
-def test_an_older_torch_is_refused(tmp_path: Path, meshwise: Callable[..., Any]) -> None:
+def test_an_older_torch_is_refused(tmp_path: Path, meshwise: Any) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1+cu128'\n")
     (tmp_path / "train.py").write_text("import torch\n")
     done = meshwise("dryrun", "--ranks", "2", "--", "python", str(tmp_path / "train.py"))
@@ -217,7 +216,7 @@ half(torch.ones(4, device="cuda"))
     ],
 )
 def test_what_breaks_is_named_with_its_place(
-    rank: int, text: str, sentence: str, tmp_path: Path, meshwise: Callable[..., Any]
+    rank: int, text: str, sentence: str, tmp_path: Path, meshwise: Any
 ) -> None:
     done = meshwise("dryrun", "--ranks", "8", "--rank", str(rank), "--", *written(tmp_path, text))
     assert done.code == 1
@@ -228,7 +227,7 @@ CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": LAYERS, "n_head": 4, "
           "n_positions": 128, "tie_word_embeddings": False}  # fmt: skip
 
 
-def test_compared_with_a_stated_model(tmp_path: Path, meshwise: Callable[..., Any]) -> None:
+def test_compared_with_a_stated_model(tmp_path: Path, meshwise: Any) -> None:
     """The script has no positions and one FSDP group for embedding and head; it computes what is stated."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
@@ -254,9 +253,7 @@ def test_compared_with_a_stated_model(tmp_path: Path, meshwise: Callable[..., An
         (["ulysses", "--estimate", "llama3-8b"], "--estimate is for scripts"),
     ],
 )
-def test_a_comparison_needs_words_of_estimate(
-    words: list[str], sentence: str, meshwise: Callable[..., Any]
-) -> None:
+def test_a_comparison_needs_words_of_estimate(words: list[str], sentence: str, meshwise: Any) -> None:
     done = meshwise("compare", *words)
     assert done.code == 2
     assert sentence in done.err

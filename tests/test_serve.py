@@ -1,6 +1,5 @@
 """Serving: weights and cache by hand, figures of published servers, and what is refused."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -214,7 +213,7 @@ def test_context_parallel_prompts_share_work_and_cache() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_command(meshwise: Callable[..., Any]) -> None:
+def test_command(meshwise: Any) -> None:
     words = ["serve", "deepseek-v3", "--cluster", "h200-sxm:8", "--plan", "tp=8,ep=8,dtype=fp8"]
     document = meshwise(*words, "--sequences", "1,64", "--token-ms", "40", "--json").document
     assert [row["sequences"] for row in document["passes"]] == [1, 64]
@@ -286,7 +285,7 @@ def test_guesses_pay_as_often_as_they_are_right(drafts: int, acceptance: float) 
     assert est.weight_bytes(of) > est.weight_bytes(plain)
 
 
-def test_speculation_on_the_command_line(meshwise: Callable[..., Any]) -> None:
+def test_speculation_on_the_command_line(meshwise: Any) -> None:
     base = ("serve", "llama3-70b", "--cluster", "h200-sxm:4", "--sequences", "4", "--concurrency", "4")
     words = ("--speculate", "drafts=3,accept=0.8", "--draft-model", "llama3-8b", "--json")
     fast, slow = (meshwise(*base, *more).document for more in (words, ("--json",)))

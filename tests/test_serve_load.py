@@ -1,7 +1,6 @@
 """Serving under load: closed forms of queues, conservation, what engines do differently, traces, command."""
 
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,7 @@ def test_a_full_cache_preempts_or_waits() -> None:
 # --- engines -------------------------------------------------------------------------------------
 
 
-def test_printed_passes_are_those_of_the_engine(meshwise: Callable[..., Any]) -> None:
+def test_printed_passes_are_those_of_the_engine(meshwise: Any) -> None:
     """vLLM reads an 8-bit cache on Hopper like one of 16 bits, and pads 33 sequences to 40."""
     base = "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1,kv_dtype=fp8 --sequences 33,40"
     load = ("--prompt", "4000", "--output", "200", "--concurrency", "4", "--json")
@@ -223,7 +222,7 @@ pools,disagg,gb200,trtllm,deepseek-ai/DeepSeek-R1,fp4,,,,,1024,128,8,1,4,1,4,1,3
 """
 
 
-def test_measured_points_of_two_pools(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+def test_measured_points_of_two_pools(meshwise: Any, tmp_path: Path) -> None:
     (tmp_path / "points.csv").write_text(POOLS)
     document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
     ttft, tpot, rate = (row["predicted"] for row in document["rows"])
@@ -232,7 +231,7 @@ def test_measured_points_of_two_pools(meshwise: Callable[..., Any], tmp_path: Pa
     assert rate == pytest.approx(8 * output / (ttft + (output - 1) * tpot) / 16, rel=0.02)
 
 
-def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+def test_measured_points_are_predicted_or_say_why_not(meshwise: Any, tmp_path: Path) -> None:
     (tmp_path / "points.csv").write_text(POINTS)
     document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
     rows = {(row["id"], row["quantity"]): row for row in document["rows"]}
@@ -374,7 +373,7 @@ RATE = ("--rate", "5")
 
 
 @pytest.mark.parametrize("load", [LOAD, RATE, ("--requests", "trace.csv")])
-def test_command(meshwise: Callable[..., Any], tmp_path: Path, load: tuple[str, ...]) -> None:
+def test_command(meshwise: Any, tmp_path: Path, load: tuple[str, ...]) -> None:
     (tmp_path / "trace.csv").write_text(TRACES["ours.csv"])
     words = [word.replace("trace.csv", str(tmp_path / "trace.csv")) for word in load]
     document = meshwise(*BASE, *words, "--json").document

@@ -1,7 +1,6 @@
 """How many GPUs: the screen agrees with pass prices and the simulation, trade-offs are, prices add up."""
 
 import csv
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -146,7 +145,7 @@ BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:4,h200-sxm:4", "--promp
 LIMITS = ("--rate", "10", "--ttft-ms", "500", "--token-ms", "20", "--num-requests", "200")
 
 
-def test_command_names_layout_workers_and_price(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+def test_command_names_layout_workers_and_price(meshwise: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = ("--csv", str(tmp_path / "all.csv"), "--plot", str(tmp_path / "trade.svg"), "--price", "2")
     document = meshwise(*BASE, *LIMITS, *files, "--json").document
@@ -164,7 +163,7 @@ def test_command_names_layout_workers_and_price(meshwise: Callable[..., Any], tm
     assert first.startswith("1 GPU holds") and "max_sequences=" in first
 
 
-def test_trade_offs_need_no_load(meshwise: Callable[..., Any]) -> None:
+def test_trade_offs_need_no_load(meshwise: Any) -> None:
     document = meshwise(*BASE, "--pareto", "--json").document
     users = [row["tokens_per_s_per_user"] for row in document["sizing"]["pareto"]]
     assert len(users) > 2 and users == sorted(users, reverse=True)
@@ -172,7 +171,7 @@ def test_trade_offs_need_no_load(meshwise: Callable[..., Any]) -> None:
     assert "trade-offs" in meshwise(*BASE, "--pareto").out
 
 
-def test_limits_that_nothing_keeps_are_a_no(meshwise: Callable[..., Any]) -> None:
+def test_limits_that_nothing_keeps_are_a_no(meshwise: Any) -> None:
     words = (*BASE, "--rate", "10", "--token-ms", "0.01")
     outcome = meshwise(*words)
     assert outcome.code == 1
@@ -190,7 +189,7 @@ def test_limits_that_nothing_keeps_are_a_no(meshwise: Callable[..., Any]) -> Non
     ],
 )
 def test_a_cluster_without_a_plan_is_answered(
-    meshwise: Callable[..., Any], model: str, cluster: str, instances: int, gpus: int
+    meshwise: Any, model: str, cluster: str, instances: int, gpus: int
 ) -> None:
     """tp=64 of 64 GPUs is refused: instances of a node, or of so many as the model needs."""
     document = meshwise("serve", model, "--cluster", cluster, "--json").document

@@ -1,6 +1,5 @@
 """Figures of a server that has settled: closed forms, a queue that grows, clients of equal requests."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ def test_clients_of_equal_requests_do_not_run_in_step() -> None:
     assert median[0] > 5 * median[1]
 
 
-def test_command_says_what_counts_and_whether_it_holds(meshwise: Callable[..., Any]) -> None:
+def test_command_says_what_counts_and_whether_it_holds(meshwise: Any) -> None:
     base = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8", "--rate")
     window = meshwise(*base, "5", "--json").document["window"]
     assert window["is_settled"] and window["num_counted"] < window["num_simulated"]

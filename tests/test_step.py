@@ -1,20 +1,37 @@
-"""A whole step: published facts, parts that sum, grids against single plans, others' known mistakes."""
+"""A whole step: published facts, the time of its ops, where layers are placed, the loss, fsdp2."""
 
+from __future__ import annotations
+
+import itertools
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+import meshwise as mw
+from meshwise.core.errors import MeshwiseError
+from meshwise.cost.schedule import SCHEDULES
 from meshwise.cost.simulate import Timeline
+from meshwise.estimate.grid import price_grid
 from meshwise.estimate.one_plan import TIME_PARTS, Estimate, estimate, model_flop
+from meshwise.estimate.priced_part import Wait, price_parts
 from meshwise.estimate.step import play, price_step
-from meshwise.estimate.timing import machine
+from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import find_cluster
+from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
 from meshwise.plan.mesh import resolve
-from meshwise.plan.plan import parse_plan
-from meshwise.plan.stages import stages_of
+from meshwise.plan.plan import CP_KINDS, RECOMPUTE, Plan, parse_plan
+from meshwise.plan.stages import layers_of_chunks, stages_of
 from meshwise.plan.workload import Workload
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.vocabulary import head
+from meshwise.search.best_plans import found_at
 
 GIB = 2**30
 
@@ -180,3 +197,241 @@ def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
     again = with_it.ledger.where(phase="recompute")
     assert again.total("flop") == pytest.approx(layers.total("flop"), rel=1e-12)
     assert len(without.ledger.where(phase="recompute")) == 0
+
+
+# --- layers on stages -------------------------------------------------------------------------------
+
+SMALL = ("llama3-8b", "gpt3-175b", "qwen3-0.6b", "llama3-70b")
+
+
+def placed(model: str | mw.Model, pp: int, plan: str, cluster: str = "h100-80g-sxm") -> mw.Estimate:
+    return mw.estimate(model, f"{cluster}:{pp}", f"pp={pp},{plan}", batch=32, seq=1024)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(SMALL), st.integers(4, 11), st.integers(2, 4), st.sampled_from(["1f1b", "zb-h1", "gpipe"])
+)
+def test_no_placement_has_a_faster_slowest_stage(name: str, layers: int, pp: int, schedule: str) -> None:
+    model = replace(mw.find_model(name), num_layers=layers)
+    of = placed(model, pp, f"schedule={schedule}")
+    seconds = [part.forward_s + part.backward_s + part.weight_s for part in of.step.parts.values()]
+    embedding, layer, head = map(float, seconds)
+    slowest = min(
+        max(sizes[0] * layer + embedding, *(size * layer for size in sizes[1:-1]), sizes[-1] * layer + head)
+        for sizes in itertools.product(range(layers + 1), repeat=pp)
+        if sum(sizes) == layers
+    )
+    assert float(of.pace.time.total_s) == pytest.approx(slowest, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("pp", "plan"), [(4, "schedule=1f1b"), (4, "schedule=zb-v"), (2, "vpp=2"), (4, "schedule=dualpipe")]
+)
+def test_stages_that_are_stated_as_they_are_placed_cost_the_same(pp: int, plan: str) -> None:
+    of = placed("llama3-8b", pp, plan)
+    sizes = "-".join(map(str, layers_of_chunks(of.model, of.mesh)))
+    assert any(f"stages={sizes};" in note for note in of.notes())
+    again = placed("llama3-8b", pp, f"{plan},stages={sizes}")
+    assert (again.step_s, again.memory_bytes) == (of.step_s, of.memory_bytes)
+    even = placed("llama3-8b", pp, f"{plan},stages=even")
+    assert len(set(layers_of_chunks(even.model, even.mesh))) == 1
+    assert of.step_s < even.step_s
+
+
+@pytest.mark.parametrize("plan", ["pp=4,vpp=4,ep=64", "pp=8,vpp=2,ep=32", "pp=8,vpp=4,ep=32"])
+def test_short_ends_take_as_long_as_they_do_played(plan: str) -> None:
+    of = mw.estimate("deepseek-v3", "gb200:256", f"{plan},dtype=fp8", batch=2048, seq=4096)
+    played = play(of.model, of.mesh, of.step, of.machine, hop_s=float(of.step.hop_s))
+    found_s = float(of.step.work_s + of.step.bubble_s + of.step.comm_pp_s)
+    assert found_s == pytest.approx(played.makespan_s, rel=0.02)
+
+
+# --- the loss: what is fused of it says what it holds and what it moves -----------------------------
+
+LOGITS = 8 * 4096 * 151_936
+HEAD_PLAN = "dtype=bf16,zero=0,software={},loss_fusion={},tp={}"
+"""Of a small model with a large vocabulary, whose peak is at its head."""
+
+
+def at_the_head(software: str, fusion: str, tp: int) -> mw.Estimate:
+    plan = HEAD_PLAN.format(software, fusion, tp)
+    return mw.estimate("qwen3-0.6b", f"h200-sxm:{tp}", plan, batch=8, seq=4096, microbatch=8)
+
+
+@pytest.mark.parametrize(
+    ("software", "fusion", "tp", "held", "moved"),
+    [  # bytes a logit: what an allocator books, and what kernels read and write
+        ("megatron-2024", "none", 1, 6, 52),
+        ("megatron-2024", "kernels", 1, 6, 32),
+        ("megatron-2024", "in_place", 2, 2, 10),
+        ("megatron-2024", "log_probs", 1, 18, 116 + 16 * 8),  # 16 for each of 8 sequences
+        ("torch-2024", "none", 1, 14, 48),
+        ("torch-2024", "none", 2, 18, 76),
+        ("torch-2024", "kernels", 2, 4, 8),
+    ],
+)
+def test_kernels_of_a_loss_are_its_memory_and_its_traffic(
+    software: str, fusion: str, tp: int, held: float, moved: float
+) -> None:
+    """Megatron-LM core/tensor_parallel/cross_entropy.py, PyTorch SoftMax.cu, counted by hand."""
+    of = at_the_head(software, fusion, tp)
+    rows = of.ledger.where(module="head", op="cross_entropy").rows()
+    kernels = [row for row in rows if not row["collective"]]
+    found = sum(row["count"] * (row["read_bytes"] + row["write_bytes"]) for row in kernels)
+    assert found * tp == pytest.approx(moved * LOGITS)
+    beyond = of.memory_bytes["buffers"] - at_the_head(software, "in_place", tp).memory_bytes["buffers"]
+    assert beyond * tp == pytest.approx((held - 2) * LOGITS)
+
+
+def test_what_software_fuses() -> None:
+    """As it does unless a plan says so; PyTorch's own parts and transformers do not."""
+    for software, fusion in (
+        ("megatron-2020", "none"),
+        ("megatron-2024", "kernels"),
+        ("torch-2023", "kernels"),
+    ):
+        stated, left = (
+            mw.estimate("llama3-8b", "h100-80g-sxm:8", f"tp=8,software={software}{text}", batch=8, seq=4096)
+            for text in (f",loss_fusion={fusion}", "")
+        )
+        assert stated.to_json()["memory_bytes"] == left.to_json()["memory_bytes"]
+        assert stated.step_s == left.step_s
+    with pytest.raises(mw.MeshwiseError, match="use loss_fusion=none"):
+        mw.estimate(
+            "llama3-8b", "h100-80g-sxm:8", "implementation=fsdp2,loss_fusion=in_place", batch=8, seq=4096
+        )
+
+
+# --- implementations: what fsdp2 is told, and that its grid of plans is its plans -------------------
+
+FSDP2 = Plan(implementation="fsdp2", zero=3)
+CLUSTER = find_cluster("h100-80g-sxm:64")
+LOAD = Workload(batch=256, seq=4096)
+VALUES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 8, 16), "cp": (1, 2), "cp_kind": CP_KINDS, "pp": (1, 2, 4), "vpp": (1, 2, 4),
+    "schedule": SCHEDULES, "ep": (1, 8), "etp": (1, 2), "zero": (1, 3), "recompute": RECOMPUTE,
+    "microbatch": (1, 2), "overlap_dp": (True, False), "optimizer": ("adam", "sgd"),
+}  # fmt: skip
+
+
+def price(model: str, plan: Plan, microbatch: int = 1) -> Estimate:
+    return estimate(find_model(model), CLUSTER, plan, replace(LOAD, microbatch=microbatch))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.sampled_from(["llama3-8b", "mixtral-8x7b", "gpt3-13b"]))
+def test_a_grid_of_fsdp2_is_its_plans(data: st.DataObject, model: str) -> None:
+    """Every cell, with its time and memory; a plan that is refused has none."""
+    keys = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=3, unique=True))
+    space = {key: VALUES[key] for key in keys}
+    base = {"implementation": "fsdp2", "zero": 3, "etp": 1 if model == "mixtral-8x7b" else None}
+    found = {}
+    one_each = {key: (value,) for key, value in base.items()}
+    for cells in price_grid(find_model(model), CLUSTER, LOAD, one_each | space):
+        for cell in np.flatnonzero(~np.broadcast_to(cells.broken, cells.shape)):
+            one = found_at(cells, int(cell))
+            found[one.plan, one.microbatch] = one.step_s, one.memory_bytes
+    plans = set()
+    for values in itertools.product(*space.values()):
+        stated = dict(zip(keys, values, strict=True))
+        microbatch = stated.pop("microbatch", 1)
+        try:
+            plan = Plan(**base | stated)
+            of = price(model, plan, microbatch)
+        except MeshwiseError:
+            continue
+        if plan.cp == 1:  # a grid has one cell for all kinds
+            plan = replace(plan, cp_kind="ring")
+        plans.add((plan, microbatch))
+        assert found[plan, microbatch] == pytest.approx((of.step_s, of.memory_bytes["total"]), rel=1e-12)
+    assert plans == set(found)
+
+
+@pytest.mark.parametrize("plan", ["tp=2,recompute=full", "pp=4,vpp=4", "pp=2,schedule=zb-v"])
+@pytest.mark.parametrize("rank", [0, 13, 63])
+def test_the_rows_of_any_rank_add_up_to_the_step(plan: str, rank: int) -> None:
+    keys = dict(item.split("=") for item in plan.split(","))
+    of = price("llama3-8b", replace(FSDP2, **{k: int(v) if v.isdigit() else v for k, v in keys.items()}))
+    ledger = of.rank_ledger(rank)
+    assert ledger.total("time_s") == pytest.approx(of.step_s, rel=1e-12)
+    assert set(ledger["rank"]) == {rank}
+    if rank == 0:
+        assert ledger.to_json() == of.ledger.where(rank=0).to_json()
+
+
+def test_all_shards_are_the_weights() -> None:
+    """Over all ranks the states are 16 bytes a weight, and once more for what tensor parallelism copies."""
+    of = price("llama3-8b", replace(FSDP2, tp=2))
+    held = [
+        of.rank_ledger(rank).where(module="memory", op=("weights", "gradients", "optimizer"))
+        for rank in range(64)
+    ]
+    norms = (2 * 32 + 1) * 4096
+    total = sum(ledger.total("live_bytes") for ledger in held)
+    assert total == 16 * (of.to_json(ledger=False)["model"]["num_params"] + norms)
+
+
+# --- the time of ops: the bare roofline, and what a real machine adds -------------------------------
+
+GPT3 = find_model("gpt3-175b")
+
+
+def ideal(cluster: str) -> Machine:
+    return machine(find_cluster(cluster), "bf16", ideal=True)
+
+
+def test_an_ideal_op_takes_its_roofline() -> None:
+    on = ideal("a100-80g-sxm:8")
+    ops = block(GPT3, Cut(microbatch=1.0, seq=2048.0, tp=8.0, sequence_parallel=True, flash=False))
+    for op, time in zip(ops, op_times(ops, on), strict=True):
+        if op.kind == "collective":
+            continue
+        peak = on.base.matrix_flop_per_s if op.kind == "matmul" else on.base.vector_flop_per_s
+        moved = op.cost.read_bytes + op.cost.write_bytes
+        roofline_s = on.roofline_s(op)
+        assert roofline_s == pytest.approx((op.cost.flop / peak, moved / on.base.memory_bytes_per_s))
+        assert time == pytest.approx(max(roofline_s))
+
+
+@pytest.mark.parametrize("chip", ["a100-80g-sxm:64", "h100-80g-sxm:64", "h200-sxm:64", "b200-sxm:64"])
+def test_a_real_machine_never_beats_its_data_sheet(chip: str) -> None:
+    ops = block(GPT3, Cut(microbatch=1.0, seq=2048.0, tp=8.0, sequence_parallel=True))
+    real = op_times(ops, machine(find_cluster(chip), "bf16"))
+    for op, ours, best in zip(ops, real, op_times(ops, ideal(chip)), strict=True):
+        assert ours >= 0.95 * best if op.kind == "collective" else ours >= ideal(chip).roofline_s(op)[0], (
+            op.name
+        )
+
+
+@pytest.mark.parametrize("vocab, halvings", [(50304, 0), (50260, 1), (50258, 2), (50257, 3)])
+def test_a_vocabulary_off_16_bytes_takes_its_halvings_longer(vocab: int, halvings: int) -> None:
+    on = machine(find_cluster("a100-80g-sxm:8"), "fp16", overheads=NONE)
+    pays = replace(on, overheads=Overheads(unaligned_frac=0.5))
+    ops = [
+        op for op in head(replace(GPT3, vocab=vocab), Cut(microbatch=1.0, seq=2048.0)) if op.kind == "matmul"
+    ]
+    assert len(ops) == 3
+    for fast, slow in zip(op_times(ops, on), op_times(ops, pays), strict=True):
+        assert slow == pytest.approx(fast * (1.0 + 0.5 * halvings))
+
+
+def test_launches_that_block_add_up_with_the_kernels() -> None:
+    on = machine(find_cluster("a100-80g-sxm:8"), "bf16", overheads=NONE)
+    ops = block(GPT3, Cut(microbatch=1.0, seq=2048.0))
+
+    def host_s(blocks: bool) -> float:
+        pays = replace(on, overheads=Overheads(host_s=1e-5, launches_block=blocks))
+        rows = price_parts({"layer": ops}, pays)["layer"].rows
+        return sum(row.spent_s for row in rows if isinstance(row, Wait) and row.phase == "forward")
+
+    launches = sum(op.phase == "forward" and op.kind != "collective" for op in ops)
+    assert host_s(False) == 0.0  # the kernels of GPT-3 are longer than their launches
+    assert host_s(True) == pytest.approx(1e-5 * launches)
+
+
+def test_the_clock_follows_the_cube_root_of_the_power() -> None:
+    pays = Overheads(joule_per_flop={"bf16": 1e-12}, full_watts=FULL_WATTS["hopper"])
+    assert pays.sustained_flop_per_s("bf16", 700.0) == pytest.approx(700e12)
+    assert pays.sustained_flop_per_s("bf16", 87.5) == pytest.approx(350e12)
+    assert pays.sustained_flop_per_s("bf16", 0.0) == float("inf")

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, message, write_trace
-from meshwise.trace.critical_path import critical_path
 from meshwise.trace.operators import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
 
@@ -151,14 +150,6 @@ def test_messages_of_a_pipeline(tmp_path_factory, arrivals, data):
         assert one.bytes == 1000 * hop
 
 
-def test_message_whose_other_side_is_missing(tmp_path):
-    write_trace(tmp_path / "rank-0.json", [message("send", 0, 10, 5, 1), message("send", 20, 10, 5, 3)], 0)
-    write_trace(tmp_path / "rank-1.json", [message("recv", 4, 6, 5, 0)], 1)
-    found = {one.group: one for one in summarize_paths([tmp_path]).collectives}
-    assert found["0->1"].wait_s == {0: pytest.approx(4e-6), 1: 0.0} and found["0->1"].last_rank == 1
-    assert (found["0->3"].name, found["0->3"].num_ranks) == ("send", 1)
-
-
 @pytest.mark.parametrize("stages", [(0, 1), (1, 3)])
 def test_buffered_messages(tmp_path, stages):
     """Gloo: a send is over at once; the receiver's waiting is what passed before the send began.
@@ -270,24 +261,3 @@ def test_gloo_reduces_all_to_scatter(tmp_path):
         ]
         write_trace(tmp_path / f"rank-{rank}.json", events, rank, 2)
     assert [one.name for one in summarize_paths([tmp_path]).collectives] == ["reduce_scatter", "all_reduce"]
-
-
-def test_worker_threads_may_begin_calls_in_another_order(tmp_path):
-    """Two calls go to two threads of gloo; on every second rank and step the later one begins first."""
-    num = 4
-    for rank in range(num):
-        events = []
-        for step in range(6):
-            at, late = 1000.0 * step, 300.0 * (rank == 2)
-            ends = (at + 400, at + 420)
-            events.append(host("user_annotation", f"ProfilerStep#{step}", at, 990))
-            events += [host("cpu_op", "c10d::allreduce_", at + 10 + late, 2)]
-            events += [host("cpu_op", "c10d::alltoall_base_", at + 20 + late, 2)]
-            first = 30 + late, 32 + late
-            begins = first if (rank + step) % 2 else first[::-1]
-            for name, begin, end, tid in zip(("all_reduce", "all_to_all"), begins, ends, (2, 3), strict=True):
-                events.append(host("user_annotation", f"gloo:{name}", at + begin, end - at - begin, tid))
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, num)
-    found = summarize_paths([tmp_path])
-    assert len(found.collectives) == 12 and all(one.num_ranks == num for one in found.collectives)
-    assert found.findings[0].ranks == (2,) and critical_path(found).what_if

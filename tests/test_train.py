@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,7 @@ def counted_peak(options: Any) -> float:
     return peak(dry_run("train", options, ranks=2, device="cpu").ledger)
 
 
-def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Callable[..., Any]) -> None:
+def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Any) -> None:
     """The second begins with the optimizer's states, which are there at the peak; a third is like it."""
     words = ("--model", MODELS["llama"], "--plan", "zero=1", "--seq", "16", "--device", "cpu")
     peaks = {}

@@ -7,7 +7,6 @@ import json
 import math
 import statistics
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,18 +240,6 @@ def test_uneven_layers_leave_room_for_the_ends() -> None:
     assert chunks is not None and len(chunks) == 64 and sum(chunks) == 126 and chunks[0] == chunks[-1] == 1
 
 
-def test_models_are_the_catalogs_where_the_name_and_width_agree() -> None:
-    found = runs()
-    deepseek = express(found[MIXTURE]).model
-    assert deepseek.mla is not None and deepseek.moe is not None
-    assert (deepseek.num_layers, deepseek.moe.first_dense_layers) == (4, 1)
-    unnamed = express(restated(found[MIXTURE], model="mine")).model
-    assert unnamed.mla == deepseek.mla
-    gpt = express(found["mpt-045"]).model
-    assert not gpt.gated and gpt.dropout_frac == 0.0
-    assert express(found["internevo-tp1-z8-32"]).model.gated
-
-
 def test_vocabularies_are_padded_as_the_framework_does() -> None:
     run = restated(runs()["kort22-22B-full"], vocab=50257)
     assert express(run).model.vocab == 51200  # 50 x 128 x tp, as Megatron-LM prints it
@@ -382,9 +369,7 @@ def test_a_fit_finds_the_constant_that_made_the_data() -> None:
     }
 
 
-def test_a_fit_is_one_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshwise: Callable[..., Any]
-) -> None:
+def test_a_fit_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshwise: Any) -> None:
     """What speaks against the constants is in it, nothing is written, and the exit code says no."""
     refused = StepFit(START, 0.1, 0.2, "", ("skew_s ends at its limit",))
     monkeypatch.setattr(fit_steps, "priced_runs", lambda paths: [])
