@@ -1,4 +1,4 @@
-"""What holds for every verb: examples that can be typed, defaults from a file, one sentence for bad input."""
+"""What holds for every verb: help with examples that can be typed, defaults from a file, the version."""
 
 import os
 import shlex
@@ -145,18 +145,3 @@ def test_a_file_that_was_found_gives_defaults_of_answers_alone(
     assert (done.code, done.out) == (2, "")
     assert "meshwise --config meshwise.toml" in done.err
     assert meshwise("--config", "meshwise.toml", "list", "models").code == 0
-
-
-# --- bad input --------------------------------------------------------------------------------------
-
-DATA = Path(__file__).parent / "data"
-LINES = [line for line in (DATA / "refusals.txt").read_text().splitlines() if "=>" in line]
-CASES = [tuple(part.strip() for part in line.split("=>")) for line in LINES]
-
-
-@pytest.mark.parametrize(("command", "says"), CASES, ids=[command for command, _ in CASES])
-def test_bad_input_is_one_sentence(meshwise: Any, command: str, says: str) -> None:
-    done = meshwise(*shlex.split(command.replace("DATA", str(DATA))))
-    assert (done.code, done.out) == (2, "")
-    assert says in done.err
-    assert done.err.count("\n") == 1
