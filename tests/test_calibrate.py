@@ -159,22 +159,3 @@ def test_command(meshwise: Any, tmp_path: Path) -> None:
     document = json.loads(outcome.out)
     assert document["file"] == str(file) and document["num_ranks"] == 1
     assert find_cluster(str(file)).chip.memory_bytes_per_s > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        ("--device tpu", 2, "--device tpu is unknown"),
-        ("--device cuda", 3, "no CUDA device"),
-        ("--ranks -1", 2, "-1 ranks; a world has at least one"),
-        ("--ranks 100000", 2, "more than this machine takes"),
-        ("-o no/such/folder.toml", 2, "there is no folder no/such"),
-    ],
-)
-def test_what_cannot_be_measured(
-    words: str, code: int, sentence: str, meshwise: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    outcome = meshwise("calibrate", *words.split())
-    assert (outcome.code, outcome.out) == (code, "")
-    assert sentence in outcome.err

@@ -131,8 +131,3 @@ def test_what_is_no_rate_is_refused(tmp_path, meshwise, job, words):
         calibrate_from([tmp_path])
     done = meshwise("calibrate", "--from", str(tmp_path), "-o", str(tmp_path / "my.toml"))
     assert done.code == 2 and words in done.err and not (tmp_path / "my.toml").exists()
-
-
-def test_options_that_do_not_fit(meshwise, tmp_path):
-    for words in (("--from", str(tmp_path), "--quick"), ("--steps", "3")):
-        assert meshwise("calibrate", *words, "-o", str(tmp_path / "my.toml")).code == 2

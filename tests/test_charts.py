@@ -129,14 +129,6 @@ def test_the_ending_names_the_format(meshwise, tmp_path: Path, suffix: str, star
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("name", ["step.jpeg", "step"])
-def test_what_cannot_be_drawn_is_one_sentence(meshwise, tmp_path: Path, name: str) -> None:
-    words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:4", "--plan", "tp=4", "--batch", "1")
-    done = meshwise(*words, "--plot", str(tmp_path / name))
-    assert (done.code, done.err.count("\n")) == (2, 1) and ".png, .svg, .pdf" in done.err
-    assert not list(tmp_path.iterdir())
-
-
 PLANS = (
     *("tp=8", "tp=8,pp=4,schedule=gpipe", "tp=8,pp=4", "tp=8,pp=4,schedule=zb-h1"),
     *("tp=8,pp=4,vpp=2,schedule=interleaved", "tp=8,pp=4,vpp=2,schedule=zb-v", "tp=8,pp=4,schedule=dualpipe"),
@@ -165,10 +157,3 @@ def test_the_timeline_is_the_step(plan: str) -> None:
     # The closed form of the bubble takes the stages at their mean, which the ends of the model are not.
     end_s = max(event["ts"] + event["dur"] for event in work) / 1e6
     assert end_s == pytest.approx(step.step_s, rel=1e-6 if step.plan.pp == 1 else 0.03)
-
-
-def test_what_has_no_timeline_says_so(meshwise, tmp_path: Path) -> None:
-    words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--batch", "1")
-    done = meshwise(*words, "--kind", "prefill", "--trace", str(tmp_path / "x.json"))
-    assert (done.code, done.err.count("\n")) == (2, 1) and "use kind train" in done.err
-    assert not list(tmp_path.iterdir())

@@ -108,15 +108,6 @@ def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(m
 
 
 @pytest.mark.parametrize(
-    "words, says",
-    [(("--pue", "0.9", "--tokens", "1e9"), "at least 1"), (("--carbon", "400"), "add --tokens")],
-)
-def test_a_bill_that_makes_no_sense_is_refused(meshwise, words, says) -> None:
-    done = meshwise(*BASE, *words)
-    assert done.code == 2 and says in done.err
-
-
-@pytest.mark.parametrize(
     ("job", "said"),
     [
         ("llama3-70b --cluster h100-80g-sxm:64 --plan tp=8,pp=4 --batch 128 --seq 8192", "of one that fits"),

@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.errors import MeshwiseError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
@@ -106,34 +105,6 @@ def test_every_field_of_a_workload_is_used_or_refused(convention: str, load: dic
 def test_what_a_convention_does_anyway_may_be_stated(convention: str, stated: dict[str, str]) -> None:
     base = BASES[convention][2][0]
     assert answer(convention, base | stated) == answer(convention, base)
-
-
-def test_a_refusal_names_the_value_and_what_is_known() -> None:
-    with pytest.raises(PlanError) as error:
-        answer("nersc-2024-02", {"tp": "4", "zero": "3"})
-    assert str(error.value) == (
-        "convention nersc-2024-02 does not price zero=3, only zero=1 or zero=0; use convention default"
-    )
-
-
-def test_the_notebook_prices_one_group() -> None:
-    with pytest.raises(PlanError, match="4 chips of which tp=2 are used"):
-        answer("nersc-2024-02", {"tp": "2"})
-    with pytest.raises(PlanError, match="in one piece"):
-        answer("nersc-2024-02", {"tp": "4"}, batch=8, microbatch=2)
-
-
-@pytest.mark.parametrize("convention", BASES)
-@pytest.mark.parametrize("option", ["--tokens", "--price", "--watts", "--plot", "--trace"])
-def test_options_of_other_conventions_are_refused(
-    convention: str, option: str, meshwise: Any, tmp_path: Path
-) -> None:
-    value = str(tmp_path / "file.png") if option in ("--plot", "--trace") else "1e9"
-    words = ("estimate", "gpt3-175b", "--cluster", "nersc-notebook", "--plan", "tp=4", "--batch", "1")
-    done = meshwise(*words, "--convention", convention, option, value)
-    assert done.code == 2
-    assert convention in done.err or "this convention" in done.err
-    assert not list(tmp_path.iterdir())
 
 
 def test_ideal_is_the_default_path_and_refuses_nothing(meshwise: Any) -> None:

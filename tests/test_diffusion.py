@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import meshwise as mw
-from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.one_plan import model_flop
 from meshwise.model.find import find_model
 from meshwise.model.inputs import with_latent
@@ -96,22 +95,3 @@ def test_published_times_are_met_where_kernels_are_those_of_the_chip() -> None:
     assert len(errors) == 47 and len(usual) == 35
     assert median(map(abs, usual)) < 0.16
     assert max(usual) < 0.25 and min(usual) > -0.5
-
-
-@pytest.mark.parametrize(
-    ("model", "more", "says"),
-    [
-        ("llama3-8b", {"kind": "sampling"}, "is of diffusion transformers, and llama3-8b is none"),
-        ("llama3-8b", {"frames": 9}, "makes no images"),
-        ("wan2.1-14b", {"frames": 80}, "1 \\+ a multiple of 4 frames"),
-        ("flux", {"frames": 9}, "makes 1 frames"),
-        ("flux", {"image_size": "1000x1000"}, "multiples of 16 pixels"),
-        ("flux", {"seq": 4096}, "has 4608 tokens, not 4096"),
-        ("flux", {"steps": 20}, "are of kind=sampling"),
-        ("flux", {"kind": "sampling", "batch": 1}, "do not divide by dp=8"),
-        ("flux", {"kind": "decode"}, "does not generate text"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(model: str, more: dict[str, Any], says: str) -> None:
-    with pytest.raises(MeshwiseError, match=says):
-        mw.estimate(model, "h100-80g-sxm:8", **more)

@@ -27,11 +27,6 @@ def test_every_answer_is_told():
     assert told == [(1, 3), (2, 3), (3, 3)] and list(each(operator.neg, [1])) and len(told) == 3
 
 
-def test_a_cluster_that_would_do_nothing_is_refused(meshwise, tmp_path):
-    done = meshwise("fit", "--data", str(tmp_path), "--only", "ops", "--ray", "a:1")
-    assert done.code == 2 and "--ray is for the rows of steps" in done.err
-
-
 def test_what_a_function_raises_is_raised_and_what_dies_is_lost():
     with pytest.raises(ValueError, match="invalid literal"):
         dict(each(int, ["1", "x"], jobs=2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwise.core.errors import MeshwiseError, ModelError, PlanError, WorkloadError
+from meshwise.core.errors import WorkloadError
 from meshwise.runtime.launch import RankPlace, Ranks
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs.eval_lm import Options, check
@@ -88,12 +88,6 @@ def test_bare_run_gives_the_same_and_records_nothing(ranks: Ranks) -> None:
     assert bare.to_json()["peak_bytes"] is None
 
 
-def test_a_ledger_that_is_not_kept_cannot_be_written(meshwise: Any) -> None:
-    outcome = meshwise("run", "eval-lm", "--no-ledger", "--csv", "ledger.csv")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "--no-ledger leaves out" in outcome.err
-
-
 # --- text and positions ----------------------------------------------------------------------------
 
 
@@ -111,28 +105,6 @@ def test_positions_are_those_of_fairseq() -> None:
 
 
 # --- what is refused -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks_", "options", "error", "says"),
-    [
-        (3, {}, PlanError, "4 experts do not divide by 3"),
-        (4, {"tp": 3}, PlanError, "4 ranks do not divide by tp=3"),
-        (8, {"tp": 8}, PlanError, "decoder_attention_heads=4 does not divide by tp=8"),
-        (4, {"config": "none"}, ModelError, "no config 'none'"),
-        (4, {"override": "moe_frequency=2"}, ModelError, "unknown field 'moe_frequency'"),
-        (4, {"override": "vocab_size=100"}, ModelError, "smaller than the tokenizer's 260"),
-        (4, {"text": "/none"}, WorkloadError, "no text /none"),
-        (4, {"override": "moe_second_expert_policy='sampling'"}, ModelError, "only 'all' is"),
-        (4, {"override": "vocab_size=301", "tp": 2}, PlanError, "vocab_size=301 does not divide by tp=2"),
-    ],
-)
-def test_wrong_input_is_one_sentence(
-    ranks_: int, options: dict[str, Any], error: type[MeshwiseError], says: str
-) -> None:
-    with pytest.raises(error, match=says) as caught:
-        check(replace(BASE, **options), ranks_)
-    assert "\n" not in str(caught.value)
 
 
 def test_empty_text_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.core.errors import ClusterError, WorkloadError
+from meshwise.core.errors import WorkloadError
 from meshwise.cost.failures import Failures, goodput
 from meshwise.machine.hardware import find_chip
 from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
@@ -258,11 +258,6 @@ def test_goodput_is_what_a_simulation_of_interruptions_keeps() -> None:
 
 
 # --- bad input ------------------------------------------------------------------------------------------
-
-
-def test_a_chip_without_links_is_no_device() -> None:
-    with pytest.raises(ClusterError, match="no network"):
-        device_from_chip(find_chip("h100-80g-sxm"), ())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])

@@ -114,23 +114,6 @@ def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) 
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-@pytest.mark.parametrize(
-    ("framework", "plan", "sentence"),
-    [
-        ("megatron-lm", "tp=3", "3 does not divide|do not divide by tp=3"),
-        ("megatron-lm", "tp=2,overlap_tp=1,sp=0", "overlap_tp=1 needs sequence parallelism"),
-        ("torchtitan", "cp=2,cp_kind=all_gather,zero=0", "always shards the states"),
-        ("deepspeed", "zero=1,offload_optimizer=0.5", "needs zero=3"),
-        ("accelerate", "pp=2", "no pipeline"),
-        ("nemo", "tp=2", "must be one of megatron-lm"),
-        ("unsloth", "lora_rank=8", "are for one card, not 64"),
-    ],
-)
-def test_what_a_framework_refuses_is_one_sentence(framework: str, plan: str, sentence: str) -> None:
-    with pytest.raises(mw.MeshwiseError, match=sentence):
-        mw.launch("llama3-8b", CLUSTER, plan, to=framework, batch=128, seq=4096)
-
-
 def test_serving_spreads_experts_over_all_ranks() -> None:
     words = {"batch": 256, "seq": 8192}
     flags = mw.launch("deepseek-v3", "h200-sxm:16", "tp=8,ep=16", to="vllm", **words).arguments

@@ -317,43 +317,15 @@ def test_a_log_alone_says_which_phase_is_longest(meshwise: Any, tmp_path: Path) 
     assert done.code == 2 and "has no timing_s/step" in done.err
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"updates": 3}, "16 prompts x 8 samples do not divide by updates=3"),
-    ({"output": 4096}, "must be at least 1 and at most the cap"),
-    ({"max_output": 10**6}, "of llama3-8b; lower the cap"),
-    ({"prompt": 131072, "max_output": None}, "leaves none of the model's 131072 tokens"),
-    ({"model": "t5-3b", "train_plan": "", "output": 99, "max_output": 300}, "to see what is short"),
-    ({"lengths": "LENGTHS", "output": None, "max_output": None}, "has the column output"),
-    ({"lengths": "LENGTHS"}, "leave output and length_sigma out"),
-    ({"output": None}, "output, the mean tokens of an answer, is missing"),
-    ({"mode": "split"}, "mode=split needs rollout_gpus"),
-    ({"mode": "split", "rollout_gpus": 8}, "leaves no GPU for one of the pools"),
-    ({"rollout_plan": "tp=3"}, "8 rollout GPUs do not divide by an engine of 3"),
-    ({"train_plan": "tp=3"}, "8 training GPUs do not divide"),
-    ({"mode": "both"}, "must be one of colocated"),
-    ({"staleness": 2}, "staleness is of asynchronous steps"),
-    ({"env_s": 3.0}, "env_s and tool_tokens are of several turns"),
-    ({"algorithm": "sac"}, "must be one of grpo"),
-    ({"framework": "trl"}, "framework 'trl' is not known"),
-    ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
-    ({"pack_length": 1024}, "does not hold the longest sample"),
-    ({"prompts": 10**7}, "too many to simulate"),
-    ({"mode": "async", "rollout_gpus": 4, "staleness": 10**9}, "must be at most"),
-    ({"memory_frac": 1.5}, "must be above 0 and at most 1"),
-    ({"output": float("nan")}, "must be at least 1"),
-    ({"length_sigma": float("inf")}, "must be from 0 to 4"),
-    ({"price": -1.0}, "is no price"),
-    ({"rollout_plan": "", "cluster": "h100-80g-sxm:1", "model": "llama3-70b"}, "no split of 1 GPUs"),
-]
-
-
-@pytest.mark.parametrize(("stated", "sentence"), BAD, ids=[each[1] for each in BAD])
-def test_bad_input_gets_a_sentence(stated: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    if "lengths" in stated:
-        (tmp_path / "lengths.csv").write_text("prompt,answer\n1,2\n")
-        stated = stated | {"lengths": tmp_path / "lengths.csv"}
-    with pytest.raises(MeshwiseError, match=sentence):
-        step(**stated)
+def test_lengths_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Other refusals: data/refusals.txt."""
+    (tmp_path / "lengths.csv").write_text("prompt,answer\n1,2\n")
+    for stated, sentence in (
+        ({"output": None, "max_output": None}, "has the column output"),
+        ({}, "leave output and length_sigma out"),
+    ):
+        with pytest.raises(MeshwiseError, match=sentence):
+            step(lengths=tmp_path / "lengths.csv", **stated)
 
 
 def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwise.core.errors import WorkloadError
 from meshwise.model.weights import num_params
 from meshwise.rl.step import SYNC_BYTES
 from meshwise.runtime.compare_program import compare_program
@@ -56,18 +55,3 @@ def test_the_reward_rises(pool: Ranks) -> None:
     options = parse_options(RL, ["--steps", "12", "--lr", "0.01", "--samples", "8", "--layers", "1"])
     rewards = pool.call(run_rank, "rl", options, 0, True)[0].result["rewards"]
     assert sum(rewards[-4:]) / 4 > 0.7 > 0.6 > sum(rewards[:4]) / 4
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--rollout-ranks 4", "leaves no trainer"),
-        ("--prompts 3", "3 prompts do not divide by 2"),
-        ("--pack-length 10", "holds no sample of 32 tokens"),
-        ("--samples 5 --pack-length 128", "do not fill the bins"),
-    ],
-)
-def test_what_does_not_divide_gets_a_sentence(words: str, sentence: str) -> None:
-    """Before anything starts."""
-    with pytest.raises(WorkloadError, match=sentence):
-        RL.check(parse_options(RL, words.split()), 4)

@@ -243,17 +243,3 @@ def test_compared_with_a_stated_model(tmp_path: Path, meshwise: Any) -> None:
     assert states["estimate"] - states["script"] == 4 * missing / 4
     gathers = rows["4 ranks", "all_gather", "", "count"]
     assert gathers["estimate"] > gathers["script"] == 2 * LAYERS + 1
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--estimate", "llama3-8b --gpus 8", "--", "python", "x.py"], "--estimate: unrecognized arguments"),
-        (["--", "python", "x.py"], "--estimate: the following arguments are required: model"),
-        (["ulysses", "--estimate", "llama3-8b"], "--estimate is for scripts"),
-    ],
-)
-def test_a_comparison_needs_words_of_estimate(words: list[str], sentence: str, meshwise: Any) -> None:
-    done = meshwise("compare", *words)
-    assert done.code == 2
-    assert sentence in done.err

@@ -479,24 +479,6 @@ def test_weak_scaling_grows_the_batch(meshwise) -> None:
     assert meshwise(*arguments[:5], "33", *few).code == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--vary", "speed=2"), "cannot vary 'speed=2'"),
-        (("--vary", "memory=-1"), "memory=-1 must be a number"),
-        (("--vary", "chip=z80"), "no cluster or chip is called 'z80'"),
-        (("--weak",), "add --vary gpus"),
-        (("--vary", "gpus=8", "--beside", "tp=8"), "--beside is for one machine"),
-        (("--watts", "2"), "add --tokens"),
-        (("--plot", "/no/where.png"), "cannot write /no/where.png"),
-    ],
-)
-def test_a_study_that_makes_no_sense_is_exit_2(meshwise, words: tuple[str, ...], sentence: str) -> None:
-    done = meshwise("search", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--batch", "8", *words)
-    assert done.code == 2
-    assert sentence in done.err
-
-
 def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:
     arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     few = ("--plan", "tp=1|2|4,schedule=1f1b,vpp=1,recompute=none", "--assumptions", "--json")

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
-from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import Num
 from meshwise.estimate.one_plan import estimate
 from meshwise.estimate.timing import machine
@@ -225,13 +224,6 @@ def test_command(meshwise: Any) -> None:
     none = meshwise("serve", "mixtral-8x7b", "--cluster", "h100-80g-sxm:1")
     assert none.code == 1
     assert "out of memory" in none.out
-
-
-def test_what_does_not_generate_text_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="does not generate text"):
-        server("vit-era5", "h100-80g-sxm:1", prompt=1, output=1)
-    with pytest.raises(PlanError, match="has no experts"):
-        server("llama3-8b", "h100-80g-sxm:2", ep=2)
 
 
 # --- number formats, balance and overlap -----------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("torch")
 
 from meshwise.core.compare import WORK, compare, work_of
-from meshwise.core.errors import PlanError
 from meshwise.program.tape import Tape
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
@@ -94,24 +93,3 @@ def test_every_rank_runs_what_the_closed_form_says(pool: Ranks, world: str, dtyp
         ledgers[f"rank {rank}"] = outcome.ledger
     result = compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
     assert not result.differences()
-
-
-BAD = {
-    "a grid of other ranks": (4, {"layout": "2d", "grid": "2x3"}, "has 6 ranks"),
-    "no numbers": (4, {"layout": "2d", "grid": "2xtwo"}, "write numbers as 4x2"),
-    "a grid too flat": (8, {"layout": "3d", "grid": "4x2"}, "needs a grid of 3 numbers"),
-    "no square": (8, {"layout": "2.5d", "grid": "4x2x1"}, "needs a square"),
-    "no cube by default": (12, {"layout": "3d"}, "use 8 or 27 ranks"),
-    "heads": (4, {"layout": "2d", "grid": "4x1", "heads": 6}, "heads of tensor-parallel by 4"),
-    "width": (6, {"layout": "2d", "grid": "2x3", "hidden": 40, "heads": 4}, "by 6, which does not divide 40"),
-    "sequence": (4, {"layout": "2d", "seq": 25}, "the sequence"),
-    "heads and hidden": (2, {"heads": 7}, "does not divide by --heads 7"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_one_sentence(name: str) -> None:
-    ranks, options, message = BAD[name]
-    with pytest.raises(PlanError, match=message) as error:
-        check(Options(**(SMALL | options)), ranks)
-    assert "\n" not in str(error.value)

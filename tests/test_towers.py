@@ -164,22 +164,6 @@ def test_data_parallel_towers_do_the_same_work_without_exchanges() -> None:
     assert exchanged(cut) > 0 == exchanged(apart)
 
 
-@pytest.mark.parametrize(
-    ("plan", "more", "says"),
-    [
-        ("tower=frozen", {"images": 0}, "tower=frozen is of encoders"),
-        ("", {"images": 9}, "9,?216 tokens, more than the 8192"),
-        ("", {"images": 0, "image_size": "10x10"}, "needs images"),
-        ("", {"image_size": "1024"}, "width x height"),
-        ("", {"audio_s": 30}, "it has no audio tower"),
-        ("pp=2,implementation=fsdp2", {}, "not priced under a pipeline of implementation=fsdp2"),
-    ],
-)
-def test_what_cannot_be_priced_is_refused(plan: str, more: dict[str, Any], says: str) -> None:
-    with pytest.raises(MeshwiseError, match=says):
-        estimate(plan, **more)
-
-
 def serve(plan: str = "tp=4", **more: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {"prompt": 500, "output": 64, "images": 4, "image_size": "1024x768"} | more
     return mw.serve(model_of("qwen3_vl"), "h100-80g-sxm:4", plan, **asked).to_json()

@@ -526,12 +526,6 @@ def test_a_board_that_is_none_is_refused(meshwise: Any, tmp_path: Path) -> None:
     assert done.code == 2 and "line 2" in done.err
 
 
-@pytest.mark.parametrize("option", ["--leave-one-source-out", "--mend"])
-def test_what_is_for_training_runs_is_refused_without_them(meshwise: Any, option: str) -> None:
-    done = meshwise("validate", "--power", str(DATA / "measured_power_excerpt.csv"), option)
-    assert done.code == 2 and option in done.err and "--runs" in done.err
-
-
 def test_the_constant_that_was_wrong_is_the_one_that_mends() -> None:
     """Steps that take what a chip of 1.4 times the energy per FLOP would."""
     known = [express(run) for run in runs().values() if run.chip == "h100-80g-sxm" and "fp8" not in run.dtype]
