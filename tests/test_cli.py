@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from meshwise.cli.defaults import verbs_of
 from meshwise.cli.examples import EXAMPLES
 from meshwise.machine.hardware import cluster_text, find_cluster
 from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
+
+WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
 
 COMMAND = typer.main.get_command(app)
 PRICED = ("estimate", "llama3-8b", "--batch", "8", "--json")
@@ -93,17 +96,7 @@ def test_defaults_come_from_a_file(
     assert (stated["plan"]["tp"], stated["workload"]["seq"]) == (4, 512)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("clusters = 1", "no verb has an option --clusters"),
-        ("[estimates]\nseq = 1", "there is no verb 'estimates'"),
-        ("[estimate]\nseqs = 1", "estimate has no option --seqs"),
-        ("[trace.summary]\nstep = 1", "trace summary has no option --step"),
-        ("[estimate]\nseq = 'long'", "Invalid value for '--seq'"),
-        ("= 3", "is not valid TOML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), WRONG["defaults"])
 def test_a_default_that_nothing_takes_is_refused(meshwise: Any, tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "meshwise.toml"
     file.write_text(text)
@@ -112,23 +105,7 @@ def test_a_default_that_nothing_takes_is_refused(meshwise: Any, tmp_path: Path, 
     assert says in done.err
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        'html = "page.html"',
-        'cluster = "../cluster.toml"',
-        "[estimate]\nfrom = 'train.sh'",
-        "[estimate]\ncsv = 'ledger.csv'",
-        "[launch]\nout = 'job'",
-        "[serve]\ncluster = 'h100-80g-sxm:8,/tmp/cluster.toml'",
-        "[frontier.run]\nchip = ['h100-80g-sxm', 'link/chip.toml']",
-        "[web]\nport = 80",
-        "[web]\nhost = '0.0.0.0'",
-        "[sweep]\nray = 'ray://elsewhere:10001'",
-        "[fit]\nwrite = true",
-        "[run]\nranks = 999",
-    ],
-)
+@pytest.mark.parametrize("text", WRONG["found_defaults"])
 def test_a_file_that_was_found_gives_defaults_of_answers_alone(
     meshwise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:

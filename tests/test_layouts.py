@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from figures import figures_script
 from meshwise.core.units import Num
@@ -77,31 +75,6 @@ def test_volume_per_rank_falls_as_published(
 
 
 # --- any grid ----------------------------------------------------------------------------------
-
-
-@st.composite
-def cuts(draw: st.DrawFn) -> Cut:
-    layout = draw(st.sampled_from(["2d", "2d-cp", "2.5d", "3d"]))
-    a, b, c = (float(draw(st.integers(1, 8))) for _ in range(3))
-    grid = {"2d": (a, b), "2d-cp": (a, b), "2.5d": (a, a, c), "3d": (a, a, a)}[layout]
-    scores_split = layout != "2d-cp" and draw(st.booleans())
-    return replace(
-        cut(layout, grid),
-        microbatch=float(draw(st.integers(1, 4))),
-        flash=not scores_split and draw(st.booleans()),
-        grid_scores=scores_split,
-        panels=float(draw(st.integers(1, 4))),
-    )
-
-
-def alone(on: Cut) -> Cut:
-    """The same block on one rank."""
-    return Cut(microbatch=on.microbatch, seq=on.seq, flash=on.flash)
-
-
-@given(cuts())
-def test_ranks_share_the_matrix_work_of_one(on: Cut) -> None:
-    assert flop(block(WIDE, on)) * on.tp == pytest.approx(flop(block(WIDE, alone(on))), rel=1e-12)
 
 
 # --- layouts within layouts --------------------------------------------------------------------

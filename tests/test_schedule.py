@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,23 +68,6 @@ def test_published_form_is_exact_where_its_assumption_holds(pp: int, k: int, f: 
         assert bubble(name, pp, k * pp, v, f, f, f) == pytest.approx(
             float(published_bubble_s(index, pp, v, f, f, f)) + start_s, rel=1e-12
         )
-
-
-@given(
-    name=st.sampled_from(SCHEDULES), pp=st.sampled_from((2, 4, 8)), k=st.integers(2, 6), lead=times,
-    sizes=st.tuples(times, times, times), faster=st.tuples(*3 * [st.floats(0.5, 1.0)]), hop=st.floats(0, 0.1),
-)  # fmt: skip
-def test_stages_beside_the_slowest_make_no_phase_longer_by_being_faster(
-    name: str, pp: int, k: int, lead: float, sizes: Any, faster: Any, hop: float
-) -> None:
-    v = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
-    after = [size * factor for size, factor in zip(sizes, faster, strict=True)]
-    leads = lead, lead + sum(sizes) - sum(after)
-    before_s, after_s = (
-        float(bubble_s(fields[name], pp, k * pp, v, *each, hop, ahead))
-        for each, ahead in zip((sizes, after), leads, strict=True)
-    )
-    assert after_s <= before_s * (1 + 1e-9) + 1e-9
 
 
 @given(name=st.sampled_from(SCHEDULES), pp=st.integers(0, 9), m=st.integers(0, 40), v=st.integers(0, 4))

@@ -25,6 +25,8 @@ from meshwise.serve.router import parse_router
 from meshwise.serve.simulate import Pools, simulate
 from servers import BARE, NO_LIMIT, ONE_AT_A_TIME, VLLM, alone, passes
 
+WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
+
 # --- closed forms --------------------------------------------------------------------------------
 
 
@@ -184,22 +186,9 @@ def test_traces_of_four_formats(tmp_path: Path, name: str) -> None:
     assert read.arrival_s == pytest.approx((0.0, 1.0), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("a.csv", "time,in,out\n1,2,3\n", "has the columns arrival,prompt,output or TIMESTAMP"),
-        ("a.csv", "arrival,prompt,output\n1,x,3\n", "has no arrival, prompt, output in numbers"),
-        ("a.csv", "arrival,prompt,output\n1,0,3\n", "line 2: arrival 1, prompt 0"),
-        ("a.csv", "arrival,prompt,output\nnan,1,3\n", "line 2: arrival nan"),
-        ("a.csv", "arrival,prompt,output\n1e307,1,3\n", "a time below 1e18 s"),
-        ("a.csv", "arrival,prompt,output\n1,1\n", "has no arrival, prompt, output in numbers"),
-        ("a.csv", "arrival,prompt,output\n", "no request that generates"),
-        ("a.jsonl", "{", "line 1: Input data was truncated"),
-        ("missing/a.csv", None, "cannot read"),
-    ],
-)
-def test_a_bad_trace_is_one_sentence(tmp_path: Path, name: str, text: str | None, says: str) -> None:
-    if text is not None:
+@pytest.mark.parametrize(("name", "text", "says"), WRONG["requests"])
+def test_a_bad_trace_is_one_sentence(tmp_path: Path, name: str, text: str, says: str) -> None:
+    if text:
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=says):
         read_requests(tmp_path / name)

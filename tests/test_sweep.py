@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from meshwise.cli import app
 from meshwise.core.errors import DataError
 from meshwise.sweep import sweep as sweeps
 from meshwise.sweep.sweep import ON_BY_DEFAULT, VERBS, Store, read_sweep, run_sweep
+
+WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
 
 pytestmark = pytest.mark.slow
 
@@ -95,26 +98,7 @@ def test_points_are_command_lines(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('arguments = ["m"]', "verb, grid missing; state all"),
-        ('verb = "fly"\n[grid]\nn = [1]', "verb 'fly' cannot be swept"),
-        ('verb = "run"\n[grid]\nn = []', "no values for n"),
-        ('verb = "run"\narguments = ["{m}"]\n[grid]\nn = [1]', "uses {m}, which is not a key"),
-        ('verb = "run"\nspeed = 1\n[grid]\nn = [1]', "speed unknown; the fields are verb, grid"),
-        ("verb = ", "is not valid TOML"),
-        ('verb = "run"\narguments = ["{n"]\n[grid]\nn = [1]', "cannot be filled in"),
-        ('verb = "run"\narguments = ["{n!x}"]\n[grid]\nn = [1]', "cannot be filled in"),
-        ('verb = "run"\ntimeout_s = 0\n[grid]\nn = [1]', "timeout_s is 0"),
-        ('verb = "run"\ntimeout_s = 1e30\n[grid]\nn = [1]', "timeout_s is 1e+30"),
-        (
-            'verb = "run"\n[options]\nprogram = "p"\n[grid]\nn = [1]',
-            "no option of run; write arguments = ['p']",
-        ),
-        ('verb = "search"\n[grid]\nmodel = ["m"]', "write arguments = ['{model}']"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), WRONG["sweeps"])
 def test_wrong_files_are_one_sentence(tmp_path, text, reason):
     with pytest.raises(DataError, match=r"sweep\.toml") as caught:
         read_sweep(_file(tmp_path, text))

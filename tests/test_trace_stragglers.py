@@ -100,36 +100,6 @@ def test_a_slow_stage_is_named_and_the_first_is_not_because_it_ends_last(tmp_pat
     assert named == ([((2,), "slow device")] if slower > 1 else [])
 
 
-@pytest.mark.parametrize("steps", ["", "1-6", "2-5", "3-5"])
-def test_any_steps_name_the_same_rank(tmp_path, steps):
-    """Rank 2 sleeps 0.4 s a step; by itself it would be cut at its optimizer, the others at their forward."""
-    for rank in range(4):
-        events = []
-        for step in range(8):
-            begin = 5e5 * step + (4e5 if rank == 2 else 1e3 * rank)
-            end = 5e5 * step + 4.05e5 + 10 * rank
-            forward_us = 300 if rank == 2 else 3000
-            events += [
-                host("user_annotation", "forward", begin, forward_us),
-                host("cpu_op", "aten::linear", begin + 10, 200),
-                host("cpu_op", "c10d::allreduce_", begin + 3500, 20),
-                host("user_annotation", "gloo:all_reduce", begin + 3510, end - begin - 3510, tid=2),
-                host("user_annotation", "Optimizer.step", end + 100, 500),
-                host("cpu_op", "aten::add_", end + 110, 300),
-            ]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, world_size=4, host_name="node")
-    found = summarize_paths([tmp_path], steps=steps)
-    (first,) = _single(found)
-    assert first.ranks == (2,) and first.kind == "idle" and 0.7 < first.span_frac <= 1
-    num = len({step.number for step in found.steps}) - (not steps or steps[0] == "0")
-    assert first.text.startswith(
-        f"rank 2 is late in {num} of {num} steps: 397 ms of each 500 ms step, host side"
-    )
-    assert all(one.span_frac <= 1 for one in found.findings)
-    assert all(one.num_ranks == 4 and one.last_rank == 2 for one in found.collectives)
-    assert all(one.idle_s <= one.span_s for one in found.ranks)
-
-
 def test_too_few_steps_are_said_to_be_too_few(tmp_path):
     write_job(tmp_path, Job(2, 2, "late rank", 1, 0.6, has_marks=True))
     found = summarize_paths([tmp_path])

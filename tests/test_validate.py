@@ -20,7 +20,6 @@ from msgspec.structs import replace as restated
 from typer.testing import CliRunner
 
 from meshwise.calibrate import fit_steps
-from meshwise.calibrate.defaults import defaults_of, entries, released
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import express
 from meshwise.calibrate.fit_steps import (
@@ -51,6 +50,8 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.report.accuracy import accuracy_markdown, write_accuracy
+
+WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
 
 pytestmark = pytest.mark.slow
 
@@ -97,21 +98,7 @@ def test_measured_iterations_carry_the_facts_of_their_file() -> None:
     assert express(first).cluster.levels[-1].bytes_per_s == 12.5e9  # 800 Gb/s for the 8 GPUs of a node
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "expected"),
-    [
-        ("hidden", "wide", "line 3, column hidden: 'wide' is not a whole number of at least 1"),
-        ("micro_batch", "", "column micro_batch: the cell is empty"),
-        ("step_time_s", "-1", "column step_time_s: '-1' is not a number above zero"),
-        ("sequence_parallel", "maybe", "column sequence_parallel: 'maybe' is not 0 or 1"),
-        ("chip", "Z9000", "line 3, column chip: no chip is called"),
-        ("zero_stage", "FSDP", "column zero_stage: 'FSDP' is not one of 0, 1, 2, 3"),
-        ("network", "carrier pigeon", "is not one of none, infiniband, roce"),
-        ("dtype", "int3", "dtype 'int3' is unknown"),
-        ("dp", "7", "are not the row's 8 GPUs"),
-        ("recompute_layers", "4", "only full recomputation is of some layers"),
-    ],
-)
+@pytest.mark.parametrize(("column", "value", "expected"), WRONG["cells"])
 def test_bad_cells_are_named_and_good_rows_count(
     tmp_path: Path, column: str, value: str, expected: str
 ) -> None:
@@ -209,27 +196,6 @@ def test_networks_by_their_columns() -> None:
     assert express(rack).cluster.levels[0].ranks == 64.0
     with pytest.raises(ClusterError, match="network is none, but 256 GPUs are more than the 72"):
         express(restated(runs()["mbridge-023"], network="none"))
-
-
-def test_frameworks_by_their_release() -> None:
-    run = runs()["kort22-22B-full"]
-    assert defaults_of(run).software == "megatron-2020"
-    newer = restated(run, framework_release="24.05")
-    assert released(newer) == "2024-05"
-    assert defaults_of(newer).attention_kernel == "flash"
-    assert released(restated(run, framework_release="2c8b595", year=2025)) == "2025-01"
-    assert released(restated(run, framework_release="2024-12-30")) == "2024-12"
-    for release, fusion in (("0.0.2", None), ("2025-06-13", "kernels"), ("6fc499f", "kernels")):
-        of = restated(run, framework="torchtitan", framework_release=release, year=2025)
-        assert express(of).plans[0].loss_fusion == fusion, release
-    tuned = restated(run, framework="torchtune", framework_release="2024-12", recompute_kind=None)
-    (plan,) = {express(each).plans[0] for each in (tuned, restated(tuned, recompute_kind="full"))}
-    assert (plan.recompute, plan.loss_chunks) == ("full", 8)
-    assert express(restated(tuned, recompute_kind="none")).plans[0].recompute == "none"
-    assert defaults_of(restated(run, framework="mine", year=2025)).names == ("",)
-    for entry in entries():
-        assert entry.source and entry.software in SOFTWARE
-        assert (entry.graphed_software or DEFAULT_SOFTWARE) in SOFTWARE
 
 
 def test_uneven_layers_leave_room_for_the_ends() -> None:

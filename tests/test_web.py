@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from meshwise.plan.plan import KEYS
 from meshwise.web.app import make_app
 from meshwise.web.pool import SLOTS
 from meshwise.web.views import VIEWS, Server, options
+
+WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
 
 TRACES = Path(__file__).parent / "data" / "traces"
 JOB = {"model": "llama3-8b", "cluster": "h100-80g-sxm:16", "batch": "32", "seq": "4096"}
@@ -179,28 +182,7 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
     assert 'href="https://' in html(everything)
 
 
-@pytest.mark.parametrize(
-    ("view", "state", "sentence"),
-    [
-        ("explore", {"batch": "8"}, "needs model: A preset"),
-        ("explore", JOB | {"plan": "tp=3"}, "divide"),
-        ("explore", JOB | {"batch": "many"}, "batch=many must be a number"),
-        ("explore", JOB | {"colour": "red"}, "no field 'colour'"),
-        ("explore", JOB | {"config": "{"}, "config.json is not valid JSON"),
-        ("explore", JOB | {"machine": "num_chips = "}, "not valid TOML"),
-        ("explore", JOB | {"model": "/etc/passwd"}, "is a path"),
-        ("search", JOB | {"robust": "maybe"}, "robust=maybe must be yes or no"),
-        ("explore", JOB | {"collectives": "/etc/passwd"}, "no field 'collectives'"),
-        ("explore", JOB | {"plan": "tests/x.toml"}, "is a path"),
-        ("search", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, "needs batch: Global batch"),
-        ("traces", {"path": "../.."}, "is not below"),
-        ("traces", {"path": "/etc"}, "is not below"),
-        ("serve", JOB | {"rate": "-1"}, "no field"),
-        ("nothing", {}, "there is no view"),
-        ("search", JOB | {"color": "red"}, "color=red must be one of tp,"),
-        ("traces", {"path": "\0"}, "null byte"),
-    ],
-)
+@pytest.mark.parametrize(("view", "state", "sentence"), WRONG["pages"])
 def test_what_is_wrong_is_one_sentence(
     client: TestClient, view: str, state: dict[str, str], sentence: str
 ) -> None:
