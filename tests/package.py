@@ -75,7 +75,11 @@ def try_core(interpreter: str, packages: Sequence[str | Path]) -> None:
 def newer_pythons() -> list[str]:
     """Interpreters of the versions that pyproject.toml allows and this one is not."""
     names = (f"python3.{minor}" for minor in range(sys.version_info.minor + 1, NEWEST_MINOR + 1))
-    return [name for name in names if shutil.which(name) and not subprocess.call([name, "-c", ""])]
+    return [
+        name
+        for name in names
+        if shutil.which(name) and not subprocess.call([name, "-c", ""], stderr=subprocess.DEVNULL)
+    ]  # a shim of pyenv is there, but runs nothing
 
 
 def main() -> None:
@@ -84,9 +88,10 @@ def main() -> None:
         try_core(sys.executable, (*oldest_versions(), ROOT))
         return
     if "--pythons" in sys.argv:
-        for name in newer_pythons():
+        for name in (found := newer_pythons()):
             print(f"{name}:")
             try_core(name, [f"{ROOT}[{','.join(EXTRAS)}]"])
+        print(f"tried {', '.join(found)}" if found else "no newer Python runs here: nothing was tried")
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
