@@ -75,8 +75,9 @@ def _records(path: Path) -> Iterator[ServerRecord]:
             try:
                 yield _bench(where, one) if "mean_ttft_ms" in one else _perf(where, one)
             except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+                why = f"it has no {error}" if isinstance(error, KeyError) else error
                 raise DataError(
-                    f"{where} is no record of vLLM's or SGLang's bench, GenAI-Perf or AIPerf: {error!r}"
+                    f"{where} is no record of vLLM's or SGLang's bench, GenAI-Perf or AIPerf: {why}"
                 ) from None
 
 
