@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from test_one_path import VALUES
 
 CLUSTER = "h100-80g-sxm:64"
 JOBS = Path(__file__).parent / "data" / "jobs"
+WRITTEN = tomllib.loads((JOBS / "written.toml").read_text())
 
 
 def names_in(setting: Any) -> set[str]:
@@ -271,21 +273,7 @@ def test_a_job_that_says_all_is_read_back(
         assert again.files[0] == job.files[0]
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "to", "code", "says"),
-    [
-        ("llama3-8b", "tp=8", "megatron-lm", 0, ()),
-        ("mixtral-8x7b", "ep=8,etp=1,tp=2,sp=1", "megatron-bridge", 0, ()),
-        ("llama3-8b", "zero=0", "megatron-lm", 1, ("does not fit",)),
-        ("llama3-8b", "zero=3,implementation=fsdp2", "megatron-lm", 0, ("implementation=fsdp2", "not what")),
-        ("llama3-8b", "tp=8,pp=2,schedule=zb-v", "megatron-lm", 0, ("schedule=zb-v", "not what was asked")),
-        ("llama3-8b", "zero=3", "torchtitan", 0, ("optimizer=adam", "not what was asked")),
-        ("llama3-8b", "zero=2,tp=4,sp=0,recompute=full,cp_kind=ulysses", "deepspeed", 0, ()),
-        ("llama3-8b", "pp=2,zero=1", "deepspeed", 0, ("pp=2", "not what was asked")),
-        ("llama3-8b", "zero=3,optimizer=adam-fp32,software=torch-2024", "accelerate", 0, ()),
-        ("llama3-8b", "zero=1", "accelerate", 0, ("zero=1", "not what was asked")),
-    ],
-)
+@pytest.mark.parametrize(("model", "plan", "to", "code", "says"), WRITTEN["priced_again"])
 def test_what_is_written_is_priced_again(
     meshwise: Any, model: str, plan: str, to: str, code: int, says: tuple[str, ...]
 ) -> None:

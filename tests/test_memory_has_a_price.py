@@ -1,5 +1,7 @@
 """No key of a plan makes memory smaller for nothing: a search would find every plan that gains from it."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,21 +30,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Not tried: gpipe (1F1B does the same work and keeps fewer microbatches alive), and zero=0 (stage 1 gathers
 new weights where stage 0 gathers summed gradients, arXiv 1910.02054, section 7)."""
-WHY = {
-    "grad_dtype": "a narrower type",
-    "dtype": "a narrower type",
-    "optimizer": "another optimizer keeps other states",
-    "lora_rank": "fewer weights train",
-    "implementation": "another software",
-    "attention": "fused attention writes no scores",
-    "loss_fusion": "a fused loss holds fewer copies of the logits",
-    "imbalance": "fewer tokens on the busiest rank",
-    "microbatch": "fewer tokens at once; launches of kernels are hidden on a fast host",
-    "sp": "activations between matmuls are held once, not by each rank",
-    "vpp": "chunks leave an end of the model alone on a rank",
-    "cp_kind": "another exchange of the same tokens",
-    "zero_group": "fewer copies of states, whose shards other groups sum: less is sent, over longer links",
-}
+WHY = tomllib.loads((Path(__file__).parent / "data" / "exceptions.toml").read_text())["memory_for_nothing"]
 """Keys whose values differ in memory without a price, and why."""
 
 

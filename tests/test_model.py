@@ -16,6 +16,7 @@ from meshwise.model.find import find_model, model_names, models
 from meshwise.model.weights import num_active_params, num_params
 from parameters import params
 
+PRINTED = tomllib.loads((Path(__file__).parent / "data" / "printed_parameters.toml").read_text())
 NAMES = tomllib.loads((Path(__file__).parent / "data" / "model_names.toml").read_text())
 
 
@@ -27,17 +28,8 @@ def test_each_preset_states_its_source_and_is_found_by_name_and_alias() -> None:
         assert all(find_model(alias) is model for alias in model.aliases)
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        pytest.param("gpt3-175b", 174.6, id="SC21 (arXiv 2104.04473) Table 2: 174.6 B"),
-        pytest.param("megatron-530b", 529.6, id="SC21 (arXiv 2104.04473) Table 1: 529.6 B"),
-        pytest.param("megatron-1t", 1008.0, id="SC21 (arXiv 2104.04473) Table 1: 1008.0 B"),
-        pytest.param("gpt-1t", 1008.0, id="SC21 (arXiv 2104.04473) Table 1: 1008.0 B, the same shape"),
-        pytest.param("megatron-22b", 22.1, id="arXiv 2205.05198 Table 3: 22 B, by equation 2 of SC21 22.1"),
-    ],
-)
-def test_megatron_models(name: str, billions: float) -> None:
+@pytest.mark.parametrize(("name", "billions", "source"), PRINTED["megatron"])
+def test_megatron_models(name: str, billions: float, source: str) -> None:
     """Equation 2 of arXiv 2104.04473 is exact but for the final norm."""
     model = find_model(name)
     layers, hidden = model.num_layers, model.hidden
@@ -47,27 +39,17 @@ def test_megatron_models(name: str, billions: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "total_b", "active_b", "with_embedding", "digits"),
-    [
-        pytest.param("mixtral-8x7b", 46.7, 12.9, True, 1, id="Mistral AI, Mixtral of experts: 46.7B, 12.9B"),
-        pytest.param("mixtral-8x22b", 141, 39, True, 0, id="Mistral AI, Mixtral 8x22B: 141B, 39B"),
-        pytest.param("deepseek-v2", 236, 21, True, 0, id="arXiv 2405.04434: 236B, 21B"),
-        pytest.param("deepseek-v3", 671, 36.6, False, 1, id="DeepSeek-V3 README_WEIGHTS: 671B, 36.6B"),
-        pytest.param("qwen3-30b-a3b", 30.5, 3.3, None, 1, id="model card of Qwen3-30B-A3B: 30.5B, 3.3B"),
-        pytest.param("qwen3-235b-a22b", 235, 22, True, 0, id="model card of Qwen3-235B-A22B: 235B, 22B"),
-        pytest.param("gpt-oss-20b", 20.91, 3.61, False, 2, id="arXiv 2508.10925 Table 1: 20.91B, 3.61B"),
-        pytest.param("gpt-oss-120b", 116.83, 5.13, False, 2, id="arXiv 2508.10925 Table 1: 116.83B, 5.13B"),
-    ],
+    ("name", "total_b", "active_b", "with_embedding", "digits", "source"), PRINTED["active"]
 )
 def test_active_parameters(
-    name: str, total_b: float, active_b: float, with_embedding: bool | None, digits: int
+    name: str, total_b: float, active_b: float, with_embedding: bool | str, digits: int, source: str
 ) -> None:
     """Makers print active parameters with the input embedding or without it."""
     model = find_model(name)
     active = num_active_params(model)
     without = active - params(model).embedding
     assert round(num_params(model) / 1e9, 0 if total_b > 200 else digits) == total_b
-    if with_embedding is None:  # the card does not say: one digit lies between the two
+    if with_embedding == "unsaid":  # the card does not say: one digit lies between the two
         assert without / 1e9 < active_b < active / 1e9
     else:
         assert round((active if with_embedding else without) / 1e9, digits) == active_b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,21 +142,7 @@ def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> N
             assert memory_bytes == pytest.approx(of.memory_bytes["total"], rel=1e-12)
 
 
-OTHERWISE = {
-    "attention": "reads keys that are gathered, and in a ring only those of the rounds that come",
-    **dict.fromkeys(("tokens", "layer_tokens"), "reads rows of a table, not all of it"),
-    "copy": "reads a token once for each copy, or rows of a table",
-    "sum_copies": "adds to what it has written, copy by copy",
-    "scale_by_gate": "adds to what it has written, copy by copy",
-    "softmax": "of a router: reads the scores in fp32",
-    "residual": "reads a table (positions, types of tokens), or is the router's own",
-    "layernorm": "of a parallel block: reads gathered tokens",
-    "add_bias": "of experts: changes the matmul's result in place",
-    "attention_gate": "reads one number a head as often as the head is wide",
-    "rotary": "turns a part of each head",
-    **dict.fromkeys(("index_scores", "index_top_k"), "writes scores that no other op names"),
-    **dict.fromkeys(("chunk", "state"), "writes states that stay in the kernel's own memory"),
-}
+OTHERWISE = tomllib.loads((DATA / "exceptions.toml").read_text())["bytes_moved"]
 """Ops of a forward that move something else than the tensors that they state, and what."""
 
 
