@@ -43,12 +43,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         **{"after_ulysses": False, "backward": True},
     },
     "ulysses": {
-        "seq": 4096,
-        "hidden": 1024,
-        "heads": 8,
-        "dtype": "fp64",
-        "attention": "flash",
-        "causal": True,
+        **{"seq": 4096, "hidden": 1024, "heads": 8, "dtype": "fp64", "attention": "flash", "causal": True}
     },
 }
 

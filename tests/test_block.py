@@ -167,17 +167,6 @@ def test_expert_parallelism_sends_each_token_k_times_and_back() -> None:
     assert shape == (1.0, 2 * 4096.0 * 8 / 8, 2 * 14336.0, 4096.0)
 
 
-@pytest.mark.parametrize(("ep", "per_rank", "copies"), [(4.0, False, 2), (4.0, True, 0), (8.0, False, 0)])
-def test_tokens_of_several_ranks_are_sorted_by_expert(ep: float, per_rank: bool, copies: int) -> None:
-    """Megatron-LM's all-to-all: a copy before the experts and one behind, where a rank has several."""
-    model = find_model("mixtral-8x7b")
-    cut = Cut(microbatch=1.0, seq=4096.0, ep=ep, dispatch_per_rank=per_rank)
-    for phase in ("forward", "backward"):
-        ops = [op for op in block(model, cut, Layer(moe=True)) if op.name in ("sort", "unsort") and op.count]
-        moved = [op.cost.read_bytes + op.cost.write_bytes for op in ops if op.phase == phase]
-        assert moved == [2 * 2 * 2 * 4096 * model.hidden] * copies  # top 2, both ways, of 2 bytes
-
-
 # --- implementations -----------------------------------------------------------------------------
 
 SPELLED = tomllib.loads((Path(__file__).parent / "data" / "tiny_families.toml").read_text())

@@ -119,11 +119,7 @@ def test_what_the_host_adds_to_a_matmul(tmp_path):
 
 @pytest.mark.parametrize(
     ("job", "words"),
-    [
-        ({"jitter": 1.0}, "differ by"),
-        ({"steps": 1}, "show no"),
-        ({"sizes": ()}, "a link needs 5"),
-    ],
+    [({"jitter": 1.0}, "differ by"), ({"steps": 1}, "show no"), ({"sizes": ()}, "a link needs 5")],
 )
 def test_what_is_no_rate_is_refused(tmp_path, meshwise, job, words):
     _job(tmp_path, **job)

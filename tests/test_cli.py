@@ -54,9 +54,7 @@ def test_version(meshwise: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("estimate llama3-7", "llama3-70b"),
         ("estimate llama3-8b --cluster h200-s", "h200-sxm:"),
-        ("frontier run --chip h200-s", "h200-sxm"),
         ("launch llama3-8b --to uns", "unsloth"),
         ("estimate llama3-8b --plan offload_o", "offload_optimizer="),
         ("estimate llama3-8b --plan tp = 8,sched", "8,schedule="),  # bash breaks words at =

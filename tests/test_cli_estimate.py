@@ -60,8 +60,7 @@ def test_failures_lengthen_a_run_and_a_better_machine_shortens_it(meshwise) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [("15T", 15e12), ("1e9", 1e9), ("64MiB", 2**26), ("2 GB", 2e9), ("1,000", 1000.0)],
+    ("text", "value"), [("15T", 15e12), ("1e9", 1e9), ("64MiB", 2**26), ("2 GB", 2e9), ("1,000", 1000.0)]
 )
 def test_quantities_as_people_write_them(text: str, value: float) -> None:
     assert quantity(text, "--size") == value

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from meshwise.cli.examples import EXAMPLES
 from meshwise.report import pages
-from meshwise.report.table import Table
 
 TRACES = Path(__file__).parent / "data" / "traces"
 TRAIN = "--cluster h100-80g-sxm:64 --batch 128 --seq 8192"
@@ -103,14 +100,3 @@ def test_help_fits_80_columns_and_cuts_no_sentence(words: str, meshwise: Any) ->
     printed = meshwise(*words.split(), "--help").out.splitlines()
     assert max(map(len, printed)) <= 80
     assert not [line for line in printed if re.search(r"^  .*\w\.\.\.$", line)]
-
-
-CELLS = st.text("ab0 ,.-/%", max_size=14)
-
-
-@given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=4), st.integers(60, 200))
-def test_a_table_has_the_letters_of_its_cells_at_any_width(rows: list[tuple[str, ...]], width: int) -> None:
-    console = Console(width=width, file=io.StringIO())
-    console.print(Table("", ("one", "two", "three"), rows))
-    printed = re.sub(r"[\s─]", "", console.file.getvalue())
-    assert sorted(printed) == sorted(re.sub(r"\s", "", "onetwothree" + "".join(map("".join, rows))))

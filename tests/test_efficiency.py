@@ -134,17 +134,7 @@ def test_every_chip_has_constants_and_says_what_it_inherits():
     assert eff.constants(find_chip("trainium2")).inherited_from["gemm.bf16"].startswith("all chips (a100")
 
 
-@pytest.mark.parametrize(
-    "size, flop_per_s",
-    [
-        (128, 2.590e12),
-        (256, 18.29e12),
-        (512, 105.1e12),
-        (4096, 892.9e12),
-        (16384, 950.1e12),
-        (32768, 956.4e12),
-    ],
-)
+@pytest.mark.parametrize("size, flop_per_s", [(128, 2.590e12), (4096, 892.9e12), (32768, 956.4e12)])
 def test_a_core_of_tpu_v7_multiplies_as_published(size, flop_per_s):
     """AI-Hypercomputer/accelerator-microbenchmarks, Ironwood: bf16 on one of two cores."""
     chip = find_chip("tpu-v7")
@@ -164,17 +154,6 @@ def test_a_chip_throttles_as_its_watts_and_its_peak_ask_for():
 
     assert throttle("rtx-4090") == 0.0 < throttle("l40s") < throttle("l4")
     assert throttle("h800") == pytest.approx(math.sqrt(throttle("h100-80g-sxm") * throttle("h200-sxm")))
-
-
-def test_links_are_inherited_from_links_of_their_kind():
-    """Of PCIe from PCIe in the same kind of box, whatever the generation; a torus has no host in between."""
-    for name, donor in (("a100-80g-pcie", "rtx-pro-6000"), ("rtx-4090", "l40s")):
-        over_pcie = eff.constants(find_chip(name))
-        assert donor in over_pcie.inherited_from["inner.link"]
-        assert over_pcie.inner.host_frac < 1.0 and over_pcie.inner.host_shared_frac < 1.0
-    torus = eff.constants(find_chip("tpu-v5p"))
-    assert "l40s" not in torus.inherited_from["inner.link"]
-    assert torus.inner.host_frac == torus.inner.host_shared_frac == 1.0
 
 
 def test_a_constant_that_does_not_exist_is_refused():

@@ -46,10 +46,7 @@ HYBRID = replace(
     recurrence=Recurrence(kind="ssd", num_heads=64, head_dim=64, num_groups=2, state_dim=128),
     layers=(Layer(), Layer(mixer="recurrence"), Layer(mixer="recurrence", mlp=False), Layer(mixer="none")),
 )
-SPARSE = replace(
-    DEEPSEEK,
-    sparse=Sparse(heads=4, head_dim=32, top_k=64),
-)
+SPARSE = replace(DEEPSEEK, sparse=Sparse(heads=4, head_dim=32, top_k=64))
 SCAN = replace(
     HYBRID, recurrence=Recurrence(kind="scan", num_heads=4096, head_dim=1, state_dim=16, dt_rank=256)
 )

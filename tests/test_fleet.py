@@ -121,26 +121,6 @@ def test_what_left_the_chip_comes_back_over_its_link() -> None:
     assert on(requests, 1100).num_found == 0
 
 
-def test_least_recently_used_blocks_are_found_as_often_as_che_says() -> None:
-    """Che's approximation: a block asked for at rate p is found with the chance 1 - exp(-p T)."""
-    kinds, size, room = 400, 100, 60
-    rng = np.random.default_rng(0)
-    weights = 1.0 / np.arange(1, kinds + 1) ** 0.9
-    weights /= weights.sum()
-    asked = rng.choice(kinds, size=20_000, p=weights)
-    requests = Requests(
-        (110,) * asked.size, (1,) * asked.size, concurrency=1, block_tokens=size,
-        blocks=tuple((int(kind),) for kind in asked),
-    )  # fmt: skip
-    served = on(requests, room * size + 11)
-    low, high = 0.0, 1e6
-    for _ in range(60):
-        time = (low + high) / 2
-        low, high = (time, high) if (1 - np.exp(-weights * time)).sum() < room else (low, time)
-    expected = float((weights * (1 - np.exp(-weights * low))).sum())
-    assert (served.found[5000:] > 0).mean() == pytest.approx(expected, rel=0.02)
-
-
 # --- routers -------------------------------------------------------------------------------------
 
 

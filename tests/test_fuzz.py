@@ -183,14 +183,6 @@ def as_file(document: dict[str, Any], text: Any) -> st.SearchStrategy[bytes]:
     return st.one_of(fields, damaged(text(document).encode()))
 
 
-@some(60)
-@given(st.data())
-def test_strange_configs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    config = json.loads(data.draw(st.sampled_from(CONFIGS)).read_bytes())
-    path = file_with(tmp_path_factory, "config.json", data.draw(as_file(config, json.dumps)))
-    check_contract(["estimate", path, "--cluster", "h100-80g-sxm:8", "--batch", "8", "--seq", "128"])
-
-
 @some(120)
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), strange | strange_text, min_size=1, max_size=4))
 def test_strange_plans(keys: dict[str, Any]) -> None:
@@ -337,7 +329,9 @@ CASES_TABLE |= {"cases": CASES_TABLE["cases"][:2], "collectives": CASES_TABLE["c
 MEASURED = ["collective", "all_reduce", "--cluster", "h100-80g-sxm:64", "--data"]
 ONE_GPU = ["serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--requests"]
 TRACE = b'{"timestamp": 0, "input_length": 100, "output_length": ' + b"9" * 2000 + b"}"
+configs = st.sampled_from(CONFIGS).flatmap(lambda path: as_file(json.loads(path.read_bytes()), json.dumps))
 FILES: dict[str, tuple[Any, str, list[str]]] = {
+    "config": (configs, "config.json", ["estimate", *H100, "--batch", "8", "--seq", "128"]),
     "cluster": (
         as_file(CLUSTER, toml_text), "x.toml", ["estimate", "llama3-8b", "--batch", "64", "--cluster"],
     ),

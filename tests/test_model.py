@@ -71,15 +71,11 @@ def test_fairseq_moe_15b() -> None:
     "changes",
     [
         {"num_layers": 0},
-        {"hidden": -4096},
         {"num_heads": 10**30},
         {"num_kv_heads": 5},
         {"activation": "cubic"},
-        {"norm": "batchnorm"},
         {"positions": "absolute"},
         {"dropout_frac": float("nan")},
-        {"dropout_frac": 1.0},
-        {"vocab": 0},
         {"moe": MoE(num_experts=4, top_k=8, ffn_hidden=64)},
         {"moe": MoE(num_experts=4, top_k=2, ffn_hidden=64, every=0)},
         {"moe": MoE(num_experts=4, top_k=2, ffn_hidden=64, first_dense_layers=33)},
@@ -95,14 +91,6 @@ def test_contradictions_are_one_sentence(changes: dict[str, object]) -> None:
         checked_model(model, "here")
     assert str(caught.value).startswith("here")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("changes", [{"height": 721}, {"patch": 8}, {"patch": 0}], ids=str)
-def test_patches_must_tile_the_image(changes: dict[str, int]) -> None:
-    model = find_model("vit-era5")
-    assert model.patches is not None
-    with pytest.raises(ModelError):
-        checked_model(replace(model, patches=replace(model.patches, **changes)), "here")
 
 
 @pytest.mark.parametrize("text", ["gpt5", "", "no/such/config.json", "x" * 5000, "\0.json", "."], ids=ascii)

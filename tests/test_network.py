@@ -27,14 +27,7 @@ from meshwise.cost.collective import collective_s
 pytest.importorskip("torch")
 
 from forks import Script, start_script
-from network_worker import (
-    BURST_BYTES,
-    COLLECTIVES,
-    HOLD_S,
-    RANKS_PER_HOST,
-    RATE_BYTES_PER_S,
-    address,
-)
+from network_worker import BURST_BYTES, COLLECTIVES, HOLD_S, RANKS_PER_HOST, RATE_BYTES_PER_S, address
 
 # TCP with timestamps over Ethernet: 1448 bytes of payload in a frame of 1514
 LINK_BYTES_PER_S = RATE_BYTES_PER_S * 1448 / 1514

@@ -206,10 +206,7 @@ LOST = "meshwise: rank 0: it lost the connection to another rank, whose error sa
 
 @pytest.mark.parametrize(
     ("function", "code", "first"),
-    [
-        ("refuse_on", 2, "meshwise: rank 1: these sizes do not divide\n"),
-        ("die_on", -signal.SIGKILL, ""),
-    ],
+    [("refuse_on", 2, "meshwise: rank 1: these sizes do not divide\n"), ("die_on", -signal.SIGKILL, "")],
 )
 def test_a_rank_that_fails_ends_the_others_under_srun(
     function: str, code: int, first: str, tmp_path: Path

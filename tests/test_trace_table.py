@@ -222,9 +222,3 @@ def test_cpu_trace_counts_operators_and_gloo(tmp_path):
     assert found.device == "cpu" and found.span_s == pytest.approx(110e-6)
     assert found.compute_s == pytest.approx(60e-6) and found.communication_s == pytest.approx(48e-6)
     assert found.overlap_frac == pytest.approx(10 / 48)
-
-
-def test_no_work_is_zero(tmp_path):
-    events = [{"ph": "X", "cat": "python_function", "name": "f", "pid": 1, "tid": 1, "ts": 1, "dur": 5}]
-    found = breakdown(read_trace(write_trace(tmp_path / "a.json", events, 0))[0])
-    assert found.span_s == found.busy_s == 0.0 and found.overlap_frac is None
