@@ -22,11 +22,9 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.runtime import measure
 from meshwise.runtime.calibrate import calibrate, fit_link, from_samples
 from meshwise.runtime.launch import Ranks
-from meshwise.runtime.measure import COLLECTIVES, EFFORTS, Sample
+from meshwise.runtime.measure import COLLECTIVES, Sample
 
 pytestmark = pytest.mark.slow
-
-QUICK = EFFORTS["cpu", True]
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,8 @@ from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
-GPT, LLAMA, MIXTRAL, DEEPSEEK, VIT, GPT_OSS = (
-    find_model(name)
-    for name in ("gpt3-175b", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "vit-era5", "gpt-oss-20b")
+GPT, LLAMA, MIXTRAL, DEEPSEEK, GPT_OSS = (
+    find_model(name) for name in ("gpt3-175b", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b")
 )
 HYBRID = replace(
     LLAMA,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,12 +52,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
     return condition()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_a_job_stays_in_its_framework_and_in_its_types(meshwise, tmp_path) -> No
     assert refused.code == 2 and "torchtitan has no settings for all of gpt3-175b" in refused.err
 
 
-MOST_PLANS = int(os.environ.get("MESHWISE_SEARCH_PLANS", "300"))
+MOST_PLANS = int(os.environ.get("MESHWISE_SEARCH_PLANS", "200"))
 """Combinations of a random space: 20,000 takes half a minute for each of the examples below."""
 
 

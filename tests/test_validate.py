@@ -154,7 +154,7 @@ def test_the_page_of_the_format_names_every_column() -> None:
 
 # --- our words ---------------------------------------------------------------------------------
 
-DENSE, MIXTURE = "mbridge-053", "simumax-deepseekv3_l4_tp1_ep8_pp1_dp8_mbc4_cef"
+DENSE = "mbridge-053"
 STATED = tomllib.loads((Path(__file__).parent / "data" / "stated_facts.toml").read_text())
 
 
