@@ -1,0 +1,64 @@
+"""Layers are placed as well on one machine as on another: random plans of dense models and mixtures."""
+
+import random
+from typing import Any
+
+import meshwise as mw
+from meshwise.cost.schedule import SCHEDULES
+from meshwise.search.machines import changed
+
+CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:128", "gb200:64", "h800-80g-sxm:256")
+MODELS = (
+    *("llama3-8b", "llama3-70b", "llama3.2-1b", "qwen3-0.6b", "gpt3-175b"),
+    *("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2", "deepseek-v3", "qwen3.5-397b-a17b"),
+)
+SOMETIMES = {
+    "recompute_layers": (0.2, (1, 2, 4)),
+    **{"cp": (0.3, (2, 4)), "cp_kind": (0.5, ("ring", "ulysses", "all_gather")), "ep": (0.6, (2, 4, 8, 16))},
+    **{"overlap_tp": (0.15, (True,)), "overlap_ep": (0.15, (True,))},
+    **{"overlap_dp": (0.15, (False,)), "overlap_pp": (0.1, (False,))},
+    **{"dtype": (0.2, ("fp8",)), "optimizer": (0.1, ("muon",))},
+}
+"""How often a key is drawn, and among which values."""
+
+CHANGES: tuple[dict[str, str | int | float], ...] = (
+    *({"inner": 1.5}, {"outer": 1.5}, {"compute": 1.3}, {"compute": 1.05}, {"memory_rate": 1.5}),
+)
+
+
+def drawn(draw: random.Random) -> tuple[str, str, dict[str, Any], dict[str, int]]:
+    """A model, a cluster, a plan with any schedule, and its work."""
+    schedule = draw.choice((*SCHEDULES, "1f1b", "interleaved"))
+    keys = {
+        "tp": draw.choice((1, 2, 4, 8)),
+        "pp": draw.choice((2, 3, 4, 6, 8, 16)),
+        "schedule": schedule,
+        "vpp": draw.randint(2, 6) if schedule == "interleaved" else 1,
+        "zero": draw.randint(0, 3),
+        "recompute": draw.choice(("", "none", "selective", "full")),
+    }
+    keys |= {key: draw.choice(values) for key, (often, values) in SOMETIMES.items() if draw.random() < often}
+    model = draw.choice(MODELS)
+    if keys["recompute"] != "full":
+        keys.pop("recompute_layers", None)
+    if mw.find_model(model).moe is None:
+        keys.pop("ep", None)
+    work = {"batch": draw.choice((64, 256, 1024)), "seq": draw.choice((2048, 4096, 8192))}
+    return model, draw.choice(CLUSTERS), keys, work
+
+
+def test_a_faster_machine_makes_no_plan_slower() -> None:
+    draw, slower, num_plans = random.Random(0), [], 0
+    while num_plans < 250:
+        model, name, keys, work = drawn(draw)
+        cluster = mw.find_cluster(name)
+        try:
+            before = mw.estimate(model, cluster, mw.Plan(**keys), **work).step_s
+        except mw.MeshwiseError:
+            continue
+        num_plans += 1
+        for change in CHANGES:
+            after = mw.estimate(model, changed(cluster, change), mw.Plan(**keys), **work).step_s
+            if after > before * (1 + 1e-3):
+                slower.append((model, name, keys, work, change, after / before))
+    assert not slower
