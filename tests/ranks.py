@@ -7,6 +7,7 @@ import runpy
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 from meshwise.core.errors import PlanError
 from meshwise.runtime.launch import RankPlace
+from meshwise.runtime.outcome import Outcome
+from meshwise.runtime.programs.tensor_parallel import Options
+from meshwise.runtime.run import run_rank
 
 
 def total_of_ranks(place: RankPlace, factor: int) -> int:
@@ -85,3 +89,18 @@ def many_sums(place: RankPlace, num: int) -> int:
         dist.all_reduce(total)
         assert int(total) == place.world_size
     return num
+
+
+NUM_GROUPS = {"1d": 1, "2d": 2, "2d-cp": 2, "2.5d": 5, "3d": 3}
+
+
+def run_on_first(place: RankPlace, ranks: int, options: Options) -> Outcome | None:
+    """This rank's outcome in a tensor-parallel world of the first `ranks`; None on the others.
+
+    torch names a group by how many the process has made before, so the idle ranks make as many.
+    """
+    if place.rank >= ranks:
+        for _ in range(NUM_GROUPS[options.layout]):
+            dist.new_group([place.rank], use_local_synchronization=True)
+        return None
+    return run_rank(replace(place, world_size=ranks), "tensor-parallel", options, quiet=True)

@@ -15,7 +15,7 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.tensor_parallel import Options, check, estimate
-from part_of_pool import run_on_first
+from ranks import run_on_first
 
 pytestmark = pytest.mark.slow
 
