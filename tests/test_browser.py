@@ -157,7 +157,7 @@ def test_every_view(page: Any, view: str) -> None:
     page.goto(f"/#{view}")
     assert settled(page) and page.locator("#headline.error, #headline.no").count() == 0
     assert page.locator("#page .chart, #page .drop").count() > 0
-    if view in ("search", "traces"):
+    if view == "traces":
         show(page, view)
     page.wait_for_selector(".chart .main-svg")
     assert page.locator(f'nav a[href="#{view}"]').get_attribute("aria-current") == "page"
