@@ -354,6 +354,21 @@ def test_prompts_that_begin_alike_are_computed_once() -> None:
     assert alone(turns, engine, times, 1500).num_found == 0  # no room for the other one's block
 
 
+def test_a_pass_takes_as_long_as_the_rank_with_most_prompts() -> None:
+    """Three prompts on two ranks, which wait for each other: one each, then the third at the time limit."""
+    times = replace(passes(fixed_s=1.0, token_s=1e-3), groups=2)
+    engine = replace(ENGINES["trtllm"], **BARE, max_tokens=1000)
+    requests = Requests((500, 500, 500), (50, 50, 50), concurrency=3)
+
+    def first_s(**settings: int) -> list[float]:
+        worker = ServingWorker(replace(engine, **settings), times, NO_LIMIT, ranks=2)
+        return simulate(requests, Pools(worker)).first_s.tolist()
+
+    assert first_s() == pytest.approx([2.0, 2.0, 2.0])  # 1,000 tokens on one rank, 500 on the other
+    assert first_s(max_tokens=600) == pytest.approx([1.5, 1.5, 1.5 + 1.501])
+    assert first_s(max_tokens=600, align_passes=20) == pytest.approx([1.5, 1.5, 1.5 + 20.0 + 1.501])
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8")

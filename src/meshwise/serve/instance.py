@@ -5,9 +5,10 @@ among the running sequences and in the cache. A pass that ends a prompt gives it
 nothing can be admitted, passes differ only in the lengths of the caches, in which their time is linear: the
 passes to the next completion, arrival or full cache are taken in one go.
 
-The dp ranks of an instance, and the batches in its pipeline, run in step and share the requests evenly, so
-they are simulated as one engine with the sum of their room. Each dp rank begins only with what its own
-`PrefixCache` does not hold of a prompt; requests go to the ranks in turn unless a router chose one.
+The dp ranks of an instance, and the batches in its pipeline, run in step and share the room for sequences, so
+they are simulated as one engine. A request goes to the rank with the fewest of them, in turn, unless a router
+chose one (TensorRT-LLM's and vLLM's rule). Each rank has so many tokens of prompts for a pass, waits for the
+one that has most, and begins only with what its own `PrefixCache` does not hold.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import PassTimes
@@ -54,12 +54,6 @@ class EngineSequence:
     def has_ended(self) -> bool:
         """Whether a request that was admitted has got its last token, or has left for another worker."""
         return self.end < 0 and self.past == self.total
-
-
-@cache
-def until_all_have_one(ranks: int) -> float:
-    """Mean number of requests until each of `ranks` has one, each going to any (coupon collector)."""
-    return sum(ranks / (i + 1) for i in range(ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,13 +94,13 @@ class Instance:
             PrefixCache(requests.block_tokens, worker.tiers, requests.kept[rank :: worker.ranks])
             for rank in range(worker.ranks)
         ]
-        self.turn = 0
+        self.turn, self.under_way = 0, [0] * worker.ranks  # requests of each rank
         self.links_s = [0.0] * worker.ranks  # when each rank's link to the tiers is free
         self.leave, self.only_prompts, self.reply_s = leave, only_prompts, reply_s
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
         self.was_full = False  # whether a request waited for room in the cache
-        self.alone_since = 0  # the pass since when a prompt waits for more of them
+        self.since = self.due = 0  # the last pass with prompts, and that until which others wait; 0: none
         self.loaded_from = [0] * len(worker.tiers)
         self.is_blocked = False  # whether the first that waits has no room until another leaves
         self.held = self.shared = self.context = self.left = 0
@@ -121,8 +115,10 @@ class Instance:
     def put(self, sequence: EngineSequence) -> None:
         """Queue a request; those that come from another worker may come out of order."""
         if sequence.rank == NO_RANK:
-            sequence.rank = self.turn % len(self.prefixes)
-            self.turn += 1
+            in_turn = [*range(self.turn, len(self.under_way)), *range(self.turn)]
+            sequence.rank = min(in_turn, key=self.under_way.__getitem__)
+            self.turn = (self.turn + 1) % len(in_turn)
+        self.under_way[sequence.rank] += 1
         place = len(self.queue)
         while sequence.past and place and self.queue[place - 1].arrival > sequence.arrival:
             place -= 1
@@ -205,29 +201,30 @@ class Instance:
     def _admit(self) -> list[tuple[EngineSequence, int, int]]:
         """The chunks of prompts in the next pass: those begun, then requests that wait."""
         chunks: list[tuple[EngineSequence, int, int]] = []
-        engine, budget = self.engine, self.most_tokens
-        if engine.mixes:
-            budget -= len(self.running)
+        engine, ranks = self.engine, len(self.under_way)
+        whole = (self.most_tokens - engine.mixes * len(self.running)) // ranks
+        budget, passed_over = [whole] * ranks, deque[EngineSequence]()
         while self.loading and self.loading[0][0] <= self.now:
             self.prefilling.append(heapq.heappop(self.loading)[2])
         for sequence in self.prefilling:
-            taken = min(sequence.total - sequence.past, engine.max_tokens, budget)
+            taken = min(sequence.total - sequence.past, engine.max_tokens, budget[sequence.rank])
             if taken > 0:
                 chunks.append((sequence, sequence.past, sequence.past + taken))
-                budget -= taken
-        waits = self._waits_for_more()
-        while not waits and self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
-            sequence = self.queue[0]
+                budget[sequence.rank] -= taken
+        budget = [] if self._waits_for_more() else budget
+        while any(budget) and self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
+            sequence = self.queue.popleft()
             is_cached = sequence.past == sequence.total
             places = [] if is_cached else self._prefix(sequence).found(self._blocks(sequence))
             if not any(places):
                 past = sequence.past if is_cached else self._past(sequence, len(places))
                 missing = sequence.total - past
-                taken = min(missing, engine.max_tokens, budget) if engine.chunks else missing
-                if not is_cached and (taken <= 0 or (taken > budget and chunks)):
-                    break
+                taken = min(missing, engine.max_tokens, budget[sequence.rank]) if engine.chunks else missing
+                if not is_cached and (taken <= 0 or whole > budget[sequence.rank] < taken):
+                    passed_over.appendleft(sequence)
+                    budget[sequence.rank] = 0
+                    continue
                 sequence.past = past
-            self.queue.popleft()
             self._hold(sequence, places)
             if is_cached:
                 self._first_token(sequence)
@@ -236,7 +233,8 @@ class Instance:
             else:
                 self.prefilling.append(sequence)
                 chunks.append((sequence, sequence.past, sequence.past + taken))
-                budget -= taken
+                budget[sequence.rank] -= taken
+        self.queue.extendleft(passed_over)
         self._complete()
         return chunks
 
@@ -253,21 +251,22 @@ class Instance:
         self._trim()
 
     def _waits_for_more(self) -> bool:
-        """Whether prompts wait until each group has one and they fill enough of a pass."""
-        engine, groups = self.engine, self.times.groups
+        """Whether prompts wait until each dp rank has one and they fill enough of a pass.
+
+        Ranks that wait for each other count passes from the last one with prompts on, whether or not there
+        is a prompt; a single rank from when there is one (TensorRT-LLM 1.2: `_balance_adp_requests`,
+        `_waiting_requests`).
+        """
+        engine, ranks = self.engine, len(self.under_way)
         if not engine.align_passes or not self.running:
             return False
-        needed, enough = engine.fill_frac * self.most_tokens - len(self.running), until_all_have_one(groups)
-        arrived = tokens = 0
-        for sequence in self.queue:
-            if sequence.arrival > self.seen or (arrived >= enough and tokens >= needed):
-                break
-            arrived += 1
-            tokens += sequence.total
-        if not arrived:
-            self.alone_since = self.step
-        is_enough = arrived >= enough and tokens >= needed
-        return not is_enough and self.step - self.alone_since < engine.align_passes
+        arrived = [one for one in self.queue if one.arrival <= self.seen]
+        filled = len(self.running) + sum(one.total for one in arrived)
+        if not self.due or not arrived:
+            counted = (self.step - self.since) % engine.align_passes if ranks > 1 else 0
+            self.due = self.step + engine.align_passes - counted if arrived else 0
+        lacks = len({one.rank for one in arrived}) < ranks or filled < engine.fill_frac * self.most_tokens
+        return lacks and self.step < self.due
 
     def _preempt(self) -> bool:
         """Where the next tokens have no room: those admitted last wait again; whether there are any."""
@@ -358,8 +357,11 @@ class Instance:
     def _prompt_pass(self, chunks: list[tuple[EngineSequence, int, int]]) -> None:
         num = len(self.running) if self.engine.mixes else 0
         spans = [(start, end) for _, start, end in chunks]
-        pass_s = self.times.mixed_s(spans, num, self.context / num if num else 0.0)
+        ranks = range(len(self.under_way))
+        most = max(sum(end - start for one, start, end in chunks if one.rank == rank) for rank in ranks)
+        pass_s = self.times.mixed_s(spans, num, self.context / num if num else 0.0, most * len(ranks))
         self._advance(1 if num else 0, pass_s, pass_s)
+        self.since, self.due = self.step, 0
         ended = False
         for sequence, _, end in chunks:
             sequence.past = end
@@ -372,6 +374,7 @@ class Instance:
                     self.left -= sequence.left
                     self._unpin(sequence)
                     self.is_blocked = False
+                    self.under_way[sequence.rank] -= 1
                     self.leave(sequence, self.now)
                 else:
                     self._first_token(sequence)
@@ -437,6 +440,7 @@ class Instance:
             self._trim()
             self.is_blocked = False
             sequence.end, sequence.last_s = -1, self.now + sequence.late_s
+            self.under_way[sequence.rank] -= 1
             self.leave(sequence, sequence.last_s)
         if len(self.admitted) > 2 * len(self.running) + 64:
             self.admitted = [one for one in self.admitted if not one.has_ended]

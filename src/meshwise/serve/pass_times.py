@@ -246,15 +246,15 @@ class PassTimes:
         kernels_s = self.decode_rest[each] + self.decode_attention[each](context)
         return self.decode_slowdown * kernels_s + each * self.guess_host_s + self.pass_s
 
-    def mixed_s(self, chunks: Sequence[tuple[int, int]], sequences: int = 0, context: float = 0.0) -> float:
-        """Seconds of a pass with the tokens from start to end of some prompts."""
-        tokens = attention_s = largest = 0.0
-        for start, end in chunks:
-            tokens += end - start
-            largest = max(largest, end - start)
-            attention_s += self.prompt_attention(end) - self.prompt_attention(start)
+    def mixed_s(self, spans: Sequence[tuple[int, int]], sequences: int, context: float, even: float) -> float:
+        """Seconds of a pass with the tokens from start to end of some prompts.
+
+        `even`: tokens that there would be if all dp ranks had as many as the busiest of them.
+        """
+        tokens, largest = sum(end - start for start, end in spans), max(end - start for start, end in spans)
+        attention_s = sum(self.prompt_attention(end) - self.prompt_attention(start) for start, end in spans)
         each = -(-sequences // self.groups)
-        busiest = max(tokens / self.groups, largest)  # of all groups
+        busiest = max(even / self.groups, largest)  # of all groups
         prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
         routed = tokens / self.groups if self.shares_experts else busiest
         experts_s = self.prompt_experts(routed + each)
