@@ -10,7 +10,7 @@ the rows of a part add up to its phases.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -115,15 +115,11 @@ class Part(PhaseTimes):
     flop: dict[str, Num]
     live: tuple[PartBytes, ...] = ()
 
-    def at(self, index: Any) -> Part:
-        """The part of the cells `index` of its grid, without its rows."""
-
-        def take(tree: Any) -> Any:
-            return mapped(lambda one: one[index] if getattr(one, "ndim", 0) else one, tree)
-
+    def mapped(self, of: Callable[[Num], Num]) -> Part:
+        """The part with something done to each of its numbers, without its rows."""
         names = [field.name for field in fields(Part) if field.name not in ("machine", "rows", "flop")]
-        flop = {phase: take(flop) for phase, flop in self.flop.items()}
-        return replace(self, rows=(), flop=flop, **{name: take(getattr(self, name)) for name in names})
+        flop = {phase: of(flop) for phase, flop in self.flop.items()}
+        return replace(self, rows=(), flop=flop, **{name: mapped(of, getattr(self, name)) for name in names})
 
 
 def price_parts(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import Kinds, distinct_columns
+from meshwise.core.columns import Kinds, chosen_cells, distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
@@ -165,7 +165,11 @@ class PricedParts:
         """The parts of every row."""
         if self.kind is None:
             return self.of_cuts
-        return {name: part.at(self.kind) for name, part in self.of_cuts.items()}
+        kind = self.kind
+        return {
+            name: part.mapped(lambda one: one[kind] if np.ndim(one) else one)
+            for name, part in self.of_cuts.items()
+        }
 
     def total(self, name: str, counts: Sequence[float]) -> Num:
         """The sum over so many of each part of one of their numbers, in every row."""
@@ -184,10 +188,36 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> PricedParts:
         columns = np.stack(np.broadcast_arrays(*arrays.values()))
         flat = columns.reshape(len(arrays), -1)
         first, cells = distinct_columns(flat)
-        of_cut = replace(cut, **dict(zip(arrays, flat[:, first], strict=True)))
-        found = _priced(model, of_cut, hide, machine, grad_bytes(mesh))
-        return PricedParts(found, cells.reshape(columns.shape[1:]))
+        cuts = dict(zip(arrays, flat[:, first], strict=True))
+        table, places = _by_experts(cuts)
+        along = {name: values[table if name in OF_EXPERTS else table[:, :1]] for name, values in cuts.items()}
+        found = _priced(model, replace(cut, **along), hide, machine, grad_bytes(mesh))
+        of_cuts = partial(chosen_cells, cells=places, shape=table.shape)
+        return PricedParts(
+            {name: part.mapped(of_cuts) for name, part in found.items()}, cells.reshape(columns.shape[1:])
+        )
     return PricedParts(_price_alike(model, cut, hide, machine, grad_bytes(mesh)))
+
+
+OF_EXPERTS = ("ep", "etp", "ep_stride", "imbalance")
+"""Numbers of a cut that experts alone depend on."""
+
+
+def _by_experts(
+    cuts: dict[str, NDArray[np.float64]],
+) -> tuple[NDArray[np.intp], tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """A table of the numbers of cuts, those in a row alike but `OF_EXPERTS`; the place of each cut in it.
+
+    So what is not of experts is computed once for each row. Short rows are filled up with their first cut.
+    """
+    alike = [np.zeros_like(values) if name in OF_EXPERTS else values for name, values in cuts.items()]
+    first, kind = distinct_columns(np.stack(alike))
+    order = np.argsort(kind, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order)) - np.searchsorted(kind[order], kind[order])
+    table = np.repeat(first[:, None], np.max(place) + 1, axis=1)
+    table[kind, place] = np.arange(len(kind))
+    return table, (kind, place)
 
 
 @lru_cache(maxsize=512)
