@@ -9,6 +9,7 @@ change which ops exist make a grid each, a `Grid`; the rows of one that are pric
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
@@ -53,7 +54,16 @@ CELLS_AT_ONCE = 2**19
 NO_GRID: tuple[tuple[str, Any], ...] = (("grid", ()), ("panels", 1))
 """What layout=1d must have of keys that are for grids."""
 
-ROWS = (*(key for key in NUMBERS if key not in TAIL_KEYS), "microbatch")
+CHUNKS = ("vpp", "schedule")
+"""Keys of one axis: which schedule it is, and how many chunks a rank has, says each for the other."""
+
+ROWS = (
+    *((key,) for key in NUMBERS[: NUMBERS.index("vpp")]),
+    CHUNKS,
+    *((key,) for key in NUMBERS[NUMBERS.index("schedule") + 1 :] if key not in TAIL_KEYS),
+    ("microbatch",),
+)
+ROW_KEYS = tuple(key for keys in ROWS for key in keys)
 KEYS = (*(field.name for field in fields(Plan)), "microbatch")
 
 Space = Mapping[str, Sequence[Any]]
@@ -92,7 +102,8 @@ class Grid:
 
     `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows` is the index
     of each row into the values of each of the `row_axes`. `fixed`: the numbers that do not vary. `parts`: the
-    parts of the model in every row; `least_s`: no plan of a row takes less (`step.least_step_s`).
+    parts of the model in every row; `least_s`: no plan of a row takes less (`step.least_step_s`). `broken`:
+    where cells are no plans by rules that look at a tail axis, along all axes.
     """
 
     model: Model
@@ -106,7 +117,7 @@ class Grid:
     fixed: dict[str, Num]
     machine: Machine
     adversity: Adversity
-    refused: Refusals
+    broken: list[NDArray[np.bool_]]
     parts: PricedParts
     least_s: NDArray[np.float64]
 
@@ -127,12 +138,13 @@ class Grid:
 
     def mesh(self, some: Any = slice(None)) -> tuple[Mesh, Any]:
         """The meshes of some rows, all of their cells; where a cell is no plan after all."""
-        rows = _flat(self.row_axes, tuple(index[some] for index in self.rows))
-        mesh, sizes = _mesh(
-            self.plan, self.workload, self.cluster, self.fixed | _front(self.tail_axes) | rows
+        rows, num_tail = [index[some] for index in self.rows], len(self.tail_axes)
+        numbers = self.fixed | _front(self.tail_axes) | _flat(self.row_axes, rows)
+        mesh, _ = _mesh(self.plan, self.workload, self.cluster, numbers)
+        broken = (
+            one[(..., *map(operator.mul, rows, np.greater(one.shape[num_tail:], 1)))] for one in self.broken
         )
-        broken = (rule.is_broken for rule in rules(self.model, mesh, sizes, self.cluster))
-        return mesh, _any((*broken, *self.refused(mesh)))
+        return mesh, _any((False, *broken))
 
     def price(self, some: NDArray[np.intp] | None = None, wants: Wants | None = None) -> Iterator[Cells]:
         """Price some rows [all], as many at once as stay in the cache.
@@ -185,8 +197,8 @@ class Cells:
     @property
     def _axes(self) -> Iterator[tuple[Axis, NDArray[np.intp]]]:
         """Every axis of the grid, and each cell's place on it."""
-        axes = (*self.grid.tail_axes, *self.grid.row_axes)
-        return ((axis, np.broadcast_to(i, self.shape)) for axis, i in zip(axes, self.places, strict=True))
+        axes, shape = (*self.grid.tail_axes, *self.grid.row_axes), self.shape
+        return ((axis, np.broadcast_to(i, shape)) for axis, i in zip(axes, self.places, strict=True))
 
     def array(self, value: Num) -> NDArray[np.float64]:
         """A number of every cell."""
@@ -237,7 +249,7 @@ def grids(
         return
     by_layout = ("tp",) if layouts != ("1d",) else ()
     seen: set[Plan] = set()
-    switches = [key for key in space if key not in (*ROWS, *TAIL_KEYS) or key in by_layout]
+    switches = [key for key in space if key not in (*ROW_KEYS, *TAIL_KEYS) or key in by_layout]
     numbers: dict[str, Sequence[Any]] = {"vpp": (1,), "microbatch": (workload.microbatch,)}
     numbers |= {key: space[key] for key in space if key not in switches}
     for chosen in itertools.product(*(space[key] for key in switches)):
@@ -313,7 +325,7 @@ def _grid(
     switches: dict[str, Any], repeats: _Repeats, refused: Refusals, adversity: Adversity,
 ) -> Iterator[Grid]:  # fmt: skip
     tail = [axis for keys in TAIL if (axis := _axis(keys, values, plan)) is not None]
-    row_axes = [axis for key in ROWS if (axis := _axis((key,), values, plan)) is not None]
+    row_axes = [axis for keys in ROWS if (axis := _axis(keys, values, plan)) is not None]
     if not all(axis.values for axis in (*tail, *row_axes)):
         return
     fixed: dict[str, Num] = {
@@ -328,16 +340,18 @@ def _grid(
         for key in axis.keys
     }
     mesh, sizes = _mesh(plan, workload, cluster, fixed | spread)
-    broken = (
-        mesh.is_paired != plan.is_paired,
-        *(rule.is_broken for rule in rules(model, mesh, sizes, cluster)),
-        *refused(mesh),
-    )
-    of_rows = [
-        one.reshape(one.shape[len(tail) :])
-        for one in map(np.asarray, (mesh.is_paired != plan.is_paired, *broken))
-        if prod(one.shape[: len(tail)]) == 1
+    broken = [
+        np.array(one, dtype=bool, ndmin=num_axes)
+        for one in (
+            mesh.is_paired != plan.is_paired,
+            repeats.dropped_chunks(mesh),
+            *(rule.is_broken for rule in rules(model, mesh, sizes, cluster)),
+            *refused(mesh),
+        )
     ]
+    for i, axis in enumerate(row_axes, len(tail)):
+        row_axes[i - len(tail)], broken = _narrowed(axis, i, broken)
+    of_rows = [one[(0,) * len(tail)] for one in broken if prod(one.shape[: len(tail)]) == 1]
     rows = np.nonzero(~np.broadcast_to(_any(of_rows), [len(axis.values) for axis in row_axes]))
     some = fixed | _first_of(tail)
     if repeats.are_dropped:
@@ -352,9 +366,21 @@ def _grid(
     parts = priced_parts(model, mesh, machine)
     least_s = np.broadcast_to(least_step_s(model, mesh, parts, machine), rows[0].shape)
     yield Grid(
-        model, cluster, workload, plan, switches, tail, row_axes, rows, fixed, machine, adversity, refused,
-        parts, least_s,
+        model, cluster, workload, plan, switches, tail, row_axes, rows, fixed, machine, adversity,
+        [one for one in broken if prod(one.shape[: len(tail)]) > 1 and one.any()], parts, least_s,
     )  # fmt: skip
+
+
+def _narrowed(
+    axis: Axis, i: int, broken: list[NDArray[np.bool_]]
+) -> tuple[Axis, list[NDArray[np.bool_]]]:
+    """Axis `i` of a grid, and what is `broken`, without places at which a rule is wherever others are."""
+    others = tuple(j for j in range(broken[0].ndim) if j != i)
+    never = [np.all(one, axis=others) for one in broken if one.shape[i] > 1]
+    kept = np.flatnonzero(~_any((np.zeros(len(axis.values), dtype=bool), *never)))
+    return replace(axis, values=[axis.values[place] for place in kept]), [
+        one if one.shape[i] == 1 else np.take(one, kept, axis=i) for one in broken
+    ]
 
 
 def _front(tail: Sequence[Axis]) -> dict[str, Num]:
@@ -374,10 +400,10 @@ def _any(conditions: Iterable[Any]) -> Any:
     return reduce(np.logical_or, sorted(conditions, key=np.size))
 
 
-def _flat(row_axes: list[Axis], rows: tuple[NDArray[np.intp], ...]) -> dict[str, Num]:
+def _flat(row_axes: list[Axis], rows: Sequence[NDArray[np.intp]]) -> dict[str, Num]:
     """The numbers of each row, by key."""
     return {
-        axis.keys[0]: axis.numbers(axis.keys[0])[index] for axis, index in zip(row_axes, rows, strict=True)
+        key: axis.numbers(key)[index] for axis, index in zip(row_axes, rows, strict=True) for key in axis.keys
     }
 
 
@@ -397,6 +423,15 @@ class _Repeats:
 
     are_dropped: bool
     before: Mapping[str, Sequence[Any]]
+
+    def dropped_chunks(self, mesh: Mesh) -> Any:
+        """Where the axis of `CHUNKS` has a schedule and chunks that it had before in other words."""
+        chunks = np.stack(np.broadcast_arrays(mesh.vpp, mesh.schedule))
+        if not self.are_dropped:
+            return False
+        dropped = np.ones(chunks[0].size, dtype=bool)
+        dropped[distinct_columns(chunks.reshape(2, -1))[0]] = False
+        return dropped.reshape(chunks[0].shape)
 
     def kept(self, mesh: Mesh, num_rows: int) -> NDArray[np.intp]:
         """The rows that differ from all before them.
@@ -438,7 +473,8 @@ def _axis(keys: tuple[str, ...], values: Mapping[str, Sequence[Any]], plan: Plan
     if not any(key in values for key in keys):
         return None
     combined = itertools.product(*(values.get(key, (getattr(plan, key, None),)) for key in keys))
-    return Axis(keys, [found for found in combined if len(keys) == 1 or _go_together(plan, keys, found)])
+    is_tail = keys in TAIL and len(keys) > 1
+    return Axis(keys, [found for found in combined if not is_tail or _go_together(plan, keys, found)])
 
 
 def _go_together(plan: Plan, keys: tuple[str, ...], found: tuple[Any, ...]) -> bool:

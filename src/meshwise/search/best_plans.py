@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import distinct_columns
+from meshwise.core.columns import chosen_cells, distinct_columns
 from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
@@ -130,10 +131,15 @@ class BestPlans:
             nearest = self.miss.memory_bytes if self.miss else np.inf
             return needed <= max(self.capacity_bytes, nearest)
         may_be_first = np.asarray(seconds <= self.family_limit_s)
-        if self.can_run and np.any(may_run := (seconds <= self.runnable_s) & ~may_be_first):
-            may_be_first |= self.runs(mesh) & may_run
         on_front = (seconds <= FRONT_FRAC * self.fastest_s) & ~self._beaten(seconds, needed)
-        return (needed <= self.capacity_bytes) & (may_be_first | on_front)
+        fits = needed <= self.capacity_bytes
+        wanted = fits & (may_be_first | on_front)
+        may_run = np.nonzero(fits & (seconds <= self.runnable_s) & ~wanted)
+        if self.can_run and may_run[0].size:
+            wanted[may_run] = self.runs(
+                mesh.mapped(partial(chosen_cells, cells=may_run, shape=wanted.shape))
+            )
+        return wanted
 
     @property
     def ranked(self) -> list[Found]:
