@@ -158,21 +158,29 @@ class Grid:
             of = some[first : first + self.rows_at_once]
             mesh, broken = self.mesh(of)
             mesh = self.adversity.mesh(self.model, mesh, self.machine)
-            places, parts = [*tail, of], self.parts.of_rows(of)
+            parts = self.parts.of_rows(of)
             mesh = placed(self.model, mesh, self.machine, parts)
-            if wants is not None:
-                worth = wants(mesh, *least_of_ops(self.model, mesh, parts, self.machine)) & ~np.asarray(
-                    broken
-                )
-                shape = (*self.shape[:-1], len(of))
-                chosen = np.nonzero(np.broadcast_to(worth, shape))
-                if not chosen[0].size:
-                    continue
-                places, parts = [*chosen[:-1], of[chosen[-1]]], parts.of_rows(chosen[-1])
-                mesh, broken = mesh.mapped(partial(chosen_cells, cells=chosen, shape=shape)), False
-            cost = placed_cost(self.model, mesh, self.machine, parts, wants)
-            rows = [index[places[-1]] for index in self.rows]
-            yield Cells(self, (*places[:-1], *rows), cost.mesh, cost, broken)
+            if wants is None:
+                yield self._cells([*tail, of], mesh, parts, wants, broken)
+                continue
+            shape = (*self.shape[:-1], len(of))
+            seconds, needed = least_of_ops(self.model, mesh, parts, self.machine)
+            least = np.broadcast_to(seconds, shape), np.broadcast_to(needed, shape)
+            left = np.broadcast_to(~np.asarray(broken), shape)
+            while left.any() and (worth := left & wants(mesh, *least, True)).any():
+                left, chosen = left & ~worth, np.nonzero(worth)
+                places, of_chosen = [*chosen[:-1], of[chosen[-1]]], parts.of_rows(chosen[-1])
+                some_mesh = mesh.mapped(partial(chosen_cells, cells=chosen, shape=shape))
+                yield self._cells(places, some_mesh, of_chosen, wants)
+
+    def _cells(
+        self, places: Sequence[NDArray[np.intp]], mesh: Mesh, parts: PricedParts, wants: Wants | None,
+        broken: Any = False,
+    ) -> Cells:  # fmt: skip
+        """Price the cells of `mesh`, whose `places` are those on the tail axes and their rows."""
+        cost = placed_cost(self.model, mesh, self.machine, parts, wants)
+        rows = (index[places[-1]] for index in self.rows)
+        return Cells(self, (*places[:-1], *rows), cost.mesh, cost, broken)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -371,9 +379,7 @@ def _grid(
     )  # fmt: skip
 
 
-def _narrowed(
-    axis: Axis, i: int, broken: list[NDArray[np.bool_]]
-) -> tuple[Axis, list[NDArray[np.bool_]]]:
+def _narrowed(axis: Axis, i: int, broken: list[NDArray[np.bool_]]) -> tuple[Axis, list[NDArray[np.bool_]]]:
     """Axis `i` of a grid, and what is `broken`, without places at which a rule is wherever others are."""
     others = tuple(j for j in range(broken[0].ndim) if j != i)
     never = [np.all(one, axis=others) for one in broken if one.shape[i] > 1]

@@ -167,7 +167,7 @@ class PricedParts:
             return self.of_cuts
         kind = self.kind
         return {
-            name: part.mapped(lambda one: one[kind] if np.ndim(one) else one)
+            name: part.mapped(lambda one: np.take(one, kind, axis=-1) if np.ndim(one) else one)
             for name, part in self.of_cuts.items()
         }
 
@@ -512,8 +512,11 @@ def added_times(one: StageTime, other: StageTime) -> StageTime:
 # --- the step ----------------------------------------------------------------------------------
 
 
-Wants = Callable[[Mesh, Num, Num], NDArray[np.bool_]]
-"""Which plans of a mesh are worth a closer look, by the least that their step takes and that they need."""
+Wants = Callable[[Mesh, Num, Num, bool], NDArray[np.bool_]]
+"""Which plans of a mesh are worth a closer look, by the least that their step takes and that they need.
+
+The last says whether it is asked again of the others, so that it may name some of them first.
+"""
 
 
 def price_step(
@@ -558,7 +561,7 @@ def price_step(
     straggler = alone_s * (machine.overheads.straggler_frac * np.log2(mesh.world))
     memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     if wants is not None and not has_peak:
-        wanted = wants(mesh, alone_s + straggler, memory_bytes)
+        wanted = wants(mesh, alone_s + straggler, memory_bytes, False)
         peaks = []
         for stage in (cost.stage for cost in costs):
             units = fsdp2.units(model, stage, mesh)

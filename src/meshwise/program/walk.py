@@ -146,6 +146,8 @@ class Walk:
             self.makes.append(makes)
             self.keeps.append(self._bits(op.keeps))
             self.stays.append(self._bits(op.stays) if makes else 0)
+        self.remade = sum(bit for bit, i in self.maker.items() if self.ops[i].remade)
+        self.dropped = sum(bit for bit, i in self.maker.items() if self.ops[i].drops)
         self.segments: dict[str, list[int]] = {}
         for i, op in enumerate(self.ops):
             if op.segment:
@@ -157,8 +159,10 @@ class Walk:
         if not self.segments:
             return Activations(saved_bytes, saved_bytes, 0.0)
         kept_bytes = most = self.bytes(self.kept(recomputes=True))
-        for moment in {alive for _, alive in self.backward(recomputes=True)}:
-            most = np.maximum(most, self.bytes(moment))
+        moments = {alive for _, alive in self.backward(recomputes=True)}
+        for moment in moments:
+            if not any(moment | other == other != moment for other in moments):
+                most = np.maximum(most, self.bytes(moment))
         return Activations(saved_bytes, kept_bytes, np.maximum(most - kept_bytes, 0.0))
 
     def saved_bytes(self) -> Iterator[Num]:
@@ -190,9 +194,9 @@ class Walk:
 
     def _resolved(self, i: int, bits: int, *, recomputes: bool) -> int:
         """What stands for tensors that op `i` needs: themselves, or what they are made again of."""
-        found = 0
-        for bit in each(bits):
-            j = self.maker.get(bit, i)
+        found = bits & ~(self.remade | self.dropped)
+        for bit in each(bits & ~found):
+            j = self.maker[bit]
             if j != i and self.ops[j].remade:
                 found |= self._resolved(j, self.reads[j], recomputes=recomputes)
             elif not (recomputes and self.ops[j].drops and self.ops[j].segment != self.ops[i].segment):
@@ -238,10 +242,8 @@ class Walk:
 
     def _closure(self, bits: int) -> int:
         """`bits`, and what those of them are made of that ops make again."""
-        for bit in each(bits):
-            j = self.maker.get(bit)
-            if j is not None and self.ops[j].remade:
-                bits |= self.reads[j]
+        for bit in each(bits & self.remade):
+            bits |= self.reads[self.maker[bit]]
         return bits
 
     def _bits(self, tensors: Iterable[Tensor]) -> int:

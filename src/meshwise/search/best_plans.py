@@ -35,6 +35,9 @@ NEAR, NEAR_FRAC = 10, 1.1
 TIE_FRAC = 1e-12
 """Plans are equal whose figures differ by no more: sums in another order do."""
 
+FEW_THAT_RUN = 256
+"""Plans wanted in turn only because a framework runs them: the fastest of them rules out most others."""
+
 Floats = NDArray[np.float64]
 Family = tuple[float, ...]
 
@@ -124,8 +127,11 @@ class BestPlans:
         """The longest step of a plan that could still be among these or on the front."""
         return max(self.family_limit_s, FRONT_FRAC * self.fastest_s)
 
-    def wants(self, mesh: Mesh, step_s: Num, least_bytes: Num) -> NDArray[np.bool_]:
-        """Which plans could still be among the best, by their steps and the least memory that they need."""
+    def wants(self, mesh: Mesh, step_s: Num, least_bytes: Num, in_turn: bool) -> NDArray[np.bool_]:
+        """Which plans could still be among the best, by their steps and the least memory that they need.
+
+        `in_turn`: it is asked again of the others when these are priced, so it need not name all at once.
+        """
         seconds, needed = np.broadcast_arrays(np.asarray(step_s, float), np.asarray(least_bytes, float))
         if not self.fastest:
             nearest = self.miss.memory_bytes if self.miss else np.inf
@@ -136,9 +142,10 @@ class BestPlans:
         wanted = fits & (may_be_first | on_front)
         may_run = np.nonzero(fits & (seconds <= self.runnable_s) & ~wanted)
         if self.can_run and may_run[0].size:
-            wanted[may_run] = self.runs(
-                mesh.mapped(partial(chosen_cells, cells=may_run, shape=wanted.shape))
-            )
+            mesh = mesh.mapped(partial(chosen_cells, cells=may_run, shape=wanted.shape))
+            times = np.where(self.runs(mesh), seconds[may_run], np.inf)
+            last = (min(FEW_THAT_RUN, times.size) if in_turn else times.size) - 1
+            wanted[may_run] = np.isfinite(times) & (times <= np.partition(times, last)[last])
         return wanted
 
     @property
