@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.units import Num
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kinds:
-    """Columns of a grid that are alike: where each kind first occurs, and the kind of each column."""
-
-    first: NDArray[np.intp]
-    kind: NDArray[np.intp]
-
-    def of_kinds(self, value: Num) -> Num:
-        """A number [..., columns] as [..., kinds]."""
-        return some_columns(value, self.first, len(self.kind))
-
-    def of_columns(self, value: Num) -> Num:
-        """A number [..., kinds] as [..., columns]."""
-        return some_columns(value, self.kind, len(self.first))
 
 
 def some_columns(value: Num, places: NDArray[np.intp], num: int) -> Num:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import Kinds, distinct_columns, some_columns
+from meshwise.core.columns import distinct_columns, some_columns
 from meshwise.core.units import Num
 from meshwise.estimate.memory import held_params, recomputed
 from meshwise.estimate.priced_part import DENSE, EXPERTS
@@ -73,11 +73,12 @@ def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -
     spread = np.broadcast_arrays(*matters, *itertools.chain(*weights))
     shape = spread[0].shape
     table = np.stack(spread).reshape(len(spread), -1)
-    alike = Kinds(*distinct_columns(table))
-    mesh, weights = mesh.mapped(alike.of_kinds), [list(map(alike.of_kinds, one)) for one in weights]
-    own = table[len(matters) - 2 : len(matters), alike.first]
+    first_of, kind = distinct_columns(table)
+    of_kinds = partial(some_columns, places=first_of, num=len(kind))
+    mesh, weights = mesh.mapped(of_kinds), [list(map(of_kinds, one)) for one in weights]
+    own = table[len(matters) - 2 : len(matters), first_of]
     number, ends = _ends_around(model, mesh, weights, own)
-    at = partial(some_columns, places=number, num=len(alike.first))
+    at = partial(some_columns, places=number, num=len(first_of))
     tried = replace(mesh.mapped(at), ends=tuple(ends))
     heaviest = _heaviest(model, tried, [list(map(at, weight)) for weight in weights])
     slowest_s, *params = (np.broadcast_to(one, number.shape) for one in heaviest)
@@ -87,7 +88,7 @@ def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -
     for nth in _by_rank(table[:, np.lexsort((table[3], table[0]))]):
         found = np.stack([*own, np.full(own.shape[1], np.inf)])
         found[:, nth[0].astype(np.intp)] = nth[1:]
-        first, last, slowest = (one[alike.kind].reshape(shape)[()] for one in found)
+        first, last, slowest = (one[kind].reshape(shape)[()] for one in found)
         yield Tried((first, last), slowest)
 
 

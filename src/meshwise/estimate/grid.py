@@ -57,13 +57,10 @@ NO_GRID: tuple[tuple[str, Any], ...] = (("grid", ()), ("panels", 1))
 CHUNKS = ("vpp", "schedule")
 """Keys of one axis: which schedule it is, and how many chunks a rank has, says each for the other."""
 
-ROWS = (
-    *((key,) for key in NUMBERS[: NUMBERS.index("vpp")]),
-    CHUNKS,
-    *((key,) for key in NUMBERS[NUMBERS.index("schedule") + 1 :] if key not in TAIL_KEYS),
-    ("microbatch",),
+NUMBER_KEYS = (*NUMBERS, "microbatch")
+ROWS = tuple(
+    CHUNKS if key == "vpp" else (key,) for key in NUMBER_KEYS if key not in TAIL_KEYS and key != "schedule"
 )
-ROW_KEYS = tuple(key for keys in ROWS for key in keys)
 KEYS = (*(field.name for field in fields(Plan)), "microbatch")
 
 Space = Mapping[str, Sequence[Any]]
@@ -139,7 +136,7 @@ class Grid:
     def mesh(self, some: Any = slice(None)) -> tuple[Mesh, Any]:
         """The meshes of some rows, all of their cells; where a cell is no plan after all."""
         rows, num_tail = [index[some] for index in self.rows], len(self.tail_axes)
-        numbers = self.fixed | _front(self.tail_axes) | _flat(self.row_axes, rows)
+        numbers = self.fixed | _spread(self.tail_axes, num_tail + 1) | _flat(self.row_axes, rows)
         mesh, _ = _mesh(self.plan, self.workload, self.cluster, numbers)
         broken = (
             one[(..., *map(operator.mul, rows, np.greater(one.shape[num_tail:], 1)))] for one in self.broken
@@ -257,7 +254,7 @@ def grids(
         return
     by_layout = ("tp",) if layouts != ("1d",) else ()
     seen: set[Plan] = set()
-    switches = [key for key in space if key not in (*ROW_KEYS, *TAIL_KEYS) or key in by_layout]
+    switches = [key for key in space if key not in NUMBER_KEYS or key in by_layout]
     numbers: dict[str, Sequence[Any]] = {"vpp": (1,), "microbatch": (workload.microbatch,)}
     numbers |= {key: space[key] for key in space if key not in switches}
     for chosen in itertools.product(*(space[key] for key in switches)):
@@ -336,17 +333,9 @@ def _grid(
     row_axes = [axis for keys in ROWS if (axis := _axis(keys, values, plan)) is not None]
     if not all(axis.values for axis in (*tail, *row_axes)):
         return
-    fixed: dict[str, Num] = {
-        key: number_of(key, getattr(plan, key))
-        for key in NUMBERS
-        if not any(key in axis.keys for axis in (*tail, *row_axes))
-    }
     num_axes = len(tail) + len(row_axes)
-    spread: dict[str, Num] = {
-        key: _along(axis.numbers(key), i, num_axes)
-        for i, axis in enumerate((*tail, *row_axes))
-        for key in axis.keys
-    }
+    spread = _spread((*tail, *row_axes), num_axes)
+    fixed: dict[str, Num] = {key: number_of(key, getattr(plan, key)) for key in NUMBERS if key not in spread}
     mesh, sizes = _mesh(plan, workload, cluster, fixed | spread)
     broken = [
         np.array(one, dtype=bool, ndmin=num_axes)
@@ -389,11 +378,9 @@ def _narrowed(axis: Axis, i: int, broken: list[NDArray[np.bool_]]) -> tuple[Axis
     ]
 
 
-def _front(tail: Sequence[Axis]) -> dict[str, Num]:
-    """The numbers of the tail axes, by key, in front of the rows."""
-    return {
-        key: _along(axis.numbers(key), i, len(tail) + 1) for i, axis in enumerate(tail) for key in axis.keys
-    }
+def _spread(axes: Sequence[Axis], num_axes: int) -> dict[str, Num]:
+    """The numbers of axes by key, each along its own of `num_axes`, of which these are the first."""
+    return {key: _along(axis.numbers(key), i, num_axes) for i, axis in enumerate(axes) for key in axis.keys}
 
 
 def _first_of(tail: Sequence[Axis]) -> dict[str, Num]:
@@ -433,11 +420,8 @@ class _Repeats:
     def dropped_chunks(self, mesh: Mesh) -> Any:
         """Where the axis of `CHUNKS` has a schedule and chunks that it had before in other words."""
         chunks = np.stack(np.broadcast_arrays(mesh.vpp, mesh.schedule))
-        if not self.are_dropped:
-            return False
-        dropped = np.ones(chunks[0].size, dtype=bool)
-        dropped[distinct_columns(chunks.reshape(2, -1))[0]] = False
-        return dropped.reshape(chunks[0].shape)
+        first, kind = distinct_columns(chunks.reshape(2, -1))
+        return self.are_dropped & (first[kind] != np.arange(len(kind))).reshape(chunks.shape[1:])
 
     def kept(self, mesh: Mesh, num_rows: int) -> NDArray[np.intp]:
         """The rows that differ from all before them.

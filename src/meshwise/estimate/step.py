@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import Kinds, chosen_cells, distinct_columns
+from meshwise.core.columns import chosen_cells, distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
@@ -272,7 +272,7 @@ def stage_time(
 
 
 def _stage_cost(
-    model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op], kinds: Kinds | None,
+    model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op],
     mesh: Mesh, cut: Cut, machine: Machine, time: StageTime, idle_s: Num = 0.0, *, has_peak: bool = True,
 ) -> StageCost:  # fmt: skip
     """`idle_s`: how long a microbatch takes longer on the slowest stage.
@@ -282,7 +282,7 @@ def _stage_cost(
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
     exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(
-        model, stage, held, units, shared, kinds, time, idle_s, mesh, cut, machine
+        model, stage, held, units, shared, time, idle_s, mesh, cut, machine
     )
     if units:
         told = fsdp2_memory if has_peak else least_memory
@@ -294,7 +294,7 @@ def _stage_cost(
     optimizer_s = (
         _optimizer_s(held, stage.share, memory, gradients, mesh, cut, machine) if mesh.trains else 0.0
     )
-    update = _update(units, kinds, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
+    update = _update(units, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
     optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
@@ -309,7 +309,7 @@ def _is_fsdp2(cut: Cut) -> bool:
 
 def _exchanged(
     model: Model, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], shared: Sequence[Op],
-    kinds: Kinds | None, time: StageTime, idle_s: Num, mesh: Mesh, cut: Cut, machine: Machine,
+    time: StageTime, idle_s: Num, mesh: Mesh, cut: Cut, machine: Machine,
 ) -> tuple[list[tuple[Exchange, Num]], Num, Num, Num]:  # fmt: skip
     """The exchanges of a stage's replicas with their time on the links; what the step pays, what every
     microbatch would on the slowest stage, and what the first one waits.
@@ -318,7 +318,7 @@ def _exchanged(
     sticks out, and likewise the gather of the first block's weights. It does not travel while other
     collectives hold the links that it needs. In a pipeline FSDP2 gathers once, and reduces when the last
     backward is through, so that hides nothing. `units`: those of FSDP2, if it is that; `shared`: as in
-    `shared_weights`; `kinds`: rows that exchange alike.
+    `shared_weights`.
     """
     if not mesh.trains:
         return [], 0.0, 0.0, 0.0
@@ -342,8 +342,7 @@ def _exchanged(
         )
         of_one = shared_weights(model, shared, stage, mesh, cut, grad_bytes(mesh))
     found, own = (
-        [(one, _exchange_s(one, kinds, machine)) for one in some if one.occurs]
-        for some in (of_replicas, of_one)
+        [(one, _exchange_s(one, machine)) for one in some if one.occurs] for some in (of_replicas, of_one)
     )
     own_s = sum((seconds for _, seconds in own), 0.0)
     grads_s = sum((s for one, s in found if one.op.endswith("gradients")), 0.0) / reductions
@@ -389,37 +388,23 @@ def _window(mesh: Mesh) -> Num:
     return np.where(mesh.zero < 2, np.maximum(others, 1.0), 1.0)[()]
 
 
-def _exchange_kinds(mesh: Mesh) -> Kinds | None:
-    """Rows of a grid whose replicas exchange alike: the microbatch changes how often, not what."""
-    alike = replace(mesh, microbatch=1.0, num_microbatches=1.0)
-    numbers = [getattr(alike, field.name) for field in fields(Mesh) if field.name not in ("grid", "ends")]
-    of_rows = [
-        number.reshape(-1, number.shape[-1])
-        for number in (*numbers, *mesh.grid, *mesh.ends)
-        if isinstance(number, np.ndarray) and number.shape[-1:] > (1,)
-    ]
-    return Kinds(*distinct_columns(np.concatenate(of_rows))) if of_rows else None
-
-
-def _exchange_s(one: Exchange, kinds: Kinds | None, machine: Machine) -> Num:
+def _exchange_s(one: Exchange, machine: Machine) -> Num:
     """Time of the links for all `count` collectives of an exchange."""
-    sizes = one.payload_bytes, one.group_size, one.stride, *one.runs
-    payload_bytes, group_size, stride, *runs = map(kinds.of_kinds, sizes) if kinds else sizes
-    seconds = machine.collective_s(one.collective, payload_bytes, group_size, stride, runs=Runs(*runs))
-    seconds = kinds.of_columns(seconds) if kinds else seconds
+    sizes = one.payload_bytes, one.group_size, one.stride
+    seconds = machine.collective_s(one.collective, *sizes, runs=Runs(*one.runs))
     if copy_s := machine.overheads.shard_copy_s:
         seconds = seconds + copy_s * one.shards_copied * (one.group_size > 1)
     return one.count * seconds
 
 
 def _update(
-    units: Sequence[fsdp2.Unit], kinds: Kinds | None, mesh: Mesh, cut: Cut, machine: Machine
+    units: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut, machine: Machine
 ) -> list[tuple[Exchange | Op, Num]]:
     """What Muon gathers and multiplies where FSDP2 has cut the matrices, and its seconds."""
     gathers = [one for one in muon.gathers(units, mesh, cut) if one.occurs]
     products = list(muon.products(units, cut))
     times = zip(products, op_times(products, machine), strict=True)
-    found: list[tuple[Exchange | Op, Num]] = [(one, _exchange_s(one, kinds, machine)) for one in gathers]
+    found: list[tuple[Exchange | Op, Num]] = [(one, _exchange_s(one, machine)) for one in gathers]
     return found + [(op, op.count * once_s) for op, once_s in times]
 
 
@@ -476,7 +461,7 @@ def _with_tower(own: StageCost, tower: TowerParts, machine: Machine) -> StageCos
     shared = shared_gradients(encoder, cut, layer_kinds(encoder)[0]) if mesh.trains else []
     stage, by_part = tower_stage(encoder, own.stage), list(tower.parts.values())
     time = tower_time(tower, own.stage, machine)
-    cost = _stage_cost(encoder, stage, by_part, shared, _exchange_kinds(mesh), mesh, cut, machine, time)
+    cost = _stage_cost(encoder, stage, by_part, shared, mesh, cut, machine, time)
     is_there = own.stage.embeddings > 0
     memory = {
         name: getattr(own.memory, name) + is_there * getattr(cost.memory, name)
@@ -532,7 +517,6 @@ def price_step(
     by_part = list(by_name.values())
     shared = shared_gradients(model, cut) if mesh.trains else []
     towers = list(tower_parts(model, mesh, machine))
-    kinds = _exchange_kinds(mesh)
     has_peak = wants is None or not _is_fsdp2(cut) or bool(towers)
     stages = stages or stages_of(model, mesh)
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
@@ -544,7 +528,7 @@ def price_step(
             partial(_with_tower, machine=machine),
             towers,
             _stage_cost(
-                model, stage, by_part, shared, kinds, mesh, cut, machine, time, slowest_s - total_s,
+                model, stage, by_part, shared, mesh, cut, machine, time, slowest_s - total_s,
                 has_peak=has_peak,
             ),
         )

@@ -15,13 +15,12 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import (
@@ -66,9 +65,6 @@ DISPATCH_CORES = 24.0
 
 STACK_CELLS = 2**15
 """Numbers that are timed in one call at most: more do not stay in the cache."""
-
-ALIKE, MANY_CELLS = ("matmul", "collective"), 256
-"""Kinds of op with long formulas, of which a grid has few that differ; cells from which that counts."""
 
 EXPERT_LIBRARIES = {
     "bf16": ("bf16-triton", "bf16-trtllm"),
@@ -240,23 +236,10 @@ def op_times(ops: Sequence[Op], machine: Machine) -> list[Num]:
         most = max(1, STACK_CELLS // max(1, math.prod(shape)))
         for chosen in (alike[i : i + most] for i in range(0, len(alike), most)):
             stacks = _stacked([_numbers(ops[i]) for i in chosen], ndim)
-            price = partial(_SECONDS[kind], machine, ops[chosen[0]])
-            seconds = (
-                _of_distinct(price, stacks) if kind in ALIKE and ndim == 1 else np.asarray(price(*stacks))
-            )
+            seconds = np.asarray(_SECONDS[kind](machine, ops[chosen[0]], *stacks))
             for i, each_s in zip(chosen, seconds.tolist() if seconds.ndim == 1 else seconds, strict=True):
                 times[i] = each_s
     return times
-
-
-def _of_distinct(price: Callable[..., Num], stacks: Sequence[Stack]) -> NDArray[np.float64]:
-    """The price of many cells, each of a kind priced once; of few, of each."""
-    spread = np.broadcast_arrays(*stacks)
-    if spread[0].size < MANY_CELLS:
-        return np.asarray(price(*stacks))
-    columns = np.stack([one.ravel() for one in spread])
-    first, kind = distinct_columns(columns)
-    return np.asarray(price(*columns[:, first]))[kind].reshape(spread[0].shape)
 
 
 def _numbers(op: Op) -> tuple[Num, ...]:
