@@ -182,14 +182,13 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> PricedParts:
     """The parts of a model in all rows of `mesh`; its keys of `estimate.grid.TAIL` play no part."""
     cut = cut_of(mesh)
     hide = tuple(axis for axis in ("tp", "ep") if getattr(mesh.plan, f"overlap_{axis}"))
-    numbers = ((field.name, getattr(cut, field.name)) for field in fields(cut))
-    arrays = {name: value for name, value in numbers if isinstance(value, np.ndarray)}
+    numbers = {field.name: getattr(cut, field.name) for field in fields(cut)}
+    arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
     if arrays:
         columns = np.stack(np.broadcast_arrays(*arrays.values()))
         flat = columns.reshape(len(arrays), -1)
         first, cells = distinct_columns(flat)
-        cuts = dict(zip(arrays, flat[:, first], strict=True))
-        table, places = _by_experts(cuts)
+        table, places = _by_experts(cuts := dict(zip(arrays, flat[:, first], strict=True)))
         along = {name: values[table if name in OF_EXPERTS else table[:, :1]] for name, values in cuts.items()}
         found = _priced(model, replace(cut, **along), hide, machine, grad_bytes(mesh))
         of_cuts = partial(chosen_cells, cells=places, shape=table.shape)
@@ -203,9 +202,7 @@ OF_EXPERTS = ("ep", "etp", "ep_stride", "imbalance")
 """Numbers of a cut that experts alone depend on."""
 
 
-def _by_experts(
-    cuts: dict[str, NDArray[np.float64]],
-) -> tuple[NDArray[np.intp], tuple[NDArray[np.intp], NDArray[np.intp]]]:
+def _by_experts(cuts: dict[str, NDArray[Any]]) -> tuple[NDArray[np.intp], tuple[NDArray[np.intp], ...]]:
     """A table of the numbers of cuts, those in a row alike but `OF_EXPERTS`; the place of each cut in it.
 
     So what is not of experts is computed once for each row. Short rows are filled up with their first cut.
@@ -220,14 +217,6 @@ def _by_experts(
     return table, (kind, place)
 
 
-@lru_cache(maxsize=512)
-def _price_alike(
-    model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine, sum_bytes: float
-) -> dict[str, Part]:
-    """The parts of plans that cut a block alike, whatever their depth."""
-    return _priced(model, cut, hide, machine, sum_bytes)
-
-
 def _priced(
     model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine, sum_bytes: float
 ) -> dict[str, Part]:
@@ -236,6 +225,9 @@ def _priced(
         parts(model, cut), machine, hide=hide, first=EMBEDDING, sum_bytes=sum_bytes, grad_bytes=computed_bytes
     )
 
+
+_price_alike = lru_cache(maxsize=512)(_priced)
+"""The parts of plans that cut a block alike, whatever their depth."""
 
 # --- stages ------------------------------------------------------------------------------------
 
@@ -524,16 +516,12 @@ def price_step(
     totals_s = list(map(partial(_with_towers_s, towers=towers, machine=machine), stages, times))
     slowest_s = _largest(totals_s, exists)
     costs = [
-        reduce(
-            partial(_with_tower, machine=machine),
-            towers,
-            _stage_cost(
-                model, stage, by_part, shared, mesh, cut, machine, time, slowest_s - total_s,
-                has_peak=has_peak,
-            ),
+        _stage_cost(
+            model, stage, by_part, shared, mesh, cut, machine, time, slowest_s - total_s, has_peak=has_peak
         )
         for stage, time, total_s in zip(stages, times, totals_s, strict=True)
-    ]  # fmt: skip
+    ]
+    costs = [reduce(partial(_with_tower, machine=machine), towers, cost) for cost in costs]
     work_s = slowest_s * mesh.num_microbatches
     hop_s = message_s(model, mesh, cut, machine)
     bubble, comm_pp = _pipeline_waits(model, mesh, by_part, towers, costs, cut, machine, hop_s, slowest_s)
