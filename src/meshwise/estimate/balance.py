@@ -59,11 +59,8 @@ def placed(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Me
     if _is_even(mesh):
         return mesh
     if mesh.plan.stages:
-        mesh, plan = (
-            placed(model, replace(mesh, plan=replace(mesh.plan, stages=None)), machine, parts),
-            mesh.plan,
-        )
-        return replace(mesh, plan=plan, ends=placed_cost(model, mesh, machine, parts).mesh.ends)
+        unstated = placed(model, replace(mesh, plan=replace(mesh.plan, stages=None)), machine, parts)
+        return replace(mesh, ends=placed_cost(model, unstated, machine, parts).mesh.ends)
     seconds, *_ = part_weights(model, mesh, machine, parts, again=0.0)
     return replace(mesh, ends=best_ends(model, mesh, seconds))
 
@@ -87,11 +84,9 @@ def placed_cost(
     if _is_even(mesh):
         return price_step(model, mesh, machine, None, parts, wants)
     found = price_step(model, mesh, machine, None, parts)
-    return (
-        _with_faster_ends(model, found, machine, parts, wants)
-        if mesh.trains and not mesh.plan.stages
-        else found
-    )
+    if mesh.plan.stages or not mesh.trains:
+        return found
+    return _with_faster_ends(model, found, machine, parts, wants)
 
 
 def _with_faster_ends(
@@ -108,12 +103,8 @@ def _with_faster_ends(
     if not cells[0].size:
         return found
     flat = partial(chosen_cells, cells=cells, shape=shape)
-    mesh, parts, bound, worth_s = (
-        found.mesh.mapped(flat),
-        parts.of_rows(cells[-1]),
-        bound.mapped(flat),
-        flat(worth_s),
-    )
+    mesh, parts = found.mesh.mapped(flat), parts.of_rows(cells[-1])
+    bound, worth_s = bound.mapped(flat), flat(worth_s)
     for tried in other_ends(model, mesh, machine, parts):
         some = np.nonzero(np.atleast_1d(bound.step_s(mesh, tried.slowest_s) < worth_s))
         if some[0].size:

@@ -276,13 +276,8 @@ def _stage_cost(
     exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(
         model, stage, held, units, shared, time, idle_s, mesh, cut, machine
     )
-    if units:
-        told = fsdp2_memory if has_peak else least_memory
-        memory, kept = told(model, stage, by_part, units, mesh, cut, machine.overheads)
-        gradients = gradient_bytes(units, mesh, cut)
-    else:
-        memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
-        gradients, kept = memory.gradients, memory.activations
+    memory, kept = _memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=has_peak)
+    gradients = gradient_bytes(units, mesh, cut) if units else memory.gradients
     optimizer_s = (
         _optimizer_s(held, stage.share, memory, gradients, mesh, cut, machine) if mesh.trains else 0.0
     )
@@ -293,6 +288,18 @@ def _stage_cost(
         exposed_s=exposed_s, filling_s=filling_s, optimizer_s=optimizer_s, update=update,
         gradient_bytes=gradients, kept_bytes=kept,
     )  # fmt: skip
+
+
+def _memory(
+    model: Model, stage: Stage, by_part: Sequence[Part], held: tuple[Held, Held],
+    units: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut, machine: Machine, *, has_peak: bool,
+) -> tuple[Memory, Num]:  # fmt: skip
+    """What a stage needs, and the most that it keeps for the backward; `has_peak`: as in `_stage_cost`."""
+    if units:
+        told = fsdp2_memory if has_peak else least_memory
+        return told(model, stage, by_part, units, mesh, cut, machine.overheads)
+    memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
+    return memory, memory.activations
 
 
 def _is_fsdp2(cut: Cut) -> bool:
@@ -582,9 +589,15 @@ def _pipeline_waits(
 
 def mean_phases_s(mesh: Mesh, costs: Sequence[StageCost]) -> list[Num]:
     """Forward, backward and gradient of the weights of one microbatch, the mean of all stages."""
-    return [
-        sum(getattr(cost.time, phase) * cost.stage.num_stages for cost in costs) / mesh.pp for phase in PHASES
-    ]
+    return _means_s(mesh, [cost.stage for cost in costs], [cost.time for cost in costs], PHASES)
+
+
+def _means_s(
+    mesh: Mesh, stages: Sequence[Stage], times: Sequence[StageTime], names: Sequence[str]
+) -> list[Num]:
+    """The mean of all stages of each named time."""
+    each = list(zip(times, stages, strict=True))
+    return [sum(getattr(time, name) * stage.num_stages for time, stage in each) / mesh.pp for name in names]
 
 
 def lead_s(mesh: Mesh, costs: Sequence[StageCost], slowest_s: Num) -> Num:
@@ -703,19 +716,12 @@ def least_of_ops(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine)
     cut, by_part = cut_of(mesh), list(parts.spread().values())
     towers, stages = list(tower_parts(model, mesh, machine)), stages_of(model, mesh)
     times = times_of_chunks(model, stages, mesh, by_part, towers, cut, machine)
-    mean_s = [
-        sum(getattr(time, name) * stage.num_stages for time, stage in zip(times, stages, strict=True))
-        / mesh.pp
-        for name in (*PHASES, "unpaired_s")
-    ]
+    mean_s = _means_s(mesh, stages, times, (*PHASES, "unpaired_s"))
     needed: Num = np.inf
     for stage in stages:
-        if _is_fsdp2(cut):
-            units = fsdp2.units(model, stage, mesh)
-            memory, _ = least_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
-        else:
-            held = held_params(model, stage, by_part, cut)
-            memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
+        held = held_params(model, stage, by_part, cut)
+        units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
+        memory, _ = _memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=False)
         needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
     return _of_mean_s(mesh, mean_s, machine), needed
 

@@ -272,7 +272,7 @@ def _with_weights(op: Op, stated: list[Op]) -> Op:
     )
 
 
-def is_gathered(moe: MoE, cut: Cut) -> Any:
+def _is_gathered(moe: MoE, cut: Cut) -> Any:
     """1 where each rank gets the tokens of all, as no more ranks have experts than a token chooses; else 0.
 
     TensorRT-LLM's rule for an all-to-all (`moe_ep_size > experts_per_token`), which would send as much.
@@ -286,7 +286,7 @@ def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> 
     DeepEP's low-latency kernels do the latter in decoding, its normal ones for prompts.
     """
     tokens, hidden = cut.tokens / cut.tp, moe.width(model.hidden)
-    gathered = is_gathered(moe, cut)
+    gathered = _is_gathered(moe, cut)
     among, kind = 1.0 + gathered * (cut.ep - 1.0), "all_gather" if way == "dispatch" else "reduce_scatter"
     yield collective(
         MOE, way, "forward", kind, "ep", tokens * among * hidden * elem_bytes, among, stride=cut.ep_stride
