@@ -39,6 +39,13 @@ def test_calls_without_a_name_are_waited_in_too(tmp_path, fault, num_ranks):
     assert verdict.is_right and verdict.has_cause, verdict
 
 
+@pytest.mark.parametrize(("fault", "named"), [("none", []), ("late rank", [(1,)])])
+def test_a_long_trace(tmp_path, fault, named):
+    """1,500 steps: more than the binomial coefficients of floats hold."""
+    write_job(tmp_path, Job(2, 1500, fault, rank=1, size=0.3))
+    assert [one.ranks for one in _single(summarize_paths([tmp_path]))] == named
+
+
 @pytest.mark.parametrize("fault", ["slow link", "late rank"])
 def test_a_rank_without_a_trace_is_not_taken_for_a_slow_link(tmp_path, fault):
     """Rank 2 is late, or its link to rank 3 slow; the trace of rank 2 is missing."""

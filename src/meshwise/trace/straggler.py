@@ -245,8 +245,13 @@ def _late(ranks: tuple[int, ...], seconds: float, num_late: int, view: _Waiting)
 
 
 def _tail(count: int, num: int, chance: float) -> float:
-    """Probability of `count` or more hits in `num` independent trials."""
-    return sum(math.comb(num, k) * chance**k * (1 - chance) ** (num - k) for k in range(count, num + 1))
+    """Probability of `count` or more hits in `num` independent trials, which may be thousands."""
+
+    def probability(hits: int) -> float:
+        ways = math.lgamma(num + 1) - math.lgamma(hits + 1) - math.lgamma(num - hits + 1)
+        return math.exp(ways + hits * math.log(chance) + (num - hits) * math.log1p(-chance))
+
+    return math.fsum(probability(hits) for hits in range(count, num + 1))
 
 
 def _pause(view: _Waiting) -> LateRanks | None:
