@@ -35,6 +35,7 @@ from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
+from meshwise.program.walk import with_saved_bytes
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 GPT, LLAMA, MIXTRAL, DEEPSEEK, GPT_OSS = (
@@ -60,8 +61,8 @@ def price(model: Model) -> Counter[tuple[Any, ...]]:
         cut = Cut(microbatch=2.0, seq=256.0, tp=2.0, ep=8.0, flash=flash, dispatch_per_rank=True)
         cut = replace(cut, implementation="huggingface" if flash else "megatron")
         for number in range(model.num_layers):
-            found.update(map(_said, block(model, cut, layer_kind(model, number))))
-        found.update(map(_said, [*embed(model, cut), *head(model, cut)]))
+            found.update(map(_said, with_saved_bytes(block(model, cut, layer_kind(model, number)))))
+        found.update(map(_said, [*with_saved_bytes(embed(model, cut)), *with_saved_bytes(head(model, cut))]))
     return found
 
 

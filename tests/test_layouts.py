@@ -22,6 +22,7 @@ from meshwise.plan.workload import Workload
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
+from meshwise.program.walk import with_saved_bytes
 
 FIGURES = figures_script("tensor")
 Block = tuple[tuple[Fraction, Fraction], tuple[Fraction, Fraction]]
@@ -94,7 +95,7 @@ def test_blocks_cover_each_matrix_and_are_those_of_the_closed_form(layout: str) 
     on = cut(layout, () if layout == "1d" else tuple(map(float, grid)))
     ops = {
         op.name: op
-        for op in block(GPT3, replace(on, tp=float(num), flash=False))
+        for op in with_saved_bytes(block(GPT3, replace(on, tp=float(num), flash=False)))
         if op.phase == "forward" and op.kind == "matmul" and op.saved_bytes
     }
     for name, op, whole in (

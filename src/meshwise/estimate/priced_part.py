@@ -24,7 +24,7 @@ from meshwise.program.exchange import Held
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.moments import PartBytes, part_bytes
 from meshwise.program.op import Op
-from meshwise.program.walk import Room, activations, mapped, room
+from meshwise.program.walk import Room, activations, mapped, room, with_saved_bytes
 from meshwise.program.weights_of_ops import ENDS
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
@@ -183,7 +183,7 @@ def _part(
         saved_bytes=kept.saved_bytes,
         core_bytes=kept.saved_bytes - kept.kept_bytes,
         redone_bytes=kept.back_bytes,
-        loose_bytes=sum(op.saved_bytes for op in _loose(forward)),
+        loose_bytes=_loose_bytes(ops) if grad_bytes else 0.0,
         held=(
             _held(op for op in forward if not op.is_expert),
             _held(op for op in forward if op.is_expert),
@@ -240,15 +240,13 @@ def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
     for name in LINKS:
         phase = FORWARD if name.endswith("forward_s") else BACKWARD
         found[name] = _own_host_s((row.op for row in priced), phase, machine)
+    if any(map(np.any, machine.base.link_ways)):  # a torus has links by axis
+        return found
     for row in priced:
-        if row.op.kind == "collective" and not any(
-            map(np.any, machine.base.link_ways)
-        ):  # a torus has links by axis
+        if row.op.kind == "collective":
             phase = FORWARD if row.phase == FORWARD else BACKWARD
-            far, busy_s = (
-                machine.leaves_node(row.op.group_size, row.op.stride),
-                _times(row.op.count, row.time_s),
-            )
+            far = machine.leaves_node(row.op.group_size, row.op.stride)
+            busy_s = _times(row.op.count, row.time_s)
             found[f"near_{phase}_s"] = found[f"near_{phase}_s"] + busy_s * (1.0 - far)
             found[f"far_{phase}_s"] = found[f"far_{phase}_s"] + busy_s * far
     return found
@@ -259,8 +257,14 @@ def _trains(op: Op) -> bool:
     return any(held.weight.trains for held in op.weights)
 
 
+def _loose_bytes(ops: Sequence[Op]) -> Num:
+    """What is kept by ops behind which no weights of their part train."""
+    forward = [op for op in with_saved_bytes(ops) if op.phase == FORWARD]
+    return sum((op.saved_bytes for op in _loose(forward)), 0.0)
+
+
 def _loose(forward: Sequence[Op]) -> list[Op]:
-    """The ops behind which no weights of their part train: of a loss, and of what weighs experts' answers."""
+    """Such ops: those of a loss, and of what weighs experts' answers."""
     if any(op.module == "head" for op in forward):
         return [op for op in forward if op.module == "head" and op.kind != "matmul" and not _trains(op)]
     trains = any(_trains(op) for op in forward if op.module in ("moe", "shared_expert"))

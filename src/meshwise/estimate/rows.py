@@ -8,9 +8,11 @@ what the rank holds at its peak (`live_bytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
+
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
@@ -25,6 +27,7 @@ from meshwise.plan.stages import V_SHAPED, Stage
 from meshwise.program.exchange import Exchange
 from meshwise.program.parts import EMBEDDING, HEAD
 from meshwise.program.row import op_row
+from meshwise.program.walk import with_saved_bytes
 
 Row = dict[str, Any]
 
@@ -71,8 +74,9 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
 
     `waits` False leaves out what is no op of the layout.
     """
+    rows = _with_saved_bytes(part.rows)
     for phase in phases:
-        for row in part.rows:
+        for row in rows:
             if isinstance(row, Wait) and not (waits and float(row.spent_s)):
                 continue
             if isinstance(row, PricedOp) and not float(row.op.count):
@@ -86,6 +90,12 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
                     yield again | {"count": again["count"] * float(row.op.redone_frac)}
             elif runs_in == ("forward" if phase == AGAIN else phase):
                 yield _row(name, part.machine, row, phase)
+
+
+def _with_saved_bytes(rows: Sequence[PricedOp | Wait]) -> list[PricedOp | Wait]:
+    """The rows of a part, each forward op with what it is the first to keep."""
+    ops = iter(with_saved_bytes([row.op for row in rows if isinstance(row, PricedOp)]))
+    return [structs.replace(row, op=next(ops)) if isinstance(row, PricedOp) else row for row in rows]
 
 
 def runs_of_parts(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[tuple[str, Part, str, float]]:

@@ -28,7 +28,6 @@ from meshwise.program.op import Op, Stated, backward_last, collected
 from meshwise.program.recompute import with_recompute
 from meshwise.program.recurrence import beside_attention, recurrence
 from meshwise.program.tensor import Tensor
-from meshwise.program.walk import with_saved_bytes
 from meshwise.program.weights_of_ops import hold
 
 LAYOUTS: dict[str, ModuleType] = {
@@ -56,7 +55,7 @@ def block(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: 
     ops, _ = block_ops(model, cut, layer, block_input(model, cut))
     if layer.mixer == "cross" and not across(model):  # text alone: its weights are held, and nothing is done
         ops = [structs.replace(op, count=0.0, keeps=()) for op in ops]
-    return with_saved_bytes(backward_last(ops))
+    return backward_last(ops)
 
 
 def block_ops(model: Model, cut: Cut, layer: Layer, x: Tensor) -> tuple[list[Op], Tensor]:

@@ -39,7 +39,6 @@ from meshwise.program.op import (
 )
 from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import column_linear, look_up, norm, on_tp, shards
-from meshwise.program.walk import with_saved_bytes
 from meshwise.program.weights_of_ops import hold
 
 
@@ -51,9 +50,9 @@ def embed(model: Model, cut: Cut) -> list[Op]:
     weights = embedding_weights(model)
     if not cut.lora_rank:
         ops = hold(_embed(model, cut), weights, cut, shards)
-        return with_saved_bytes(backward_last(as_done_by(model, cut, ops)))
+        return backward_last(as_done_by(model, cut, ops))
     forward = [structs.replace(op, keeps=()) for op in _embed(model, cut) if op.phase == "forward"]
-    return with_saved_bytes(as_done_by(model, cut, hold(forward, frozen(weights), cut, shards)))
+    return as_done_by(model, cut, hold(forward, frozen(weights), cut, shards))
 
 
 def head(model: Model, cut: Cut) -> list[Op]:
@@ -68,7 +67,7 @@ def head(model: Model, cut: Cut) -> list[Op]:
     if cut.kind == "train":
         for _ in range(model.mtp_layers):
             ops += _predict_next(model, cut, hidden)
-    return with_saved_bytes(backward_last(ops))
+    return backward_last(ops)
 
 
 # --- embedding ---------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import precision
 from meshwise.program.row import op_row
 from meshwise.program.tape import Tape
+from meshwise.program.walk import with_saved_bytes
 from meshwise.runtime.programs import Dtype
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def cut_of(options: TensorParallelOptions, ranks: int) -> Cut:
 def estimate(options: TensorParallelOptions, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`: each op of the layout, as often as it occurs."""
     model, cut = model_of(options), cut_of(options, tape.world_size)
-    for op in [*block_ops(model, cut), *shared_gradients(model, cut)]:
+    for op in [*with_saved_bytes(block_ops(model, cut)), *shared_gradients(model, cut)]:
         if op.kind == "collective" and op.group_size == 1:
             continue
         row = op_row(op) | {"dtype": options.dtype}
