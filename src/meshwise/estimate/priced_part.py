@@ -93,9 +93,8 @@ class Part(PhaseTimes):
     `held`: weights, dense ones and those of experts.
     `loss_bytes` is what a loss fills beyond what is kept of it, `booked_loss_bytes` what is booked for that
     (`program.walk.room`); `widest_bytes` is the largest gradient of an activation that the backward holds,
-    `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `flop` is matrix work by
-    phase. `live`: the most alive in its forward and backward, where memory is told moment by moment; of the
-    head, then of multi-token prediction.
+    `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `live`: the most alive in its
+    forward and backward, where memory is told moment by moment; of the head, then of multi-token prediction.
     """
 
     machine: Machine
@@ -111,14 +110,12 @@ class Part(PhaseTimes):
     booked_loss_bytes: Num
     widest_bytes: Num
     exchange_bytes: Num
-    flop: dict[str, Num]
     live: tuple[PartBytes, ...] = ()
 
     def mapped(self, of: Callable[[Num], Num]) -> Part:
         """The part with something done to each of its numbers, without its rows."""
-        names = [field.name for field in fields(Part) if field.name not in ("machine", "rows", "flop")]
-        flop = {phase: of(flop) for phase, flop in self.flop.items()}
-        return replace(self, rows=(), flop=flop, **{name: mapped(of, getattr(self, name)) for name in names})
+        names = [field.name for field in fields(Part) if field.name not in ("machine", "rows")]
+        return replace(self, rows=(), **{name: mapped(of, getattr(self, name)) for name in names})
 
 
 def price_parts(
@@ -161,14 +158,6 @@ def _part(
         waits.append(Wait("next_microbatch", FORWARD, overheads.microbatch_s))
     for wait in waits:
         seconds[wait.phase] = seconds[wait.phase] + wait.spent_s
-    flop: dict[str, Num] = defaultdict(float)
-    for done in priced:
-        if done.op.kind in MATRIX_KINDS:
-            op_flop = done.op.count * done.op.cost.flop
-            flop[done.phase] = flop[done.phase] + op_flop
-            flop[CORE_PHASE] = flop[CORE_PHASE] + op_flop * done.op.redone_frac
-            if done.phase == FORWARD and done.is_redone:
-                flop[AGAIN] = flop[AGAIN] + op_flop
     kept, loss = activations(ops), _loss_room(ops)
     return Part(
         machine=machine,
@@ -192,7 +181,6 @@ def _part(
         booked_loss_bytes=loss.booked_bytes,
         widest_bytes=_widest_bytes(ops),
         exchange_bytes=_exchange_bytes(ops),
-        flop=dict(flop),
         live=_live(ops, grad_bytes) if grad_bytes else (),
     )
 
