@@ -237,7 +237,7 @@ def test_a_grid_has_what_is_written_whole(framework: str, model: str, data: Any)
         whole = not mw.launch(model, CLUSTER, plan, to=framework, **job).not_expressed
     except mw.MeshwiseError:
         whole = False
-    assert np.all(runs(framework, of.model, of.mesh)) == whole
+    assert np.all(runs((framework,), of.model, of.mesh)) == whole
 
 
 def read_back(framework: str, job: Any, folder: Path, cluster: str = CLUSTER) -> Any:

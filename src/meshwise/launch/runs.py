@@ -6,9 +6,9 @@ of plans at once, so that a search looks at nothing else; and which values of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,12 +48,16 @@ def modules_of(framework: str) -> tuple[tuple[str, ...], ...]:
     return ((), ("per_op",)) if "per_op" in forms and "selective" not in forms else ()
 
 
-def runs(framework: str, model: Model, mesh: Mesh) -> Any:
-    """Where the framework runs the training plans of `mesh`."""
-    if not says_model(framework, model, int(mesh.seq)):
-        return False
+def runs(frameworks: Iterable[str], model: Model, mesh: Mesh) -> Any:
+    """Where one of the frameworks runs the training plans of `mesh`."""
+    known = [name for name in frameworks if says_model(name, model, int(mesh.seq))]
+    of = _GridFacts.of(model, mesh)
+    return reduce(np.logical_or, (_runs(name, of) for name in known), False)
+
+
+def _runs(framework: str, of: _GridFacts) -> Any:
     reasons = []
-    for is_refused in refused(framework, model, mesh):
+    for is_refused in of.refused(framework):
         if np.all(is_refused):
             return False
         if np.any(is_refused):
@@ -73,20 +77,37 @@ def says_model(framework: str, model: Model, seq: int) -> bool:
 
 def refused(framework: str, model: Model, mesh: Mesh) -> Iterator[Any]:
     """Where the framework does not run the training plans of `mesh`, one reason after another."""
-    facts, table = _facts(model, mesh), table_of(framework)
-    idle = without_effect(facts)
-    for key in KEYS:
-        allowed = values_of(framework, key)
-        if allowed is not None and key != "stages":
-            yield _is_none_of(facts[key], allowed) & np.logical_not(idle.get(key, False))
-    for fact in _FORMS:
-        if fact in table and (allowed := _whole(table[fact])) is not None:
-            yield _is_none_of(facts[fact], allowed)
-    if "pipeline_layout" not in table:
-        yield facts["stages"] & (mesh.pp > 1)
-    for key in _COUNTED:
-        facts[key] = np.where(idle.get(key, False), IDLE[key], facts[key])
-    yield from (is_broken for is_broken, _ in broken(framework, facts))
+    return _GridFacts.of(model, mesh).refused(framework)
+
+
+class _GridFacts(NamedTuple):
+    """The facts of a grid of plans, where each key is idle, and the facts as refusals count them."""
+
+    facts: Facts
+    idle: dict[str, Any]
+    counted: Facts
+
+    @classmethod
+    def of(cls, model: Model, mesh: Mesh) -> _GridFacts:
+        """Those of the plans of `mesh`."""
+        facts = _facts(model, mesh)
+        idle = without_effect(facts)
+        counted = {key: np.where(idle.get(key, False), IDLE[key], facts[key]) for key in _COUNTED}
+        return cls(facts, idle, facts | counted)
+
+    def refused(self, framework: str) -> Iterator[Any]:
+        """Where a framework does not run the plans, one reason after another."""
+        table = table_of(framework)
+        for key in KEYS:
+            allowed = values_of(framework, key)
+            if allowed is not None and key != "stages":
+                yield _is_none_of(self.facts[key], allowed) & np.logical_not(self.idle.get(key, False))
+        for fact in _FORMS:
+            if fact in table and (allowed := _whole(table[fact])) is not None:
+                yield _is_none_of(self.facts[fact], allowed)
+        if "pipeline_layout" not in table:
+            yield self.facts["stages"] & (self.facts["pp"] > 1)
+        yield from (is_broken for is_broken, _ in broken(framework, self.counted))
 
 
 @cache

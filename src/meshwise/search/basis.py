@@ -80,7 +80,7 @@ def _complexity(found: Estimate) -> tuple[int, int, float]:
 
 
 def _runs_it(framework: str, found: Estimate) -> bool:
-    if not runs(framework, found.model, found.mesh):
+    if not runs((framework,), found.model, found.mesh):
         return False
     try:
         return not launch(found.model, found.cluster, found.plan, found.workload, framework).not_expressed

@@ -12,10 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar
-
-import numpy as np
 
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
@@ -293,7 +291,7 @@ class _Space:
 
     def runs(self, mesh: Mesh) -> Any:
         """Where some framework runs plans."""
-        return reduce(np.logical_or, (runs(name, self.model, mesh) for name in TRAINING))
+        return runs(TRAINING, self.model, mesh)
 
     def price(
         self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None
