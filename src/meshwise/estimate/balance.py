@@ -97,7 +97,7 @@ def _with_faster_ends(
     least_s = bound.step_s(found.mesh, sum(bound.mean_s))
     is_open = least_s < worth_s
     if wants is not None:
-        is_open = is_open & wants(found.mesh, least_s, _least(found, lambda cost: cost.memory.total), False)
+        is_open = is_open & wants(found.mesh, least_s, _least(found, lambda cost: cost.memory.total))
     shape = np.shape(np.atleast_1d(worth_s))
     cells = np.nonzero(np.broadcast_to(is_open, shape))
     if not cells[0].size:

@@ -164,7 +164,7 @@ class Grid:
             seconds, needed = least_of_ops(self.model, mesh, parts, self.machine)
             least = np.broadcast_to(seconds, shape), np.broadcast_to(needed, shape)
             left = np.broadcast_to(~np.asarray(broken), shape)
-            while left.any() and (worth := left & wants(mesh, *least, True)).any():
+            while left.any() and (worth := left & wants(mesh, *least, in_turn=True)).any():
                 left, chosen = left & ~worth, np.nonzero(worth)
                 places, of_chosen = [*chosen[:-1], of[chosen[-1]]], parts.of_rows(chosen[-1])
                 some_mesh = mesh.mapped(partial(chosen_cells, cells=chosen, shape=shape))

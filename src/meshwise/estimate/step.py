@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial, reduce
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -273,9 +273,7 @@ def _stage_cost(
     """
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
-    exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(
-        model, stage, held, units, shared, time, idle_s, mesh, cut, machine
-    )
+    exchanged = _exchanged(model, stage, held, units, shared, time, idle_s, mesh, cut, machine)
     memory, kept = _memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=has_peak)
     gradients = gradient_bytes(units, mesh, cut) if units else memory.gradients
     optimizer_s = (
@@ -284,9 +282,8 @@ def _stage_cost(
     update = _update(units, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
     optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
     return StageCost(
-        stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
-        exposed_s=exposed_s, filling_s=filling_s, optimizer_s=optimizer_s, update=update,
-        gradient_bytes=gradients, kept_bytes=kept,
+        stage=stage, held=held, time=time, memory=memory, **exchanged._asdict(), optimizer_s=optimizer_s,
+        update=update, gradient_bytes=gradients, kept_bytes=kept,
     )  # fmt: skip
 
 
@@ -306,12 +303,20 @@ def _is_fsdp2(cut: Cut) -> bool:
     return IMPLEMENTATIONS[cut.implementation].shards_each_weight
 
 
+class _Exchanged(NamedTuple):
+    """What a stage's replicas exchange, and what is waited for it: see `StageCost`."""
+
+    exchanged: list[tuple[Exchange, Num]]
+    comm_dp_s: Num = 0.0
+    exposed_s: Num = 0.0
+    filling_s: Num = 0.0
+
+
 def _exchanged(
     model: Model, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], shared: Sequence[Op],
     time: StageTime, idle_s: Num, mesh: Mesh, cut: Cut, machine: Machine,
-) -> tuple[list[tuple[Exchange, Num]], Num, Num, Num]:  # fmt: skip
-    """The exchanges of a stage's replicas with their time on the links; what the step pays, what every
-    microbatch would on the slowest stage, and what the first one waits.
+) -> _Exchanged:  # fmt: skip
+    """The exchanges of a stage's replicas.
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
     sticks out, and likewise the gather of the first block's weights. It does not travel while other
@@ -320,7 +325,7 @@ def _exchanged(
     `shared_weights`.
     """
     if not mesh.trains:
-        return [], 0.0, 0.0, 0.0
+        return _Exchanged([])
     overheads = machine.overheads
     alone = (mesh.pp == 1) * 1.0 if units else 1.0
     rounds = 1.0 + (mesh.zero >= 3) * alone * (mesh.num_microbatches - 1.0)
@@ -374,7 +379,7 @@ def _exchanged(
     recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
     recurring_s = (recurring_s + (reductions > 1) * reductions * grads_s) / mesh.num_microbatches
     exposed_s = np.maximum(recurring_s - mesh.overlap_dp * sum(time.free_s(is_far, 0.0)), 0.0)
-    return [*found, *own], paid_s + own_s, exposed_s, filling_s
+    return _Exchanged([*found, *own], paid_s + own_s, exposed_s, filling_s)
 
 
 def _window(mesh: Mesh) -> Num:
@@ -496,11 +501,15 @@ def added_times(one: StageTime, other: StageTime) -> StageTime:
 # --- the step ----------------------------------------------------------------------------------
 
 
-Wants = Callable[[Mesh, Num, Num, bool], NDArray[np.bool_]]
-"""Which plans of a mesh are worth a closer look, by the least that their step takes and that they need.
+class Wants(Protocol):
+    """Which plans of a mesh are worth a closer look, by the least that their step takes and that they need.
 
-The last says whether it is asked again of the others, so that it may name some of them first.
-"""
+    `in_turn`: it is asked again of the others when these are priced, so it need not name all at once.
+    """
+
+    def __call__(
+        self, mesh: Mesh, step_s: Num, least_bytes: Num, *, in_turn: bool = False
+    ) -> NDArray[np.bool_]: ...
 
 
 def price_step(
@@ -540,7 +549,7 @@ def price_step(
     straggler = alone_s * (machine.overheads.straggler_frac * np.log2(mesh.world))
     memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     if wants is not None and not has_peak:
-        wanted = wants(mesh, alone_s + straggler, memory_bytes, False)
+        wanted = wants(mesh, alone_s + straggler, memory_bytes)
         peaks = []
         for stage in (cost.stage for cost in costs):
             units = fsdp2.units(model, stage, mesh)

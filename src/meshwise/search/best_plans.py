@@ -127,11 +127,8 @@ class BestPlans:
         """The longest step of a plan that could still be among these or on the front."""
         return max(self.family_limit_s, FRONT_FRAC * self.fastest_s)
 
-    def wants(self, mesh: Mesh, step_s: Num, least_bytes: Num, in_turn: bool) -> NDArray[np.bool_]:
-        """Which plans could still be among the best, by their steps and the least memory that they need.
-
-        `in_turn`: it is asked again of the others when these are priced, so it need not name all at once.
-        """
+    def wants(self, mesh: Mesh, step_s: Num, least_bytes: Num, *, in_turn: bool = False) -> NDArray[np.bool_]:
+        """Which plans could still be among the best (`estimate.step.Wants`)."""
         seconds, needed = np.broadcast_arrays(np.asarray(step_s, float), np.asarray(least_bytes, float))
         if not self.fastest:
             nearest = self.miss.memory_bytes if self.miss else np.inf
