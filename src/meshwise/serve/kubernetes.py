@@ -189,9 +189,10 @@ def _dynamo(of: _Fleet) -> tuple[list[Tree], str, str]:
     mode = of.route({"round-robin": "", "prefix": "kv"}, "Dynamo's frontend goes round robin")
     if mode:
         frontend["env"] = [{"name": "DYN_ROUTER_MODE", "value": mode}]
-    if fleet.router.number != 1:
-        what = {"": "frontends: one is written", "kv": "weight: Dynamo's own is 1 unless it is told"}[mode]
-        of.not_expressed.append(f"router {fleet.router.number:g} {what}")
+    if fleet.router.frontends != 1:
+        of.not_expressed.append(f"router {fleet.router.frontends} frontends: one is written")
+    if fleet.router.weight != 1:
+        of.not_expressed.append(f"router {fleet.router.weight:g} weight: Dynamo's own is 1 unless it is told")
     if fleet.scaling is not None:
         of.not_expressed.append("autoscale: Dynamo's planner has rules of its own")
 

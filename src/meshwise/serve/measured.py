@@ -68,7 +68,7 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     if not inferencex.is_row(row) and engine.name == "vllm":
         requests = aiconfigurator.repeated(requests)
-    router = RouterPolicy(number=scripts[-1].frontends)
+    router = RouterPolicy(frontends=scripts[-1].frontends)
     fleet = Fleet(last, workers[-1], first[0] if first else None, workers[0], router=router)
     of = MeasuredPoint(fleet, requests, engine)
     _check_room(of, *(measured(row, None).get(name) for name in STATED))

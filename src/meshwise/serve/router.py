@@ -25,10 +25,11 @@ POLICIES = ("round-robin", "least-loaded", "session", "prefix")
 
 @dataclass(frozen=True, slots=True)
 class RouterPolicy:
-    """A policy, and its number: the weight of tokens that are not cached, or the frontends that count."""
+    """A policy, the frontends that count for `round-robin`, and what `prefix` weighs tokens to compute by."""
 
     policy: str = "round-robin"
-    number: float = 1.0
+    frontends: int = 1
+    weight: float = 1.0
 
 
 ROUND_ROBIN = RouterPolicy()
@@ -37,13 +38,16 @@ ROUND_ROBIN = RouterPolicy()
 def parse_router(text: str) -> RouterPolicy:
     """`least-loaded`, `prefix`, `prefix=4`, `round-robin=10`."""
     policy, _, number = text.partition("=")
-    is_count = policy == "round-robin"
     try:
-        found = RouterPolicy(policy, (int if is_count else float)(number)) if number else RouterPolicy(policy)
+        if policy == "round-robin" and number:
+            found = RouterPolicy(policy, frontends=int(number))
+        else:
+            found = RouterPolicy(policy, weight=float(number or 1))
     except ValueError:
         found = RouterPolicy("")
-    is_numbered = is_count or policy == "prefix"
-    if found.policy not in POLICIES or (number and not is_numbered) or not is_count <= found.number < 1e9:
+    is_numbered = policy in ("round-robin", "prefix") or not number
+    is_usable = 1 <= found.frontends < 1e9 and 0 <= found.weight < 1e9
+    if found.policy not in POLICIES or not (is_numbered and is_usable):
         raise WorkloadError(
             f"router {text} must be one of {', '.join(POLICIES)}, prefix=WEIGHT as in prefix=4, or "
             "round-robin=FRONTENDS"
@@ -70,7 +74,7 @@ class Router:
     """Chooses replicas as `routing` says."""
 
     def __init__(self, routing: RouterPolicy) -> None:
-        self.policy, self.number, self.turn = routing.policy, routing.number, -1
+        self.routing, self.turn = routing, -1
         self.proxy = Random(0)
         self.counts: dict[int, int] = {}  # of each frontend, the requests that it has passed on
         self.of_session: dict[int, Replica] = {}
@@ -79,12 +83,12 @@ class Router:
         """One of `replicas` for a request; equal ones take turns."""
         self.turn += 1
         num, turn = len(replicas), self.turn
-        if self.policy == "round-robin":
-            return replicas[(turn if self.number == 1 else self._counted()) % num]
+        if self.routing.policy == "round-robin":
+            return replicas[(turn if self.routing.frontends == 1 else self._counted()) % num]
         in_turn = [replicas[(turn + i) % num] for i in range(num)]
-        if self.policy == "prefix":
+        if self.routing.policy == "prefix":
             return self._cheapest(in_turn, sequence)
-        if self.policy == "session":
+        if self.routing.policy == "session":
             known = self.of_session.get(session)
             if known in in_turn:
                 return known
@@ -94,7 +98,7 @@ class Router:
 
     def _counted(self) -> int:
         """How many requests the frontend that the proxy chose has passed on; the first has a random count."""
-        frontend = self.proxy.randrange(int(self.number))
+        frontend = self.proxy.randrange(self.routing.frontends)
         count = self.counts.get(frontend, self.proxy.randrange(1000))
         self.counts[frontend] = count + 1
         return count
@@ -108,7 +112,7 @@ class Router:
             waits = instance.pending_tokens if instance.queue or instance.prefilling else 0
             rank, found = instance.best_rank(sequence)
             missing = sequence.total - found
-            cost = self.number * (waits + missing) + one.tokens
+            cost = self.routing.weight * (waits + missing) + one.tokens
             if cost < least:
                 cheapest, least, sequence.missing, sequence.rank = one, cost, missing, rank
         return cheapest
