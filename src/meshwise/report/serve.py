@@ -40,7 +40,10 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
         yield from _details(answer.sizing)
     if answer.has_details and document["passes"]:
         yield passes_table(document)
-    yield Text("Notes", document["notes"] if document["passes"] else [], "note: ")
+    said = answer.load.notes[:1] if answer.load and answer.load.queue_grows else []
+    yield Text(
+        "Notes", [note for note in document["notes"] if document["passes"] and note not in said], "note: "
+    )
     if answer.deployment is not None:
         yield from _deployment(answer.deployment, with_files=with_files)
 
