@@ -124,7 +124,7 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
     stated = {"implementation": (implementation,), **dict.fromkeys(keys, ("*",))}
     draw, num_plans, least = np.random.default_rng(0), 0, list[Any]()
 
-    def wants(mesh: Mesh, step_s: Any, least_bytes: Any, in_turn: bool) -> Any:
+    def wants(mesh: Mesh, step_s: Any, least_bytes: Any, *, in_turn: bool = False) -> Any:
         least.append((step_s, least_bytes))
         return np.ones(np.broadcast_shapes(np.shape(step_s), np.shape(least_bytes)), bool)
 
@@ -159,7 +159,7 @@ def test_a_plan_is_the_same_in_other_words_whichever_plans_are_looked_at(
     space = {"pp": (4, 8), "zero": (1, 3), "implementation": (implementation,), "microbatch": (1,)}
     (grid,) = grids(*job, load, space, distinct=True)
     for zero, num_plans in ((1.0, 2), (3.0, num_other)):
-        (cells,) = grid.price(wants=lambda mesh, *_, zero=zero: np.asarray(mesh.zero == zero))
+        (cells,) = grid.price(wants=lambda mesh, *_, zero=zero, **how: np.asarray(mesh.zero == zero))
         assert cells.shape == (2,)
         assert distinct(cells).sum() == num_plans
 
