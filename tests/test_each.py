@@ -35,6 +35,11 @@ def test_what_a_function_raises_is_raised_and_what_dies_is_lost():
     assert isinstance(found[1], Lost) and found[1].reason == "the process was ended by SIGKILL: about to die"
 
 
+HEAD = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+HEAD["_system_config"] = {"health_check_period_ms": 200, "health_check_failure_threshold": 2}
+"""A dead node, which refuses connections, is missed at once, not after fifteen seconds."""
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """The head of Ray's own cluster of this machine."""
@@ -43,7 +48,7 @@ def cluster():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the nodes
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        cluster = Cluster(initialize_head=True, head_node_args=HEAD)
         yield cluster
         cluster.shutdown()
 
