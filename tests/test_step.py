@@ -24,8 +24,8 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
-from meshwise.plan.mesh import resolve
 from meshwise.plan.plan import CP_KINDS, RECOMPUTE, Plan, parse_plan
+from meshwise.plan.rules import resolve
 from meshwise.plan.stages import layers_of_chunks, stages_of
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block

@@ -1279,8 +1279,8 @@ def refusal(
 ) -> str:  # fmt: skip
     """Why the keys `plan` are no plan of `model` on `cluster`, in one sentence; empty where they are one."""
     from meshwise.core.errors import MeshwiseError
-    from meshwise.plan.mesh import resolve
     from meshwise.plan.plan import Plan
+    from meshwise.plan.rules import resolve
 
     try:
         shape, machine, cut = _model(model), _cluster(cluster), Plan(**plan)

@@ -37,8 +37,9 @@ from meshwise.estimate.timing import Machine, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
-from meshwise.plan.mesh import Mesh, mesh_of, rules
+from meshwise.plan.mesh import Mesh, mesh_of
 from meshwise.plan.plan import DEFAULTS, NUMBERS, Plan, number_of
+from meshwise.plan.rules import rules
 from meshwise.plan.workload import Workload
 
 TAIL = (

@@ -31,8 +31,9 @@ from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.model.weights import num_params
-from meshwise.plan.mesh import SERVING, Mesh, resolve
+from meshwise.plan.mesh import SERVING, Mesh
 from meshwise.plan.plan import Plan
+from meshwise.plan.rules import resolve
 from meshwise.plan.stages import layers_of_chunks, stage_of_rank, stages_of
 from meshwise.plan.workload import Workload, quantized_note
 from meshwise.program.cut import Cut

@@ -16,8 +16,9 @@ import numpy as np
 from meshwise.core.errors import DataError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import ENGINE_KEYS, WEIGHT_KEYS, Mesh
+from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, EVEN, KEYS, LORA_TARGETS, Plan
+from meshwise.plan.rules import ENGINE_KEYS, WEIGHT_KEYS
 from meshwise.plan.stages import chunk_layers, layers_of_chunks
 from meshwise.program.implementation import loss_fusion
 

@@ -29,8 +29,8 @@ from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import resolve
 from meshwise.plan.plan import Plan
+from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 
 NODE_GPUS = 8

@@ -10,7 +10,7 @@ train` runs.
 `huggingface` does the modules of the library `transformers` op by op, which moves and keeps more
 (`cost.op.EAGER_KERNELS`): to the byte what Llama, Mistral, Qwen2, Qwen3, OLMo, OPT, Bloom, MPT and StarCoder2
 keep there on a GPU, and Phi-3, Mixtral and Qwen3-MoE. Blocks of which it keeps other tensors than are known
-here are refused (`plan.mesh`).
+here are refused (`plan.rules`).
 """
 
 from __future__ import annotations

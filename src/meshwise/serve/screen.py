@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import mesh_of, rules
+from meshwise.plan.mesh import mesh_of
 from meshwise.plan.plan import Plan, numbers_of, plan_text
+from meshwise.plan.rules import rules
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import attending, prompt_launches_s

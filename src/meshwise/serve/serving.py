@@ -28,8 +28,9 @@ from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import Mesh, resolve
+from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan
+from meshwise.plan.rules import resolve
 from meshwise.plan.stages import Stage, stages_of
 from meshwise.plan.workload import Workload, quantized_note
 from meshwise.program.cut import Cut

@@ -23,8 +23,9 @@ from meshwise.core.errors import ModelError, PlanError
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
-from meshwise.plan.mesh import Mesh, resolve
+from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import AXES, KEYS, Plan, plan_keys
+from meshwise.plan.rules import resolve
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
 from meshwise.runtime.torch_private import release
