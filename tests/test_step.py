@@ -144,6 +144,26 @@ def test_links_carry_one_exchange_at_a_time(plan: str, implementation: str) -> N
     assert sum(row["count"] * row["comm_s"] for row in rows) <= found.step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("implementation", ["megatron", "fsdp2"])
+def test_the_ends_of_a_pipeline_inside_a_node_share_a_table_over_its_links(implementation: str) -> None:
+    """Ranks 0 and 6 of eight are no farther from each other than ranks 0 and 4 of a node."""
+    took = [
+        priced(
+            "qwen3-0.6b", f"tp=2,pp={pp},implementation={implementation}", cluster=f"a100-80g-sxm:{2 * pp}",
+            batch=8, seq=128, ideal=True,
+        ).ledger.where(op="tied_embedding")["comm_s"]
+        for pp in (2, 4)
+    ]  # fmt: skip
+    assert took[0] == pytest.approx(took[1]) and took[0][0] > 0
+
+
+def test_the_stage_of_the_head_waits_for_its_microbatches() -> None:
+    """Megatron-LM v2.5 fetches every microbatch on every stage (pretrain_gpt.py: get_batch)."""
+    found = priced("qwen3-0.6b", "pp=4,software=megatron-2020", cluster="a100-80g-sxm:4", batch=8, seq=128)
+    waits = [found.rank_ledger(rank).where(op="next_microbatch")["time_s"] for rank in range(4)]
+    assert waits[3] == pytest.approx([found.machine.overheads.microbatch_s])
+
+
 # --- what must hold ----------------------------------------------------------------------------
 
 

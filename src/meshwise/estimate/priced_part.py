@@ -24,6 +24,7 @@ from meshwise.program.exchange import Held
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.moments import PartBytes, part_bytes
 from meshwise.program.op import Op
+from meshwise.program.parts import HEAD
 from meshwise.program.walk import Room, activations, mapped, room, with_saved_bytes
 from meshwise.program.weights_of_ops import ENDS
 
@@ -119,25 +120,25 @@ class Part(PhaseTimes):
 
 
 def price_parts(
-    parts: dict[str, list[Op]], machine: Machine, *, hide: Iterable[str] = (), first: str = "",
+    parts: dict[str, list[Op]], machine: Machine, *, hide: Iterable[str] = (),
     sum_bytes: float = 4.0, grad_bytes: float = 0.0,
 ) -> dict[str, Part]:  # fmt: skip
     """Time the ops of all `parts` together; the axes named in `hide` (tp, ep) overlap with compute.
 
-    A microbatch begins with the part `first`: it waits there for its tokens, masks and positions. Gradients
-    are summed in elements of `sum_bytes`; where memory is told moment by moment, those of weights take
-    `grad_bytes` an element as they are computed.
+    Every stage waits for the tokens, labels and masks of a microbatch; as that of the head sets the pace,
+    this wait is the head's. Gradients are summed in elements of `sum_bytes`; where memory is told moment by
+    moment, those of weights take `grad_bytes` an element as they are computed.
     """
     times = iter(op_times([op for ops in parts.values() for op in ops], machine))
     sizes = {"sum_bytes": sum_bytes, "grad_bytes": grad_bytes}
     return {
-        name: _part(ops, [next(times) for _ in ops], machine, tuple(hide), begins=name == first, **sizes)
+        name: _part(ops, [next(times) for _ in ops], machine, tuple(hide), fetches=name == HEAD, **sizes)
         for name, ops in parts.items()
     }
 
 
 def _part(
-    ops: Sequence[Op], times: Sequence[Num], machine: Machine, hide: Sequence[str], *, begins: bool,
+    ops: Sequence[Op], times: Sequence[Num], machine: Machine, hide: Sequence[str], *, fetches: bool,
     sum_bytes: float, grad_bytes: float,
 ) -> Part:  # fmt: skip
     overheads = machine.overheads
@@ -154,8 +155,7 @@ def _part(
     stream_bytes_per_s = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     adding_s = overheads.adding_bytes(sum_bytes) * params / stream_bytes_per_s
     waits.append(Wait("add_gradients", WEIGHT, adding_s, is_memory=True))
-    if begins:
-        waits.append(Wait("next_microbatch", FORWARD, overheads.microbatch_s))
+    waits += [Wait("next_microbatch", FORWARD, overheads.microbatch_s)] * fetches
     for wait in waits:
         seconds[wait.phase] = seconds[wait.phase] + wait.spent_s
     kept, loss = activations(ops), _loss_room(ops)

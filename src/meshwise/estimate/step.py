@@ -50,7 +50,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
 from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
-from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
+from meshwise.program.parts import block_input_bytes, cut_of, parts
 from meshwise.program.sharding import STAGES, at_stage, num_reductions
 
 PHASES = ("forward_s", "backward_s", "weight_s")
@@ -221,9 +221,7 @@ def _priced(
     model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine, sum_bytes: float
 ) -> dict[str, Part]:
     computed_bytes = cut.precision.act_bytes * _is_fsdp2(cut)
-    return price_parts(
-        parts(model, cut), machine, hide=hide, first=EMBEDDING, sum_bytes=sum_bytes, grad_bytes=computed_bytes
-    )
+    return price_parts(parts(model, cut), machine, hide=hide, sum_bytes=sum_bytes, grad_bytes=computed_bytes)
 
 
 _price_alike = lru_cache(maxsize=512)(_priced)

@@ -133,6 +133,11 @@ class Mesh:
             stride = stride * sizes[inner]
         return stride
 
+    def apart(self, stages: Num) -> Num:
+        """Distance in ranks of two stages so many places apart, half a pipeline at most: where links join all
+        of a pipeline they join both."""
+        return np.maximum(np.minimum(stages, self.pp / 2.0), 1.0) * self.stride("pp")
+
     def replica_runs(self, first: Num) -> tuple[Num, tuple[Num, Num]]:
         """How ranks lie that are each `first` replicas after the last: their stride, then length and
         stride of the runs that they lie in, where another axis lies between cp and dp.

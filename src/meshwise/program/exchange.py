@@ -75,7 +75,7 @@ def exchanges(
     rank at the mirrored place: all ranks of both places are replicas of both stages.
     """
     copies = 1.0 / stage.share
-    mirrored = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
+    mirrored = mesh.apart(np.abs(mesh.pp - 1.0 - 2.0 * stage.index))
     of_blocks = messages_per_block * stage.num_layers
     sharded, gathered = at_stage(STAGES.states, mesh.zero), at_stage(STAGES.weights, mesh.zero)
     passing = stage.share * mesh.num_microbatches
@@ -132,7 +132,7 @@ def shared_weights(
         yield Exchange(
             op="tied_embedding", collective="all_reduce", behind="",
             payload_bytes=grad_bytes * model.vocab * model.hidden / cut.tp, group_size=1.0 + apart,
-            stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
+            stride=mesh.apart(mesh.pp - 1.0), count=apart,
         )  # fmt: skip
     replicated = ("cp",) if cut.layout != "2d-cp" else ("cp", GRID_AXES[1])
     for op in shared:

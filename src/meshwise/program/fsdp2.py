@@ -234,7 +234,7 @@ def optimizer_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
 def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
     ways = 1.0 / stage.share
-    to_other_way = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
+    to_other_way = mesh.apart(np.abs(mesh.pp - 1.0 - 2.0 * stage.index))
     for unit in held:
         (holders, first), ranks = unit.replicas(mesh), unit.sharing(mesh)
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * ranks)
@@ -283,7 +283,7 @@ def shared_weights(
         yield Exchange(
             op="tied_embedding", collective="all_reduce", behind="backward", axis="pp",
             payload_bytes=local * shard_bytes(mesh, cut), group_size=1.0 + apart,
-            stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
+            stride=mesh.apart(mesh.pp - 1.0), count=apart,
         )  # fmt: skip
 
 
