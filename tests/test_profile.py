@@ -1,6 +1,8 @@
 """Joint capture: every rank of somebody else's program, also when one of them dies, whole files or none."""
 
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshwise.core.errors import DataError, MissingExtraError
-from meshwise.runtime.profile import HOOK, capture_environment, profile_command
+from meshwise.runtime.profile import HOOK, capture, capture_environment, profile_command
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
 from other_python import other_python
@@ -134,8 +136,6 @@ def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
 
 def test_capture_around_ones_own_code(tmp_path, monkeypatch):
     """Without a process group the caller tells rank and world; a second capture never replaces the first."""
-    from meshwise.runtime.profile import capture
-
     for _ in range(2):
         with capture(tmp_path, rank=5, world_size=8):
             torch.ones(4, 4) @ torch.ones(4, 4)
@@ -158,23 +158,15 @@ def test_run_states_what_its_profile_costs(meshwise, tmp_path):
 
 def test_full_disk_leaves_nothing(tmp_path):
     """A file size limit stands in for the full disk: one sentence, no file."""
-    code = """
-    import resource, signal, sys, torch
-    from meshwise.core.errors import DataError
-    from meshwise.runtime.profile import capture
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with capture(sys.argv[1], rank=0, world_size=1):
+        with pytest.raises(DataError) as said, capture(tmp_path / "out", rank=0, world_size=1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
             for _ in range(100):
                 torch.ones(4, 4) @ torch.ones(4, 4)
-    except DataError as error:
-        print(error)
-    """
-    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(tmp_path / "out")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    lines = done.stdout.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"cannot write the profile in {tmp_path / 'out'}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert re.match(f"cannot write the profile in {re.escape(str(tmp_path))}/out[^\n]*$", str(said.value))
     assert list((tmp_path / "out").iterdir()) == []
 
 
