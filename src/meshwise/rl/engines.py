@@ -9,6 +9,7 @@ a sample goes to the engine that has fewest.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,6 +64,7 @@ class Engines:
         self.instances = [Instance(pool.worker, shared, self._left) for _ in range(pool.num)]
         for instance in self.instances:
             instance.blocks = self.group_of
+        self.ends_s = [math.inf] * pool.num  # when, about, the next turn of each engine ends
         self.left: dict[int, list[int]] = {}  # tokens of the turns that a sample still has, by sample
         self.place: dict[int, int] = {}  # the engine of a sample
         self.returning: list[tuple[float, int, EngineSequence]] = []  # a heap by the second
@@ -71,8 +73,9 @@ class Engines:
         """Send a sample with an answer of `tokens` to an engine, or to the one that has fewest."""
         if engine is None:
             engine = min(range(len(self.instances)), key=self._num_samples)
-        turns = np.diff(np.linspace(0, tokens, min(self.rollouts.turns, tokens) + 1).round().astype(int))
-        first, *others = turns.tolist()
+        num = min(self.rollouts.turns, tokens)
+        ends = (round(turn * (tokens / num)) for turn in range(num))
+        first, *others = (end - begin for begin, end in itertools.pairwise((*ends, tokens)))
         self.group_of[sample], self.place[sample], self.left[sample] = (group,), engine, others
         self._put(EngineSequence(sample, second, second, self.rollouts.prompt, first))
 
@@ -81,7 +84,9 @@ class Engines:
         return len(one.running) + len(one.prefilling) + len(one.queue)
 
     def _put(self, sequence: EngineSequence) -> None:
-        self.instances[self.place[sequence.index]].put(sequence)
+        engine = self.place[sequence.index]
+        self.instances[engine].put(sequence)
+        self.ends_s[engine] = self.instances[engine].next_end_s
 
     def _left(self, sequence: EngineSequence, second: float) -> None:
         """A turn is over: the sample goes to its environment, or is complete."""
@@ -100,15 +105,17 @@ class Engines:
     def next_s(self) -> float:
         """About when the next sample or turn ends, or a sample returns; infinite without work."""
         back_s = self.returning[0][0] if self.returning else math.inf
-        return min(back_s, *(instance.next_end_s for instance in self.instances))
+        return min(back_s, *self.ends_s)
 
     def go_on(self) -> None:
         """What happens next, in the engine in which it does; the others may be behind."""
-        instance = min(self.instances, key=lambda one: one.next_end_s)
-        if self.returning and self.returning[0][0] <= instance.next_end_s:
+        first_s = min(self.ends_s)
+        if self.returning and self.returning[0][0] <= first_s:
             self._put(heapq.heappop(self.returning)[2])
         else:
-            instance.go_on(math.inf)
+            engine = self.ends_s.index(first_s)
+            self.instances[engine].go_on(math.inf)
+            self.ends_s[engine] = self.instances[engine].next_end_s
 
     def run_until(self, second: float) -> None:
         """All engines work up to `second`."""
@@ -117,11 +124,13 @@ class Engines:
         for instance in self.instances:
             while instance.ready_s < second:
                 instance.go_on(second)
+        self.ends_s = [instance.next_end_s for instance in self.instances]
 
     def pause(self, until_s: float) -> None:
         """All engines stand still until `until_s`; what they have goes on then."""
         for instance in self.instances:
             instance.now = instance.seen = max(instance.now, until_s)
+        self.ends_s = [instance.next_end_s for instance in self.instances]
 
     @property
     def busy_s(self) -> float:
