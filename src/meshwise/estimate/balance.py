@@ -26,16 +26,9 @@ from numpy.typing import NDArray
 from meshwise.core.columns import chosen_cells
 from meshwise.core.units import Num
 from meshwise.estimate.ends import best_ends, other_ends, part_weights
-from meshwise.estimate.step import (
-    PricedParts,
-    StageCost,
-    StepCost,
-    Wants,
-    mean_phases_s,
-    price_step,
-    priced_parts,
-    waits_s,
-)
+from meshwise.estimate.priced_cuts import PricedParts, priced_parts
+from meshwise.estimate.stage_cost import StageCost
+from meshwise.estimate.step import StepCost, Wants, mean_phases_s, price_step, waits_s
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh

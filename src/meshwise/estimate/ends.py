@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from meshwise.core.columns import distinct_columns, some_columns
 from meshwise.core.units import Num
 from meshwise.estimate.memory import held_params, recomputed
+from meshwise.estimate.priced_cuts import PricedParts
 from meshwise.estimate.priced_part import DENSE, EXPERTS
-from meshwise.estimate.step import PricedParts, tower_parts, tower_time
 from meshwise.estimate.timing import Machine
 from meshwise.estimate.tower import FRONT
+from meshwise.estimate.tower_cost import tower_parts, tower_time
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import loses_step, stages_of

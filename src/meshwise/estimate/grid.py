@@ -25,14 +25,8 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.adverse import Adversity, adverse_machine
 from meshwise.estimate.balance import placed, placed_cost
-from meshwise.estimate.step import (
-    PricedParts,
-    StepCost,
-    Wants,
-    least_of_ops,
-    least_step_s,
-    priced_parts,
-)
+from meshwise.estimate.priced_cuts import PricedParts, priced_parts
+from meshwise.estimate.step import StepCost, Wants, least_of_ops, least_step_s
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model

@@ -23,7 +23,8 @@ from meshwise.estimate.balance import step_cost
 from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
 from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, FORWARD, MATRIX_KINDS, Part, PricedOp
 from meshwise.estimate.rows import part_rows, runs_of_parts, spent_on, step_rows
-from meshwise.estimate.step import StageCost, StepCost, price_step
+from meshwise.estimate.stage_cost import StageCost
+from meshwise.estimate.step import StepCost, price_step
 from meshwise.estimate.timing import Machine, machine, machine_for
 from meshwise.estimate.tower import is_frozen, num_positions
 from meshwise.machine.efficiency import Efficiency

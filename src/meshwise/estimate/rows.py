@@ -19,7 +19,8 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, Part, PricedOp, Wait
-from meshwise.estimate.step import StageCost, StepCost, hop_bytes
+from meshwise.estimate.stage_cost import StageCost
+from meshwise.estimate.step import StepCost, hop_bytes
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh

@@ -65,6 +65,11 @@ def loss_of(plan: Plan) -> Loss:
     return LOSSES[library][loss_fusion(plan)]
 
 
+def shards_each_weight(cut: Cut) -> bool:
+    """Whether weights are held and exchanged one by one, as FSDP2 does."""
+    return IMPLEMENTATIONS[cut.implementation].shards_each_weight
+
+
 def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
     """The ops of one part as the implementation of `cut` does them."""
     change = IMPLEMENTATIONS[cut.implementation].ops

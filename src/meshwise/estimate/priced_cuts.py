@@ -1,0 +1,108 @@
+"""The parts of a model in all plans of a grid, each priced once for every distinct cut of a block.
+
+What is not of experts is priced once for all cuts that differ in experts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.columns import chosen_cells, distinct_columns
+from meshwise.core.units import Num
+from meshwise.estimate.memory import (
+    grad_bytes,
+)
+from meshwise.estimate.priced_part import Part, price_parts
+from meshwise.estimate.timing import Machine
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.program.cut import Cut
+from meshwise.program.implementation import shards_each_weight
+from meshwise.program.parts import cut_of, parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PricedParts:
+    """Every part of a model on one rank and one microbatch, priced once for each distinct cut.
+
+    `kind`: the cut of each row of a grid; None where all rows have one.
+    """
+
+    of_cuts: dict[str, Part]
+    kind: NDArray[np.intp] | None = None
+
+    def of_rows(self, rows: Any) -> PricedParts:
+        """The parts of some rows."""
+        return self if self.kind is None else replace(self, kind=self.kind[rows])
+
+    def spread(self) -> dict[str, Part]:
+        """The parts of every row."""
+        if self.kind is None:
+            return self.of_cuts
+        kind = self.kind
+        return {
+            name: part.mapped(lambda one: np.take(one, kind, axis=-1) if np.ndim(one) else one)
+            for name, part in self.of_cuts.items()
+        }
+
+    def total(self, name: str, counts: Sequence[float]) -> Num:
+        """The sum over so many of each part of one of their numbers, in every row."""
+        each = [getattr(part, name) for part in self.of_cuts.values()]
+        found = np.asarray(sum((count * number for count, number in zip(counts, each, strict=True)), 0.0))
+        return found[self.kind] if self.kind is not None and found.ndim else found[()]
+
+
+def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> PricedParts:
+    """The parts of a model in all rows of `mesh`; its keys of `estimate.grid.TAIL` play no part."""
+    cut = cut_of(mesh)
+    hide = tuple(axis for axis in ("tp", "ep") if getattr(mesh.plan, f"overlap_{axis}"))
+    numbers = {field.name: getattr(cut, field.name) for field in fields(cut)}
+    arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
+    if arrays:
+        columns = np.stack(np.broadcast_arrays(*arrays.values()))
+        flat = columns.reshape(len(arrays), -1)
+        first, cells = distinct_columns(flat)
+        table, places = _by_experts(cuts := dict(zip(arrays, flat[:, first], strict=True)))
+        along = {name: values[table if name in OF_EXPERTS else table[:, :1]] for name, values in cuts.items()}
+        found = _priced(model, replace(cut, **along), hide, machine, grad_bytes(mesh))
+        of_cuts = partial(chosen_cells, cells=places, shape=table.shape)
+        return PricedParts(
+            {name: part.mapped(of_cuts) for name, part in found.items()}, cells.reshape(columns.shape[1:])
+        )
+    return PricedParts(_price_alike(model, cut, hide, machine, grad_bytes(mesh)))
+
+
+OF_EXPERTS = ("ep", "etp", "ep_stride", "imbalance")
+"""Numbers of a cut that experts alone depend on."""
+
+
+def _by_experts(cuts: dict[str, NDArray[Any]]) -> tuple[NDArray[np.intp], tuple[NDArray[np.intp], ...]]:
+    """A table of the numbers of cuts, those in a row alike but `OF_EXPERTS`; the place of each cut in it.
+
+    So what is not of experts is computed once for each row. Short rows are filled up with their first cut.
+    """
+    alike = [np.zeros_like(values) if name in OF_EXPERTS else values for name, values in cuts.items()]
+    first, kind = distinct_columns(np.stack(alike))
+    order = np.argsort(kind, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order)) - np.searchsorted(kind[order], kind[order])
+    table = np.repeat(first[:, None], np.max(place) + 1, axis=1)
+    table[kind, place] = np.arange(len(kind))
+    return table, (kind, place)
+
+
+def _priced(
+    model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine, sum_bytes: float
+) -> dict[str, Part]:
+    computed_bytes = cut.precision.act_bytes * shards_each_weight(cut)
+    return price_parts(parts(model, cut), machine, hide=hide, sum_bytes=sum_bytes, grad_bytes=computed_bytes)
+
+
+_price_alike = lru_cache(maxsize=512)(_priced)
+"""The parts of plans that cut a block alike, whatever their depth."""

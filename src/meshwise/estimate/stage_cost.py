@@ -1,0 +1,293 @@
+"""What one stage of a pipeline takes for a microbatch, exchanges with its replicas, updates, and holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.collective import Runs
+from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes, least_memory
+from meshwise.estimate.memory import (
+    OPTIMIZER_BYTES,
+    Memory,
+    contents,
+    grad_bytes,
+    held_params,
+    microbatch_bytes,
+    recomputed,
+    stage_memory,
+    weight_bytes,
+)
+from meshwise.estimate.priced_part import Part, PhaseTimes
+from meshwise.estimate.timing import Machine, op_times
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import Stage
+from meshwise.program import fsdp2, muon
+from meshwise.program.cut import Cut
+from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
+from meshwise.program.implementation import shards_each_weight
+from meshwise.program.op import Op
+from meshwise.program.sharding import STAGES, at_stage, num_reductions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTime(PhaseTimes):
+    """One microbatch on one stage, recomputation included.
+
+    `offload_forward_s`, `offload_backward_s`: waiting for kept activations to cross the host link, part of
+    both.
+    """
+
+    offload_forward_s: Num = 0.0
+    offload_backward_s: Num = 0.0
+
+    def free_s(self, is_far: Num, idle_s: Num) -> tuple[Num, Num]:
+        """For how long the links between nodes (those inside, where `is_far` is 0) are free, by direction.
+
+        `idle_s`: how long the stage waits for a slower one, in the backward.
+        """
+        forward_s = self.near_forward_s + is_far * (self.far_forward_s - self.near_forward_s)
+        backward_s = self.near_backward_s + is_far * (self.far_backward_s - self.near_backward_s)
+        return (
+            np.maximum(self.forward_s - forward_s, 0.0),
+            np.maximum(self.backward_s + self.weight_s + idle_s - backward_s, 0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageCost:
+    """One kind of stage: what it holds, its times per microbatch, what it does once a step, its memory.
+
+    `exchanged` are the collectives of its replicas with the seconds that the links need for all of each;
+    of their sum the step pays `comm_dp_s`, and its first microbatch waits `filling_s` for weights. On the
+    slowest stage those of every microbatch make one `exposed_s` longer.
+    `update`: what the optimizer gathers and multiplies, with the seconds of all of each, part of
+    `optimizer_s`. `gradient_bytes`: what the optimizer reads; `kept_bytes`: the most that is kept for the
+    backward at once. Of both the moment of `memory`, its peak, may hold less. `towers`: what it holds of each
+    of `StepCost.towers`, which all of these numbers include but `held`.
+    """
+
+    stage: Stage
+    held: tuple[Held, Held]
+    time: StageTime
+    memory: Memory
+    exchanged: list[tuple[Exchange, Num]]
+    comm_dp_s: Num
+    exposed_s: Num
+    filling_s: Num
+    optimizer_s: Num
+    update: list[tuple[Exchange | Op, Num]]
+    gradient_bytes: Num
+    kept_bytes: Num
+    towers: tuple[Stage, ...] = ()
+
+
+def stage_time(
+    model: Model, stage: Stage, by_part: Sequence[Part], mesh: Mesh, cut: Cut, machine: Machine
+) -> StageTime:
+    """Add up the parts of a stage; only the blocks are recomputed, not embedding and head.
+
+    Offloaded activations travel to the host while the forward computes, and back while the backward does;
+    what the host link needs beyond that is waited for.
+    """
+    held = [(stage.share * count, part) for count, part in contents(stage, by_part)]
+    if not mesh.trains:
+        return StageTime(sum((count * part.forward_s for count, part in held), 0.0), 0.0, 0.0)
+    times = {
+        field.name: sum((count * getattr(part, field.name) for count, part in held), 0.0)
+        for field in fields(PhaseTimes)
+    }
+    selective, full = recomputed(stage, mesh)
+    for count, part in held[1:-1]:
+        again = {"": selective * part.core_s + full * part.again_s}
+        again |= {of: full * getattr(part, f"{of}forward_s") for of in ("near_", "far_")}
+        for of, seconds in again.items():
+            times[f"{of}backward_s"] = times[f"{of}backward_s"] + count * seconds
+    if isinstance(mesh.offload_activations, float) and mesh.offload_activations == 0.0:
+        return StageTime(**times)
+    moved_bytes = mesh.offload_activations * microbatch_bytes(model, stage, by_part, mesh, cut)
+    one_way_s = moved_bytes / machine.host_bytes_per_s
+    out_s = np.maximum(one_way_s - times["forward_s"], 0.0)
+    back_s = np.maximum(one_way_s - times["backward_s"] - times["weight_s"], 0.0)
+    times |= {"forward_s": times["forward_s"] + out_s, "backward_s": times["backward_s"] + back_s}
+    return StageTime(**times, offload_forward_s=out_s, offload_backward_s=back_s)
+
+
+def stage_cost(
+    model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op],
+    mesh: Mesh, cut: Cut, machine: Machine, time: StageTime, idle_s: Num = 0.0, *, has_peak: bool = True,
+) -> StageCost:  # fmt: skip
+    """`idle_s`: how long a microbatch takes longer on the slowest stage.
+
+    `has_peak`: whether FSDP2's memory is told at its peak, or as much of it as there is in any case.
+    """
+    held = held_params(model, stage, by_part, cut)
+    units = fsdp2.units(model, stage, mesh) if shards_each_weight(cut) else []
+    exchanged = _exchanged(model, stage, held, units, shared, time, idle_s, mesh, cut, machine)
+    memory, kept = needed_memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=has_peak)
+    gradients = gradient_bytes(units, mesh, cut) if units else memory.gradients
+    optimizer_s = (
+        _optimizer_s(held, stage.share, memory, gradients, mesh, cut, machine) if mesh.trains else 0.0
+    )
+    update = _update(units, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
+    optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
+    return StageCost(
+        stage=stage, held=held, time=time, memory=memory, **exchanged._asdict(), optimizer_s=optimizer_s,
+        update=update, gradient_bytes=gradients, kept_bytes=kept,
+    )  # fmt: skip
+
+
+def needed_memory(
+    model: Model, stage: Stage, by_part: Sequence[Part], held: tuple[Held, Held],
+    units: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut, machine: Machine, *, has_peak: bool,
+) -> tuple[Memory, Num]:  # fmt: skip
+    """What a stage needs, and the most that it keeps for the backward; `has_peak`: as in `stage_cost`."""
+    if units:
+        told = fsdp2_memory if has_peak else least_memory
+        return told(model, stage, by_part, units, mesh, cut, machine.overheads)
+    memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
+    return memory, memory.activations
+
+
+class _Exchanged(NamedTuple):
+    """What a stage's replicas exchange, and what is waited for it: see `StageCost`."""
+
+    exchanged: list[tuple[Exchange, Num]]
+    comm_dp_s: Num = 0.0
+    exposed_s: Num = 0.0
+    filling_s: Num = 0.0
+
+
+def _exchanged(
+    model: Model, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], shared: Sequence[Op],
+    time: StageTime, idle_s: Num, mesh: Mesh, cut: Cut, machine: Machine,
+) -> _Exchanged:  # fmt: skip
+    """The exchanges of a stage's replicas.
+
+    The gradient of a block travels while the blocks below it compute, so at best one block's part of it
+    sticks out, and likewise the gather of the first block's weights. It does not travel while other
+    collectives hold the links that it needs. In a pipeline FSDP2 gathers once, and reduces when the last
+    backward is through, so that hides nothing. `units`: those of FSDP2, if it is that; `shared`: as in
+    `shared_weights`.
+    """
+    if not mesh.trains:
+        return _Exchanged([])
+    overheads = machine.overheads
+    alone = (mesh.pp == 1) * 1.0 if units else 1.0
+    rounds = 1.0 + (mesh.zero >= 3) * alone * (mesh.num_microbatches - 1.0)
+    if units:
+        reductions = fsdp2.reductions(stage, mesh)
+        of_replicas = fsdp2.exchanges(units, stage, mesh, cut)
+        of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
+    else:
+        reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), mesh.num_microbatches)
+        of_replicas = exchanges(
+            held,
+            stage,
+            mesh,
+            grad_bytes=grad_bytes(mesh),
+            weight_bytes=weight_bytes(mesh),
+            bucket_params=overheads.bucket_params(mesh.replicas),
+            messages_per_block=overheads.messages_per_block,
+        )
+        of_one = shared_weights(model, shared, stage, mesh, cut, grad_bytes(mesh))
+    found, own = (
+        [(one, _exchange_s(one, machine)) for one in some if one.occurs] for some in (of_replicas, of_one)
+    )
+    own_s = sum((seconds for _, seconds in own), 0.0)
+    grads_s = sum((s for one, s in found if one.op.endswith("gradients")), 0.0) / reductions
+    gathers_s = sum((s for one, s in found if one.op.endswith("weights") and one.behind == "backward"), 0.0)
+    gathers_s = gathers_s / rounds
+    behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
+    pieces = np.maximum(stage.layers_passed, 1.0)
+    first_s = behind_forward / pieces
+    is_far = machine.leaves_node(mesh.replicas, mesh.stride("cp"))
+    forward_s, backward_s = (_window(mesh) * each_s for each_s in time.free_s(is_far, idle_s))
+
+    beside_forward = behind_forward - first_s
+    slowed_frac = overheads.interference_frac
+    late_s = (1.0 - slowed_frac) * np.maximum(beside_forward - forward_s, 0.0) + slowed_frac * beside_forward
+
+    def round_s(behind_backward: Num) -> Num:
+        """What one microbatch waits for its exchanges, but for those of the first block and the last."""
+        sticks_out_s = np.maximum(behind_backward - alone * backward_s, 0.0)
+        return (1.0 - slowed_frac) * sticks_out_s + (slowed_frac * behind_backward + late_s)
+
+    tail_s = grads_s / pieces
+    overlapped_s = reductions * round_s(gathers_s + grads_s - tail_s) + (tail_s + first_s)
+    if np.any(reductions != rounds):
+        overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
+    alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
+    # However they are hidden: links carry one exchange at a time.
+    overlapped_s = np.maximum(overlapped_s, alone_s - rounds * (forward_s + backward_s) * alone)
+    paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
+    filling_s = (1.0 - alone) * np.maximum(behind_forward - mesh.overlap_dp * forward_s, first_s)
+    recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
+    recurring_s = (recurring_s + (reductions > 1) * reductions * grads_s) / mesh.num_microbatches
+    exposed_s = np.maximum(recurring_s - mesh.overlap_dp * sum(time.free_s(is_far, 0.0)), 0.0)
+    return _Exchanged([*found, *own], paid_s + own_s, exposed_s, filling_s)
+
+
+def _window(mesh: Mesh) -> Num:
+    """Microbatches that hide what is exchanged once a step.
+
+    One, but for interleaved stages: the gradients of a chunk are complete while the last pp microbatches
+    still pass the other v - 1 chunks of the rank, and likewise for weights and the first microbatches.
+    """
+    others = np.minimum(mesh.num_microbatches, mesh.pp) * (mesh.vpp - 1.0) / mesh.vpp
+    return np.where(mesh.zero < 2, np.maximum(others, 1.0), 1.0)[()]
+
+
+def _exchange_s(one: Exchange, machine: Machine) -> Num:
+    """Time of the links for all `count` collectives of an exchange."""
+    sizes = one.payload_bytes, one.group_size, one.stride
+    seconds = machine.collective_s(one.collective, *sizes, runs=Runs(*one.runs))
+    if copy_s := machine.overheads.shard_copy_s:
+        seconds = seconds + copy_s * one.shards_copied * (one.group_size > 1)
+    return one.count * seconds
+
+
+def _update(
+    units: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut, machine: Machine
+) -> list[tuple[Exchange | Op, Num]]:
+    """What Muon gathers and multiplies where FSDP2 has cut the matrices, and its seconds."""
+    gathers = [one for one in muon.gathers(units, mesh, cut) if one.occurs]
+    products = list(muon.products(units, cut))
+    times = zip(products, op_times(products, machine), strict=True)
+    found: list[tuple[Exchange | Op, Num]] = [(one, _exchange_s(one, machine)) for one in gathers]
+    return found + [(op, op.count * once_s) for op, once_s in times]
+
+
+def _optimizer_s(
+    held: tuple[Held, Held],
+    share: Num,
+    memory: Memory,
+    gradients: Num,
+    mesh: Mesh,
+    cut: Cut,
+    machine: Machine,
+) -> Num:
+    """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
+
+    Offloaded states are updated on the host: gradients go there and weights come back over the host link,
+    in the backward those of one layer while the others' come.
+    """
+    rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
+    if shards_each_weight(cut):
+        on_host = mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s  # weights come back
+        return (2.0 * memory.optimizer + 2.0 * gradients + memory.weights) / rate + on_host
+    dense, experts = held
+    params = dense.trained / mesh.shard_ranks(mesh.replicas)
+    params = params + experts.trained / mesh.shard_ranks(mesh.expert_replicas)
+    params = params * np.where(mesh.zero >= 1, share, 1.0)
+    per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
+    on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
+    both_ways = max if mesh.plan.optimizer_in_bwd else operator.add
+    on_host = both_ways(grad_bytes(mesh), weight_bytes(mesh)) / machine.host_bytes_per_s
+    return params * (on_chip + mesh.offload_optimizer * on_host)
