@@ -438,7 +438,7 @@ def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise) -> None:
 
 
 def test_nothing_fits_is_exit_1(meshwise) -> None:
-    plan = ("--plan", "dtype=fp16,zero=3,recompute=full,vpp=1", "--batch", "8")
+    plan = ("--plan", "dtype=fp16,zero=3,recompute=full,vpp=1,cp=1,schedule=1f1b", "--batch", "8")
     arguments = ("search", "gpt3-175b", "--cluster", "v100-16g-sxm:8", *plan)
     done = meshwise(*arguments)
     assert done.code == 1
