@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,6 +19,14 @@ from meshwise.runtime.launch import _context
 
 PATIENCE_S = 120.0
 """A loaded machine's."""
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    """Wait as long as a loaded machine may need."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True)

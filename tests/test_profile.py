@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
+import torch
+
+from forks import wait_until
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.runtime.profile import HOOK, capture, capture_environment, profile_command
 from meshwise.trace.read import read_trace
@@ -22,8 +26,6 @@ from other_python import other_python
 from ports import own_port
 
 pytestmark = pytest.mark.slow
-
-torch = pytest.importorskip("torch")
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
 
@@ -93,25 +95,18 @@ def test_stopped_from_outside(tmp_path, how):
     ranks += [str(SCRIPTS / "endless.py"), str(tmp_path)]
     words = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--", *ranks]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    _wait(lambda: len(list(tmp_path.glob("running-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("running-*"))) == 2)
     own = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
     assert process.returncode == (130 if how == signal.SIGINT else -how)
     assert "meshwise: interrupted" in err or how != signal.SIGINT
     assert len(own) == 2
-    _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in own))
-    _wait(lambda: len(list((tmp_path / "out").glob("rank-*.json"))) == 2)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in own))
+    wait_until(lambda: len(list((tmp_path / "out").glob("rank-*.json"))) == 2)
     pids = [path.name.split("-")[2] for path in tmp_path.glob("running-*")]
-    _wait(lambda: not any(Path("/proc", pid).exists() for pid in pids))
+    wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids))
     assert {trace.rank for trace in summarize_paths([tmp_path / "out"]).traces} == {0, 1}
-
-
-def _wait(is_true):
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_programs_that_do_as_they_please(tmp_path, monkeypatch):

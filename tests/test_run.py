@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ pytest.importorskip("torch")
 
 import meshwise
 import ranks as on_ranks
-from forks import start_script
+from forks import start_script, wait_until
 from meshwise.core.errors import MissingExtraError, PlanError
 from meshwise.runtime.launch import (
     RANKS_PER_CORE,
@@ -45,13 +44,6 @@ def is_running(pid: int) -> bool:
     """Whether the process lives; one that is dead and not yet waited for does not."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.mark.parametrize(
@@ -89,14 +81,14 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     job = subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
     files = [tmp_path / "0", tmp_path / "1"]
     try:
-        assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         pids = [int(file.read_text()) for file in files]
         job.kill()
         job.wait(timeout=60)
     finally:
         job.kill()
-    assert wait_until(lambda: not any(map(is_running, pids)))
-    assert wait_until(lambda: not list(temporary.glob("pymp-*")))
+    wait_until(lambda: not any(map(is_running, pids)))
+    wait_until(lambda: not list(temporary.glob("pymp-*")))
     shutil.rmtree(temporary)
 
 
@@ -217,7 +209,7 @@ def test_a_stopped_rank_is_named_under_srun(tmp_path: Path) -> None:
     met, end = tmp_path / "met", tmp_path / "end"
     words = [JOB, "meet_until", str(met), str(end)]
     jobs = [start_script(tmp_path, words, told | {"SILENT_S": "3"}) for told in told_by_srun()]
-    assert wait_until(met.exists)
+    wait_until(met.exists)
     os.kill(jobs[1].pid, signal.SIGSTOP)
     try:
         (first,) = jobs[0].said()

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ import pytest
 pytest.importorskip("torch")
 
 import ranks as on_ranks
+from forks import PATIENCE_S, wait_until
 from meshwise.runtime.launch import RankError, Ranks
 
 MOMENTS = int(os.environ.get("MOMENTS", "0"))
 SEED = os.environ.get("SEED", "0")
-PATIENCE_S = 120.0
-"""A loaded machine's."""
 RUN = "run train --ranks 2 --batch 2 --seq 16 --plan zero=3,dtype=fp32 --steps 4 --json"
 WORDS = [*RUN.split(), "--model", str(Path(__file__).parent / "data" / "tiny_llama.json")]
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
@@ -60,13 +58,6 @@ def processes(parent: int) -> dict[str, int]:
     for server in filter(is_server, children(parent)):
         found |= {"server": server} | {f"rank {n}": pid for n, pid in enumerate(children(server))}
     return found
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

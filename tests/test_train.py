@@ -208,10 +208,6 @@ def test_gpt3_on_a_pipeline_agrees() -> None:
 # --- what is compared is what is printed -----------------------------------------------------
 
 
-def peak(ledger: Any) -> float:
-    return float(ledger.where(module="states", op="activations").total("saved_bytes"))
-
-
 def test_recomputation_keeps_inputs_and_one_block() -> None:
     """One block's activations while it is done again, and the inputs of all: arXiv 2205.05198, section 4."""
     options = {
@@ -225,7 +221,8 @@ def test_recomputation_keeps_inputs_and_one_block() -> None:
 
 
 def counted_peak(options: Any) -> float:
-    return peak(dry_run("train", options, ranks=2, device="cpu").ledger)
+    ledger = dry_run("train", options, ranks=2, device="cpu").ledger
+    return float(ledger.where(module="states", op="activations").total("saved_bytes"))
 
 
 def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Any) -> None:
@@ -237,6 +234,3 @@ def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Any) -> None:
         peaks[document["num_steps"]] = document["peak_bytes"]
     assert peaks[1] < peaks[2] == peaks[3]
     assert "peak memory of 2 steps" in meshwise("dryrun", "train", "--ranks", "4", *words).out
-
-
-# --- what is refused ---------------------------------------------------------------------------
