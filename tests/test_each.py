@@ -53,24 +53,19 @@ def cluster():
         cluster.shutdown()
 
 
-@pytest.fixture
-def two_nodes(cluster):
+@contextmanager
+def dying_node(cluster):
     """A second node for a while, which is killed at the first answer."""
+    nodes = [cluster.add_node(num_cpus=1)]
+    cluster.wait_for_nodes()
 
-    @contextmanager
-    def dies():
-        nodes = [cluster.add_node(num_cpus=1)]
-        cluster.wait_for_nodes()
+    def tell(done, total):
+        while nodes:
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
 
-        def tell(done, total):
-            while nodes:
-                cluster.remove_node(nodes.pop(), allow_graceful=False)
-
-        with telling(tell):
-            yield cluster.address
-        assert not nodes
-
-    return dies
+    with telling(tell):
+        yield
+    assert not nodes
 
 
 @pytest.mark.slow
@@ -97,7 +92,7 @@ def test_no_cluster_is_one_sentence():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["search", "serve", "sweep", "trace", "explain"])
-def test_verbs_answer_the_same_on_a_cluster_that_loses_a_node(verb, tmp_path, meshwise, two_nodes):
+def test_verbs_answer_the_same_on_a_cluster_that_loses_a_node(verb, tmp_path, meshwise, cluster):
     """To the last digit; a study here is what its points are alone."""
     write_job(tmp_path, Job(4, 6, "slow device", rank=1, has_marks=True, has_numbers=True))
     sizing = "serve llama3-8b --cluster h100-80g-sxm:8,h200-sxm:8 --prompt 512 --output 128 --rate 2"
@@ -114,8 +109,8 @@ def test_verbs_answer_the_same_on_a_cluster_that_loses_a_node(verb, tmp_path, me
     alone = meshwise(*words, "--json").document
     for kept in (*tmp_path.glob("*.sqlite"), *tmp_path.glob(".meshwise/*")):
         kept.unlink()
-    with two_nodes() as address:
-        there = meshwise(*words, "--ray", address, "--json").document
+    with dying_node(cluster):
+        there = meshwise(*words, "--ray", cluster.address, "--json").document
     for document in (alone, there):
         for speed in ("elapsed_s", "configurations_per_s"):
             document.get("sizing", {}).pop(speed, None)

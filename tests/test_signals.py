@@ -106,11 +106,8 @@ def test_a_signal_to_a_rank_or_to_what_starts_it(
         print(f"\n{shown}" if MOMENTS else "", end="")
     assert outcome == [300, 300] or how != signal.SIGSTOP, shown
     if outcome != [300, 300]:
-        named = (
-            f"{name} failed: it was ended by {how.name}"
-            if who == "rank"
-            else r"rank \d (failed|did not start)"
-        )
+        of_rank = f"{name} failed: it was ended by {how.name}"
+        named = of_rank if who == "rank" else r"rank \d (failed|did not start)"
         assert re.match(named, outcome) and "Traceback" not in outcome, shown
     wait_until(lambda: not any(is_running(pid) for one, pid in began.items() if one != "server"))
     assert "Traceback" not in capfd.readouterr().err

@@ -47,9 +47,8 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     path.write_text(
         config.format(host=host, folder=tmp_path, spool=spool, port=own_port()) + "".join(nodes) + PARTITION
     )
-    (tmp_path / "gres.conf").write_text(
-        "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
-    )  # devices in name
+    devices = "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"  # in name
+    (tmp_path / "gres.conf").write_text(devices)
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"SLURM_CONF": str(path), "PATH": search}
     daemons = [[DAEMONS[0]], *([DAEMONS[1], "-N", name] for name in names)]
