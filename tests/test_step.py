@@ -441,13 +441,13 @@ def test_launches_that_block_add_up_with_the_kernels() -> None:
     ops = block(GPT3, Cut(microbatch=1.0, seq=2048.0))
 
     def host_s(blocks: bool) -> float:
-        pays = replace(on, overheads=Overheads(host_s=1e-5, launches_block=blocks))
+        pays = replace(on, overheads=Overheads(host_s=1e-5, blocked_s=8e-6, launches_block=blocks))
         rows = price_parts({"layer": ops}, pays)["layer"].rows
         return sum(row.spent_s for row in rows if isinstance(row, Wait) and row.phase == "forward")
 
     launches = sum(op.phase == "forward" and op.kind != "collective" for op in ops)
     assert host_s(False) == 0.0  # the kernels of GPT-3 are longer than their launches
-    assert host_s(True) == pytest.approx(1e-5 * launches)
+    assert host_s(True) == pytest.approx((1e-5 + 8e-6) * launches)
 
 
 def test_the_clock_follows_the_cube_root_of_the_power() -> None:

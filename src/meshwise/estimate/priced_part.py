@@ -368,8 +368,7 @@ def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> I
         (FORWARD, FORWARD, spent_s[FORWARD]),
         (BACKWARD, WEIGHT, spent_s[BACKWARD] + spent_s[WEIGHT]),
     ):
-        launches_s = _launches_s(ops, phase, overheads)
-        late_s = np.maximum(launches_s - (0.0 if overheads.launches_block else busy_s), 0.0)
+        late_s = np.maximum(_launches_s(ops, phase, overheads) - busy_s * (not overheads.launches_block), 0.0)
         yield Wait("host", late_in, late_s + _own_host_s(ops, phase, machine))
 
 
@@ -386,11 +385,11 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     launches: Num = 0.0
     calls: Num = 0.0
     for op in alike:
-        is_launched = (op.group_size > 1) * 1.0 if op.kind == "collective" else 1.0
-        launches = launches + op.count * is_launched
+        launches = launches + op.count * ((op.group_size > 1) * 1.0 if op.kind == "collective" else 1.0)
         if op.kind == "matmul" and op.is_expert:
             calls = calls + op.count * op.shape[0] * (2.0 if op.dtype in NARROW_DTYPES else 1.0)
-    on_host = overheads.host_s * launches + overheads.expert_call_s * calls
+    each_s = overheads.host_s + overheads.launches_block * overheads.blocked_s
+    on_host = each_s * launches + overheads.expert_call_s * calls
     if not any(op.is_expert for op in alike):
         return on_host
     is_fused = any(op.choices for op in alike)

@@ -15,12 +15,13 @@ redoes from published runs:
 - *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
   n x `host_s`: small models run at the speed of Python. For each microbatch a stage waits `microbatch_s`
   for tokens, labels, masks and positions; that of the head counts. Where each launch waits for its kernel
-  (`launches_block`: CUDA_LAUNCH_BLOCKING=1) the two times add up. Routing tokens to experts is many small
-  ops more: `moe_host_s` a block and phase. Of Megatron Core's some 48 a kernel that sends tokens once to a
-  rank spares half, as it needs no sizes and permutes by itself, and so does a CUDA graph of the router and
-  the sizes (`routing_in_graph`). Where the library is called for one expert after the other (Transformer
-  Engine's GroupedLinear), each call takes the CPU `expert_call_s`, as does each cast, and one expert's
-  tiles do not fill what another's leave.
+  (`launches_block`: CUDA_LAUNCH_BLOCKING=1) the two times add up, and `blocked_s` an op until the GPU
+  begins and the CPU knows that it ended. Routing tokens to experts is many small ops more: `moe_host_s` a
+  block and phase. Of Megatron Core's some 48 a kernel that sends tokens once to a rank spares half, as it
+  needs no sizes and permutes by itself, and so does a CUDA graph of the router and the sizes
+  (`routing_in_graph`). Where the library is called for one expert after the other (Transformer Engine's
+  GroupedLinear), each call takes the CPU `expert_call_s`, as does each cast, and one expert's tiles do not
+  fill what another's leave.
 - *Fusion.* Older software moves each tensor more often: element-wise kernels take `kernel_passes` times
   their bytes, casts to fp8 and fp4 (which look for the scale first) `cast_passes` times, and biases of
   experts, which Megatron-LM adds expert by expert in fp32, with what can then no longer be fused,
@@ -142,6 +143,7 @@ class Overheads:
     expert_call_s: float = 0.0
     routing_in_graph: bool = False
     launches_block: bool = False
+    blocked_s: float = 0.0
     microbatch_s: float = 0.0
     kernel_passes: float = 1.0
     cast_passes: float = 1.0
