@@ -64,7 +64,7 @@ NEWEST := 2.15.0
 newest:  # what runs in the environments of others, with PyPI's own build of the newest torch (6 GB, gone afterwards)
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install -qq --no-cache-dir torch===$(NEWEST) --editable '.[torch,dev]'
-	.venv-newest/bin/pytest -n 3 --dist loadfile -k "not real_ranks and not sleeper and not stopped" \
+	.venv-newest/bin/pytest -n 2 --dist loadfile -k "not real_ranks and not sleeper and not stopped" \
 		tests/test_torch_private.py tests/test_script.py tests/test_profile.py tests/test_dry_run.py
 	rm -rf .venv-newest
 

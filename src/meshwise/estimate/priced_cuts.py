@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.columns import chosen_cells, distinct_columns
 from meshwise.core.units import Num
-from meshwise.estimate.memory import (
-    grad_bytes,
-)
+from meshwise.estimate.memory import grad_bytes
 from meshwise.estimate.priced_part import Part, price_parts
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model

@@ -8,8 +8,9 @@ what the rank holds at its peak (`live_bytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from msgspec import structs
@@ -75,9 +76,8 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
 
     `waits` False leaves out what is no op of the layout.
     """
-    rows = _with_saved_bytes(part.rows)
     for phase in phases:
-        for row in rows:
+        for row in _with_saved_bytes(part):
             if isinstance(row, Wait) and not (waits and float(row.spent_s)):
                 continue
             if isinstance(row, PricedOp) and not float(row.op.count):
@@ -93,10 +93,11 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
                 yield _row(name, part.machine, row, phase)
 
 
-def _with_saved_bytes(rows: Sequence[PricedOp | Wait]) -> list[PricedOp | Wait]:
-    """The rows of a part, each forward op with what it is the first to keep."""
-    ops = iter(with_saved_bytes([row.op for row in rows if isinstance(row, PricedOp)]))
-    return [structs.replace(row, op=next(ops)) if isinstance(row, PricedOp) else row for row in rows]
+@lru_cache(maxsize=64)
+def _with_saved_bytes(part: Part) -> list[PricedOp | Wait]:
+    """The rows of a part, each forward op with what it is the first to keep: found once for all phases."""
+    ops = iter(with_saved_bytes([row.op for row in part.rows if isinstance(row, PricedOp)]))
+    return [structs.replace(row, op=next(ops)) if isinstance(row, PricedOp) else row for row in part.rows]
 
 
 def runs_of_parts(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[tuple[str, Part, str, float]]:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from meshwise.estimate.memory import (
-    Memory,
-)
+from meshwise.estimate.memory import Memory
 from meshwise.estimate.priced_cuts import priced_parts
 from meshwise.estimate.priced_part import Part
 from meshwise.estimate.stage_cost import StageCost, StageTime, stage_cost, stage_time

@@ -41,9 +41,8 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
     if answer.has_details and document["passes"]:
         yield passes_table(document)
     said = answer.load.notes[:1] if answer.load and answer.load.queue_grows else []
-    yield Text(
-        "Notes", [note for note in document["notes"] if document["passes"] and note not in said], "note: "
-    )
+    notes = [note for note in document["notes"] if note not in said]
+    yield Text("Notes", notes if document["passes"] else [], "note: ")
     if answer.deployment is not None:
         yield from _deployment(answer.deployment, with_files=with_files)
 
