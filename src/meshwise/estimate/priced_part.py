@@ -246,13 +246,13 @@ def _trains(op: Op) -> bool:
 
 
 def _loose_bytes(ops: Sequence[Op]) -> Num:
-    """What is kept by ops behind which no weights of their part train."""
+    """What is kept by the loose ops of a part."""
     forward = [op for op in with_saved_bytes(ops) if op.phase == FORWARD]
     return sum((op.saved_bytes for op in _loose(forward)), 0.0)
 
 
 def _loose(forward: Sequence[Op]) -> list[Op]:
-    """Such ops: those of a loss, and of what weighs experts' answers."""
+    """The ops behind which no weights of their part train: of a loss, and of what weighs experts' answers."""
     if any(op.module == "head" for op in forward):
         return [op for op in forward if op.module == "head" and op.kind != "matmul" and not _trains(op)]
     trains = any(_trains(op) for op in forward if op.module in ("moe", "shared_expert"))
