@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from meshwise.search.search import Result
     from meshwise.search.study import Study, StudyPoint
     from meshwise.serve.answer import ServingAnswer
+    from meshwise.serve.engine import Engine
     from meshwise.serve.requests import Turns
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
@@ -499,17 +500,19 @@ def serve(
         raise WorkloadError("encoder_workers needs encoder_cluster")
     uneven = expert_skew or redundant_experts or expert_loads is not None
 
+    runs = parse_engine(engine or "vllm")
     make = partial(
         serving,
         architecture,
         prompt=prompt,
         output=output,
+        engine=runs,
         engine_s=engine_s,
         memory_frac=0.9 if memory_frac is None else memory_frac,
     )
 
-    def instance(machine: Cluster, plan: str | Path | Plan) -> Serving:
-        found = make(machine, _plan(plan or f"tp={machine.num_chips}"))
+    def instance(machine: Cluster, plan: str | Path | Plan, engine: Engine = runs) -> Serving:
+        found = make(machine, _plan(plan or f"tp={machine.num_chips}"), engine=engine)
         if uneven:
             loads = None if expert_loads is None else Path(expert_loads)
             found = unevenly_routed(found, skew=expert_skew, loads=loads)
@@ -549,7 +552,7 @@ def serve(
             make,
             clusters,
             fixed,
-            parse_engine(engine or "vllm"),
+            runs,
             Wanted(
                 requests=load, limits=limits, router=policy, offload=tiers, pools=pools, usd_per_gpu_hour=usd
             ),
@@ -572,7 +575,8 @@ def serve(
         whole = instance(machine, plan)
     first = None
     if prefill_plan or prefill_cluster:
-        first = instance(_cluster(prefill_cluster or cluster, collectives), prefill_plan or plan)
+        of_prompts = _cluster(prefill_cluster or cluster, collectives)
+        first = instance(of_prompts, prefill_plan or plan, runs.of_prompts)
     elif prefill_workers != 1:
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
     fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
@@ -627,13 +631,13 @@ def calibrate_server(
     from meshwise.serve.load import Fleet
     from meshwise.serve.serving import serving
 
-    architecture, machine = _model(model), _cluster(cluster)
+    architecture, machine, runs = _model(model), _cluster(cluster), parse_engine(engine)
     served = _plan(plan or f"tp={machine.num_chips}")
 
     def fleet(prompt: int, output: int) -> Fleet:
-        return Fleet(serving(architecture, machine, served, prompt=prompt, output=output))
+        return Fleet(serving(architecture, machine, served, prompt=prompt, output=output, engine=runs))
 
-    return fit_server(read_records([Path(path) for path in records]), fleet, parse_engine(engine))
+    return fit_server(read_records([Path(path) for path in records]), fleet, runs)
 
 
 def rl(

@@ -164,10 +164,20 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
     if document["max_sequences"]:
         yield f"room for {document['max_sequences']:,} sequences"
     else:
-        yield ("out of memory: not one sequence fits beside the weights; use more GPUs or a narrower type")
+        yield _out_of_memory(document["memory_bytes"])
     if answer.token_s is not None:
         within = document["sequences_within_limit"]
         yield f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences"
+
+
+def _out_of_memory(memory: Mapping[str, float]) -> str:
+    """By how much not even one sequence fits, and what holds the memory."""
+    held = ", ".join(f"{name} {with_prefix(memory[name], 'B')}" for name in ("weights", "working", "cache"))
+    return (
+        f"out of memory: one sequence takes {with_prefix(memory['total'], 'B')} ({held}) of "
+        f"{with_prefix(memory['usable'], 'B')} that may be used; use more GPUs, a narrower type, "
+        "a shorter prompt or a larger memory_frac"
+    )
 
 
 def _costs(answer: ServingAnswer) -> Iterator[Section]:

@@ -131,11 +131,11 @@ class RlJob:
         node = cluster.levels[0].ranks
         host_s = self.framework.host_s + self.framework.node_host_s * max(-(-self.engine_gpus // node) - 1, 0)
         rollouts = self.rollouts
+        engine = replace(parse_engine(self.engine or self.framework.engine), on_chips=())
         one = serving(
             self.model, cluster, self.rollout_plan, prompt=rollouts.prompt, engine_s=host_s,
-            output=rollouts.longest - rollouts.prompt, memory_frac=self.memory_frac,
+            output=rollouts.longest - rollouts.prompt, memory_frac=self.memory_frac, engine=engine,
         )  # fmt: skip
-        engine = parse_engine(self.engine or self.framework.engine)
         return rollout_pool(
             one, self.rollout_gpus // self.engine_gpus, engine, rollouts, max(self.staleness, 1)
         )

@@ -23,8 +23,8 @@ MORE_TOKENS = 1500
 def launched(engine: Engine, prompt: int, batch: int) -> Engine:
     """`engine` as the generator starts it for prompts of `prompt` tokens and `batch` sequences."""
     if engine.name == "sglang":
-        return replace(engine, max_tokens=min(prompt + MORE_TOKENS, engine.max_tokens))
-    engine = replace(engine, max_tokens=batch + prompt + MORE_TOKENS)
+        return engine.having(max_tokens=min(prompt + MORE_TOKENS, engine.max_tokens))
+    engine = engine.having(max_tokens=batch + prompt + MORE_TOKENS)
     if engine.name != "trtllm":
         return engine
     return replace(engine, graph_sizes=tuple(2**i for i in range(9)), pads_batches=False)

@@ -131,7 +131,7 @@ class ServingAnswer(Shown):
 
     @property
     def _engine(self) -> Engine | None:
-        return self.load.engine if self.load else None
+        return self.load.engine.on(self.serving.cluster.chip) if self.load else None
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise serve --json` prints."""
@@ -146,6 +146,7 @@ class ServingAnswer(Shown):
             "weight_bytes": est.weight_bytes(of),
             "cache_bytes_per_sequence": est.sequence_bytes(of),
             "max_sequences": self.max_sequences,
+            "memory_bytes": est.memory_of_one(of),
             "first_token_s": self.first_token_s,
             "first_token_kernels_s": est.first_token_kernels_s(of),
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,

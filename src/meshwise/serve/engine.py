@@ -22,9 +22,23 @@ import msgspec
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
+from meshwise.machine.hardware import Chip
 from meshwise.serve.fitted import fitted
 
 _CONSTANTS = fitted().constants
+
+
+class ChipSettings(msgspec.Struct, frozen=True):
+    """What a server starts with on a chip of less than `below_gib`, or whose name begins with `chips`."""
+
+    below_gib: float
+    set: dict[str, int]
+    chips: str = ""
+
+    def hold(self, chip: Chip) -> bool:
+        """Whether they are those of `chip`."""
+        named = bool(self.chips) and chip.name.startswith(self.chips)
+        return named or chip.memory_bytes < self.below_gib * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +64,9 @@ class Engine:
     (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
     `front_s` to `prompt_slowdown` are those of all engines (`serve.fitted.Constants`) unless they were fitted
     to a server of one's own, as are `decode_slowdown`, the time of passes without prompts over that of their
-    kernels, and `pass_s`, the host's time before each pass. `settings_of`: the version that settings are of,
-    if it is another; `fitted_to`: what the constants were fitted to.
+    kernels, and `pass_s`, the host's time before each pass. `on_chips`: what else the server starts with on
+    chips of less memory. `settings_of`: the version that settings are of, if it is another; `fitted_to`: what
+    the constants were fitted to.
     """
 
     name: str
@@ -80,8 +95,22 @@ class Engine:
     prompt_slowdown: float = _CONSTANTS.prompt_slowdown
     decode_slowdown: float = 1.0
     pass_s: float = 0.0
+    on_chips: tuple[ChipSettings, ...] = ()
     settings_of: str = ""
     fitted_to: str = ""
+
+    def having(self, **settings: Any) -> Engine:
+        """The engine started with `settings`, on whichever chip."""
+        left = [{key: of.set[key] for key in of.set.keys() - settings.keys()} for of in self.on_chips]
+        on_chips = [
+            msgspec.structs.replace(of, set=others) for of, others in zip(self.on_chips, left, strict=True)
+        ]
+        return replace(self, on_chips=tuple(on_chips), **settings)
+
+    def on(self, chip: Chip) -> Engine:
+        """The engine with what it starts with on `chip`, where nothing else was stated."""
+        found = next((of.set for of in self.on_chips if of.hold(chip)), {})
+        return self.having(**found)
 
     @property
     def of_prompts(self) -> Engine:
@@ -114,7 +143,8 @@ def _versions(name: str) -> dict[str, Engine]:
         stated |= {key: value for key, value in table.items() if key != "source"}
         spans = stated.get("graph_sizes", ())
         sizes = tuple(size for first, last, step in spans for size in range(first, last + 1, step))
-        found[table["version"]] = Engine(name=name, **stated | {"graph_sizes": sizes})
+        on_chips = msgspec.convert(stated.get("on_chips", []), tuple[ChipSettings, ...])
+        found[table["version"]] = Engine(name=name, **stated | {"graph_sizes": sizes, "on_chips": on_chips})
     return found
 
 
@@ -167,7 +197,7 @@ def parse_engine(text: str) -> Engine:
         if key not in SETTINGS:
             raise WorkloadError(f"engine: {key!r} is no setting; choose among {', '.join(SETTINGS)}")
         settings[key] = _setting(key, value)
-    return replace(engine, **settings)
+    return engine.having(**settings)
 
 
 class EngineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

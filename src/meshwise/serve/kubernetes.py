@@ -97,7 +97,8 @@ class _Fleet:
         """Arguments of the engine's server for one instance."""
         longest = max(self.load.requests.longest, of.prompt + of.output)
         length = min(ROUND_TOKENS * math.ceil((longest + 1) / ROUND_TOKENS), of.model.max_seq)
-        engine = self.engine.of_prompts if of is self.fleet.prefill else self.engine
+        engine = self.engine.on(of.cluster.chip)
+        engine = engine.of_prompts if of is self.fleet.prefill else engine
         batch = engine.max_sequences * of.groups
         work = Workload(batch=batch, seq=length, kind="decode", microbatch=1)
         plan = replace(of.mesh.plan, imbalance=1.0)

@@ -367,7 +367,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
         return None
     engines = (engine.of_tokens, engine.of_prompts) if fleet.prefill else (engine,)
     worker, *first = (
-        _worker(of, tokens, requests, of_pool, fleet.offload)
+        _worker(of, tokens, requests, of_pool.on(of.cluster.chip), fleet.offload)
         for (of, tokens), of_pool in zip(kinds, engines, strict=True)
     )
     return Pools(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.core.errors import ClusterError, DataError, PlanError, WorkloadError
 from meshwise.core.units import whole
-from meshwise.machine.hardware import Chip, find_chip, find_cluster
+from meshwise.machine.hardware import Chip, Cluster, find_chip, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
@@ -26,7 +26,7 @@ from meshwise.serve.engine import ENGINES, Engine, of_version
 from meshwise.serve.load import Fleet, LoadResult, cache_tokens, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.router import RouterPolicy
-from meshwise.serve.serving import Serving, serving, speculating
+from meshwise.serve.serving import serving, speculating
 
 STATED = ("ttft_s", "tpot_s")
 COLUMNS = (
@@ -57,11 +57,13 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     layouts = [_layout(row, pool) for pool in pools]
     workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
     scripts = [inferencex.script(row, name, layout, workers[-1]) for layout in layouts]
-    *first, last = (
-        _instance(row, pool, model, script, prompt, output)
-        for pool, script in zip(pools, scripts, strict=True)
-    )
+    instances = [_instance(row, pool, model, script) for pool, script in zip(pools, scripts, strict=True)]
     engine = _launched(row, scripts[-1])
+    engines = (engine.of_prompts, engine) if len(pools) > 1 else (engine,)
+    *first, last = (
+        serving(model, cluster, plan, prompt=prompt, output=output, engine=of_pool)
+        for (cluster, plan), of_pool in zip(instances, engines, strict=True)
+    )
     if scripts[-1].speculate:
         last = speculating(last, scripts[-1].speculate)
     lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO if inferencex.is_row(row) else 1.0)
@@ -104,7 +106,7 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
     if row["tp"] == "8":  # the same pull requests
         engine = replace(engine, expert_tile=1)
     if inferencex.is_row(row):
-        return replace(engine, **script.settings)
+        return engine.having(**script.settings)
     batch = "max_batch" if row.get("max_batch") else "concurrency"
     return aiconfigurator.launched(engine, _count(row, "input_tokens"), _count(row, batch))
 
@@ -166,13 +168,8 @@ def _layout(row: Mapping[str, str], pool: str) -> inferencex.ServingLayout:
 
 
 def _instance(
-    row: Mapping[str, str],
-    pool: str,
-    model: Model,
-    script: inferencex.BenchmarkScript,
-    prompt: int,
-    output: int,
-) -> Serving:
+    row: Mapping[str, str], pool: str, model: Model, script: inferencex.BenchmarkScript
+) -> tuple[Cluster, Plan]:
     """The instance of a row, or of its pool, as it was started."""
     layout, dtype = script.layout, row["precision"]
     pp = _count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
@@ -183,7 +180,7 @@ def _instance(
     if model.moe is not None:
         cut = layout.etp if layout.dp == 1 else 1  # over attention-dp ranks they are priced as spread
         plan = replace(plan, ep=layout.ep * layout.etp // cut, etp=cut)
-    return serving(model, cluster, plan, prompt=prompt, output=output)
+    return cluster, plan
 
 
 def _count(row: Mapping[str, str], column: str) -> int:

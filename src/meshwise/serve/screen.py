@@ -31,7 +31,6 @@ from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import attending, prompt_launches_s
 from meshwise.serve.serving import (
-    PREFILL_TOKENS,
     Serving,
     memory_bytes,
     prompt_alone_s,
@@ -149,7 +148,7 @@ def _priced(
     memory = memory_bytes(of, 1.0)
     room = base.memory_frac * cluster.chip.memory_bytes - memory["weights"] - memory["working"]
     computed = max(missing_frac * prompt, 1.0)
-    together = max(PREFILL_TOKENS // computed, 1.0)
+    together = max(of.pass_tokens // computed, 1.0)
     launched_s = prompt_launches_s(of, engine, computed)
 
     def grid(values: Num) -> Grid:

@@ -38,10 +38,11 @@ from meshwise.program.op import Op
 from meshwise.program.parts import cut_of, parts
 from meshwise.program.serving import is_exchanged
 from meshwise.serve.encoding import Encoding, encoding
+from meshwise.serve.engine import ENGINES, Engine
 from meshwise.serve.fitted import fitted
 
 PREFILL_TOKENS = 8192
-"""Tokens that engines take in one pass of prompts, or one prompt if that is longer (vLLM, SGLang)."""
+"""Tokens that engines take in one pass of prompts on most chips (vLLM, SGLang)."""
 
 MANY_TOKENS = 32768.0
 """Tokens of a pass that give every expert work enough to hide that its weights are read."""
@@ -64,6 +65,7 @@ class Serving:
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
     `speculation`: how tokens are guessed. `expert_tile`: rows that grouped matmuls take at a time
     (`pass_times.run_by`). `encoding`: images or sound of each prompt, whose tokens `prompt` counts.
+    `pass_tokens`: tokens of prompts that a pass takes; `cuts_prompts`: of a longer prompt too, not the whole.
     """
 
     model: Model
@@ -78,12 +80,21 @@ class Serving:
     speculation: Speculation | None = None
     expert_tile: float = 1.0
     encoding: Encoding | None = None
+    pass_tokens: float = PREFILL_TOKENS
+    cuts_prompts: bool = True
 
     @property
     def prompts_together(self) -> float:
         """Prompts, and what an encoder reads for them, that go into one pass; at least one."""
         source = self.model.encoder.seq if self.model.encoder else 0
-        return max(PREFILL_TOKENS / (self.prompt + source), 1.0)
+        return max(self.pass_tokens / (self.prompt + source), 1.0)
+
+    @property
+    def largest_prefill(self) -> Cut:
+        """The pass of the most tokens of prompts."""
+        if self.cuts_prompts and self.model.encoder is None and self.prompt > self.pass_tokens:
+            return self.prefill(1.0, self.pass_tokens)
+        return self.prefill(self.prompts_together)
 
     @property
     def num_chips(self) -> int:
@@ -130,7 +141,7 @@ def check_lengths(prompt: int, output: int) -> None:
 
 def serving(
     model: Model, cluster: Cluster, plan: Plan, *, prompt: int, output: int, memory_frac: float = 0.9,
-    engine_s: float = 0.0,
+    engine_s: float = 0.0, engine: Engine | None = None,
 ) -> Serving:  # fmt: skip
     """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
     check_lengths(prompt, output)
@@ -148,9 +159,11 @@ def serving(
     if not 0 <= engine_s < np.inf:
         raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
     crossed = tuple(replace(tower, projectors=()) for tower in model.towers if tower.crossed)
+    runs = (engine or ENGINES["vllm"]).on(cluster.chip)
     return Serving(
         model=replace(model, towers=crossed), cluster=cluster, mesh=mesh, prompt=prompt, output=output,
         memory_frac=memory_frac, machine=machine, engine_s=engine_s, encoding=encoding(model, mesh, machine),
+        pass_tokens=runs.max_tokens, cuts_prompts=runs.chunks,
     )  # fmt: skip
 
 
@@ -328,8 +341,8 @@ def _spent_on(op: Op) -> str:
 def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
     """Bytes of one rank with `sequences` at full length in each group, by what they hold."""
     last = serving.decode(sequences, serving.prompt + serving.output - 1.0)
-    largest = serving.prefill(serving.prompts_together)
-    full, working = price_pass(serving, last).memory, price_pass(serving, largest).memory
+    working = price_pass(serving, serving.largest_prefill).memory
+    full = price_pass(serving, last).memory
     if serving.speculation is not None:
         draft = memory_bytes(serving.speculation.draft, sequences)
         full = replace(full, weights=full.weights + draft["weights"], cache=full.cache + draft["cache"])
@@ -349,6 +362,13 @@ def weight_bytes(serving: Serving) -> float:
 def sequence_bytes(serving: Serving) -> float:
     """Bytes of the cache of one sequence at full length, on the fullest rank of those that hold it."""
     return float(memory_bytes(serving, 1.0)["cache"]) / float(serving.mesh.pp)
+
+
+def memory_of_one(serving: Serving) -> dict[str, float]:
+    """`memory_bytes` with one sequence a group, their `total`, and what is `usable` of a GPU's memory."""
+    memory = {name: float(value) for name, value in memory_bytes(serving, 1.0).items()}
+    usable = serving.memory_frac * serving.cluster.chip.memory_bytes
+    return {**memory, "total": sum(memory.values()), "usable": usable}
 
 
 def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:

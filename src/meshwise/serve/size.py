@@ -417,10 +417,11 @@ def _simulated(
 
 def _under(choice: Choice, engine: Engine, wanted: Wanted, requests: Requests | RequestStream) -> Choice:
     """`choice` with what requests get of it; the engine runs no more sequences than were chosen."""
+    most = engine.on(choice.fleet.serving.cluster.chip).max_sequences
     load = under_load(
         replace(choice.fleet, router=wanted.router, offload=wanted.offload),
         requests,
-        replace(engine, max_sequences=min(engine.max_sequences, choice.sequences)),
+        engine.having(max_sequences=min(most, choice.sequences)),
         wanted.limits,
     )
     return replace(choice, load=load)
