@@ -107,6 +107,7 @@ def test_every_token_comes_once_and_the_cache_holds(
         data.draw(st.integers(1, num)) if closed else 0,
     )
     engine = replace(ENGINES[name], max_tokens=max_tokens, max_sequences=max_sequences, lag_passes=lag)
+    engine = replace(engine, foresees_ends=closed)
     times = replace(passes(fixed_s=4e-3, token_s=1e-5, decode_s=1e-4, past_s=1e-8), groups=groups)
     served = alone(requests, engine, times, cache)
     assert len(served.output) == num
@@ -122,13 +123,16 @@ def test_every_token_comes_once_and_the_cache_holds(
 
 
 def test_a_full_cache_preempts_or_waits() -> None:
-    """Without reservations sequences are computed again; with them they wait; both finish."""
+    """Without reservations sequences are computed again; with them they wait, less where ends are known."""
     requests = in_closed_loop(8, Lengths(100, 300), num=40)
     times = passes(fixed_s=5e-3, token_s=1e-5)
     eager, careful = (alone(requests, ENGINES[name], times, 1200) for name in ("vllm", "trtllm"))
     assert eager.num_preemptions > 0 == careful.num_preemptions
     assert careful.peak_sequences == 3  # 400 tokens each
     assert eager.peak_sequences > 3
+    uneven, engine = in_closed_loop(8, Lengths(100, 300, 0.5), num=40), ENGINES["trtllm"]
+    foreseen = alone(uneven, replace(engine, foresees_ends=True), times, 1200)
+    assert foreseen.span_s < 0.95 * alone(uneven, engine, times, 1200).span_s and not foreseen.num_preemptions
     roomy = alone(requests, ENGINES["vllm"], times, NO_LIMIT)
     assert roomy.span_s < min(eager.span_s, careful.span_s)
 

@@ -47,7 +47,8 @@ class Engine:
 
     `max_sequences` generate at once. A pool of prompts alone takes `prompt_tokens` of `prompt_sequences` in a
     pass (0: `max_tokens`, of as many as the version starts with).
-    `reserve_frac`: share of a request's output that must have room in the cache when it is admitted.
+    `reserve_frac`: share of a request's output that must have room in the cache when it is admitted;
+    `foresees_ends`: less what others that end before it leave (SGLang, add_one_req_ignore_eos).
     `graph_sizes`: decode batches for which a CUDA graph was captured; others are padded up to the next of
     these where the engine `pads_batches`, or launched kernel by kernel. Without any, all are captured.
     `lag_passes`: passes that are under way or planned when a request arrives, before one can take it;
@@ -78,6 +79,7 @@ class Engine:
     mixes: bool = True
     chunks: bool = True
     reserve_frac: float = 0.0
+    foresees_ends: bool = False
     graph_sizes: tuple[int, ...] = ()
     pads_batches: bool = True
     lag_passes: int = 1

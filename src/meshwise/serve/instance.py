@@ -187,10 +187,26 @@ class Instance:
         held = self.held + self.shared + len(self.running)  # which grow by a token each in the next pass
         in_use = self._prefix(sequence).tokens_in_use(self._blocks(sequence)) if self.shared else 0
         held += sequence.total - in_use
-        to_come = 0 if self.only_prompts else self.left + sequence.left
+        to_come = 0 if self.only_prompts else self._to_come(sequence)
         self.is_blocked = held + self.engine.reserve_frac * to_come > self.cache
         self.was_full = self.was_full or self.is_blocked
         return not self.is_blocked
+
+    def _to_come(self, sequence: EngineSequence) -> int:
+        """Tokens for which there must be room if `sequence` joins: all outputs, or the most at one time.
+
+        Until a sequence ends, those that end later grow as much as it; then its room is free.
+        """
+        if not self.engine.foresees_ends:
+            return self.left + sequence.left
+        left = [(one.left, one.total) for one in (*self.prefilling, sequence)]
+        left += [(one.left, one.total) for _, _, one in self.loading]
+        left += [(end - self.step, one.total + one.left - end + self.step) for end, _, one in self.running]
+        num, most, freed = len(left), 0, 0
+        for place, (grows, holds) in enumerate(sorted(left)):
+            most = max(most, (num - place) * grows - freed)
+            freed += holds
+        return most
 
     def _prefix(self, sequence: EngineSequence) -> PrefixCache:
         return self.prefixes[sequence.rank]

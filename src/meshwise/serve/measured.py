@@ -100,7 +100,7 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
     if name not in ENGINES:
         raise PlanError(f"backend {name!r} is not known; known are {', '.join(ENGINES)}")
     engine = of_version(name, row.get("backend_version") or ENGINES[name].version)
-    engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
+    engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0), foresees_ends=name == "sglang")
     if engine.name == "trtllm" and script.layout.dp > 1:
         engine = replace(engine, align_passes=60)
     if row["tp"] == "8":  # the same pull requests
