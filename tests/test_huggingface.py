@@ -23,7 +23,7 @@ from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
 from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import quantized_note
+from meshwise.plan.workload import as_released, quantized_note
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 RECORDS = [json.loads(line) for line in (CONFIGS.parent / "transformers_5.23.jsonl").read_text().splitlines()]
@@ -206,10 +206,11 @@ def test_blocks_that_share_weights() -> None:
     ids=str,
 )
 def test_who_serves_quantized_weights_is_told_how(config: str, stated: dict[str, Any], keys: str) -> None:
-    """And no more once the plan says so; all keys are keys of a plan."""
+    """And no more once the plan says so, which `serve` takes them for that names no format."""
     model = _read(RAW[config] | {"quantization_config": stated})
     assert f"add {keys}" in quantized_note(model, parse_plan(""))[0]
-    assert quantized_note(model, parse_plan(keys)) == quantized_note(_read(RAW[config]), parse_plan("")) == []
+    assert quantized_note(model, parse_plan(keys)) == []
+    assert (as_released(model, ()), as_released(model, ["dtype"])) == (dict([keys.split("=")]), {})
 
 
 def test_layers_with_experts() -> None:

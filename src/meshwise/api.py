@@ -413,8 +413,8 @@ def serve(
     Args:
         model: As in `estimate`.
         cluster: The GPUs of an instance: a preset, chip:count, or a TOML file.
-        plan: tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp [tp=all; without a plan
-            instances of a node or more, so that the model fits].
+        plan: tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp [tp=all, the formats of the
+            released weights; without a plan instances of a node or more, so that the model fits].
         prompt: Tokens of a prompt [2048], of its text where it has images or sound too.
         output: Tokens generated after it [256].
         images, image_size, audio_s: As in `estimate`, of each request; their tokens come on top of `prompt`.
@@ -472,6 +472,7 @@ def serve(
     """
     from meshwise.model.architecture import in_sequence, with_capacity, with_copies
     from meshwise.plan.plan import Plan
+    from meshwise.plan.workload import FORMATS, as_released
     from meshwise.serve.answer import answer, parse_prices, sized
     from meshwise.serve.encoding import encoder_pool
     from meshwise.serve.engine import parse_engine
@@ -512,7 +513,9 @@ def serve(
     )
 
     def instance(machine: Cluster, plan: str | Path | Plan, engine: Engine = runs) -> Serving:
-        found = make(machine, _plan(plan or f"tp={machine.num_chips}"), engine=engine)
+        one = _plan(plan or f"tp={machine.num_chips}")
+        stated = FORMATS if isinstance(plan, Plan) else _choices(plan)
+        found = make(machine, replace(one, **as_released(architecture, stated)), engine=engine)
         if uneven:
             loads = None if expert_loads is None else Path(expert_loads)
             found = unevenly_routed(found, skew=expert_skew, loads=loads)
@@ -546,6 +549,7 @@ def serve(
             raise WorkloadError("autoscale is of one layout; state tp in the plan")
         if uneven or speculate or {"cp", "pp"} & set(fixed):
             raise WorkloadError("expert loads, speculate, cp and pp are of one layout; state tp in the plan")
+        fixed = {**fixed, **{key: (value,) for key, value in as_released(architecture, fixed).items()}}
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters = [_cluster(name, collectives) for name in names]
         sizing = size(

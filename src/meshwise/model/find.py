@@ -19,13 +19,17 @@ import msgspec
 from meshwise.core.errors import ModelError, did_you_mean
 from meshwise.core.files import read_catalog
 from meshwise.model.architecture import Model, checked_model
-from meshwise.model.huggingface import model_from_config, read_config
+from meshwise.model.huggingface import SERVED_AS, model_from_config, read_config
 
 _ENDINGS = re.compile(
     r"-(instruct|chat|base|it|pt|hf|rl|sft|dpo|think|thinking|preview|reasoning|fp8|fp4|nvfp4|mxfp4|bf16|int4"
     r"|int8|awq|gptq|dynamic|block|kv|[vr]\d+(\.\d+)*|\d{4,8}|\d{2}-\d{4})$"
 )
 """What a name may end with beside that of the architecture: training, types of weights, versions, dates."""
+
+_FORMATS = SERVED_AS | {f"int{bits}": f"weight_dtype=int{bits}" for bits in (4, 8)}
+_FORMATS |= {"fp4": "dtype=fp4", "bf16": ""}
+"""Plan keys of the types of weights that a name may say."""
 
 _ACTIVE = re.compile(r"-a\d+(\.\d+)?b$")
 """How a mixture's name ends that says its active parameters, which many leave out."""
@@ -126,7 +130,11 @@ def find_preset(text: str) -> Model | None:
     """The preset that `text` names, if there is one."""
     known, names = _by_letters(), (part for one in _readings(text) for part in _shorter(one))
     found = next((known[_letters(name)] for name in names if _letters(name) in known), None)
-    return None if found is None else _preset(found)
+    if found is None:
+        return None
+    words = _readings(text)[-1].split("-")
+    formats = [_FORMATS[word] for word in words if word in _FORMATS]
+    return replace(_preset(found), quantized=formats[-1]) if formats else _preset(found)
 
 
 def _exists(text: str) -> bool:

@@ -80,7 +80,7 @@ _OTHER_NAMES = {
 
 
 ENDS = "embedding", "head"
-_SERVED_AS = {
+SERVED_AS = {
     **dict.fromkeys(("fp8", "float-quantized", "fbgemm_fp8"), "dtype=fp8"),
     **dict.fromkeys(("nvfp4", "nvfp4-pack-quantized"), "dtype=fp4"),
     **dict.fromkeys(("mxfp4", "mxfp4-pack-quantized"), "expert_dtype=mxfp4"),
@@ -146,7 +146,7 @@ def _quantized(raw: dict[str, Any], has_experts: bool) -> str:
     name = next((name.lower() for name in names if isinstance(name, str)), "")
     if has_experts and name == "pack-quantized":
         return "expert_dtype=int4"
-    keys = _SERVED_AS.get(name, "dtype, weight_dtype or expert_dtype")
+    keys = SERVED_AS.get(name, "dtype, weight_dtype or expert_dtype")
     if own.get("bits") == 8 or own.get("load_in_8bit"):
         keys = keys.replace("int4", "int8")
     return keys + ",expert_dtype=mxfp4" * (raw.get("expert_dtype") == "fp4" and "=" in keys)

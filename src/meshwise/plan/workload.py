@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.model.architecture import Model
@@ -70,6 +72,17 @@ class Workload:
                 f"use a multiple of {dp * self.microbatch}"
             )
         return self.batch // (dp * self.microbatch)
+
+
+FORMATS = "dtype", "weight_dtype", "expert_dtype"
+"""Plan keys that say in how many bits weights are kept."""
+
+
+def as_released(model: Model, stated: Collection[str]) -> dict[str, Any]:
+    """Plan keys that keep the weights of a server as they are released, if none of `FORMATS` is stated."""
+    if "=" not in model.quantized or any(key in stated for key in FORMATS):
+        return {}
+    return dict(word.split("=") for word in model.quantized.split(","))
 
 
 def quantized_note(model: Model, plan: Plan) -> list[str]:
