@@ -61,7 +61,7 @@ def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None
     assert {one.fleet.prefill is None for one in found.bests} == {True, False}  # one pool, and two
     for one in found.bests:
         kind = [other for other in found.simulated if other.kind == one.kind]
-        assert kind[-1] is one  # the first of its kind that holds ends it
+        assert one.rank == min(other.rank for other in kind if other.holds)  # limits are farthest
         assert all(other.rank[0] <= one.rank[0] for other in kind)
 
 

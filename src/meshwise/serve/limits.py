@@ -40,6 +40,14 @@ class LatencyLimits:
         """Whether enough requests keep all limits."""
         return float(self.kept(served).mean()) >= self.percentile / 100.0
 
+    def taken_frac(self, served: Served) -> float:
+        """How much of the nearest limit is taken by as many requests as must keep it."""
+        taken = (
+            np.percentile(seconds, self.percentile) / limit_s
+            for seconds, limit_s in ((served.ttft_s, self.ttft_s), (served.token_s, self.tpot_s))
+        )
+        return float(max(taken))
+
 
 NO_LIMITS = LatencyLimits()
 

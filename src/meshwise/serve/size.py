@@ -2,9 +2,10 @@
 
 Each layout, and each pair of layouts for separate pools, gets the largest batch that keeps the limits in
 closed form (`serve.screen`), and as many workers as the rate asks for. Of each chip, with one pool and with
-two, those that cost least are simulated under the load, until one holds; where too many requests miss a
-limit, a worker is added. The answer is the cheapest of these: by dollars where prices are stated, else by
-GPUs. Pools of two different chips are tried where their closed form costs less than what one chip takes.
+two, those that cost least are simulated under the load, until what is left costs more than one that holds;
+where too many requests miss a limit, a worker is added. The answer is the cheapest of these, by dollars where
+prices are stated, else by GPUs, and of equal ones the farthest from the limits. Pools
+of two different chips are tried where their closed form costs less than what one chip takes.
 
 *Trade-offs* are what no other choice beats in both tokens/s a user and tokens/s a GPU, of all GPUs. Pools are
 matched in rate there, as if workers could be shared out in any ratio.
@@ -45,7 +46,7 @@ from meshwise.serve.screen import (
 from meshwise.serve.serving import Serving, max_sequences
 from meshwise.serve.stationary import RequestStream, at_most, faster
 
-FINALISTS, MAX_SIMULATIONS = 6, 12
+FINALISTS, MAX_SIMULATIONS = 4, 12
 """Choices of each kind (chips, pools) that are simulated, and how often, workers being added."""
 SEARCH_REQUESTS, ANSWER_REQUESTS, HEADROOM_REQUESTS = 8_000, 32_000, 16_000
 """Requests of a simulation at most: of finalists, of one that holds and has not settled, of more traffic."""
@@ -57,8 +58,9 @@ MORE_TRAFFIC = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Instances of one layout, or pools of two, at the batch `sequences` of a dp rank; closed form.
+    """Instances of one layout, or pools of two, of at most `sequences` on a dp rank; closed form.
 
+    Its latencies are those of the batch that the asked rate needs, without one those of `sequences`.
     `binds`: what keeps the batch from growing, memory or a limit; or the rate, where it asks for less.
     `load`: what was simulated of it, if it was.
     """
@@ -85,9 +87,13 @@ class Choice:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """What it costs, to compare: dollars or GPUs, GPUs, whether pools are two, the time of a token."""
-        num, usd = self.fleet.num_chips, self.usd_per_hour
-        return (num if usd is None else usd), num, self.fleet.prefill is not None, self.tpot_s
+        """What it costs, to compare: dollars or GPUs, GPUs, whether pools are two, then how near limits are.
+
+        That is how much of a limit it takes under the load; until it is simulated the time of a token.
+        """
+        num, usd, load = self.fleet.num_chips, self.usd_per_hour, self.load
+        nearness = load.limits.taken_frac(load.served) if load else self.tpot_s
+        return (num if usd is None else usd), num, self.fleet.prefill is not None, nearness
 
     @property
     def within_frac(self) -> float:
@@ -308,8 +314,9 @@ def _together(of: Screen, limits: LatencyLimits, asked: float | None) -> Iterato
     holds = of.fits & (token_s <= limits.tpot_s) & (first_s <= limits.ttft_s)
     for i, j in _cells(holds, asked):
         num = math.ceil(asked / rate[i, j]) if asked else 1
+        runs = _running(num * rate[i], asked, j)
         yield Choice(
-            Fleet(of.instances[i], num), int(BATCHES[j]), float(first_s[i, j]), float(token_s[i, j]),
+            Fleet(of.instances[i], num), int(BATCHES[j]), float(first_s[i, runs]), float(token_s[i, runs]),
             float(rate[i, j] * of.output / of.num_chips[i, 0]),
             _binds(of, i, j, token_s, limits, asked, num * rate[i, j]),
         )  # fmt: skip
@@ -334,9 +341,10 @@ def _apart(first: Screen, last: Screen, limits: LatencyLimits, asked: float | No
         num = math.ceil(asked / decode_rate) if asked else 1
         num_prefill = math.ceil((asked or decode_rate) / rate[k])
         waits_s = busy[k] * prompt_s[k] / (2.0 * (1.0 - busy[k]))
+        each_s = float(token_s[i, _running(num * last.decode_rate[i], asked, j)])
         yield Choice(
             Fleet(last.instances[i], num, first.instances[k], num_prefill), int(BATCHES[j]),
-            float(alone_s[k] + waits_s + token_s[i, j]), float(token_s[i, j]), float(last.output / gpus),
+            float(alone_s[k] + waits_s + each_s), each_s, float(last.output / gpus),
             _binds(last, i, j, token_s, limits, asked, num * decode_rate),
         )  # fmt: skip
 
@@ -347,6 +355,11 @@ def _cells(holds: Mask, rate: float | None) -> Iterator[tuple[int, int]]:
         found = np.flatnonzero(row)
         if found.size:
             yield from ((i, int(j)) for j in (found[-1:] if rate else {*found[::4], found[-1]}))
+
+
+def _running(rates: Grid, asked: float | None, most: int) -> int:
+    """The place of the batch that the `asked` rate needs, of all rates of the workers; at `most` that."""
+    return most if asked is None else min(int(np.searchsorted(rates, asked)), most)
 
 
 def _binds(
@@ -396,13 +409,15 @@ def _finalists(
 def _simulated(
     ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
 ) -> Iterator[Choice]:
-    """Finalists under the load, the cheapest first, until one holds; a worker more where one does not."""
-    order = count()
+    """Finalists under the load, while none that holds is cheaper; a worker more where one does not hold."""
+    order, held = count(), math.inf
     heap = [(one.rank[0], next(order), one) for one in ranked]
     for _ in range(MAX_SIMULATIONS):
         if not heap or wanted.requests is None:
             return
-        _, _, choice = heapq.heappop(heap)
+        cost, _, choice = heapq.heappop(heap)
+        if cost > held:
+            return
         if not _is_within(choice.fleet, most):
             continue
         found = _under(choice, engine, wanted, at_most(wanted.requests, SEARCH_REQUESTS))
@@ -410,7 +425,8 @@ def _simulated(
             continue
         yield found
         if found.holds:
-            return
+            held = cost
+            continue
         larger = replace(choice, fleet=_larger(choice.fleet, found.load))
         heapq.heappush(heap, (larger.rank[0], next(order), larger))
 
