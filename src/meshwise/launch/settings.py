@@ -35,7 +35,7 @@ def write_settings(framework: str, facts: Facts) -> tuple[Settings, dict[str, st
             missing |= {key: f"it offers only {known}" for key in keys if facts.get(key) is not None}
             continue
         if chosen.differs:
-            missing[keys[0]] = chosen.differs
+            missing[next((key for key in keys if facts.get(key) is not None), keys[0])] = chosen.differs
         shown = list(value) if isinstance(value, tuple) else value
         settings |= {name: shown if one is VALUE else one for name, one in chosen.settings.items()}
     covered = {key for fact in table for key in (fact, *covers.get(fact, ()))} | {"dp"}
