@@ -19,7 +19,7 @@ _SAID = {
     *("name", "source", "checked", "aliases", "left_out", "num_layers", "hidden", "ffn_hidden", "num_heads"),
     *("num_kv_heads", "head_dim", "vocab", "max_seq", "activation", "norm", "norm_bias", "linear_bias"),
     *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
-    *("mtp_layers", "mla", "moe"),
+    *("mtp_layers", "mla", "moe", "quantized"),
 }
 _AS_SAID = ("activation", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac", "mtp_layers")
 MOST_TIMES = 10_000
