@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from meshwise.core.errors import DataError
+from meshwise.core.units import whole
 from meshwise.launch.facts import Facts
 from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer
 from meshwise.model.config_rules import moe_rule
@@ -19,7 +20,7 @@ _SAID = {
     *("name", "source", "checked", "aliases", "left_out", "num_layers", "hidden", "ffn_hidden", "num_heads"),
     *("num_kv_heads", "head_dim", "vocab", "max_seq", "activation", "norm", "norm_bias", "linear_bias"),
     *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
-    *("mtp_layers", "mla", "moe", "quantized"),
+    *("mtp_layers", "mla", "moe", "quantized", "sliding_window", "full_attention_every"),
 }
 _AS_SAID = ("activation", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac", "mtp_layers")
 MOST_TIMES = 10_000
@@ -41,9 +42,11 @@ def unsaid(model: Model) -> list[str]:
         for field in fields(model)
         if field.name not in _SAID and getattr(model, field.name) != field.default
     ]
-    for name in ("router_bias", "latent", "zero_experts"):
+    for name in ("latent", "zero_experts"):
         if value := getattr(model.moe, name, 0):
             found.append(f"model.moe.{name}={value}")
+    if model.moe and model.moe.router_bias != model.linear_bias:  # as all linear layers of Megatron Core
+        found.append(f"model.moe.router_bias={model.moe.router_bias}")
     return found
 
 
@@ -55,6 +58,8 @@ def shape_of(model: Model, seq: int) -> Facts:
         "max_seq": max(model.max_seq, seq),
         "kv_groups": None if mla or model.num_kv_heads == model.num_heads else model.num_kv_heads,
         "channels": None if mla else model.head_dim,
+        "window": f"{model.sliding_window - 1},0" if model.sliding_window else None,
+        "full_attention_every": model.full_attention_every or None,
         "norms": model.norm + "+bias" * model.norm_bias,
         "biases": "+".join(name for name in _BIASES if getattr(model, f"{name}_bias")) or "none",
         "padded": False,
@@ -95,12 +100,26 @@ def model_of(facts: Facts, tp: int, where: str) -> Model | None:
         max_seq=facts.get("max_seq") or facts.get("seq") or 0,
         norm=norm,
         norm_bias=bool(has_bias),
+        sliding_window=_window(facts.get("window")),
+        full_attention_every=_whole("--window-attn-skip-freq", facts.get("full_attention_every") or 0),
         mla=mla,
         moe=_moe(facts, layers) if facts.get("num_experts") else None,
         **biases,
         **said,
     )
     return checked_model(model, where)
+
+
+def _window(text: Any) -> int:
+    """Tokens that `--window-size` left,right lets a token look back on, its own among them; -1: all."""
+    left = str(text or "-1").strip("()[]").partition(",")[0]
+    return 0 if left == "-1" else _whole("--window-size", left) + 1
+
+
+def _whole(argument: str, text: Any) -> int:
+    if (found := whole(str(text))) is None:
+        raise DataError(f"{argument} {text} must begin with a whole number")
+    return found
 
 
 def _mla(facts: Facts) -> MLA:
@@ -113,6 +132,7 @@ def _moe(facts: Facts, num_layers: int) -> MoE:
     pattern = _pattern(facts.get("moe_layers") or 1, num_layers)
     stated: Facts = {field: facts[fact] for fact, field in _OF_EXPERTS.items() if fact != "expert_ffn"}
     stated |= {field: facts.get(fact) or 0 for fact, field in _OF_SOME_EXPERTS.items()}
+    stated["router_bias"] = "linear" in facts["biases"].split("+")
     return MoE(ffn_hidden=width, num_shared_experts=num_shared, **_rule(pattern), **stated)
 
 
