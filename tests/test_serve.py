@@ -58,13 +58,10 @@ def test_the_most_sequences_are_the_last_that_fit() -> None:
 def test_a_pass_works_on_what_the_engine_takes_of_a_long_prompt() -> None:
     """32k tokens have room beside Llama 3 8B on 24 GB where vLLM cuts them, by 2,048 on such cards."""
     at = partial(mw.serve, "llama3-8b", "rtx-4090:1", prompt=32768, concurrency=1)
-    assert at().max_sequences == 1
-    assert not at(engine="vllm,max_tokens=16384").max_sequences
-    assert not at(engine="trtllm").max_sequences
-    assert [ENGINES["vllm"].on(find_cluster(f"{chip}:1").chip).max_tokens for chip in ("a100", "h100")] == [
-        2048,
-        8192,
-    ]
+    names, chips = ("vllm", "vllm,max_tokens=16384", "trtllm"), ("a100", "h100")
+    assert [at(engine=name).max_sequences for name in names] == [1, 0, 0]
+    vllm = [ENGINES["vllm"].on(find_cluster(f"{chip}:1").chip) for chip in chips]
+    assert [one.max_tokens for one in vllm] == [2048, 8192]
 
 
 def test_a_single_token_reads_all_its_weights_once() -> None:

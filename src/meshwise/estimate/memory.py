@@ -154,7 +154,8 @@ def state_bytes(
     """Bytes of weights, gradients and optimizer states of one rank; `share` as in `Stage`.
 
     Where gradients are summed in a wider type than they are computed in, `second_grad_bytes` are kept too.
-    Where software casts the fp32 weights of the optimizer as it reads them, it holds no others.
+    Where software casts the fp32 weights of the optimizer as it reads them, it holds no others, but for those
+    that were gathered from the shards of other ranks for the whole step (ZeRO 1 and 2).
     """
     in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
@@ -171,7 +172,9 @@ def state_bytes(
 
     weights = weight_bytes(mesh) * shard("params", STAGES.weights)
     if mesh.trains and not overheads.weight_copies:
-        weights = weights - weight_bytes(mesh) * shard("trained", STAGES.weights)
+        gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
+        own = np.where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
+        weights = weights - weight_bytes(mesh) * own
     weights = weights - spared_bytes(mesh, cut) * shard("quantized", STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0

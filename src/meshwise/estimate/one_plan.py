@@ -29,7 +29,7 @@ from meshwise.estimate.timing import Machine, machine, machine_for
 from meshwise.estimate.tower import is_frozen, num_positions
 from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.hardware import Cluster
-from meshwise.machine.overheads import Overheads
+from meshwise.machine.overheads import Overheads, software_on
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.model.weights import num_params
 from meshwise.plan.mesh import SERVING, Mesh
@@ -297,6 +297,9 @@ class Estimate(Shown):
                 f"layers are placed so that the slowest stage is fastest: stages={sizes}; stages=even has as "
                 "many on each"
             )
+        own = software_on(self.cluster.chip)
+        if self.trains and own not in ("", self.plan.software):
+            notes.append(f"{self.plan.software} does not run on {self.cluster.chip.name}; add software={own}")
         notes += map(str, self.cluster.collectives)
         notes.append(f"interval: {self.step_s_interval.reason}")
         for origin, names in self.inherited.items():

@@ -99,13 +99,15 @@ class Software(NamedTuple):
 
     Whose loss it runs (`program.loss`), and what is fused of it by default. `sums_wide`: DTensor sums the
     gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
-    matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own.
+    matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
+    those whose chips run no other.
     """
 
     losses: str
     loss_fusion: str
     sums_wide: bool = False
     measured_as: str = ""
+    makers: tuple[str, ...] = ()
 
 
 SOFTWARE = {
@@ -113,7 +115,7 @@ SOFTWARE = {
     "torch-2023": Software("torch", "kernels"),  # flash-attn's, in llm-foundry and InternEvo
     "torch-2024": Software("torch", "none"),
     "torch-2026": Software("torch", "none", sums_wide=True, measured_as="torch-2024"),
-    "xla-2024": Software("torch", "kernels"),  # XLA fuses what torch.compile does
+    "xla-2024": Software("torch", "kernels", makers=("google", "aws")),  # fuses what torch.compile does
     "megatron-2024": Software("megatron", "kernels"),
     "megatron-2026": Software("megatron", "kernels"),
 }
@@ -124,6 +126,11 @@ fused attention. torch-2024: compiled PyTorch and its own fused attention; torch
 2.15 on. megatron-2024: Megatron Core with Transformer Engine and cuDNN; megatron-2026: the same, with whole
 iterations in a CUDA graph. xla-2024: JAX (MaxText), a step compiled as a whole.
 """
+
+
+def software_on(chip: Chip) -> str:
+    """What a plan that does not say runs on `chip`, where that is not DEFAULT_SOFTWARE; else nothing."""
+    return next((name for name, one in SOFTWARE.items() if chip.vendor in one.makers), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

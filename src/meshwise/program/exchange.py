@@ -5,7 +5,8 @@ They follow from what is held as shards (`program.sharding`; arXiv 1910.02054): 
 does too and gathers the weights of each block before its forward and its backward. Where ZeRO shards over a
 group of the replicas only, the shards of gradients are summed across groups. Dense weights are exchanged over
 data and context parallel ranks, experts over the ranks that hold the same ones. Only weights that train have
-gradients. All of it travels in messages: those of a block under ZeRO-3, buckets otherwise.
+gradients. All of it travels in messages: those of a block where its tensors are shards between microbatches
+(Megatron-FSDP), buckets otherwise.
 """
 
 from __future__ import annotations
@@ -91,14 +92,14 @@ def exchanges(
         if np.any(copies > 1):
             runs = np.where(copies > 1, at_place, runs[0])[()], np.where(copies > 1, mirrored, runs[1])[()]
 
-        def messages(params: Num) -> Num:
-            number = np.maximum(gathered * of_blocks + (1.0 - gathered) * params / bucket_params, 1.0)
+        def messages(params: Num, by_block: Num) -> Num:
+            number = np.maximum(by_block * of_blocks + (1.0 - by_block) * params / bucket_params, 1.0)
             return number * (params > 0)  # no message where nothing is held
 
-        grads = messages(trained)
+        grads = messages(trained, at_stage(STAGES.sums, mesh.zero))
         grad_payload = grad_bytes * trained / np.maximum(grads, 1.0)
         moved = gathered * params + (1.0 - gathered) * trained  # frozen weights do not change
-        weights = messages(moved)
+        weights = messages(moved, gathered)
         weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
         copied = gathered * group
         of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload}

@@ -13,6 +13,7 @@ from meshwise.core.units import dollars, duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
+from meshwise.launch.settings import training_on
 from meshwise.plan.plan import plan_text
 from meshwise.report import chart as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
@@ -124,7 +125,11 @@ def answer_lines(result: Result) -> Iterator[str]:
         yield f"{what} that a framework runs: {longer}; {_runs_in(of_found)}"
         yield f"  leans on {of_found.leans_on}"
     elif result.runnable is None and not of_best.runs_in:
-        yield "no framework runs any plan of this space; --to FRAMEWORK searches what one has"
+        chip = best.cluster.chip
+        if training_on(chip):
+            yield "no framework runs any plan of this space; --to FRAMEWORK searches what one has"
+        else:
+            yield f"none of the frameworks that launch writes for runs on {chip.name}"
     if result.simplest and result.simplest[0].plan != best.plan:
         yield f"as fast, as far as the interval tells, and simplest: {_with_step(result.simplest[0])}"
 

@@ -16,7 +16,7 @@ from meshwise.core.units import duration
 from meshwise.estimate.adverse import together
 from meshwise.estimate.one_plan import Estimate
 from meshwise.launch.runs import runs
-from meshwise.launch.settings import TRAINING
+from meshwise.launch.settings import training_on
 from meshwise.launch.write import launch
 from meshwise.plan.plan import DEFAULTS
 from meshwise.program.implementation import loss_fusion
@@ -41,7 +41,7 @@ class Basis:
 def basis(found: Estimate) -> Basis:
     """What the plan of an estimate rests on."""
     adversity = together(found.model, found.cluster, found.plan)
-    names = tuple(name for name in TRAINING if _runs_it(name, found))
+    names = tuple(name for name in training_on(found.cluster.chip) if _runs_it(name, found))
     return Basis(names, adversity.step_s(found), "; ".join(_supports(found)))
 
 
@@ -57,9 +57,11 @@ def _supports(found: Estimate) -> Iterator[str]:
         yield f"a fused loss ({fused})"
     yield f"{found.plan.implementation} on {found.plan.software}"
     interval = found.step_s_interval
-    for origin in found.inherited:
+    if found.inherited:  # of all chips, which they are is in the notes of `estimate`
+        names = [name.partition(" (")[0] if name.startswith("all ") else name for name in found.inherited]
         low, high = (end / found.step_s - 1.0 for end in (interval.p10, interval.p90))
-        yield f"{found.cluster.chip.name} as efficient as {origin}, step {low:+.0%} to {high:+.0%}"
+        like = " and ".join(dict.fromkeys(names))
+        yield f"{found.cluster.chip.name} as efficient as {like}, step {low:+.0%} to {high:+.0%}"
 
 
 def simplest(found: Sequence[Estimate]) -> Estimate:

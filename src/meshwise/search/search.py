@@ -22,8 +22,9 @@ from meshwise.estimate.grid import grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.runs import refused, runs, says_model
-from meshwise.launch.settings import TRAINING
+from meshwise.launch.settings import TRAINING, training_on
 from meshwise.machine.hardware import Cluster
+from meshwise.machine.overheads import software_on
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import ANY, Plan, plan_text
@@ -212,9 +213,13 @@ def search(
         for name in software:
             Plan(software=name)
         stated = {**stated, "software": software[:1]}
+    elif own := software_on(cluster.chip):
+        stated = {"software": (own,), **stated}
     if to not in ("", ANY_FRAMEWORK, *TRAINING):
         raise PlanError(f"--to {to} must be one of {', '.join((*TRAINING, ANY_FRAMEWORK))}")
     to = "" if to == ANY_FRAMEWORK else to
+    if to and to not in training_on(cluster.chip):
+        raise PlanError(f"{to} does not run on {cluster.chip.name}; leave --to out")
     if to and not says_model(to, model, seq):
         raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
     space = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped)
@@ -291,7 +296,7 @@ class _Space:
 
     def runs(self, mesh: Mesh) -> Any:
         """Where some framework runs plans."""
-        return runs(TRAINING, self.model, mesh)
+        return runs(training_on(self.cluster.chip), self.model, mesh)
 
     def price(
         self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None
@@ -302,7 +307,8 @@ class _Space:
         """
         under = self.under if against is None else lambda plan: against
         memory_frac = self.memory_frac * (1.0 if against is None else against.memory)
-        can_run = not self.to and any(says_model(name, self.model, self.workload.seq) for name in TRAINING)
+        names = () if self.to else training_on(self.cluster.chip)
+        can_run = any(says_model(name, self.model, self.workload.seq) for name in names)
         kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, self.runs, can_run, self.top)
         job = self.model, self.cluster, self.workload
         values = free_values(*job, self.stated, self.to, capped=self.capped)
