@@ -24,7 +24,15 @@ from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
 from meshwise.launch.finetune import peft_script, torchtune_words, unsloth_script
 from meshwise.launch.refusals import check
-from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, Settings, write_settings
+from meshwise.launch.settings import (
+    FINETUNING,
+    FRAMEWORKS,
+    SERVING,
+    TRAINING,
+    Settings,
+    training_on,
+    write_settings,
+)
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
@@ -105,6 +113,8 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     """
     if framework not in FRAMEWORKS:
         raise PlanError(f"--to {framework} must be one of {', '.join(FRAMEWORKS)}")
+    if framework in TRAINING and framework not in training_on(cluster.chip):
+        raise PlanError(f"{framework} does not run on {cluster.chip.name}; choose other chips or frameworks")
     mesh = resolve(model, plan, workload, cluster)
     if mesh.trains:  # layers are placed by what they cost
         mesh = estimate(model, cluster, plan, workload).mesh
