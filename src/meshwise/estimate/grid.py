@@ -396,7 +396,6 @@ def _flat(row_axes: list[Axis], rows: Sequence[NDArray[np.intp]]) -> dict[str, N
 
 
 ONLY_WITH: dict[str, Callable[[Mesh], Any]] = {
-    "cp_kind": lambda mesh: mesh.cp > 1,
     "sp": lambda mesh: mesh.tp > 1,
     "overlap_tp": lambda mesh: (mesh.tp > 1) | (mesh.plan.layout != "1d"),
     "overlap_ep": lambda mesh: mesh.ep > 1,
@@ -426,8 +425,9 @@ class _Repeats:
         piped = mesh.pp > 1
         schedule = np.where(piped, 1.0 + mesh.schedule, mesh.schedule == SCHEDULES.index("gpipe"))
         columns = (
-            *(mesh.tp, mesh.ulysses, mesh.ring, mesh.pp, mesh.vpp * piped, schedule, mesh.dp),
-            *(mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch, mesh.imbalance),
+            *(mesh.tp, mesh.ulysses, mesh.ring, mesh.gathers_keys & (mesh.ring > 1), mesh.pp),
+            *(mesh.vpp * piped, schedule, mesh.dp, mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch),
+            mesh.imbalance,
         )
         table = np.stack([np.broadcast_to(np.asarray(column, float), num_rows) for column in columns])
         first, _ = distinct_columns(table)
@@ -436,9 +436,6 @@ class _Repeats:
         for key, values in self.before.items():
             if values and key in ONLY_WITH:
                 matters &= ONLY_WITH[key](mesh)
-        if mesh.plan.cp_kind == "two_level":
-            for kind, size in (("ring", mesh.ulysses), ("ulysses", mesh.ring)):
-                matters &= (size > 1) | (kind not in self.before.get("cp_kind", ()))
         for order in self.before.get("placement", ()):
             matters &= _differ(order, mesh)
         return first[matters[first]]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwise.cost.schedule import SCHEDULES
 from meshwise.launch.facts import Facts, resharding, without_effect
 from meshwise.launch.refusals import IDLE, broken
 from meshwise.launch.settings import write_settings
@@ -20,7 +19,7 @@ from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import ANY, Setting, launch_tables, table_of
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import DEFAULTS, KEYS, NUMBERS, RECOMPUTE
+from meshwise.plan.plan import DEFAULTS, KEYS, KINDS, NUMBERS, RECOMPUTE
 from meshwise.program.implementation import loss_fusion
 
 _FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "loss", "resharding")
@@ -134,13 +133,12 @@ def _facts(model: Model, mesh: Mesh) -> Facts:
     facts = {key: 0.0 if value is None else value for key, value in facts.items()}
     layers = np.where(np.isfinite(mesh.recompute_layers), mesh.recompute_layers, 0.0)
     form = "per_op" if "per_op" in plan.recompute_modules else "selective"
-    recompute = np.take(RECOMPUTE, np.asarray(mesh.recompute, dtype=np.intp))
+    kinds = {key: np.take(names, np.asarray(facts[key], dtype=np.intp)) for key, names in KINDS.items()}
+    recompute = kinds["recompute"]
     of_layers = np.where(layers % vpp > 0, "uneven", "block")
     uneven = (model.num_layers % (pp * vpp) != 0) | (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
-    return facts | {
+    return facts | kinds | {
         "sp": tp > 1 if plan.sp is None else plan.sp,
-        "schedule": np.take(SCHEDULES, np.asarray(mesh.schedule, dtype=np.intp)),
-        "recompute": recompute,
         "recompute_layers": layers,
         "recompute_fsdp": recompute,
         "resharding": resharding(np.where(mesh.replicas == 1, 0, mesh.zero), pp),

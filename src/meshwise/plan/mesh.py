@@ -18,6 +18,7 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.plan.layouts import default_grid
 from meshwise.plan.plan import (
+    CP_KINDS,
     NUMBERS,
     Plan,
     chunks_of_rank,
@@ -27,6 +28,7 @@ from meshwise.plan.workload import Workload
 
 SERVING = ("prefill", "decode")
 """Kinds of work that a serving engine does."""
+_ULYSSES, _ALL_GATHER, _TWO_LEVEL = map(CP_KINDS.index, ("ulysses", "all_gather", "two_level"))
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 
 
@@ -34,8 +36,8 @@ _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f
 class Mesh:
     """The sizes of one plan, or of a grid of plans, over `world` ranks; see `Plan` for their meaning.
 
-    `microbatch` in sequences, `num_microbatches` of one data-parallel rank. `schedule` and `recompute` are
-    indices into `SCHEDULES` and `RECOMPUTE`. `ulysses` x `ring` is the context-parallel degree.
+    `microbatch` in sequences, `num_microbatches` of one data-parallel rank. `cp_kind`, `schedule` and
+    `recompute` are places in `plan.KINDS`. `ulysses` x `ring` is the context-parallel degree.
     `grid` are the axes of a tensor layout of several dimensions. `recompute_layers` is infinite where all
     layers of a stage are recomputed. `overlap_dp` and `overlap_pp` are 0 or 1.
 
@@ -51,6 +53,7 @@ class Mesh:
     microbatch: Num
     num_microbatches: Num
     tp: Num = 1.0
+    cp_kind: Num = 0.0
     ulysses: Num = 1.0
     ring: Num = 1.0
     pp: Num = 1.0
@@ -87,6 +90,11 @@ class Mesh:
     def cp(self) -> Num:
         """The context-parallel degree."""
         return self.ulysses * self.ring
+
+    @property
+    def gathers_keys(self) -> Any:
+        """Where the ranks of a ring gather all keys and values instead of passing them round."""
+        return self.cp_kind == _ALL_GATHER
 
     @property
     def replicas(self) -> Num:
@@ -158,7 +166,8 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
     experts), ZeRO shards over all replicas. With ep=1 every rank has all experts, and none is busier.
     """
     tp, cp, pp, vpp, schedule = (sizes[key] for key in ("tp", "cp", "pp", "vpp", "schedule"))
-    ulysses: Num = {"ulysses": cp, "two_level": sizes["ulysses"]}.get(plan.cp_kind, 1.0)
+    kind = sizes["cp_kind"]
+    ulysses = 1.0 + (kind == _ULYSSES) * (cp - 1.0) + (kind == _TWO_LEVEL) * (sizes["ulysses"] - 1.0)
     ring = cp / ulysses
     grid: tuple[Num, ...] = ()
     dp = np.maximum(world // (tp * cp * pp), 1.0)

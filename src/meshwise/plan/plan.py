@@ -269,19 +269,20 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 
 NUMBERS = (
-    *("tp", "cp", "ulysses", "pp", "vpp", "schedule", "dp", "ep", "etp", "zero_group", "imbalance"),
+    *("tp", "cp", "cp_kind", "ulysses", "pp", "vpp", "schedule", "dp", "ep", "etp", "zero_group"),
+    "imbalance",
     *("recompute", "recompute_layers", "zero", "offload_optimizer", "offload_activations"),
     *("overlap_dp", "overlap_pp"),
 )
 """Keys that are numbers (see `number_of`), so that a grid of plans can have an axis of each."""
+KINDS: dict[str, tuple[str, ...]] = {"cp_kind": CP_KINDS, "schedule": SCHEDULES, "recompute": RECOMPUTE}
+"""Those of them whose values are names; the number is the place among these."""
 
 
 def number_of(key: str, value: Any) -> float:
     """A value of `key` as the number that formulas take; 0 (or infinite: all layers) where it is left out."""
-    if key == "schedule":
-        return float(SCHEDULES.index(value))
-    if key == "recompute":
-        return float(RECOMPUTE.index(value))
+    if key in KINDS:
+        return float(KINDS[key].index(value))
     if key == "recompute_layers":
         return math.inf if value is None else float(value)
     return float(value or 0.0)
@@ -316,9 +317,8 @@ class Rule:
 
     def sentence(self, names: Mapping[str, Any]) -> str:
         """The text for one plan; `names` are its numbers, shown as whole ones, and its choices."""
-        schedule, recompute = SCHEDULES[int(names["schedule"])], RECOMPUTE[int(names["recompute"])]
-        known = {**names, "schedule": schedule, "recompute": recompute, **self.values}
-        return _Whole().vformat(self.text, (), known)
+        kinds = {key: values[int(names[key])] for key, values in KINDS.items()}
+        return _Whole().vformat(self.text, (), {**names, **kinds, **self.values})
 
 
 class _Whole(string.Formatter):
@@ -334,8 +334,8 @@ def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
     of_layers, not_full = sizes["recompute_layers"] < math.inf, recompute != RECOMPUTE.index("full")
     no_chunks = (schedule == SCHEDULES.index("gpipe")) | (schedule == SCHEDULES.index("zb-h1"))
     yield Rule(
-        (sizes["ulysses"] > 1) & (plan.cp_kind != "two_level"),
-        "ulysses={ulysses} needs cp_kind=two_level, not {plan.cp_kind}",
+        (sizes["ulysses"] > 1) & (sizes["cp_kind"] != CP_KINDS.index("two_level")),
+        "ulysses={ulysses} needs cp_kind=two_level, not {cp_kind}",
     )
     yield Rule(
         no_chunks & (sizes["vpp"] > 1),

@@ -89,24 +89,26 @@ def _exchange(name: str, cut: Cut, payload_bytes: Num, reads: Heads, makes: Head
 def _keys_and_values(cut: Cut, local_bytes: Num) -> Iterator[Op]:
     """Fetch the keys and values of the other ring ranks; backward also returns their gradients."""
     stride = cut.cp_stride * cut.ulysses
-    if cut.gather_keys:
-        if cut.flash:  # separate ops gather what each of them reads
-            yield from _gathered("keys_values", cut, local_bytes)
+    if cut.flash:  # separate ops gather what each of them reads
+        yield from _gathered("keys_values", cut, local_bytes)
+    if np.all(cut.gather_keys):
         return
     for phase, times in (("forward", 1.0), ("backward", 2.0)):
         yield collective(
             MODULE, "keys_values", phase, "send", "cp", times * local_bytes, cut.ring,
-            stride=stride, hides_behind="flash", count=cut.ring - 1.0,
+            stride=stride, hides_behind="flash", count=(1.0 - cut.gather_keys) * (cut.ring - 1.0),
         )  # fmt: skip
 
 
 def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
-    """All-gather what the ring ranks hold for op `name`; only the own part is kept, for the backward."""
+    """All-gather what the ring ranks hold for op `name`, where they do; only the own part is kept."""
+    if not np.any(cut.gather_keys):
+        return
     kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
     for phase, kind in kinds:
         yield collective(
             MODULE, name, phase, kind, "cp", local_bytes * cut.ring, cut.ring,
-            stride=cut.cp_stride * cut.ulysses,
+            stride=cut.cp_stride * cut.ulysses, count=1.0 * cut.gather_keys,
         )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def _flash(
 ) -> Stated:
     """Fused attention keeps what it reads, what it makes, and a statistic of each query and head."""
     seq_q = cut.seq / cut.ring
-    rounds = 1.0 if cut.gather_keys else cut.ring
+    rounds = 1.0 + (1.0 - cut.gather_keys) * (cut.ring - 1.0)
     pairs = _pairs(model, cut.seq, seq_k) / cut.ring
     kernels = [KERNELS[name] for name in score_kernels(model)]
     score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
@@ -169,15 +171,13 @@ def _unfused(
     seq_q, batch = cut.seq / cut.ring, cut.microbatch * heads
     own_keys = cut.microbatch * kv_heads * seq_k / cut.ring
     q, k, v = dealt
-    if cut.gather_keys:
-        yield from _gathered("logits", cut, prec.act_bytes * own_keys * qk_dim)
+    yield from _gathered("logits", cut, prec.act_bytes * own_keys * qk_dim)
     scores = yield from _batched("logits", batch, seq_q, seq_k, qk_dim, cut, (q, k))
     for name in (*score_kernels(model), "softmax"):
         scores = yield from elementwise(MODULE, name, name, scores, prec, shape=(batch * seq_q, seq_k))
     if model.dropout_frac:
         scores = yield from elementwise(MODULE, "dropout_softmax", "dropout", scores, prec)
-    if cut.gather_keys:
-        yield from _gathered("attend", cut, prec.act_bytes * own_keys * v_dim)
+    yield from _gathered("attend", cut, prec.act_bytes * own_keys * v_dim)
     return (yield from _batched("attend", batch, seq_q, v_dim, seq_k, cut, (scores, v)))
 
 

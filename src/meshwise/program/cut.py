@@ -70,7 +70,7 @@ class Cut:
     loss_chunks: int = 1
     loss: Loss = LOSSES["megatron"]["none"]
     sequence_parallel: bool = False
-    gather_keys: bool = False
+    gather_keys: Any = False
     layout: str = "1d"
     grid: tuple[Num, ...] = ()
     panels: Num = 1.0

@@ -98,7 +98,7 @@ def cut_of(mesh: Mesh) -> Cut:
         loss=loss_of(plan),
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
-        gather_keys=plan.cp_kind == "all_gather",
+        gather_keys=mesh.gathers_keys,
         layout=plan.layout,
         grid=mesh.grid,
         panels=float(plan.panels),

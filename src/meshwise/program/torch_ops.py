@@ -139,10 +139,11 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
         later = {"reads": (), "makes": rounds, "keeps": (), "causal": False}
         yield done if number == 0 else structs.replace(done, **later)
     kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
-    if cut.gather_keys:
-        yield _on_ring(cut, op, "all_gather", cut.ring * keys * kept_type, 1.0)
-    else:
-        yield _on_ring(cut, op, "all_to_all", keys * kept_type, cut.ring - 1.0)
+    if np.any(cut.gather_keys):
+        yield _on_ring(cut, op, "all_gather", cut.ring * keys * kept_type, 1.0 * cut.gather_keys)
+    if not np.all(cut.gather_keys):
+        hops = (1.0 - cut.gather_keys) * (cut.ring - 1.0)
+        yield _on_ring(cut, op, "all_to_all", keys * kept_type, hops)
     if op.phase == "backward":
         yield _on_ring(cut, op, "all_to_all", keys * wide_type, cut.ring)
 
