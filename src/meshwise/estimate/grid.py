@@ -399,7 +399,6 @@ ONLY_WITH: dict[str, Callable[[Mesh], Any]] = {
     "sp": lambda mesh: mesh.tp > 1,
     "overlap_tp": lambda mesh: (mesh.tp > 1) | (mesh.plan.layout != "1d"),
     "overlap_ep": lambda mesh: mesh.ep > 1,
-    "dispatch": lambda mesh: mesh.ep > 1,
 }
 """Where a key that is no number makes a difference at all."""
 
@@ -426,8 +425,8 @@ class _Repeats:
         schedule = np.where(piped, 1.0 + mesh.schedule, mesh.schedule == SCHEDULES.index("gpipe"))
         columns = (
             *(mesh.tp, mesh.ulysses, mesh.ring, mesh.gathers_keys & (mesh.ring > 1), mesh.pp),
-            *(mesh.vpp * piped, schedule, mesh.dp, mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch),
-            mesh.imbalance,
+            *(mesh.vpp * piped, schedule, mesh.dp, mesh.ep, mesh.etp, mesh.dispatch * (mesh.ep > 1)),
+            *(mesh.zero_group, mesh.microbatch, mesh.imbalance),
         )
         table = np.stack([np.broadcast_to(np.asarray(column, float), num_rows) for column in columns])
         first, _ = distinct_columns(table)

@@ -76,7 +76,7 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> PricedParts:
     return PricedParts(_price_alike(model, cut, hide, machine, grad_bytes(mesh)))
 
 
-OF_EXPERTS = ("ep", "etp", "ep_stride", "imbalance")
+OF_EXPERTS = ("ep", "etp", "ep_stride", "dispatch_per_rank", "imbalance")
 """Numbers of a cut that experts alone depend on."""
 
 

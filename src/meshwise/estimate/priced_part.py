@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 
 import numpy as np
 from msgspec import Struct, structs
@@ -353,7 +354,7 @@ def _hidden_behind_compute(
 def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> Num:
     """Share of hidden collectives' time that is paid: of a dispatch at least the cores that it holds."""
     overheads = machine.overheads
-    held = overheads.dispatch_cores / machine.num_cores * any(row.op.choices for row in rows)
+    held = overheads.dispatch_cores / machine.num_cores * _is_per_rank(row.op for row in rows)
     return np.maximum(overheads.not_hidden_frac(axis), held)
 
 
@@ -392,8 +393,13 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     on_host = each_s * launches + overheads.expert_call_s * calls
     if not any(op.is_expert for op in alike):
         return on_host
-    is_fused = any(op.choices for op in alike)
+    is_fused = _is_per_rank(alike)
     return on_host + overheads.moe_host_s * (1.0 - 0.5 * is_fused - 0.5 * overheads.routing_in_graph)
+
+
+def _is_per_rank(ops: Iterable[Op]) -> Num:
+    """1 where tokens are sent once to each rank, else 0."""
+    return reduce(np.maximum, ((op.count > 0) * 1.0 for op in ops if op.choices), 0.0)
 
 
 def _loss_room(ops: Sequence[Op]) -> Room:

@@ -49,9 +49,11 @@ def tower_mesh(tower: Tower, mesh: Mesh) -> Mesh:
         tp=tp,
         etp=tp,
         dp=mesh.dp * copies,
+        cp_kind=0.0,
         ulysses=1.0,
         ring=1.0,
         ep=1.0,
+        dispatch=0.0,
     )
 
 

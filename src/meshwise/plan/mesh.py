@@ -19,6 +19,7 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.plan.layouts import default_grid
 from meshwise.plan.plan import (
     CP_KINDS,
+    DISPATCH,
     NUMBERS,
     Plan,
     chunks_of_rank,
@@ -28,6 +29,7 @@ from meshwise.plan.workload import Workload
 
 SERVING = ("prefill", "decode")
 """Kinds of work that a serving engine does."""
+_PER_RANK = DISPATCH.index("per_rank")
 _ULYSSES, _ALL_GATHER, _TWO_LEVEL = map(CP_KINDS.index, ("ulysses", "all_gather", "two_level"))
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 
@@ -36,8 +38,8 @@ _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f
 class Mesh:
     """The sizes of one plan, or of a grid of plans, over `world` ranks; see `Plan` for their meaning.
 
-    `microbatch` in sequences, `num_microbatches` of one data-parallel rank. `cp_kind`, `schedule` and
-    `recompute` are places in `plan.KINDS`. `ulysses` x `ring` is the context-parallel degree.
+    `microbatch` in sequences, `num_microbatches` of one data-parallel rank. `cp_kind`, `schedule`,
+    `dispatch` and `recompute` are places in `plan.KINDS`. `ulysses` x `ring` is the context-parallel degree.
     `grid` are the axes of a tensor layout of several dimensions. `recompute_layers` is infinite where all
     layers of a stage are recomputed. `overlap_dp` and `overlap_pp` are 0 or 1.
 
@@ -62,6 +64,7 @@ class Mesh:
     dp: Num = 1.0
     ep: Num = 1.0
     etp: Num = 1.0
+    dispatch: Num = 0.0
     zero: Num = 1.0
     zero_group: Num = 1.0
     recompute: Num = 0.0
@@ -95,6 +98,11 @@ class Mesh:
     def gathers_keys(self) -> Any:
         """Where the ranks of a ring gather all keys and values instead of passing them round."""
         return self.cp_kind == _ALL_GATHER
+
+    @property
+    def dispatches_per_rank(self) -> Any:
+        """Where a token is sent once to each rank that has some of its experts."""
+        return self.dispatch == _PER_RANK
 
     @property
     def replicas(self) -> Num:

@@ -269,13 +269,18 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 
 NUMBERS = (
-    *("tp", "cp", "cp_kind", "ulysses", "pp", "vpp", "schedule", "dp", "ep", "etp", "zero_group"),
-    "imbalance",
+    *("tp", "cp", "cp_kind", "ulysses", "pp", "vpp", "schedule", "dp", "ep", "etp", "dispatch"),
+    *("zero_group", "imbalance"),
     *("recompute", "recompute_layers", "zero", "offload_optimizer", "offload_activations"),
     *("overlap_dp", "overlap_pp"),
 )
 """Keys that are numbers (see `number_of`), so that a grid of plans can have an axis of each."""
-KINDS: dict[str, tuple[str, ...]] = {"cp_kind": CP_KINDS, "schedule": SCHEDULES, "recompute": RECOMPUTE}
+KINDS: dict[str, tuple[str, ...]] = {
+    "cp_kind": CP_KINDS,
+    "schedule": SCHEDULES,
+    "dispatch": DISPATCH,
+    "recompute": RECOMPUTE,
+}
 """Those of them whose values are names; the number is the place among these."""
 
 

@@ -298,7 +298,8 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
             "ep": ep > 1,
             "etp": sizes["etp"] > 0,
             "imbalance": sizes["imbalance"] > 1,
-            **{key: getattr(mesh.plan, key) != DEFAULTS[key] for key in ("dispatch", "dispatch_dtype")},
+            "dispatch": sizes["dispatch"] > 0,
+            "dispatch_dtype": mesh.plan.dispatch_dtype != DEFAULTS["dispatch_dtype"],
             "overlap_ep": mesh.plan.overlap_ep,
             "expert_dtype": mesh.plan.expert_dtype is not None,
         }

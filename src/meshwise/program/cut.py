@@ -62,7 +62,7 @@ class Cut:
     cp_stride: Num = 1.0
     ep_stride: Num = 1.0
     imbalance: Num = 1.0
-    dispatch_per_rank: bool = False
+    dispatch_per_rank: Any = False
     dispatch_bytes: float = 2.0
     recompute_modules: tuple[str, ...] = ("core_attn",)
     narrow_act_input: bool = False

@@ -122,16 +122,7 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     sent = arrivals / cut.etp
     busier = sent if moe.capacity_factor else np.maximum(sent, moe.computed * tokens)  # of its two ways
     payload = busier * hidden * prec.act_bytes
-    per_rank = cut.dispatch_per_rank and not moe.capacity_factor
-    groups = float(moe.expert_groups), float(moe.top_groups)
-    copies_frac = met_places(cut.ep, moe.computed, groups) / moe.computed if per_rank else 1.0
-    on_ep: dict[str, Any] = {
-        "axis": "ep",
-        "group_size": cut.ep,
-        "stride": cut.ep_stride,
-        "choices": moe.computed if per_rank else 0.0,
-        "groups": groups,
-    }
+    per_rank = cut.dispatch_per_rank * (0.0 if moe.capacity_factor else 1.0)
     on_etp: dict[str, Any] = {
         "axis": "tp",
         "payload_bytes": arrivals * hidden * prec.act_bytes,
@@ -153,17 +144,13 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
 
     copies = yield from elementwise(MODULE, "dispatch", "copy", x, prec, shape=(sent, hidden))
     # Tokens, and in the backward gradients, may go in a narrow type; what comes back is added in a wide one.
-    home_bytes = payload * copies_frac
-    out_bytes = home_bytes * cut.dispatch_bytes / prec.act_bytes
+    out_bytes = payload * cut.dispatch_bytes / prec.act_bytes
     arrived = exchanged(copies, f"{MODULE}.arrived", (sent, hidden), cut.ep)
-    sorts = IMPLEMENTATIONS[cut.implementation].sorts_arrivals and not per_rank
-    mixed = 1.0 * (cut.ep > 1) * (local_experts > 1)  # what arrives is of several ranks and experts
+    sorts = IMPLEMENTATIONS[cut.implementation].sorts_arrivals and not np.all(per_rank)
+    mixed = (1.0 - per_rank) * (cut.ep > 1) * (local_experts > 1)  # arrivals of several ranks and experts
     inputs = exchanged(arrived, f"{MODULE}.expert_input", (*of_all, hidden), cut.etp)
-    yield collective(
-        MODULE, "dispatch", "forward", "all_to_all", payload_bytes=out_bytes,
-        reads=(copies,), makes=(arrived,), **on_ep,
-    )  # fmt: skip
-    yield collective(MODULE, "dispatch", "backward", "all_to_all", payload_bytes=home_bytes, **on_ep)
+    yield from _exchange(moe, cut, "dispatch", "forward", out_bytes, per_rank, copies, arrived)
+    yield from _exchange(moe, cut, "dispatch", "backward", payload, per_rank)
     if sorts:
         yield from _sorted("sort", arrived, cut, mixed)
     yield collective(
@@ -185,15 +172,31 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     )
     if sorts:
         yield from _sorted("unsort", answers, cut, mixed)
-    yield collective(
-        MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes,
-        reads=(answers,), makes=(back,), **on_ep,
-    )  # fmt: skip
-    yield collective(MODULE, "combine", "backward", "all_to_all", payload_bytes=out_bytes, **on_ep)
+    yield from _exchange(moe, cut, "combine", "forward", payload, per_rank, answers, back)
+    yield from _exchange(moe, cut, "combine", "backward", out_bytes, per_rank)
     summed = made(MODULE, "sum", x.shape, prec.act_dtype)
     for op in elementwise(MODULE, "combine", "sum_copies", back, prec):
         yield structs.replace(op, makes=(summed,)) if op.makes else op
     return summed
+
+
+def _exchange(
+    moe: MoE, cut: Cut, name: str, phase: str, payload_bytes: Num, per_rank: Num, *tensors: Tensor
+) -> Iterator[Op]:
+    """Tokens over `ep`, once for each of their experts, or once for each rank of these where `per_rank` is 1.
+
+    `payload_bytes`: those of all experts. `tensors`: what is read, and what is made.
+    """
+    groups = float(moe.expert_groups), float(moe.top_groups)
+    to_ranks = payload_bytes * met_places(cut.ep, moe.computed, groups) / moe.computed
+    named = {"reads": tensors[:1], "makes": tensors[1:]}
+    for is_way, choices, size in ((1.0 - per_rank, 0.0, payload_bytes), (per_rank, moe.computed, to_ranks)):
+        if np.any(is_way):
+            yield collective(
+                MODULE, name, phase, "all_to_all", "ep", size, cut.ep, stride=cut.ep_stride, count=is_way,
+                choices=choices, groups=groups, **named,
+            )  # fmt: skip
+            named = {}  # where some plans have both ways, one of them names what they share
 
 
 def _sorted(name: str, x: Tensor, cut: Cut, count: Num) -> Iterator[Op]:

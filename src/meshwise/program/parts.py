@@ -90,7 +90,7 @@ def cut_of(mesh: Mesh) -> Cut:
         cp_stride=mesh.stride("cp"),
         ep_stride=mesh.etp * mesh.stride("tp"),
         imbalance=mesh.imbalance,
-        dispatch_per_rank=plan.dispatch == "per_rank",
+        dispatch_per_rank=mesh.dispatches_per_rank,
         dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
         recompute_modules=plan.selective_modules,
         head_dtype=plan.head_dtype,
