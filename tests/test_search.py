@@ -124,7 +124,7 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
     stated = {"implementation": (implementation,), **dict.fromkeys(keys, ("*",))}
     draw, num_plans, least = np.random.default_rng(0), 0, list[Any]()
 
-    def wants(mesh: Mesh, step_s: Any, least_bytes: Any, *, in_turn: bool = False) -> Any:
+    def wants(mesh: Mesh, step_s: Any, least_bytes: Any, *, few: bool = False) -> Any:
         least.append((step_s, least_bytes))
         return np.ones(np.broadcast_shapes(np.shape(step_s), np.shape(least_bytes)), bool)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import chosen_cells, distinct_columns
+from meshwise.core.columns import chosen_cells, distinct_columns, some_columns
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
@@ -157,13 +157,21 @@ class Grid:
                 continue
             shape = (*self.shape[:-1], len(of))
             seconds, needed = least_of_ops(self.model, mesh, parts, self.machine)
-            least = np.broadcast_to(seconds, shape), np.broadcast_to(needed, shape)
-            left = np.broadcast_to(~np.asarray(broken), shape)
-            while left.any() and (worth := left & wants(mesh, *least, in_turn=True)).any():
-                left, chosen = left & ~worth, np.nonzero(worth)
-                places, of_chosen = [*chosen[:-1], of[chosen[-1]]], parts.of_rows(chosen[-1])
-                some_mesh = mesh.mapped(partial(chosen_cells, cells=chosen, shape=shape))
-                yield self._cells(places, some_mesh, of_chosen, wants)
+            least = [np.broadcast_to(one, shape) for one in (seconds, needed)]
+            left = np.nonzero(~np.asarray(broken) & wants(mesh, *least))
+            for few in (True, False):
+                if not left[0].size:
+                    break
+                some_mesh = mesh.mapped(partial(chosen_cells, cells=left, shape=shape))
+                worth = wants(some_mesh, *(one[left] for one in least), few=few)
+                if not worth.any():
+                    continue
+                chosen, left = (tuple(index[is_in] for index in left) for is_in in (worth, ~worth))
+                some_mesh = some_mesh.mapped(
+                    partial(some_columns, places=np.flatnonzero(worth), num=len(worth))
+                )
+                places = [*chosen[:-1], of[chosen[-1]]]
+                yield self._cells(places, some_mesh, parts.of_rows(chosen[-1]), wants)
 
     def _cells(
         self, places: Sequence[NDArray[np.intp]], mesh: Mesh, parts: PricedParts, wants: Wants | None,

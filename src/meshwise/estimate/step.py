@@ -74,11 +74,11 @@ class StepCost:
 class Wants(Protocol):
     """Which plans of a mesh are worth a closer look, by the least that their step takes and that they need.
 
-    `in_turn`: it is asked again of the others when these are priced, so it need not name all at once.
+    `few`: it is asked again of the others when these are priced, so it need not name all at once.
     """
 
     def __call__(
-        self, mesh: Mesh, step_s: Num, least_bytes: Num, *, in_turn: bool = False
+        self, mesh: Mesh, step_s: Num, least_bytes: Num, *, few: bool = False
     ) -> NDArray[np.bool_]: ...
 
 

@@ -35,8 +35,8 @@ NEAR, NEAR_FRAC = 10, 1.1
 TIE_FRAC = 1e-12
 """Plans are equal whose figures differ by no more: sums in another order do."""
 
-FEW_THAT_RUN = 256
-"""Plans wanted in turn only because a framework runs them: the fastest of them rules out most others."""
+FEW = 256
+"""Plans wanted first while none is known, or none that runs: the fastest of them rules out most others."""
 
 Floats = NDArray[np.float64]
 Family = tuple[float, ...]
@@ -127,12 +127,13 @@ class BestPlans:
         """The longest step of a plan that could still be among these or on the front."""
         return max(self.family_limit_s, FRONT_FRAC * self.fastest_s)
 
-    def wants(self, mesh: Mesh, step_s: Num, least_bytes: Num, *, in_turn: bool = False) -> NDArray[np.bool_]:
+    def wants(self, mesh: Mesh, step_s: Num, least_bytes: Num, *, few: bool = False) -> NDArray[np.bool_]:
         """Which plans could still be among the best (`estimate.step.Wants`)."""
         seconds, needed = np.broadcast_arrays(np.asarray(step_s, float), np.asarray(least_bytes, float))
         if not self.fastest:
             nearest = self.miss.memory_bytes if self.miss else np.inf
-            return needed <= max(self.capacity_bytes, nearest)
+            fits = needed <= max(self.capacity_bytes, nearest)
+            return _fastest(FEW, np.where(fits, seconds, np.inf)) if few else fits
         may_be_first = np.asarray(seconds <= self.family_limit_s)
         on_front = (seconds <= FRONT_FRAC * self.fastest_s) & ~self._beaten(seconds, needed)
         fits = needed <= self.capacity_bytes
@@ -141,8 +142,7 @@ class BestPlans:
         if self.can_run and may_run[0].size:
             mesh = mesh.mapped(partial(chosen_cells, cells=may_run, shape=wanted.shape))
             times = np.where(self.runs(mesh), seconds[may_run], np.inf)
-            last = (min(FEW_THAT_RUN, times.size) if in_turn else times.size) - 1
-            wanted[may_run] = np.isfinite(times) & (times <= np.partition(times, last)[last])
+            wanted[may_run] = _fastest(FEW if few else times.size, times)
         return wanted
 
     @property
@@ -242,6 +242,12 @@ class BestPlans:
         front_s = np.array([found.step_s for found in self.front])
         least = np.array([np.inf, *(found.memory_bytes for found in self.front)])
         return memory >= least[np.searchsorted(front_s, step_s, side="right")]
+
+
+def _fastest(number: int, times: Floats) -> NDArray[np.bool_]:
+    """Which are among so many with the least of finite `times`."""
+    last = min(number, times.size) - 1
+    return np.isfinite(times) & (times <= np.partition(times, last, axis=None)[last])
 
 
 def distinct(cells: Cells) -> NDArray[np.bool_]:
