@@ -1,9 +1,10 @@
 """A grid of plans priced at once: every key of a plan may have several values.
 
 Keys that are numbers (`plan.plan.NUMBERS`, and the microbatch) become axes. Those of the layout of ranks are
-flattened into *rows*, of which only the valid ones are priced; those that act on a whole step alone (`TAIL`)
-stay axes of their own, in front of the rows, so that what does not depend on them is computed once. Keys that
-change which ops exist make a grid each, a `Grid`; the rows of one that are priced together are a `Cells`.
+flattened into *stems*, and these with the chunks and schedules of a pipeline into *rows*, of which only the
+valid ones are priced; those that act on a whole step alone (`TAIL`) stay axes of their own, in front of the
+rows. So what depends on few of them is computed once. Keys that change which ops exist make a grid each, a
+`Grid`; the rows of one that are priced together are a `Cells`.
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ NO_GRID: tuple[tuple[str, Any], ...] = (("grid", ()), ("panels", 1))
 """What layout=1d must have of keys that are for grids."""
 
 CHUNKS = ("vpp", "schedule")
-"""Keys of one axis: which schedule it is, and how many chunks a rank has, says each for the other."""
+"""Keys of one axis: which schedule it is, and how many chunks a rank has, says each for the other. No part
+of a model depends on them."""
 
 NUMBER_KEYS = (*NUMBERS, "microbatch")
-ROWS = tuple(
-    CHUNKS if key == "vpp" else (key,) for key in NUMBER_KEYS if key not in TAIL_KEYS and key != "schedule"
-)
+ROWS = (CHUNKS, *((key,) for key in NUMBER_KEYS if key not in (*TAIL_KEYS, *CHUNKS)))
 KEYS = (*(field.name for field in fields(Plan)), "microbatch")
 
 Space = Mapping[str, Sequence[Any]]
@@ -92,10 +92,11 @@ class Axis:
 class Grid:
     """Plans that differ in numbers alone, before they are priced.
 
-    `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows` is the index
-    of each row into the values of each of the `row_axes`. `fixed`: the numbers that do not vary. `parts`: the
-    parts of the model in every row; `least_s`: no plan of a row takes less (`step.least_step_s`). `broken`:
-    where cells are no plans by rules that look at a tail axis, along all axes.
+    `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows`: for each row
+    the place on the first of the `row_axes`, that of `CHUNKS`, and its stem; `stems`: for each stem the place
+    on each of the others. `fixed`: the numbers that do not vary. `parts`: the parts of the model in every
+    stem; `least_s`: no plan of a row takes less (`step.least_step_s`). `broken`: where cells are no plans by
+    rules that look at a tail axis, along all axes.
     """
 
     model: Model
@@ -105,7 +106,8 @@ class Grid:
     switches: dict[str, Any]
     tail_axes: list[Axis]
     row_axes: list[Axis]
-    rows: tuple[NDArray[np.intp], ...]
+    stems: tuple[NDArray[np.intp], ...]
+    rows: tuple[NDArray[np.intp], NDArray[np.intp]]
     fixed: dict[str, Num]
     machine: Machine
     adversity: Adversity
@@ -128,15 +130,32 @@ class Grid:
         """How many rows are priced together."""
         return max(CELLS_AT_ONCE // prod(self.shape[:-1]), 256)
 
-    def mesh(self, some: Any = slice(None)) -> tuple[Mesh, Any]:
+    def mesh(self, some: NDArray[np.intp]) -> tuple[Mesh, Any]:
         """The meshes of some rows, all of their cells; where a cell is no plan after all."""
-        rows, num_tail = [index[some] for index in self.rows], len(self.tail_axes)
-        numbers = self.fixed | _spread(self.tail_axes, num_tail + 1) | _flat(self.row_axes, rows)
+        return self._mesh_at(self._places(some))
+
+    def mesh_of_all(self) -> tuple[Mesh, Any]:
+        """The meshes of all stems, chunks along the axis before them; where a cell is none of a row."""
+        chunks = np.arange(len(self.row_axes[0].values))
+        is_row = np.zeros((len(chunks), len(self.stems[0])), dtype=bool)
+        is_row[self.rows] = True
+        mesh, broken = self._mesh_at((chunks[:, None], *self.stems))
+        return mesh, broken | ~is_row
+
+    def _places(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.intp], ...]:
+        """The places of some rows on each of the row axes."""
+        chunks, stems = (index[rows] for index in self.rows)
+        return chunks, *(index[stems] for index in self.stems)
+
+    def _mesh_at(self, places: Sequence[NDArray[np.intp]]) -> tuple[Mesh, Any]:
+        """The meshes at places on the row axes, all of their cells; where a cell is no plan after all."""
+        num_tail, num_axes = len(self.tail_axes), np.broadcast(*places).ndim
+        numbers = self.fixed | _spread(self.tail_axes, num_tail + num_axes) | _flat(self.row_axes, places)
         mesh, _ = _mesh(self.plan, self.workload, self.cluster, numbers)
         broken = (
-            one[(..., *map(operator.mul, rows, np.greater(one.shape[num_tail:], 1)))] for one in self.broken
+            one[(..., *map(operator.mul, places, np.greater(one.shape[num_tail:], 1)))] for one in self.broken
         )
-        return mesh, _any((False, *broken))
+        return mesh, _any((np.False_, *broken))
 
     def price(self, some: NDArray[np.intp] | None = None, wants: Wants | None = None) -> Iterator[Cells]:
         """Price some rows [all], as many at once as stay in the cache.
@@ -150,7 +169,7 @@ class Grid:
             of = some[first : first + self.rows_at_once]
             mesh, broken = self.mesh(of)
             mesh = self.adversity.mesh(self.model, mesh, self.machine)
-            parts = self.parts.of_rows(of)
+            parts = self.parts.of_rows(self.rows[1][of])
             mesh = placed(self.model, mesh, self.machine, parts)
             if wants is None:
                 yield self._cells([*tail, of], mesh, parts, wants, broken)
@@ -179,8 +198,7 @@ class Grid:
     ) -> Cells:  # fmt: skip
         """Price the cells of `mesh`, whose `places` are those on the tail axes and their rows."""
         cost = placed_cost(self.model, mesh, self.machine, parts, wants)
-        rows = (index[places[-1]] for index in self.rows)
-        return Cells(self, (*places[:-1], *rows), cost.mesh, cost, broken)
+        return Cells(self, (*places[:-1], *self._places(places[-1])), cost.mesh, cost, broken)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,23 +369,31 @@ def _grid(
     ]
     for i, axis in enumerate(row_axes, len(tail)):
         row_axes[i - len(tail)], broken = _narrowed(axis, i, broken)
+
+    def mesh_of_stems(is_stem: NDArray[np.bool_]) -> tuple[Mesh, tuple[NDArray[np.intp], ...]]:
+        stems = np.unravel_index(np.flatnonzero(is_stem), lengths)
+        return _mesh(plan, workload, cluster, of_all | _flat(row_axes[1:], stems))[0], stems
+
     of_rows = [one[(0,) * len(tail)] for one in broken if prod(one.shape[: len(tail)]) == 1]
-    rows = np.nonzero(~np.broadcast_to(_any(of_rows), [len(axis.values) for axis in row_axes]))
-    some = fixed | _first_of(tail)
+    num_chunks, *lengths = (len(axis.values) for axis in row_axes)
+    is_row = ~np.broadcast_to(_any(of_rows), [num_chunks, *lengths]).reshape(num_chunks, -1)
+    of_all = fixed | _first_of(tail) | _spread(row_axes[:1], 2)
+    is_stem = is_row.any(axis=0)
     if repeats.are_dropped:
-        mesh, _ = _mesh(plan, workload, cluster, some | _flat(row_axes, rows))
-        kept = repeats.kept(mesh, len(rows[0]))
-        rows = tuple(index[kept] for index in rows)
-    if not len(rows[0]):
+        mesh, stems = mesh_of_stems(is_stem)
+        is_row[:, is_stem] &= ~repeats.repeated(mesh, is_row[:, is_stem])
+        is_stem = is_row.any(axis=0)
+    if not is_stem.any():
         return
-    mesh, _ = _mesh(plan, workload, cluster, some | _flat(row_axes, rows))
+    mesh, stems = mesh_of_stems(is_stem)
+    rows = np.nonzero(is_row[:, is_stem].T)[::-1]
     machine = adverse_machine(machine_for(cluster, plan, workload.kind), adversity)
     mesh = adversity.mesh(model, mesh, machine)
     parts = priced_parts(model, mesh, machine)
-    least_s = np.broadcast_to(least_step_s(model, mesh, parts, machine), rows[0].shape)
+    least_s = np.broadcast_to(least_step_s(model, mesh, parts, machine), (num_chunks, len(stems[0])))
     yield Grid(
-        model, cluster, workload, plan, switches, tail, row_axes, rows, fixed, machine, adversity,
-        [one for one in broken if prod(one.shape[: len(tail)]) > 1 and one.any()], parts, least_s,
+        model, cluster, workload, plan, switches, tail, row_axes, stems, rows, fixed, machine, adversity,
+        [one for one in broken if prod(one.shape[: len(tail)]) > 1 and one.any()], parts, least_s[rows],
     )  # fmt: skip
 
 
@@ -424,28 +450,30 @@ class _Repeats:
         first, kind = distinct_columns(chunks.reshape(2, -1))
         return self.are_dropped & (first[kind] != np.arange(len(kind))).reshape(chunks.shape[1:])
 
-    def kept(self, mesh: Mesh, num_rows: int) -> NDArray[np.intp]:
-        """The rows that differ from all before them.
+    def repeated(self, mesh: Mesh, is_row: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which of the rows [chunks, stems] are another in other words; chunks lie along an axis of `mesh`.
 
         Without a pipeline schedules are alike, but for GPipe, which keeps all microbatches alive.
         """
-        piped = mesh.pp > 1
-        schedule = np.where(piped, 1.0 + mesh.schedule, mesh.schedule == SCHEDULES.index("gpipe"))
         columns = (
-            *(mesh.tp, mesh.ulysses, mesh.ring, mesh.gathers_keys & (mesh.ring > 1), mesh.pp),
-            *(mesh.vpp * piped, schedule, mesh.dp, mesh.ep, mesh.etp, mesh.dispatch * (mesh.ep > 1)),
-            *(mesh.zero_group, mesh.microbatch, mesh.imbalance),
+            *(mesh.tp, mesh.ulysses, mesh.ring, mesh.gathers_keys & (mesh.ring > 1), mesh.pp, mesh.dp),
+            *(mesh.ep, mesh.etp, mesh.dispatch * (mesh.ep > 1), mesh.zero_group, mesh.microbatch),
+            mesh.imbalance,
         )
-        table = np.stack([np.broadcast_to(np.asarray(column, float), num_rows) for column in columns])
-        first, _ = distinct_columns(table)
-        first.sort()
-        matters = np.ones(num_rows, dtype=bool)
+        num_stems = is_row.shape[1]
+        table = np.stack([np.broadcast_to(np.asarray(column, float), num_stems) for column in columns])
+        first, kind = distinct_columns(table)
+        found = np.broadcast_to(first[kind] != np.arange(num_stems), is_row.shape)
         for key, values in self.before.items():
             if values and key in ONLY_WITH:
-                matters &= ONLY_WITH[key](mesh)
+                found = found | np.logical_not(ONLY_WITH[key](mesh))
         for order in self.before.get("placement", ()):
-            matters &= _differ(order, mesh)
-        return first[matters[first]]
+            found = found | np.logical_not(_differ(order, mesh))
+        is_gpipe = mesh.schedule == SCHEDULES.index("gpipe")
+        for alike in (is_gpipe, ~is_gpipe):
+            alone = is_row & alike & (mesh.pp == 1)
+            found = found | (alone & (np.cumsum(alone, axis=0) > 1))
+        return found
 
 
 def _differ(order: Sequence[str], mesh: Mesh) -> Any:

@@ -28,11 +28,15 @@ WORTH_A_PROBE = 10_000
 
 
 class _Open:
-    """A grid whose rows are priced as they are needed; `order`: those that are left, by their least times."""
+    """A grid whose rows are priced as they are needed; `order`: those that are left, by their least times.
 
-    def __init__(self, grid: Grid) -> None:
+    Rows that take more than `limit_s` are never needed.
+    """
+
+    def __init__(self, grid: Grid, limit_s: float) -> None:
         self.grid = grid
-        self.order = np.argsort(grid.least_s, kind="stable")
+        rows = np.flatnonzero(grid.least_s <= limit_s)
+        self.order = rows[np.argsort(grid.least_s[rows], kind="stable")]
         self.least_s = grid.least_s[self.order]
 
     def take(self, number: int) -> NDArray[np.intp]:
@@ -67,9 +71,9 @@ def best_first(grids: Grids, space: Space, kept: BestPlans, on_plans: Callable[[
     opened = []
     for grid in grids(space):
         kept.considered += num_listed(grid)
-        opened.append(_Open(grid))
+        opened.append(_Open(grid, max(kept.limit_s, kept.runnable_s if kept.can_run else 0.0)))
     at_once = FEW_ROWS
-    for one in sorted(opened, key=lambda one: one.least_s.min(initial=np.inf)):
+    for one in sorted(opened, key=lambda one: one.grid.least_s.min(initial=np.inf)):
         while number := one.up_to(kept.limit_s):
             add(one.grid, one.take(min(number, at_once, one.grid.rows_at_once)))
             at_once *= 2

@@ -264,7 +264,9 @@ def listed(grid: Grid, mesh: Mesh, broken: Any) -> Any:
 
 def num_listed(grid: Grid) -> int:
     """How many plans a grid has."""
-    return int(np.broadcast_to(listed(grid, *grid.mesh()), grid.shape).sum())
+    mesh, broken = grid.mesh_of_all()
+    shape = *grid.shape[:-1], *np.shape(broken)[-2:]
+    return int(np.count_nonzero(np.broadcast_to(listed(grid, mesh, broken), shape)))
 
 
 def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
