@@ -89,17 +89,22 @@ def _with_faster_ends(
     bound, worth_s = _bound(found, machine), found.step_s * (1.0 - NO_GAIN_FRAC)
     least_s = bound.step_s(found.mesh, sum(bound.mean_s))
     is_open = least_s < worth_s
+    needed = _least(found, lambda cost: cost.memory.total)
     if wants is not None:
-        is_open = is_open & wants(found.mesh, least_s, _least(found, lambda cost: cost.memory.total))
+        is_open = is_open & wants(found.mesh, least_s, needed)
     shape = np.shape(np.atleast_1d(worth_s))
     cells = np.nonzero(np.broadcast_to(is_open, shape))
     if not cells[0].size:
         return found
     flat = partial(chosen_cells, cells=cells, shape=shape)
     mesh, parts = found.mesh.mapped(flat), parts.of_rows(cells[-1])
-    bound, worth_s = bound.mapped(flat), flat(worth_s)
+    bound, worth_s, needed = bound.mapped(flat), flat(worth_s), flat(needed)
     for tried in other_ends(model, mesh, machine, parts):
-        some = np.nonzero(np.atleast_1d(bound.step_s(mesh, tried.slowest_s) < worth_s))
+        least_s = np.atleast_1d(bound.step_s(mesh, tried.slowest_s))
+        is_open = least_s < worth_s
+        if wants is not None:
+            is_open = is_open & wants(mesh, least_s, needed)
+        some = np.nonzero(is_open)
         if some[0].size:
             of_some = partial(chosen_cells, cells=some, shape=cells[0].shape)
             first, last = map(of_some, tried.ends)

@@ -135,9 +135,10 @@ class BestPlans:
             fits = needed <= max(self.capacity_bytes, nearest)
             return _fastest(FEW, np.where(fits, seconds, np.inf)) if few else fits
         may_be_first = np.asarray(seconds <= self.family_limit_s)
-        on_front = (seconds <= FRONT_FRAC * self.fastest_s) & ~self._beaten(seconds, needed)
         fits = needed <= self.capacity_bytes
-        wanted = fits & (may_be_first | on_front)
+        wanted = fits & may_be_first
+        near = np.nonzero(fits & ~may_be_first & (seconds <= FRONT_FRAC * self.fastest_s))
+        wanted[near] = ~self._beaten(seconds[near], needed[near])
         may_run = np.nonzero(fits & (seconds <= self.runnable_s) & ~wanted)
         if self.can_run and may_run[0].size:
             mesh = mesh.mapped(partial(chosen_cells, cells=may_run, shape=wanted.shape))
