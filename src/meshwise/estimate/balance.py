@@ -32,7 +32,7 @@ from meshwise.estimate.step import StepCost, Wants, mean_phases_s, price_step, w
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import EVEN
+from meshwise.plan.stages import has_fixed_ends
 
 NO_GAIN_FRAC = 1e-4
 """Share of a step for which no other ends are looked for."""
@@ -49,20 +49,13 @@ def placed(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Me
 
     Of stages that the plan states, with the ends that it would have without stating them.
     """
-    if _is_even(mesh):
+    if has_fixed_ends(mesh):
         return mesh
     if mesh.plan.stages:
         unstated = placed(model, replace(mesh, plan=replace(mesh.plan, stages=None)), machine, parts)
         return replace(mesh, ends=placed_cost(model, unstated, machine, parts).mesh.ends)
     seconds, *_ = part_weights(model, mesh, machine, parts, again=0.0)
     return replace(mesh, ends=best_ends(model, mesh, seconds))
-
-
-def _is_even(mesh: Mesh) -> bool:
-    """Whether nothing is to be chosen: engines and PyTorch's own pipeline (fsdp2) place layers evenly."""
-    plan = mesh.plan
-    is_even = plan.stages == EVEN or mesh.serves or plan.implementation == "fsdp2"
-    return is_even or not np.any(np.asarray(mesh.pp) > 1)
 
 
 def placed_cost(
@@ -74,7 +67,7 @@ def placed_cost(
     tried; None: all. In a grid `step_s`, `memory_bytes` and `mesh` alone are those of the fastest ends; the
     rest is as it is with those that make the slowest stage fastest.
     """
-    if _is_even(mesh):
+    if has_fixed_ends(mesh):
         return price_step(model, mesh, machine, None, parts, wants)
     found = price_step(model, mesh, machine, None, parts)
     if mesh.plan.stages or not mesh.trains:

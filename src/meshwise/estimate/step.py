@@ -36,7 +36,7 @@ from meshwise.estimate.timing import Machine
 from meshwise.estimate.tower_cost import TowerParts, added_times, tower_parts, tower_time, with_tower
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import Stage, chunks, differ, layers_of_chunks, stages_of
+from meshwise.plan.stages import Stage, chunks, differ, has_fixed_ends, layers_of_chunks, stages_of
 from meshwise.program import fsdp2
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
@@ -290,25 +290,37 @@ def least_step_s(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine)
 def least_of_ops(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine) -> tuple[Num, Num]:
     """The least time [s] and memory [bytes] of a training step of the plans of `mesh`, as they recompute.
 
-    The time as in `least_step_s`; the fullest stage needs no less than the emptiest, towers left out.
+    The time as in `least_step_s`; the fullest stage needs no less than the emptiest, towers left out. Where
+    stages are given they are the fullest and the slowest themselves.
     """
     cut, by_part = cut_of(mesh), list(parts.spread().values())
     towers, stages = list(tower_parts(model, mesh, machine)), stages_of(model, mesh)
     times = times_of_chunks(model, stages, mesh, by_part, towers, cut, machine)
     mean_s = _means_s(mesh, stages, times, (*PHASES, "unpaired_s"))
-    needed: Num = np.inf
+    is_fixed = has_fixed_ends(mesh)
+    exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
+    slowest_s = _largest([time.total_s for time in times], exists) if is_fixed else 0.0
+    needed: Num = 0.0 if is_fixed else np.inf
     for stage in stages:
         held = held_params(model, stage, by_part, cut)
         units = fsdp2.units(model, stage, mesh) if shards_each_weight(cut) else []
         memory, _ = needed_memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=False)
-        needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
-    return _of_mean_s(mesh, mean_s, machine), needed
+        if is_fixed:
+            needed = np.maximum(needed, (stage.num_stages > 0) * memory.total)
+        else:
+            needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
+    return _of_mean_s(mesh, mean_s, machine, slowest_s), needed
 
 
-def _of_mean_s(mesh: Mesh, mean_s: Sequence[Num], machine: Machine) -> Num:
-    """A step of stages that all take the mean: forward, backward, gradient of the weights, and unpaired."""
+def _of_mean_s(mesh: Mesh, mean_s: Sequence[Num], machine: Machine, slowest_s: Num = 0.0) -> Num:
+    """A step of stages that take the mean: forward, backward, gradient of the weights, and unpaired.
+
+    It is no shorter than all microbatches on a stage that takes `slowest_s`.
+    """
     *phases_s, unpaired_s = mean_s
-    step_s = mesh.num_microbatches * sum(phases_s) + np.minimum(mesh.pp, mesh.num_microbatches) * unpaired_s
+    step_s = mesh.num_microbatches * sum(phases_s)
     if not mesh.plan.stages:  # of any shape: played
         step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, *phases_s)
+    step_s = np.maximum(step_s, mesh.num_microbatches * slowest_s)
+    step_s = step_s + np.minimum(mesh.pp, mesh.num_microbatches) * unpaired_s
     return step_s * (1.0 + machine.overheads.straggler_frac * np.log2(mesh.world))

@@ -26,6 +26,7 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import EVEN
 
 V_SHAPED = ("zb-v", "dualpipe-v")
 ROUND, FOLDED, MIRRORED = 0, 1, 2
@@ -187,6 +188,14 @@ def _held(model: Model, pp: int, folding: int, sizes: Sequence[int]) -> list[tup
     if folding == MIRRORED:
         held = held + held[::-1]
     return [tuple(map(float, row)) for row in held]
+
+
+def has_fixed_ends(mesh: Mesh) -> bool:
+    """Whether nothing is chosen: engines and PyTorch's own pipeline (fsdp2) place layers evenly, as paired
+    microbatches of experts need (`loses_step`)."""
+    plan = mesh.plan
+    is_even = plan.stages == EVEN or mesh.serves or plan.implementation == "fsdp2"
+    return is_even or bool(np.all(mesh.is_paired | (np.asarray(mesh.pp) == 1)))
 
 
 def stages_of(model: Model, mesh: Mesh) -> list[Stage]:

@@ -76,7 +76,7 @@ def best_first(grids: Grids, space: Space, kept: BestPlans, on_plans: Callable[[
     for one in sorted(opened, key=lambda one: one.grid.least_s.min(initial=np.inf)):
         while number := one.up_to(kept.limit_s):
             add(one.grid, one.take(min(number, at_once, one.grid.rows_at_once)))
-            at_once *= 2
+            at_once *= 4
     for one in opened if kept.can_run else ():
         rows = one.take(one.up_to(kept.runnable_s))
         if rows.size:
