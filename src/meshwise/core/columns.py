@@ -21,10 +21,11 @@ def chosen_cells(value: Num, cells: tuple[NDArray[np.intp], ...], shape: tuple[i
 def distinct_columns(table: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Where each kind of column of `table` [rows, columns] first occurs, and the kind of each column.
 
-    Kinds are told apart by a weighted sum of the rows, thirty times as fast as comparing columns: no weight
-    is a sum of others times fractions, so kinds of few digits have other sums. The result is checked, and columns are compared after all where two kinds have the same sum.
+    Kinds are told apart by a weighted sum of the rows, thirty times as fast as comparing columns; the result
+    is checked, and columns are compared after all where two kinds have the same sum. No fractions of the
+    weights add up to zero (e is transcendental), so only rounding makes sums of different columns equal.
     """
-    sums = sum(np.exp(i / 8.0) * row for i, row in enumerate(table))  # e is transcendental
+    sums = sum(np.exp(i / 8.0) * row for i, row in enumerate(table))
     order = np.argsort(sums)
     in_order = sums[order]
     is_new = np.r_[True, in_order[1:] != in_order[:-1]][: len(order)]

@@ -92,8 +92,8 @@ class Axis:
 class Grid:
     """Plans that differ in numbers alone, before they are priced.
 
-    `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows`: for each row
-    the place on the first of the `row_axes`, that of `CHUNKS`, and its stem; `stems`: for each stem the place
+    `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows`: of each row
+    the place on the first of the `row_axes`, that of `CHUNKS`, and the stem; `stems`: of each stem the place
     on each of the others. `fixed`: the numbers that do not vary. `parts`: the parts of the model in every
     stem; `least_s`: no plan of a row takes less (`step.least_step_s`). `broken`: where cells are no plans by
     rules that look at a tail axis, along all axes.
@@ -378,15 +378,16 @@ def _grid(
     num_chunks, *lengths = (len(axis.values) for axis in row_axes)
     is_row = ~np.broadcast_to(_any(of_rows), [num_chunks, *lengths]).reshape(num_chunks, -1)
     of_all = fixed | _first_of(tail) | _spread(row_axes[:1], 2)
-    is_stem = is_row.any(axis=0)
+    is_stem = np.any(is_row, axis=0)
     if repeats.are_dropped:
         mesh, stems = mesh_of_stems(is_stem)
         is_row[:, is_stem] &= ~repeats.repeated(mesh, is_row[:, is_stem])
-        is_stem = is_row.any(axis=0)
+        is_stem = np.any(is_row, axis=0)
     if not is_stem.any():
         return
     mesh, stems = mesh_of_stems(is_stem)
-    rows = np.nonzero(is_row[:, is_stem].T)[::-1]
+    of_stems, of_chunks = np.nonzero(is_row[:, is_stem].T)
+    rows = of_chunks, of_stems
     machine = adverse_machine(machine_for(cluster, plan, workload.kind), adversity)
     mesh = adversity.mesh(model, mesh, machine)
     parts = priced_parts(model, mesh, machine)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 
 import numpy as np
 from msgspec import Struct, structs
@@ -399,7 +398,10 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
 
 def _is_per_rank(ops: Iterable[Op]) -> Num:
     """1 where tokens are sent once to each rank, else 0."""
-    return reduce(np.maximum, ((op.count > 0) * 1.0 for op in ops if op.choices), 0.0)
+    found: Num = 0.0
+    for op in ops:
+        found = np.maximum(found, (op.count > 0) * 1.0) if op.choices else found
+    return found
 
 
 def _loss_room(ops: Sequence[Op]) -> Room:

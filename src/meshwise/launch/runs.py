@@ -137,7 +137,8 @@ def _facts(model: Model, mesh: Mesh) -> Facts:
     recompute = kinds["recompute"]
     of_layers = np.where(layers % vpp > 0, "uneven", "block")
     uneven = (model.num_layers % (pp * vpp) != 0) | (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
-    return facts | kinds | {
+    facts |= kinds
+    return facts | {
         "sp": tp > 1 if plan.sp is None else plan.sp,
         "recompute_layers": layers,
         "recompute_fsdp": recompute,
