@@ -129,7 +129,7 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
         return np.ones(np.broadcast_shapes(np.shape(step_s), np.shape(least_bytes)), bool)
 
     for grid in grids(*job, load, free_values(*job, load, stated), distinct=True):
-        rows = draw.choice(len(grid.rows[0]), min(len(grid.rows[0]), 10), replace=False)
+        rows = draw.choice(len(grid.rows[0]), min(len(grid.rows[0]), 30), replace=False)
         is_plan = ~np.broadcast_to(grid.mesh(rows)[1], (*grid.shape[:-1], len(rows)))
         for cells in grid.price(rows, wants):
             plans = distinct(cells)
