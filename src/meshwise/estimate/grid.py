@@ -173,24 +173,26 @@ class Grid:
             mesh = placed(self.model, mesh, self.machine, parts)
             if wants is None:
                 yield self._cells([*tail, of], mesh, parts, wants, broken)
-                continue
-            shape = (*self.shape[:-1], len(of))
-            seconds, needed = least_of_ops(self.model, mesh, parts, self.machine)
-            least = [np.broadcast_to(one, shape) for one in (seconds, needed)]
-            left = np.nonzero(~np.asarray(broken) & wants(mesh, *least))
-            for few in (True, False):
-                if not left[0].size:
-                    break
-                some_mesh = mesh.mapped(partial(chosen_cells, cells=left, shape=shape))
-                worth = wants(some_mesh, *(one[left] for one in least), few=few)
-                if not worth.any():
-                    continue
-                chosen, left = (tuple(index[is_in] for index in left) for is_in in (worth, ~worth))
-                some_mesh = some_mesh.mapped(
-                    partial(some_columns, places=np.flatnonzero(worth), num=len(worth))
-                )
-                places = [*chosen[:-1], of[chosen[-1]]]
-                yield self._cells(places, some_mesh, parts.of_rows(chosen[-1]), wants)
+            else:
+                yield from self._wanted(of, mesh, parts, wants, broken)
+
+    def _wanted(
+        self, rows: NDArray[np.intp], mesh: Mesh, parts: PricedParts, wants: Wants, broken: Any
+    ) -> Iterator[Cells]:
+        """Price the wanted plans of some rows, by what their ops take and need: a few, then what is left."""
+        shape = (*self.shape[:-1], len(rows))
+        least = [np.broadcast_to(one, shape) for one in least_of_ops(self.model, mesh, parts, self.machine)]
+        left = np.nonzero(np.broadcast_to(~np.asarray(broken) & wants(mesh, *least), shape))
+        for few in (True, False):
+            if not left[0].size:
+                return
+            of_left = mesh.mapped(partial(chosen_cells, cells=left, shape=shape))
+            worth = wants(of_left, *(one[left] for one in least), few=few)
+            chosen, left = (tuple(index[is_in] for index in left) for is_in in (worth, ~worth))
+            if chosen[0].size:
+                some = partial(some_columns, places=np.flatnonzero(worth), num=len(worth))
+                places = [*chosen[:-1], rows[chosen[-1]]]
+                yield self._cells(places, of_left.mapped(some), parts.of_rows(chosen[-1]), wants)
 
     def _cells(
         self, places: Sequence[NDArray[np.intp]], mesh: Mesh, parts: PricedParts, wants: Wants | None,
@@ -376,7 +378,7 @@ def _grid(
 
     of_rows = [one[(0,) * len(tail)] for one in broken if prod(one.shape[: len(tail)]) == 1]
     num_chunks, *lengths = (len(axis.values) for axis in row_axes)
-    is_row = ~np.broadcast_to(_any(of_rows), [num_chunks, *lengths]).reshape(num_chunks, -1)
+    is_row = ~np.broadcast_to(_any(of_rows), [num_chunks, *lengths]).reshape(num_chunks, prod(lengths))
     of_all = fixed | _first_of(tail) | _spread(row_axes[:1], 2)
     is_stem = np.any(is_row, axis=0)
     if repeats.are_dropped:

@@ -247,8 +247,9 @@ class BestPlans:
 
 def _fastest(number: int, times: Floats) -> NDArray[np.bool_]:
     """Which are among so many with the least of finite `times`."""
-    last = min(number, times.size) - 1
-    return np.isfinite(times) & (times <= np.partition(times, last, axis=None)[last])
+    if times.size <= number:
+        return np.isfinite(times)
+    return np.isfinite(times) & (times <= np.partition(times, number - 1)[number - 1])
 
 
 def distinct(cells: Cells) -> NDArray[np.bool_]:
