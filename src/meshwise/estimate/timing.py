@@ -475,7 +475,7 @@ _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
     "decode_attention": lambda op: (op.dtype, op.library),
     "experts": lambda op: (op.dtype, op.right_bytes, op.library),
     "kernel": lambda op: (_passes(op),),
-    "collective": lambda op: (op.collective, op.choices, op.groups),
+    "collective": lambda op: (op.collective, op.choices, op.groups, op.name * bool(op.choices)),
     "peer": lambda op: (),
     "deepep-ll": lambda op: (op.name, op.choices),
     "deepep-normal": lambda op: (op.name, op.choices),
