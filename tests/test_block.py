@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.core.errors import PlanError
 from meshwise.cost.op import attended_pairs
+from meshwise.estimate.priced_part import PricedOp
+from meshwise.estimate.timing import op_times
 from meshwise.model.architecture import Layer, Model
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
@@ -283,6 +285,14 @@ def test_dualpipe_with_experts_is_deepseeks_framework() -> None:
     for key, value in (("overlap_ep", False), ("recompute", "none"), ("dispatch", "per_expert")):
         stated = replace(plan, **{key: value, "recompute_modules": ()})
         assert getattr(stated, key) == value and parse_plan(plan_text(stated)) == stated
+
+
+def test_an_op_takes_as_long_whichever_are_timed_with_it() -> None:
+    found = mw.estimate("deepseek-v3", "h800-sxm:64", "pp=2,ep=32,dispatch=per_rank", batch=64, seq=4096)
+    rows = [row for part in found.step.parts.values() for row in part.rows if isinstance(row, PricedOp)]
+    assert {row.op.name for row in rows if row.op.choices} == {"dispatch", "combine"}
+    for row in rows:
+        assert op_times([row.op], found.machine) == pytest.approx([row.time_s])
 
 
 # --- what is alive follows from the ops, by brute force ---------------------------------------------

@@ -82,7 +82,7 @@ def _with_faster_ends(
     bound, worth_s = _bound(found, machine), found.step_s * (1.0 - NO_GAIN_FRAC)
     least_s = bound.step_s(found.mesh, sum(bound.mean_s))
     is_open = least_s < worth_s
-    needed = _least(found, lambda cost: cost.memory.total)
+    needed = 0.0 if wants is None else _least(found, lambda cost: cost.memory.total)
     if wants is not None:
         is_open = is_open & wants(found.mesh, least_s, needed)
     shape = np.shape(np.atleast_1d(worth_s))

@@ -18,7 +18,7 @@ from meshwise.estimate.grid import Grid, Space
 from meshwise.search.best_plans import BestPlans, num_listed
 
 FEW_ROWS = 256
-"""Rows that are priced together at first, twice as many each time: with each the limit may come down."""
+"""Rows that are priced together at first, four times as many each time: with each the limit may come down."""
 
 PROBED = ("tp", "pp", "ep", "dispatch", "recompute")
 """Keys that the first plans differ in; all others have their first value there."""
