@@ -398,10 +398,7 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
 
 def _is_per_rank(ops: Iterable[Op]) -> Num:
     """1 where tokens are sent once to each rank, else 0."""
-    found: Num = 0.0
-    for op in ops:
-        found = np.maximum(found, (op.count > 0) * 1.0) if op.choices else found
-    return found
+    return np.minimum(sum((op.count for op in ops if op.choices), 0.0), 1.0)
 
 
 def _loss_room(ops: Sequence[Op]) -> Room:

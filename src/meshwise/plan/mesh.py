@@ -19,7 +19,6 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.plan.layouts import default_grid
 from meshwise.plan.plan import (
     CP_KINDS,
-    DISPATCH,
     NUMBERS,
     Plan,
     chunks_of_rank,
@@ -29,7 +28,6 @@ from meshwise.plan.workload import Workload
 
 SERVING = ("prefill", "decode")
 """Kinds of work that a serving engine does."""
-_PER_RANK = DISPATCH.index("per_rank")
 _ULYSSES, _ALL_GATHER, _TWO_LEVEL = map(CP_KINDS.index, ("ulysses", "all_gather", "two_level"))
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 
@@ -98,11 +96,6 @@ class Mesh:
     def gathers_keys(self) -> Any:
         """Where the ranks of a ring gather all keys and values instead of passing them round."""
         return self.cp_kind == _ALL_GATHER
-
-    @property
-    def dispatches_per_rank(self) -> Any:
-        """Where a token is sent once to each rank that has some of its experts."""
-        return self.dispatch == _PER_RANK
 
     @property
     def replicas(self) -> Num:

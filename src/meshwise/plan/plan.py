@@ -275,12 +275,7 @@ NUMBERS = (
     *("overlap_dp", "overlap_pp"),
 )
 """Keys that are numbers (see `number_of`), so that a grid of plans can have an axis of each."""
-KINDS: dict[str, tuple[str, ...]] = {
-    "cp_kind": CP_KINDS,
-    "schedule": SCHEDULES,
-    "dispatch": DISPATCH,
-    "recompute": RECOMPUTE,
-}
+KINDS = {"cp_kind": CP_KINDS, "schedule": SCHEDULES, "dispatch": DISPATCH, "recompute": RECOMPUTE}
 """Those of them whose values are names; the number is the place among these."""
 
 

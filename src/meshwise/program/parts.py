@@ -11,7 +11,7 @@ import numpy as np
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import SERVING, Mesh
-from meshwise.plan.plan import NARROW_DTYPES
+from meshwise.plan.plan import DISPATCH, NARROW_DTYPES
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
@@ -90,7 +90,7 @@ def cut_of(mesh: Mesh) -> Cut:
         cp_stride=mesh.stride("cp"),
         ep_stride=mesh.etp * mesh.stride("tp"),
         imbalance=mesh.imbalance,
-        dispatch_per_rank=mesh.dispatches_per_rank,
+        dispatch_per_rank=mesh.dispatch == DISPATCH.index("per_rank"),
         dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
         recompute_modules=plan.selective_modules,
         head_dtype=plan.head_dtype,
