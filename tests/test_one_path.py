@@ -64,6 +64,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "lora_targets": ((), ("q", "v")), "lora_dropout": (0.0, 0.1), "param_dtype": ("bf16", "fp8"),
     "tower": ("trained", "frozen"), "tower_dp": (False, True), "tower_recompute": ("", "full"),
     "kv_dtype": ("bf16", "fp8"), "weight_dtype": (None, "int4"), "expert_dtype": (None, "mxfp4"),
+    "wide_modules": ((), ("qkv", "out")),
     "imbalance": (1.0, 1.3), "implementation": ("megatron", "huggingface"),
     "software": ("megatron-2026", "torch-2023"),
     "placement": (AXES, ("tp", "pp", "dp", "cp")), "microbatch": (1, 2, 3),

@@ -149,6 +149,7 @@ OTHERS = {  # other values of keys whose values are not listed in `Field.values`
     "placement": ("dp-pp-cp-tp",),
     "lora_rank": ("8",),
     "lora_targets": ("q+v",),
+    "wide_modules": ("qkv+out",),
     "lora_dropout": ("0.1",),
 }
 

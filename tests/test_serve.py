@@ -16,6 +16,8 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
+from meshwise.program.op import Op
+from meshwise.program.parts import parts
 from meshwise.search.machines import changed
 from meshwise.serve import pass_times
 from meshwise.serve import serving as est
@@ -258,6 +260,80 @@ def test_narrow_weights_are_read_as_kept_and_computed_as_before(kept: str, bits:
     assert float(est.token_pass(narrow, 1.0).total_s) < 0.75 * float(est.token_pass(wide, 1.0).total_s)
     many = est.prompt_s(narrow) / est.prompt_s(wide)  # bound by arithmetic, which is that of bf16
     assert many == pytest.approx(1.0, abs=0.1)
+
+
+def ops_of(of: est.Serving, engine: str, tokens: float = 8192.0) -> dict[str, Op]:
+    """Ops of the last kind of block in a pass of prompts, as `engine` runs it."""
+    of = pass_times.run_by(of, ENGINES[engine])
+    *_, block, _ = parts(of.model, of.prefill(tokens / of.prompt)).values()
+    return {f"{op.module}.{op.name}.{op.collective}": op for op in block}
+
+
+def test_what_a_checkpoint_leaves_in_16_bits_is_kept_and_computed_so() -> None:
+    """DeepSeek-R1-NVFP4: 187.1 M parameters of attention a layer, in 16 bits in place of 4."""
+    narrow, wide = (
+        server("deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp4", wide_modules=kept)
+        for kept in ((), ("qkv", "out"))
+    )
+    whole = 7168 * (1536 + 576) + (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168) / 8
+    assert est.weight_bytes(wide) - est.weight_bytes(narrow) == pytest.approx(61 * 1.5 * whole, rel=1e-3)
+    ops, before = ops_of(wide, "vllm"), ops_of(narrow, "vllm")
+    assert {name.split(".")[1] for name in set(before) - set(ops)} == {
+        "q_down_cast", "q_up_cast", "kv_up_cast", "out_proj_cast"
+    }  # fmt: skip
+    changed_ops = {name for name, op in ops.items() if op.dtype != before[name].dtype}
+    assert {name.split(".")[0] for name in changed_ops} == {"attention"}
+
+
+def test_casts_are_fused_unless_scales_are_of_blocks() -> None:
+    plan: dict[str, Any] = {"tp": 8, "ep": 8, "dtype": "fp8"}
+    tensors, blocks = (
+        server("deepseek-v3", "b200-sxm:8", weight_dtype=kept, **plan) for kept in (None, "fp8_block")
+    )
+    casts = [
+        sum("_cast" in name for name in ops_of(of, engine))
+        for of, engine in ((tensors, "vllm"), (tensors, "trtllm"), (blocks, "trtllm"))
+    ]
+    assert casts == [6, 0, 6]
+
+
+def test_experts_cut_over_dp_ranks_gather_and_multiply_what_spread_ones_do() -> None:
+    """Each rank has an eighth of every expert for all tokens, where it had an eighth of the experts."""
+    spread, cut, sent = (
+        server("deepseek-v3", "b200-sxm:8", dtype="fp8", **plan)
+        for plan in ({"ep": 8}, {"etp": 8}, {"ep": 8, "dispatch": "per_rank"})
+    )
+    one, other = (ops_of(of, "vllm") for of in (spread, cut))
+    assert float(one["moe.expert_ffn."].cost.flop) == pytest.approx(float(other["moe.expert_ffn."].cost.flop))
+    assert [float(x) for x in other["moe.expert_ffn."].shape[:5]] == [8 * 8192, 8, 256, 7168, 256]
+    for name in ("moe.dispatch.all_gather", "moe.combine.reduce_scatter"):
+        groups = [(float(ops[name].payload_bytes), float(ops[name].group_size)) for ops in (one, other)]
+        assert groups[0] == groups[1] and groups[0][1] == 8.0
+    assert est.weight_bytes(spread) == pytest.approx(est.weight_bytes(cut))
+    assert float(ops_of(sent, "vllm")["moe.dispatch.all_to_all"].group_size) == 8.0
+    assert float(est.sorted_token_s(sent)) == 0.0 < float(est.sorted_token_s(cut))
+
+
+def test_sglang_gathers_prompts_of_dp_ranks_by_sums() -> None:
+    """An all-reduce moves twice what a gather moves, in 16 bits; tokens that are decoded are gathered."""
+    of = server("deepseek-v3", "b200-sxm:8", ep=8, dtype="fp8")
+    gathered, summed = (ops_of(of, engine) for engine in ("vllm", "sglang"))
+    payload = float(gathered["moe.dispatch.all_gather"].payload_bytes)
+    assert float(summed["moe.dispatch.all_reduce"].payload_bytes) == pytest.approx(2.0 * payload)
+    assert "moe.dispatch.all_gather" not in summed
+    decoded = est.price_pass(pass_times.run_by(of, ENGINES["sglang"]), of.decode(8.0, 2048.0))
+    assert float(decoded.time_s["comm_ep"]) == float(
+        est.price_pass(of, of.decode(8.0, 2048.0)).time_s["comm_ep"]
+    )
+
+
+def test_the_host_launches_each_kernel_of_latents_and_recurrences() -> None:
+    """Casts are kernels too; models with neither are not slowed."""
+    narrow, wide = (server("deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype=dtype) for dtype in ("fp8", "bf16"))
+    one_s = pass_times.fitted().constants.launched_op_s
+    saved = float(pass_times.launches_s(narrow)) - float(pass_times.launches_s(wide))
+    assert saved == pytest.approx(61 * 6 * one_s)
+    assert float(pass_times.launches_s(server("llama3-8b", "b200-sxm:1"))) == 0.0
 
 
 def test_two_batches_hide_the_exchange() -> None:

@@ -258,9 +258,11 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
     serving, guesses = of.fleet.serving, of.fleet.serving.speculation
     found = {name: int(getattr(serving.mesh, name)) for name in ("tp", "dp", "ep")}
     found |= {"drafts": guesses.drafts if guesses else 0}
+    plan = {"kv_dtype", "weight_dtype", "wide_modules"}
     for name, value in launched.items():
-        plan_or_engine = serving.mesh.plan if name == "kv_dtype" else of.engine
-        assert (found[name] if name in found else getattr(plan_or_engine, name)) == value, name
+        plan_or_engine = serving.mesh.plan if name in plan else of.engine
+        stated = found[name] if name in found else getattr(plan_or_engine, name)
+        assert stated == (tuple(value) if isinstance(value, list) else value), name
 
 
 def test_pools_decode_what_their_recipe_states() -> None:

@@ -29,6 +29,7 @@ from meshwise.calibrate.ops import Array, batches, constants_name, links, predic
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import read_catalog, write_text
 from meshwise.core.toml import catalog_toml
+from meshwise.cost.experts import ACTIVATES_ALL
 from meshwise.machine.efficiency import (
     CLASSES,
     AttentionEfficiency,
@@ -48,8 +49,8 @@ PULL = 0.05
 MIN_ROWS = 25
 
 _BOXES = read_catalog("search_boxes.toml")
-GEMM, CAST, ATTENTION, BACKWARD, DECODE, EXPERTS = (
-    _BOXES[kind] for kind in ("gemm", "cast", "attention", "backward", "decode", "experts")
+GEMM, CAST, ATTENTION, BACKWARD, DECODE, EXPERTS, ACTIVATION = (
+    _BOXES[kind] for kind in ("gemm", "cast", "attention", "backward", "decode", "experts", "activation")
 )
 LINK, OWN_PART, DISPATCH, PEER, SWITCH, HOST, TREE = (
     _BOXES[kind] for kind in ("link", "own_part", "dispatch", "peer", "switch", "host", "tree")
@@ -98,7 +99,7 @@ class FitReport:
         return {"scores": scores, "unread": unread, "problems": self.unbounded}
 
 
-_NOT_OF_THE_SHAPE = ("cast", "active", "local_topk", "moved_topk")
+_NOT_OF_THE_SHAPE = ("cast", "active", "local_topk", "moved_topk", "uneven")
 """What varies with the library and the routing: the same shape stays on one side all the same."""
 
 
@@ -172,13 +173,7 @@ def fit(
 
 
 def score(
-    name: str,
-    rows: Sequence[Measurement],
-    chip: Chip,
-    efficiency: Efficiency,
-    *,
-    label: str,
-    few: bool,
+    name: str, rows: Sequence[Measurement], chip: Chip, efficiency: Efficiency, *, label: str, few: bool
 ) -> Score:
     """How `efficiency` predicts the part of `rows` that judges; `few`: all of them, which also fitted it."""
     judged = [row for row in rows if (few or held_out(row)) and counts_in_full(row)]
@@ -415,7 +410,8 @@ def _fit_libraries(bench: _Bench) -> None:
     library that they leave large tensors to.
     """
     for name, chip, rows in bench.each("experts"):
-        bench.fit(chip, rows, {f"experts.{name}": EXPERTS})
+        box = EXPERTS | (ACTIVATION if name in ACTIVATES_ALL else {})
+        bench.fit(chip, rows, {f"experts.{name}": box})
     for name, chip, rows in bench.each("dispatch"):
         bench.fit(chip, rows, {f"dispatch.{name}": _dispatch_box(rows)})
     for chip, rows in bench.by_chip(lambda row: row.op == "peer_all_reduce"):

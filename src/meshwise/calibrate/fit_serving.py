@@ -163,7 +163,7 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
             )  # fmt: skip
 
 
-_IN_PASSES = {"launched_layer_s": "prompt_host_s"}
+_IN_PASSES = {"launched_op_s": "prompt_host_s"}
 """Constants by another name in `PassTimes`."""
 
 

@@ -243,12 +243,8 @@ def _elements(text: str) -> float:
 # in fewer groups, nearly always the busiest among them: the first rank keeps its choices and gains a tie.
 
 _EXPERT_DTYPES = {
-    "bfloat16": "bf16",
-    "fp8": "fp8",
-    "fp8_block": "fp8_block",
-    "nvfp4": "fp4",
-    "w4a16_mxfp4": "w4a16",
-}
+    "bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "fp4", "w4a16_mxfp4": "w4a16"
+}  # fmt: skip
 _WITHOUT_GROUPS = ("vllm_fused_moe", "moe_torch_flow_cutlass")
 """Collectors that route DeepSeek-V3 freely: of vLLM 0.14, and of TensorRT-LLM."""
 
@@ -272,7 +268,8 @@ def _experts(row: dict[str, str]) -> dict[str, float]:
     routed = _routed(shape, float(law[1]) if law else None, limited=limited)
     # vLLM's Triton kernels keep a row for every choice, wherever its expert is; the others only their own.
     keeps_all = _expert_library(row) == "triton" and _EXPERT_DTYPES[row["dtype"]] in ("bf16", "fp8_block")
-    return shape | routed | {"moved_topk": shape["topk"] if keeps_all else routed["local_topk"]}
+    moved = shape["topk"] if keeps_all else routed["local_topk"]
+    return shape | routed | {"moved_topk": moved, "uneven": float(law is not None)}
 
 
 def _routed(shape: dict[str, float], alpha: float | None, *, limited: bool) -> dict[str, float]:
@@ -306,18 +303,15 @@ def _spread(alpha: float, low: float, high: float) -> float:
     return math.sqrt(moments[2] * moments[0] / moments[1] ** 2 - 1.0)
 
 
-def _mean(alpha: float, low: float, high: float) -> float:
-    return _moment(1, alpha, low, high) / _moment(0, alpha, low, high)
-
-
 def _active_frac(alpha: float, low: float, high: float, mean_tokens: float) -> float:
     """Share of experts with a token, of shares drawn from the power law, `mean_tokens` each on average.
 
     Those below half a token round to none; what they lose in sum goes to as many idle experts.
     """
-    half = min(max(0.5 * _mean(alpha, low, high) / mean_tokens, low), high)
-    above = _moment(0, alpha, half, high) / _moment(0, alpha, low, high)
-    lost = _moment(1, alpha, low, half) / _moment(1, alpha, low, high) * mean_tokens
+    count, total = (_moment(order, alpha, low, high) for order in range(2))
+    half = min(max(0.5 * total / count / mean_tokens, low), high)
+    above = _moment(0, alpha, half, high) / count
+    lost = _moment(1, alpha, low, half) / total * mean_tokens
     return min(above + lost, 1.0)
 
 

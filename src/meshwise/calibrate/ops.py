@@ -145,21 +145,16 @@ def _memory_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 
 
 def _experts_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    shape, variant = batch.shape, batch.first.variant
+    shape, variant, library = batch.shape, batch.first.variant, constants_name(batch.first)
     dtype = EXPERT_MATMULS.get(variant, variant)
     return experts_s(
-        **_columns(batch, "tokens", "hidden", "active", "moved_topk"),
+        **_columns(batch, "tokens", "hidden", "active", "uneven", "moved_topk"),
         **_rates(chip, dtype),
-        topk=shape["local_topk"],
-        experts=shape["experts"] / shape["ep"],
-        inter=shape["inter"] / shape["tp"],
-        num_cores=float(chip.num_cores),
-        elem_bytes=ELEM_BYTES[dtype],
-        weight_bytes=ELEM_BYTES[variant],
-        gemm=efficiency.gemm(dtype),
-        memory=efficiency.memory,
-        efficiency=efficiency.experts.get(constants_name(batch.first), ExpertsEfficiency()),
-    )
+        topk=shape["local_topk"], chosen=shape["topk"], experts=shape["experts"] / shape["ep"],
+        inter=shape["inter"] / shape["tp"], num_cores=float(chip.num_cores), elem_bytes=ELEM_BYTES[dtype],
+        weight_bytes=ELEM_BYTES[variant], gemm=efficiency.gemm(dtype), memory=efficiency.memory,
+        library=library, efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
+    )  # fmt: skip
 
 
 def _dispatch_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:

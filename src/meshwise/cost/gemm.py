@@ -4,7 +4,8 @@ C[m,n] = A[m,k] B[k,n] is cut into tiles of `tile_m x tile_n`, one core works on
 run in *waves* of `num_cores`. A tile loops over k: it computes 2 tile_m tile_n k FLOP, while the cache
 feeds it (tile_m + tile_n) k elements. So a big tile uses the core well, a small one wastes less at the
 edges; where there are fewer tiles than cores, the sum over k is *split* among the idle cores and added
-up afterwards. The library tries them all and we take the fastest:
+up afterwards. Where rows of groups differ (`uneven`), the last tile of each is half empty in the mean.
+The library tries them all and we take the fastest:
 
     tile      = max(2 tile_m tile_n k/s FLOP / core rate, (tile_m + tile_n) k/s bytes / cache rate) + overhead
     compute   = ceil(tiles s / num_cores) tile  (+ the reduction if s > 1)
@@ -41,20 +42,10 @@ THROTTLE_FROM_S = 1e-4
 
 
 def gemm_s(
-    m: Num,
-    n: Num,
-    k: Num,
-    *,
-    batch: Num = 1.0,
-    flop_per_s: Num,
-    memory_bytes_per_s: Num,
-    num_cores: Num = 1.0,
-    elem_bytes: Num,
-    right_bytes: Num | None = None,
-    out_bytes: Num | None = None,
-    tiles: tuple[tuple[float, float], ...] = TILES,
-    efficiency: GemmEfficiency,
-) -> Num:
+    m: Num, n: Num, k: Num, *, batch: Num = 1.0, flop_per_s: Num, memory_bytes_per_s: Num,
+    num_cores: Num = 1.0, elem_bytes: Num, right_bytes: Num | None = None, out_bytes: Num | None = None,
+    tiles: tuple[tuple[float, float], ...] = TILES, uneven: Num = False, efficiency: GemmEfficiency,
+) -> Num:  # fmt: skip
     """Time [s] of `batch` matmuls of m x k by k x n in one kernel.
 
     `elem_bytes` is the size of an element of A, `right_bytes` of B and `out_bytes` of C (None: the same);
@@ -78,13 +69,9 @@ def gemm_s(
     compute_s = _between_tiles_s(
         *np.broadcast_arrays(m, n, k, batch),
         core_flop_per_s=flop_per_s * efficiency.peak_frac / (slowdown * num_cores),
-        cache_bytes_per_s=memory_bytes_per_s * efficiency.cache_speedup,
-        num_cores=num_cores,
-        elem_bytes=elem_bytes,
-        right_frac=right_frac,
-        tile_shapes=tiles,
-        efficiency=efficiency,
-    )
+        cache_bytes_per_s=memory_bytes_per_s * efficiency.cache_speedup, num_cores=num_cores,
+        elem_bytes=elem_bytes, right_frac=right_frac, tile_shapes=tiles, uneven=uneven, efficiency=efficiency,
+    )  # fmt: skip
     larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
     smaller = np.minimum(compute_s, memory_s)
     return efficiency.launch_s + larger * (1.0 + (smaller / larger) ** OVERLAP_POWER) ** (1.0 / OVERLAP_POWER)
@@ -111,23 +98,15 @@ def _between_tiles_s(
 
 
 def _tiled_s(
-    m: Num,
-    n: Num,
-    k: Num,
-    batch: Num,
-    *,
-    core_flop_per_s: Num,
-    cache_bytes_per_s: Num,
-    num_cores: Num,
-    elem_bytes: Num,
-    right_frac: Num,
-    tile_shapes: tuple[tuple[float, float], ...],
+    m: Num, n: Num, k: Num, batch: Num, *, core_flop_per_s: Num, cache_bytes_per_s: Num, num_cores: Num,
+    elem_bytes: Num, right_frac: Num, tile_shapes: tuple[tuple[float, float], ...], uneven: Num,
     efficiency: GemmEfficiency,
-) -> Num:
+) -> Num:  # fmt: skip
     """Compute time of the fastest tile shape, with k split or whole. Tile shapes are the first axis."""
     shapes = np.array(tile_shapes).reshape(len(tile_shapes), 2, *(1,) * np.ndim(m + core_flop_per_s))
     rows, columns = shapes[:, 0], shapes[:, 1]
-    tiles = np.maximum(batch * np.ceil(m / rows) * np.ceil(n / columns), 1.0)
+    down = np.where(uneven, np.maximum(m / rows + 0.5, 1.0), np.ceil(m / rows))
+    tiles = np.maximum(batch * down * np.ceil(n / columns), 1.0)
     flop_s = 2.0 * rows * columns * k / core_flop_per_s
     feed_s = elem_bytes * (rows + columns * right_frac) * k * num_cores / cache_bytes_per_s
     loop_s = np.maximum(flop_s, feed_s)

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import in_flight_microbatches
-from meshwise.estimate.priced_part import DENSE, EXPERTS, Part
+from meshwise.estimate.priced_part import DENSE, EXPERTS, Part, PricedOp
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
@@ -29,7 +29,7 @@ from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Held
 from meshwise.program.parts import block_input_bytes
-from meshwise.program.serving import cache_bytes, working_bytes
+from meshwise.program.serving import cache_bytes, is_wide, working_bytes
 from meshwise.program.sharding import STAGES, Column, at_stage
 
 OPTIMIZER_BYTES = {
@@ -136,6 +136,9 @@ def serving_memory(
     for count, part, kind in zip(stage.layers, blocks, layer_kinds(model), strict=True):
         dense, experts = part.held
         weights = weights + count * (form.weight_bytes * dense.params + form.expert_bytes * experts.params)
+        ops = (row.op for row in part.rows if isinstance(row, PricedOp))
+        wide: Num = sum(op.num_params for op in ops if is_wide(op, cut))
+        weights = weights + count * (form.act_bytes - form.weight_bytes) * wide
         cache = cache + count * mesh.num_microbatches * cache_bytes(model, cut, kind)
     return Memory(
         weights=weights,

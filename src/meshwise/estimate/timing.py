@@ -356,13 +356,14 @@ def _decode_attention_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
 
 
 def _experts_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
-    tokens, top_k, experts, hidden, width, *_ = stacks
+    tokens, top_k, experts, hidden, width, chosen, *_ = stacks
     efficiency, form = machine.efficiency, precision(op.dtype)
     library = op.library or experts_library(efficiency, "w4a16" if 0 < op.right_bytes < 1 else op.dtype)
     return experts_s(
-        tokens, topk=top_k, experts=experts, hidden=hidden, inter=width, elem_bytes=form.operand_bytes,
-        weight_bytes=op.right_bytes or None, act_bytes=form.act_bytes, gemm=efficiency.gemm(op.dtype),
-        memory=efficiency.memory, efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
+        tokens, topk=top_k, chosen=chosen, library=library, experts=experts, hidden=hidden, inter=width,
+        elem_bytes=form.operand_bytes, weight_bytes=op.right_bytes or None, act_bytes=form.act_bytes,
+        gemm=efficiency.gemm(op.dtype), memory=efficiency.memory,
+        efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
         **_on_chip(machine, op),
     )  # fmt: skip
 

@@ -111,12 +111,14 @@ class ExpertsEfficiency:
 
     launch_s: sorting tokens by expert and launching it all. peak_frac, memory_frac: multiples of the
     matmul's own. passes: how often all tokens are moved whatever their experts (routing, casts).
+    activation_passes: how often the activation's rows are moved: one that reads a byte at a time is slow.
     """
 
     launch_s: float = 0.0
     peak_frac: float = 1.0
     memory_frac: float = 1.0
     passes: float = 0.0
+    activation_passes: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

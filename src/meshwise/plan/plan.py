@@ -60,6 +60,8 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 NARROW_DTYPES = ("fp8", "int8", "fp4")
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """Linear layers of attention and MLP, as PEFT's `target_modules` names them (`q_proj`, ...)."""
+WIDE_MODULES = ("qkv", "out", "recurrence", "shared")
+"""Projections into and out of attention, recurrences, shared experts: what checkpoints leave as it was."""
 AXES = ("tp", "cp", "dp", "pp")
 _ZB_V, _DUALPIPE, _DUALPIPE_V = (SCHEDULES.index(name) for name in ("zb-v", "dualpipe", "dualpipe-v"))
 EVEN: tuple[int, ...] = ()
@@ -126,6 +128,7 @@ class Plan:
     kv_dtype: str = "bf16"
     weight_dtype: str | None = None
     expert_dtype: str | None = None
+    wide_modules: tuple[str, ...] = ()
     imbalance: float = 1.0
     implementation: str = "megatron"
     software: str = DEFAULT_SOFTWARE
@@ -237,6 +240,7 @@ KEYS: dict[str, Field] = {
     "kv_dtype": choice("type of the key-value cache of serving", ("bf16", "fp8")),
     "weight_dtype": choice("format in which an engine keeps weights, computed in dtype", tuple(WEIGHT_BITS)),
     "expert_dtype": choice("the same of the experts alone [weight_dtype]", tuple(WEIGHT_BITS)),
+    "wide_modules": several("what an engine keeps and computes in bf16 beside a narrow dtype", WIDE_MODULES),
     "imbalance": number("load of the busiest expert rank over the mean", 1),
     "implementation": choice("whose training software runs the plan", IMPLEMENTATIONS),
     "software": choice("generation of software, whose overheads a step has", tuple(SOFTWARE)),

@@ -40,11 +40,11 @@ TRAINING_KEYS = (
     *("tower", "tower_recompute"),
 )
 """Keys of a plan that mean nothing without a backward."""
-WEIGHT_KEYS = ("kv_dtype", "weight_dtype", "expert_dtype")
+WEIGHT_KEYS = ("kv_dtype", "weight_dtype", "expert_dtype", "wide_modules")
 """Keys of a plan about the formats of an engine."""
 ENGINE_KEYS = (
-    *("tp", "pp", "dp", "ep", "etp", "dtype", "placement", "imbalance", "overlap_ep", "tower_dp"),
-    *WEIGHT_KEYS,
+    *("tp", "pp", "dp", "ep", "etp", "dispatch", "dtype", "placement", "imbalance", "overlap_ep"),
+    *("tower_dp", *WEIGHT_KEYS),
 )
 """Keys of a plan that a serving engine knows."""
 PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
@@ -177,8 +177,8 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
             "ep={ep} x etp={etp} must be a multiple of tp={tp}: experts are spread as wide as attention",
         )
         yield Rule(
-            (spread > mesh.tp) & (mesh.etp > 1),
-            "experts on several dp ranks are not cut too: use etp=1 with ep={spread}",
+            (spread > mesh.tp) & (mesh.etp > 1) & (mesh.ep > 1),
+            "experts on several dp ranks are spread or cut, not both: use ep=1, or etp=1 with ep={spread}",
             values={"spread": spread},
         )
     yield Rule(

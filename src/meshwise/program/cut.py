@@ -86,7 +86,10 @@ class Cut:
     kind: str = "train"
     past: Num = 0.0
     kv_bytes: float = 2.0
+    wide_modules: tuple[str, ...] = ()
     expert_tile: float = 1.0
+    fuses_casts: bool = False
+    gathers_by_sums: bool = False
 
     @property
     def tokens(self) -> Num:

@@ -80,6 +80,7 @@ def cut_of(mesh: Mesh) -> Cut:
         seq=1.0 if decodes else mesh.seq,
         past=mesh.seq if decodes else 0.0,
         kv_bytes=DTYPE_BYTES[plan.kv_dtype],
+        wide_modules=plan.wide_modules,
         tp=mesh.tp,
         ulysses=mesh.ulysses,
         ring=mesh.ring,

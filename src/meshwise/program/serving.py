@@ -57,14 +57,34 @@ def serving_head(model: Model, cut: Cut) -> list[Op]:
 def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     """One block of the kind `layer`."""
     cut = _plain(cut)
-    ops = list(_block(model, cut, layer, list(_forward(block(model, cut, layer)))))
+    ops = list(_block(model, cut, layer, list(_in_wide(model, cut, layer))))
     if cut.kind == "decode" and layer.side == "encoder":
         return [_not_again(op) for op in ops]
     if model.mla is not None and model.mla.q_lora_rank and layer.mixer == "attention":
-        ops = _side_by_side(ops, "q_down", "kv_down", cut.precision)
+        form = Precision() if "qkv" in cut.wide_modules else cut.precision
+        ops = _side_by_side(ops, "q_down", "kv_down", form)
     if cut.precision.weight_bytes == cut.precision.operand_bytes:
         return ops
-    return [_narrow(op, cut.precision) if _multiplies_weights(op) else op for op in ops]
+    return [
+        op if is_wide(op, cut) or not _multiplies_weights(op) else _narrow(op, cut.precision) for op in ops
+    ]
+
+
+def _in_wide(model: Model, cut: Cut, layer: Layer) -> Iterator[Op]:
+    """The forward ops of a block, those of `wide_modules` in bf16, which needs no casts."""
+    in_bf16 = block(model, replace(cut, precision=Precision()), layer) if cut.wide_modules else ()
+    wide = {(op.module, op.name, op.kind): op for op in _forward(in_bf16)}
+    for op in _forward(block(model, cut, layer)):
+        own = wide.get((op.module, op.name, op.kind)) if is_wide(op, cut) else op
+        if own and not (cut.fuses_casts and own.name.endswith("_cast")):
+            yield own
+
+
+def is_wide(op: Op, cut: Cut) -> bool:
+    """Whether an op is of the modules that are kept in bf16."""
+    of_attention = "out" if op.name.startswith("out_proj") else "qkv"
+    places = {"attention": of_attention, "recurrence": "recurrence", "shared_expert": "shared"}
+    return places.get(op.module) in cut.wide_modules
 
 
 def _side_by_side(ops: list[Op], first: str, second: str, form: Precision) -> list[Op]:
@@ -72,12 +92,8 @@ def _side_by_side(ops: list[Op], first: str, second: str, form: Precision) -> li
     one, other = (next(op for op in ops if op.name == name) for name in (first, second))
     batch, rows, width, depth = one.shape
     saved = Cost(read_bytes=-batch * rows * depth * form.operand_bytes)
-    both = _with_weights(
-        structs.replace(
-            one, shape=(batch, rows, width + other.shape[2], depth), cost=one.cost + other.cost + saved
-        ),
-        [one, other],
-    )
+    shape = batch, rows, width + other.shape[2], depth
+    both = _with_weights(structs.replace(one, shape=shape, cost=one.cost + other.cost + saved), [one, other])
     left_out = (other.name, f"{other.name}_cast")
     return [both if op is one else op for op in ops if op.name not in left_out]
 
@@ -239,12 +255,13 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
 def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
     """The experts on the busiest rank, in place of the `stated` ops of training.
 
-    Without an exchange a rank sees all tokens of its tp group; with one, those that need one of its experts.
+    Without an exchange a rank sees all tokens of its tp group; with one, all that are gathered, or those that
+    are sent as they need one of its experts.
     """
     exchanged, form = is_exchanged(cut), cut.precision
-    needed = active_experts(cut.ep, moe.computed) / cut.ep
-    tokens = cut.tokens * np.where(exchanged, cut.ep / cut.tp * needed, 1.0) * cut.imbalance
-    top_k = moe.computed / cut.ep / np.where(exchanged, needed, 1.0)
+    needed = np.where(is_sent(moe, cut), active_experts(cut.ep, moe.computed) / cut.ep, 1.0)
+    tokens = cut.tokens * np.where(exchanged, cut.ep * cut.etp / cut.tp, 1.0) * needed * cut.imbalance
+    top_k = moe.computed / cut.ep / needed
     tokens = tokens + (cut.expert_tile - 1.0) * moe.held / cut.ep / top_k
     experts, hidden, width = moe.held / cut.ep, moe.width(model.hidden), moe.ffn_hidden / cut.etp
     pairs, weights = tokens * top_k, (3.0 if model.gated else 2.0) * hidden * width
@@ -254,7 +271,7 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
         name="expert_ffn",
         phase="forward",
         kind="experts",
-        shape=(tokens, top_k, experts, hidden, width),
+        shape=(tokens, top_k, experts, hidden, width, float(moe.computed)),
         cost=Cost(2.0 * pairs * weights, read, tokens * hidden * form.act_bytes),
         dtype=form.dtype,
         library="deepgemm" if cut.expert_tile > 1.0 else "",
@@ -272,29 +289,36 @@ def _with_weights(op: Op, stated: list[Op]) -> Op:
     )
 
 
-def _is_gathered(moe: MoE, cut: Cut) -> Any:
-    """1 where each rank gets the tokens of all, as no more ranks have experts than a token chooses; else 0.
+def is_sent(moe: MoE, cut: Cut) -> Any:
+    """1 where an exchange is an all-to-all: DeepEP's, or as more ranks have experts than a token chooses.
 
-    TensorRT-LLM's rule for an all-to-all (`moe_ep_size > experts_per_token`), which would send as much.
+    Else 0. The latter is TensorRT-LLM's rule (`moe_ep_size > experts_per_token`); over fewer ranks, or where
+    they cut experts, each gets the tokens of all.
     """
-    return is_exchanged(cut) * (cut.ep <= moe.computed)
+    return is_exchanged(cut) * ((cut.ep > moe.computed) | (cut.dispatch_per_rank & (cut.ep > 1)))
 
 
 def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> Iterator[Op]:
     """One way of the exchange: to or from all ranks, or between a token and its experts.
 
-    DeepEP's low-latency kernels do the latter in decoding, its normal ones for prompts.
+    DeepEP's low-latency kernels do the latter in decoding, its normal ones for prompts. Where prompts are
+    gathered by sums, each rank adds its tokens to a buffer with room for all.
     """
     tokens, hidden = cut.tokens / cut.tp, moe.width(model.hidden)
-    gathered = _is_gathered(moe, cut)
-    among, kind = 1.0 + gathered * (cut.ep - 1.0), "all_gather" if way == "dispatch" else "reduce_scatter"
+    sent = is_sent(moe, cut)
+    gathered = is_exchanged(cut) - sent
+    among = 1.0 + gathered * (cut.ep * cut.etp - 1.0)
+    kind = "all_gather" if way == "dispatch" else "reduce_scatter"
+    if cut.gathers_by_sums and cut.kind == "prefill":
+        kind, elem_bytes = "all_reduce", cut.precision.act_bytes
     yield collective(
-        MOE, way, "forward", kind, "ep", tokens * among * hidden * elem_bytes, among, stride=cut.ep_stride
-    )
+        MOE, way, "forward", kind, "ep", tokens * among * hidden * elem_bytes, among,
+        stride=cut.ep_stride / cut.etp,
+    )  # fmt: skip
     tokens = tokens * cut.imbalance
     op = collective(
         MOE, way, "forward", "all_to_all", "ep", tokens * moe.computed * hidden * elem_bytes,
-        1.0 + is_exchanged(cut) * (1.0 - gathered) * (cut.ep - 1.0), stride=cut.ep_stride,
+        1.0 + sent * (cut.ep - 1.0), stride=cut.ep_stride,
         choices=moe.computed, shape=(tokens, float(moe.num_experts), hidden),
     )  # fmt: skip
     yield structs.replace(op, library="deepep-ll" if cut.kind == "decode" else "deepep-normal")

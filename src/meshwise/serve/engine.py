@@ -46,7 +46,7 @@ class Engine:
     """The scheduler of an engine; tokens and sequences are those of one attention group (dp rank).
 
     `max_sequences` generate at once. A pool of prompts alone takes `prompt_tokens` of `prompt_sequences` in a
-    pass (0: `max_tokens`, of as many as the version starts with).
+    pass (0: `max_tokens`, of as many as the version starts with); such a pool has `only_prompts`.
     `reserve_frac`: share of a request's output that must have room in the cache when it is admitted;
     `foresees_ends`: less what others that end before it leave (SGLang, add_one_req_ignore_eos).
     `graph_sizes`: decode batches for which a CUDA graph was captured; others are padded up to the next of
@@ -59,6 +59,9 @@ class Engine:
     (FlashAttention-3 transposes the values of fp8 in the kernel, arXiv 2407.08608, section 3.3).
     `expert_tile`: rows of a tile of the experts' grouped matmuls in fp8 on Hopper. DeepGEMM has 128 and fills
     every expert up to a tile, and where the host does not know how many tokens each gets, by 127 rows.
+    `shared_expert_tile`: the same beyond Hopper, of experts that dp ranks share.
+    `fuses_casts`: kernels write fp8 and fp4 as the next matmul reads it, unless its scales are of blocks.
+    `gathers_by_sums`: dp ranks gather prompts for their experts by an all-reduce, and what experts give too.
     `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph), or
     those of at most `prompt_graph_tokens` (vLLM's cudagraph_mode FULL_AND_PIECEWISE, since 0.11 its default).
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
@@ -76,6 +79,7 @@ class Engine:
     max_sequences: int = 1024
     prompt_tokens: int = 0
     prompt_sequences: int = 0
+    only_prompts: bool = False
     mixes: bool = True
     chunks: bool = True
     reserve_frac: float = 0.0
@@ -88,6 +92,9 @@ class Engine:
     fill_frac: float = 0.0
     widens_hopper_cache: bool = False
     expert_tile: int = 1
+    shared_expert_tile: int = 1
+    fuses_casts: bool = False
+    gathers_by_sums: bool = False
     graphs_prompts: bool = False
     prompt_graph_tokens: int = 0
     plans_while_guessing: bool = True
@@ -118,7 +125,8 @@ class Engine:
     def of_prompts(self) -> Engine:
         """The engine of a pool that only takes prompts."""
         sequences = self.prompt_sequences or of_version(self.name, self.version).max_sequences
-        return replace(self, max_tokens=self.prompt_tokens or self.max_tokens, max_sequences=sequences)
+        tokens = self.prompt_tokens or self.max_tokens
+        return replace(self, max_tokens=tokens, max_sequences=sequences, only_prompts=True)
 
     @property
     def of_tokens(self) -> Engine:

@@ -20,9 +20,9 @@ class Constants(msgspec.Struct, frozen=True):
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
     `reply_s`: the server's one process answers running requests in turn, each of which takes it so long;
     `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: time that
-    a token adds to experts over that of their kernels, where dp ranks have experts of their own: it is sorted
-    and brought back into order;
-    `launched_layer_s`: the host's time to launch a layer of such a pass, in models with latent attention or
+    the choices of a token add to experts over that of their kernels, unless the token is sent to them: it is
+    sorted and brought back into order;
+    `launched_op_s`: the host's time to launch a kernel of such a pass, in models with latent attention or
     recurrences, as no graph replays it;
     `guess_host_s`: its time for each sequence of a pass that checks guesses, where none is planned meanwhile.
     """
@@ -32,7 +32,7 @@ class Constants(msgspec.Struct, frozen=True):
     reply_s: float
     prompt_slowdown: float
     expert_slowdown: float
-    launched_layer_s: float
+    launched_op_s: float
     guess_host_s: float
 
 

@@ -11,7 +11,7 @@ other clients run engines as they come.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -39,13 +39,14 @@ class ServingLayout:
 class BenchmarkScript:
     """What the script of a row states. `speculate` is written as for `serve`; empty: no guesses.
 
-    `frontends`, each of which counts on its own, pass requests on to the workers.
+    `plan`: keys of a plan, those of the checkpoint among them; `settings` of the engine. `frontends`, each of
+    which counts on its own, pass requests on to the workers.
     """
 
     layout: ServingLayout
-    kv_dtype: str
-    speculate: str
-    settings: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    speculate: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     frontends: int = 1
 
 
@@ -57,25 +58,34 @@ def is_row(row: Mapping[str, str]) -> bool:
 def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: int = 1) -> BenchmarkScript:
     """The script of a row that states `layout` of `workers`, of two pools those that decode."""
     kv_dtype = "bf16" if row["precision"] == "bf16" else "fp8"
+    stated: dict[str, Any] = {"model": model, "precision": row["precision"], "kv_dtype": kv_dtype}
+    _ruled("checkpoints", stated)
     if not is_row(row):
-        return BenchmarkScript(layout, kv_dtype, "", {})
+        return BenchmarkScript(layout, _plan(stated))
     is_one_pool = row["mode"] == "agg"
-    stated: dict[str, Any] = {
-        "engine": row["backend"], "model": model, "precision": row["precision"], "system": row["system"],
-        "lengths": _lengths(row), "clients": int(row["concurrency"]), "day": row.get("measured", ""),
+    stated |= {
+        "engine": row["backend"], "system": row["system"], "lengths": _lengths(row),
+        "clients": int(row["concurrency"]), "day": row.get("measured", ""),
     }  # fmt: skip
-    if is_one_pool and "" < stated["day"] <= _catalog()["layouts_until"]:
-        layout = _spread(layout, _ruled("layouts", stated | {"tp": layout.tp}).get("spreads", ""))
+    if stated["day"]:
+        ruled = _ruled("layouts" if is_one_pool else "pool_layouts", stated | {"tp": layout.tp})
+        layout = _spread(layout, ruled.get("spreads", ""))
     stated |= {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep, "workers": workers}
     stated["prompt_dp"] = int(row.get("prefill_attention_dp") or 1)
-    found = _ruled("rules" if is_one_pool else "pools", stated | {"kv_dtype": kv_dtype, "drafts": 0})
+    found = _ruled("rules" if is_one_pool else "pools", stated | {"drafts": 0})
     settings = {each.name: found[each.name] for each in fields(Engine) if each.name in found}
     if "max_tokens" in settings:
         settings["max_tokens"] = _max_tokens(settings["max_tokens"], row)
     if "graph_sizes" in settings:
         settings["graph_sizes"] = tuple(settings["graph_sizes"])
     guesses = f"drafts={found['drafts']},accept={_catalog()['acceptance']}" if found["drafts"] else ""
-    return BenchmarkScript(layout, found["kv_dtype"], guesses, settings, found.get("frontends", 1))
+    return BenchmarkScript(layout, _plan(found), guesses, settings, found.get("frontends", 1))
+
+
+def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a plan among what rules set."""
+    keys = {key: found[key] for key in ("kv_dtype", "weight_dtype", "dispatch") if key in found}
+    return keys | {"wide_modules": tuple(found.get("wide_modules", ()))}
 
 
 @cache
@@ -99,11 +109,12 @@ def _holds(value: Any, wanted: str | Sequence[Any]) -> bool:
 
 
 def _spread(layout: ServingLayout, what: str) -> ServingLayout:
-    """`layout` with experts on all its ranks, or with attention-dp on them too."""
-    if not what:
-        return layout
+    """`layout` with experts on all its ranks, with attention-dp on them too, or with nothing but tp."""
+    ranks = layout.tp * layout.dp
+    if what == "nothing":
+        return ServingLayout(tp=ranks, dp=1, ep=1, etp=ranks)
     dp = layout.tp if what == "attention" else layout.dp
-    return ServingLayout(tp=layout.tp * layout.dp // dp, dp=dp, ep=layout.tp * layout.dp, etp=1)
+    return ServingLayout(tp=ranks // dp, dp=dp, ep=ranks, etp=1) if what else layout
 
 
 def _max_tokens(terms: Mapping[str, float], row: Mapping[str, str]) -> int:

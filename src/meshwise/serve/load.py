@@ -330,10 +330,7 @@ def cache_tokens(serving: Serving) -> int:
 
 
 def under_load(
-    fleet: Fleet,
-    requests: Requests | RequestStream,
-    engine: Engine,
-    limits: LatencyLimits = NO_LIMITS,
+    fleet: Fleet, requests: Requests | RequestStream, engine: Engine, limits: LatencyLimits = NO_LIMITS
 ) -> LoadResult | None:
     """Serve `requests`, a stream until it has settled; None where one sequence has no room."""
 

@@ -4,7 +4,7 @@ A row has the columns of aiconfigurator's public sample: system, backend, model,
 concurrency. What it does not say is as InferenceX does it (`serve.inferencex`), whose points have one of
 three pairs of lengths, or else as aiconfigurator's client does (`serve.aiconfigurator`).
 Disaggregated rows have two pools of instances. Where a chip has no units for fp4, experts are kept in mxfp4
-and computed in bf16, as gpt-oss is published. Experts cut over attention-dp ranks are priced as spread.
+and computed in bf16, as gpt-oss is published.
 
 The rate of a closed loop follows from its latencies (Little's law): where a row does not state
 `output_tokens_per_s_per_gpu`, measured and predicted rates are those of measured and predicted latencies.
@@ -174,12 +174,11 @@ def _instance(
     layout, dtype = script.layout, row["precision"]
     pp = _count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
     cluster = find_cluster(f"{chip_of(row).name}:{layout.tp * pp * layout.dp}")
-    plan = Plan(tp=layout.tp, pp=pp, dtype=dtype, kv_dtype=script.kv_dtype)
+    plan = Plan(tp=layout.tp, pp=pp, dtype=dtype, **script.plan)
     if model.moe is not None and dtype == "fp4" and dtype not in cluster.chip.matrix_flop_per_s:
         plan = replace(plan, dtype="bf16", expert_dtype="mxfp4")
     if model.moe is not None:
-        cut = layout.etp if layout.dp == 1 else 1  # over attention-dp ranks they are priced as spread
-        plan = replace(plan, ep=layout.ep * layout.etp // cut, etp=cut)
+        plan = replace(plan, ep=layout.ep, etp=layout.etp)
     return cluster, plan
 
 

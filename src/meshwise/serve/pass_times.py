@@ -29,7 +29,9 @@ import numpy as np
 
 from meshwise.core.units import Num
 from meshwise.cost.routing import summary
-from meshwise.model.architecture import Model, layer_kind
+from meshwise.model.architecture import layer_kind
+from meshwise.program.op import Op
+from meshwise.program.serving import serving_block
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import fitted
 from meshwise.serve.serving import (
@@ -55,6 +57,10 @@ POINTS = 256
 TILE, MOST_POINTS = 32, 512
 """Points along the tokens of a pass are multiples of a tile of matmuls, where times jump; at most so many."""
 
+CHUNK_KERNELS = 9.0
+"""Of a recurrence in chunks, but for that of its states: split, gates, norms, sums, solve, products, result
+(chunk_gated_delta_rule_fwd of flash-linear-attention, as SGLang 0.5.10 runs it)."""
+
 CONTEXTS = 8
 """Points along the mean context, in which attention of one query is all but linear."""
 
@@ -71,23 +77,37 @@ def attending(serving: Serving, engine: Engine) -> Serving:
 
 
 def run_by(serving: Serving, engine: Engine) -> Serving:
-    """`serving` with the tiles of the engine's experts."""
-    if serving.mesh.plan.dtype != "fp8" or serving.cluster.chip.generation != "hopper":
+    """`serving` with the tiles of the engine's experts, and with what it fuses."""
+    plan = serving.mesh.plan
+    fuses = engine.fuses_casts and plan.weight_dtype != "fp8_block"
+    serving = replace(serving, fuses_casts=fuses, gathers_by_sums=engine.gathers_by_sums)
+    if plan.dtype != "fp8":
         return serving
-    return replace(serving, expert_tile=float(engine.expert_tile))
+    beyond = engine.shared_expert_tile if np.all(shares_experts(serving)) else 1
+    tile = engine.expert_tile if serving.cluster.chip.generation == "hopper" else beyond
+    return replace(serving, expert_tile=float(tile))
 
 
-def launches_s(model: Model) -> float:
+def launches_s(serving: Serving) -> Num:
     """Seconds of the host to launch a pass kernel by kernel: models with latent attention or recurrences."""
-    kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
-    has_many = model.mla is not None or any(kind.mixer in ("recurrence", "beside") for kind in kinds)
-    return fitted().constants.launched_layer_s * model.num_layers * has_many
+    model, cut = serving.model, serving.prefill(1.0)
+    layers = [layer_kind(model, layer) for layer in range(model.num_layers)]
+    has_many = model.mla is not None or any(kind.mixer in ("recurrence", "beside") for kind in layers)
+    kernels = {kind: sum(map(_kernels, serving_block(model, cut, kind))) for kind in set(layers) if has_many}
+    return fitted().constants.launched_op_s * sum(kernels.get(kind, 0.0) for kind in layers)
+
+
+def _kernels(op: Op) -> Num:
+    """How many kernels an op is."""
+    if op.kind == "collective":
+        return (op.group_size > 1.0) * 1.0
+    return CHUNK_KERNELS if op.name == "chunk" else 1.0
 
 
 def prompt_launches_s(serving: Serving, engine: Engine, tokens: float) -> float:
     """Seconds of the host to launch a pass with prompts, of so many tokens; 0 where a graph is replayed."""
     is_replayed = engine.graphs_prompts or tokens <= engine.prompt_graph_tokens
-    return 0.0 if is_replayed else launches_s(serving.model)
+    return 0.0 if is_replayed else float(np.max(launches_s(run_by(serving, engine))))
 
 
 def first_token_s(serving: Serving, engine: Engine | None) -> float:
@@ -112,7 +132,7 @@ def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) ->
     is_launched = ~np.isin(padded, engine.graph_sizes or padded)
     priced = decode_pass(run_by(serving, engine), padded, past)
     busy_s = priced.total_s - priced.time_s["attention"]
-    waits_s = np.maximum(is_launched * launches_s(serving.model) - busy_s, 0.0)
+    waits_s = np.maximum(is_launched * launches_s(run_by(serving, engine)) - busy_s, 0.0)
     return PricedPass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
 
 
@@ -266,7 +286,11 @@ class PassTimes:
 
 
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
-    """The tables of `serving` for requests of at most `longest` tokens, `most_sequences` in a group."""
+    """The tables of `serving` for requests of at most `longest` tokens, `most_sequences` in a group.
+
+    Nothing is sorted beside the kernels where dp ranks only take prompts: so say their measured points.
+    """
+    shares = bool(shares_experts(serving))
     counts = np.arange(most_sequences + 1.0)
     context_step = max(longest / CONTEXTS, 1.0)
     contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
@@ -291,19 +315,14 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         decode_attention=[Curve(column, context_step) for column in attention.T.tolist()],
         prompt_rest=Curve(np.broadcast_to(_rest(prompts) - experts, tokens.shape).tolist(), token_step),
         prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
-        sorted_token_s=float(sorted_token_s(prompted)),
+        sorted_token_s=0.0 if engine.only_prompts and shares else float(sorted_token_s(prompted)),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
-        groups=serving.groups,
-        shares_experts=bool(shares_experts(serving)),
-        prompt_host_s=prompt_launches_s(serving, engine, math.inf),
-        prompt_graph_tokens=engine.prompt_graph_tokens,
-        guess_host_s=host_s(serving, engine),
-        encoding_token_s=encoding_token_s(serving),
-        prompt_slowdown=engine.prompt_slowdown,
-        expert_slowdown=fitted().constants.expert_slowdown,
+        groups=serving.groups, shares_experts=shares, pass_s=engine.pass_s,
+        guess_host_s=host_s(serving, engine), prompt_host_s=prompt_launches_s(serving, engine, math.inf),
+        prompt_graph_tokens=engine.prompt_graph_tokens, encoding_token_s=encoding_token_s(serving),
+        prompt_slowdown=engine.prompt_slowdown, expert_slowdown=fitted().constants.expert_slowdown,
         decode_slowdown=engine.decode_slowdown,
-        pass_s=engine.pass_s,
-    )
+    )  # fmt: skip
 
 
 def _rest(priced: PricedPass) -> Num:

@@ -36,7 +36,7 @@ from meshwise.plan.workload import Workload, quantized_note
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.parts import cut_of, parts
-from meshwise.program.serving import is_exchanged
+from meshwise.program.serving import is_exchanged, is_sent
 from meshwise.serve.encoding import Encoding, encoding
 from meshwise.serve.engine import ENGINES, Engine
 from meshwise.serve.fitted import fitted
@@ -63,8 +63,10 @@ class Serving:
 
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
-    `speculation`: how tokens are guessed. `expert_tile`: rows that grouped matmuls take at a time
-    (`pass_times.run_by`). `encoding`: images or sound of each prompt, whose tokens `prompt` counts.
+    `speculation`: how tokens are guessed. `expert_tile`: rows that grouped matmuls take at a time,
+    `fuses_casts`: whether norms and activations write narrow operands themselves, `gathers_by_sums`: how
+    prompts of dp ranks meet in experts (`pass_times.run_by`). `encoding`: images or sound of each prompt,
+    whose tokens `prompt` counts.
     `pass_tokens`: tokens of prompts that a pass takes; `cuts_prompts`: of a longer prompt too, not the whole.
     """
 
@@ -79,6 +81,8 @@ class Serving:
     expert_shares: Shares | None = None
     speculation: Speculation | None = None
     expert_tile: float = 1.0
+    fuses_casts: bool = False
+    gathers_by_sums: bool = False
     encoding: Encoding | None = None
     pass_tokens: float = PREFILL_TOKENS
     cuts_prompts: bool = True
@@ -121,7 +125,7 @@ class Serving:
         """A pass of `prompts` prompts, of `tokens` each or as served, in every group."""
         cut = cut_of(replace(self.mesh, kind="prefill", microbatch=prompts))
         seq = float(self.prompt) if tokens is None else tokens
-        return replace(cut, seq=seq, expert_tile=self.expert_tile)
+        return replace(cut, seq=seq, **self._run_by)
 
     def decode(self, sequences: Num, past: Num) -> Cut:
         """A pass of a token of each of `sequences` sequences in every group, behind `past` cached ones.
@@ -129,7 +133,11 @@ class Serving:
         Ranks that share prompts (cp) share their caches too; such an instance does not decode.
         """
         cut = cut_of(replace(self.mesh, kind="decode", microbatch=sequences / self.mesh.cp))
-        return replace(cut, past=past, ulysses=1.0, ring=1.0, expert_tile=self.expert_tile)
+        return replace(cut, past=past, ulysses=1.0, ring=1.0, **self._run_by)
+
+    @property
+    def _run_by(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("expert_tile", "fuses_casts", "gathers_by_sums")}
 
 
 def check_lengths(prompt: int, output: int) -> None:
@@ -409,17 +417,19 @@ def encoding_token_s(serving: Serving) -> float:
 
 
 def sorted_token_s(serving: Serving) -> Num:
-    """Seconds that a token adds to the experts' kernels where these take longer than reading weights.
+    """Seconds that the choices of a token add to experts' kernels that take longer than reading weights.
 
-    0 where dp ranks share the experts, whose measured points do not show it.
+    0 where tokens are sent to their experts: the exchange sorts them.
     """
-    if serving.model.moe is None:
+    moe = serving.model.moe
+    if moe is None:
         return 0.0
-    first_s, second_s = (
-        price_pass(serving, serving.prefill(tokens / serving.prompt)).time_s["experts"]
-        for tokens in (MANY_TOKENS, 2.0 * MANY_TOKENS)
+    twice = replace(serving, model=replace(serving.model, moe=replace(moe, top_k=2 * moe.top_k)))
+    once_s, twice_s = (
+        price_pass(of, of.prefill(MANY_TOKENS / of.prompt)).time_s["experts"] for of in (serving, twice)
     )
-    return np.where(shares_experts(serving), 0.0, second_s - first_s) / MANY_TOKENS
+    sent = is_sent(moe, serving.decode(1.0, 1.0))
+    return np.where(sent, 0.0, twice_s - once_s) / MANY_TOKENS
 
 
 def shares_experts(serving: Serving) -> Num:
