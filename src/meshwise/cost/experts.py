@@ -93,8 +93,5 @@ def experts_s(
         3.0 * inter * efficiency.activation_passes * activated,
         hidden * moved + (1.0 + efficiency.passes) * hidden * tokens,
     )
-    moves_s = [
-        memory_kernel_s(act_bytes * count, memory_bytes_per_s=memory_bytes_per_s, efficiency=memory)
-        for count in elements
-    ]
-    return efficiency.launch_s + up_s + down_s + moves_s[0] + moves_s[1] + moves_s[2]
+    move_s = partial(memory_kernel_s, memory_bytes_per_s=memory_bytes_per_s, efficiency=memory)
+    return efficiency.launch_s + up_s + down_s + sum(move_s(act_bytes * count) for count in elements)

@@ -56,11 +56,8 @@ def gemm_s(
     """
     written_bytes = elem_bytes if out_bytes is None else out_bytes
     right_frac = 1.0 if right_bytes is None else right_bytes / elem_bytes
-    memory_s = (
-        batch
-        * (elem_bytes * (m * k + n * k * right_frac) + written_bytes * (m * n))
-        / (memory_bytes_per_s * efficiency.memory_frac)
-    )
+    moved_bytes = batch * (elem_bytes * (m * k + n * k * right_frac) + written_bytes * (m * n))
+    memory_s = moved_bytes / (memory_bytes_per_s * efficiency.memory_frac)
     ideal_s = 2.0 * batch * m * n * k / flop_per_s
     if not efficiency.tiled:
         return efficiency.launch_s + np.maximum(ideal_s / efficiency.peak_frac, memory_s)
