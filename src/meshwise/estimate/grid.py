@@ -473,9 +473,10 @@ class _Repeats:
         for order in self.before.get("placement", ()):
             found = found | np.logical_not(_differ(order, mesh))
         is_gpipe = mesh.schedule == SCHEDULES.index("gpipe")
+        alone, found = np.broadcast_to(mesh.pp == 1, num_stems), np.array(found)
         for alike in (is_gpipe, ~is_gpipe):
-            alone = is_row & alike & (mesh.pp == 1)
-            found = found | (alone & (np.cumsum(alone, axis=0) > 1))
+            some = is_row[:, alone] & alike
+            found[:, alone] |= some & (np.cumsum(some, axis=0) > 1)
         return found
 
 

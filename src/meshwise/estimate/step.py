@@ -291,7 +291,7 @@ def least_of_ops(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine)
     """The least time [s] and memory [bytes] of a training step of the plans of `mesh`, as they recompute.
 
     The time as in `least_step_s`; the fullest stage needs no less than the emptiest, towers left out. Where
-    stages are given they are the fullest and the slowest themselves.
+    stages are given it needs no less than the first, and the slowest is known.
     """
     cut, by_part = cut_of(mesh), list(parts.spread().values())
     towers, stages = list(tower_parts(model, mesh, machine)), stages_of(model, mesh)
@@ -300,15 +300,12 @@ def least_of_ops(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine)
     is_fixed = has_fixed_ends(mesh)
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
     slowest_s = _largest([time.total_s for time in times], exists) if is_fixed else 0.0
-    needed: Num = 0.0 if is_fixed else np.inf
-    for stage in stages:
+    needed: Num = np.inf
+    for stage in stages[:1] if is_fixed else stages:
         held = held_params(model, stage, by_part, cut)
         units = fsdp2.units(model, stage, mesh) if shards_each_weight(cut) else []
         memory, _ = needed_memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=False)
-        if is_fixed:
-            needed = np.maximum(needed, (stage.num_stages > 0) * memory.total)
-        else:
-            needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
+        needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
     return _of_mean_s(mesh, mean_s, machine, slowest_s), needed
 
 
