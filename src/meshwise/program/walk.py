@@ -56,7 +56,9 @@ def with_saved_bytes(ops: Sequence[Op]) -> list[Op]:
 def of_structures(ops: Sequence[Op], told: Callable[[Walk], Any]) -> Any:
     """What is `told` of the walk of the forward of `ops`: in each cell, of that of its structure."""
     forward = [op for op in ops if op.phase == "forward"]
-    cells, walks = zip(*((cells, Walk(forward, views)) for cells, views in structures(forward)), strict=True)
+    sizes: dict[int, Num] = {}
+    of_all = ((cells, Walk(forward, views, sizes)) for cells, views in structures(forward))
+    cells, walks = zip(*of_all, strict=True)
     found = [told(walk) for walk in walks]
     return found[0] if len(found) == 1 else selected(cells, found)
 
@@ -124,11 +126,11 @@ def structures(forward: Sequence[Op]) -> Iterator[tuple[Any, dict[int, bool]]]:
 
 
 class Walk:
-    """The ops of one structure, their tensors as bits."""
+    """The ops of one structure, their tensors as bits; `sizes`: of the tensors that another one had."""
 
-    def __init__(self, forward: Sequence[Op], views: dict[int, bool]) -> None:
+    def __init__(self, forward: Sequence[Op], views: dict[int, bool], sizes: dict[int, Num]) -> None:
         self.views, self.numbers, self.tensors = views, dict[int, int](), list[Tensor]()
-        self.sizes: dict[int, Num] = {}
+        self.sizes = sizes
         self.ops: list[Op] = []
         self.reads: list[int] = []
         self.makes: list[int] = []
@@ -264,10 +266,10 @@ class Walk:
     def bytes(self, bits: int) -> Num:
         total: Num = 0.0
         for bit in each(bits):
-            number = bit.bit_length() - 1
-            if number not in self.sizes:
-                self.sizes[number] = self.tensors[number].bytes
-            total = total + self.sizes[number]
+            one = self.tensors[bit.bit_length() - 1]
+            if id(one) not in self.sizes:
+                self.sizes[id(one)] = one.bytes
+            total = total + self.sizes[id(one)]
         return total
 
 
