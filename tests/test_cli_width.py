@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,7 @@ from meshwise.cli.examples import EXAMPLES
 from meshwise.report import pages
 
 TRACES = Path(__file__).parent / "data" / "traces"
-TRAIN = "--cluster h100-80g-sxm:64 --batch 128 --seq 8192"
-COMMANDS = [
-    "estimate gpt3-175b --cluster a100-80g-sxm:64 --plan tp=8,pp=8 --batch 64 --per-layer",
-    f"estimate llama3-70b {TRAIN} --plan tp=8,pp=2",
-    f"estimate llama3-8b {TRAIN} --plan zero=3 --tokens 1T --price 2",
-    "search deepseek-v3 --cluster h200-sxm:64 --batch 256 --plan schedule=1f1b,zero=1,tp=2,dtype=fp8 --top 3",
-    "search llama3-70b --cluster h100-80g-sxm:1 --batch 8",
-    "search llama3-8b --cluster h100-80g-sxm:16 --batch 64 --vary memory=1|2 --tokens 1T --price 2",
-    "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --prompt 1024 --output 128",
-    "serve deepseek-v3 --cluster h200-sxm:16 --plan ep=16,dp=16 --concurrency 8",
-    "serve llama3-8b --cluster h200-sxm:4 --rate 10 --ttft-ms 500 --token-ms 30",
-    "collective all_reduce --cluster h100-80g-sxm:64 --size 64MiB --size 1e9",
-    "frontier layer --chip h100-80g-sxm --d-in 16384 --d-out 65536 --batch 4194304 --tp-out 8",
-    "frontier run --chip h100-80g-sxm --months 3",
-    *("list models", "list chips", "list clusters", "list plan"),
-    "eval-lm --ranks 8 --max-tokens 4",
-]
+COMMANDS = tomllib.loads((TRACES.parent / "drawn.toml").read_text())["width"]["commands"]
 HELP = ["trace", "frontier", *EXAMPLES]
 BLANKS = re.compile(r"[\s,/─-]+")
 

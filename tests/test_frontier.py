@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -190,21 +191,10 @@ def test_the_search_finds_what_a_loop_over_dp_finds(log_flop: float, schedule: s
     assert found.utilization >= best * 0.99
 
 
-@pytest.mark.parametrize(
-    ("better", "worse"),
-    [
-        ({"duration_s": 2e7}, {"duration_s": 1e7}),
-        ({"schedule": "interleaved"}, {"schedule": "1f1b"}),
-        ({"schedule": "zero-bubble"}, {"schedule": "interleaved"}),
-        ({"latency": "hidden"}, {"latency": "on-stream"}),
-        ({"capacity": "ignored"}, {"capacity": "checked"}),
-        ({"hops": "direct"}, {"hops": "tree"}),
-        ({"all_reduce": "multicast"}, {"all_reduce": "ring"}),
-        ({"sequential_maps": 2}, {"sequential_maps": 4}),
-        ({"batch": "fixed-360M"}, {"batch": "fixed-60M"}),
-    ],
-    ids=lambda choice: "-".join(f"{key}={value}" for key, value in choice.items()),
-)
+BETTER = tomllib.loads((Path(__file__).parent / "data" / "drawn.toml").read_text())["better_choices"]["pairs"]
+
+
+@pytest.mark.parametrize(("better", "worse"), BETTER, ids=str)
 def test_choices_that_can_only_help(better: dict[str, str], worse: dict[str, str]) -> None:
     device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
     flop = FEW[3::2]

@@ -17,20 +17,11 @@ JOBS = {
     "deepseek-v2": ("h200-sxm:32", 256),
 }
 """Models on clusters, with batches of several microbatches: of one, stage 2 costs what stage 1 does."""
-VALUES: dict[str, tuple[Any, ...]] = {
-    "tp": (1, 2, 4), "sp": (0, 1), "cp": (1, 2), "cp_kind": ("ring", "ulysses", "all_gather"),
-    "pp": (1, 2, 4), "vpp": (1, 2), "schedule": ("1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"),
-    "ep": (1, 4), "etp": (1, 2), "zero": (1, 2, 3), "software": ("megatron-2024", "xla-2024"),
-    "recompute": ("none", "selective", "full"), "recompute_every": (1, 2), "loss_chunks": (1, 4),
-    "loss_fusion": ("none", "kernels", "in_place"),
-    "attention": ("flash", "unfused"), "offload_optimizer": (0, 0.5), "offload_activations": (0, 0.5),
-    "overlap_dp": (0, 1), "imbalance": (1, 1.5), "microbatch": (1, 2, 4), "zero_group": (2, 4),
-    "implementation": ("megatron", "fsdp2"), "lora_rank": (0, 16), "grad_dtype": ("fp32", "bf16"),
-    "optimizer": ("adam", "adam-bf16", "sgd"), "dtype": ("bf16", "fp8"),
-}  # fmt: skip
+DATA = Path(__file__).parent / "data"
+VALUES = tomllib.loads((DATA / "drawn.toml").read_text())["memory_has_a_price"]
 """Not tried: gpipe (1F1B does the same work and keeps fewer microbatches alive), and zero=0 (stage 1 gathers
 new weights where stage 0 gathers summed gradients, arXiv 1910.02054, section 7)."""
-WHY = tomllib.loads((Path(__file__).parent / "data" / "exceptions.toml").read_text())["memory_for_nothing"]
+WHY = tomllib.loads((DATA / "exceptions.toml").read_text())["memory_for_nothing"]
 """Keys whose values differ in memory without a price, and why."""
 
 

@@ -72,6 +72,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
 """Values of every key of a plan, some of which cannot go together."""
 
 
+OF_FSDP2 = ("tp", "cp", "cp_kind", "pp", "vpp", "schedule", "ep", "etp", "zero", "recompute", "optimizer")
+
+
 def test_every_key_is_tried() -> None:
     assert set(VALUES) == {*KEYS, "microbatch"}
 
@@ -117,9 +120,22 @@ def test_the_rows_of_every_rank_add_up_to_the_step(
 def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> None:
     """A cell is what `estimate` gives for its plan, and is missing exactly where `estimate` refuses it."""
     keys = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=4, unique=True))
-    space = {key: VALUES[key] for key in keys}
     base = {key: value for key, value in drawn_plan(data, 4).items() if key not in (*keys, "microbatch")}
-    load = Workload(batch=768, seq=4096, kind=data.draw(st.sampled_from(("train", *KINDS)), label="kind"))
+    check_grid(data, model, cluster, base, keys, data.draw(st.sampled_from(("train", *KINDS)), label="kind"))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.sampled_from(("llama3-8b", "mixtral-8x7b", "gpt3-13b")))
+def test_a_grid_of_fsdp2_is_its_plans(data: st.DataObject, model: str) -> None:
+    keys = data.draw(st.lists(st.sampled_from(OF_FSDP2), min_size=1, max_size=3, unique=True))
+    base = {"implementation": "fsdp2", "zero": 3, "etp": 1 if model == "mixtral-8x7b" else None}
+    check_grid(data, model, CLUSTERS[0], {key: base[key] for key in base if key not in keys}, keys, "train")
+
+
+def check_grid(
+    data: st.DataObject, model: str, cluster: str, base: dict[str, Any], keys: list[str], kind: str
+) -> None:
+    space, load = {key: VALUES[key] for key in keys}, Workload(batch=768, seq=4096, kind=kind)
     found: dict[tuple[str, ...], tuple[float, float]] = {}
     one_each = {key: (value,) for key, value in base.items()}
     for cells in price_grid(find_model(model), find_cluster(cluster), load, space | one_each):

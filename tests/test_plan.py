@@ -123,35 +123,8 @@ def test_every_key_has_a_default_and_a_meaning() -> None:
 
 # --- no key is ignored: each value changes what is priced, or it is refused -------------------------
 
-DENSE, EXPERTS, LATENT = "llama3-8b", "mixtral-8x7b", "deepseek-v3"
-BASES = [  # model and plan to start from; on 64 GPUs
-    (DENSE, "tp=4,pp=4,cp=2"),
-    (DENSE, "tp=2,pp=4,vpp=2,recompute=full"),
-    (DENSE, "tp=2,pp=2,zero=3"),
-    (DENSE, "pp=2,cp=4,cp_kind=ulysses,attention=unfused"),
-    (DENSE, "tp=2,cp=4,cp_kind=two_level,sp=0"),
-    (DENSE, "layout=2d:2x2"),
-    (DENSE, "software=megatron-2020"),
-    (DENSE, "lora_rank=16"),
-    (EXPERTS, "tp=2,ep=4,etp=1,pp=2"),
-    (DENSE, "dtype=fp8"),
-    (LATENT, "ep=64,etp=1,pp=1,recompute=selective"),
-]
-OTHERS = {  # other values of keys whose values are not listed in `Field.values`
-    "sp": ("0", "1"),
-    "stages": ("even", "7-9-8-8", "9-7-9-7"),
-    "layout": ("2d:4x2", "3d:2x2x2"),
-    "grid": ("4x1",),
-    "offload_optimizer": ("0.5",),
-    "offload_activations": ("0.5",),
-    "imbalance": ("1.5",),
-    "recompute_modules": RECOMPUTE_MODULES,
-    "placement": ("dp-pp-cp-tp",),
-    "lora_rank": ("8",),
-    "lora_targets": ("q+v",),
-    "wide_modules": ("qkv+out",),
-    "lora_dropout": ("0.1",),
-}
+DRAWN = tomllib.loads((Path(__file__).parent / "data" / "drawn.toml").read_text())["other_values"]
+OTHERS = DRAWN["of"] | {"recompute_modules": RECOMPUTE_MODULES}
 
 
 def texts_of(key: str) -> tuple[str, ...]:
@@ -180,7 +153,7 @@ def test_every_value_of_every_key_counts(key: str) -> None:
         stated = plan_keys(f"{key}={text}")
         if stated[key] == DEFAULTS[key]:
             continue
-        for model, base in BASES:
+        for model, base in DRAWN["bases"]:
             keys = plan_keys(base)
             if keys.get(key) != stated[key] and answered(model, keys | stated) != answered(model, keys):
                 break

@@ -199,21 +199,7 @@ def test_only_this_machine_reaches_the_meeting_point() -> None:
 
 MODELS = ("llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v2-lite", "qwen3-0.6b", "gpt-oss-20b")
 CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:64", "mi300x:64", "gb200:64")
-CHOICES: dict[str, tuple[Any, ...]] = {
-    **{"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8), "vpp": (1, 2, 3), "cp": (1, 2, 4), "ep": (1, 2, 4, 8)},
-    **{"zero": (0, 1, 2, 3), "zero_group": (2, 4, 8), "sp": (0, 1), "layout": ("1d", "2d")},
-    "cp_kind": ("ring", "all_gather", "ulysses"),
-    "recompute": ("none", "full", "selective"),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "dualpipe"),
-    **{f"overlap_{axis}": (True, False) for axis in ("tp", "dp", "pp", "ep")},
-    **{"dtype": ("bf16", "fp8", "fp32"), "grad_dtype": ("fp32", "bf16"), "optimizer": ("adam", "muon")},
-    **{
-        "implementation": ("megatron", "fsdp2"),
-        "dispatch": ("per_expert", "per_rank"),
-        "imbalance": (1, 1.3),
-    },
-    **{"attention": ("flash", "unfused"), "offload_optimizer": (0, 0.5, 1)},
-}
+CHOICES = tomllib.loads((Path(__file__).parent / "data" / "drawn.toml").read_text())["faster_machines"]
 """Values of a plan's keys that are drawn."""
 jobs = st.tuples(
     st.sampled_from(MODELS),
