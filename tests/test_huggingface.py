@@ -22,7 +22,7 @@ from meshwise.model.config_fields import spellings
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
 from meshwise.model.weights import num_params
-from meshwise.plan.plan import parse_plan
+from meshwise.plan.plan import parse_plan, plan_keys
 from meshwise.plan.workload import as_released, quantized_note
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -202,6 +202,7 @@ def test_blocks_that_share_weights() -> None:
         ("llama-3.1-8b", {"quant_method": "awq", "bits": 4}, "weight_dtype=int4"),
         ("llama-3.1-8b", {"quant_method": "gptq", "bits": 8}, "weight_dtype=int8"),
         ("qwen3-8b", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "dtype=fp4"),
+        ("kimi-k2", {"quant_algo": "NVFP4", "ignore": ["0.self_attn*"]}, "dtype=fp4,wide_modules=qkv+out"),
     ],
     ids=str,
 )
@@ -210,7 +211,7 @@ def test_who_serves_quantized_weights_is_told_how(config: str, stated: dict[str,
     model = _read(RAW[config] | {"quantization_config": stated})
     assert f"add {keys}" in quantized_note(model, parse_plan(""))[0]
     assert quantized_note(model, parse_plan(keys)) == []
-    assert (as_released(model, ()), as_released(model, ["dtype"])) == (dict([keys.split("=")]), {})
+    assert (as_released(model, ()), as_released(model, ["dtype"])) == (plan_keys(keys), {})
 
 
 def test_layers_with_experts() -> None:

@@ -90,6 +90,15 @@ SERVED_AS = {
 """Plan keys of formats that `quantization_config` names: its quant_algo, else format, else quant_method."""
 
 
+_LEFT_WIDE = {
+    "qkv": r"self_attn(\*|'|\.(q|k|v|kv|qkv|q_[ab]|kv_[ab])_proj)",
+    "out": r"self_attn(\*|'|\.o_proj)",
+    "recurrence": r"linear_attn",
+    "shared": r"shared_expert",
+}
+"""Values of the plan key `wide_modules` by the modules that `quantization_config` leaves out."""
+
+
 def families() -> list[str]:
     """The `model_type`s that `read_config` knows."""
     return [family for family, spelling in spellings().items() if spelling.block != "none"]
@@ -147,6 +156,10 @@ def _quantized(raw: dict[str, Any], has_experts: bool) -> str:
     if has_experts and name == "pack-quantized":
         return "expert_dtype=int4"
     keys = SERVED_AS.get(name, "dtype, weight_dtype or expert_dtype")
+    left_out = " ".join(str(own.get(key)) for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
+    wide = [what for what, names in _LEFT_WIDE.items() if re.search(names, left_out)]
+    if keys == "dtype=fp4" and wide:
+        return f"{keys},wide_modules={'+'.join(wide)}"
     if own.get("bits") == 8 or own.get("load_in_8bit"):
         keys = keys.replace("int4", "int8")
     return keys + ",expert_dtype=mxfp4" * (raw.get("expert_dtype") == "fp4" and "=" in keys)

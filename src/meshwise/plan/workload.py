@@ -9,7 +9,7 @@ from typing import Any
 from meshwise.core.errors import WorkloadError
 from meshwise.model.architecture import Model
 from meshwise.plan.fields import check_fields, choice, switch, whole
-from meshwise.plan.plan import NARROW_DTYPES, Plan
+from meshwise.plan.plan import NARROW_DTYPES, Plan, plan_keys
 
 KINDS = ("train", "evaluate", "prefill", "decode", "sampling")
 FIELDS = {
@@ -82,7 +82,7 @@ def as_released(model: Model, stated: Collection[str]) -> dict[str, Any]:
     """Plan keys that keep the weights of a server as they are released, if none of `FORMATS` is stated."""
     if "=" not in model.quantized or any(key in stated for key in FORMATS):
         return {}
-    return dict(word.split("=") for word in model.quantized.split(","))
+    return plan_keys(model.quantized)
 
 
 def quantized_note(model: Model, plan: Plan) -> list[str]:

@@ -327,10 +327,15 @@ def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> 
 # --- memory ------------------------------------------------------------------------------------
 
 
+EXPERT_TOKENS = 65536.0
+"""Tokens whose experts an engine computes at a time (CHUNK_SIZE of the fused_moe of vLLM and SGLang)."""
+
+
 def working_bytes(model: Model, cut: Cut) -> Num:
     """What a pass works on: four tensors of the residual stream, and the widest pair.
 
-    The widest are the hidden rows of the feed-forward or of a token's experts, in and out of the activation.
+    The widest are the hidden rows of the feed-forward, in and out of the activation, or of EXPERT_TOKENS
+    tokens' experts at most.
     """
     width: Num = model.ffn_hidden / cut.tp if num_dense_layers(model) else 0.0
     if model.moe is not None:
@@ -339,4 +344,5 @@ def working_bytes(model: Model, cut: Cut) -> Num:
     tokens = cut.tokens
     if model.encoder and cut.kind != "decode":
         tokens = np.maximum(tokens, source_cut(model, cut).tokens)
-    return tokens * (4.0 * model.hidden + 3.0 * width) * cut.precision.act_bytes
+    at_once = np.minimum(tokens, EXPERT_TOKENS) if model.moe else tokens
+    return (4.0 * model.hidden * tokens + 3.0 * width * at_once) * cut.precision.act_bytes

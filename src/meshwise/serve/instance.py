@@ -187,18 +187,18 @@ class Instance:
         held = self.held + self.shared + len(self.running)  # which grow by a token each in the next pass
         in_use = self._prefix(sequence).tokens_in_use(self._blocks(sequence)) if self.shared else 0
         held += sequence.total - in_use
-        to_come = 0 if self.only_prompts else self._to_come(sequence)
+        to_come = 0 if self.only_prompts else self.left + sequence.left
         self.is_blocked = held + self.engine.reserve_frac * to_come > self.cache
+        if self.is_blocked and self.engine.foresees_ends:
+            self.is_blocked = held + self.engine.reserve_frac * self._to_come(sequence) > self.cache
         self.was_full = self.was_full or self.is_blocked
         return not self.is_blocked
 
     def _to_come(self, sequence: EngineSequence) -> int:
-        """Tokens for which there must be room if `sequence` joins: all outputs, or the most at one time.
+        """The most tokens that come at one time if `sequence` joins.
 
         Until a sequence ends, those that end later grow as much as it; then its room is free.
         """
-        if not self.engine.foresees_ends:
-            return self.left + sequence.left
         left = [(one.left, one.total) for one in (*self.prefilling, sequence)]
         left += [(one.left, one.total) for _, _, one in self.loading]
         left += [(end - self.step, one.total + one.left - end + self.step) for end, _, one in self.running]
