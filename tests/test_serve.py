@@ -64,6 +64,8 @@ def test_a_pass_works_on_what_the_engine_takes_of_a_long_prompt() -> None:
     assert [at(engine=name).max_sequences for name in names] == [1, 0, 0]
     vllm = [ENGINES["vllm"].on(find_cluster(f"{chip}:1").chip) for chip in chips]
     assert [one.max_tokens for one in vllm] == [2048, 8192]
+    of_prompts = ENGINES["vllm"].having(prompt_tokens=4096).of_prompts
+    assert of_prompts.on(find_cluster("a100:1").chip).max_tokens == 4096
 
 
 def test_a_single_token_reads_all_its_weights_once() -> None:

@@ -82,7 +82,7 @@ def as_released(model: Model, stated: Collection[str]) -> dict[str, Any]:
     """Plan keys that keep the weights of a server as they are released, if none of `FORMATS` is stated."""
     if "=" not in model.quantized or any(key in stated for key in FORMATS):
         return {}
-    return plan_keys(model.quantized)
+    return {key: value for key, value in plan_keys(model.quantized).items() if key not in stated}
 
 
 def quantized_note(model: Model, plan: Plan) -> list[str]:

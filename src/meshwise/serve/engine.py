@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ class ChipSettings(msgspec.Struct, frozen=True):
         """Whether they are those of `chip`."""
         named = bool(self.chips) and chip.name.startswith(self.chips)
         return named or chip.memory_bytes < self.below_gib * 2**30
+
+    def without(self, keys: Collection[str]) -> ChipSettings:
+        """The others of these settings."""
+        left = {key: value for key, value in self.set.items() if key not in keys}
+        return msgspec.structs.replace(self, set=left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +116,8 @@ class Engine:
 
     def having(self, **settings: Any) -> Engine:
         """The engine started with `settings`, on whichever chip."""
-        left = [{key: of.set[key] for key in of.set.keys() - settings.keys()} for of in self.on_chips]
-        on_chips = [
-            msgspec.structs.replace(of, set=others) for of, others in zip(self.on_chips, left, strict=True)
-        ]
-        return replace(self, on_chips=tuple(on_chips), **settings)
+        on_chips = tuple(of.without(settings) for of in self.on_chips)
+        return replace(self, on_chips=on_chips, **settings)
 
     def on(self, chip: Chip) -> Engine:
         """The engine with what it starts with on `chip`, where nothing else was stated."""
@@ -124,9 +127,10 @@ class Engine:
     @property
     def of_prompts(self) -> Engine:
         """The engine of a pool that only takes prompts."""
-        sequences = self.prompt_sequences or of_version(self.name, self.version).max_sequences
-        tokens = self.prompt_tokens or self.max_tokens
-        return replace(self, max_tokens=tokens, max_sequences=sequences, only_prompts=True)
+        stated = {"max_tokens": self.prompt_tokens, "max_sequences": self.prompt_sequences}
+        sequences = of_version(self.name, self.version).max_sequences
+        usual = replace(self, max_sequences=sequences, only_prompts=True)
+        return usual.having(**{name: value for name, value in stated.items() if value})
 
     @property
     def of_tokens(self) -> Engine:
