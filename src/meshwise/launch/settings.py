@@ -8,6 +8,7 @@ from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.facts import Facts
 from meshwise.launch.tables import ANY, VALUE, Wording, launch_tables, table_of
 from meshwise.machine.hardware import Chip
+from meshwise.machine.overheads import software_on
 from meshwise.plan.plan import DEFAULTS, KEYS
 
 Settings = dict[str, Any]
@@ -16,15 +17,15 @@ TRAINING = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accele
 SERVING = ("vllm", "sglang", "tensorrt-llm")
 FINETUNING = ("peft", "unsloth", "torchtune")
 """Those of one card; of others, only what a search chooses among is in `TRAINING`."""
-_MAKERS = {"intel": ("deepspeed", "accelerate")} | dict.fromkeys(("google", "aws"), ())
+_MAKERS = {"intel": ("deepspeed", "accelerate")}
 """Frameworks that train on the chips of makers where others do not."""
 FRAMEWORKS = TRAINING + FINETUNING + SERVING
 _WORK = ("batch", "seq", "microbatch")
 
 
 def training_on(chip: Chip) -> tuple[str, ...]:
-    """The frameworks of `TRAINING` that run on a chip."""
-    return _MAKERS.get(chip.vendor, TRAINING)
+    """The frameworks of `TRAINING` that run on a chip: none where that runs software of its own alone."""
+    return () if software_on(chip) else _MAKERS.get(chip.vendor, TRAINING)
 
 
 def write_settings(framework: str, facts: Facts) -> tuple[Settings, dict[str, str]]:

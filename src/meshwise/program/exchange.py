@@ -81,7 +81,8 @@ def exchanges(
     sharded, gathered = at_stage(STAGES.states, mesh.zero), at_stage(STAGES.weights, mesh.zero)
     passing = stage.share * mesh.num_microbatches
     rounds = 1.0 + gathered * (passing - 1.0)
-    reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), passing)
+    summed = at_stage(STAGES.sums, mesh.zero)
+    reductions = num_reductions(summed, passing)
     for of_experts, (params, trained, _) in enumerate(held):
         if isinstance(params, float | int) and params == 0:
             continue
@@ -96,7 +97,7 @@ def exchanges(
             number = np.maximum(by_block * of_blocks + (1.0 - by_block) * params / bucket_params, 1.0)
             return number * (params > 0)  # no message where nothing is held
 
-        grads = messages(trained, at_stage(STAGES.sums, mesh.zero))
+        grads = messages(trained, summed)
         grad_payload = grad_bytes * trained / np.maximum(grads, 1.0)
         moved = gathered * params + (1.0 - gathered) * trained  # frozen weights do not change
         weights = messages(moved, gathered)

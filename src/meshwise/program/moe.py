@@ -17,6 +17,7 @@ Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,10 +148,13 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     out_bytes = payload * cut.dispatch_bytes / prec.act_bytes
     arrived = exchanged(copies, f"{MODULE}.arrived", (sent, hidden), cut.ep)
     sorts = IMPLEMENTATIONS[cut.implementation].sorts_arrivals and not np.all(per_rank)
+    groups = float(moe.expert_groups), float(moe.top_groups)
+    met = met_places(cut.ep, moe.computed, groups) if np.any(per_rank) else 0.0
+    exchange = functools.partial(_exchange, moe, cut, per_rank, met)
     mixed = (1.0 - per_rank) * (cut.ep > 1) * (local_experts > 1)  # arrivals of several ranks and experts
     inputs = exchanged(arrived, f"{MODULE}.expert_input", (*of_all, hidden), cut.etp)
-    yield from _exchange(moe, cut, "dispatch", "forward", out_bytes, per_rank, copies, arrived)
-    yield from _exchange(moe, cut, "dispatch", "backward", payload, per_rank)
+    yield from exchange("dispatch", "forward", out_bytes, copies, arrived)
+    yield from exchange("dispatch", "backward", payload)
     if sorts:
         yield from _sorted("sort", arrived, cut, mixed)
     yield collective(
@@ -172,8 +176,8 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     )
     if sorts:
         yield from _sorted("unsort", answers, cut, mixed)
-    yield from _exchange(moe, cut, "combine", "forward", payload, per_rank, answers, back)
-    yield from _exchange(moe, cut, "combine", "backward", out_bytes, per_rank)
+    yield from exchange("combine", "forward", payload, answers, back)
+    yield from exchange("combine", "backward", out_bytes)
     summed = made(MODULE, "sum", x.shape, prec.act_dtype)
     for op in elementwise(MODULE, "combine", "sum_copies", back, prec):
         yield structs.replace(op, makes=(summed,)) if op.makes else op
@@ -181,14 +185,14 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
 
 
 def _exchange(
-    moe: MoE, cut: Cut, name: str, phase: str, payload_bytes: Num, per_rank: Num, *tensors: Tensor
+    moe: MoE, cut: Cut, per_rank: Num, met: Num, name: str, phase: str, payload_bytes: Num, *tensors: Tensor
 ) -> Iterator[Op]:
-    """Tokens over `ep`, once for each of their experts, or once for each rank of these where `per_rank` is 1.
+    """Tokens over `ep`, once for each of their experts, or for each of the `met` ranks where `per_rank` is 1.
 
     `payload_bytes`: those of all experts. `tensors`: what is read, and what is made.
     """
     groups = float(moe.expert_groups), float(moe.top_groups)
-    to_ranks = payload_bytes * met_places(cut.ep, moe.computed, groups) / moe.computed
+    to_ranks = payload_bytes * met / moe.computed
     named = {"reads": tensors[:1], "makes": tensors[1:]}
     for is_way, choices, size in ((1.0 - per_rank, 0.0, payload_bytes), (per_rank, moe.computed, to_ranks)):
         if np.any(is_way):

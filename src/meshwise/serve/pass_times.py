@@ -130,9 +130,10 @@ def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) ->
     counts = np.asarray(sequences, dtype=np.float64)
     padded = np.array([_padded(count, engine) for count in counts.ravel().tolist()]).reshape(counts.shape)
     is_launched = ~np.isin(padded, engine.graph_sizes or padded)
-    priced = decode_pass(run_by(serving, engine), padded, past)
+    of = run_by(serving, engine)
+    priced = decode_pass(of, padded, past)
     busy_s = priced.total_s - priced.time_s["attention"]
-    waits_s = np.maximum(is_launched * launches_s(run_by(serving, engine)) - busy_s, 0.0)
+    waits_s = np.maximum(is_launched * launches_s(of) - busy_s, 0.0)
     return PricedPass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
 
 
@@ -177,7 +178,7 @@ def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = Non
     `tokens_per_s` counts generated tokens while only decoding; `with_prefill_per_s` the same where the
     instance takes the prompts too, one batch after the other.
     """
-    num_chips, room = serving.num_chips, serving.memory_frac * serving.cluster.chip.memory_bytes
+    num_chips, room = serving.num_chips, serving.usable_bytes
     each = np.array(sequences, dtype=np.float64) / serving.groups
     time, memory = mean_pass(serving, each, engine).time_s, memory_bytes(serving, each)
     prompt = prompt_s(serving)

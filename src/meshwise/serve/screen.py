@@ -146,7 +146,7 @@ def _priced(
     mesh = mesh_of(plan, Workload(batch=1, seq=prompt, kind="decode"), MAX_RANKS, sizes, 1.0)
     of = replace(base, mesh=replace(mesh, dp=ranks / tp), cluster=replace(cluster, num_chips=MAX_RANKS))
     memory = memory_bytes(of, 1.0)
-    room = base.memory_frac * cluster.chip.memory_bytes - memory["weights"] - memory["working"]
+    room = of.usable_bytes - memory["weights"] - memory["working"]
     computed = max(missing_frac * prompt, 1.0)
     together = max(of.pass_tokens // computed, 1.0)
     launched_s = prompt_launches_s(of, engine, computed)

@@ -101,6 +101,11 @@ class Serving:
         return self.prefill(self.prompts_together)
 
     @property
+    def usable_bytes(self) -> float:
+        """Memory of a GPU that the engine may take."""
+        return self.memory_frac * self.cluster.chip.memory_bytes
+
+    @property
     def num_chips(self) -> int:
         """How many GPUs the instance has."""
         return self.cluster.num_chips
@@ -375,14 +380,12 @@ def sequence_bytes(serving: Serving) -> float:
 def memory_of_one(serving: Serving) -> dict[str, float]:
     """`memory_bytes` with one sequence a group, their `total`, and what is `usable` of a GPU's memory."""
     memory = {name: float(value) for name, value in memory_bytes(serving, 1.0).items()}
-    usable = serving.memory_frac * serving.cluster.chip.memory_bytes
-    return {**memory, "total": sum(memory.values()), "usable": usable}
+    return {**memory, "total": sum(memory.values()), "usable": serving.usable_bytes}
 
 
 def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:
     """Bytes that weights and the largest pass leave a rank's cache, of `memory_bytes`; below 0: no fit."""
-    room = serving.memory_frac * serving.cluster.chip.memory_bytes
-    return float(room - memory["weights"] - memory["working"])
+    return float(serving.usable_bytes - memory["weights"] - memory["working"])
 
 
 def max_sequences(serving: Serving) -> int:

@@ -4,8 +4,8 @@ Each layout, and each pair of layouts for separate pools, gets the largest batch
 closed form (`serve.screen`), and as many workers as the rate asks for. Of each chip, with one pool and with
 two, those that cost least are simulated under the load, until what is left costs more than one that holds;
 where too many requests miss a limit, a worker is added. The answer is the cheapest of these, by dollars where
-prices are stated, else by GPUs, and of equal ones the farthest from the limits. Pools
-of two different chips are tried where their closed form costs less than what one chip takes.
+prices are stated, else by GPUs, and of equal ones the farthest from the limits. Pools of two different chips
+are tried where their closed form costs less than what one chip takes.
 
 *Trade-offs* are what no other choice beats in both tokens/s a user and tokens/s a GPU, of all GPUs. Pools are
 matched in rate there, as if workers could be shared out in any ratio.
