@@ -69,6 +69,7 @@ def meet_until(place: RankPlace, met: str, end: str) -> None:
 
 def run_script(place: RankPlace, words: list[str], port: int) -> None:
     """Be one rank of a script that makes its process group itself, at a store that listens on `port`."""
+    dist.barrier()  # a rank that leaves while another still connects ends both
     dist.destroy_process_group()
     world = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.world_size}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
