@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,3 +40,8 @@ def distinct_columns(table: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDAr
     if not all(np.array_equal(row[like], row) for row in table):
         _, first, kind = np.unique(table, axis=1, return_index=True, return_inverse=True)
     return first, kind.ravel()
+
+
+def any_of(conditions: Iterable[Any]) -> Any:
+    """Where one of them holds: those of few axes first, so that few steps are as large as the grid."""
+    return reduce(np.logical_or, sorted(conditions, key=np.size))

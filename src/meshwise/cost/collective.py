@@ -183,7 +183,7 @@ def collective_lines(
     payloads of one group computes its lines once.
     """
     group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices, groups, runs)
-    protocols = [group.steps(bulk=False), group.steps(bulk=True)]
+    protocols = group.steps()
     lines = [_ring(kind, group, steps) for steps in protocols]
     is_switched = not np.any(links[0].ways)
     if kind == "all_reduce" and group.outer.tree_latency is not None and is_switched:
@@ -234,9 +234,9 @@ class _Group:
     groups: tuple[float, float] = (0.0, 0.0)
     runs: Runs = ONE_RUN
 
-    def steps(self, bulk: bool) -> list[_Step]:
-        """The levels, innermost first, as one protocol meets them."""
-        steps = []
+    def steps(self) -> tuple[list[_Step], list[_Step]]:
+        """The levels, innermost first, as the quick protocol meets them and as that for bulk does."""
+        protocols: tuple[list[_Step], list[_Step]] = [], []
         inside: Num = 1.0
         joined: Num = 1.0  # ranks of a domain of the level inside
         for level, link in enumerate(self.links):
@@ -252,27 +252,29 @@ class _Group:
             hops = np.where(is_axis, axis_hops, self.ranks / inside - self.ranks / here)
             # Neighbours inside a node synchronise at the same time, those between nodes one by one.
             syncs = hops if is_outer else np.log2(here)
+            used = np.asarray(here) > np.asarray(inside)
+            bytes_per_s = _share_bytes_per_s(link, here, efficiency) / apart
             quick_s = link.latency_s * efficiency.quick_latency
-            sync_s = link.latency_s * efficiency.bulk_latency if bulk else 0.0
-            reached_frac = efficiency.bulk_frac if bulk else efficiency.quick_frac
-            steps.append(
-                _Step(
-                    inside=inside,
-                    here=here,
-                    used=np.asarray(here) > np.asarray(inside),
-                    is_axis=is_axis,
-                    ways=ways,
-                    rails=link.rails,
-                    bytes_per_s=_share_bytes_per_s(link, here, efficiency) / apart * reached_frac,
-                    hop_s=apart * (quick_s + sync_s),
-                    hops_s=hops * quick_s,
-                    syncs_s=syncs * sync_s,
-                    efficiency=efficiency,
-                    bulk=bulk,
+            for bulk, steps in enumerate(protocols):
+                sync_s = link.latency_s * efficiency.bulk_latency if bulk else 0.0
+                steps.append(
+                    _Step(
+                        inside=inside,
+                        here=here,
+                        used=used,
+                        is_axis=is_axis,
+                        ways=ways,
+                        rails=link.rails,
+                        bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
+                        hop_s=apart * (quick_s + sync_s),
+                        hops_s=hops * quick_s,
+                        syncs_s=syncs * sync_s,
+                        efficiency=efficiency,
+                        bulk=bool(bulk),
+                    )
                 )
-            )
             inside, joined = here, link.ranks
-        return steps
+        return protocols
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial, reduce
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import chosen_cells, distinct_columns, some_columns
+from meshwise.core.columns import any_of, chosen_cells, distinct_columns, some_columns
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
@@ -155,7 +155,7 @@ class Grid:
         broken = (
             one[(..., *map(operator.mul, places, np.greater(one.shape[num_tail:], 1)))] for one in self.broken
         )
-        return mesh, _any((np.False_, *broken))
+        return mesh, any_of((np.False_, *broken))
 
     def price(self, some: NDArray[np.intp] | None = None, wants: Wants | None = None) -> Iterator[Cells]:
         """Price some rows [all], as many at once as stay in the cache.
@@ -378,7 +378,7 @@ def _grid(
 
     of_rows = [one[(0,) * len(tail)] for one in broken if prod(one.shape[: len(tail)]) == 1]
     num_chunks, *lengths = (len(axis.values) for axis in row_axes)
-    is_row = ~np.broadcast_to(_any(of_rows), [num_chunks, *lengths]).reshape(num_chunks, prod(lengths))
+    is_row = ~np.broadcast_to(any_of(of_rows), [num_chunks, *lengths]).reshape(num_chunks, prod(lengths))
     of_all = fixed | _first_of(tail) | _spread(row_axes[:1], 2)
     is_stem = np.any(is_row, axis=0)
     if repeats.are_dropped:
@@ -404,7 +404,7 @@ def _narrowed(axis: Axis, i: int, broken: list[NDArray[np.bool_]]) -> tuple[Axis
     """Axis `i` of a grid, and what is `broken`, without places at which a rule is wherever others are."""
     others = tuple(j for j in range(broken[0].ndim) if j != i)
     never = [np.all(one, axis=others) for one in broken if one.shape[i] > 1]
-    kept = np.flatnonzero(~_any((np.zeros(len(axis.values), dtype=bool), *never)))
+    kept = np.flatnonzero(~any_of((np.zeros(len(axis.values), dtype=bool), *never)))
     return replace(axis, values=[axis.values[place] for place in kept]), [
         one if one.shape[i] == 1 else np.take(one, kept, axis=i) for one in broken
     ]
@@ -418,11 +418,6 @@ def _spread(axes: Sequence[Axis], num_axes: int) -> dict[str, Num]:
 def _first_of(tail: Sequence[Axis]) -> dict[str, Num]:
     """The numbers of the tail axes at their first values, by key."""
     return {key: float(axis.numbers(key)[0]) for axis in tail for key in axis.keys}
-
-
-def _any(conditions: Iterable[Any]) -> Any:
-    """Where one of them holds: those of few axes first, so that few steps are as large as the grid."""
-    return reduce(np.logical_or, sorted(conditions, key=np.size))
 
 
 def _flat(row_axes: list[Axis], rows: Sequence[NDArray[np.intp]]) -> dict[str, Num]:

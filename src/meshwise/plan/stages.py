@@ -84,7 +84,6 @@ def layers_of_chunks(model: Model, mesh: Mesh) -> tuple[int, ...]:
 
 def chunks(model: Model, sizes: Sequence[int]) -> list[Stage]:
     """The chunks of one plan in the order of the model, each as a `Stage`; `sizes`: layers of each."""
-    held = np.diff(_layers_before(model)[[0, *itertools.accumulate(sizes)]], axis=0)
     return [
         Stage(
             index=float(i),
@@ -93,8 +92,13 @@ def chunks(model: Model, sizes: Sequence[int]) -> list[Stage]:
             heads=float(i == len(sizes) - 1),
             layers=tuple(layers),
         )
-        for i, layers in enumerate(held.tolist())
+        for i, layers in enumerate(_layers_of(model, sizes).tolist())
     ]
+
+
+def _layers_of(model: Model, sizes: Sequence[int]) -> NDArray[np.float64]:
+    """Layers of each kind in each chunk: [chunks, kinds]."""
+    return np.diff(_layers_before(model)[[0, *itertools.accumulate(sizes)]], axis=0)
 
 
 @lru_cache(maxsize=64)
@@ -183,11 +187,13 @@ def _pattern(
 def _held(model: Model, pp: int, folding: int, sizes: Sequence[int]) -> list[tuple[float, ...]]:
     """Embeddings, heads, and layers of each kind that each pipeline rank holds."""
     held = np.zeros((pp, 2 + len(layer_kinds(model))))
-    for i, chunk in enumerate(chunks(model, sizes)):
-        held[rank_of_chunk(i, pp, folding)] += (chunk.embeddings, chunk.heads, *chunk.layers)
+    ranks = [rank_of_chunk(i, pp, folding) for i in range(len(sizes))]
+    held[ranks[0], 0] += 1.0
+    held[ranks[-1], 1] += 1.0
+    np.add.at(held[:, 2:], ranks, _layers_of(model, sizes))
     if folding == MIRRORED:
         held = held + held[::-1]
-    return [tuple(map(float, row)) for row in held]
+    return [tuple(row) for row in held.tolist()]
 
 
 def has_fixed_ends(mesh: Mesh) -> bool:

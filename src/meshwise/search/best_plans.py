@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import chosen_cells, distinct_columns
+from meshwise.core.columns import any_of, chosen_cells, distinct_columns
 from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
@@ -268,7 +269,8 @@ def num_listed(grid: Grid) -> int:
     """How many plans a grid has."""
     mesh, broken = grid.mesh_of_all()
     shape = *grid.shape[:-1], *np.shape(broken)[-2:]
-    return int(np.count_nonzero(np.broadcast_to(listed(grid, mesh, broken), shape)))
+    found = np.asarray(listed(grid, mesh, broken))
+    return int(np.count_nonzero(found)) * (prod(shape) // found.size)
 
 
 def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
@@ -278,14 +280,12 @@ def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
     of which the first is kept (not FSDP2's stages: it lets go of a weight in any case); recomputing as many
     layers as a stage has is recomputing all.
     """
-    plans = ~np.asarray(broken)
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
     shards_alone = IMPLEMENTATIONS[mesh.plan.implementation].shards_each_weight
-    alike_zero = alone & (not shards_alone)
-    for key, alike in (("zero", alike_zero), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
-        if key in grid.firsts:
-            plans = plans & ~(alike & (getattr(mesh, key) != grid.firsts[key]))
-    return plans & ~((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))
+    alike = {"zero": alone & (not shards_alone), "overlap_dp": alone, "overlap_pp": mesh.pp == 1}
+    repeats = [alike[key] & (getattr(mesh, key) != grid.firsts[key]) for key in alike if key in grid.firsts]
+    repeats.append((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))
+    return ~any_of([broken, *repeats])
 
 
 def found_at(cells: Cells, cell: int) -> Found:
