@@ -323,6 +323,16 @@ def test_every_assumption_of_an_implementation_is_said(framework: str, name: str
     assert loss_is_lost or switches.get(framework, "cross_entropy_loss_fusion") in said
 
 
+@pytest.mark.parametrize(
+    ("cluster", "hosts"), [("gb300:256", "64 4"), ("mi250x:32", "4 8"), ("h100:12", "3 4")]
+)
+def test_hosts_start_as_many_ranks_as_they_have_gpus(cluster: str, hosts: str) -> None:
+    """A tray of an NVL72 rack has four GPUs, a node eight halves of an MI250X."""
+    job = mw.launch("llama3-8b", cluster, "zero=3", to="torchtitan", batch=768, seq=4096)
+    nodes, _, each, *_ = job.command.partition("--nnodes ")[2].split()
+    assert f"{nodes} {each}" == hosts
+
+
 @pytest.mark.parametrize("framework", sorted(TRAINING))
 def test_a_job_is_priced_as_the_software_of_its_framework(tmp_path: Path, framework: str) -> None:
     """The generation that `validate` takes for its runs of today."""

@@ -7,6 +7,7 @@ Slurm script around the command.
 
 from __future__ import annotations
 
+import math
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,8 +42,6 @@ from meshwise.plan.plan import Plan
 from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 
-NODE_GPUS = 8
-"""GPUs of a node where the first level of links holds at least so many."""
 ELSEWHERE = ("batch", "seq", "model", "recipe")
 """What no argument of some frameworks says, but the data, the training script or a recipe."""
 
@@ -118,9 +117,9 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     mesh = resolve(model, plan, workload, cluster)
     if mesh.trains:  # layers are placed by what they cost
         mesh = estimate(model, cluster, plan, workload).mesh
-    node = int(min(cluster.levels[0].ranks, NODE_GPUS, cluster.num_chips))
+    node = math.gcd(cluster.num_chips, cluster.chips_per_host)  # as many on each host
     facts = facts_of(model, mesh, cluster) | {
-        "num_nodes": -(-cluster.num_chips // node),
+        "num_nodes": cluster.num_chips // node,
         "kv_heads": model.num_kv_heads,
     }
     facts = shape_of(model, workload.seq) | facts | {"mtp_layers": model.mtp_layers}

@@ -72,6 +72,7 @@ class Chip:
     `vector_flop_per_s` those of the ordinary units. `generation` names the family whose fitted
     efficiencies the chip shares. `num_cores` counts SMs, CUs or their like. `op_host_s`, of ranks that
     compute on their host: what comes with each matmul or attention (dispatch, small operators, late ranks).
+    `host_chips`: the most that one host has, which may be fewer than the innermost links join.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Chip:
     power_watts: float = 0.0
     host_bytes_per_s: float = 0.0
     op_host_s: float = 0.0
+    host_chips: int = 8
     aliases: tuple[str, ...] = ()
     source: str = ""
     checked: str = ""
@@ -138,6 +140,12 @@ class Cluster:
     collectives: tuple[MeasuredCollective, ...] = ()
     source: str = ""
     checked: str = ""
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of one host: those of its largest level of links that the hosts of the chip can hold."""
+        nodes = [int(level.ranks) for level in self.levels if level.ranks <= self.chip.host_chips]
+        return max(nodes, default=self.chip.host_chips)
 
     def to_json(self) -> dict[str, Any]:
         """What an answer says of the cluster that it is about."""
@@ -255,6 +263,7 @@ def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
         _positive(getattr(chip, what), f"{at}: {what}")
     for what in ("cache_bytes", "power_watts", "host_bytes_per_s", "op_host_s", "num_cores"):
         _positive(getattr(chip, what), f"{at}: {what}", zero=True)
+    _count(chip.host_chips, f"{at}: host_chips")
     return chip
 
 

@@ -106,7 +106,7 @@ def facts_of(job: RlJob, algorithm: str) -> Facts:
         "is_overlapped": overlapped,
         "staleness": job.staleness,
     }
-    node = int(min(job.cluster.levels[0].ranks, 8, job.cluster.num_chips))
+    node = min(job.cluster.chips_per_host, job.cluster.num_chips)
     pools = {"": job.cluster.num_chips, "train_": job.train_gpus, "rollout_": job.rollout_gpus}
     for pool, gpus in pools.items():
         facts |= {f"{pool}nodes": -(-gpus // node), f"{pool}node_gpus": min(node, gpus)}

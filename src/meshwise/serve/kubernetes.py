@@ -115,7 +115,7 @@ class _Fleet:
 
     def one_node(self, of: Serving) -> int:
         """GPUs of an instance; PlanError where it needs several nodes."""
-        if of.num_chips > of.cluster.levels[0].ranks:
+        if of.num_chips > of.cluster.chips_per_host:
             raise PlanError(
                 f"an instance of {of.num_chips} GPUs is on several nodes, which is not written; "
                 "give a cluster of one node, and workers"
