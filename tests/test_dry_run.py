@@ -11,15 +11,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch
-from torch.nn.functional import gelu
 
 from forks import start_script
 from meshwise.cost.allocator import CachingAllocator
 from meshwise.runtime.dry_run import dry_run
-from meshwise.runtime.fakes import QuickFakes
 from meshwise.runtime.programs import find_program, make_options
-from meshwise.runtime.torch_private import FakeTensorMode
 
 pytestmark = pytest.mark.slow
 
@@ -123,20 +119,6 @@ def test_every_rank_in_one_process_whatever_ran_before(tmp_path: Path) -> None:
         "print(*(dry_run('train', o, ranks=4, rank=rank, device='a100').peak_bytes for rank in range(4)))"
     )
     assert len(set(said_by(code, tmp_path).split())) == 1
-
-
-@pytest.mark.parametrize("second", [(2, 3), (3,), (1, 3), (2, 1), (), (1, 2, 3), None])
-@pytest.mark.parametrize("flip", [False, True], ids=["rows", "columns"])
-def test_quick_shapes_are_those_of_torch(second: tuple[int, ...] | None, flip: bool) -> None:
-    """Of one tensor, of two (the second broadcast, or the wider), of rows or columns one after the other."""
-    found = []
-    for mode in (QuickFakes(), FakeTensorMode()):
-        with mode:
-            first = torch.empty(3, 2).t() if flip else torch.empty(2, 3)
-            other = 2.0 if second is None else torch.empty(second, dtype=torch.float32)
-            made = (first * other, first - other, first / other, first + 1, -first, gelu(first))
-            found.append([(x.shape, x.dtype, x.stride()) for x in made])
-    assert found[0] == found[1]
 
 
 def test_command_line(meshwise: Any) -> None:

@@ -171,17 +171,6 @@ def test_every_rank_of_a_pipeline_agrees(rank: int) -> None:
     assert compare_program(TRAIN, options, ranks=8, rank=rank, with_run=False).agree
 
 
-@pytest.mark.parametrize(("plan", "model"), [("tp=2,ep=2,etp=1,dtype=bf16", "moe"), ("pp=2,cp=2", "gpt")])
-def test_quick_fakes_are_fakes(plan: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row by row, what is alive included, what torch's own way of making fake tensors gives."""
-    options = train_options(plan=plan, batch=4, model=model)
-    quick = dry_run("train", options, ranks=4, rank=1, device="h100-80g-sxm")
-    monkeypatch.setattr("meshwise.runtime.fakes.DIRECT", frozenset())
-    plain = dry_run("train", options, ranks=4, rank=1, device="h100-80g-sxm")
-    assert str(list(quick.ledger.rows())) == str(list(plain.ledger.rows()))
-    assert quick.peak_bytes == plain.peak_bytes
-
-
 def test_a_real_model_agrees() -> None:
     """Llama 3 8B, four of its layers, one rank of 64."""
     options = make_options(TRAIN, {"model": "llama3-8b", "plan": "tp=8,dtype=bf16", "seq": 8192, "layers": 4})

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import Tape, booked_by
-from meshwise.runtime.fakes import QuickFakes, leave_whole
+from meshwise.runtime.fakes import DeviceFakes, leave_whole
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
@@ -62,7 +62,7 @@ def dry_run(
     dist.init_process_group(f"cpu:fake,{FAKE_DEVICE}:fake", rank=rank, world_size=ranks, store=FakeStore())
     set_default_backend(dist.group.WORLD, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
     try:
-        with torch.autograd.set_multithreading_enabled(False), QuickFakes(), recorder:
+        with torch.autograd.set_multithreading_enabled(False), DeviceFakes(), recorder:
             result = program.main(options, context)
         return Outcome.from_tape(tape, name, device, options, result)
     except MemoryError:

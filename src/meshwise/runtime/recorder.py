@@ -32,7 +32,7 @@ from meshwise.core.ledger import Collective, Ledger
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
-from meshwise.runtime.fakes import QuickFakes
+from meshwise.runtime.fakes import DeviceFakes
 from meshwise.runtime.saved_tensors import Kept, SavedTensor, seen_through, watched_checkpoints
 from meshwise.runtime.torch_private import (
     AsyncCollectiveTensor,
@@ -110,8 +110,8 @@ class OpRecorder(TorchDispatchMode):
         self._patches = ExitStack()
 
     @cached_property
-    def _shapes(self) -> QuickFakes:
-        return QuickFakes()
+    def _shapes(self) -> DeviceFakes:
+        return DeviceFakes()
 
     # --- what a program says -----------------------------------------------------------------
 
@@ -473,7 +473,7 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def _is_bookkeeping(inputs: list[torch.Tensor]) -> bool:
     """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
-    if type(current_dispatch_mode()) is not QuickFakes:  # a user's program decides for itself
+    if type(current_dispatch_mode()) is not DeviceFakes:  # a user's program decides for itself
         return False
     return bool(inputs) and not any(isinstance(tensor, FakeTensor) for tensor in inputs)
 

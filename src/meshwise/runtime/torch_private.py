@@ -25,7 +25,6 @@ HOMES = {
     # fake tensors and fake ranks
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
-    "in_kernel_invocation": "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
     "set_default_backend": "torch.distributed.ProcessGroup._set_default_backend",
     "FakeWork": "torch._C._distributed_c10d.FakeWork",

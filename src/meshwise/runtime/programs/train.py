@@ -60,7 +60,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
 
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
-    from meshwise.runtime.programs.training import FlatOptimizer, Trainer
+    from meshwise.runtime.programs.training import Trainer
 
     recorder = context.recorder
     trainer = Trainer(options, context)
@@ -69,7 +69,8 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         parameters = trainer.parameters()
         recorder.weights(*parameters)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        optimizer = FlatOptimizer(trainer.plan, trained, options.lr)
+        kind = torch.optim.SGD if trainer.plan.optimizer == "sgd" else torch.optim.AdamW
+        optimizer = kind(trained, lr=options.lr, foreach=False)
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.plan.plan import Plan, number_of
+from meshwise.plan.plan import number_of
 from meshwise.plan.stages import V_SHAPED
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.functions import turned_width, turns
-from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.mixture import Experts
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
@@ -48,35 +47,6 @@ class Place(NamedTuple):
     dp: int
     cp: int
     tp: int
-
-
-class FlatOptimizer:
-    """AdamW or SGD, as the plan has it, of this rank's numbers of the weights `trained`."""
-
-    def __init__(self, plan: Plan, trained: Sequence[Tensor], lr: float) -> None:
-        self._plan, self._trained, self._lr = plan, trained, lr
-        self._weights: list[nn.Parameter] = []
-        self.state: dict[Tensor, dict[str, Any]] = {}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """A step of all weights."""
-        if not self._weights:  # the first forward of FSDP2 may move shards
-            self._weights = [nn.Parameter(_flat(parameter)) for parameter in self._trained]
-            kind = torch.optim.SGD if self._plan.optimizer == "sgd" else torch.optim.AdamW
-            self._optimizer = kind([{"params": self._weights}], lr=self._lr, foreach=False)
-            self.state = self._optimizer.state
-        for parameter, weight in zip(self._trained, self._weights, strict=True):
-            if parameter.grad is not None:
-                weight.grad = _flat(parameter.grad)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
-@torch.no_grad()
-def _flat(tensor: Tensor) -> Tensor:
-    """This rank's numbers, in a row."""
-    return local(tensor).detach().view(-1)
 
 
 class Trainer:
