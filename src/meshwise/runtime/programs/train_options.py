@@ -7,7 +7,7 @@ by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of 
 of each chunk, or of ops whose results are not kept (`recompute`), adapters beside frozen weights
 (`lora_rank`), AdamW or SGD.
 Gradients of several microbatches add up before the optimizer steps. Dropout is left out. Layouts beyond 1d,
-and what `RUN` leaves out, are priced by `meshwise estimate` and refused here.
+and what `catalog/train.toml` leaves out, are priced by `meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -20,63 +20,19 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from meshwise.core.errors import ModelError, PlanError
+from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import AXES, KEYS, Plan, plan_keys
+from meshwise.plan.plan import DEFAULTS, KEYS, Plan, plan_keys
 from meshwise.plan.rules import resolve
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
 from meshwise.runtime.torch_private import release
 
-RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("implementation", ("fsdp2",), "it is made of PyTorch's own parts; use implementation=fsdp2"),
-    ("dtype", ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"), "use dtype=fp8"),
-    (
-        "optimizer",
-        ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
-        "it has torch's own; use optimizer=adam",
-    ),
-    ("param_dtype", ("bf16",), "it keeps wide weights; leave param_dtype out"),
-    ("lora_targets", ((),), "it adapts all linear layers; leave lora_targets out"),
-    ("lora_dropout", (0.0,), "its adapters drop nothing; leave lora_dropout out"),
-    ("frozen_dtype", (None,), "it keeps frozen weights as all others; leave frozen_dtype out"),
-    ("optimizer_in_bwd", (False,), "its optimizer runs behind the backward; leave it out"),
-    ("offload_optimizer", (0.0,), "the device keeps all states; leave offload_optimizer out"),
-    ("loss_fusion", (None, "none"), "its loss is PyTorch's own, not compiled; leave loss_fusion out"),
-    ("head_dtype", ("bf16",), "its head computes as its blocks keep; leave head_dtype out"),
-    ("act_input_dtype", ("bf16",), "it keeps inputs of activation functions as they are; leave it out"),
-    ("dispatch_dtype", ("bf16",), "it sends tokens as they are; leave dispatch_dtype out"),
-    ("offload_activations", (0.0,), "the device keeps them; use recompute=full"),
-    ("placement", (AXES,), "its pipeline is outermost; leave placement out"),
-    ("imbalance", (1.0,), "it gives all experts as many tokens; leave imbalance out"),
-)
-"""Keys of a plan of which less runs than is priced: what runs, and what to do about the rest."""
-MODEL = (
-    *(
-        "name",
-        "source",
-        "checked",
-        "aliases",
-        "left_out",
-        "quantized",
-        "num_layers",
-        "hidden",
-        "ffn_hidden",
-        "num_heads",
-    ),
-    *("num_kv_heads", "head_dim", "vocab", "max_seq", "extra_position_rows", "activation", "norm"),
-    *("norm_bias", "linear_bias", "qkv_bias", "out_bias", "positions", "tied_embedding", "mtp_layers"),
-    *("dropout_frac", "mla", "moe", "layers", "fused_qkv", "towers"),
-)
-MOE = (
-    *("num_experts", "top_k", "ffn_hidden", "num_shared_experts", "shared_ffn_hidden", "first_dense_layers"),
-    *("every", "router_bias", "balance_bias", "expert_groups", "top_groups", "narrow_weights"),
-)
-"""What may be stated of a model, and of its experts."""
-RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "per_op")
-"""What `recompute_modules` may name: what torch runs again as a whole, or op by op."""
+_CATALOG = read_catalog("train.toml")
+_PARTS = _CATALOG["parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +85,18 @@ def the_plan(options: Options) -> Plan:
     software = "torch-2026" if release(version("torch")) >= (2, 15) else "torch-2024"
     keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3, "software": software}
     plan = Plan(**keys | plan_keys(options.plan))
-    for key, run, hint in RUN:
-        if (value := getattr(plan, key)) not in run:
+    for key, own in _CATALOG["plan"].items():
+        value = getattr(plan, key)
+        if value is not None and value not in own.get("run", [DEFAULTS[key]]):
             raise PlanError(
                 f"the program train does not run {key}={KEYS[key].show(value)}, "
-                f"which meshwise estimate prices; {hint}"
+                f"which meshwise estimate prices; {own['hint']}"
             )
-    if others := set(plan.recompute_modules) - set(RECOMPUTED):
+    recomputed = _PARTS["recompute_modules"]
+    if others := set(plan.recompute_modules).difference(recomputed):
         raise PlanError(
             f"the program train does not run recompute_modules={'+'.join(sorted(others))}, which meshwise "
-            f"estimate prices; torch.utils.checkpoint runs {', '.join(RECOMPUTED)}"
+            f"estimate prices; torch.utils.checkpoint runs {', '.join(recomputed)}"
         )
     return plan
 
@@ -146,16 +104,13 @@ def the_plan(options: Options) -> Plan:
 def the_model(options: Options) -> Model:
     """The model without dropout, cut to its first layers where asked; ModelError for another shape."""
     model = find_model(options.model)
-    stated = list(_beside(model, MODEL))
+    stated = list(_beside(model, _PARTS["model"]))
     for kind in layer_kinds(model):
-        stated += _beside(kind, ("moe",))
+        stated += _beside(kind, _PARTS["layer"])
     if model.moe is not None:
-        stated += [*_beside(model.moe, MOE), *("experts with biases",) * model.linear_bias]
-    for name, value, run in (
-        ("the activation", model.activation, ("swiglu", "gelu")),
-        ("positions", model.positions, ("rotary", "learned")),
-    ):
-        stated += [f"{name} {value}"] * (value not in run)
+        stated += [*_beside(model.moe, _PARTS["moe"]), *("experts with biases",) * model.linear_bias]
+    stated += [f"the activation {model.activation}"] * (model.activation not in _PARTS["activation"])
+    stated += [f"positions {model.positions}"] * (model.positions not in _PARTS["positions"])
     if stated:
         raise ModelError(
             f"train: {model.name} has {stated[0]}; choose one shaped like GPT, Llama, Mixtral or DeepSeek-V2"
