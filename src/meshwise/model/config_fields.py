@@ -273,6 +273,10 @@ NULL_MEANS_NONE = (
 )  # fmt: skip
 
 
+NAMES: dict[str, dict[str, str]] = read_catalog("huggingface_names.toml")
+"""Words that mean the same: of families, formats of weights, activation functions, and kinds of layers."""
+
+
 class Joint(msgspec.Struct, forbid_unknown_fields=True):
     """Layers beside a transformer: `norms` of a width, `linears` from a width to another.
 

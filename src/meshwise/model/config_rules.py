@@ -30,29 +30,17 @@ from meshwise.model.architecture import (
     Streams,
     check_count,
 )
-from meshwise.model.config_fields import POOLED, Config, Fields, LayerSizes
+from meshwise.model.config_fields import NAMES, POOLED, Config, Fields, LayerSizes
 
 # --- blocks ------------------------------------------------------------------------------------
 
-_ACTIVATIONS = {
-    **dict.fromkeys(("silu", "swish", "swiglu", "swigluoai", "situ"), "silu"),
-    **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh"), "gelu"),
-    **{
-        "quick_gelu": "gelu",
-        "gegelu": "gelu",
-        "xielu": "gelu",
-        "relu": "relu",
-        "relu2": "relu2",
-        "sqrelu": "relu2",
-    },
-}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "relu2": "reglu"}
 
 
 def _activation(name: str, *, gated: bool) -> str:
-    plain = _ACTIVATIONS.get(name)
+    plain = NAMES["activations"].get(name)
     if plain is None or (gated and plain not in _GATED):
-        raise ModelError(f"hidden_act is {name!r}; known are {', '.join(_ACTIVATIONS)}")
+        raise ModelError(f"hidden_act is {name!r}; known are {', '.join(NAMES['activations'])}")
     return _GATED[plain] if gated else plain
 
 
@@ -281,15 +269,6 @@ def _low_rank(c: Config) -> Fields:
     return {"low_rank": LowRank(query=c.q_lora_rank) if c.q_lora_rank else None}
 
 
-_MIXERS = {
-    **dict.fromkeys(("linear_attention", "mamba", "conv", "recurrent", "M"), "recurrence"),
-    **dict.fromkeys(
-        ("full_attention", "sliding_attention", "attention", "indexed_attention", "*"), "attention"
-    ),
-    **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
-}
-
-
 def _hybrid(c: Config) -> Fields:
     """Layers of which some have a recurrence in place of attention, and some, in Nemotron-H, only an MLP."""
     number, kinds = c.num_hidden_layers, list(c.hybrid_pattern) or c.layer_types or []
@@ -299,7 +278,8 @@ def _hybrid(c: Config) -> Fields:
         for layer in range(number):
             attends = layer in indices or (period and layer % period == offset)
             kinds.append("attention" if attends or (every and (layer + 1) % every == 0) else "mamba")
-    mixers = tuple(_MIXERS[kind] for kind in _named(c, "layer_types", kinds, _MIXERS))
+    known = NAMES["mixers"]
+    mixers = tuple(known[kind] for kind in _named(c, "layer_types", kinds, known))
     each: Fields = {"mixer": mixers}
     if "sliding_attention" in kinds:
         each["window"] = tuple((c.sliding_window or 0) * (kind == "sliding_attention") for kind in kinds)

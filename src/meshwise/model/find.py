@@ -19,7 +19,8 @@ import msgspec
 from meshwise.core.errors import ModelError, did_you_mean
 from meshwise.core.files import read_catalog
 from meshwise.model.architecture import Model, checked_model
-from meshwise.model.huggingface import SERVED_AS, model_from_config, read_config
+from meshwise.model.config_fields import NAMES
+from meshwise.model.huggingface import model_from_config, read_config
 
 _ENDINGS = re.compile(
     r"-(instruct|chat|base|it|pt|hf|rl|sft|dpo|think|thinking|preview|reasoning|fp8|fp4|nvfp4|mxfp4|bf16|int4"
@@ -27,8 +28,7 @@ _ENDINGS = re.compile(
 )
 """What a name may end with beside that of the architecture: training, types of weights, versions, dates."""
 
-_FORMATS = SERVED_AS | {f"int{bits}": f"weight_dtype=int{bits}" for bits in (4, 8)}
-_FORMATS |= {"fp4": "dtype=fp4", "bf16": ""}
+_FORMATS = NAMES["formats"] | NAMES["formats_of_names"]
 """Plan keys of the types of weights that a name may say."""
 
 _ACTIVE = re.compile(r"-a\d+(\.\d+)?b$")

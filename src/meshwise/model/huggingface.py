@@ -38,6 +38,7 @@ from meshwise.model.architecture import (
     checked_model,
 )
 from meshwise.model.config_fields import (
+    NAMES,
     NEEDED,
     NULL_MEANS_NONE,
     ONE_FOR_ALL,
@@ -53,50 +54,7 @@ from meshwise.model.config_fields import (
 from meshwise.model.config_rules import BLOCKS, RULES, head_fields, with_layers
 from meshwise.model.weights import num_params, num_projected
 
-_OTHER_NAMES = {
-    "refinedweb": "falcon",
-    "refinedwebmodel": "falcon",
-    "rw": "falcon",
-    "kimi_k2": "deepseek_v3",
-    "deepseek_ref": "deepseek_v4",
-    "mimo_v2": "mimo_v2_flash",
-    "bailing_moe_v2": "bailing_moe",
-    "bailingmoev2": "bailing_moe",
-    "bailingmoelinearv2": "bailing_moe_linear",
-    "ministral": "mistral",
-    "minimax_m1": "minimax",
-    "minimax_text_01": "minimax",
-    "decilm": "nemotron-nas",
-    "deci": "nemotron-nas",
-    "yi": "llama",
-    "aquila": "llama",
-    "hunyuanmoev1": "hunyuan_v1_moe",
-    "hunyuandensev1": "hunyuan_v1_dense",
-    "ernie4_5_moe_vl": "ernie4_5_vl_moe",
-    "step3": "step3_vl",
-    "grok": "grok-1",
-    "grok1": "grok-1",
-}
-
-
 ENDS = "embedding", "head"
-SERVED_AS = {
-    **dict.fromkeys(("fp8", "float-quantized", "fbgemm_fp8"), "dtype=fp8"),
-    **dict.fromkeys(("nvfp4", "nvfp4-pack-quantized"), "dtype=fp4"),
-    **dict.fromkeys(("mxfp4", "mxfp4-pack-quantized"), "expert_dtype=mxfp4"),
-    **dict.fromkeys(("awq", "gptq", "auto-round", "bitsandbytes", "pack-quantized"), "weight_dtype=int4"),
-    "int-quantized": "weight_dtype=int8",
-}
-"""Plan keys of formats that `quantization_config` names: its quant_algo, else format, else quant_method."""
-
-
-_LEFT_WIDE = {
-    "qkv": r"self_attn(\*|'|\.(q|k|v|kv|qkv|q_[ab]|kv_[ab])_proj)",
-    "out": r"self_attn(\*|'|\.o_proj)",
-    "recurrence": r"linear_attn",
-    "shared": r"shared_expert",
-}
-"""Values of the plan key `wide_modules` by the modules that `quantization_config` leaves out."""
 
 
 def families() -> list[str]:
@@ -155,9 +113,9 @@ def _quantized(raw: dict[str, Any], has_experts: bool) -> str:
     name = next((name.lower() for name in names if isinstance(name, str)), "")
     if has_experts and name == "pack-quantized":
         return "expert_dtype=int4"
-    keys = SERVED_AS.get(name, "dtype, weight_dtype or expert_dtype")
+    keys = NAMES["formats"].get(name, "dtype, weight_dtype or expert_dtype")
     left_out = " ".join(str(own.get(key)) for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
-    wide = [what for what, names in _LEFT_WIDE.items() if re.search(names, left_out)]
+    wide = [what for what, names in NAMES["left_wide"].items() if re.search(names, left_out)]
     if keys == "dtype=fp4" and wide:
         return f"{keys},wide_modules={'+'.join(wide)}"
     if own.get("bits") == 8 or own.get("load_in_8bit"):
@@ -332,7 +290,7 @@ def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
 def _part_family(part: dict[str, Any], usual: str) -> str:
     """The family of a part, which may call itself nothing, or as the whole does: then the `usual` one."""
     named = part.get("model_type")
-    own = _OTHER_NAMES.get(named, named) if isinstance(named, str) else None
+    own = NAMES["families"].get(named, named) if isinstance(named, str) else None
     return usual if not named or (own in spellings() and spellings()[own].whole) else _family(part)
 
 
@@ -348,7 +306,7 @@ def _family(raw: dict[str, Any], like: str = "") -> str:
     else:
         other = "; it looks like a params.json: give the config.json instead" * ("n_layers" in raw)
         raise ModelError(f"model_type is missing; it names the family of the model, for example llama{other}")
-    key = _OTHER_NAMES.get(key, key)
+    key = NAMES["families"].get(key, key)
     if key in spellings():
         return key
     if like in spellings():
