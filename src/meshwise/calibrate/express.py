@@ -24,6 +24,7 @@ from typing import Any
 from meshwise.calibrate.defaults import Defaults, defaults_of, filled
 from meshwise.calibrate.runs import Run
 from meshwise.core.errors import ClusterError, PlanError
+from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
 from meshwise.machine.overheads import Overheads, Tables, find_overheads
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
@@ -32,11 +33,7 @@ from meshwise.model.weights import num_params
 from meshwise.plan.plan import EVEN, NARROW_DTYPES, Plan, plan_keys
 from meshwise.plan.workload import Workload
 
-NETWORK_LATENCY_S = {
-    **{"infiniband": 4e-6, "omnipath": 4e-6, "slingshot": 5.8e-6},
-    **{"roce": 5.6e-6, "efa": 5.6e-6, "ethernet": 5.6e-6},
-}
-"""Hop latency of networks; sources in catalog/chips.toml. EFA and Ethernet are taken to be as RoCE."""
+_NAMES = read_catalog("measured_names.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +125,12 @@ def _levels(
     """One domain of direct links, and the network between domains; cached: equal levels are one object."""
     inner, *_, outer = chip.levels
     ranks = float(domain or inner.ranks)
-    name = network if network in NETWORK_LATENCY_S else None
+    latencies = _NAMES["network_latency_s"]
+    name = network if network in latencies else None
     if name is None and gbit_per_s is None and ranks == inner.ranks:
         return chip.levels
     if name is not None:
-        outer = replace(outer, name=name, latency_s=NETWORK_LATENCY_S[name])
+        outer = replace(outer, name=name, latency_s=latencies[name])
     if gbit_per_s is not None:
         outer = replace(outer, bytes_per_s=gbit_per_s * 1e9 / 8)
     return replace(inner, ranks=ranks), outer
@@ -243,14 +241,6 @@ def vocab_of(run: Run, defaults: Defaults) -> int:
 
 # --- plan --------------------------------------------------------------------------------------
 
-_OPTIMIZERS = {"adamw": "adam", "decoupled_adamw": "adam"}
-_STATES = {"bf16": "adam-bf16", "8bit": "adam-8bit", "int8": "adam-8bit"}
-"""Adam by the type of its states."""
-_ADAPTED = {
-    **{"all": "", "all-linear": "", "attention": "q+k+v+o", "mlp": "gate+up+down", "qkv": "q+k+v"},
-    **{"linear_qkv": "q+k+v", "linear_proj": "o", "linear_fc1": "gate+up", "linear_fc2": "down"},
-}
-"""Words for linear layers that have adapters, beyond those of a plan."""
 _DISPATCH = {"alltoall": "per_expert", "allgather": "per_expert"}
 
 
@@ -277,8 +267,8 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         zero=run.zero_stage or 0,
         zero_group=run.zero_group,
         dtype=dtype,
-        optimizer=_STATES.get(run.optimizer_dtype or "", "")
-        or _OPTIMIZERS.get(run.optimizer or "", run.optimizer or ""),
+        optimizer=_NAMES["optimizer_states"].get(run.optimizer_dtype)
+        or _NAMES["optimizers"].get(run.optimizer, run.optimizer or ""),
         optimizer_in_bwd=bool(run.optimizer_in_bwd),
         param_dtype=run.param_gather_dtype or "bf16",
         offload_activations=run.offload_activations or 0.0,
@@ -318,9 +308,8 @@ def _adapters(run: Run, dtype: str) -> dict[str, Any]:
     """The keys of a plan about adapters and the frozen weights beside them."""
     if not run.lora_rank:
         return {}
-    named = (
-        _ADAPTED.get(word, word.removesuffix("_proj")) for word in _words((run.lora_targets or "").lower())
-    )
+    adapted, stated = _NAMES["adapted"], _words((run.lora_targets or "").lower())
+    named = (adapted.get(word, word.removesuffix("_proj")) for word in stated)
     frozen = {"nf4": "fp4", "bf16": None, "": None}.get(run.frozen_dtype or "", run.frozen_dtype)
     if frozen == "as_computed":
         frozen = "fp8" if dtype in NARROW_DTYPES else None
@@ -374,24 +363,14 @@ def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...]:
     return tuple(counts)
 
 
-_DTYPES = {
-    "fp4": ("fp4", "float4"),
-    "fp8": ("fp8", "float8"),
-    "int8": ("int8",),
-    "bf16": ("bf16", "bfloat16"),
-    "fp16": ("fp16", "float16", "half"),
-    "fp32": ("fp32", "float32"),
-}
-
-
 def dtype_of(run: Run) -> str:
     """The dtype of the matmuls: the narrowest that the cell names (`mixed fp16`, `amp_bf16`, `fp8-mx`)."""
     if run.fp8_recipe == "rowwise":
         return "bf16"
-    for dtype, words in _DTYPES.items():
+    for dtype, words in _NAMES["run_dtypes"].items():
         if any(word in run.dtype.lower() for word in words):
             return dtype
-    raise PlanError(f"dtype {run.dtype!r} is unknown; write one of {', '.join(_DTYPES)}")
+    raise PlanError(f"dtype {run.dtype!r} is unknown; write one of {', '.join(_NAMES['run_dtypes'])}")
 
 
 def grad_dtype_of(run: Run, dtype: str) -> str:

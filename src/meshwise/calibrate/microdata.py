@@ -69,7 +69,9 @@ OPS_COLUMNS = ("hardware", "op", "dtype", "n_gpus", "shape", "latency_us", "kern
 PUBLISHED_COLUMNS = ("source", "hardware", "op", "shape_or_size", "ranks", "value", "unit", "notes")
 
 _NAMES = read_catalog("measured_names.toml")
-_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "nvfp4": "fp4", "fp32": "fp32"}
+_DTYPES: dict[str, str] = _NAMES["dtypes"]
+_EXPERT_DTYPES: dict[str, str] = _NAMES["expert_dtypes"]
+_STREAMING_BYTES: dict[str, float] = _NAMES["streaming_bytes"]
 _CAST_LIBRARIES = ("CutlassFP8ScaledMMLinearKernel", "FlashInferCuteDslNvFp4LinearKernel")
 """Linear layers timed from bf16 activations: the cast is in the figure. TensorRT-LLM's fp8 ones likewise."""
 
@@ -218,10 +220,6 @@ def _grouped(op: str, text: str) -> dict[str, float]:
     return {"m": tokens, "n": n, "k": k, "batch": experts, "cast": 0.0}
 
 
-# Bytes that a streaming kernel of V100's list moves per element, by what it reads and writes.
-_STREAMING_BYTES = {"elementwise_add": 12.0, "cast": 5.0, "gelu": 8.0, "softmax": 4.0}
-
-
 def _elements(text: str) -> float:
     if "elements=" in text:
         return next(_shape(text, "shape", "elements"))
@@ -242,9 +240,6 @@ def _elements(text: str) -> float:
 # are ties, which go to the first experts of all, on the first rank. Choices drawn from a power law crowd
 # in fewer groups, nearly always the busiest among them: the first rank keeps its choices and gains a tie.
 
-_EXPERT_DTYPES = {
-    "bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "fp4", "w4a16_mxfp4": "w4a16"
-}  # fmt: skip
 _WITHOUT_GROUPS = ("vllm_fused_moe", "moe_torch_flow_cutlass")
 """Collectors that route DeepSeek-V3 freely: of vLLM 0.14, and of TensorRT-LLM."""
 

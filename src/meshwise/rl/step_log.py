@@ -14,39 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import DataError
-from meshwise.core.files import read_text
+from meshwise.core.files import read_catalog, read_text
 from meshwise.core.notebook import Shown
 from meshwise.rl.step import PHASES, RlStep
 
 WARM_UP_STEPS = 3
 """Steps that are left out where a log has more than twice as many."""
 
-PHASE_OF = {
-    **dict.fromkeys(("gen", "generation", "exposed_generation", "generate_sequences_wait"), "generation"),
-    **dict.fromkeys(("old_log_prob", "ref", "values", "policy_and_reference_logprobs"), "scoring"),
-    **dict.fromkeys(("update_actor", "update_critic", "policy_training", "value_training"), "train"),
-    **dict.fromkeys(("update_weights", "weight_sync", "prepare_for_generation"), "sync"),
-    **dict.fromkeys(("logprob_inference_prep", "training_prep"), "switch"),
-    **dict.fromkeys(("reward", "adv", "data_processing", "buffer_sampling"), "wait"),
-}
-"""The phase of each time of a log."""
-STEP_NAMES = ("step", "total_step_time", "Total step time")
-NOT_OF_A_STEP = ("testing", "save_checkpoint", "validation", "checkpointing")
-"""Times that lie within a logged step and are none of it."""
-
+_NAMES = read_catalog("rl_log.toml")
+_PHASE_OF = {name: phase for phase, names in _NAMES["phases"].items() for name in names}
+_ADVICE: dict[str, str] = _NAMES["advice"]
 _VALUE = r"[\"']?[:=,]\s*(?:np\.float\d*\()?(?P<value>[\d.]+(?:e[-+]?\d+)?)"
 _TIME = re.compile(r"(?:timing_s/|timing/train/|[•*] +)(?P<name>[\w ]+?)" + _VALUE)
 _LENGTH = re.compile(r"(?:response_length/mean|mean_gen_tokens_per_sample)" + _VALUE)
-
-ADVICE = {
-    "generation": "larger engines, more memory for their cache, a lower cap, or --mode one_step_off",
-    "scoring": "larger scoring bins, or one pass less: no reference, one update a rollout",
-    "train": "the training plan: meshwise rl without --train-plan says the fastest; fuller bins",
-    "sync": "another transport of the weights",
-    "switch": "less to offload: ZeRO over more ranks, or two pools",
-    "wait": "rewards, data and logging on other processes than the trainer's",
-}
-"""What shortens a phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +50,7 @@ def read_step_log(path: Path) -> StepLog:
     times: dict[str, list[float]] = defaultdict(list)
     for match in _TIME.finditer(text):
         times[match["name"].strip()].append(float(match["value"]))
-    totals = next((times[name] for name in STEP_NAMES if name in times), [])
+    totals = next((times[name] for name in _NAMES["step"] if name in times), [])
     if not totals:
         raise DataError(
             f"{path} has no timing_s/step of verl and no total step time of NeMo-RL; name their log"
@@ -78,9 +58,9 @@ def read_step_log(path: Path) -> StepLog:
     first = WARM_UP_STEPS if len(totals) > 2 * WARM_UP_STEPS else 0
     phases_s = dict.fromkeys(PHASES, 0.0)
     for name, seconds in times.items():
-        if name in PHASE_OF and not (name == "generation" and "exposed_generation" in times):
-            phases_s[PHASE_OF[name]] += _mean(seconds[first:] or seconds)
-    beside_s = sum(sum(times[name][first:]) for name in NOT_OF_A_STEP if name in times)
+        if name in _PHASE_OF and not (name == "generation" and "exposed_generation" in times):
+            phases_s[_PHASE_OF[name]] += _mean(seconds[first:] or seconds)
+    beside_s = sum(sum(times[name][first:]) for name in _NAMES["beside"] if name in times)
     num = len(totals) - first
     lengths = [float(found["value"]) for found in _LENGTH.finditer(text)]
     return StepLog(
@@ -119,7 +99,7 @@ class RlExplanation(Shown):
         rows, step_s = self.rows, self.log.step_s
         if self.step is None or self.step.step_s is None:
             phase, seconds = rows[0]["phase"], rows[0]["measured_s"]
-            return [f"{phase} takes {seconds / step_s:.0%} of a step; it is shortened by {ADVICE[phase]}"]
+            return [f"{phase} takes {seconds / step_s:.0%} of a step; it is shortened by {_ADVICE[phase]}"]
         found = [f"a step takes {step_s:.4g} s, {step_s / self.step.step_s - 1:+.0%} against the prediction"]
         between = self.step.step_s_interval
         if between is not None and between.p10 <= step_s <= between.p90:
@@ -129,11 +109,11 @@ class RlExplanation(Shown):
         if longer_s > 0.05 * step_s:
             found.append(
                 f"look first at {worst['phase']}, {longer_s:.3g} s longer than predicted; it is shortened by "
-                f"{ADVICE[worst['phase']]}"
+                f"{_ADVICE[worst['phase']]}"
             )
         else:
             longest = rows[0]["phase"]
-            found.append(f"no phase stands out; the longest, {longest}, is shortened by {ADVICE[longest]}")
+            found.append(f"no phase stands out; the longest, {longest}, is shortened by {_ADVICE[longest]}")
         return found
 
     def to_json(self) -> dict[str, Any]:

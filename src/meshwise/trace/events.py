@@ -29,14 +29,14 @@ from meshwise.core.files import read_catalog
 
 Ints = NDArray[np.int64]
 Result = TypeVar("Result")
-_NAMES = read_catalog("trace_names.toml")
+NAMES = read_catalog("trace_names.toml")
 """How traces name what they show."""
 KERNEL_CLASSES, MODULE_PARTS = (
-    {name: re.compile("|".join(words), re.IGNORECASE) for name, words in _NAMES[what].items()}
+    {name: re.compile("|".join(words), re.IGNORECASE) for name, words in NAMES[what].items()}
     for what in ("classes", "parts")
 )
 """What names of kernels and operators, and of modules, have in them by class, and by part of a model."""
-_KINDS = {category: kind for kind, categories in _NAMES["categories"].items() for category in categories}
+_KINDS = {category: kind for kind, categories in NAMES["categories"].items() for category in categories}
 
 
 class Kind(enum.IntEnum):
@@ -82,7 +82,7 @@ def kind_of(category: str, name: str) -> Kind:
 def collective_kind(name: str) -> str:
     """The collective that a kernel or call performs, by its name; `unknown` where the name hides it."""
     plain = re.sub(r"[^a-z]", "", name.lower())
-    return next((kind for part, kind in _NAMES["collectives"].items() if part in plain), "unknown")
+    return next((kind for part, kind in NAMES["collectives"].items() if part in plain), "unknown")
 
 
 def is_shape(sizes: list[Any]) -> bool:

@@ -22,29 +22,12 @@ from meshwise.core.units import DTYPE_BYTES
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward, matmul
 from meshwise.machine.hardware import Chip
 from meshwise.trace.breakdown import work
-from meshwise.trace.events import Ints, Kind, Trace
+from meshwise.trace.events import NAMES, Ints, Kind, Trace
 from meshwise.trace.nesting import added_at, around, launchers
 from meshwise.trace.operators import self_time
 from meshwise.trace.transfers import element_bytes
 
-_MATMULS = {"aten::mm": 0, "aten::bmm": 0, "aten::_scaled_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Where the first of the two operands stands."""
-_SDPA = "aten::_scaled_dot_product_"
-_ATTENTION = {
-    **{f"{_SDPA}flash_attention": 4, f"{_SDPA}flash_attention_for_cpu": 4},
-    **{f"{_SDPA}efficient_attention": 6, f"{_SDPA}cudnn_attention": 6},
-    **{f"{_SDPA}flash_attention_backward": 11, f"{_SDPA}flash_attention_for_cpu_backward": 7},
-    **{f"{_SDPA}efficient_attention_backward": 11, f"{_SDPA}cudnn_attention_backward": 14},
-}
-"""Where the flag stands that says whether attention is causal."""
-_ELEMENTWISE = (
-    *("add", "add_", "sub", "mul", "mul_", "div", "div_", "copy_", "gelu", "silu", "relu", "tanh", "sigmoid"),
-    *("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "native_dropout"),
-)
-_DTYPES = {
-    **{"float": "fp32", "double": "fp64", "c10::half": "fp16", "c10::bfloat16": "bf16"},
-    **{"c10::float8_e4m3fn": "fp8", "c10::float8_e5m2": "fp8", "c10::float8_e4m3fnuz": "fp8"},
-}
+_MATMULS, _ATTENTION, _ELEMENTWISE = NAMES["matmuls"], NAMES["attention"], NAMES["elementwise"]["names"]
 Tensors = list[tuple[list[int], str]]
 
 
@@ -115,7 +98,7 @@ def _roof_s(chip: Chip, dtype: str, flop: float, moved_bytes: float) -> float | 
 
 def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     """Seconds of every call of an operator of known work, by label and shape."""
-    known = _of_names(trace, lambda name: name in _MATMULS or name in _ATTENTION or _is_elementwise(name))
+    known = _of_names(trace, lambda name: name in {*_MATMULS, *_ATTENTION, *_ELEMENTWISE})
     done = np.flatnonzero(work(trace).kind == Kind.COMPUTE)
     owner = _callers(trace, done, known)
     spent = trace.duration_ns if trace.has_device else self_time(trace)
@@ -149,10 +132,6 @@ def matmul_shape(trace: Trace, number: int) -> str:
     return known[1] if known else ""
 
 
-def _is_elementwise(name: str) -> bool:
-    return name.removeprefix("aten::") in _ELEMENTWISE
-
-
 def _is_causal(trace: Trace, label: int, shape: int) -> bool:
     place = _ATTENTION.get(trace.labels[label][1])
     values = trace.concrete(shape) if place is not None else []
@@ -161,7 +140,7 @@ def _is_causal(trace: Trace, label: int, shape: int) -> bool:
 
 def _work(name: str, tensors: Tensors, causal: bool) -> tuple[str, str, str, Cost] | None:
     """Kind, shape and dtype of an operator and its work; None if its inputs are not what they should be."""
-    dtype = _DTYPES.get(tensors[0][1].lower(), "") if tensors else ""
+    dtype = NAMES["dtypes"].get(tensors[0][1].lower(), "") if tensors else ""
     if not dtype:
         return None
     dims, size = [dim for dim, _ in tensors], DTYPE_BYTES[dtype]

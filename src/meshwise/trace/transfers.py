@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from meshwise.trace.events import (
+    NAMES,
     POINT_TO_POINT_CALLS,
     CommunicationArgs,
     Ints,
@@ -36,12 +37,7 @@ _NAMED = ("nccl:", "rccl:", "c10d::")
 """How events that name the collective of a kernel begin."""
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "send_recv")
 """Collectives that no rank can leave before every rank has entered."""
-_ELEMENT_BYTES = {
-    **{"double": 8, "long": 8, "int64": 8, "float64": 8, "complexfloat": 8, "long int": 8, "uint64": 8},
-    **{"float": 4, "int": 4, "float32": 4, "int32": 4, "uint32": 4, "complexdouble": 16},
-    **{"half": 2, "bfloat16": 2, "short": 2, "float16": 2, "c10::half": 2, "c10::bfloat16": 2, "uint16": 2},
-    **{"byte": 1, "char": 1, "bool": 1, "int8": 1, "uint8": 1, "unsigned char": 1, "signed char": 1},
-}
+_ELEMENT_BYTES: dict[str, int] = NAMES["element_bytes"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args, get_origin
 
+from meshwise.core.files import read_catalog
 from meshwise.core.options import REQUIRED, Option
 from meshwise.launch.settings import FRAMEWORKS, TRAINING
 from meshwise.machine.hardware import chips, cluster_names
@@ -13,40 +14,10 @@ from meshwise.plan.plan import DEFAULTS, KEYS
 from meshwise.plan.workload import KINDS
 from meshwise.report.html import escape
 
-DEGREES = ("tp", "pp", "cp", "ep", "dp", "etp", "ulysses", "zero_group")
-"""Keys of the plan whose values divide the number of chips."""
-COUNTS = {
-    "vpp": tuple(map(str, (1, 2, 3, 4, 6, 8, 12, 16))),
-    "zero": ("0", "1", "2", "3"),
-    "panels": ("1", "2", "4", "8"),
-    "lora_rank": ("0", "8", "16", "32", "64", "128"),
-}
-"""Other keys that are chosen from a list, and its values."""
-FIRST_KEYS = ("tp", "pp", "vpp", "schedule", "cp", "ep", "zero", "recompute", "dtype")
-FIRST = {
-    "serve": ("model", "cluster", "plan", "prompt", "output", "rate", "concurrency", "token_s", "ttft_s",
-              "price"),
-    "rl": ("model", "cluster", "prompts", "samples", "prompt", "output", "max_output", "updates", "mode",
-           "rollout_gpus", "train_plan", "rollout_plan", "staleness", "price"),
-}  # fmt: skip
-"""Of views with many options, those that are shown from the start."""
+_FORMS = read_catalog("forms.toml")
+DEGREES: list[str] = _FORMS["degrees"]
+COUNTS: dict[str, Sequence[str]] = _FORMS["counts"]
 PASTED = ("config", "machine")
-RANGES = {
-    "memory_frac": ("0.1", "1", "0.02"),
-    "months": ("1", "24", "1"),
-    "utilization": ("0.3", "1", "0.05"),
-    "elem_bytes": ("0.5", "4", "0.5"),
-    "num_experts": ("1", "64", "1"),
-    "mtbf_hours": ("5", "1000", "1"),
-}
-"""Ends and step of numbers that are slid."""
-EXAMPLE = {"model": "llama3-8b", "cluster": "h100-80g-sxm:64", "batch": "256", "seq": "4096", "months": "3",
-           "prompts": "64", "samples": "16", "output": "1024"}  # fmt: skip
-OTHERS = {
-    "serve": {"cluster": "h100-80g-sxm:1", "prompt": "2048", "output": "256", "rate": "4"},
-    "traces": dict.fromkeys(EXAMPLE, ""),
-}
-"""What stands in a form at first: a job that every view but that of traces answers at once."""
 
 
 def view_name(view: str) -> str:
@@ -57,16 +28,16 @@ def view_name(view: str) -> str:
 def form_html(view: str, options: dict[str, Option]) -> str:
     """The form of a view."""
     groups: dict[str, list[str]] = {}
-    first, example = view_name(view), EXAMPLE | OTHERS.get(view, {})
+    first, example = view_name(view), _FORMS["example"] | _FORMS["other"].get(view, {})
     for option in sorted(options.values(), key=lambda option: option.name != "path"):
         if view == "explore" and option.name == "plan":
             for key in KEYS:
-                title = "Plan" if key in FIRST_KEYS else "More of the plan"
+                title = "Plan" if key in _FORMS["first_keys"] else "More of the plan"
                 groups.setdefault(title, []).append(
                     _field(f"{view}-{key}", key, KEYS[key].doc, _key_control(key))
                 )
             continue
-        is_first = option.name in FIRST.get(view, (option.name,))
+        is_first = option.name in _FORMS["first"].get(view, (option.name,))
         title = "Your own model or machine" if option.name in PASTED else first if is_first else "More"
         field = _field(f"{view}-{option.typed}", option.typed, option.help, _control(option, example))
         groups.setdefault(title, []).append(field)
@@ -95,13 +66,13 @@ def _label(name: str) -> str:
 
 def _control(option: Option, example: dict[str, str]) -> str:
     default = "" if option.default in (REQUIRED, None, ()) else f"{option.default}"
-    shown = example.get(option.name, default if option.name in RANGES else "")
+    shown = example.get(option.name, default if option.name in _FORMS["ranges"] else "")
     value = f'data-default="{escape(shown)}" value="{escape(shown)}"'
     hint = f'placeholder="{escape(default)}" autocomplete="off"'
     if option.name in PASTED:
         return '<textarea rows="2" spellcheck="false"></textarea>'
-    if option.name in RANGES:
-        low, high, step = RANGES[option.name]
+    if ends := _FORMS["ranges"].get(option.name):
+        low, high, step = ends
         return (
             f'<input type="range" {value} min="{low}" max="{high}" step="{step}">'
             f'<output for="PLACE">{escape(shown)}</output>'

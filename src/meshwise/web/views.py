@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -192,7 +192,8 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
     asked["cluster"] = cluster = _cluster(asked)
     stated = plan_keys(asked.pop("plan"))
     job = options_in(asked, api.refusal)
-    offered = dict.fromkeys(DEGREES, _divisors(cluster.num_chips)) | COUNTS
+    degrees: Sequence[str] = _divisors(cluster.num_chips)
+    offered = dict.fromkeys(DEGREES, degrees) | COUNTS
     offered |= {key: field.names for key, field in KEYS.items() if field.names}
     return {
         "options": {
