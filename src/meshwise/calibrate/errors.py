@@ -51,18 +51,12 @@ def summarize(errors: Sequence[float | None]) -> ErrorSummary:
     )
 
 
-def percentiles(ratios: NDArray[np.float64], groups: Sequence[Hashable]) -> tuple[float, float]:
-    """10th and 90th percentile of `ratios`; each group counts once, however many it has."""
-    num = Counter(groups)
-    weights = np.array([1.0 / num[group] for group in groups])
-    return quantile(ratios, weights, 0.1), quantile(ratios, weights, 0.9)
-
-
-def quantile(values: NDArray[np.float64], weights: NDArray[np.float64], share: float) -> float:
-    """The value below which a `share` of the weights lies."""
-    order = np.argsort(values)
-    below = np.cumsum(weights[order])
-    return float(np.interp(share, (below - 0.5 * weights[order]) / below[-1], values[order]))
+def quantiles(values: NDArray[np.float64], groups: Sequence[Hashable], *shares: float) -> list[float]:
+    """The values below which `shares` lie; each group counts once, however many values it has."""
+    num, order = Counter(groups), np.argsort(values)
+    weights = np.array([1.0 / num[group] for group in groups])[order]
+    below = np.cumsum(weights)
+    return np.interp(shares, (below - 0.5 * weights) / below[-1], values[order]).tolist()
 
 
 def is_held_out(row_id: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwise.calibrate.errors import percentiles, summarize
+from meshwise.calibrate.errors import quantiles, summarize
 from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import DataError, MeshwiseError
@@ -86,7 +86,7 @@ class ServingFit:
                 i for i, case in enumerate(self.cases) if (case.quantity, case.regime) == (quantity, regime)
             ]
             models = [self.cases[i].model for i in rows]
-            low, high = percentiles(np.exp(-self.without_model[rows]), models)
+            low, high = quantiles(np.exp(-self.without_model[rows]), models, 0.1, 0.9)
             spread = Spread(min(low, 1.0), max(high, 1.0), len(rows), len(set(models)))
             found.setdefault(quantity, {})[regime] = spread
         return found

@@ -23,15 +23,7 @@ from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.runs import Run, publication, read_runs
-from meshwise.calibrate.step_constants import (
-    LIMITS,
-    MEMORY_BOXES,
-    START,
-    TIED,
-    TIME_BOXES,
-    Constants,
-    every,
-)
+from meshwise.calibrate.step_constants import LIMITS, MEMORY_BOXES, START, TIED, TIME_BOXES, Constants, every
 from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.each import all_of

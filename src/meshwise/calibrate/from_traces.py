@@ -234,18 +234,13 @@ def _wire_sample(one: Bandwidth) -> Sample:
     )
 
 
-def _chip(trace: Trace) -> dict[str, Any]:
-    found = trace.metadata.get("deviceProperties")
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
-
-
 def _chip_name(trace: Trace) -> str:
-    name = str(_chip(trace).get("name") or ("device" if trace.has_device else "cpu"))
+    name = str(trace.device_properties.get("name") or ("device" if trace.has_device else "cpu"))
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
 
 def _memory_bytes(trace: Trace) -> float:
     """Of the device as the trace tells it; else that of this machine."""
-    size = _chip(trace).get("totalGlobalMem")
+    size = trace.device_properties.get("totalGlobalMem")
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return float(size if isinstance(size, int) and size > 0 else here)

@@ -9,7 +9,6 @@ the intervals of `meshwise.estimate.intervals`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,20 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.calibrate.errors import grouped, quantile
+from meshwise.calibrate import fit_steps
+from meshwise.calibrate.errors import grouped, quantiles
 from meshwise.calibrate.express import Expressed
-from meshwise.calibrate.fit_steps import (
-    MEMORY,
-    TIME,
-    Quantity,
-    as_tables,
-    catalog_constants,
-    fitting_half,
-    linearize,
-    moved,
-    priced_runs,
-    times,
-)
 from meshwise.calibrate.robust import LinearMisses
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.step_constants import Constants
@@ -50,7 +38,7 @@ from meshwise.machine.efficiency import constants as efficiency_of
 from meshwise.machine.hardware import Chip, chips
 from meshwise.machine.overheads import Tables
 
-QUANTITIES = {each.name: each for each in (TIME, MEMORY)}
+QUANTITIES = {each.name: each for each in (fit_steps.TIME, fit_steps.MEMORY)}
 Misses = dict[str, float]
 """Log of predicted over measured, by the id of a run."""
 
@@ -98,8 +86,8 @@ def misses_by_others(runs: Sequence[Expressed], constants: Constants) -> MissesB
     by_aspect: dict[str, dict[str, Misses]] = {}
     for name, quantity in QUANTITIES.items():
         measured = [each for each in runs if getattr(each.run, name)]
-        training = fitting_half(runs, quantity)
-        linear = linearize(constants, training, quantity)
+        training = fit_steps.fitting_half(runs, quantity)
+        linear = fit_steps.linearize(constants, training, quantity)
         known = (measured, training, linear, constants, quantity)
         by_source[name] = _misses(_source, *known)
         by_aspect[name] = {
@@ -119,7 +107,7 @@ def _misses(
     training: Sequence[Expressed],
     linear: LinearMisses,
     constants: Constants,
-    quantity: Quantity,
+    quantity: fit_steps.Quantity,
     *,
     aspect: str = "",
 ) -> Misses:
@@ -130,8 +118,8 @@ def _misses(
     found: Misses = {}
     for group, members in grouped(measured, key).items():
         others = np.array([key(each) != group for each in training])
-        step = moved(constants, linear.where(others), quantity, reach=2.0)
-        tables = as_tables(times(constants, quantity, step))
+        step = fit_steps.moved(constants, linear.where(others), quantity, reach=2.0)
+        tables = fit_steps.as_tables(fit_steps.times(constants, quantity, step))
         if aspect == "generation":
             tables = _without_power(tables, members[0].cluster.chip.generation)
         efficiencies: dict[tuple[Chip, Any], Efficiency] = {}
@@ -172,7 +160,7 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
 
     DataError unless two sources at least measured steps, and two memory.
     """
-    priced = priced_runs(paths)
+    priced = fit_steps.priced_runs(paths)
     if not priced and any(row.left_out for row in validation.rows):  # of tables that have them already
         return validation
     for name in QUANTITIES:
@@ -181,7 +169,7 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
                 f"--leave-one-source-out needs training runs of two sources that measured {name}; "
                 "name them by --runs, or leave both out for the runs that ship with the package"
             )
-    found = misses_by_others(priced, catalog_constants())
+    found = misses_by_others(priced, fit_steps.catalog_constants())
     runs = {each.run.id: each for each in found.runs}
     sources = dict.fromkeys(publication(each.run.source) for each in found.runs)
     known = {source: found.spreads(without=source) for source in sources}
@@ -228,10 +216,9 @@ def excess(runs: Sequence[Expressed], misses: Misses, near: Sequence[float], asp
 
 
 def _spread(squares: Sequence[float], groups: Sequence[str]) -> Spread:
-    num = Counter(groups)
-    weights = np.array([1.0 / num[group] for group in groups])
-    width = math.sqrt(max(quantile(np.array(squares), weights, 0.8), 0.0))
-    return Spread(math.exp(-width), math.exp(width), len(squares), len(num))
+    (square,) = quantiles(np.array(squares), groups, 0.8)
+    width = math.sqrt(max(square, 0.0))
+    return Spread(math.exp(-width), math.exp(width), len(squares), len(set(groups)))
 
 
 _HEAD = """\

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from meshwise.cli.output import print_json, print_parts
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import Table
 
-DTYPES = ("fp16", "bf16", "fp32", "fp64")
-SHOWN = ("counts", "what-ifs", "programs", "all")
 TOKENS = "tokens scored or generated"
 Count = Annotated[int, range(1, 10**6 + 1)]
 Tokens = Annotated[int, range(1, 4096 + 1)]
@@ -26,7 +24,7 @@ def eval_lm(
     *,
     ranks: Count = 4,
     passes: Count = 5,
-    dtype: str = "fp16",
+    dtype: Literal["fp16", "bf16", "fp32", "fp64"] = "fp16",
     tp: Count = 1,
     override: str = "",
     fractions: str = "0,0.05,0.1,0.25,0.5,1",
@@ -35,7 +33,7 @@ def eval_lm(
     prompt_tokens: Count = 512,
     max_tokens: Tokens = 200,
     beam: Count = 5,
-    show: str = "all",
+    show: Literal["counts", "what-ifs", "programs", "all"] = "all",
     json: bool = False,
 ) -> None:
     """Count what the program eval-lm costs a rank, and what-ifs.
@@ -56,7 +54,7 @@ def eval_lm(
         prompt_tokens: Tokens of a prompt.
         max_tokens: Tokens generated after it.
         beam: Beams of a text (1: greedy).
-        show: What to print: counts, what-ifs, programs, or all.
+        show: What to print.
     """
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.gpt_config import find_gpt_config
@@ -66,9 +64,6 @@ def eval_lm(
     from meshwise.program.lifetime import peak_bytes
     from meshwise.published.moe_inference import has_rate, report, side_by_side, variants, what_if
 
-    for name, value, choices in (("dtype", dtype, DTYPES), ("show", show, SHOWN)):
-        if value not in choices:
-            raise WorkloadError(f"--{name} {value} is unknown; choose one of {', '.join(choices)}")
     found = find_gpt_config(config, override)
     if not found.num_moe_layers:
         raise WorkloadError(f"{config} has no mixture-of-experts layer; set moe_freq and moe_expert_count")
@@ -100,9 +95,10 @@ def eval_lm(
     if json:
         print_json(counts | {"what_ifs": what_ifs, "programs": programs})
         return
-    for name, parts in zip(SHOWN, (_counts(counts), _what_ifs(what_ifs), _programs(programs)), strict=False):
+    parts = {"counts": _counts(counts), "what-ifs": _what_ifs(what_ifs), "programs": _programs(programs)}
+    for name, tables in parts.items():
         if show in (name, "all"):
-            print_parts(parts)
+            print_parts(tables)
 
 
 def _share(text: str) -> float:

@@ -6,7 +6,7 @@ both are shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,42 +44,19 @@ def write_accuracy(validation: Validation, folder: Path, board: Board | None = N
 def accuracy_markdown(validation: Validation, figures: Sequence[str] = (), board: Board | None = None) -> str:
     """The page as text, its words from `static/accuracy.md`: step times in a table and a figure, then all."""
     by_quantity = [(shown.TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
-    lines = [*_markdown(shown.lead_table(validation.of("step_s"))), *figures[:1], ""]
+    blocks: list[Table | str] = [shown.lead_table(validation.of("step_s")), *figures[:1]]
     if board:
-        lines += [
-            "## Every release, on the same rows",
-            "",
-            *_markdown(shown.board_table(board, validation.rows)),
-        ]
-    lines += [
-        "## Every quantity",
-        "",
-        *_markdown(shown.error_table("all rows", by_quantity)),
-        *figures[1:],
-        "",
-    ]
+        blocks += ["## Every release, on the same rows", shown.board_table(board, validation.rows)]
+    blocks += ["## Every quantity", shown.error_table("all rows", by_quantity), *figures[1:]]
     for label, rows in by_quantity:
-        lines += [f"## {label}", ""]
-        for table in (*shown.group_tables(rows), shown.worst_table(rows, NUM_WORST)):
-            lines += _markdown(table)
-        lines += [
-            line
-            for text in (shown.coverage_text(rows), shown.order_text(rows))
-            if text
-            for line in (text, "")
-        ]
-    lines += ["## Rows that are not expressed", "", *(_markdown(shown.reasons_table(validation.rows)))]
-    return static("accuracy.md").replace("<!-- tables -->", "\n".join(lines))
+        blocks += [f"## {label}", *shown.group_tables(rows), shown.worst_table(rows, NUM_WORST)]
+        blocks += filter(None, (shown.coverage_text(rows), shown.order_text(rows)))
+    blocks += ["## Rows that are not expressed", shown.reasons_table(validation.rows)]
+    return static("accuracy.md").replace("<!-- tables -->", "\n\n".join(map(_markdown, blocks)) + "\n")
 
 
-def _markdown(table: Table) -> Iterator[str]:
-    def line(values: Sequence[object]) -> str:
-        return "| " + " | ".join(str(value).replace("|", "\\|") for value in values) + " |"
-
-    if not table.rows:
-        yield from ("None.", "")
-        return
-    yield line(table.columns)
-    yield "|" + "|".join(" --- " for _ in table.columns) + "|"
-    yield from map(line, table.rows)
-    yield ""
+def _markdown(block: Table | str) -> str:
+    if isinstance(block, str) or not block.rows:
+        return block if isinstance(block, str) else "None."
+    rows = [block.columns, ["---"] * len(block.columns), *block.rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)

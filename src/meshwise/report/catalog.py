@@ -10,7 +10,7 @@ from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.plan import DEFAULTS, KEYS
-from meshwise.report.table import Table
+from meshwise.report.table import Fields, Table, records_table
 
 _MODEL_FIELDS = ("num_layers", "hidden", "num_heads", "source", "checked")
 _CHIP_FIELDS = (
@@ -65,30 +65,27 @@ def _plan_keys() -> list[dict[str, Any]]:
     return rows
 
 
-_SHOWN = {
-    "models": ("name", "num_params", "num_active_params", "num_layers", "hidden", "num_heads"),
-    "chips": ("name", "generation", "memory_bytes", "memory_bytes_per_s", "bf16"),
-    "clusters": ("name", "chip", "num_chips", "links"),
-    "plan": ("key", "default", "meaning", "values"),
+def _bf16(row: Mapping[str, Any]) -> str:
+    return with_prefix(row["matrix_flop_per_s"].get("bf16"), "FLOP/s") or "-"
+
+
+_COLUMNS: dict[str, Fields] = {
+    "models": {
+        "name": "name",
+        "parameters": lambda row: with_prefix(row["num_params"], ""),
+        "active": lambda row: with_prefix(row["num_active_params"], ""),
+        **{"layers": "num_layers", "hidden": "hidden", "heads": "num_heads"},
+    },
+    "chips": {
+        **{"name": "name", "generation": "generation", "memory": "memory_bytes"},
+        **{"bandwidth": "memory_bytes_per_s", "bf16": _bf16},
+    },
+    "clusters": {"name": "name", "chip": "chip", "chips": "num_chips", "links": "links"},
+    "plan": {"key": "key", "default": "default", "meaning": "meaning", "values": "values"},
 }
-_UNITS = {"memory_bytes": "B", "memory_bytes_per_s": "B/s", "bf16": "FLOP/s"}
-_HEADINGS = {
-    "num_params": "parameters", "num_active_params": "active", "num_layers": "layers", "num_heads": "heads",
-    "memory_bytes": "memory", "memory_bytes_per_s": "bandwidth", "num_chips": "chips",
-}  # fmt: skip
-_COUNTS = ("num_layers", "hidden", "num_heads", "num_chips")
 
 
 def catalog_table(what: str, rows: list[dict[str, Any]]) -> Table:
     """One part of the catalog; `--json` has every field and the sources."""
-    shown = _SHOWN[what]
-    columns = [_HEADINGS.get(name, name) for name in shown]
-    left = ("name", "generation", "chip", "links", *_SHOWN["plan"])
-    return Table("", columns, [[_cell(name, row) for name in shown] for row in rows], left=left)
-
-
-def _cell(name: str, row: Mapping[str, Any]) -> str:
-    value = row["matrix_flop_per_s"].get("bf16", 0.0) if name == "bf16" else row[name]
-    if isinstance(value, str) or name in _COUNTS:
-        return str(value)
-    return with_prefix(value, _UNITS.get(name, "")) if value else "-"
+    left = ("name", "generation", "chip", "links", *_COLUMNS["plan"])
+    return records_table("", rows, _COLUMNS[what], left=left, no_wrap=False)

@@ -5,36 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.estimate.collective import CollectiveTimes
+from meshwise.estimate.collective import CollectiveTime, CollectiveTimes
 from meshwise.report.answer import Section
 from meshwise.report.chart import COLORS, Bound, Chart, ChartAxis, Mark, Picture, Series
-from meshwise.report.table import Table, percent
+from meshwise.report.table import Fields, percent, records_table
 
 
 def parts(found: CollectiveTimes) -> Iterator[Section]:
     """A row a size, and the measured times where there are any."""
     times, measured_s = found
-    columns = ["size", "time", "algorithm", "bus bandwidth", "of ceiling"]
-    rows = []
-    for one in times:
+
+    def error(one: CollectiveTime) -> str:
         seconds = measured_s.get(one.payload_bytes)
-        rows.append(
-            [
-                _binary(one.payload_bytes),
-                duration(one.time_s),
-                one.algorithm,
-                with_prefix(one.bus_bytes_per_s, "B/s"),
-                percent(one.bus_bytes_per_s / one.ceiling_bytes_per_s),
-                *(
-                    (duration(seconds), percent(one.time_s / seconds - 1, sign=True))
-                    if seconds
-                    else ("", "") * bool(measured_s)
-                ),
-            ]
-        )
-    if measured_s:
-        columns += ["measured", "error"]
-    yield Table("", columns, rows, left=("algorithm",))
+        return percent(one.time_s / seconds - 1, sign=True) if seconds else ""
+
+    columns: Fields = {
+        "size": lambda one: _binary(one.payload_bytes),
+        **{"time": "time_s", "algorithm": "algorithm", "bus bandwidth": "bus_bytes_per_s"},
+        "of ceiling": lambda one: percent(one.bus_bytes_per_s / one.ceiling_bytes_per_s),
+        "measured": lambda one: duration(measured_s.get(one.payload_bytes)),
+        "error": error,
+    }
+    yield records_table("", times, columns, left=("algorithm",), no_wrap=False)
     if measured_s:
         yield f"measured of groups of {found.ranks:,} ranks"
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,14 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.step import play
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import plan_text
+from meshwise.plan.stages import Stage
 from meshwise.plan.workload import Workload
 from meshwise.program.parts import layer_names
 from meshwise.report import chart as plot
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.layer import binds, layer_tables
 from meshwise.report.search import why_none
-from meshwise.report.table import Facts, Table
+from meshwise.report.table import Facts, Fields, Table, records_table
 from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
 
 MAX_ACTIONS = 20_000
@@ -222,17 +223,18 @@ def between(interval: Interval) -> str:
 def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a million tokens cost, and a whole run: days, GPU-hours, cost, energy, and with failures."""
     price = run.get("usd_per_million_tokens")
-    cost = [] if price is None else [("cost", f"${price:,.3g} a million tokens")]
+    lines = [] if price is None else [("cost", f"${price:,.3g} a million tokens")]
     if "tokens" not in run:
-        return cost
+        return lines
     failing = run["with_failures"]
     num_failures = failing["num_failures"]
-    lines = [
-        *cost,
-        (
-            f"{with_prefix(run['tokens'], '')} tokens",
-            f"{long_duration(run['run_s'])}, {with_prefix(run['gpu_hours'], '', 3)} GPU-hours",
-        ),
+
+    def both(key: str, show: Callable[[float], str]) -> str:
+        return f"{show(run[key])} ({show(failing[key])} with failures)"
+
+    hours = with_prefix(run["gpu_hours"], "", 3)
+    lines += [
+        (f"{with_prefix(run['tokens'], '')} tokens", f"{long_duration(run['run_s'])}, {hours} GPU-hours"),
         (
             "with failures",
             f"{long_duration(failing['run_s'])} (goodput {failing['goodput_frac']:.1%}, "
@@ -242,37 +244,32 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     if "cost" in run:
-        lines.append(
-            ("cost of the run", f"{dollars(run['cost'])} ({dollars(failing['cost'])} with failures)")
-        )
+        lines.append(("cost of the run", both("cost", dollars)))
     if "energy_joules" in run:
-        energy, failing_energy = (with_prefix(each["energy_joules"] / 3600, "Wh") for each in (run, failing))
-        per_gpu = with_prefix(run["watts_per_gpu"], "W", 3)
-        lines.append(("energy", f"{energy} ({failing_energy} with failures), {per_gpu} for each GPU"))
+        energy = both("energy_joules", lambda joules: with_prefix(joules / 3600, "Wh"))
+        lines.append(("energy", f"{energy}, {with_prefix(run['watts_per_gpu'], 'W', 3)} for each GPU"))
     if "co2_kg" in run:
-        tonnes, failing_tonnes = (f"{each['co2_kg'] / 1000:,.1f} t" for each in (run, failing))
-        lines.append(("CO2", f"{tonnes} ({failing_tonnes} with failures)"))
+        lines.append(("CO2", both("co2_kg", lambda kilograms: f"{kilograms / 1000:,.1f} t")))
     return lines
 
 
 def stage_table(estimate: Estimate) -> Table:
     """What each kind of stage holds, and its times for one microbatch."""
-    rows = []
-    for cost in estimate.step.stages:
-        stage, time = cost.stage, cost.time
-        ends = ("embedding + " if stage.embeddings else "") + f"{float(stage.num_layers):g}"
-        rows.append(
-            (
-                int(stage.index),
-                int(stage.num_stages),
-                ends + (" + head" if stage.heads else ""),
-                duration(float(time.forward_s)),
-                duration(float(time.backward_s + time.weight_s)),
-                with_prefix(float(cost.memory.total), "B"),
-            )
-        )
-    columns = ("stage", "alike", "layers", "forward", "backward", "memory")
-    return Table("pipeline stages (one microbatch)", columns, rows, left=())
+
+    def layers(stage: Stage) -> str:
+        first = "embedding + " if stage.embeddings else ""
+        return f"{first}{float(stage.num_layers):g}" + (" + head" if stage.heads else "")
+
+    columns: Fields = {
+        "stage": lambda cost: int(cost.stage.index),
+        "alike": lambda cost: int(cost.stage.num_stages),
+        "layers": lambda cost: layers(cost.stage),
+        "forward": lambda cost: duration(float(cost.time.forward_s)),
+        "backward": lambda cost: duration(float(cost.time.backward_s + cost.time.weight_s)),
+        "memory": lambda cost: with_prefix(float(cost.memory.total), "B"),
+    }
+    title = "pipeline stages (one microbatch)"
+    return records_table(title, estimate.step.stages, columns, left=(), no_wrap=False)
 
 
 def _title(estimate: Estimate) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwise.core.units import with_prefix
 from meshwise.report.answer import Section
-from meshwise.report.table import Table
+from meshwise.report.table import Fields, Table, records_table
 
 if TYPE_CHECKING:
     from meshwise.core.compare import Comparison
@@ -32,23 +32,17 @@ def parts(outcome: ScriptOutcome) -> Iterator[Section]:
     step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
     flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
     if exchanged := outcome.collectives():
-        columns = ("axis", "ranks", "collective", "count", "payload")
-        cells = [
-            (
-                one["axis"],
-                one["group_size"],
-                one["collective"],
-                one["count"],
-                with_prefix(one["payload_bytes"], "B"),
-            )
-            for one in exchanged
-        ]
-        yield Table(f"Collectives of {step}", columns, cells, left=columns[::2])
+        columns: Fields = {
+            **{"axis": "axis", "ranks": "group_size", "collective": "collective", "count": "count"},
+            "payload": "payload_bytes",
+        }
+        left = ("axis", "collective", "payload")
+        yield records_table(f"Collectives of {step}", exchanged, columns, left=left, no_wrap=False)
     yield f"matmuls and attention of {step}: {flop}"
     if outcome.guesses:
-        head = ("where", "asked for", "got", "times")
-        asked = [(one["place"], one["what"], one["assumed"], one["count"]) for one in outcome.guesses]
-        yield Table("What a fake rank cannot know", head, asked, left=head[:3])
+        asked: Fields = {"where": "place", "asked for": "what", "got": "assumed", "times": "count"}
+        title, left = "What a fake rank cannot know", ("where", "asked for", "got")
+        yield records_table(title, outcome.guesses, asked, left=left, no_wrap=False)
 
 
 def difference_parts(comparison: Comparison) -> Iterator[Section]:

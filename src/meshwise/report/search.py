@@ -17,7 +17,7 @@ from meshwise.launch.settings import training_on
 from meshwise.plan.plan import plan_text
 from meshwise.report import chart as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import Table
+from meshwise.report.table import Fields, Table, difference_text, records_table
 from meshwise.search.assumptions import Assumption, hurts_most
 from meshwise.search.basis import Basis
 from meshwise.search.cloud import Sampled, cloud
@@ -145,16 +145,17 @@ def _runs_in(of: Basis) -> str:
 
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
     """The fastest plan of each family; `shown` makes the cell of a plan of its text and microbatch."""
-    rows = [
-        (
-            duration(found.step_s), duration(of.robust_s), f"{found.mfu:.1%}",
-            with_prefix(found.memory_bytes["total"], "B"), _largest_cost(found), found.workload.microbatch,
-            shown(plan_text(found.plan), found.workload.microbatch),
-        )
-        for found, of in zip(result.best, result.bases, strict=True)
-    ]  # fmt: skip
-    columns = ("step", "robust", "MFU", "memory", "largest cost", "microbatch", "plan")
-    return Table("", columns, rows, left=("plan",))
+    columns: Fields = {
+        "step": lambda one: duration(one[0].step_s),
+        "robust": lambda one: duration(one[1].robust_s),
+        "MFU": lambda one: f"{one[0].mfu:.1%}",
+        "memory": lambda one: with_prefix(one[0].memory_bytes["total"], "B"),
+        "largest cost": lambda one: _largest_cost(one[0]),
+        "microbatch": lambda one: one[0].workload.microbatch,
+        "plan": lambda one: shown(plan_text(one[0].plan), one[0].workload.microbatch),
+    }
+    found = zip(result.best, result.bases, strict=True)
+    return records_table("", found, columns, left=("plan",), no_wrap=False)
 
 
 def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
@@ -170,18 +171,18 @@ def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _weighed(weighed: Sequence[Assumption]) -> Iterator[Section]:
-    rows = [
-        (
-            one.name,
-            f"{1.0 - one.factor:.0%}" if one.factor < 1.0 else "",
-            f"{one.longer_frac:.1%}" if one.kept_s < math.inf else "does not fit",
-            f"{one.loss_frac:.1%}" if one.kept_s < math.inf else "does not fit",
-            plan_text(one.best.plan) if one.best else "nothing fits",
-        )
-        for one in weighed
-    ]
-    columns = ("if this were", "lower by", "it takes longer by", "and loses", "the best plan then")
-    yield Table("assumptions", columns, rows, left=("if this were", "the best plan then"))
+    def share(frac: float, one: Assumption) -> str:
+        return f"{frac:.1%}" if one.kept_s < math.inf else "does not fit"
+
+    columns: Fields = {
+        "if this were": "name",
+        "lower by": lambda one: f"{1.0 - one.factor:.0%}" if one.factor < 1.0 else "",
+        "it takes longer by": lambda one: share(one.longer_frac, one),
+        "and loses": lambda one: share(one.loss_frac, one),
+        "the best plan then": lambda one: plan_text(one.best.plan) if one.best else "nothing fits",
+    }
+    left = ("if this were", "the best plan then")
+    yield records_table("assumptions", weighed, columns, left=left, no_wrap=False)
     most = hurts_most(weighed)
     hurt = f"by {most.longer_frac:.1%}" if most.kept_s < math.inf else "out of memory"
     yield f"{most.name} hurts most: {hurt}"
@@ -225,51 +226,44 @@ def _term_by_term(best: Estimate, beside: Estimate) -> Table | str:
     seconds = {"step": (best.step_s, beside.step_s)}
     seconds |= {name: (best.time_s[name], beside.time_s[name]) for name in terms}
     sizes = (best.memory_bytes["total"], beside.memory_bytes["total"])
-    rows = [_beside(name, pair, duration) for name, pair in seconds.items() if max(pair) > 1e-3 * best.step_s]
-    rows.insert(1, _beside("memory needed", sizes, lambda size: with_prefix(size, "B")))
+
+    def row(name: str, pair: tuple[float, float], show: Callable[[float], str] = duration) -> tuple[str, ...]:
+        return name, *map(show, pair), difference_text(pair[1] - pair[0], show)
+
+    rows = [row(name, pair) for name, pair in seconds.items() if max(pair) > 1e-3 * best.step_s]
+    rows.insert(1, row("memory needed", sizes, lambda size: with_prefix(size, "B")))
     title = f"the best plan beside the one asked for ({asked})"
     return Table(title, ("", "best", "asked for", "more"), rows)
 
 
 def why_slower(found: Sequence[Reason]) -> Table:
     """What leads from the plan asked for to the best, key by key."""
-    rows = []
-    for reason in found:
+
+    def mostly(reason: Reason) -> str:
         moved = [name for name, more in reason.more_s.items() if abs(more) > 0.1 * abs(reason.gain_s)]
-        terms = [f"{name} {_signed(reason.more_s[name])}" for name in moved[:2]]
-        step = duration(reason.run.step_s) + ("" if reason.run.fits else " (does not fit)")
-        rows.append((reason.text, _signed(-reason.gain_s), step, ", ".join(terms)))
-    return Table(
-        "from the plan asked for to the best",
-        ("change", "adds", "step", "mostly"),
-        rows,
-        left=("change", "mostly"),
-    )
+        return ", ".join(f"{name} {difference_text(reason.more_s[name])}" for name in moved[:2])
 
-
-def _signed(seconds: float) -> str:
-    return ("-" if seconds < 0 else "+") + duration(abs(seconds))
+    columns: Fields = {
+        "change": "text",
+        "adds": lambda reason: difference_text(-reason.gain_s),
+        "step": lambda reason: duration(reason.run.step_s) + " (does not fit)" * (not reason.run.fits),
+        "mostly": mostly,
+    }
+    title = "from the plan asked for to the best"
+    return records_table(title, found, columns, left=("change", "mostly"), no_wrap=False)
 
 
 def of_versions(found: Sequence[Version]) -> Table:
     """The same plan under several versions of software, and the best plan of each."""
-    rows = [
-        (
-            one.software,
-            duration(one.plan.step_s) if one.plan.fits else "does not fit",
-            f"{one.gain_frac:.1%}" if one is not found[0] else "",
-            duration(one.best.step_s) if one.best else "nothing fits",
-            plan_text(one.best.plan) if one.best else "",
-        )
-        for one in found
-    ]
-    columns = ("software", "this plan", "gains", "its best", "plan")
-    return Table("the best plan under other versions of the software", columns, rows, left=("plan",))
-
-
-def _beside(name: str, pair: tuple[float, float], show: Callable[[float | None], str]) -> tuple[str, ...]:
-    best, asked = pair
-    return name, show(best), show(asked), f"{'-' if asked < best else '+'}{show(abs(asked - best))}"
+    columns: Fields = {
+        "software": "software",
+        "this plan": lambda one: duration(one.plan.step_s) if one.plan.fits else "does not fit",
+        "gains": lambda one: f"{one.gain_frac:.1%}" if one is not found[0] else "",
+        "its best": lambda one: duration(one.best.step_s) if one.best else "nothing fits",
+        "plan": lambda one: plan_text(one.best.plan) if one.best else "",
+    }
+    title = "the best plan under other versions of the software"
+    return records_table(title, found, columns, left=("plan",), no_wrap=False)
 
 
 def why_none(result: Result) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,13 @@ import numpy as np
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
-from meshwise.report.table import Table
+from meshwise.report.table import Fields, Table, records_table
 from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.energy import energy
 from meshwise.serve.load import Fleet, LoadResult
 from meshwise.serve.screen import layout_text
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Choice, Sizing
-
-_HEADINGS = (
-    *("sequences", "a token", "tokens/s\na GPU", "with\nprompts", "memory", "experts"),
-    *("slots of\neach", "dropped", "empty", "largest part"),
-)
 
 
 def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section]:
@@ -196,41 +191,26 @@ def _costs(answer: ServingAnswer) -> Iterator[Section]:
 
 def passes_table(document: Mapping[str, Any]) -> Table:
     """A row for each number of running sequences."""
-    rows = []
-    for row in document["passes"]:
+
+    def largest(row: Mapping[str, Any]) -> str:
         name, seconds = max(row["time_s"].items(), key=lambda part: part[1])
-        rows.append(
-            (
-                f"{row['sequences']:,}",
-                duration(row["token_s"]),
-                f"{row['tokens_per_s_per_gpu']:,.0f}",
-                f"{row['with_prefill_per_s_per_gpu']:,.0f}",
-                with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "too much",
-                f"{row['distinct_experts']:.0f}" if row["distinct_experts"] else "",
-                *_slots(row["experts"]),
-                f"{name} {seconds / row['token_s']:.0%}",
-            )
-        )
-    return _filled(_HEADINGS, rows, left=_HEADINGS[-1:])
+        return f"{name} {seconds / row['token_s']:.0%}"
 
+    def slots(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+        """A figure of experts that take a bounded number of tokens; blank where they take all."""
+        return lambda row: format(of[name], form) if (of := row["experts"] or {}).get("capacity") else ""
 
-def _slots(experts: Mapping[str, Any] | None) -> Sequence[str]:
-    """Slots of an expert, choices dropped and slots left empty; blank where experts take all tokens."""
-    if not experts or not experts["capacity"]:
-        return "", "", ""
-    return f"{experts['capacity']:,}", f"{experts['dropped_frac']:.1%}", f"{experts['padded_frac']:.1%}"
-
-
-def _filled(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Table:
-    """A table without the columns that are empty in all `rows`."""
-    filled = [i for i in range(len(headings)) if any(row[i] for row in rows)]
-    return Table("", [headings[i] for i in filled], [[row[i] for i in filled] for row in rows], left=left)
-
-
-_CHOICES = (
-    *("GPUs", "$ an\nhour", "workers", "prefill\nworkers", "batch", "first\ntoken ms", "token\nms"),
-    *("tokens/s\na GPU", "binds", "within"),
-)
+    columns: Fields = {
+        "sequences": lambda row: f"{row['sequences']:,}",
+        "a token": "token_s",
+        "tokens/s\na GPU": lambda row: f"{row['tokens_per_s_per_gpu']:,.0f}",
+        "with\nprompts": lambda row: f"{row['with_prefill_per_s_per_gpu']:,.0f}",
+        "memory": lambda row: with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "too much",
+        "experts": lambda row: f"{row['distinct_experts']:.0f}" if row["distinct_experts"] else "",
+        **{"slots of\neach": slots("capacity", ","), "dropped": slots("dropped_frac", ".1%")},
+        **{"empty": slots("padded_frac", ".1%"), "largest part": largest},
+    }
+    return records_table("", document["passes"], columns, left=("largest part",), no_wrap=False)
 
 
 def _details(sizing: Sizing) -> Iterator[Section]:
@@ -256,30 +236,39 @@ MAX_TRADE_OFFS = 16
 def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()) -> Table:
     """Layouts and batches with what they give, as simulated where they were; some columns left out."""
     chips = {row[f"{pool}chip"] for row in choices for pool in ("", "prefill_")} - {None}
-    rows = [_choice(row, names_chip=len(chips) > 1) for row in choices]
-    kept = [i for i, name in enumerate(_CHOICES) if name not in without]
-    names = [_CHOICES[i] for i in kept]
-    return _filled(names, [[row[i] for i in kept] for row in rows], left=_CHOICES[2:4])
 
-
-def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
-    """The cells of a choice: as simulated, where it was."""
-
-    def workers(pool: str) -> str:
-        words = (f"{row[f'{pool}workers']} x", row[f"{pool}chip"] if names_chip else "", row[f"{pool}layout"])
+    def workers(row: Mapping[str, Any], pool: str) -> str:
+        chip = row[f"{pool}chip"] if len(chips) > 1 else ""
+        words = (f"{row[f'{pool}workers']} x", chip, row[f"{pool}layout"])
         return " ".join(word for word in words if word) if row[f"{pool}layout"] else ""
 
-    def mean(name: str) -> float:
-        return float(row[f"simulated_{name}"]["mean"] if f"simulated_{name}" in row else row[name])
+    def mean_ms(row: Mapping[str, Any], name: str) -> str:
+        seconds = row[f"simulated_{name}"]["mean"] if f"simulated_{name}" in row else row[name]
+        return f"{1e3 * seconds:,.4g}"
 
-    usd = row["usd_per_hour"]
-    per_gpu = row.get("simulated_output_tokens_per_s_per_gpu", row["tokens_per_s_per_gpu"])
-    return (
-        f"{row['num_gpus']:,}", f"{usd:,.2f}" if usd else "", workers(""), workers("prefill_"),
-        f"{row['max_sequences_per_dp_rank']:,}", f"{1e3 * mean('ttft_s'):,.4g}",
-        f"{1e3 * mean('tpot_s'):,.4g}", f"{per_gpu:,.0f}", row["binds"],
-        f"{within:.0%}" if (within := row.get("simulated_within_limits_frac")) is not None else "",
-    )  # fmt: skip
+    def per_gpu(row: Mapping[str, Any]) -> str:
+        rate = row.get("simulated_output_tokens_per_s_per_gpu", row["tokens_per_s_per_gpu"])
+        return f"{rate:,.0f}"
+
+    def within(row: Mapping[str, Any]) -> str:
+        frac = row.get("simulated_within_limits_frac")
+        return "" if frac is None else f"{frac:.0%}"
+
+    columns: Fields = {
+        "GPUs": lambda row: f"{row['num_gpus']:,}",
+        "$ an\nhour": lambda row: f"{row['usd_per_hour']:,.2f}" if row["usd_per_hour"] else "",
+        "workers": lambda row: workers(row, ""),
+        "prefill\nworkers": lambda row: workers(row, "prefill_"),
+        "batch": lambda row: f"{row['max_sequences_per_dp_rank']:,}",
+        "first\ntoken ms": lambda row: mean_ms(row, "ttft_s"),
+        "token\nms": lambda row: mean_ms(row, "tpot_s"),
+        **{"tokens/s\na GPU": per_gpu, "binds": "binds"},
+        "within": lambda row: (
+            f"{within:.0%}" if (within := row.get("simulated_within_limits_frac")) is not None else ""
+        ),
+    }
+    columns = {name: of for name, of in columns.items() if name not in without}
+    return records_table("", choices, columns, left=("workers", "prefill\nworkers"), no_wrap=False)
 
 
 def _load(load: LoadResult) -> Iterator[Section]:

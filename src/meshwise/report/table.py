@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -185,18 +185,28 @@ def cell_text(name: str, value: Any) -> object:
 
 
 def records_table(
-    title: str, records: Sequence[Any], columns: Fields, *, left: Collection[str] | None = None
+    title: str,
+    records: Iterable[Any],
+    columns: Fields,
+    *,
+    left: Collection[str] | None = None,
+    no_wrap: bool = True,
 ) -> Table:
     """A row for each of `records`: under each heading a field, by its name in its unit, or by a function.
 
     Columns that no record fills are left out.
     """
-    cells = {
-        heading: [cell_text(of, getattr(one, of)) if isinstance(of, str) else of(one) for one in records]
-        for heading, of in columns.items()
-    }
-    filled = {heading: column for heading, column in cells.items() if any(cell != "" for cell in column)}
-    return Table(title, tuple(filled), list(zip(*filled.values(), strict=True)), left=left, no_wrap=True)
+
+    def cell(one: Any, of: str | Callable[[Any], object]) -> object:
+        if callable(of):
+            return of(one)
+        value = one[of] if isinstance(one, Mapping) else getattr(one, of)
+        return value if isinstance(value, str) and not no_wrap else cell_text(of, value)
+
+    records = list(records)
+    cells = {heading: [cell(one, of) for one in records] for heading, of in columns.items()}
+    filled = {heading: column for heading, column in cells.items() if any(one != "" for one in column)}
+    return Table(title, tuple(filled), list(zip(*filled.values(), strict=True)), left, no_wrap)
 
 
 def bar(share: float, width: int) -> str:
@@ -207,6 +217,11 @@ def bar(share: float, width: int) -> str:
 def short(text: str, width: int = MOST_CHARACTERS) -> str:
     """A text cut to a width that tables bear."""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def difference_text(value: float, show: Callable[[float], str] = duration) -> str:
+    """A difference with its sign; of times, or of what `show` shows."""
+    return ("+" if value >= 0 else "-") + show(abs(value))
 
 
 def percent(frac: float | None, *, sign: bool = False) -> str:

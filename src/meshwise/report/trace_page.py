@@ -10,20 +10,9 @@ import numpy as np
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
+from meshwise.report import trace_table as tables
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
-from meshwise.report.trace_table import (
-    MANY_RANKS,
-    NOTHING,
-    bandwidth_tables,
-    clocks_text,
-    headline,
-    memory_tables,
-    path_tables,
-    rate_tables,
-    sentence,
-    summary_tables,
-)
 from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.critical_path import critical_path
@@ -52,17 +41,19 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     sections: list[Section] = [Text("Findings", others)] if others else []
     sections += _over_time(summary) if summary.partitions else []
     if summary.has_all_ranks:
-        sections += path_tables(critical_path(summary), limit=MOST_ROWS)
+        sections += tables.path_tables(critical_path(summary), limit=MOST_ROWS)
     sections += _memory(summary)
     sections += _rates(summary, cluster)
-    sections += summary_tables(summary, limit=MOST_ROWS)
-    sections.append(Text("Notes", [clocks_text(summary), *(one.text for one in summary.problems)]))
-    return Page(f"{len(summary.traces)} ranks", headline(summary.findings), sections, bool(summary.traces))
+    sections += tables.summary_tables(summary, limit=MOST_ROWS)
+    sections.append(Text("Notes", [tables.clocks_text(summary), *(one.text for one in summary.problems)]))
+    return Page(
+        f"{len(summary.traces)} ranks", tables.headline(summary.findings), sections, bool(summary.traces)
+    )
 
 
 def _over_time(summary: Summary) -> list[Section]:
     """All ranks over time; of many, how late each is in each step, and the worst over time."""
-    if len(summary.partitions) <= MANY_RANKS:
+    if len(summary.partitions) <= tables.MANY_RANKS:
         return [_ranks(summary)]
     worst = summary.of_ranks(summary.worst(MOST_LINES))
     return [*_late_in_steps(summary), _ranks(worst)]
@@ -139,9 +130,9 @@ def trace_picture(summary: Summary) -> Picture:
 
     Of many ranks, how late each is in each step, and the worst over time.
     """
-    lines = [one.text for one in summary.findings[:_NUM_FINDINGS]] or [NOTHING]
-    title = "\n".join(map(sentence, lines))
-    if len(summary.partitions) > MANY_RANKS:
+    lines = [one.text for one in summary.findings[:_NUM_FINDINGS]] or [tables.NOTHING]
+    title = "\n".join(map(tables.sentence, lines))
+    if len(summary.partitions) > tables.MANY_RANKS:
         return Picture([[chart] for chart in _over_time(summary) if isinstance(chart, Chart)], title)
     lanes, parts = _ranks(summary), [one.seconds for one in summary.partitions]
     names, starts, bars = _rank_names(summary), np.zeros(len(parts)), []
@@ -173,7 +164,7 @@ def _memory(summary: Summary) -> list[Section]:
     peak = with_prefix(most.peak_bytes, "B")
     text = f"The largest peak, {peak}, is on rank {most.rank} in {most.operator}."
     chart = Chart("Memory over time", marks, ChartAxis("time", "s"), ChartAxis("allocated", "B"), text)
-    return [chart, *(memory_tables(peaks, limit=MOST_ROWS))]
+    return [chart, *(tables.memory_tables(peaks, limit=MOST_ROWS))]
 
 
 def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
@@ -199,7 +190,7 @@ def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
         text = "The larger a point, the longer all calls of the operator took."
         sections.append(replace(roofline(title, [operators], peaks, rate, ends), finding=text))
     if rates:
-        sections += rate_tables(rates, limit=MOST_ROWS)
+        sections += tables.rate_tables(rates, limit=MOST_ROWS)
     if wires := bandwidths(summary.collectives, cluster):
-        sections += bandwidth_tables(wires, limit=MOST_ROWS)
+        sections += tables.bandwidth_tables(wires, limit=MOST_ROWS)
     return sections

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from meshwise.core.units import duration
-from meshwise.report.table import Fields, Table, cell_text, percent, records_table, short
+from meshwise.report.table import Fields, Table, cell_text, difference_text, percent, records_table, short
 from meshwise.trace.bandwidths import Bandwidth
 from meshwise.trace.critical_path import CriticalPath
 from meshwise.trace.findings import Finding
@@ -168,11 +168,6 @@ def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
         for name, count, old, new in (*shown, ("all", "", before, after))
     ]
     return Table("Kernels, before and after", columns, cells, no_wrap=True)
-
-
-def difference_text(seconds: float) -> str:
-    """A difference of times, with its sign."""
-    return ("+" if seconds >= 0 else "-") + duration(abs(seconds))
 
 
 def path_tables(found: CriticalPath, *, limit: int) -> list[Table]:

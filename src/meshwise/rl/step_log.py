@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from meshwise.core.errors import DataError
@@ -59,20 +60,16 @@ def read_step_log(path: Path) -> StepLog:
     phases_s = dict.fromkeys(PHASES, 0.0)
     for name, seconds in times.items():
         if name in _PHASE_OF and not (name == "generation" and "exposed_generation" in times):
-            phases_s[_PHASE_OF[name]] += _mean(seconds[first:] or seconds)
+            phases_s[_PHASE_OF[name]] += fmean(seconds[first:] or seconds)
     beside_s = sum(sum(times[name][first:]) for name in _NAMES["beside"] if name in times)
     num = len(totals) - first
     lengths = [float(found["value"]) for found in _LENGTH.finditer(text)]
     return StepLog(
         phases_s=phases_s,
-        step_s=_mean(totals[first:]) - beside_s / num,
+        step_s=fmean(totals[first:]) - beside_s / num,
         num_steps=num,
-        output=_mean(lengths[first:]) if len(lengths) > first else None,
+        output=fmean(lengths[first:]) if len(lengths) > first else None,
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -184,6 +184,12 @@ class Trace:
         """Whether any device stream was recorded."""
         return bool(np.isin(self.label_kind, DEVICE_KINDS).any())
 
+    @property
+    def device_properties(self) -> dict[str, Any]:
+        """What the trace says of its first device; empty where it does not."""
+        found = self.metadata.get("deviceProperties")
+        return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
+
     def name(self, event: int) -> str:
         """The name of event number `event`."""
         return self.labels[self.label[event]][1]

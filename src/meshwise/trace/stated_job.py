@@ -40,16 +40,9 @@ def reduces_all(summary: Summary) -> bool:
     return "all_reduce" in names and names.isdisjoint(("all_gather", "reduce_scatter"))
 
 
-def device_name(trace: Trace) -> str:
-    """What a trace calls its device; empty where it does not say."""
-    found = trace.metadata.get("deviceProperties")
-    first = found[0] if isinstance(found, list) and found else {}
-    return str(first.get("name") or "") if isinstance(first, dict) else ""
-
-
 def _device(traces: Iterable[Trace], chip: Chip) -> Iterator[str]:
     """The traces are of another chip of the catalog, or of ranks without a device."""
-    devices = {device_name(trace) if trace.has_device else "CPUs" for trace in traces}
+    devices = {str(one.device_properties.get("name") or "") if one.has_device else "CPUs" for one in traces}
     models = {word for device in devices for word in re.findall(r"\w+", device.lower())}
     others = {model for name in chips() if (model := _model_number(name)) in models}
     if (devices == {"CPUs"} and chip.vendor != MEASURED) or (
