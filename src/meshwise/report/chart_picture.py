@@ -221,75 +221,67 @@ _DRAW: dict[type[Mark], Callable[[Any, Any, Sequence[Bars]], None]] = {
 
 # --- names beside points -------------------------------------------------------------------------
 
+_LEADER = {"arrowstyle": "-", "color": OTHER_COLOR, "lw": 0.5, "shrinkA": 0, "shrinkB": 0}
+_DIRECTIONS = np.radians([-45, -90, -135, -20, -160, 0, 180, -65, -115, 45, 135, 90])
+_WAYS = np.column_stack([np.cos(_DIRECTIONS), np.sin(_DIRECTIONS)])
+_APART = 6.0
+"""Pixels between two of the points that stand for a mark, a line or a name: less than a letter is high."""
+
 
 def _draw_names(axes: Axes, chart: Chart) -> None:
     """Write each name at the nearest place to its point that is free, in the order of their importance.
 
-    Free means inside the axes, clear of marks and lines, of other names and the lines that lead to them.
+    Free means inside the axes, clear of marks and lines, of other names and the lines that lead to them. Near
+    places come first, below before above.
     """
     figure: Any = axes.get_figure(root=True)
     pixels = figure.dpi / 72
-    taken = np.concatenate([np.empty((0, 4)), *_boxes(axes, chart, pixels)])
-    names = np.empty((0, 4))
-    for mark in chart.marks:
-        if isinstance(mark, Names):
-            for x, y, text, color in zip(mark.x, mark.y, mark.texts, mark.colors, strict=True):
-                names = _draw_name(axes, (x, y), text, color, taken, names, pixels)
+    taken = np.vstack([np.empty((0, 2)), *_marked(axes, chart, pixels)])
+    low, high = axes.bbox.min, axes.bbox.max
+    distances = np.arange(5, 110, 5)[:, None, None] * pixels
+    for names in (mark for mark in chart.marks if isinstance(mark, Names)):
+        for x, y, text, color in zip(names.x, names.y, names.texts, names.colors, strict=True):
+            at = x, y
+            label = axes.annotate(text, at, (0, 0), textcoords="offset points", fontsize=8, ha="center",
+                                  va="center", color=color, arrowprops=_LEADER)  # fmt: skip
+            label.set_in_layout(False)
+            half = np.array(label.get_window_extent().size) / 2 + pixels
+            center: Floats = axes.transData.transform(at)
+            places = (center + _WAYS * (distances + half * np.abs(_WAYS))).reshape(-1, 2)
+            inside = ((places - half >= low) & (places + half <= high)).all(axis=1)
+            free = (place for place in places[inside] if not (np.abs(taken - place) < half).all(axis=1).any())
+            if (place := next(free, None)) is None:
+                label.remove()
+                continue
+            label.set_position(tuple((place - center) / pixels))
+            taken = np.vstack([taken, _box(place, half), _line(center, place)])
 
 
-def _boxes(axes: Axes, chart: Chart, pixels: float) -> Iterator[Floats]:
-    """What stands in the way of names: marks and lines, as boxes (left, bottom, right, top) in pixels."""
+def _marked(axes: Axes, chart: Chart, pixels: float) -> Iterator[Floats]:
+    """Points [pixels] where a name would hide marks or lines."""
     for mark in chart.marks:
         if isinstance(mark, Series) and len(mark.x):
             at = axes.transData.transform(np.column_stack([mark.x, mark.y]))
-            radius = np.broadcast_to(np.asarray(mark.size) * 0.375 * pixels, len(at))[:, None]
-            yield np.hstack([at - radius, at + radius])
+            radius = np.broadcast_to(np.asarray(mark.size) * 0.375 * pixels, len(at))
+            yield from map(_box, at, radius)
             if mark.line:
                 stops = np.repeat(at, 2, axis=0)
                 corners = np.column_stack([stops[1:, 0], stops[:-1, 1]]) if mark.steps else at
-                yield from map(_line_boxes, corners[:-1], corners[1:])
+                yield from map(_line, corners[:-1], corners[1:])
         elif isinstance(mark, Bound):
-            x, y = axes.transData.transform((mark.value, mark.value))
-            low, high = axes.bbox.min, axes.bbox.max
-            yield np.array([[x, low[1], x, high[1]] if mark.axis == "x" else [low[0], y, high[0], y]])
+            across = 0 if mark.axis == "x" else 1
+            ends = np.array([axes.bbox.min, axes.bbox.max])
+            ends[:, across] = axes.transData.transform((mark.value, mark.value))[across]
+            yield _line(*ends)
 
 
-def _draw_name(
-    axes: Axes, at: tuple[float, float], text: str, color: str, taken: Floats, names: Floats, pixels: float
-) -> Floats:
-    """Write one name where there is room; `names` with its box and those of the line that leads to it."""
-    leader = {"arrowstyle": "-", "color": OTHER_COLOR, "lw": 0.5, "shrinkA": 0, "shrinkB": 0}
-    label = axes.annotate(text, at, (0, 0), textcoords="offset points", fontsize=8, ha="center", va="center",
-                          color=color, arrowprops=leader)  # fmt: skip
-    label.set_in_layout(False)
-    half = np.array(label.get_window_extent().size) / 2 + pixels
-    center: Floats = axes.transData.transform(at)
-    for offset in _offsets(half, pixels):
-        place = center + offset
-        box, leading = np.hstack([place - half, place + half])[None], _line_boxes(center, place)
-        inside = (place - half >= axes.bbox.min).all() and (place + half <= axes.bbox.max).all()
-        if inside and not (_touch(box, taken) or _touch(box, names) or _touch(leading, names)):
-            label.set_position(tuple(offset / pixels))
-            return np.vstack([names, box, leading])
-    label.remove()
-    return names
+def _box(center: Floats, half: Any) -> Floats:
+    """Points all over a box of half size `half`."""
+    sides = [np.linspace(-one, one, 2 + int(2 * one / _APART)) for one in np.broadcast_to(half, 2)]
+    return center + np.stack(np.meshgrid(*sides), axis=-1).reshape(-1, 2)
 
 
-def _offsets(half: Floats, pixels: float) -> Iterator[Floats]:
-    """Where a name of half size `half` may stand around a point, near places first, below before above."""
-    for distance in np.arange(5, 170, 5) * pixels:
-        for angle in np.radians([-45, -90, -135, -20, -160, 0, 180, -65, -115, 45, 135, 90]):
-            way = np.array([np.cos(angle), np.sin(angle)])
-            yield way * (distance + half * np.abs(way))
-
-
-def _line_boxes(start: Floats, end: Floats) -> Floats:
-    """A line as boxes without extent along it, one in eight pixels."""
-    num = 2 + int(np.hypot(*(end - start)) / 8)
-    along = start + np.linspace(0, 1, num)[:, None] * (end - start)
-    return np.column_stack([along, along])
-
-
-def _touch(some: Floats, others: Floats) -> bool:
-    """Whether any box of `some` overlaps any of `others`, rows of (left, bottom, right, top)."""
-    return bool(((some[:, None, :2] < others[:, 2:]) & (some[:, None, 2:] > others[:, :2])).all(axis=2).any())
+def _line(start: Floats, end: Floats) -> Floats:
+    """Points all along a line."""
+    num = 2 + int(np.hypot(*(end - start)) / _APART)
+    return start + np.linspace(0, 1, num)[:, None] * (end - start)

@@ -61,13 +61,5 @@ def complete(
     name: str, category: str, rank: int, start_ns: int, end_ns: int, args: dict[str, Any]
 ) -> dict[str, Any]:
     """A complete event on the track of `rank`; times in whole nanoseconds, written as microseconds."""
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": rank,
-        "tid": 0,
-        "ts": start_ns / 1000,
-        "dur": (end_ns - start_ns) / 1000,
-        "args": args,
-    }
+    event = {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": 0}
+    return event | {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": args}

@@ -13,21 +13,17 @@ from meshwise.calibrate.fit_serving import Case, ServingFit
 from meshwise.calibrate.fit_steps import StepFit
 from meshwise.core.units import duration
 from meshwise.report.answer import Section
-from meshwise.report.table import Table, percent
+from meshwise.report.table import Fields, Table, percent, records_table
 
 
 def op_fit(found: FitReport) -> Iterator[Section]:
     """The error of every set of constants on its held-out rows (of 10 µs or 1 MiB and more)."""
-    header = ("constants", "chip", "rows", "held out", "median", "mean", "p90", "bias")
-    rows = [
-        [
-            *(score.name, score.chip, str(score.rows), str(score.held_out_rows)),
-            *map(percent, (score.median_abs_frac, score.mean_abs_frac, score.p90_abs_frac)),
-            percent(score.bias_frac, sign=True),
-        ]
-        for score in found.scores
-    ]
-    yield Table("", header, rows, left=("constants", "chip"))
+    columns: Fields = {
+        **{"constants": "name", "chip": "chip", "rows": "rows", "held out": "held_out_rows"},
+        **{"median": "median_abs_frac", "mean": "mean_abs_frac", "p90": "p90_abs_frac"},
+        "bias": lambda score: percent(score.bias_frac, sign=True),
+    }
+    yield records_table("", found.scores, columns, left=("constants", "chip"), no_wrap=False)
     if found.problems:
         first = found.problems[0].reason
         yield f"{len(found.problems)} rows could not be used; the first: {first}"

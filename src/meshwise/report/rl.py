@@ -9,7 +9,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Picture
-from meshwise.report.table import Table, percent
+from meshwise.report.table import Fields, Table, percent, records_table
 from meshwise.rl.answer import RlAnswer
 from meshwise.rl.best_split import BestSplit
 from meshwise.rl.step import PHASES, RlStep
@@ -82,21 +82,18 @@ def picture(answer: RlAnswer) -> Picture:
 
 def _split(split: BestSplit) -> Iterator[Section]:
     """Every candidate that was priced, the best first; what other splits take, and what more memory gains."""
-    rows = [
-        (
-            step.job.mode,
-            step.job.staleness,
-            step.gpus["rollout"],
-            plan_text(step.job.rollout_plan) or "tp=1",
-            step.gpus["train"] if step.job.is_split else "the same",
-            plan_text(step.job.train_plan),
-            duration(step.step_s or 0.0) if step.fits else "too much memory",
-            "*" if step in split.front else "",
-        )
-        for step in (*split.best, *split.on_fewer)
-    ]
-    columns = ("mode", "bound", "rollout", "engine", "training", "plan", "a step", "front")
-    yield Table("Candidates", columns, rows, left={"mode", "engine", "plan"})
+    columns: Fields = {
+        "mode": lambda step: step.job.mode,
+        "bound": lambda step: step.job.staleness,
+        "rollout": lambda step: step.gpus["rollout"],
+        "engine": lambda step: plan_text(step.job.rollout_plan) or "tp=1",
+        "training": lambda step: step.gpus["train"] if step.job.is_split else "the same",
+        "plan": lambda step: plan_text(step.job.train_plan),
+        "a step": lambda step: duration(step.step_s or 0.0) if step.fits else "too much memory",
+        "front": lambda step: "*" if step in split.front else "",
+    }
+    steps, left = (*split.best, *split.on_fewer), ("mode", "engine", "plan")
+    yield records_table("Candidates", steps, columns, left=left, no_wrap=False)
     if len(split.about_s) > 1:
         splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
         yield f"rollout GPUs of that mode and engine, at first look: {splits}"

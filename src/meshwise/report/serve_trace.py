@@ -56,11 +56,7 @@ def _slices(served: Served, replica: int, which: Any, ns: Any) -> Iterator[dict[
             lane, lanes = lanes, lanes + 1
             yield metadata("thread_name", replica, {"name": f"lane {lane}"}) | {"tid": lane}
         heapq.heappush(busy, (times[3], lane))
-        args = {
-            "request": index,
-            "output": int(served.output[index]),
-            "found": int(served.found[index]),
-        }
+        args = {"request": index} | {key: int(getattr(served, key)[index]) for key in ("output", "found")}
         for phase, start, end in zip(PHASES, times, times[1:], strict=False):
             if end > start:
                 yield complete(f"{phase} {index}", phase, replica, start, end, args) | {"tid": lane}

@@ -6,10 +6,12 @@ from typing import Any
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
-from meshwise.report.answer import Page, Text
+from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis
 from meshwise.report.estimate import plan_words
-from meshwise.report.table import Table
+from meshwise.report.table import Table, difference_text
+
+COLUMNS = ("", "A", "B", "B - A", "change")
 
 
 def compare_page(left: Estimate, right: Estimate) -> Page:
@@ -27,25 +29,15 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
         _both("MFU", left.mfu, right.mfu, lambda x: f"{x:.1%}"),
         _both("memory", *totals, lambda x: with_prefix(x, "B")),
     ]
-    terms = [_both(name, a, b, duration) for name, a, b in _terms(left.time_s, right.time_s)]
-    held = [
-        _both(name, a, b, lambda x: with_prefix(x, "B"))
-        for name, a, b in _terms(left.memory_bytes, right.memory_bytes)
-    ]
-    columns = ("", "A", "B", "B - A", "change")
     differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
     headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
-    return Page(
-        "; ".join(names),
-        headline,
-        [
-            Text("A and B", [headline, _fits_text(left, right), *names]),
-            Table("B against A", columns, rows),
-            _bars("Time of a step, A and B", left.time_s, right.time_s, "s", Table("", columns, terms)),
-            _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B", Table("", columns, held)),
-        ],
-        left.fits and right.fits,
-    )
+    sections: list[Section] = [
+        Text("A and B", [headline, _fits_text(left, right), *names]),
+        Table("B against A", COLUMNS, rows),
+        _bars("Time of a step, A and B", left.time_s, right.time_s, "s"),
+        _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B"),
+    ]
+    return Page("; ".join(names), headline, sections, left.fits and right.fits)
 
 
 def _fits_text(left: Estimate, right: Estimate) -> str:
@@ -59,11 +51,13 @@ def _terms(left: dict[str, float], right: dict[str, float]) -> list[tuple[str, f
 
 
 def _both(name: str, a: float, b: float, show: Any) -> tuple[str, ...]:
-    sign = "-" if b < a else "+"
-    return (name, show(a), show(b), f"{sign}{show(abs(b - a))}", f"{b / a - 1:+.1%}" if a else "")
+    return name, show(a), show(b), difference_text(b - a, show), f"{b / a - 1:+.1%}" if a else ""
 
 
-def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str, table: Table) -> Chart:
+def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str) -> Chart:
+    """The parts of A and B that differ most first; in the table as they are."""
+    show = duration if unit == "s" else lambda value: with_prefix(value, "B")
+    table = Table("", COLUMNS, [_both(name, a, b, show) for name, a, b in _terms(left, right)])
     terms = [term for term in _terms(left, right) if term[0] != "total"]
     terms.sort(key=lambda term: -abs(term[2] - term[1]))
     names = [term[0] for term in terms]
@@ -71,14 +65,7 @@ def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str
         Bars(names, [term[i] for term in terms], [color] * len(terms), name=side)
         for side, i, color in (("A", 1, COLORS[0]), ("B", 2, COLORS[1]))
     ]
-    name, a, b = max(terms, key=lambda term: abs(term[2] - term[1]))
-    show = duration if unit == "s" else lambda value: with_prefix(value, "B")
+    name, a, b = terms[0]
     finding = f"The largest difference is {name}: {show(a)} in A, {show(b)} in B."
-    return Chart(
-        title,
-        bars,
-        ChartAxis("time" if unit == "s" else "memory", unit),
-        finding=finding,
-        table=table,
-        height=80 + 34 * len(terms),
-    )
+    axis, height = ChartAxis("time" if unit == "s" else "memory", unit), 80 + 34 * len(terms)
+    return Chart(title, bars, axis, finding=finding, table=table, height=height)

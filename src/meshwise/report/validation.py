@@ -17,17 +17,12 @@ from meshwise.core.errors import DataError
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.chart import COLORS, LINES, SUM_COLOR, Chart, ChartAxis, Picture, Series
-from meshwise.report.table import Table, percent
+from meshwise.report.table import Fields, Table, percent, records_table
 
 TITLES = {
     **{"step_s": "Step time", "memory_bytes": "Memory per GPU", "ttft_s": "First token", "tpot_s": "Token"},
-    **{
-        "gemm_s": "Matmul",
-        "attention_s": "Attention",
-        "decode_s": "Decode attention",
-        "experts_s": "Experts",
-    },
-    **{"collective_s": "Collective", "dispatch_s": "Dispatch and combine"},
+    **{"gemm_s": "Matmul", "attention_s": "Attention", "decode_s": "Decode attention"},
+    **{"experts_s": "Experts", "collective_s": "Collective", "dispatch_s": "Dispatch and combine"},
     **{"chip_watts": "Power of a chip", "node_watts": "Power of a node"},
 }
 """What a quantity is called."""
@@ -59,15 +54,10 @@ def lead_table(rows: Sequence[Prediction]) -> Table:
     for name in ("kind", "scale", "chip", "framework"):
         found = grouped(rows, GROUPS[name])
         groups += sorted(found.items(), key=lambda item: _leading_number(item[0]))
+    sources = [str(len({publication(row.source) for row in members})) for _, members in groups]
     lines = [
-        [
-            label,
-            str(len(members)),
-            str(len({publication(row.source) for row in members})),
-            *_sizes(summarize([row.error_frac for row in members])),
-            *_left_out_cells(members),
-        ]
-        for label, members in groups
+        [label, str(len(members)), num, *_cells(members)[2:4], *_left_out_cells(members)]
+        for (label, members), num in zip(groups, sources, strict=True)
     ]
     return Table("", ("step time", "runs", "sources", "median", "mean", *LEFT_OUT_COLUMNS), lines)
 
@@ -114,18 +104,14 @@ def _leading_number(label: str) -> int:
 def worst_table(rows: Sequence[Prediction], count: int) -> Table:
     """The `count` rows whose error is largest, with the largest parts of their prediction."""
     known = sorted((row for row in rows if row.expressed), key=lambda row: -abs(row.error_frac or 0.0))
-    lines = [
-        [
-            row.id,
-            percent(row.error_frac, sign=True),
-            quantity_text(row.measured, row.quantity),
-            quantity_text(row.predicted, row.quantity),
-            _parts_text(row),
-        ]
-        for row in known[:count]
-    ]
-    header = ("worst rows", "error", "measured", "predicted", "parts of the prediction")
-    return Table("", header, lines, left=header)
+    columns: Fields = {
+        "worst rows": "id",
+        "error": lambda row: percent(row.error_frac, sign=True),
+        "measured": lambda row: quantity_text(row.measured, row.quantity),
+        "predicted": lambda row: quantity_text(row.predicted, row.quantity),
+        "parts of the prediction": _parts_text,
+    }
+    return records_table("", known[:count], columns, left=tuple(columns), no_wrap=False)
 
 
 def reasons_table(rows: Sequence[Prediction]) -> Table:
@@ -158,15 +144,12 @@ def board_table(board: Board, rows: Sequence[Prediction]) -> Table:
 
 def mend_table(mends: Sequence[Mend]) -> Table:
     """Constants that would mend the runs, each alone."""
-    lines = [
-        [
-            mend.constant, f"{mend.value:.3g}", f"{mend.to:.3g}", str(mend.num_runs),
-            percent(mend.mean_abs_frac), percent(mend.mended_mean_abs_frac),
-        ]
-        for mend in mends
-    ]  # fmt: skip
-    header = ("constant that would mend", "now", "to", "runs it moves", "mean error", "mended")
-    return Table("", header, lines)
+    columns: Fields = {
+        "constant that would mend": "constant",
+        **{"now": lambda mend: f"{mend.value:.3g}", "to": lambda mend: f"{mend.to:.3g}"},
+        **{"runs it moves": "num_runs", "mean error": "mean_abs_frac", "mended": "mended_mean_abs_frac"},
+    }
+    return records_table("", mends, columns, no_wrap=False)
 
 
 def order_text(rows: Sequence[Prediction]) -> str:
