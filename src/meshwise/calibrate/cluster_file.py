@@ -15,6 +15,8 @@ from meshwise.core.ledger import Collective
 from meshwise.cost.collective import collective_s
 from meshwise.machine.hardware import MEASURED, Chip, Cluster, Level, ReduceScatter, cluster_text
 
+_OF_CHIP = ("memory_bytes", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s", "op_host_s")
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -54,35 +56,15 @@ class Calibration:
     @property
     def cluster(self) -> Cluster:
         """The machine as a cluster."""
-        link = Level(
-            name=self.link_name,
-            bytes_per_s=self.link_bytes_per_s,
-            latency_s=self.link_latency_s,
-            ranks=self.link_ranks or math.inf,
-        )
-        levels = (link, *filter(None, [self.outer]))
-        chip = Chip(
-            name=self.name,
-            vendor=MEASURED,
-            generation=self.name,
-            memory_bytes=self.memory_bytes,
-            memory_bytes_per_s=self.memory_bytes_per_s,
-            matrix_flop_per_s=self.matrix_flop_per_s,
-            vector_flop_per_s=self.vector_flop_per_s,
-            levels=levels,
-            op_host_s=self.op_host_s,
-            source=self.source,
-            checked=self.checked,
-        )
-        return Cluster(
-            name=self.name,
-            chip=chip,
-            num_chips=self.num_ranks,
-            levels=levels,
-            reduce_scatter=reduces_and_scatters(self.link_name),
-            source=self.source,
-            checked=self.checked,
-        )
+        ranks = self.link_ranks or math.inf
+        speed: dict[str, Any] = {"bytes_per_s": self.link_bytes_per_s, "latency_s": self.link_latency_s}
+        link = Level(name=self.link_name, ranks=ranks, **speed)
+        stated: dict[str, Any] = {"levels": (link, *filter(None, [self.outer]))}
+        stated |= {name: getattr(self, name) for name in ("name", "source", "checked")}
+        rates = {name: getattr(self, name) for name in _OF_CHIP}
+        chip = Chip(vendor=MEASURED, generation=self.name, **rates, **stated)
+        reduces = reduces_and_scatters(self.link_name)
+        return Cluster(chip=chip, num_chips=self.num_ranks, reduce_scatter=reduces, **stated)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -111,8 +93,8 @@ def fit_link(
     one: dict[str, Any] = {"link_bytes_per_s": (1.0,), "link_ranks": (math.inf,)}
     rows = [
         [
-            float(collective_s(kind, size, ranks, link_latency_s=(0.0,), **one)) / time_s,
-            float(collective_s(kind, 0.0, ranks, link_latency_s=(1.0,), **one)) / time_s,
+            float(collective_s(kind, num_bytes, ranks, link_latency_s=(latency,), **one)) / time_s
+            for num_bytes, latency in ((size, 0.0), (0.0, 1.0))
         ]
         for kind, size, ranks, time_s in calls
     ]

@@ -26,6 +26,8 @@ from meshwise.serve.engine import FITTED, Engine
 from meshwise.serve.load import Fleet, pools_of
 from meshwise.serve.simulate import Pools, simulate
 
+LATENCIES = ("ttft_s", "tpot_s")
+
 NOISE = 0.05
 """Deviation of the log of a measured mean: a benchmark that is run again differs by so much."""
 
@@ -52,47 +54,39 @@ class ServerFit:
 
     def to_json(self) -> dict[str, Any]:
         """The document of `meshwise calibrate --serving --json`."""
-        rows = zip(self.records, self.measured, self.predicted_before, self.predicted, strict=True)
-        return {
-            "engine": f"{self.engine.name} {self.engine.version}",
-            "constants": {
-                name: {"before": getattr(self.before, name), "after": getattr(self.engine, name)}
-                for name in FITTED
-            },
-            "rows": [
-                {
-                    "record": record.where,
-                    **{
-                        f"{name}_s": {"measured": seen[i], "before": before[i], "after": after[i]}
-                        for i, name in enumerate(("ttft", "tpot"))
-                        if not math.isnan(seen[i])
-                    },
-                }
-                for record, seen, before, after in (
-                    (record, *(each.tolist() for each in arrays)) for record, *arrays in rows
-                )
-            ],
-            "mean_abs_frac": {
-                when: {
-                    name: float(np.nanmean(np.abs(of[:, i] / self.measured[:, i] - 1.0)))
-                    for i, name in enumerate(("ttft_s", "tpot_s"))
-                    if not np.isnan(self.measured[:, i]).all()
-                }
-                for when, of in (("before", self.predicted_before), ("after", self.predicted))
-            },
+        seen = ~np.isnan(self.measured)
+        of = {"measured": self.measured, "before": self.predicted_before, "after": self.predicted}
+        rows = [
+            {"record": record.where}
+            | {
+                name: {when: float(seconds[line, i]) for when, seconds in of.items()}
+                for i, name in enumerate(LATENCIES)
+                if seen[line, i]
+            }
+            for line, record in enumerate(self.records)
+        ]
+        errors = {
+            when: {
+                name: float(np.nanmean(np.abs(of[when][:, i] / self.measured[:, i] - 1.0)))
+                for i, name in enumerate(LATENCIES)
+                if seen[:, i].any()
+            }
+            for when in ("before", "after")
         }
+        engines = {"before": self.before, "after": self.engine}
+        constants = {
+            name: {when: getattr(engine, name) for when, engine in engines.items()} for name in FITTED
+        }
+        document = {"engine": f"{self.engine.name} {self.engine.version}", "constants": constants}
+        return document | {"rows": rows, "mean_abs_frac": errors}
 
     @property
     def toml(self) -> str:
         """The file that `serve --engine` takes."""
-        head = {
-            "engine": self.engine.name,
-            "version": self.engine.version,
-            "fitted_to": f"{len(self.records)} records of a server of one's own",
-        }
-        return toml_text(
-            [("", head), ("[constants]", {name: getattr(self.engine, name) for name in FITTED})], 4
-        )
+        fitted_to = f"{len(self.records)} records of a server of one's own"
+        head = {"engine": self.engine.name, "version": self.engine.version, "fitted_to": fitted_to}
+        constants = {name: getattr(self.engine, name) for name in FITTED}
+        return toml_text([("", head), ("[constants]", constants)], 4)
 
 
 def fit_server(
@@ -110,11 +104,7 @@ def fit_server(
 
     def predict(step: Array) -> Array:
         changed = _moved(engine, step)
-        served = [
-            simulate(each, _as(changed, of))
-            for each, of in zip(requests, pools, strict=True)
-            if of is not None
-        ]
+        served = [simulate(each, _as(changed, of)) for each, of in zip(requests, pools, strict=True) if of]
         return np.array(
             [(one.ttft_s.mean(), one.tpot_s.mean() if one.tpot_s.size else math.nan) for one in served]
         )

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,9 @@ def fit_overheads(runs: Sequence[Expressed], *, checked: str, data: Sequence[str
         constants = search(constants, training, quantity)
         problems += unfounded(constants, training, quantity)
     found = as_tables(constants)
+    timed = [each for each in runs if each.run.step_s]
     halves = [
-        [
-            math.exp(step_miss(each, found)) - 1.0
-            for each in runs
-            if each.run.step_s and is_held_out(each.run.id) is held
-        ]
+        [math.exp(step_miss(each, found)) - 1.0 for each in timed if is_held_out(each.run.id) is held]
         for held in (False, True)
     ]
     fitted, judged = (summarize(half).mean_abs_frac or 0.0 for half in halves)
@@ -206,23 +204,15 @@ def _near(rows: Sequence[Expressed], at: Constants, quantity: Quantity) -> tuple
 
 def moved(at: Constants, linear: LinearMisses, quantity: Quantity, reach: float = math.inf) -> Array:
     """The logs by which the constants of `quantity` move from `at`, each within its limits and `reach`."""
-    least = np.array([math.log(max(LIMITS[name][1] / at[name], 1 / reach)) for name in quantity.names])
-    most = np.array([math.log(min(LIMITS[name][2] / at[name], reach)) for name in quantity.names])
-    return minimise(linear, _bent(at, quantity.names), least, most)
+    now = np.array([at[name] for name in quantity.names])
+    start, least, most = np.array([LIMITS[name] for name in quantity.names]).T / now
+    return minimise(linear, -np.log(start), np.log(least.clip(1 / reach)), np.log(most.clip(max=reach)))
 
 
 def catalog_constants() -> Constants:
     """The fitted constants that the catalog holds."""
-    found = tables()
-    return {name: _within(found, name) for name in LIMITS}
-
-
-def _within(found: Tables, name: str) -> float:
-    kind, *keys = name.split(".")
-    section = getattr(found, kind)
-    for key in keys:
-        section = section[key]
-    return float(section)
+    found: Any = asdict(tables())
+    return {name: float(reduce(getitem, name.split("."), found)) for name in LIMITS}
 
 
 def times(constants: Constants, quantity: Quantity, by: Array) -> Constants:
@@ -230,10 +220,6 @@ def times(constants: Constants, quantity: Quantity, by: Array) -> Constants:
     return constants | {
         name: constants[name] * math.exp(log) for name, log in zip(quantity.names, by, strict=True)
     }
-
-
-def _bent(constants: Constants, names: Iterable[str]) -> Array:
-    return np.array([math.log(constants[name] / LIMITS[name][0]) for name in names])
 
 
 _HEAD = """\

@@ -202,8 +202,6 @@ def _stated(row: dict[str, str], ranks: float) -> Stated:
         per_node = next(_shape(text, "shape", "gpus_per_node")) if "gpus_per_node=" in text else ranks
         shape = {"bytes": size, "ranks": ranks, "ranks_per_node": min(per_node, ranks)}
         return "collective", kind, shape, "torch" if library.startswith("torch.") else ""
-    if op == "quantize_act":
-        raise _Unmodelled("the figure is the difference of two kernels, not the time of one")
     raise _Unmodelled(f"no formula times op {op!r} of {library}")
 
 
@@ -348,13 +346,8 @@ def _dispatch(op: str, dtype: str, library: str, ranks: float, text: str) -> tup
 
 
 def _prefill(op: str, text: str) -> dict[str, float]:
-    latent = op == "mla_prefill"
-    if "cfg=" in text:  # one sequence; heads-kvheads-dim, or heads-kvrank-rope for latent attention
-        batch, (seq,), (heads, kv_heads, dim) = 1.0, _shape(text, "shape", "s"), _config(text)
-    else:
-        batch, seq, heads = _shape(text, "shape", "b", "s", "h")
-        kv_heads = heads if latent else next(_shape(text, "shape", "kv"))
-        dim = next(_shape(text, "shape", "rope" if latent else "d"))
+    (heads, kv_heads, dim), latent = _heads(op, text), op == "mla_prefill"
+    batch, (seq,) = next(_shape(text, "shape", "b")) if "b=" in text else 1.0, _shape(text, "shape", "s")
     # DeepSeek's dimensions: 128 + rope to compare, 128 to weigh
     kv_heads, qk_dim, v_dim = (heads, 128 + dim, 128.0) if latent else (kv_heads, dim, dim)
     return _attention(batch, seq, heads, kv_heads, qk_dim, v_dim, causal=1.0, passes=1.0)
@@ -367,9 +360,17 @@ def _attention(
     return shape | {"v_dim": v_dim} | rest
 
 
-def _config(text: str) -> tuple[float, float, float]:
-    """Heads, key-value heads (or rank) and dimension of a cell like `cfg=16-1-256`."""
-    return _three(r"cfg=(\d+)-(\d+)-(\d+)", text, "cfg=heads-kv-dim", "shape")
+def _heads(op: str, text: str) -> tuple[float, float, float]:
+    """Heads, key-value heads and dimension; of latent attention heads, rank and rotated dimension.
+
+    Cells state them as `cfg=16-1-256`, or each by its name.
+    """
+    if "cfg=" in text:
+        return _three(r"cfg=(\d+)-(\d+)-(\d+)", text, "cfg=heads-kv-dim", "shape")
+    heads, kv, dim = _shape(
+        text, "shape", "h", *(("kvrank", "rope") if op.startswith("mla") else ("kv", "d"))
+    )
+    return heads, kv, dim
 
 
 def _three(pattern: str, text: str, lacks: str, column: str) -> tuple[float, float, float]:
@@ -384,21 +385,11 @@ def _three(pattern: str, text: str, lacks: str, column: str) -> tuple[float, flo
 def _decode(op: str, text: str, kv_dtype: str) -> dict[str, float]:
     batch, kv_len = _shape(text, "shape", "b", "kvlen")
     elem_bytes = 1.0 if kv_dtype == "fp8" else 2.0
-    if "cfg=" in text:  # heads-kvheads-dim, or heads-kvrank-rope for latent attention
-        heads, kv, dim = _config(text)
-    elif op == "mla_decode":
-        heads, kv, dim = _shape(text, "shape", "h", "kvrank", "rope")
-    else:
-        heads, kv, dim = _shape(text, "shape", "h", "kv", "d")
+    heads, kv, dim = _heads(op, text)
     latent = op == "mla_decode"
-    return {
-        "batch": batch,
-        "heads": heads,
-        "kv_len": kv_len,
-        "kv_bytes_per_token": elem_bytes * (kv + dim if latent else 2 * kv * dim),
-        "qk_dim": kv + dim if latent else dim,
-        "v_dim": kv if latent else dim,
-    }
+    kv_bytes = elem_bytes * (kv + dim if latent else 2 * kv * dim)
+    shape = {"batch": batch, "heads": heads, "kv_len": kv_len, "kv_bytes_per_token": kv_bytes}
+    return shape | {"qk_dim": kv + dim if latent else dim, "v_dim": kv if latent else dim}
 
 
 # --- figures as published ----------------------------------------------------------------------

@@ -41,16 +41,7 @@ Cells = Callable[[Row, Any], Iterator[dict[str, Any]]]
 """What is measured of a row: fields of `Prediction`, beside what it was solved to (None: it could not be)."""
 
 COMPETING = (
-    "source",
-    "model",
-    "layers",
-    "hidden",
-    "heads",
-    "seq_len",
-    "chip",
-    "gpus",
-    "global_batch",
-    "dtype",
+    *("source", "model", "layers", "hidden", "heads", "seq_len", "chip", "gpus", "global_batch", "dtype"),
 )
 """What runs have in common that differ only in their plan."""
 
@@ -203,35 +194,26 @@ def predict_run(run: Run) -> list[Prediction]:
         column = ", column chip" if isinstance(error, ClusterError) and not chip else ""
         reason = f"{run.where}{column}: {error}"
         return list(_predictions(run, chip, reason=reason))
-    predicted = {"step_s": found.step_s, "memory_bytes": reported_bytes(expressed, found)}
-    parts = {"step_s": found.time_s, "memory_bytes": found.memory_bytes}
-    between = {
-        "step_s": found.step_s_interval,
-        "memory_bytes": found.interval("memory_bytes", predicted["memory_bytes"]),
+    bytes_ = reported_bytes(expressed, found)
+    known: dict[str, tuple[Any, ...]] = {
+        "step_s": (found.step_s, found.step_s_interval, found.time_s),
+        "memory_bytes": (bytes_, found.interval("memory_bytes", bytes_), found.memory_bytes),
     }
     rows = _predictions(run, chip, fits=could_run(expressed, found), approximations=expressed.approximations)
     return [
-        replace(
-            row, predicted=predicted[row.quantity], interval=between[row.quantity], parts=parts[row.quantity]
-        )
+        replace(row, predicted=value, interval=between, parts=parts)
         for row in rows
+        for value, between, parts in (known[row.quantity],)
     ]
 
 
 def _predictions(run: Run, chip: str, **shared: Any) -> Iterator[Prediction]:
     """What was measured, each still without a prediction."""
+    group = tuple(getattr(run, name) for name in COMPETING)
     for quantity in ("step_s", "memory_bytes"):
         if (measured := getattr(run, quantity)) is not None:
-            yield Prediction(
-                id=run.id,
-                source=run.source,
-                chip=chip,
-                quantity=quantity,
-                measured=measured,
-                regime=regime_of(run),
-                group=tuple(getattr(run, name) for name in COMPETING),
-                **shared,
-            )
+            values: dict[str, Any] = {"measured": measured, "regime": regime_of(run), "group": group} | shared
+            yield Prediction(id=run.id, source=run.source, chip=chip, quantity=quantity, **values)
 
 
 def regime_of(run: Run) -> dict[str, str]:
