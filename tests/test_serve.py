@@ -375,6 +375,21 @@ def test_speculation_on_the_command_line(meshwise: Any) -> None:
     assert "needs speculate" in meshwise(*base, "--draft-model", "llama3-8b").err
 
 
+@pytest.mark.parametrize(("model", "inherits"), [("deepseek-v3", False), ("llama3-70b", True)])
+def test_amds_chips_inherit_the_decoding_of_grouped_queries_alone(model: str, inherits: bool) -> None:
+    notes = mw.serve(model, "mi300x:8", "tp=8,dtype=fp8").to_json()["notes"]
+    said = [note.split(" inherited")[0] for note in notes if " inherited" in note]
+    assert said == ["mi300x: efficiency of decode.flash"] * inherits
+
+
+@pytest.mark.parametrize(("engine", "published_us"), [("vllm", 1398.2), ("sglang", 831.1)])
+def test_two_of_a_mesh_have_one_link_between_them(engine: str, published_us: float) -> None:
+    """64 MiB on two MI300X, in 16 and in 8 bits (ROCm/aiter, pull request 801); twice a layer, of 80."""
+    run = pass_times.run_by(server("llama3-70b", "mi300x:2", tp=2, prompt=4096), ENGINES[engine])
+    spent_s = est.price_pass(run, run.prefill(1.0)).time_s["comm_tp"]
+    assert float(spent_s) == pytest.approx(160 * published_us * 1e-6, rel=0.03)
+
+
 @pytest.mark.parametrize(("model", "plan"), [("deepseek-v3", "tp=8,dtype=fp8"), ("llama3-70b", "tp=8")])
 @pytest.mark.parametrize("tokens", [16, 2048])
 def test_kernels_of_the_first_token_are_the_prefill_of_estimate(model: str, plan: str, tokens: int) -> None:

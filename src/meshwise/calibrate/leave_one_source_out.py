@@ -152,7 +152,7 @@ def _kernels_without(chip: Chip, aspect: str, dtype: str) -> dict[str, dict[str,
         like = name == chip.name or (aspect != "chip" and chips()[name].generation == chip.generation)
         return not like
 
-    return without(keep)
+    return without(keep, chip.generation)
 
 
 def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Validation:

@@ -87,23 +87,15 @@ def _columns(batch: Batch, *names: str) -> dict[str, Any]:
 def _gemm_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shape, dtype, name = batch.shape, batch.first.variant, constants_name(batch.first)
     gemm = gemm_s(
-        **_columns(batch, "m", "n", "k", "batch"),
-        **_rates(chip, dtype),
-        num_cores=float(chip.num_cores),
-        elem_bytes=ELEM_BYTES[dtype],
-        out_bytes=2.0,
-        efficiency=efficiency.gemm(name),
-    )
+        **_columns(batch, "m", "n", "k", "batch"), **_rates(chip, dtype), num_cores=float(chip.num_cores),
+        elem_bytes=ELEM_BYTES[dtype], out_bytes=2.0, efficiency=efficiency.gemm(name),
+    )  # fmt: skip
     if not shape["cast"].any():
         return gemm
     return gemm + shape["cast"] * scaled_cast_s(
-        shape["m"],
-        shape["k"],
-        out_bytes=ELEM_BYTES[dtype],
-        memory_bytes_per_s=chip.memory_bytes_per_s,
-        num_cores=float(chip.num_cores),
-        efficiency=efficiency.cast(name),
-    )
+        shape["m"], shape["k"], out_bytes=ELEM_BYTES[dtype], memory_bytes_per_s=chip.memory_bytes_per_s,
+        num_cores=float(chip.num_cores), efficiency=efficiency.cast(name),
+    )  # fmt: skip
 
 
 def _attention_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
@@ -167,26 +159,19 @@ def _dispatch_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     else:
         copies = copies_spread(*places[:2])
     return dispatch_s(
-        **_columns(batch, "tokens", "token_bytes", "ranks", "ranks_per_node", "experts"),
-        copies=copies,
-        num_cores=num_cores,
-        inner_bytes_per_s=chip.levels[0].bytes_per_s,
-        outer_bytes_per_s=chip.levels[1].bytes_per_s,
-        efficiency=efficiency.dispatches.get(variant, DispatchEfficiency()),
-    )
+        **_columns(batch, "tokens", "token_bytes", "ranks", "ranks_per_node", "experts"), copies=copies,
+        inner_bytes_per_s=chip.levels[0].bytes_per_s, outer_bytes_per_s=chip.levels[1].bytes_per_s,
+        num_cores=num_cores, efficiency=efficiency.dispatches.get(variant, DispatchEfficiency()),
+    )  # fmt: skip
 
 
 def _peer_all_reduce_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    size, ranks = batch.shape["bytes"], batch.shape["ranks"]
+    size, ranks, link = batch.shape["bytes"], batch.shape["ranks"], chip.levels[0]
     return peer_all_reduce_s(
-        size,
-        ranks,
-        link_bytes_per_s=chip.levels[0].bytes_per_s,
-        memory_bytes_per_s=chip.memory_bytes_per_s,
+        size, ranks, link_bytes_per_s=efficiency.inner.among(ranks, link.ranks, link.bytes_per_s),
+        memory_bytes_per_s=chip.memory_bytes_per_s, graph=batch.shape["graph"], efficiency=efficiency.peer,
         library_s=collective_s("all_reduce", size, ranks, **_links(chip.levels), efficiency=efficiency),
-        graph=batch.shape["graph"],
-        efficiency=efficiency.peer,
-    )
+    )  # fmt: skip
 
 
 def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:

@@ -143,10 +143,8 @@ def collective_s(
     long as its most loaded rank: pass that rank's bytes.
     """
     links = tuple(map(Link, link_bytes_per_s, link_latency_s, link_ranks))
-    return fastest_s(
-        collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices, groups=groups),
-        payload_bytes,
-    )
+    lines = collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices, groups=groups)
+    return fastest_s(lines, payload_bytes)
 
 
 def carried_out(kind: Collective, group_ranks: Num, *, by_gloo: bool) -> tuple[Collective, Num]:
@@ -202,6 +200,7 @@ def peer_all_reduce_s(
     memory_bytes_per_s: Num,
     library_s: Num = np.inf,
     graph: Num = 1.0,
+    coded: bool = False,
     efficiency: PeerEfficiency,
 ) -> Num:
     """Time [s] of an all-reduce whose kernel reads the peers' memory over the links of one node.
@@ -210,13 +209,16 @@ def peer_all_reduce_s(
     reads the sums of the others, and waits twice. `library_s` is the time of the library's own
     all-reduce, which takes over where it is faster. `graph` is 1 where a CUDA graph replays the call; where
     it is 0 the host takes `host_s` to call, and the tensor is copied first. Source: vLLM's custom all-reduce.
+    `coded`: the parts may travel in 8 bits, where a library does it (ROCm's quick all-reduce) and is faster.
     """
     rate_bytes_per_s = link_bytes_per_s * efficiency.link_frac
     one_shot_s = efficiency.wait_s + payload_bytes * (group_ranks - 1.0) / rate_bytes_per_s
-    two_shot_s = (
-        2.0 * efficiency.wait_s + sent_bytes("all_reduce", payload_bytes, group_ranks) / rate_bytes_per_s
-    )
+    sent_s = sent_bytes("all_reduce", payload_bytes, group_ranks) / rate_bytes_per_s
+    two_shot_s = 2.0 * efficiency.wait_s + sent_s
     kernel_s = np.minimum(efficiency.launch_s + np.minimum(one_shot_s, two_shot_s), library_s)
+    if coded and efficiency.coded_bytes_per_s:
+        coded_s = efficiency.coded_launch_s + payload_bytes / efficiency.coded_bytes_per_s
+        kernel_s = np.minimum(kernel_s, coded_s)
     copied_s = kernel_s + 2.0 * payload_bytes / memory_bytes_per_s
     return np.where(np.asarray(graph) > 0, kernel_s, np.maximum(copied_s, efficiency.host_s))
 
@@ -304,7 +306,7 @@ class _Step:
 def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Num:
     """What is left of a link for one of `ranks` ranks; more than two on PCIe go through their host."""
     if efficiency.host_frac == efficiency.host_shared_frac == 1.0:
-        return link.bytes_per_s
+        return efficiency.among(ranks, link.ranks, link.bytes_per_s)
     through_host = np.minimum(efficiency.host_frac, efficiency.host_shared_frac * link.ranks / ranks)
     return link.bytes_per_s * np.where(np.asarray(ranks) > 2, through_host, 1.0)
 

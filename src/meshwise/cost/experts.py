@@ -5,8 +5,9 @@ pairs than a few times the experts, some experts get none and their weights are 
 routing E (1 - (1 - 1/E)^P) experts are active. The rows are sorted by expert, multiplied by gate and up
 (side by side, hidden -> 2 inter), activated, multiplied by down (inter -> hidden), and summed back with
 the router's weights. So a layer is two matmuls of P / active rows, one per active expert, and three
-passes over the rows that only move memory: gather, activate, combine. Kernels of trtllm-gen gather nothing:
-their first matmul reads a row where its token lies (`routeAct`, trtllm_fused_moe_runner.cu of flashinfer).
+passes over the rows that only move memory: gather, activate, combine. Kernels of trtllm-gen and AITER gather
+nothing: their first matmul reads a row where its token lies (`routeAct`, trtllm_fused_moe_runner.cu of
+flashinfer).
 
 Under expert parallelism a rank holds only some of the experts: pass those, and as `topk` the choices of a
 token that fall on them, which may be less than one. Libraries that keep a row for every choice, whether its
@@ -30,6 +31,9 @@ from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.machine.efficiency import ExpertsEfficiency, GemmEfficiency, MemoryEfficiency
 
 _PLAIN_MATMULS = ExpertsEfficiency()
+
+GATHERS_NOTHING = ("trtllm", "aiter")
+"""Libraries whose first matmul reads a token's row where it lies."""
 
 ACTIVATES_ALL = ("fp8_block-trtllm",)
 """Libraries whose activation visits every choice of a token, wherever its expert is."""
@@ -89,7 +93,7 @@ def experts_s(
     moved = tokens * (topk if moved_topk is None else moved_topk)
     activated = tokens * chosen if library in ACTIVATES_ALL else moved
     elements = (  # gathered; activated; combined, with what all tokens cost
-        2.0 * hidden * moved * (not library.endswith("trtllm")),
+        2.0 * hidden * moved * (not library.endswith(GATHERS_NOTHING)),
         3.0 * inter * efficiency.activation_passes * activated,
         hidden * moved + (1.0 + efficiency.passes) * hidden * tokens,
     )

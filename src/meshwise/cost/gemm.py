@@ -14,7 +14,8 @@ The library tries them all and we take the fastest:
 
 The power sum stands for imperfect overlap of compute and memory (p = 2.5 everywhere). The core rate
 falls with the duration of the kernel, as the power limit lowers the clock. Batched and grouped matmuls
-are `batch` times as many tiles. Constants: `efficiency.GemmEfficiency`, fitted by `meshwise fit`.
+are `batch` times as many tiles. Where overheads go with a tile's rows (`by_rows`), those of few rows cost
+little. Constants: `efficiency.GemmEfficiency`, fitted by `meshwise fit`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def gemm_s(
         *np.broadcast_arrays(m, n, k, batch),
         core_flop_per_s=flop_per_s * efficiency.peak_frac / (slowdown * num_cores),
         cache_bytes_per_s=memory_bytes_per_s * efficiency.cache_speedup, num_cores=num_cores,
-        elem_bytes=elem_bytes, right_frac=right_frac, tile_shapes=tiles, uneven=uneven, efficiency=efficiency,
+        elem_bytes=elem_bytes, right_frac=right_frac, uneven=uneven, efficiency=efficiency,
+        tile_shapes=GROUPED_TILES if efficiency.by_rows else tiles,
     )  # fmt: skip
     larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
     smaller = np.minimum(compute_s, memory_s)
@@ -107,10 +109,13 @@ def _tiled_s(
     flop_s = 2.0 * rows * columns * k / core_flop_per_s
     feed_s = elem_bytes * (rows + columns * right_frac) * k * num_cores / cache_bytes_per_s
     loop_s = np.maximum(flop_s, feed_s)
-    whole_s = np.ceil(tiles / num_cores) * (loop_s + efficiency.tile_s)
+    height = rows / TILES[0][0] if efficiency.by_rows else 1.0
+    whole_s = np.ceil(tiles / num_cores) * (loop_s + height * efficiency.tile_s)
 
     most = np.minimum(np.maximum(np.floor(k / MIN_SPLIT_K), 1.0), MAX_SPLIT)
     splits = np.clip(np.floor(num_cores / tiles), 1.0, most)
-    reduce_s = efficiency.split_s + 8.0 * splits * batch * m * n / cache_bytes_per_s  # fp32, written and read
-    split_s = np.ceil(tiles * splits / num_cores) * (loop_s / splits + efficiency.tile_s) + reduce_s
+    summed_bytes = 8.0 * splits * batch * m * n  # fp32, written and read
+    reduce_s = height * efficiency.split_s + summed_bytes / cache_bytes_per_s
+    part_s = loop_s / splits + height * efficiency.tile_s
+    split_s = np.ceil(tiles * splits / num_cores) * part_s + reduce_s
     return np.minimum(whole_s, split_s).min(axis=0)

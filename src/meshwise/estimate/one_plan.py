@@ -312,10 +312,7 @@ class Estimate(Shown):
     def inherited(self) -> dict[str, list[str]]:
         """Chips whose efficiencies stand for those of this one, and which."""
         used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
-        found: dict[str, list[str]] = {}
-        for what in sorted(used & set(self.machine.efficiency.inherited_from)):
-            found.setdefault(self.machine.efficiency.inherited_from[what], []).append(what)
-        return found
+        return self.machine.efficiency.inherited(used)
 
     @property
     def experts(self) -> dict[str, float | None] | None:

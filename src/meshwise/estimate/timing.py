@@ -70,14 +70,8 @@ STACK_CELLS = 2**15
 MANY_CELLS = 2**11
 """Numbers of an op of which many are alike: they are timed once for each kind, but for what is soon said."""
 
-EXPERT_LIBRARIES = {
-    "bf16": ("bf16-triton", "bf16-trtllm"),
-    "fp16": ("bf16-triton", "bf16-trtllm"),
-    "fp8": ("fp8_block-triton", "fp8_block-trtllm"),
-    "fp4": ("fp4-trtllm",),
-    "w4a16": ("w4a16-triton", "w4a16-trtllm"),
-}
-"""Libraries of grouped matmuls by dtype, or by that of narrower weights, the preferred one first."""
+EXPERT_LIBRARIES = ("aiter", "triton", "trtllm")
+"""Libraries of grouped matmuls, the preferred one first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -305,7 +299,7 @@ def _matmul_s(
         right_bytes=op.right_bytes or None,
         tiles=GROUPED_TILES if op.right_bytes else TILES,  # Marlin's have 16 rows too
         out_bytes=write / (batch * m * n),
-        efficiency=machine.efficiency.gemm(op.dtype),
+        efficiency=machine.efficiency.gemm(op.dtype, in_blocks=op.right_bytes > 1.0),
     )  # fmt: skip
     busy_s = np.maximum(busy_s * np.where(one_by_one, batch, 1.0), machine.sustained_s(flop, op.dtype))
     if _is_core(op):
@@ -384,7 +378,8 @@ def _experts_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
 
 def experts_library(efficiency: Efficiency, dtype: str) -> str:
     """The library of the grouped matmuls: the first that was measured on this chip, or else anywhere."""
-    names = [name for name in EXPERT_LIBRARIES.get(dtype, ()) if name in efficiency.experts]
+    form = {"fp16": "bf16", "fp8": "fp8_block"}.get(dtype, dtype)
+    names = [name for last in EXPERT_LIBRARIES if (name := f"{form}-{last}") in efficiency.experts]
     here = [name for name in names if f"experts.{name}" not in efficiency.inherited_from]
     return next(iter(here or names), "")
 
@@ -429,17 +424,15 @@ def _dispatch_launch_s(machine: Machine, op: Op, ranks: Stack) -> Num:
 
 def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
     """Inside a node by reading the peers' memory, where that is faster than the library."""
+    base, efficiency = machine.base, machine.efficiency
     library_s = machine.collective_s("all_reduce", payload_bytes, ranks, stride)
     peer_s = peer_all_reduce_s(
-        payload_bytes,
-        ranks,
-        link_bytes_per_s=machine.base.link_bytes_per_s[0],
-        memory_bytes_per_s=machine.base.memory_bytes_per_s,
-        library_s=library_s,
-        efficiency=machine.efficiency.peer,
-    )
-    is_switched = np.asarray(machine.base.link_ways[0]) == 0  # a peer must be reached directly
-    is_inside = (ranks > 1) & (ranks * stride <= machine.base.node_ranks) & is_switched
+        payload_bytes, ranks, memory_bytes_per_s=base.memory_bytes_per_s, library_s=library_s,
+        link_bytes_per_s=efficiency.inner.among(ranks, base.node_ranks, base.link_bytes_per_s[0]),
+        coded=op.library == "peer-coded", efficiency=efficiency.peer,
+    )  # fmt: skip
+    is_switched = np.asarray(base.link_ways[0]) == 0  # a peer must be reached directly
+    is_inside = (ranks > 1) & (ranks * stride <= base.node_ranks) & is_switched
     return np.where(is_inside, peer_s, library_s)
 
 
@@ -478,9 +471,8 @@ _SECONDS: dict[str, Callable[..., Num]] = {
     "experts": _experts_s,
     "kernel": _kernel_s,
     "collective": _collective_s,
-    "peer": _peer_all_reduce_s,
-    "deepep-ll": _deepep_s,
-    "deepep-normal": _deepep_s,
+    **dict.fromkeys(("peer", "peer-coded"), _peer_all_reduce_s),
+    **dict.fromkeys(("deepep-ll", "deepep-normal"), _deepep_s),
 }
 """What times a stack of ops, by their kind, or by the library of a collective that has one of its own."""
 
@@ -491,8 +483,7 @@ _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
     "experts": lambda op: (op.dtype, op.right_bytes, op.library),
     "kernel": lambda op: (_passes(op),),
     "collective": lambda op: (op.collective, op.choices, op.groups, op.name * bool(op.choices)),
-    "peer": lambda op: (),
-    "deepep-ll": lambda op: (op.name, op.choices),
-    "deepep-normal": lambda op: (op.name, op.choices),
+    **dict.fromkeys(("peer", "peer-coded"), lambda op: ()),
+    **dict.fromkeys(("deepep-ll", "deepep-normal"), lambda op: (op.name, op.choices)),
 }
 """What tells apart ops of one kind that cannot be timed together."""

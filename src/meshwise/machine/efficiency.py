@@ -13,7 +13,8 @@ that the catalog gives for that link, so that a user's own cluster keeps its mea
 matmul's tile is work of one core; a chip inherits it as a share of that work, whatever its own core can do.
 The matrix unit of a TPU or of Gaudi is a few large systolic arrays, fed from memory through a scratchpad: a
 block that fills it has sides that grow with its root, and so does the FLOP per byte fed (`cache_speedup`).
-Theirs are stated in `catalog/matrix_engines.toml`, and no GPU inherits from them.
+Theirs are stated in `catalog/matrix_engines.toml`, those of AMD's kernels in `catalog/rocm.toml`; only chips
+of the same generation inherit from either.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
+import numpy as np
+
 from meshwise.core.errors import ClusterError
 from meshwise.core.files import catalog_text
+from meshwise.core.units import Num
 from meshwise.machine.hardware import MEASURED, Chip, Level, chips, num_cores
 
 
@@ -43,6 +47,7 @@ class GemmEfficiency:
     memory_frac: share of memory bandwidth.
     tile_s: prologue and epilogue of one tile.
     split_s: extra time when the sum over k is split among cores.
+    by_rows: tile_s and split_s are of a tile of 256 rows and in proportion to the rows, down to 16 (AITER).
     """
 
     launch_s: float = 0.0
@@ -52,7 +57,8 @@ class GemmEfficiency:
     memory_frac: float = 1.0
     tile_s: float = 0.0
     split_s: float = 0.0
-    tiled: bool = field(default=False)
+    tiled: bool = False
+    by_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +154,16 @@ class PeerEfficiency:
     """Constants of an all-reduce by reading the peers' memory (`cost.collective.peer_all_reduce_s`).
 
     host_s: least time of a call that no graph replays. launch_s: kernel launch; wait_s: one wait for all
-    peers; link_frac: share of the link's bandwidth.
+    peers; link_frac: share of the link's bandwidth. coded_launch_s, coded_bytes_per_s: launch and rate of a
+    sum whose parts travel in 8 bits; a rank encodes and decodes as much whatever its peers (0: none such).
     """
 
     host_s: float = 0.0
     launch_s: float = 0.0
     wait_s: float = 0.0
     link_frac: float = 1.0
+    coded_launch_s: float = 0.0
+    coded_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +180,7 @@ class LinkEfficiency:
     host_frac: share of the bandwidth on a way through the host, which more than two GPUs on PCIe take.
     host_shared_frac: share of what the links of a whole domain carry that its host passes on for all; in a
         box whose GPUs cannot reach each other's memory (no peer access) little, as all passes its memory.
+    mesh: every pair of ranks has a link of its own, so that few ranks use few of them.
     """
 
     launch_s: float = 0.0
@@ -185,6 +195,11 @@ class LinkEfficiency:
     switch_latency: float = 0.0
     host_frac: float = 1.0
     host_shared_frac: float = 1.0
+    mesh: bool = False
+
+    def among(self, ranks: Num, domain_ranks: Num, bytes_per_s: Num) -> Num:
+        """What is left to `ranks` ranks of a domain of all links of one, which has `bytes_per_s`."""
+        return bytes_per_s * np.maximum(ranks - 1.0, 1.0) / (domain_ranks - 1.0) if self.mesh else bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +223,22 @@ class Efficiency:
     outer: LinkEfficiency = LinkEfficiency()
     inherited_from: Mapping[str, str] = field(default_factory=dict)
 
-    def gemm(self, dtype: str) -> GemmEfficiency:
+    def inherited(self, used: set[str]) -> dict[str, list[str]]:
+        """Whose efficiencies stand for those of this chip, and which of `used`."""
+        found: dict[str, list[str]] = {}
+        for name in sorted(used & set(self.inherited_from)):
+            found.setdefault(self.inherited_from[name], []).append(name)
+        return found
+
+    def gemm_name(self, dtype: str, *, in_blocks: bool = False) -> str:
+        """The constants for matmuls in `dtype`, whose weights may be scaled `in_blocks`."""
+        name = AS_MEASURED.get(dtype, dtype)
+        return f"{name}-block" if in_blocks and f"{name}-block" in self.gemms else name
+
+    def gemm(self, dtype: str, *, in_blocks: bool = False) -> GemmEfficiency:
         """The constants for matmuls in `dtype`; a dtype without its own shares those of bf16."""
         shared = self.gemms.get("bf16", _IDEAL_GEMM)
-        return self.gemms.get(AS_MEASURED.get(dtype, dtype), shared)
+        return self.gemms.get(self.gemm_name(dtype, in_blocks=in_blocks), shared)
 
     def cast(self, dtype: str) -> CastEfficiency:
         """The constants for casts with a scale to `dtype`."""
@@ -264,11 +291,17 @@ def _entry(kind: type[Constants], entry: dict[str, Any], where: str) -> Constant
     return kind(**values)
 
 
+STATED = ("matrix_engines.toml", "rocm.toml")
+"""Catalogs of constants that chips of other generations do not inherit."""
+
+
 @cache
-def _catalog() -> dict[str, dict[str, Any]]:
+def _catalog(generation: str) -> dict[str, dict[str, Any]]:
+    """The fitted tables, and what is stated of chips of `generation`."""
     tables = read(catalog_text("efficiency.toml"))
-    for key, stated in read(catalog_text("matrix_engines.toml")).items():
-        tables[key] = tables.get(key, {}) | stated
+    for key, stated in (item for name in STATED for item in read(catalog_text(name)).items()):
+        if own := {chip: entry for chip, entry in stated.items() if _generation(chip) == generation}:
+            tables[key] = tables.get(key, {}) | own
     return tables
 
 
@@ -311,7 +344,7 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     if chip.name in table:
         return table[chip.name], ""
     family = [name for name in sorted(table) if _generation(name) == chip.generation]
-    donors = family or [name for name in sorted(table) if not _has_large_cores(name)] or sorted(table)
+    donors = family or sorted(table)
     source = chip.generation if family else "all chips"
     found: Any = mean([table[name] for name in donors])
     if isinstance(found, GemmEfficiency):
@@ -408,18 +441,18 @@ def constants(
     return _known_constants(chip, links) if tables is None else _constants(chip, links, tables)
 
 
-def without(keep: Callable[[str, str], bool]) -> dict[str, dict[str, Any]]:
-    """The catalog with those entries that `keep(key, chip)` says; `constants` takes it as `tables`."""
-    kept = {
-        key: {chip: entry for chip, entry in table.items() if keep(key, chip)}
-        for key, table in _catalog().items()
+def without(keep: Callable[[str, str], bool], generation: str) -> dict[str, dict[str, Any]]:
+    """The entries for `generation` that `keep(key, chip)` says; `constants` takes them as `tables`."""
+    return {
+        key: kept
+        for key, table in _catalog(generation).items()
+        if (kept := {chip: entry for chip, entry in table.items() if keep(key, chip)})
     }
-    return {key: table for key, table in kept.items() if table}
 
 
 @lru_cache(maxsize=1024)
 def _known_constants(chip: Chip, levels: tuple[Level, ...]) -> Efficiency:
-    return _constants(chip, levels, _catalog())
+    return _constants(chip, levels, _catalog(chip.generation))
 
 
 def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mapping[str, Any]]) -> Efficiency:

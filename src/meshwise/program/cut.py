@@ -90,6 +90,7 @@ class Cut:
     expert_tile: float = 1.0
     fuses_casts: bool = False
     gathers_by_sums: bool = False
+    codes_sums: bool = False
 
     @property
     def tokens(self) -> Num:

@@ -38,7 +38,7 @@ FUSED = ("residual", "dropout")
 
 def serving_embed(model: Model, cut: Cut) -> list[Op]:
     """The embedding of all new tokens."""
-    ops = list(_forward(embed(model, _plain(cut))))
+    ops = list(_forward(cut, embed(model, _plain(cut))))
     return [_not_again(op) if cut.kind == "decode" and op.module == ENCODER else op for op in ops]
 
 
@@ -50,7 +50,7 @@ def _not_again(op: Op) -> Op:
 def serving_head(model: Model, cut: Cut) -> list[Op]:
     """Norm and logits of each sequence's last token; of all that a decode pass checks."""
     seq = cut.seq if cut.kind == "decode" else 1.0
-    ops = _forward(head(model, replace(_plain(cut), seq=seq)))
+    ops = _forward(cut, head(model, replace(_plain(cut), seq=seq)))
     return [op for op in ops if op.name != "cross_entropy"]
 
 
@@ -73,8 +73,8 @@ def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
 def _in_wide(model: Model, cut: Cut, layer: Layer) -> Iterator[Op]:
     """The forward ops of a block, those of `wide_modules` in bf16, which needs no casts."""
     in_bf16 = block(model, replace(cut, precision=Precision()), layer) if cut.wide_modules else ()
-    wide = {(op.module, op.name, op.kind): op for op in _forward(in_bf16)}
-    for op in _forward(block(model, cut, layer)):
+    wide = {(op.module, op.name, op.kind): op for op in _forward(cut, in_bf16)}
+    for op in _forward(cut, block(model, cut, layer)):
         own = wide.get((op.module, op.name, op.kind)) if is_wide(op, cut) else op
         if own and not (cut.fuses_casts and own.name.endswith("_cast")):
             yield own
@@ -116,11 +116,12 @@ def _plain(cut: Cut) -> Cut:
     return replace(cut, sequence_parallel=False, flash=True)
 
 
-def _forward(ops: Iterable[Op]) -> Iterator[Op]:
+def _forward(cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
     """The forward ops that an engine runs by themselves."""
+    by_peers = "peer-coded" if cut.codes_sums else "peer"
     for op in ops:
         if op.phase == "forward" and not op.name.startswith(FUSED):
-            yield structs.replace(op, library="peer") if op.collective == "all_reduce" else op
+            yield structs.replace(op, library=by_peers) if op.collective == "all_reduce" else op
 
 
 def _block(model: Model, cut: Cut, layer: Layer, ops: list[Op]) -> Iterator[Op]:
@@ -237,7 +238,7 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
     assert moe is not None
     hidden = moe.width(model.hidden)
     alone = replace(cut, tp=1.0)
-    for op in _forward(moe_mlp(model, alone, block_input(model, alone))):
+    for op in _forward(cut, moe_mlp(model, alone, block_input(model, alone))):
         if op.name.startswith("router"):
             names = (op.name, "balance_bias") if op.kind == "kernel" else (op.name,)  # one kernel routes
             yield _with_weights(op, [one for one in stated if one.name in names])

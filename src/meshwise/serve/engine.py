@@ -68,6 +68,8 @@ class Engine:
     `shared_expert_tile`: the same beyond Hopper, of experts that dp ranks share.
     `fuses_casts`: kernels write fp8 and fp4 as the next matmul reads it, unless its scales are of blocks.
     `gathers_by_sums`: dp ranks gather prompts for their experts by an all-reduce, and what experts give too.
+    `codes_sums`: large all-reduces on AMD's GPUs travel in 8 bits (ROCM_QUICK_REDUCE_QUANTIZATION=INT8, which
+    SGLang's images for ROCm set).
     `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph), or
     those of at most `prompt_graph_tokens` (vLLM's cudagraph_mode FULL_AND_PIECEWISE, since 0.11 its default).
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
@@ -101,6 +103,7 @@ class Engine:
     shared_expert_tile: int = 1
     fuses_casts: bool = False
     gathers_by_sums: bool = False
+    codes_sums: bool = False
     graphs_prompts: bool = False
     prompt_graph_tokens: int = 0
     plans_while_guessing: bool = True

@@ -77,15 +77,14 @@ def attending(serving: Serving, engine: Engine) -> Serving:
 
 
 def run_by(serving: Serving, engine: Engine) -> Serving:
-    """`serving` with the tiles of the engine's experts, and with what it fuses."""
-    plan = serving.mesh.plan
+    """`serving` with the tiles of the engine's experts, how it sums, and with what it fuses."""
+    plan, tile = serving.mesh.plan, 1
+    if plan.dtype == "fp8":
+        beyond = engine.shared_expert_tile if np.all(shares_experts(serving)) else 1
+        tile = engine.expert_tile if serving.cluster.chip.generation == "hopper" else beyond
     fuses = engine.fuses_casts and plan.weight_dtype != "fp8_block"
-    serving = replace(serving, fuses_casts=fuses, gathers_by_sums=engine.gathers_by_sums)
-    if plan.dtype != "fp8":
-        return serving
-    beyond = engine.shared_expert_tile if np.all(shares_experts(serving)) else 1
-    tile = engine.expert_tile if serving.cluster.chip.generation == "hopper" else beyond
-    return replace(serving, expert_tile=float(tile))
+    sums = {"gathers_by_sums": engine.gathers_by_sums, "codes_sums": engine.codes_sums}
+    return replace(serving, run_by={"expert_tile": float(tile), "fuses_casts": fuses} | sums)
 
 
 def launches_s(serving: Serving) -> Num:

@@ -14,7 +14,7 @@ the process's context. Arrays of sequences broadcast.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,8 @@ class Serving:
 
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
-    `speculation`: how tokens are guessed. `expert_tile`: rows that grouped matmuls take at a time,
-    `fuses_casts`: whether norms and activations write narrow operands themselves, `gathers_by_sums`: how
-    prompts of dp ranks meet in experts (`pass_times.run_by`). `encoding`: images or sound of each prompt,
-    whose tokens `prompt` counts.
+    `speculation`: how tokens are guessed. `run_by`: what the engine sets of a pass (`pass_times.run_by`).
+    `encoding`: images or sound of each prompt, whose tokens `prompt` counts.
     `pass_tokens`: tokens of prompts that a pass takes; `cuts_prompts`: of a longer prompt too, not the whole.
     """
 
@@ -80,9 +78,7 @@ class Serving:
     engine_s: float = 0.0
     expert_shares: Shares | None = None
     speculation: Speculation | None = None
-    expert_tile: float = 1.0
-    fuses_casts: bool = False
-    gathers_by_sums: bool = False
+    run_by: Mapping[str, Any] = field(default_factory=dict)
     encoding: Encoding | None = None
     pass_tokens: float = PREFILL_TOKENS
     cuts_prompts: bool = True
@@ -130,7 +126,7 @@ class Serving:
         """A pass of `prompts` prompts, of `tokens` each or as served, in every group."""
         cut = cut_of(replace(self.mesh, kind="prefill", microbatch=prompts))
         seq = float(self.prompt) if tokens is None else tokens
-        return replace(cut, seq=seq, **self._run_by)
+        return replace(cut, seq=seq, **self.run_by)
 
     def decode(self, sequences: Num, past: Num) -> Cut:
         """A pass of a token of each of `sequences` sequences in every group, behind `past` cached ones.
@@ -138,11 +134,7 @@ class Serving:
         Ranks that share prompts (cp) share their caches too; such an instance does not decode.
         """
         cut = cut_of(replace(self.mesh, kind="decode", microbatch=sequences / self.mesh.cp))
-        return replace(cut, past=past, ulysses=1.0, ring=1.0, **self._run_by)
-
-    @property
-    def _run_by(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("expert_tile", "fuses_casts", "gathers_by_sums")}
+        return replace(cut, past=past, ulysses=1.0, ring=1.0, **self.run_by)
 
 
 def check_lengths(prompt: int, output: int) -> None:
@@ -473,13 +465,18 @@ def batches(serving: Serving) -> list[int]:
 
 def notes(serving: Serving) -> list[str]:
     """What a reader should know: which constants come from another chip, and what is left out."""
-    efficiency, dtype = serving.machine.efficiency, serving.mesh.plan.dtype
-    plan = serving.mesh.plan
-    used = {"decode.mla" if serving.model.mla else "decode.flash", f"gemm.{dtype}"}
+    efficiency, plan = serving.machine.efficiency, serving.mesh.plan
+    chip, dtype, is_latent = serving.cluster.chip.name, plan.dtype, serving.model.mla is not None
+    matmul = efficiency.gemm_name(dtype, in_blocks=plan.weight_dtype == "fp8_block")
+    used = {f"decode.{'mla' if is_latent else 'flash'}", f"gemm.{matmul}", "attention.flash", "memory.kernel"}
+    if serving.num_chips > 1:
+        used |= {"inner.link", "peer.all_reduce"}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
-    chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
-    found = [f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))]
+    found = [
+        f"{chip}: efficiency of {', '.join(names)} inherited from {origin}"
+        for origin, names in efficiency.inherited(used).items()
+    ]
     found += map(str, serving.cluster.collectives)
     found += quantized_note(serving.model, plan)
     for key in ("weight_dtype", "expert_dtype"):
