@@ -14,12 +14,13 @@ rounding and the cuBLAS workspace come on top.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
 from meshwise.core.ledger import Ledger
+from meshwise.core.units import Num
 from meshwise.cost.allocator import WORKSPACE_BYTES, CachingAllocator
 from meshwise.machine.hardware import Chip
 
@@ -113,6 +114,19 @@ class Tape:
         self._rows.append(full)
         self._flop_since_step += count * (row.get("flop") or 0.0)
         return full
+
+    def priced(self, ledger: Ledger, times: float) -> None:
+        """The rows that an estimate says, so many `times` over; tensors of tf32 matmuls are fp32."""
+        for row in ledger.rows():
+            dtype = "fp32" if row["dtype"] == "tf32" else row["dtype"]
+            own = {name: value for name, value in row.items() if name not in ("op", "live_bytes")}
+            if row["module"] != "memory":
+                self.op(row["op"], **own | {"count": row["count"] * times, "dtype": dtype})
+
+    def states(self, held: Mapping[str, Num]) -> None:
+        """What a rank holds between passes, in bytes."""
+        for name, size_bytes in held.items():
+            self.op(name, module="states", phase="step", weight_bytes=float(size_bytes))
 
     def step(self, step: str, tensors: Iterable[Named]) -> list[Step]:
         """The program has come to `step` and shows `tensors`; FLOP are those since the last step."""

@@ -17,7 +17,7 @@ import ctypes
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any
 from unittest import mock
@@ -115,23 +115,17 @@ class OpRecorder(TorchDispatchMode):
 
     # --- what a program says -----------------------------------------------------------------
 
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
+    def section(self, name: str) -> AbstractContextManager[None]:
         """Rows inside belong to module `name` (joined to the sections around it with a slash)."""
-        with _pushed(self._modules, name):
-            yield
+        return _pushed(self._modules, name)
 
-    @contextmanager
-    def op(self, name: str) -> Iterator[None]:
+    def op(self, name: str) -> AbstractContextManager[None]:
         """Rows inside carry `name` as their op."""
-        with _pushed(self._op_names, name):
-            yield
+        return _pushed(self._op_names, name)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Rows inside belong to phase `name`; without one it is forward, or backward inside autograd."""
-        with _pushed(self._phases, name):
-            yield
+        return _pushed(self._phases, name)
 
     @contextmanager
     def setup(self) -> Iterator[None]:

@@ -57,7 +57,7 @@ def estimate(options: RlOptions, tape: Tape) -> None:
     if tape.rank < engines:
         last = None
         for last in _generation(options, share):
-            _write(tape, last, options.steps)
+            tape.priced(last.rank_ledger(0), options.steps)
         assert last is not None
         cached = (options.length - 1.0) / options.length  # the last token is not read
         held = {
@@ -67,13 +67,10 @@ def estimate(options: RlOptions, tape: Tape) -> None:
         tokens, passes = share * options.output, options.output
     else:
         packed = bins_of(options, trainers)
-        _write(
-            tape,
-            _training(options, packed, trainers, "evaluate", packed.bins * options.updates),
-            options.steps,
-        )
+        scored = _training(options, packed, trainers, "evaluate", packed.bins * options.updates)
+        tape.priced(scored.rank_ledger(0), options.steps)
         update = _training(options, packed, trainers, "train", packed.bins)
-        _write(tape, update, options.steps * options.updates)
+        tape.priced(update.rank_ledger(0), options.steps * options.updates)
         held = {name: update.memory_bytes[name] for name in ("weights", "gradients", "optimizer")}
         tokens = options.num_samples // trainers * options.length
         passes = 2 * packed.bins * options.updates
@@ -106,15 +103,6 @@ def _price(options: RlOptions, ranks: int, plan: Plan, **work: Any) -> Estimate:
     return price(the_model(options), find_cluster(f"{_CHIP}:{ranks}"), plan, Workload(**work))
 
 
-def _write(tape: Tape, priced: Estimate, times: int) -> None:
-    """The rows of a rank of `priced`, so many times over."""
-    for row in priced.rank_ledger(0).rows():
-        name = row.pop("op")
-        del row["live_bytes"]
-        if row["module"] != "memory":
-            tape.op(name, **row | {"count": row["count"] * times})
-
-
 def _broadcast(
     tape: Tape, axis: str, group_size: int, payload_bytes: float, times: int, options: RlOptions
 ) -> None:
@@ -126,8 +114,7 @@ def _broadcast(
 
 def _states(tape: Tape, held: dict[str, float], counted: dict[str, int]) -> None:
     """What a rank holds between passes, in bytes, and what it did, in numbers."""
-    for name, size_bytes in held.items():
-        tape.op(name, module="states", phase="step", weight_bytes=float(size_bytes))
+    tape.states(held)
     for name, number in counted.items():
         tape.op(name, module="states", phase="step", count=number)
 

@@ -36,17 +36,10 @@ def estimate(options: Options, tape: Tape) -> None:
         find_overheads(cluster.chip, plan.software), stops_early=0.0
     )  # as `Setting.again`
     priced = price(the_model(options), cluster, plan, workload, overheads=recomputes_all)
-    for row in priced.rank_ledger(tape.rank).rows():
-        name = row.pop("op")
-        del row["live_bytes"]
-        if row["dtype"] == "tf32":
-            row["dtype"] = "fp32"  # as tensors are
-        if row["module"] != "memory":
-            tape.op(name, **row | {"count": row["count"] * options.steps})
+    tape.priced(priced.rank_ledger(tape.rank), options.steps)
     of_rank = priced.rank_step(tape.rank).stages[-1]
     held = {"parameters": of_rank.memory.weights, "gradients": of_rank.gradient_bytes}
-    for name, size_bytes in (held | {"optimizer": of_rank.memory.optimizer}).items():
-        tape.op(name, module="states", phase="step", weight_bytes=float(size_bytes))
+    tape.states(held | {"optimizer": of_rank.memory.optimizer})
     tape.op("activations", module="states", phase="step", saved_bytes=float(of_rank.kept_bytes))
 
 
@@ -87,7 +80,6 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         losses.append(loss)
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}
-    for name, size_bytes in held.items():
-        recorder.tape.op(name, module="states", phase="step", weight_bytes=size_bytes)
+    recorder.tape.states(held)
     recorder.tape.op("activations", module="states", phase="step", saved_bytes=recorder.kept_peak_bytes())
     return {"losses": losses, "bytes": held, **found}
