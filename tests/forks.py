@@ -37,27 +37,12 @@ class Script:
     out: Path
     err: Path
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid or 0
-
     def end(self) -> int | None:
         """Wait until it has ended by itself; its exit code, that of a shell negated for a signal."""
         self.process.join(PATIENCE_S)
         code = self.process.exitcode
         self.process.kill()
         return code
-
-    def said(self, number: int = 1) -> list[str]:
-        """Wait until `number` sentences of ours stand on stderr, and return them."""
-        deadline = time.monotonic() + PATIENCE_S
-        while len(found := [line for line in self._errors() if line.startswith("meshwise: ")]) < number:
-            assert time.monotonic() < deadline and self.process.is_alive(), self._errors()
-            time.sleep(0.02)
-        return found
-
-    def _errors(self) -> list[str]:
-        return self.err.read_text().splitlines()
 
 
 def start_script(folder: Path, words: list[str], environment: Mapping[str, str], host: str = "") -> Script:

@@ -7,11 +7,9 @@ import sys
 
 import ranks
 from meshwise.core.errors import MeshwiseError
-from meshwise.runtime import heartbeat
 from meshwise.runtime.launch import launch, outside_place
 
 if __name__ == "__main__":
-    heartbeat.SILENT_S = float(os.environ.get("SILENT_S", heartbeat.SILENT_S))
     place = outside_place(os.environ)
     assert place is not None
     try:

@@ -57,16 +57,6 @@ def sleep_forever(place: RankPlace, folder: str) -> None:
         time.sleep(1)
 
 
-def meet_until(place: RankPlace, met: str, end: str) -> None:
-    """Say in the file `met` that all ranks have met, and meet again until rank 0 sees the file `end`."""
-    ended = torch.zeros(())
-    while not ended:
-        ended.fill_(float(place.rank == 0 and Path(end).exists()))
-        dist.all_reduce(ended)
-        Path(met).touch()
-        time.sleep(0.05)
-
-
 def run_script(place: RankPlace, words: list[str], port: int) -> None:
     """Be one rank of a script that makes its process group itself, at a store that listens on `port`."""
     dist.barrier()  # a rank that leaves while another still connects ends both

@@ -204,22 +204,6 @@ def test_a_rank_that_fails_ends_the_others_under_srun(
     assert jobs[1].err.read_text().startswith(first)
 
 
-def test_a_stopped_rank_is_named_under_srun(tmp_path: Path) -> None:
-    """Once it goes on, the job ends as if nothing had been."""
-    met, end = tmp_path / "met", tmp_path / "end"
-    words = [JOB, "meet_until", str(met), str(end)]
-    jobs = [start_script(tmp_path, words, told | {"SILENT_S": "3"}) for told in told_by_srun()]
-    wait_until(met.exists)
-    os.kill(jobs[1].pid, signal.SIGSTOP)
-    try:
-        (first,) = jobs[0].said()
-    finally:
-        os.kill(jobs[1].pid, signal.SIGCONT)
-        end.touch()
-    assert first.startswith("meshwise: rank 0 hears nothing of rank 1, and waits; ")
-    assert [job.end() for job in jobs] == [0, 0], [job.err.read_text() for job in jobs]
-
-
 def test_a_port_in_use_outside() -> None:
     """Rank 0 is to hold the meeting point; the sentence names it."""
     with socket.socket() as taken:

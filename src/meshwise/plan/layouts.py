@@ -50,8 +50,6 @@ def check_grid(
     name = ":".join(filter(None, (layout, "x".join(map(str, grid)))))
     for sentence in grid_conflicts(layout, grid, ranks):
         raise PlanError(sentence)
-    if scores_split and layout in ("1d", "2d-cp"):
-        raise PlanError(f"layout {name} splits heads; splitting scores over the grid needs 2d, 2.5d or 3d")
     missing = {
         "experts": model.moe,
         "latent attention": model.mla,
@@ -100,13 +98,11 @@ def _divisions(
         side = columns
         cuts = [(*what, side * side) for what in (hidden, ffn, inner)]
         cuts += [(*tokens, halves * side if side > 1 else 1), (*tokens, side * side)]
-        if scores_split:
-            return [*cuts, ("head width", model.head_dim, side)]
         return [*cuts, *((*what, side * side) for what in heads)]
     rows, depth = grid[1], grid[2] if layout == "2.5d" else 1
     steps = panels * math.lcm(columns, rows)
     cuts = [(*what, steps) for what in (hidden, ffn, inner)]
     cuts.append((*tokens, halves * rows * depth if rows * depth > 1 else 1))
     if scores_split:
-        return [*cuts, (*tokens, steps * depth), ("head width", model.head_dim, columns)]
+        return [*cuts, (*tokens, steps), ("head width", model.head_dim, columns)]
     return [*cuts, *((*what, columns) for what in heads)]

@@ -398,8 +398,8 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield from grid_conflicts(layout, plan.grid, plan.tp)
     if plan.panels > 1 and layout not in ("2d", "2.5d"):
         yield f"panels={plan.panels} needs SUMMA, which layout={layout} does not use; use layout=2d or 2.5d"
-    if plan.attention == "grid" and layout not in ("2d", "2.5d", "3d"):
-        yield f"attention=grid splits scores over a grid, not with layout={layout}; use layout=2d, 2.5d or 3d"
+    if plan.attention == "grid" and layout != "2d":
+        yield f"attention=grid splits scores over a grid, which layout={layout} does not; use layout=2d"
     if plan.sp is False and layout in ("2d", "2.5d", "3d"):
         yield f"layout={layout} always cuts the activations; leave sp=0 out"
     if plan.head_dtype == "fp8" and plan.dtype not in NARROW_DTYPES:

@@ -31,7 +31,7 @@ class GridLinear(Protocol):
 
 
 class Products(NamedTuple):
-    """The linear layers into and out of a pair, what lies between, and both ways to split attention.
+    """The linear layers into and out of a pair, what lies between, and core attention.
 
     `inside` gives the tokens of a rank inside a pair, and over how many ranks their width is cut. With
     `keeps_mixed` fused attention keeps what the output projection reads, which then keeps nothing.
@@ -40,8 +40,7 @@ class Products(NamedTuple):
     first: GridLinear
     second: GridLinear
     inside: Callable[[Cut], tuple[Num, Num]]
-    heads_split: Callable[[Model, Cut], Iterator[Op]]
-    scores_split: Callable[[Model, Cut], Iterator[Op]]
+    attend: Callable[[Model, Cut], Iterator[Op]]
     keeps_mixed: bool
 
 
@@ -55,7 +54,7 @@ def attention(model: Model, cut: Cut, x: Tensor, by: Products) -> Stated:
         turned = (model.num_heads + model.num_kv_heads) * model.head_dim / ranks
         projected = made(ATTENTION, "qkv", (rows, turned), cut.precision.act_dtype)
         yield from elementwise(ATTENTION, "rotary", "rotary", projected, cut.precision)
-    yield from (by.scores_split if cut.grid_scores else by.heads_split)(model, cut)
+    yield from by.attend(model, cut)
     d_in = float(model.num_heads * model.head_dim)
     kept = cut.grid_scores or not (cut.flash and by.keeps_mixed)
     yield from by.second(ATTENTION, "out_proj", d_in, model.hidden, cut, bias=model.out_bias, kept=kept)

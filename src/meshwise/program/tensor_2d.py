@@ -13,8 +13,9 @@ one rank owns each in either cut; the first is waited for, the others travel whi
 see h/c of a token's width and all-reduce its sums over the row. A rank keeps its own blocks alone.
 
 Attention, *heads split*: each rank has heads/c heads of its row's tokens, and all-gathers keys and values
-over the column. *Scores split* (`grid_scores`): each rank has d/c of the width of every head; the scores
-are an abt product [T/r, s/c], softmax all-reduces maxima and sums over the row, the mix is an ab product.
+over the column. *Scores split* (`grid_scores`; in two dimensions): each rank has d/c of the width of every
+head; the scores are an abt product [T/r, s/c], softmax all-reduces maxima and sums over the row, the mix is an
+ab product.
 
 In 2.5 dimensions (Tesseract, arXiv 2105.14500) each of d depths is such a grid with 1/d of the row's tokens:
 a rank holds T/(r d) of them. The weights are the same in every depth, so their gradients are all-reduced over
@@ -134,6 +135,10 @@ def linear(
 # --- core attention ----------------------------------------------------------------------------
 
 
+def _attend(model: Model, cut: Cut) -> Iterator[Op]:
+    return (_scores_split if cut.grid_scores else _heads_split)(model, cut)
+
+
 def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
     """heads/c heads a rank: context parallelism over the column, by all-gather of keys and values."""
     column = _column(cut)
@@ -154,7 +159,6 @@ def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
     num_q = tokens(cut) / cut.microbatch * model.num_heads / model.num_kv_heads
     dim, width = model.head_dim / columns, cut.seq / columns
     num_k = tokens(cut) / cut.microbatch
-    k_bytes = batch * num_k * dim * cut.precision.act_bytes
     sizes = {
         "q": (batch * num_q, dim),
         "k": (batch * num_k, dim),
@@ -164,12 +168,10 @@ def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
     q, k, v, scores = (made(ATTENTION, name, shape, cut.precision.act_dtype) for name, shape in sizes.items())
     size: dict[str, Any] = {"cut": cut, "batch": batch}
 
-    yield from _depth_keys("logits", cut, k_bytes)
     yield from summa("abt", ATTENTION, "logits", "forward", num_q, cut.seq, dim, keeps=(q, k), **size)
     yield from summa("ab", ATTENTION, "logits", "backward", num_q, dim, cut.seq, **size)
     yield from summa("atb", ATTENTION, "logits", "backward", cut.seq, dim, num_q, **size)
     scores = yield from softmax(scores, cut, model)
-    yield from _depth_keys("attend", cut, k_bytes)
     yield from summa(
         "ab", ATTENTION, "attend", "forward", num_q, dim, cut.seq,
         keeps=(scores, v), **size,
@@ -178,17 +180,5 @@ def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
     yield from summa("atb", ATTENTION, "attend", "backward", cut.seq, dim, num_q, **size)
 
 
-def _depth_keys(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
-    """Keys (values) of the other depths: gathered forward and backward, their gradients returned."""
-    if len(cut.grid) < 3:
-        return
-    payload = local_bytes * cut.grid[2]
-    kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
-    for phase, kind in kinds:
-        yield collective(ATTENTION, name, phase, kind, payload_bytes=payload, **cut.axis(2))
-
-
-PRODUCTS = grid.Products(
-    linear, linear, lambda cut: (tokens(cut), cut.grid[0]), _heads_split, _scores_split, True
-)
+PRODUCTS = grid.Products(linear, linear, lambda cut: (tokens(cut), cut.grid[0]), _attend, keeps_mixed=True)
 attention, mlp = partial(grid.attention, by=PRODUCTS), partial(grid.mlp, by=PRODUCTS)

@@ -12,10 +12,8 @@ roles of j and l swapped, so the second product of a pair (out_proj after qkv, f
 back. In the residual stream, rank (i, j, l) has the tokens (i, j), T/q^2 of them, in h/q of their width;
 inside a pair the tokens (i, l).
 
-Attention, *heads split*: heads/q heads of the tokens (i, l) become heads/q^2 heads of the tokens i by an
-all-to-all over l (Ulysses), and keys and values are all-gathered over i. *Scores split* (`grid_scores`):
-each rank has d/q of the width of every head. Q gathered over l is the tokens of a depth, K gathered over i
-those of a column: the two cover all pairs, and Q K' and P V are products of the cube like any other.
+Attention: heads/q heads of the tokens (i, l) become heads/q^2 heads of the tokens i by an all-to-all over l
+(Ulysses), and keys and values are all-gathered over i.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ from meshwise.model.weights import COLUMNS, Weight, Weights
 from meshwise.program import grid
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.grid import of_heads, softmax
+from meshwise.program.grid import of_heads
 from meshwise.program.op import Op, collective, kernel
-from meshwise.program.tensor import Tensor, made
-from meshwise.program.tensor_1d import ATTENTION
+from meshwise.program.tensor import made
 from meshwise.program.weights_of_ops import num_held
 
 COL, ROW, DEPTH = 0, 1, 2
@@ -66,59 +63,50 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
 # --- products ----------------------------------------------------------------------------------
 
 
-def product(
-    axes: tuple[int, int, int], module: str, name: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
-    transposed: bool = False, keeps: tuple[Tensor, ...] = (), is_weight: bool = False,
-) -> Iterator[Op]:  # fmt: skip
-    """`batch` products C = A B (or A B', `transposed`) of gathered blocks, forward and backward.
-
-    m, n, k are of the blocks that the rank multiplies. Of the backward's exchanges, A's gather and dA's
-    scatter run beside a product that does not need them.
-    """
-    prec = cut.precision
-    a, b, c = (batch * size * prec.act_bytes for size in (m * k, k * n, m * n))
-    over_a, over_b, over_c = (cut.axis(dim) for dim in axes)
-
-    def exchange(phase: str, kind: str, payload_bytes: Num, axis: dict[str, Any], behind: str = "") -> Op:
-        return collective(module, name, phase, kind, payload_bytes=payload_bytes, hides_behind=behind, **axis)
-
-    def multiply(phase: str, m: Num, n: Num, k: Num, **fields: Any) -> Op:
-        cost = matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch)
-        common: dict[str, Any] = {"module": module, "name": name, "phase": phase, "kind": "matmul"}
-        return Op(shape=(batch, m, n, k), cost=cost, dtype=prec.dtype, **common, **fields)
-
-    yield exchange("forward", "all_gather", a, over_a)
-    yield exchange("forward", "all_gather", b, over_b)
-    yield multiply("forward", m, n, k, reads=keeps, keeps=keeps)
-    yield exchange("forward", "reduce_scatter", c, over_c)
-    yield exchange("backward", "all_gather", c, over_c)
-    yield exchange("backward", "all_gather", b, over_b)
-    yield exchange("backward", "all_gather", a, over_a, behind=name)
-    yield multiply("backward", m, k, n)
-    yield exchange("backward", "reduce_scatter", a, over_a, behind=name)
-    dims = (n, k, m) if transposed else (k, n, m)
-    yield multiply("backward", *dims, is_weight_grad=is_weight)
-    yield exchange("backward", "reduce_scatter", b, over_b)
-
-
 def _linear(
     axes: tuple[int, int, int], module: str, name: str, d_in: Num, d_out: Num, cut: Cut, *, bias: bool,
     kept: bool = True,
 ) -> Iterator[Op]:  # fmt: skip
-    """Y = X W + b; the bias is added in the product, by the first rank of the axis that scatters Y."""
+    """Y = X W + b of gathered blocks, forward and backward.
+
+    The bias is added in the product, by the first rank of the axis that scatters Y. Of the backward's
+    exchanges, X's gather and dX's scatter run beside a product that does not need them.
+    """
     assert kept  # an all-to-all lies between the mixed values and what the output projection reads
+    prec = cut.precision
     over_a, over_b, over_c = (cut.grid[dim] for dim in axes)
     m, n, k = cut.tokens / over_b, d_out / over_a, d_in / over_c
-    own = made(module, f"{name}_input", (m / over_a, k), cut.precision.act_dtype)
-    yield from product(axes, module, name, m, n, k, cut, keeps=(own,), is_weight=True)
+    sizes = [size * prec.act_bytes for size in (m * k, k * n, m * n)]
+    a, b, c = ({"payload_bytes": size, **cut.axis(dim)} for size, dim in zip(sizes, axes, strict=True))
+    own = (made(module, f"{name}_input", (m / over_a, k), prec.act_dtype),)
+
+    def exchange(phase: str, kind: str, of: dict[str, Any], behind: str = "") -> Op:
+        return collective(module, name, phase, kind, hides_behind=behind, **of)
+
+    def multiply(phase: str, m: Num, n: Num, k: Num, **fields: Any) -> Op:
+        cost = matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes)
+        common: dict[str, Any] = {"module": module, "name": name, "phase": phase, "kind": "matmul"}
+        return Op(shape=(1.0, m, n, k), cost=cost, dtype=prec.dtype, **common, **fields)
+
+    yield exchange("forward", "all_gather", a)
+    yield exchange("forward", "all_gather", b)
+    yield multiply("forward", m, n, k, reads=own, keeps=own)
+    yield exchange("forward", "reduce_scatter", c)
+    yield exchange("backward", "all_gather", c)
+    yield exchange("backward", "all_gather", b)
+    yield exchange("backward", "all_gather", a, behind=name)
+    yield multiply("backward", m, k, n)
+    yield exchange("backward", "reduce_scatter", a, behind=name)
+    yield multiply("backward", k, n, m, is_weight_grad=True)
+    yield exchange("backward", "reduce_scatter", b)
     if bias:
-        yield kernel(module, f"{name}_bias", "add_bias", m, n, cut.precision, phase="backward")
+        yield kernel(module, f"{name}_bias", "add_bias", m, n, prec, phase="backward")
 
 
 # --- core attention ----------------------------------------------------------------------------
 
 
-def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
+def _attend(model: Model, cut: Cut) -> Iterator[Op]:
     """heads/q by projection, 1/q of those by all-to-all over the columns, keys gathered over the depth."""
     col, row, depth = cut.grid
     inner = replace(cut, tp=row, ulysses=col, ring=depth, gather_keys=True)
@@ -128,35 +116,9 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
         yield structs.replace(op, **axes[op.collective]) if op.kind == "collective" else op
 
 
-def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
-    """d/q of every head a rank; queries that share keys are rows of one product."""
-    col, row, depth = cut.grid
-    batch = cut.microbatch * model.num_kv_heads
-    num_q = cut.seq / depth * model.num_heads / model.num_kv_heads
-    num_k, dim = cut.seq / col, model.head_dim / row
-    of_keys = batch * num_k / depth, dim
-    sizes = {
-        "q": (batch * num_q / col, dim),
-        "k": of_keys,
-        "v": of_keys,
-        "scores": (batch * num_q / row, num_k),
-    }
-    q, k, v, scores = (made(ATTENTION, name, shape, cut.precision.act_dtype) for name, shape in sizes.items())
-
-    yield from product(
-        SECOND, ATTENTION, "logits", num_q, num_k, dim, cut, batch=batch, transposed=True,
-        keeps=(q, k),
-    )  # fmt: skip
-    scores = yield from softmax(scores, cut, model)
-    yield from product(
-        FIRST, ATTENTION, "attend", num_q, dim, num_k, cut, batch=batch,
-        keeps=(scores, v),
-    )  # fmt: skip
-
-
 PRODUCTS = grid.Products(
     partial(_linear, FIRST), partial(_linear, SECOND),
     lambda cut: (cut.tokens / (cut.grid[DEPTH] * cut.grid[COL]), cut.grid[ROW]),
-    _heads_split, _scores_split, False,
+    _attend, keeps_mixed=False,
 )  # fmt: skip
 attention, mlp = partial(grid.attention, by=PRODUCTS), partial(grid.mlp, by=PRODUCTS)

@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
-from meshwise.runtime.heartbeat import heartbeat
 
 RANKS_PER_CORE = 16
 """So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
@@ -425,12 +424,10 @@ def _call_here(function: Callable[..., Any], place: RankPlace, *args: Any) -> li
     """
     try:
         host, port = meeting_point(os.environ)
-        with heartbeat(place.rank, place.world_size, host, port) as all_have_met:
-            _join_outside(place, f"tcp://{host}:{port}")
-            all_have_met()
-            result = function(place, *args)
-            results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
-            dist.gather_object(result, results)
+        _join_outside(place, f"tcp://{host}:{port}")
+        result = function(place, *args)
+        results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
+        dist.gather_object(result, results)
     except Exception as error:
         raise _first({place.rank: _failure(place.rank, _explained(error))}) from None
     dist.destroy_process_group()
