@@ -14,8 +14,8 @@ see h/c of a token's width and all-reduce its sums over the row. A rank keeps it
 
 Attention, *heads split*: each rank has heads/c heads of its row's tokens, and all-gathers keys and values
 over the column. *Scores split* (`grid_scores`; in two dimensions): each rank has d/c of the width of every
-head; the scores are an abt product [T/r, s/c], softmax all-reduces maxima and sums over the row, the mix is an
-ab product.
+head; the scores are an abt product [T/r, s/c], softmax all-reduces maxima and sums over the row, the mix is
+an ab product.
 
 In 2.5 dimensions (Tesseract, arXiv 2105.14500) each of d depths is such a grid with 1/d of the row's tokens:
 a rank holds T/(r d) of them. The weights are the same in every depth, so their gradients are all-reduced over
