@@ -8,7 +8,9 @@ model from the same config on torch's meta device and counted its parameters.
 from __future__ import annotations
 
 import csv
+import inspect
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import pytest
 
 import meshwise as mw
 from meshwise.core.errors import MeshwiseError, ModelError
+from meshwise.model import config_rules
 from meshwise.model.architecture import Model, is_moe_layer, layer_kind, num_moe_layers
-from meshwise.model.config_fields import spellings
+from meshwise.model.config_fields import DEFAULTS, spellings
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
 from meshwise.model.weights import num_params
@@ -259,3 +262,10 @@ def test_a_file_that_is_no_config(text: bytes, tmp_path: Path) -> None:
     path.write_bytes(text)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_config(path)
+
+
+def test_every_field_that_a_rule_or_a_family_reads_is_stated() -> None:
+    read = set(re.findall(r"\bc\.(\w+)", inspect.getsource(config_rules)))
+    for spelling in spellings().values():
+        read |= {*spelling.taken.values()}
+    assert read <= {*DEFAULTS}

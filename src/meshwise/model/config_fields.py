@@ -1,13 +1,13 @@
 """How Hugging Face configs are written: the fields that decide an architecture, as each family spells them.
 
 `catalog/huggingface.toml` has an entry for each family, a `Spelling`; a config is read into a `Config`, the
-same for all families.
+same for all families, whose fields `catalog/huggingface_fields.toml` lists.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -53,226 +53,22 @@ class LayerSizes(msgspec.Struct):
 POOLED = ("PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
 
 
-class Config(msgspec.Struct):
-    """The fields that decide an architecture, under their most common names."""
-
-    architectures: list[str] = []
-    vocab_size: int = 0
-    hidden_size: int = 0
-    num_hidden_layers: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    max_position_embeddings: int = 2048
-    hidden_act: str = "silu"
-    hidden_activation: str | None = None
-    tie_word_embeddings: bool = False
-    dropout: float = 0.0
-    # biases
-    attention_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    head_bias: bool = False
-    bias: bool = False
-    no_bias: bool = True
-    # norms and the shape of the block
-    qk_layernorm: bool = False
-    do_layer_norm_before: bool = True
-    remove_final_layer_norm: bool = False
-    norm_affine: bool = True
-    post_norm: bool = False
-    norm_type: str = ""
-    parallel: bool = False
-    num_ln_in_parallel_attn: int | None = None
-    # attention
-    sliding_window: int | None = None
-    use_sliding_window: bool = True
-    max_window_layers: int = 0
-    full_attention_every: int | str | None = None
-    layer_types: list[str] | None = None
-    is_causal: bool = True
-    use_bidirectional_attention: bool | str | None = False
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    alibi: bool = False
-    multi_query: bool = True
-    attention_gate: bool = False
-    use_mla: bool = True
-    new_decoder_architecture: bool = False
-    attn_config: AttnConfig = msgspec.field(default_factory=AttnConfig)
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    no_rope_layers: list[int] | None = None
-    kv_source_layers: list[int] | None = None
-    index_n_heads: int = 0
-    index_head_dim: int = 0
-    index_topk: int = 0
-    index_kpool: int = 1
-    indexer_types: list[str] | None = None
-    index_topk_freq: int = 1
-    index_skip_topk_offset: int = 3
-    compress_ratios: list[int] | None = None
-    compress_rates: dict[str, int] = {}
-    num_hash_layers: int = 3
-    o_lora_rank: int = 0
-    o_groups: int = 1
-    hc_mult: int = 1
-    hc_between: bool = True
-    sparse_attention_config: dict[str, Any] = {}
-    index_block_size: int = 128
-    index_topk_blocks: int = 16
-    attention_other_setting: dict[str, Any] = {}
-    num_sliding_attention_heads: int | None = None
-    swa_num_key_value_heads: int | None = None
-    hybrid_layer_pattern: list[int] | None = None
-    block_configs: list[dict[str, Any]] | None = None
-    mla_use_output_gate: bool = False
-    attn_res_block_size: int = 0
-    global_head_dim: int = 512
-    num_global_key_value_heads: int | None = None
-    per_layer_config: dict[str, LayerSizes] = {}
-    attention_k_eq_v: bool = False
-    num_kv_shared_layers: int = 0
-    use_double_wide_mlp: bool = False
-    hidden_size_per_layer_input: int = 256
-    vocab_size_per_layer_input: int = 262144
-    enable_moe_block: bool = False
-    altup_num_inputs: int = 4
-    laurel_rank: int = 64
-    ffn_widths: int | list[int] = 0
-    # experts
-    num_experts: int | None = None
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int | None = None
-    expert_widths: tuple[int, int] = (0, 0)
-    shared_expert_intermediate_size: int = 0
-    n_shared_experts: int | None = None
-    first_k_dense_replace: int = 0
-    moe_layer_freq: int | list[int] = 1
-    decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] | None = None
-    moe_layers: list[int] | str | None = None
-    mlp_layer_types: list[str] | None = None
-    moe_latent_size: int | None = None
-    latent_moe_use_norm: bool = False
-    zero_expert_num: int | None = None
-    topk_method: str = ""
-    moe_router_enable_expert_bias: bool = False
-    n_group: int | None = None
-    topk_group: int | None = None
-    num_nextn_predict_layers: int = 0
-    ffn_config: FfnConfig | None = None
-    # recurrences
-    recurrence: str = ""
-    hybrid_pattern: str = ""
-    attn_layer_indices: list[int] | None = None
-    attn_layer_period: int = 0
-    attn_layer_offset: int = 0
-    expert_layer_period: int = 0
-    expert_layer_offset: int = 0
-    num_mem_blocks: int = 1
-    adapter_rank: int = 128
-    use_shared_attention_adapter: bool = False
-    use_mem_rope: bool = False
-    position_embedding_type: str | None = None
-    state_heads: int = 1
-    state_head_dim: int | str = 1
-    state_groups: int = 1
-    state_inner: int | None = None
-    state_norm: bool = True
-    gate_rank: int = 0
-    wide_gate: bool = False
-    wide_decay: bool = False
-    cross_attention_layers: list[int] | None = None
-    num_global_layers: int = 0
-    attn_type_list: list[int] | None = None
-    block_types: tuple[str, ...] = ("recurrent", "recurrent", "attention")
-    lru_width: int | None = None
-    ffn_proj_factor: float = 2.667
-    ffn_round_up_to_multiple_of: int = 64
-    qk_dim_factor: float = 0.5
-    v_dim_factor: float = 1.0
-    hidden_ratio: float = 4.0
-    add_out_norm: bool = True
-    layer_group_size: int = 6
-    num_attention_heads_per_layer: list[int] | None = None
-    decay_low_rank_dim: int = 64
-    gate_low_rank_dim: int = 128
-    a_low_rank_dim: int = 64
-    v_low_rank_dim: int = 16
-    linear_attn_config: LinearAttention | None = None
-    state_size: int = 0
-    state_expand: int = 1
-    time_step_rank: int | str = "auto"
-    conv_kernel: int = 4
-    conv_bias: bool = False
-    state_bias: bool = False
-    inner_norms: bool = False
-    block_auto_adjust_ff_dim: bool = False
-    block_multiple_of: int = 256
-    block_ffn_dim_multiplier: float = 1.0
-    # encoders before a decoder
-    num_decoder_layers: int | None = None
-    decoder_attention_heads: int | None = None
-    decoder_ffn_dim: int | None = None
-    max_source_positions: int = 0
-    num_mel_bins: int = 0
-    frames_per_token: int = 2
-    n_window: int = 100
-    n_window_infer: int = 400
-    feed_forward_proj: str = "relu"
-    relative_attention_num_buckets: int = 32
-    # encoders
-    embedding_size: int | None = None
-    conv_kernel_size: int = 0
-    relative_attention: bool = False
-    position_biased_input: bool = True
-    max_relative_positions: int = -1
-    position_buckets: int = -1
-    norm_rel_ebd: str = "none"
-    share_att_key: bool = False
-    pos_att_type: list[str] | str | None = None
-    word_embed_proj_dim: int | None = None
-    expansion_ratio: int = 4
-    type_vocab_size: int = 2
-    image_size: int | tuple[int, int] = 224
-    patch_size: int | tuple[int, int] = 16
-    temporal_patch_size: int = 1
-    num_channels: int = 3
-    class_token: bool = False
-    use_mask_token: bool = False
-    projection_size: int | None = None
-    num_patches: int | None = None
-    patches_a_side: int = 1
-    patch_bias: bool = True
-    attention_width: int = 0
-    mlp_ratio: float = 8960 / 1536
-    vision_use_head: bool = True
-    window_size: int = 112
-    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-    pools: tuple[str, ...] = ("", *POOLED)
-    is_decoder: bool = False
-    num_labels: int | None = None
-    token_classification_bias: bool = True
-    id2label: dict[str, Any] | None = None
+_FIELDS = read_catalog("huggingface_fields.toml")
+_TYPES = {name: kind for kind, names in _FIELDS["types"].items() for name in names}
+DEFAULTS: Fields = dict.fromkeys(_TYPES) | _FIELDS["defaults"]
+"""The fields that decide an architecture, and what each means where a file omits it."""
+if TYPE_CHECKING:
+    Config = Any
+else:
+    Config = msgspec.defstruct(
+        "Config", [(name, _TYPES.get(name, type(value))) for name, value in DEFAULTS.items()], module=__name__
+    )
 
 
-ONE_FOR_ALL = (
-    "num_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size",
-    "first_k_dense_replace",
-)  # fmt: skip
-"""Numbers that a file may give layer by layer, where all layers have the same."""
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-NULL_MEANS_NONE = (
-    "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "num_experts",
-    "attn_logit_softcapping", "final_logit_softcapping",
-)  # fmt: skip
-
-
+NEEDED, ONE_FOR_ALL, NULL_MEANS_NONE = (
+    _FIELDS["handling"][kind] for kind in ("needed", "one_for_all", "null_means_none")
+)
+"""Sizes that no model is without, numbers that may differ by layer, fields whose null says none."""
 NAMES: dict[str, dict[str, str]] = read_catalog("huggingface_names.toml")
 """Words that mean the same: of families, formats of weights, activation functions, and kinds of layers."""
 

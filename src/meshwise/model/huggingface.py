@@ -38,6 +38,7 @@ from meshwise.model.architecture import (
     checked_model,
 )
 from meshwise.model.config_fields import (
+    DEFAULTS,
     NAMES,
     NEEDED,
     NULL_MEANS_NONE,
@@ -340,7 +341,7 @@ def _typed(raw: dict[str, Any], spelling: Spelling, *, nested: bool) -> Config:
             own = next((own for own, other in spelling.names.items() if other == common), common)
             raise ModelError(f"{own} is missing; the model cannot be sized without it")
     try:
-        config = msgspec.convert(merged, Config)
+        config = msgspec.convert(DEFAULTS | merged, Config)
     except msgspec.ValidationError as error:
         text = str(error)
         for common, own in own_names.items():
