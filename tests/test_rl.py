@@ -205,6 +205,20 @@ def test_the_best_split_is_a_job_that_can_be_stated() -> None:
         assert not any(all(np.less_equal(faster[1:], one[1:])) for faster in front[:i])
 
 
+def test_latent_attention_generates_in_groups_of_ranks() -> None:
+    """Each has the caches of its own samples; parts of the cluster that ep=8 does not divide are left out."""
+    job = {
+        "model": "deepseek-v2-lite",
+        "train_plan": "ep=8,recompute=full",
+        "output": 4096,
+        "max_output": 8192,
+    }
+    found = step(**job | {"rollout_plan": ""})
+    others = (step(**job | {"rollout_plan": plan}) for plan in ("tp=2", "tp=4", "tp=8"))
+    assert "ep=" in found["rollout_plan"]
+    assert all(found["generation_s"] < other["generation_s"] for other in others)
+
+
 def test_the_search_for_a_split_says_how_far_it_is_and_can_be_ended() -> None:
     heard: list[str] = []
 

@@ -33,7 +33,7 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
     )
     yield f"{of.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}, {of.mode}: GPUs {pools}"
     yield (
-        f"training {document['train_plan'] or 'dp'}; {step.pool.num} engines of "
+        f"training {document['train_plan'] or 'dp'}; {step.pool.num} engine{'s' * (step.pool.num > 1)} of "
         f"{document['rollout_plan'] or 'tp=1'}; {document['framework']}"
     )
     if step.step_s is not None:

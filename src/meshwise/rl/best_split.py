@@ -9,11 +9,11 @@ best on each smaller part of the cluster, which says what fewer GPUs cost in tim
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -169,9 +169,12 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
         framework = asked.framework
         default = framework.split_memory_frac if split else framework.colocated_memory_frac
         frac = default if asked.memory_frac is None else asked.memory_frac
-        layouts = [asked.rollout_plan] if asked.rollout_plan else list(
-            itertools.islice(engines(asked.model, asked.cluster, asked.rollouts, frac), ENGINE_SIZES)
-        )  # fmt: skip
+        sizes = engines(asked.model, asked.cluster, asked.rollouts, frac)
+        layouts = (
+            [asked.rollout_plan]
+            if asked.rollout_plan
+            else [*chain.from_iterable(islice(sizes, ENGINE_SIZES))]
+        )
         for gpus in _splits(asked, mode):
             train_gpus = asked.cluster.num_chips - (gpus or 0)
             plan = looks.train_plan(train_gpus)
@@ -237,11 +240,16 @@ def _price(step: RlStep) -> tuple[int, int]:
 
 
 def _looked(asked: OpenJob, hear: Hear) -> list[tuple[float, RlJob]]:
-    """Every candidate with its seconds at first look, the fastest first."""
-    looks, found = _Looks(asked), list[tuple[float, RlJob]]()
+    """Every candidate with its seconds at first look, the fastest first; PlanError where no plan divides."""
+    looks, found, refused = _Looks(asked), list[tuple[float, RlJob]](), None
     for job in candidates(asked, looks):
-        found.append((looks.about_s(job), job))
+        try:
+            found.append((looks.about_s(job), job))
+        except PlanError as error:
+            refused = error
         hear(f"{len(found)} candidates looked at on {asked.cluster.num_chips} GPUs")
+    if refused and not found:
+        raise refused
     return sorted(found, key=lambda each: each[0])
 
 
@@ -252,7 +260,9 @@ def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
         num, node = whole // part, min(asked.cluster.levels[0].ranks, whole)
         if whole % part or (num > node and num % node) or num < 1 or asked.rollout_gpus is not None:
             continue
-        looked = _looked(replace(asked, cluster=replace(asked.cluster, num_chips=num)), hear)
+        looked = list[tuple[float, RlJob]]()
+        with suppress(PlanError):  # a stated plan does not divide so few
+            looked = _looked(replace(asked, cluster=replace(asked.cluster, num_chips=num)), hear)
         about_s, job = next((each for each in looked if each[1].staleness <= bound), (math.inf, None))
         if job is not None and about_s < math.inf:
             yield rl_step(job)

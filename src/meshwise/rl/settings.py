@@ -88,6 +88,7 @@ def facts_of(job: RlJob, algorithm: str) -> Facts:
         "rollout_tp": engine.tp,
         "rollout_pp": engine.pp,
         "rollout_ep": engine.ep,
+        "rollout_dp": job.engine_gpus // (engine.tp * engine.pp),
         "trainer": trainer,
         "is_megatron": trainer == "megatron",
         "is_fsdp2": trainer == "fsdp2",
@@ -251,9 +252,9 @@ def _options(framework: str, facts: Facts, path: Path) -> dict[str, Any]:
         keys |= {} if facts["trainer"] == "megatron" else {"zero": 3, "implementation": "fsdp2"}
         keys |= {"sp": False} if facts.get("tp", 1) > 1 and facts.get("sequence_parallel") is False else {}
         plan = Plan(**keys, recompute="full" if full else facts.get("granularity") or "none")
-        engine = Plan(
-            tp=facts["rollout_tp"], pp=facts.get("rollout_pp") or 1, ep=facts.get("rollout_ep") or 1
-        )
+        tp, pp, ep = (facts.get(f"rollout_{axis}") or 1 for axis in ("tp", "pp", "ep"))
+        replicas = facts.get("rollout_dp") or 1  # tp x replicas ranks share experts, if any do
+        engine = Plan(tp=tp, pp=pp, ep=ep, dp=replicas if replicas > 1 == ep else None)
         found: dict[str, Any] = {
             "prompts": facts["prompts"], "samples": facts["samples"], "prompt": prompt,
             "max_output": min(cap, longest - prompt) or cap, "updates": max(int(updates), 1), "mode": mode,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class Instance:
         self.held = self.shared = self.context = self.left = 0
         self.queue: deque[EngineSequence] = deque()
         self.prefilling: list[EngineSequence] = []
-        self.running: list[tuple[int, int, EngineSequence]] = []  # a heap by the pass of the last token
+        self.running: list[tuple[int, int, EngineSequence]] = []  # by the pass of the last token
         self.admitted: list[EngineSequence] = []  # in order; those that have ended are removed late
         self.loading: list[tuple[float, int, EngineSequence]] = []  # a heap by the second
         self.most_tokens = self.engine.max_tokens * self.times.groups
@@ -299,8 +300,7 @@ class Instance:
                 self.held -= sequence.total - sequence.shared
             else:
                 left = sequence.end - self.step
-                self.running.remove((sequence.end, sequence.index, sequence))
-                heapq.heapify(self.running)
+                del self.running[bisect_left(self.running, (sequence.end, sequence.index))]
                 cached = sequence.total + sequence.left - 1 - left
                 self.held -= cached - sequence.shared
                 self.context -= cached
@@ -407,7 +407,7 @@ class Instance:
         self.left -= 1
         self.num_tokens += 1
         self.context += sequence.total
-        heapq.heappush(self.running, (sequence.end, sequence.index, sequence))
+        insort(self.running, (sequence.end, sequence.index, sequence))
         self.peak_sequences = max(self.peak_sequences, len(self.running))
 
     def _decode_passes(self, until_s: float) -> None:
@@ -446,7 +446,7 @@ class Instance:
     def _complete(self) -> None:
         """Requests whose last token has come leave."""
         while self.running and self.running[0][0] <= self.step:
-            _, _, sequence = heapq.heappop(self.running)
+            _, _, sequence = self.running.pop(0)
             cached = sequence.total + sequence.left - 1
             if self.blocks:
                 self._keep(sequence, cached + 1)
