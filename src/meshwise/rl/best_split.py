@@ -42,7 +42,7 @@ SPACE = {"microbatch": (1,), "zero": (1,), "schedule": ("1f1b",)}
 """Training plans that are searched: one packed bin at a time, Megatron-LM's distributed optimizer."""
 
 EACH_MODE = 2
-"""Candidates of each mode that are priced as a step."""
+"""Candidates of each mode that are priced as a step; of a looser bound on staleness than is asked, one."""
 
 PARTS_OF_CLUSTER = (2, 4)
 """The cluster is also looked at as if it had so many times fewer GPUs."""
@@ -276,25 +276,27 @@ def best_split(asked: OpenJob, hear: Hear = unheard) -> BestSplit:
             f"no split of {asked.cluster.num_chips} GPUs holds {asked.model.name}: no engine or no training "
             "plan fits; use more GPUs, or state the plans to see what is short"
         )
+    bound = asked.staleness or (1 if not asked.mode else max(job.staleness for _, job in looked))
     each_mode: dict[tuple[str, int], list[RlJob]] = {}
     for _, job in looked:
-        each_mode.setdefault((job.mode, job.staleness), []).append(job)
+        alike = each_mode.setdefault((job.mode, job.staleness), [])
+        if len(alike) < (EACH_MODE if job.staleness <= bound else 1):
+            alike.append(job)
     steps = list[RlStep]()
-    for job in (job for jobs in each_mode.values() for job in jobs[:EACH_MODE]):
+    for job in chain.from_iterable(each_mode.values()):
         hear(f"{len(looked)} candidates looked at, {len(steps)} priced")
         steps.append(rl_step(job))
-    bound = asked.staleness or (1 if not asked.mode else max(step.job.staleness for step in steps))
     best = sorted(
         steps, key=lambda step: (not step.fits, step.job.staleness > bound, step.step_s or math.inf)
     )
     top = best[0].job
-    alike = [
+    splits = [
         (job.rollout_gpus, about_s)
         for about_s, job in looked
         if (job.mode, job.staleness, job.rollout_plan) == (top.mode, top.staleness, top.rollout_plan)
     ]
     fewer = tuple(_on_fewer(asked, bound, hear))
-    return BestSplit(tuple(best), fewer, tuple(sorted(alike)), _larger_share(asked, top))
+    return BestSplit(tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, top))
 
 
 def _larger_share(asked: OpenJob, top: RlJob) -> RlStep | None:
