@@ -24,6 +24,11 @@ from meshwise.program.implementation import loss_fusion
 NOTABLE = 0.005
 """Share of a step from which on communication that hides is worth a word."""
 
+KINDS = {
+    "gemm": "matmuls", "attention": "attention", "memory": "memory", "inner": "links", "outer": "network",
+}  # fmt: skip
+"""What has an efficiency, in a word."""
+
 
 @dataclass(frozen=True, slots=True)
 class Basis:
@@ -58,10 +63,14 @@ def _supports(found: Estimate) -> Iterator[str]:
     yield f"{found.plan.implementation} on {found.plan.software}"
     interval = found.step_s_interval
     if found.inherited:  # of all chips, which they are is in the notes of `estimate`
-        names = [name.partition(" (")[0] if name.startswith("all ") else name for name in found.inherited]
         low, high = (end / found.step_s - 1.0 for end in (interval.p10, interval.p90))
-        like = " and ".join(dict.fromkeys(names))
-        yield f"{found.cluster.chip.name} as efficient as {like}, step {low:+.0%} to {high:+.0%}"
+        others = (
+            f"{', '.join(KINDS[name.partition('.')[0]] for name in names)}: "
+            f"{origin.partition(' (')[0] if origin.startswith('all ') else origin}"
+            for origin, names in found.inherited.items()
+        )
+        chip = found.cluster.chip.name
+        yield f"{chip} with efficiencies of others ({'; '.join(others)}), step {low:+.0%} to {high:+.0%}"
 
 
 def simplest(found: Sequence[Estimate]) -> Estimate:
