@@ -18,7 +18,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import training_on
 from meshwise.launch.write import launch
-from meshwise.plan.plan import DEFAULTS
+from meshwise.plan.plan import DEFAULTS, Plan
 from meshwise.program.implementation import loss_fusion
 
 NOTABLE = 0.005
@@ -75,7 +75,8 @@ def _supports(found: Estimate) -> Iterator[str]:
 
 def simplest(found: Sequence[Estimate]) -> Estimate:
     """Of the plans as fast as the first the one with fewest axes, then with fewest keys stated."""
-    return min((one for one in found if as_fast(one, found[0])), key=_complexity)
+    as_fast_as_first = (one for one in found if as_fast(one, found[0]))
+    return min(as_fast_as_first, key=lambda one: (complexity(one.plan), one.step_s))
 
 
 def as_fast(one: Estimate, best: Estimate) -> bool:
@@ -84,10 +85,10 @@ def as_fast(one: Estimate, best: Estimate) -> bool:
     return one.step_s - best.step_s <= (best.step_s_interval.p90 / best.step_s - 1.0) * differs_s
 
 
-def _complexity(found: Estimate) -> tuple[int, int, float]:
-    mesh, plan = found.mesh, found.plan
-    axes = sum(int(size) > 1 for size in (mesh.tp, mesh.cp, mesh.pp, mesh.ep))
-    return axes, sum(getattr(plan, key) != value for key, value in DEFAULTS.items()), found.step_s
+def complexity(plan: Plan) -> tuple[int, int]:
+    """The axes of a plan, and its keys that are stated."""
+    axes = sum(size > 1 for size in (plan.tp, plan.cp, plan.pp, plan.ep))
+    return axes, sum(getattr(plan, key) != value for key, value in DEFAULTS.items())
 
 
 def _runs_it(framework: str, found: Estimate) -> bool:

@@ -30,7 +30,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.assumptions import Assumption, hurts_most, weigh
-from meshwise.search.basis import Basis, basis, simplest
+from meshwise.search.basis import Basis, basis, complexity, simplest
 from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found
 from meshwise.search.difference import Reason, reasons
@@ -231,7 +231,11 @@ def search(
     best = ranked[:top]
     no_fit = kept.considered > 0 and not best
     chosen = tuple(map(space.estimate, best))
-    near = [space.estimate(one) for one in ranked[top:NEAR] if one.step_s < NEAR_FRAC * ranked[0].step_s]
+    near = [
+        space.estimate(one)
+        for one in ranked[top:NEAR]
+        if one.step_s < NEAR_FRAC * ranked[0].step_s and complexity(one.plan) < complexity(ranked[0].plan)
+    ]
     bases = {(one.plan, one.workload): basis(one) for one in chosen}
 
     def against(adversity: Adversity) -> Found | None:
