@@ -616,10 +616,7 @@ def _mllama(c: Config) -> Fields:
 def _mllama_vision(c: Config) -> Fields:
     """Layers behind the others, whose additions are gated."""
     local, own = c.num_hidden_layers, c.num_global_layers
-    return {
-        "num_layers": local + own,
-        "each": {"kind": (*((("local",),) * local), *((("global",),) * own))},
-    }
+    return {"num_layers": local + own, "each": {"kind": (*((("local",),) * local), *((("global",),) * own))}}
 
 
 def _searched(c: Config) -> Fields:

@@ -29,14 +29,7 @@ import msgspec
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
-from meshwise.model.architecture import (
-    Model,
-    Projector,
-    Side,
-    Tower,
-    check_count,
-    checked_model,
-)
+from meshwise.model.architecture import Model, Projector, Side, Tower, check_count, checked_model
 from meshwise.model.config_fields import (
     DEFAULTS,
     NAMES,

@@ -22,13 +22,7 @@ import numpy as np
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.cost.op import (
-    KERNELS,
-    Cost,
-    attended_pairs,
-    flash_attention,
-    flash_attention_backward,
-)
+from meshwise.cost.op import KERNELS, Cost, attended_pairs, flash_attention, flash_attention_backward
 from meshwise.model.architecture import Model, Sparse
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Stated, collective, elementwise, kernel, product

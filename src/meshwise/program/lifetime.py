@@ -47,12 +47,7 @@ class Script:
     events: list[Op] = field(default_factory=list)
 
     def new(
-        self,
-        name: str,
-        *shape: Num,
-        dtype: str = "",
-        is_weight: bool = False,
-        reads: Sequence[Tensor] = (),
+        self, name: str, *shape: Num, dtype: str = "", is_weight: bool = False, reads: Sequence[Tensor] = ()
     ) -> Tensor:
         """A tensor that no stated op makes: an input, a weight, a buffer; or one that reads others."""
         tensor = Tensor(name, shape, dtype or self.dtype, is_weight=is_weight)

@@ -82,12 +82,7 @@ def model_2d_program(m: Model2D, rank: int) -> list[Op]:
 
 
 def _layer(
-    m: Model2D,
-    s: Script,
-    x: Tensor,
-    weights: list[Tensor],
-    grads: list[Tensor],
-    number: int,
+    m: Model2D, s: Script, x: Tensor, weights: list[Tensor], grads: list[Tensor], number: int
 ) -> tuple[_Layer, Tensor]:
     """x + relu(x W1) W2."""
     mine = [weight.view(weight.name, *weight.shape[1:]) for weight in weights]

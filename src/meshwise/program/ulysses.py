@@ -143,13 +143,7 @@ def _exchange_back(u: Ulysses, s: Script, name: str, grad: Tensor, shape: tuple[
 
 
 def _project_back(
-    u: Ulysses,
-    s: Script,
-    name: str,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    total: Tensor | None,
+    u: Ulysses, s: Script, name: str, grad: Tensor, x: Tensor, weight: Tensor, total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Backward of x W: dW, and dx as one matmul over all heads, added to `total`."""
     n, d, e = u.tokens, u.hidden, u.width
@@ -198,10 +192,7 @@ def _flash_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The mixed values, which the backward needs too, with the log-sum-exp."""
     block = 1, u.local_heads, u.seq, u.width
-    made = (
-        Tensor("c", block, u.dtype),
-        Tensor("lse", block[:3], "fp64" if u.dtype == "fp64" else "fp32"),
-    )
+    made = (Tensor("c", block, u.dtype), Tensor("lse", block[:3], "fp64" if u.dtype == "fp64" else "fp32"))
     _fused(u, s, flash_attention, (q, k, v), made, (q, k, v, *made))
     return made[0], made
 

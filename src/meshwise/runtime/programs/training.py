@@ -28,13 +28,7 @@ from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.routes import routes
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
-from meshwise.runtime.programs.train_options import (
-    Options,
-    rank_layers,
-    the_mesh,
-    the_model,
-    the_plan,
-)
+from meshwise.runtime.programs.train_options import Options, rank_layers, the_mesh, the_model, the_plan
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context

@@ -130,10 +130,7 @@ class _Report:
 
 
 _REMEDIES = (
-    (
-        "DynamicOutputShape|DataDependentOutput",
-        "the shape of a result depends on values: pad to a fixed one",
-    ),
+    ("DynamicOutputShape|DataDependentOutput", "the shape of a result depends on values: pad to a fixed one"),
     (
         "libcuda|[tT]riton",
         "this kernel needs a GPU: call it in an op of torch.library.custom_op and register_fake",

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwise.runtime.programs.tensor_parallel.exchange import (
-    MeshAxis,
-    start_gather,
-    start_scatter,
-)
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
 
 if TYPE_CHECKING:
     from meshwise.runtime.recorder import OpRecorder
