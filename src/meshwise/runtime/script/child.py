@@ -24,6 +24,7 @@ import torch.distributed.launcher.api
 import torch.multiprocessing
 
 from meshwise.core.errors import PlanError
+from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import booked_by
 from meshwise.runtime.launch import die_with_parent
@@ -92,7 +93,8 @@ class _Report:
 
         def remember(kind: Any, error: BaseException, trace: Any) -> None:
             text = f"{kind.__name__}: {error}"
-            with_remedy = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
+            known = read_catalog("scripts.toml")["remedies"].items()
+            with_remedy = (remedy for pattern, remedy in known if re.search(pattern, text))
             self._failure = {
                 "error": text.splitlines()[0][:300],
                 "place": place_of_error(error.with_traceback(trace)),
@@ -127,17 +129,6 @@ class _Report:
             "failure": self._failure,
         }
         (self._folder / REPORT).write_text(json.dumps(report))
-
-
-_REMEDIES = (
-    ("DynamicOutputShape|DataDependentOutput", "the shape of a result depends on values: pad to a fixed one"),
-    (
-        "libcuda|[tT]riton",
-        "this kernel needs a GPU: call it in an op of torch.library.custom_op and register_fake",
-    ),
-    ("flash_attn|transformer_engine|apex|deep_ep", "this package needs CUDA: choose torch's implementation"),
-    ("UnsupportedOperator|no fake impl|NotImplementedError", "give it a shape: torch.library.register_fake"),
-)
 
 
 def _supply_launchers(ranks: int, device: int) -> None:

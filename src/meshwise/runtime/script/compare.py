@@ -11,17 +11,12 @@ from collections import defaultdict
 from typing import Any
 
 from meshwise.core.compare import OPS_BY_DIMS, Comparison, Row
+from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Ledger
 from meshwise.estimate.one_plan import Estimate
 from meshwise.runtime.script.start import ScriptOutcome
 
-PARTS = {
-    "attention": "attn|attention",
-    "mlp": "mlp|ffn|feed_?forward|expert|moe",
-    "head": "head|logits|output",
-    "embedding": "emb|wte|tokens",
-}
-"""How the parts of a model are told by the names of their modules; the first that matches."""
+PARTS: dict[str, str] = read_catalog("scripts.toml")["parts"]
 _STATES = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
 
 Place = tuple[str, str, str, str]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,27 +19,17 @@ import torch.cuda.memory
 import torch.cuda.nvtx
 import torch.cuda.random
 
+from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip
 from meshwise.program.tape import Tape
 from meshwise.runtime.streams import DeviceEvent, Silent, Stream
-
-_SEEDS = "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all"
-_MEMORY = "empty_cache reset_peak_memory_stats reset_accumulated_memory_stats set_per_process_memory_fraction"
-_NO_OPS = {
-    torch.cuda: f"_lazy_init init synchronize set_device ipc_collect set_stream _sleep set_sync_debug_mode "
-    f"reset_max_memory_allocated reset_max_memory_cached {_SEEDS} {_MEMORY}",
-    torch.cuda.memory: f"_record_memory_history _dump_snapshot {_MEMORY}",
-    torch.cuda.random: _SEEDS,
-    torch.cuda.nvtx: "range_push range_pop mark range_start range_end",
-    torch.accelerator: "synchronize set_device_index set_device_idx set_stream",
-}
-_CAPABILITY = {"volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "blackwell": (10, 0)}
 
 
 def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> None:
     """Make `torch.cuda` answer for `devices` chips; this rank's is number `device`."""
     name, memory_bytes = f"{chip.vendor} {chip.name}".upper(), int(chip.memory_bytes)
-    capability = _CAPABILITY.get(chip.generation, (9, 0))
+    known = read_catalog("scripts.toml")
+    capability = tuple(known["capabilities"].get(chip.generation, (9, 0)))
     properties = SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=memory_bytes,
         multi_processor_count=chip.num_cores, L2_cache_size=int(chip.cache_bytes), is_integrated=False,
@@ -67,9 +58,9 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
         **dict.fromkeys(("stream", "StreamContext"), lambda stream: stream or Stream()),
         "Event": DeviceEvent,
     }
-    for module, names in _NO_OPS.items():
-        for each in names.split():
-            setattr(module, each, _nothing)
+    for module, names in known["no_ops"].items():
+        for each in names:
+            setattr(resolve_name(module), each, _nothing)
     answers = {each: _always(value) for each, value in queries.items()}
     for module, supplied in (
         (torch.cuda, memory | answers | streams | states), (torch.cuda.memory, memory),
