@@ -90,7 +90,7 @@ def block_weights(
     """The weights of one block; with `lora_rank`, frozen, and with the adapters that train beside them."""
     mixers = {
         "attention": (_attention,),
-        "recurrence": (_first_norm, _recurrence),
+        "recurrence": (partial(_block_norm, module="recurrence", number=1), _recurrence),
         "beside": (_attention, _recurrence),
         "cross": (_cross_attention,),
         "none": (),
@@ -337,10 +337,6 @@ def _latent_qkv(model: Model, mla: MLA) -> Iterator[Weight]:
         yield from _norm(model, module, "kv_norm", mla.kv_lora_rank)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield from _linear(module, "kv_up", mla.kv_lora_rank, expanded, cut=COLUMNS)
-
-
-def _first_norm(model: Model) -> Iterator[Weight]:
-    return _block_norm(model, "recurrence", 1)
 
 
 def _recurrence(model: Model) -> Iterator[Weight]:

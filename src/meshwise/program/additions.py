@@ -119,18 +119,14 @@ def corrected(model: Model, cut: Cut, x: Tensor) -> Stated:
     return (yield from elementwise(STREAMS, "output_scale", "layer_scale", first, prec))
 
 
-def begun(model: Model, cut: Cut, x: Tensor) -> Stated:
-    """The other streams, projected from the embedding and scaled to its length."""
-    return _projected(model, cut, "embedding", x)
-
-
 def ended(model: Model, cut: Cut, x: Tensor) -> Stated:
     """The other streams, projected, scaled to the length of the first, and averaged with it."""
-    y = yield from _projected(model, cut, "head", x)
+    y = yield from projected_streams(model, cut, "head", x)
     return (yield from elementwise("head", "stream_mean", "residual", y, cut.precision))
 
 
-def _projected(model: Model, cut: Cut, module: str, x: Tensor) -> Stated:
+def projected_streams(model: Model, cut: Cut, module: str, x: Tensor) -> Stated:
+    """The other streams, projected from the embedding (or back) and scaled to its length."""
     _, number = _of(model)
     others = made(module, "streams", (number - 1, *x.shape), x.dtype)
     y = yield from linear(module, "stream_proj", others, x.shape[-1], cut.precision, frozen=cut.lora_rank > 0)

@@ -79,10 +79,6 @@ class Placement:
         """Place of `rank` in its tensor-parallel group."""
         return rank % self.tp
 
-    def dp_rank(self, rank: int) -> int:
-        """Place of `rank` in its data-parallel group."""
-        return rank // self.tp
-
 
 def place(num_ranks: int, num_experts: int, *, tp: int = 1, ep: int | None = None) -> Placement:
     """The placement of `num_experts` (0: a model without any) on `num_ranks`, or PlanError.

@@ -91,18 +91,15 @@ class Unit:
 
     def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
+        return sum(self._padded_sizes(mesh, cut), 0.0)
+
+    def _padded_sizes(self, mesh: Mesh, cut: Cut) -> Iterator[Num]:
         ranks = self.sharing(mesh)
-        return sum((np.ceil(rows / ranks) * ranks * width for rows, width in self.stored(cut)), 0.0)
+        return (np.ceil(rows / ranks) * ranks * width for rows, width in self.stored(cut))
 
     def gathered_bytes(self, mesh: Mesh, cut: Cut) -> Num:
         """Bytes that are moved of the weights: in the type of the matmuls, frozen ones as they are kept."""
-        return self.padded_bytes(mesh, cut, cut.precision.act_bytes)
-
-    def padded_bytes(self, mesh: Mesh, cut: Cut, wide: float) -> Num:
-        """Bytes of `padded_size`, of `wide` an element where it is not kept in few bits."""
-        ranks = self.sharing(mesh)
-        padded = [np.ceil(rows / ranks) * ranks * width for rows, width in self.stored(cut)]
-        return self._bytes(padded, cut, wide)
+        return self._bytes(self._padded_sizes(mesh, cut), cut, cut.precision.act_bytes)
 
     def local_bytes(self, mesh: Mesh, cut: Cut) -> Num:
         """Bytes of weights that the rank keeps."""

@@ -65,9 +65,7 @@ def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
         ops = _side_by_side(ops, "q_down", "kv_down", form)
     if cut.precision.weight_bytes == cut.precision.operand_bytes:
         return ops
-    return [
-        op if is_wide(op, cut) or not _multiplies_weights(op) else _narrow(op, cut.precision) for op in ops
-    ]
+    return [op if is_wide(op, cut) else _narrow(op, cut.precision) for op in ops]
 
 
 def _in_wide(model: Model, cut: Cut, layer: Layer) -> Iterator[Op]:
@@ -98,13 +96,10 @@ def _side_by_side(ops: list[Op], first: str, second: str, form: Precision) -> li
     return [both if op is one else op for op in ops if op.name not in left_out]
 
 
-def _multiplies_weights(op: Op) -> bool:
-    return op.kind == "matmul" and any(held.weight.is_matrix for held in op.weights)
-
-
 def _narrow(op: Op, form: Precision) -> Op:
     """`op` with its weights in fewer bits, computed in the type of the pass (weight-only)."""
-    if op.name == "router":  # in 16 bits in every published checkpoint
+    multiplies_weights = op.kind == "matmul" and any(held.weight.is_matrix for held in op.weights)
+    if not multiplies_weights or op.name == "router":  # which is in 16 bits in every published checkpoint
         return op
     batch, _, n, k = op.shape
     spared = batch * n * k * (form.operand_bytes - form.weight_bytes)

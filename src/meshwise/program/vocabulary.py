@@ -20,7 +20,7 @@ from msgspec import structs
 from meshwise.cost.op import Cost
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights, projectors
-from meshwise.program.additions import begun, ended, look_up_per_layer, side_ops
+from meshwise.program.additions import ended, look_up_per_layer, projected_streams, side_ops
 from meshwise.program.block import block_ops
 from meshwise.program.cut import Cut
 from meshwise.program.diffusion import condition, modulation
@@ -95,7 +95,7 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
     if model.per_layer:
         yield from look_up_per_layer(model, cut, x)
     if model.streams and model.streams.laurel_rank:
-        yield from begun(model, cut, x)
+        yield from projected_streams(model, cut, module, x)
     yield from side_ops(model, cut, (side for side in model.sides if side.module == module))
     if model.distances:
         table = made(module, "distances", (float(model.distances.rows), hidden), prec.act_dtype)

@@ -50,15 +50,8 @@ def dry_run(
         raise PlanError("a process group is initialised already; a dry run needs a process of its own")
     _register_fake_device()
     recorder = OpRecorder(tape, device_type=FAKE_DEVICE)
-    context = Context(
-        rank=rank,
-        world_size=ranks,
-        device=torch.device(FAKE_DEVICE, 0),
-        recorder=recorder,
-        root=rank,
-        is_fake=True,
-        quiet=quiet,
-    )
+    device_of_rank = torch.device(FAKE_DEVICE, 0)
+    context = Context(rank, ranks, device_of_rank, recorder, root=rank, is_fake=True, quiet=quiet)
     dist.init_process_group(f"cpu:fake,{FAKE_DEVICE}:fake", rank=rank, world_size=ranks, store=FakeStore())
     set_default_backend(dist.group.WORLD, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
     try:

@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from meshwise.core.ledger import Collective, Ledger
+from meshwise.core.ledger import Collective
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
@@ -107,11 +106,7 @@ class OpRecorder(TorchDispatchMode):
         self._rows: dict[int, dict[str, Any]] = {}  # autograd node -> row of its forward
         self._saved_early: dict[int, float] = {}  # kept before the row was written
         self._kept = Kept()
-        self._patches = ExitStack()
-
-    @cached_property
-    def _shapes(self) -> DeviceFakes:
-        return DeviceFakes()
+        self._patches, self._shapes = ExitStack(), DeviceFakes()
 
     # --- what a program says -----------------------------------------------------------------
 
@@ -167,10 +162,6 @@ class OpRecorder(TorchDispatchMode):
             size_bytes = tensor.numel() * tensor.element_size()
             named.append(Named(short, symbols and f"[{symbols}", tuple(tensor.shape), size_bytes))
         return self.tape.step(name, named)
-
-    def ledger(self) -> Ledger:
-        """The rows so far."""
-        return self.tape.ledger()
 
     # --- the dispatcher ----------------------------------------------------------------------
 

@@ -31,14 +31,7 @@ def run_rank(
     tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
     kind = OpRecorder if recorded else Unrecorded
     recorder = kind(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
-    context = Context(
-        rank=place.rank,
-        world_size=place.world_size,
-        device=place.device,
-        recorder=recorder,
-        root=root,
-        quiet=quiet,
-    )
+    context = Context(place.rank, place.world_size, place.device, recorder, root=root, quiet=quiet)
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
     profile = nullcontext() if folder is None else capture(folder, place.rank, place.world_size)

@@ -28,7 +28,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
     if query.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
     else:
-        _check_flash_dtype(query)
+        if query.dtype not in (torch.bfloat16, torch.float16):
+            raise MissingExtraError("flash attention on a GPU takes bf16 or fp16; choose --dtype bf16")
         out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[:2]
     return out[..., :width].contiguous(), lse.contiguous()
 
@@ -74,11 +75,6 @@ def empty_lse(query: Tensor) -> Tensor:
 def lse_dtype(query: Tensor) -> torch.dtype:
     """The dtype of log-sum-exp, in which blocks of attention are merged too."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-def _check_flash_dtype(query: Tensor) -> None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        raise MissingExtraError("flash attention on a GPU takes bf16 or fp16; choose --dtype bf16")
 
 
 @custom_op("meshwise::merge_attention_", mutates_args={"out", "lse"})
@@ -187,7 +183,6 @@ class Attend(torch.autograd.Function):
         return *attention_backward(grad.transpose(1, 2), *saved, [], ctx.is_causal), None
 
 
-aten = torch.ops.aten
 _MASK_BLOCK = 1024
 
 

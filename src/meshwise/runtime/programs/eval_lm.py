@@ -132,7 +132,7 @@ def _evaluate(
         totals = Totals(torch.zeros((), **double), torch.zeros(num_metrics, **double))
     begin_s = time.perf_counter()
     for step in range(num_passes(num_batches, dp, options.max_valid_steps)):
-        number = step * dp + found.placement.dp_rank(context.rank)
+        number = step * dp + context.rank // found.placement.tp
         if number < num_batches:
             _pass(model, blocks.batch(number, size), totals, context)
         else:  # so that the other ranks can go on

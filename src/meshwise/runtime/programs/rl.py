@@ -59,10 +59,11 @@ def estimate(options: RlOptions, tape: Tape) -> None:
         for last in _generation(options, share):
             tape.priced(last.rank_ledger(0), options.steps)
         assert last is not None
+        whole = _price(options, 1, Plan(), batch=share, seq=options.length, kind="prefill")
         cached = (options.length - 1.0) / options.length  # the last token is not read
         held = {
             "engine weights": last.memory_bytes["weights"],
-            "cache": cached * _cache_bytes(options, share),
+            "cache": cached * whole.memory_bytes["cache"],
         }
         tokens, passes = share * options.output, options.output
     else:
@@ -82,12 +83,6 @@ def _generation(options: RlOptions, sequences: int) -> Iterator[Estimate]:
     for seq in range(options.prompt, options.length):
         kind = "prefill" if seq == options.prompt else "decode"
         yield _price(options, 1, Plan(), batch=sequences, seq=seq, microbatch=sequences, kind=kind)
-
-
-def _cache_bytes(options: RlOptions, sequences: int) -> float:
-    """Bytes of the cache of all tokens of an engine's samples."""
-    whole = _price(options, 1, Plan(), batch=sequences, seq=options.length, kind="prefill")
-    return whole.memory_bytes["cache"]
 
 
 def _training(options: RlOptions, packed: PackedBatch, trainers: int, kind: str, bins: int) -> Estimate:

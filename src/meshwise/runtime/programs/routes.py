@@ -33,11 +33,6 @@ class Routes:
     parts: dist.ProcessGroup | None = None
 
     @property
-    def constants(self) -> list[Tensor]:
-        """All tensors."""
-        return [self.experts, self.sources, self.back]
-
-    @property
     def place(self) -> ExpertPlace:
         """Which experts, and which part of them, this rank has."""
         return ExpertPlace(*_place(self.group), *_place(self.parts))

@@ -199,7 +199,7 @@ class Trainer:
         way = None
         if self.model.moe is not None:
             way = routes(own, self.options.microbatch, self.model, self.experts, self.parts)
-            context.recorder.weights(*way.constants)
+            context.recorder.weights(way.experts, way.sources, way.back)
         redone = plan.recompute_modules if plan.recompute == "selective" else ()
         if "moe" in redone:  # covers what is inside
             redone = tuple(module for module in redone if module != "shared_experts")

@@ -231,15 +231,12 @@ def sinusoidal_positions(num_rows: int, width: int) -> Tensor:
     Token t of a sequence has row PAD + 1 + t. fp32; an odd width ends in a column of zeros.
     """
     half = width // 2
-    rates = torch.exp(torch.arange(half, dtype=torch.float32) * -_log_step(half))
+    log_step = math.log(10000.0) / max(half - 1, 1)
+    rates = torch.exp(torch.arange(half, dtype=torch.float32) * -log_step)
     angles = torch.arange(num_rows, dtype=torch.float32)[:, None] * rates
     table = F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, width % 2))
     table[PAD] = 0
     return table
-
-
-def _log_step(half: int) -> float:
-    return math.log(10000.0) / max(half - 1, 1)
 
 
 # --- parameters ----------------------------------------------------------------------------------

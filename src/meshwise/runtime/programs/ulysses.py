@@ -119,17 +119,13 @@ def make_inputs(options: UlyssesOptions, context: Context) -> dict[str, torch.Te
         shape, grad = (tokens, options.hidden), options.backward
         x = _tokens(options, context, shape, _INPUT, context.rank, requires_grad=grad)
         std = options.hidden**-0.5
+        shapes = dict.fromkeys("QKV", (options.hidden, width)) | {"O": (width, options.hidden)}  # of a head
         weights = {
             name: context.normal(options.heads, *shape, key=(options.seed, place), std=std, **shared)
-            for place, (name, shape) in enumerate(weight_shapes(options.hidden, width).items(), start=1)
+            for place, (name, shape) in enumerate(shapes.items(), start=1)
         }
     context.recorder.weights(*weights.values())
     return {"input": x, **weights}
-
-
-def weight_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:
-    """Per head: Q, K, V take the model's width to the head's, O back."""
-    return {"Q": (hidden, width), "K": (hidden, width), "V": (hidden, width), "O": (width, hidden)}
 
 
 def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -138,7 +138,9 @@ class ScriptMode(FakeTensorMode):
         if value is _Unknown and func._opname == "bincount":
             self.guesses.add("counts of unknown values", "the same of each")
             kinds = kwargs.get("minlength") or (*args, None, 0)[2] or 1
-            value = _balanced(args[0].numel(), kinds)
+            each, more = divmod(args[0].numel(), kinds)  # as tokens among balanced experts
+            with disable_current_modes():
+                value = each + (torch.arange(kinds) < more).long()
         elif value is _Unknown:
             self.guesses.add(f"{func._opname} of unknown values", "every element")
             value = _every_element(func._opname, args)
@@ -166,12 +168,6 @@ def _every_element(op: str, args: Any) -> Any:
         return chosen
     places = torch.empty(args[0].shape, dtype=torch.int64, device="meta")
     return chosen, places, places.flatten()
-
-
-def _balanced(elements: int, kinds: int) -> torch.Tensor:
-    """How often each of `kinds` numbers occurs, if all do alike, as tokens do among balanced experts."""
-    with disable_current_modes():
-        return elements // kinds + (torch.arange(kinds) < elements % kinds).long()
 
 
 class _Unknown:
