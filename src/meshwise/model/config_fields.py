@@ -69,7 +69,7 @@ NEEDED, ONE_FOR_ALL, NULL_MEANS_NONE = (
     _FIELDS["handling"][kind] for kind in ("needed", "one_for_all", "null_means_none")
 )
 """Sizes that no model is without, numbers that may differ by layer, fields whose null says none."""
-NAMES: dict[str, dict[str, str]] = read_catalog("huggingface_names.toml")
+NAMES: dict[str, dict[str, Any]] = read_catalog("huggingface_names.toml")
 """Words that mean the same: of families, formats of weights, activation functions, and kinds of layers."""
 
 

@@ -44,10 +44,12 @@ def _activation(name: str, *, gated: bool) -> str:
     return _GATED[plain] if gated else plain
 
 
-def _block(c: Config) -> Fields:
-    """What every model states: its sizes, its heads, its dropout."""
-    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    return {
+def block_fields(c: Config, kind: str) -> Fields:
+    """What every model states (its sizes, its heads, its dropout), and what blocks of its kind share."""
+    heads, kv_heads, shared = c.num_attention_heads, c.num_key_value_heads, dict(NAMES["blocks"][kind])
+    gated = shared.pop("gated")
+    return shared | {
+        "activation": _activation(c.hidden_activation or c.hidden_act, gated=gated),
         "num_layers": c.num_hidden_layers,
         "hidden": c.hidden_size,
         "ffn_hidden": 4 * c.hidden_size if c.intermediate_size is None else c.intermediate_size,
@@ -60,38 +62,6 @@ def _block(c: Config) -> Fields:
         "causal": c.is_causal and c.use_bidirectional_attention is not True,
         "dropout_frac": c.dropout,
     }
-
-
-def _llama(c: Config, *, gated: bool = True) -> Fields:
-    """RMSNorm, gated MLP, rotary positions, no biases."""
-    return _block(c) | {
-        "activation": _activation(c.hidden_activation or c.hidden_act, gated=gated),
-        "norm": "rmsnorm",
-        "linear_bias": False,
-        "qkv_bias": False,
-        "out_bias": False,
-        "positions": "rotary",
-    }
-
-
-def _gpt(c: Config) -> Fields:
-    """LayerNorm, plain MLP, learned positions, biases on norms and on every linear layer of the block."""
-    return _block(c) | {
-        "activation": _activation(c.hidden_act, gated=False),
-        "norm": "layernorm",
-        "norm_bias": True,
-        "linear_bias": True,
-        "qkv_bias": True,
-        "out_bias": True,
-        "positions": "learned",
-    }
-
-
-BLOCKS: dict[str, Callable[[Config], Fields]] = {
-    "llama": _llama,
-    "plain": lambda c: _llama(c, gated=False),
-    "gpt": _gpt,
-}
 
 
 # --- which layers have experts, and a window ---------------------------------------------------
@@ -114,7 +84,7 @@ def _named(c: Config, what: str, kinds: Sequence[Any], known: Collection[str] = 
 _FULL = ("full_attention", "global", "sparse_attention")
 
 
-def _window(c: Config) -> Fields:
+def window(c: Config) -> Fields:
     """The window of each layer, 0 for none: by their names, by a step, or from one layer on."""
     every, window, layers = c.full_attention_every or 0, c.sliding_window or 0, range(c.num_hidden_layers)
     if c.layer_types is not None:
@@ -221,10 +191,10 @@ def _with_sides(
     return tuple(own(layer, kind) for layer, kind in zip(layers, kinds, strict=True))
 
 
-# --- rules -------------------------------------------------------------------------------------
+# --- rules, by the name of their function ------------------------------------------------------
 
 
-def _experts(c: Config) -> Fields:
+def experts(c: Config) -> Fields:
     """Experts in place of the MLP, shared ones beside them."""
     if not c.num_experts:
         return {}
@@ -252,24 +222,24 @@ def _experts(c: Config) -> Fields:
     return {"moe": moe, "each": {"moe": _moe_layers(c)}}
 
 
-def _two_kinds_of_experts(c: Config) -> Fields:
+def two_kinds_of_experts(c: Config) -> Fields:
     """For each expert of text one of images, of another width (ERNIE 4.5 VL)."""
     of_text, of_images = c.expert_widths
-    fields = _experts(structs.replace(c, moe_intermediate_size=of_text))
+    fields = experts(structs.replace(c, moe_intermediate_size=of_text))
     return fields | {"moe": replace(fields["moe"], image_ffn_hidden=of_images)} if fields else {}
 
 
-def _arctic(c: Config) -> Fields:
+def arctic(c: Config) -> Fields:
     """Beside the experts an MLP as wide as the model, stated as a shared expert."""
-    return _experts(structs.replace(c, n_shared_experts=1, shared_expert_intermediate_size=c.hidden_size))
+    return experts(structs.replace(c, n_shared_experts=1, shared_expert_intermediate_size=c.hidden_size))
 
 
-def _low_rank(c: Config) -> Fields:
+def low_rank(c: Config) -> Fields:
     """Queries through a latent (Step 3)."""
     return {"low_rank": LowRank(query=c.q_lora_rank) if c.q_lora_rank else None}
 
 
-def _hybrid(c: Config) -> Fields:
+def hybrid(c: Config) -> Fields:
     """Layers of which some have a recurrence in place of attention, and some, in Nemotron-H, only an MLP."""
     number, kinds = c.num_hidden_layers, list(c.hybrid_pattern) or c.layer_types or []
     if not kinds:
@@ -312,17 +282,17 @@ def _recurrence(c: Config) -> Recurrence:
     )
 
 
-def _lightning(c: Config) -> Fields:
+def lightning(c: Config) -> Fields:
     """Linear attention with the heads of attention between layers of attention (MiniMax-01)."""
     kinds, dim = c.layer_types, c.head_dim or c.hidden_size // c.num_attention_heads
     if kinds is None and c.attn_type_list is not None:
         kinds = ["full_attention" if one else "linear_attention" for one in c.attn_type_list]
     heads = c.num_attention_heads
     own = {"state_heads": heads, "state_groups": heads, "state_head_dim": dim, "state_size": dim}
-    return _hybrid(structs.replace(c, layer_types=kinds, full_attention_every=2, **own))
+    return hybrid(structs.replace(c, layer_types=kinds, full_attention_every=2, **own))
 
 
-def _griffin(c: Config) -> Fields:
+def griffin(c: Config) -> Fields:
     """RecurrentGemma: a cycle of recurrent blocks and blocks of attention with a window; a halved MLP."""
     number, heads = c.num_hidden_layers, c.num_attention_heads
     kinds = [c.block_types[i % len(c.block_types)] for i in range(number)]
@@ -331,11 +301,11 @@ def _griffin(c: Config) -> Fields:
         c, layer_types=kinds, state_heads=heads, state_head_dim=width // heads, state_size=1, state_bias=True
     )
     near = tuple((c.sliding_window or 0) * (kind == "attention") for kind in kinds)
-    fields = _hybrid(own)
+    fields = hybrid(own)
     return fields | {"each": fields["each"] | {"window": near}, "ffn_hidden": (c.intermediate_size or 0) // 2}
 
 
-def _zamba2(c: Config) -> Fields:
+def zamba2(c: Config) -> Fields:
     """Mamba 2, and before some of it one of a few blocks of attention and MLP, whose weights are shared.
 
     They read the embedding beside the stream, twice its width together: the other half of their first
@@ -366,7 +336,7 @@ def _zamba2(c: Config) -> Fields:
     }
 
 
-def _xlstm(c: Config) -> Fields:
+def xlstm(c: Config) -> Fields:
     """xLSTM 7B: only mLSTM blocks, with an MLP each; widths are rounded up to whole multiples."""
     heads, unit = c.num_attention_heads, c.ffn_round_up_to_multiple_of
     check_count(unit, "ffn_round_up_to_multiple_of")
@@ -379,7 +349,7 @@ def _xlstm(c: Config) -> Fields:
     return {"each": {"mixer": mixers}, "recurrence": _recurrence(own), "ffn_hidden": width, "head_dim": 1}
 
 
-def _rwkv7(c: Config) -> Fields:
+def rwkv7(c: Config) -> Fields:
     """Only RWKV blocks; all but the first mix their values with those of the first."""
     number, dim = c.num_hidden_layers, c.head_dim or 64
     heads = c.hidden_size // dim
@@ -393,7 +363,7 @@ def _rwkv7(c: Config) -> Fields:
     return heads_of | {"each": each, "recurrence": _recurrence(own), "ffn_hidden": width, "head_dim": dim}
 
 
-def _bailing_hybrid(c: Config) -> Fields:
+def bailing_hybrid(c: Config) -> Fields:
     """Ling 3: Kimi Delta Attention whose gates come straight from the input, and latent attention between."""
     kinds, heads, dim = c.layer_types, c.num_attention_heads, c.state_head_dim or c.head_dim or 128
     if kinds is None:
@@ -401,10 +371,10 @@ def _bailing_hybrid(c: Config) -> Fields:
         ends = ((i + 1) % c.layer_group_size == 0 for i in range(c.num_hidden_layers))
         kinds = ["full_attention" if end else "linear_attention" for end in ends]
     own = {"state_heads": heads, "state_groups": heads, "state_head_dim": dim, "state_size": dim}
-    return _hybrid(structs.replace(c, layer_types=kinds, **own))
+    return hybrid(structs.replace(c, layer_types=kinds, **own))
 
 
-def _heads_by_layer(c: Config) -> Fields:
+def heads_by_layer(c: Config) -> Fields:
     """Layers with numbers of heads of their own (Laguna)."""
     heads = c.num_attention_heads_per_layer
     if heads is None or {*heads} == {c.num_attention_heads}:
@@ -412,7 +382,7 @@ def _heads_by_layer(c: Config) -> Fields:
     return {"each": {"num_heads": tuple(_named(c, "num_attention_heads_per_layer", heads))}}
 
 
-def _only_recurrence(c: Config) -> Fields:
+def only_recurrence(c: Config) -> Fields:
     """A model without attention and MLP: its heads are those of the recurrence."""
     own = _recurrence(c)
     heads = dict.fromkeys(("num_heads", "num_kv_heads"), own.num_heads)
@@ -420,7 +390,7 @@ def _only_recurrence(c: Config) -> Fields:
     return heads | {"head_dim": own.head_dim, "each": {"mixer": mixers}, "recurrence": own, "ffn_hidden": 0}
 
 
-def _lfm2(c: Config) -> Fields:
+def lfm2(c: Config) -> Fields:
     """The MLP is two thirds as wide as the config says, rounded up."""
     if not c.block_auto_adjust_ff_dim:
         return {}
@@ -429,14 +399,14 @@ def _lfm2(c: Config) -> Fields:
     return {"ffn_hidden": -(-width // c.block_multiple_of) * c.block_multiple_of}
 
 
-def _falcon_h1(c: Config) -> Fields:
+def falcon_h1(c: Config) -> Fields:
     """Attention and a recurrence side by side in every block."""
     if c.out_bias != c.state_bias:
         raise ModelError("projectors_bias and mamba_proj_bias differ; only one answer for both is expressed")
     return {"each": {"mixer": ("beside",) * c.num_hidden_layers}, "recurrence": _recurrence(c)}
 
 
-def _kimi_linear(c: Config) -> Fields:
+def kimi_linear(c: Config) -> Fields:
     """Gated DeltaNet, whose gates come through a layer as narrow as a head, and latent attention between."""
     own = c.linear_attn_config
     if own is not None:
@@ -451,23 +421,23 @@ def _kimi_linear(c: Config) -> Fields:
     dim = c.state_head_dim
     if isinstance(dim, str):
         raise ModelError(f"the width of a linear head is {dim!r}; a number is needed")
-    return _hybrid(structs.replace(c, gate_rank=dim, state_size=dim, state_groups=c.state_heads))
+    return hybrid(structs.replace(c, gate_rank=dim, state_size=dim, state_groups=c.state_heads))
 
 
-def _granite_hybrid(c: Config) -> Fields:
+def granite_hybrid(c: Config) -> Fields:
     """Where there are no experts, the shared one is the MLP."""
     positions = {"positions": "rotary" if c.position_embedding_type == "rope" else "none"}
     return positions | ({} if c.num_experts else {"ffn_hidden": c.shared_expert_intermediate_size})
 
 
-def _softcaps(c: Config) -> Fields:
+def softcaps(c: Config) -> Fields:
     return {
         "attention_softcap": bool(c.attn_logit_softcapping),
         "logit_softcap": bool(c.final_logit_softcapping),
     }
 
 
-def _mla(c: Config) -> Fields:
+def mla(c: Config) -> Fields:
     if not c.use_mla:
         return {}
     mla = MLA(
@@ -484,9 +454,9 @@ def _mla(c: Config) -> Fields:
     }
 
 
-def _mistral_large4(c: Config) -> Fields:
+def mistral_large4(c: Config) -> Fields:
     """Latent attention without positions in some layers, whose heads are as wide; some share latents."""
-    numbers, fields = range(c.num_hidden_layers), _mla(c)
+    numbers, fields = range(c.num_hidden_layers), mla(c)
     usual = fields["mla"]
     plain = replace(usual, qk_nope_head_dim=fields["head_dim"], qk_rope_head_dim=0)
     turned = _named(c, "no_rope_layers", c.no_rope_layers or [(i + 1) % 4 for i in numbers])
@@ -516,7 +486,7 @@ def _indexer(c: Config) -> Fields:
     return {"each": {"sparse": tuple(own if kind == "full" else shared for kind in named)}}
 
 
-def _compressed(c: Config) -> Fields:
+def compressed(c: Config) -> Fields:
     """DeepSeek-V4: a window, and of most layers keys of 4 tokens, chosen, or of 128, all of them."""
     names = {0: "near", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128} | c.compress_rates
@@ -539,15 +509,15 @@ def _compressed(c: Config) -> Fields:
             "kind": tuple((kind, "scored" * scored[i]) for i, kind in enumerate(kinds)),
         },
         "low_rank": LowRank(query=c.q_lora_rank or 0, out=c.o_lora_rank, groups=c.o_groups),
-    } | _streams(c)
+    } | streams(c)
 
 
-def _streams(c: Config) -> Fields:
+def streams(c: Config) -> Fields:
     """Hyper-connections."""
     return {"streams": Streams(number=c.hc_mult, between=c.hc_between) if c.hc_mult > 1 else None}
 
 
-def _minimax_m3(c: Config) -> Fields:
+def minimax_m3(c: Config) -> Fields:
     """Sparse attention, by blocks of tokens, in some layers."""
     own, kinds = c.sparse_attention_config, c.layer_types
     if kinds is None:
@@ -564,14 +534,14 @@ def _minimax_m3(c: Config) -> Fields:
     return {"each": {"sparse": tuple(None if kind == "full_attention" else sparse for kind in named)}}
 
 
-def _near_heads(c: Config) -> Fields:
+def near_heads(c: Config) -> Fields:
     """Layers with a window have heads, or key-value heads, of their own (Step 3.5, MiMo-V2)."""
     kinds = c.layer_types
     if kinds is None and c.hybrid_layer_pattern is not None:
         kinds = ["sliding_attention" if near else "full_attention" for near in c.hybrid_layer_pattern]
     if kinds is None:
         kinds = ["full_attention"] * c.num_hidden_layers
-    fields = _window(structs.replace(c, layer_types=kinds))
+    fields = window(structs.replace(c, layer_types=kinds))
     heads = c.num_sliding_attention_heads or c.attention_other_setting.get("num_attention_heads", 0)
     kv_heads, near = c.swa_num_key_value_heads or 0, [bool(window) for window in fields["each"]["window"]]
     own = {"num_heads": heads, "num_kv_heads": kv_heads}
@@ -584,42 +554,42 @@ def _near_heads(c: Config) -> Fields:
     return fields | {"each": fields["each"] | each}
 
 
-def _mimo_v2(c: Config) -> Fields:
+def mimo_v2(c: Config) -> Fields:
     """One layer in six looks back on all tokens, and the first; the others have twice the key-value heads."""
     number = c.num_hidden_layers
     near = ["sliding_attention" if i and (i + 1) % 6 else "full_attention" for i in range(number)]
     usual = {"layer_types": near} if c.layer_types is None and c.hybrid_layer_pattern is None else {}
     kv_heads = c.swa_num_key_value_heads or 2 * (c.num_key_value_heads or c.num_attention_heads)
-    return _near_heads(structs.replace(c, swa_num_key_value_heads=kv_heads, **usual))
+    return near_heads(structs.replace(c, swa_num_key_value_heads=kv_heads, **usual))
 
 
-def _wide_heads(c: Config) -> Fields:
+def wide_heads(c: Config) -> Fields:
     """All heads together are of another width than the model."""
     return {"head_dim": c.attention_width // c.num_attention_heads} if c.attention_width else {}
 
 
-def _step_vision(c: Config) -> Fields:
+def step_vision(c: Config) -> Fields:
     return {"ffn_hidden": int(c.hidden_size * c.mlp_ratio)}
 
 
-def _intern_vit(c: Config) -> Fields:
+def intern_vit(c: Config) -> Fields:
     return {"norm": "rmsnorm", "norm_bias": False} if c.norm_type == "rms_norm" else {}
 
 
-def _mllama(c: Config) -> Fields:
+def mllama(c: Config) -> Fields:
     """Layers that attend to the image in place of the text, every fifth of them unless they are named."""
     number, cross = c.num_hidden_layers, c.cross_attention_layers
     cross = list(range(3, number, 5)) if cross is None else cross
     return {"each": {"mixer": tuple("cross" if i in cross else "attention" for i in range(number))}}
 
 
-def _mllama_vision(c: Config) -> Fields:
+def mllama_vision(c: Config) -> Fields:
     """Layers behind the others, whose additions are gated."""
     local, own = c.num_hidden_layers, c.num_global_layers
     return {"num_layers": local + own, "each": {"kind": (*((("local",),) * local), *((("global",),) * own))}}
 
 
-def _searched(c: Config) -> Fields:
+def searched(c: Config) -> Fields:
     """Nemotron-NAS (arXiv 2411.19146): attention and MLP differ by layer, or are missing."""
     if c.block_configs is None:
         raise ModelError("block_configs is missing; it says what each layer is")
@@ -645,20 +615,20 @@ def _searched(c: Config) -> Fields:
     return {"each": each, "num_kv_heads": heads or c.num_attention_heads, "ffn_hidden": widths}
 
 
-def _longcat(c: Config) -> Fields:
+def longcat(c: Config) -> Fields:
     """Each layer is two blocks; beside the MLP of the first, stated as a shared expert, are the experts.
 
     Their result is added behind the second one, so that they may run beside it, which is not priced.
     """
     number = 2 * c.num_hidden_layers
-    moe = _experts(
+    moe = experts(
         structs.replace(c, n_shared_experts=1, shared_expert_intermediate_size=c.intermediate_size or 0)
     )
     each = {"moe": tuple(layer % 2 == 0 for layer in range(number))}
     return moe | {"num_layers": number, "each": each}
 
 
-def _encoder(c: Config) -> Fields:
+def encoder(c: Config) -> Fields:
     """An encoder, then a decoder of the same width, heads and MLP."""
     number = c.num_hidden_layers
     check_count(c.num_decoder_layers or number, "decoder_layers")
@@ -677,12 +647,12 @@ def _encoder(c: Config) -> Fields:
     }
 
 
-def _t5(c: Config) -> Fields:
+def t5(c: Config) -> Fields:
     gate, _, name = c.feed_forward_proj.rpartition("-")
     return {"activation": _activation(name, gated=gate == "gated")}
 
 
-def _deberta(c: Config) -> Fields:
+def deberta(c: Config) -> Fields:
     """Positions by a table of distances, by learned positions, or by both."""
     if c.conv_kernel_size or c.embedding_size not in (None, c.hidden_size):
         raise ModelError(
@@ -701,7 +671,7 @@ def _deberta(c: Config) -> Fields:
     return fields | {"distances": own}
 
 
-def _gemma4(c: Config) -> Fields:
+def gemma4(c: Config) -> Fields:
     """Layers of two sizes of heads, the last ones with the keys of earlier ones, and per-layer embeddings."""
     number, own = c.num_hidden_layers, c.per_layer_config
     kinds = c.layer_types or ["full_attention" if (i + 1) % 6 == 0 else "near" for i in range(number)]
@@ -735,13 +705,13 @@ def _gemma4(c: Config) -> Fields:
     fields = {"layers": tuple(map(layer, range(number))), "per_layer": _per_layer(c)}
     if not c.enable_moe_block:
         return fields
-    moe = _experts(structs.replace(c, shared_expert_intermediate_size=c.intermediate_size or 0)).get("moe")
+    moe = experts(structs.replace(c, shared_expert_intermediate_size=c.intermediate_size or 0)).get("moe")
     if moe is None:
         raise ModelError("num_experts is missing; enable_moe_block needs it")
     return fields | {"moe": replace(moe, own_norms=True)}
 
 
-def _gemma3n(c: Config) -> Fields:
+def gemma3n(c: Config) -> Fields:
     """Several residual streams, per-layer embeddings, and the last layers with the keys of earlier ones."""
     number, widths = c.num_hidden_layers, c.ffn_widths
     widths = [widths] * number if isinstance(widths, int) else widths
@@ -765,34 +735,34 @@ def _per_layer(c: Config) -> PerLayer | None:
     return PerLayer(rows=c.vocab_size_per_layer_input, width=width) if width else None
 
 
-def _siglip_text(c: Config) -> Fields:
+def siglip_text(c: Config) -> Fields:
     """The text tower projects its last token."""
     return {"num_classes": c.projection_size or c.hidden_size}
 
 
-def _post_norms(c: Config) -> Fields:
+def post_norms(c: Config) -> Fields:
     return {"num_norms": 4 if c.post_norm else 2}
 
 
-def _baichuan(c: Config) -> Fields:
+def baichuan(c: Config) -> Fields:
     """All but the 7B have ALiBi, which no field says (vLLM decides by the width too)."""
     return {"positions": "rotary" if c.hidden_size == 4096 else "alibi"}
 
 
-def _qwen(c: Config) -> Fields:
+def qwen(c: Config) -> Fields:
     """The width of the MLP is that of both its halves together."""
     return {"ffn_hidden": (c.intermediate_size or 0) // 2}
 
 
-def _chatglm(c: Config) -> Fields:
+def chatglm(c: Config) -> Fields:
     return {} if c.multi_query else {"num_kv_heads": c.num_attention_heads}
 
 
-def _stablelm(c: Config) -> Fields:
+def stablelm(c: Config) -> Fields:
     return {"num_norms": 1 if c.parallel else 2}
 
 
-def _dbrx(c: Config) -> Fields:
+def dbrx(c: Config) -> Fields:
     ffn = c.ffn_config
     if ffn is None:
         raise ModelError("ffn_config is missing; a dbrx config needs it")
@@ -804,11 +774,11 @@ def _dbrx(c: Config) -> Fields:
     }
 
 
-def _gpt_bigcode(c: Config) -> Fields:
+def gpt_bigcode(c: Config) -> Fields:
     return {"num_kv_heads": 1 if c.multi_query else c.num_attention_heads}
 
 
-def _opt(c: Config) -> Fields:
+def opt(c: Config) -> Fields:
     if c.word_embed_proj_dim not in (None, c.hidden_size):
         raise ModelError(
             f"word_embed_proj_dim is {c.word_embed_proj_dim}; only embeddings as wide as hidden_size "
@@ -817,7 +787,7 @@ def _opt(c: Config) -> Fields:
     return {"final_norm": c.do_layer_norm_before and not c.remove_final_layer_norm}
 
 
-def _falcon(c: Config) -> Fields:
+def falcon(c: Config) -> Fields:
     if c.new_decoder_architecture:
         kv_heads = c.num_key_value_heads
         num_norms = 2 if c.num_ln_in_parallel_attn is None else c.num_ln_in_parallel_attn
@@ -834,7 +804,7 @@ def _falcon(c: Config) -> Fields:
     }
 
 
-def _mpt(c: Config) -> Fields:
+def mpt(c: Config) -> Fields:
     has_bias = not c.no_bias
     return {
         "positions": "alibi" if c.attn_config.alibi else "learned",
@@ -844,7 +814,7 @@ def _mpt(c: Config) -> Fields:
     } | dict.fromkeys(("norm_bias", "linear_bias", "qkv_bias", "out_bias"), has_bias)
 
 
-def _patches(c: Config) -> Fields:
+def patches(c: Config) -> Fields:
     """An encoder of images: a token for each square, and nothing that only text needs."""
     size, patch = c.image_size, c.patch_size
     side = (patch if isinstance(patch, int) else patch[0]) * c.patches_a_side
@@ -860,12 +830,12 @@ def _patches(c: Config) -> Fields:
     return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
 
 
-def _no_blocks(_c: Config) -> Fields:
+def no_blocks(_c: Config) -> Fields:
     """What is projected as it comes: one block without attention and MLP stands for none."""
     return {"num_layers": 1, "layers": (Layer(mixer="none", mlp=False),)}
 
 
-def _patch_windows(c: Config) -> Fields:
+def patch_windows(c: Config) -> Fields:
     """Blocks of images attend inside squares of `window_size` pixels, but for those named (Qwen2.5-VL)."""
     assert isinstance(c.patch_size, int)
     reach = (c.window_size // c.patch_size) ** 2 // 2  # patches on either side
@@ -873,14 +843,14 @@ def _patch_windows(c: Config) -> Fields:
     return {"layers": tuple(Layer(window=reach * (i not in c.fullatt_block_indexes)) for i in numbers)}
 
 
-def _frames(c: Config) -> Fields:
+def frames(c: Config) -> Fields:
     """An encoder of sound: tokens from the frames of a spectrogram, 100 a second."""
     number, channels = c.max_source_positions, c.num_mel_bins
     frames = Frames(number=number, channels=channels, seconds=number * c.frames_per_token / 100)
     return {"frames": frames, "max_seq": frames.number, "causal": False, "vocab": 0, "lm_head": False}
 
 
-def _chunked_frames(c: Config) -> Fields:
+def chunked_frames(c: Config) -> Fields:
     """Qwen3-Omni: chunks that three convolutions make eight times shorter, rounded up; windows of several."""
     check_count(c.n_window, "n_window")
     chunk = 2 * c.n_window
@@ -889,24 +859,11 @@ def _chunked_frames(c: Config) -> Fields:
     return {"frames": frames, "max_seq": frames.number, "causal": False, "vocab": 0, "lm_head": False}
 
 
-def _conformer(c: Config) -> Fields:
+def conformer(c: Config) -> Fields:
     """Each layer is an MLP, then attention and MLP, with sides between them (arXiv 2005.08100)."""
     number, window = c.num_hidden_layers, c.sliding_window or 0
     each = {"mixer": ("none", "attention"), "mlp": (True, True), "window": (0, window)}
     return {"num_layers": 2 * number, "each": {name: number * values for name, values in each.items()}}
-
-
-_ALL: tuple[Callable[[Config], Fields], ...] = (
-    _window, _experts, _compressed, _minimax_m3, _near_heads, _mimo_v2, _wide_heads, _step_vision,
-    _searched, _longcat, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
-    _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
-    _gpt_bigcode, _opt, _falcon, _mpt, _patches, _patch_windows, _no_blocks, _frames, _chunked_frames,
-    _conformer, _lightning, _griffin, _xlstm, _rwkv7, _bailing_hybrid, _heads_by_layer, _mllama,
-    _mllama_vision, _post_norms, _baichuan, _qwen, _chatglm, _intern_vit, _zamba2, _streams,
-    _mistral_large4, _two_kinds_of_experts, _arctic, _low_rank,
-)  # fmt: skip
-RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
-"""By the name of their function."""
 
 
 # --- heads -------------------------------------------------------------------------------------

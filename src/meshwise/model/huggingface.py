@@ -29,6 +29,7 @@ import msgspec
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
+from meshwise.model import config_rules
 from meshwise.model.architecture import Model, Projector, Side, Tower, check_count, checked_model
 from meshwise.model.config_fields import (
     DEFAULTS,
@@ -45,7 +46,7 @@ from meshwise.model.config_fields import (
     WholeConfig,
     spellings,
 )
-from meshwise.model.config_rules import BLOCKS, RULES, head_fields, with_layers
+from meshwise.model.config_rules import block_fields, head_fields, with_layers
 from meshwise.model.weights import num_params, num_projected
 
 ENDS = "embedding", "head"
@@ -125,9 +126,9 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             f"{family} is a part of a model that is counted and not priced; give the whole config"
         )
     c = _typed(raw, spelling, nested=nested)
-    fields = BLOCKS[spelling.block](c)
+    fields = block_fields(c, spelling.block)
     for rule in spelling.rules:
-        said = RULES[rule](c)
+        said = getattr(config_rules, rule)(c)
         each = fields.get("each", {}) | said.get("each", {})
         fields |= said | ({"each": each} if each else {})
     if fields.get("moe") is not None:
