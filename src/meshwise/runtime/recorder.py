@@ -412,11 +412,16 @@ def _written(
 ) -> list[torch.Tensor]:
     """The tensors that an op writes: those it mutates, and outputs in storages of their own."""
     if func._schema.is_mutable:
-        named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
-        mutated = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-        return [leaf for name in mutated for leaf in tree_leaves(named.get(name)) if leaf is not None]
+        return mutated(func, args, kwargs)
     known = {tensor.untyped_storage()._cdata for tensor in inputs}
     return [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among its arguments that an op writes into."""
+    named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+    names = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+    return [leaf for name in names for leaf in tree_leaves(named.get(name)) if isinstance(leaf, torch.Tensor)]
 
 
 def _collective(func: Any) -> Collective | None:

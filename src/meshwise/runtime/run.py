@@ -15,7 +15,6 @@ from meshwise.runtime.profile import capture
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.recorder import OpRecorder
-from meshwise.runtime.unrecorded import Unrecorded
 
 
 def run_rank(
@@ -29,13 +28,12 @@ def run_rank(
     """
     on_cpu = place.device_type == "cpu"
     tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
-    kind = OpRecorder if recorded else Unrecorded
-    recorder = kind(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
+    recorder = OpRecorder(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
     context = Context(place.rank, place.world_size, place.device, recorder, root=root, quiet=quiet)
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
     profile = nullcontext() if folder is None else capture(folder, place.rank, place.world_size)
-    with profile as captured, recorder:
+    with profile as captured, recorder if recorded else nullcontext():
         result = find_program(name).main(options, context)
     cost = None if captured is None else capture_cost(captured)
     device = "cpu" if on_cpu else torch.cuda.get_device_name(place.device)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
@@ -27,22 +25,11 @@ class _Finder:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with _no_collection():
-                    load(module)
-                    self.install(module)
+                load(module)
+                self.install(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Nothing that an import makes is garbage, and the search for it takes a fifth of torch's."""
-    was_on = gc.isenabled()
-    gc.disable()
-    yield
-    if was_on:
-        gc.enable()
 
 
 def when_imported(name: str, install: Callable[[ModuleType], None]) -> None:

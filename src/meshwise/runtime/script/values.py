@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwise.runtime.recorder import mutated
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.torch_private import (
     FakeTensor,
@@ -83,7 +84,7 @@ class ScriptMode(FakeTensorMode):
         if known and _has_value(func) and not _is_large(args, kwargs):
             value = self._value(func, args, kwargs)
         elif func._schema.is_mutable and func.namespace not in _KEEPS_VALUE and "amp" not in func._opname:
-            for tensor in _mutated(func, args, kwargs):
+            for tensor in mutated(func, args, kwargs):
                 forget(tensor)
         if func is aten._local_scalar_dense.default:
             return self._scalar(fakes[0]) if value is _Unknown else value
@@ -206,12 +207,6 @@ def forget(tensor: torch.Tensor) -> None:
     shadow = getattr(tensor, "shadow", None)
     if shadow is not None:
         shadow.untyped_storage().is_stale = True
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
-    names = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-    return [leaf for name in names for leaf in tree_leaves(named.get(name)) if isinstance(leaf, torch.Tensor)]
 
 
 def _leaves_device(kwargs: Mapping[str, Any]) -> bool:
