@@ -96,11 +96,6 @@ class CachingAllocator:
                 block = self._join(block, neighbour)
         insort(self._free[block.small], block.order)
 
-    def rename(self, old: object, new: object) -> None:
-        """The block of `old`, if it has one, is called `new` from now on."""
-        if old in self._blocks:
-            self._blocks[new] = self._blocks.pop(old)
-
     def _best_fit(self, wanted: int, small: bool) -> _Block | None:
         free = self._free[small]
         place = bisect_left(free, (wanted, -1))

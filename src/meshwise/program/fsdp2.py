@@ -262,7 +262,8 @@ def shared_weights(
     model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut
 ) -> Iterator[Exchange]:
     """Gradients of weights that several ranks of one replica hold, summed once a step."""
-    is_wide = 1.0 if SOFTWARE[mesh.plan.software].sums_wide else _accumulates(mesh)
+    accumulates = (1.0 - sums_are_shards(mesh)) * ((mesh.pp > 1) | (mesh.num_microbatches > 1))
+    is_wide = 1.0 if SOFTWARE[mesh.plan.software].sums_wide else accumulates
     narrow, wide = cut.precision.act_bytes, reduced_bytes(mesh, cut)
     for unit in held:
         for weight in unit.weights:
@@ -305,11 +306,6 @@ def reduced_bytes(mesh: Mesh, cut: Cut) -> float:
     """Bytes of an element of a gradient as it is summed over microbatches and ranks."""
     is_wide = mesh.plan.grad_dtype == DEFAULTS["grad_dtype"]
     return cut.precision.stat_bytes if is_wide else DTYPE_BYTES[mesh.plan.grad_dtype]
-
-
-def _accumulates(mesh: Mesh) -> Num:
-    """Whether whole gradients are summed over microbatches before they are reduced."""
-    return (1.0 - sums_are_shards(mesh)) * ((mesh.pp > 1) | (mesh.num_microbatches > 1))
 
 
 def tp_sums(weight: Weight, cut: Cut) -> bool:

@@ -14,7 +14,7 @@ rounding and the cuBLAS workspace come on top.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
@@ -28,16 +28,6 @@ _MERGED_BY = (
     *("module", "op", "phase", "shape", "dtype", "flop", "read_bytes", "write_bytes", "saved_bytes"),
     *("weight_bytes", "collective", "axis", "group_size", "payload_bytes", "sent_bytes"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A tensor as a step prints it: `Named("q", "[h, N/P, d/h]", (128, 3750, 128), 122_880_000)`."""
-
-    name: str
-    symbols: str
-    shape: tuple[int, ...]
-    size_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +88,6 @@ class Tape:
         if self.allocator is not None:
             self.allocator.release(name)
 
-    def rename(self, old: object, new: object) -> None:
-        """The storage of `old` is called `new` from now on."""
-        self._sizes[new] = self._sizes.pop(old)
-        if self.allocator is not None:
-            self.allocator.rename(old, new)
-
     def op(self, op: str, *, is_matmul: bool = False, count: float = 1, **row: Any) -> dict[str, Any]:
         """`count` alike ops, after their outputs came alive; `row` has columns of the ledger. Returns it."""
         if is_matmul and self.allocator is not None and not self._workspace_booked:
@@ -128,27 +112,18 @@ class Tape:
         for name, size_bytes in held.items():
             self.op(name, module="states", phase="step", weight_bytes=float(size_bytes))
 
-    def step(self, step: str, tensors: Iterable[Named]) -> list[Step]:
-        """The program has come to `step` and shows `tensors`; FLOP are those since the last step."""
-        tensors = list(tensors)
-        entries = []
-        for tensor in tensors:
-            last = tensor is tensors[-1]
-            flop = self._flop_since_step if last else 0.0
-            entries.append(
-                Step(
-                    step=step,
-                    name=tensor.name,
-                    symbols=tensor.symbols,
-                    shape=tensor.shape,
-                    elements=prod(tensor.shape),
-                    bytes=tensor.size_bytes,
-                    flop=flop * self.world_size,
-                    flop_per_rank=flop,
-                    current_bytes=self.current_booked_bytes,
-                    peak_bytes=self.peak_booked_bytes,
-                )
-            )
+    def step(self, step: str, tensors: Mapping[str, tuple[tuple[int, ...], float]]) -> list[Step]:
+        """The program has come to `step` and shows `tensors`; FLOP are those since the last step.
+
+        Shape and bytes by what is printed: `{"q [h, N/P, d/h]": ((128, 3750, 128), 122_880_000)}`.
+        """
+        booked, entries = (self.current_booked_bytes, self.peak_booked_bytes), []
+        for number, (label, (shape, size_bytes)) in enumerate(tensors.items(), start=1):
+            name, _, symbols = label.partition(" [")
+            flop = self._flop_since_step if number == len(tensors) else 0.0
+            work = flop * self.world_size, flop
+            named = step, name, symbols and f"[{symbols}", shape, prod(shape), size_bytes
+            entries.append(Step(*named, *work, *booked))
         self._flop_since_step = 0.0
         self.steps += entries
         return entries

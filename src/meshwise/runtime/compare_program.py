@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.compare import TOTALS, WORK, Comparison, compare, totals_of, work_of
-from meshwise.core.errors import PlanError
 from meshwise.estimate.row_times import with_times
 from meshwise.machine.hardware import Cluster
 from meshwise.program.tape import Tape
@@ -34,15 +33,11 @@ def compare_program(
     `pool` is used where given, else ranks are started. A machine's own additions (allocator, workspace)
     stay out: a CPU has none. With a `cluster`, the seconds that it would take stand beside those of the run.
     """
-    if not 0 <= rank < ranks:
-        raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
+    dry = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
     tape = Tape("estimate", rank, ranks)
     program.estimate(options, tape)
     partial = ("estimate",) if tape.is_partial else ()
-    ledgers = {
-        "estimate": tape.ledger(),
-        "dry_run": dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger,
-    }
+    ledgers = {"estimate": tape.ledger(), "dry_run": dry}
     if cluster is not None:
         ledgers = {name: with_times(ledger, cluster) for name, ledger in ledgers.items()}
     if with_run:

@@ -73,7 +73,9 @@ def op_samples(device: str, quick: bool) -> list[Sample]:
     samples += memory_samples(device, effort)
     if device == "cpu" or "bf16" in gemm_dtypes(device):  # flash attention needs what bf16 needs
         samples += attention_samples(device, effort)
-    return [*samples, cast_sample(device, effort), launch_sample(device, effort)]
+    one = torch.ones(1, device=device)  # the floor: an op on one element
+    floor = sample("launch", "1", "fp32", partial(one.add_, 1), 1, "1/s", device, effort)
+    return [*samples, cast_sample(device, effort), floor]
 
 
 def gemm_samples(dtype: str, device: str, effort: Effort) -> list[Sample]:
@@ -164,12 +166,6 @@ def cast_sample(device: str, effort: Effort) -> Sample:
     wide = torch.ones(effort.copy_bytes // 4, device=device)
     cast, num = partial(wide.to, torch.bfloat16), wide.numel()
     return sample("cast", f"{num} to bf16", "fp32", cast, num * (4 + 2), "B/s", device, effort)
-
-
-def launch_sample(device: str, effort: Effort) -> Sample:
-    """The floor: an op on one element."""
-    one = torch.ones(1, device=device)
-    return sample("launch", "1", "fp32", partial(one.add_, 1), 1, "1/s", device, effort)
 
 
 def collective_samples(place: RankPlace, quick: bool) -> list[Sample]:

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from meshwise.core.ledger import Collective
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
-from meshwise.program.tape import Named, Step, Tape
+from meshwise.program.tape import Step, Tape
 from meshwise.runtime.fakes import DeviceFakes
 from meshwise.runtime.saved_tensors import Kept, SavedTensor, seen_through, watched_checkpoints
 from meshwise.runtime.torch_private import (
@@ -156,12 +156,10 @@ class OpRecorder(TorchDispatchMode):
 
     def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
-        named = []
-        for label, tensor in tensors.items():
-            short, _, symbols = label.partition(" [")
-            size_bytes = tensor.numel() * tensor.element_size()
-            named.append(Named(short, symbols and f"[{symbols}", tuple(tensor.shape), size_bytes))
-        return self.tape.step(name, named)
+        sizes = {
+            label: (tuple(one.shape), one.numel() * one.element_size()) for label, one in tensors.items()
+        }
+        return self.tape.step(name, sizes)
 
     # --- the dispatcher ----------------------------------------------------------------------
 

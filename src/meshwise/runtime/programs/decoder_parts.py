@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,8 @@ class Setting:
         """
 
         def run(*args: Tensor) -> Any:
-            with self._place():
+            in_backward = current_graph_task_id() != -1
+            with self.recorder.phase("recompute") if in_backward else nullcontext():
                 return function(*args)
 
         with set_checkpoint_early_stop(False):
@@ -84,10 +85,6 @@ class Setting:
         if self.is_narrow:
             layer = NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         return Adapted(layer, self.lora_rank) if self.lora_rank else layer
-
-    def _place(self) -> AbstractContextManager[None]:
-        in_backward = current_graph_task_id() != -1
-        return self.recorder.phase("recompute") if in_backward else nullcontext()
 
 
 class DecoderNorm(nn.Module):

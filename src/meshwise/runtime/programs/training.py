@@ -234,16 +234,16 @@ class Trainer:
             dtype if plan.optimizer == "adam-bf16" else wide, seed,
             reshard_after_forward=plan.pp == 1 and plan.zero == 3,
         )  # fmt: skip
+
+        def gathered_are_weights(module: nn.Module, _: object) -> None:
+            context.recorder.weights(*module.parameters())
+
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
                 if plan.zero < 3:
                     module.reshard = _stay_gathered
-                module.register_forward_pre_hook(self._note_weights)
+                module.register_forward_pre_hook(gathered_are_weights)
         return decoder
-
-    def _note_weights(self, module: nn.Module, _: object) -> None:
-        """What FSDP has gathered of the weights are weights too."""
-        self.context.recorder.weights(*module.parameters())
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """This rank's tokens [microbatches x sequences, own tokens], and their labels (`with_labels`).

@@ -37,7 +37,8 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
         shared_memory_per_block_optin=232448,
     )  # fmt: skip
 
-    memory, states = _memory(tape, memory_bytes), _random_states(devices)
+    memory, state = _memory(tape, memory_bytes), torch.zeros(16, dtype=torch.uint8)
+    states = {"get_rng_state": _always(state), "get_rng_state_all": _always([state] * devices)}
     yes = ("is_available", "is_initialized", "_is_compiled", "is_bf16_supported", "can_device_access_peer")
     here = ("current_device", "_exchange_device", "_maybe_exchange_device")
     queries = {
@@ -104,13 +105,6 @@ def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
         "memory_snapshot": lambda *_, **__: [],
         "mem_get_info": lambda *_: (memory_bytes - current(), memory_bytes),
     }
-
-
-def _random_states(devices: int) -> dict[str, Callable[..., Any]]:
-    def state(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    return {"get_rng_state": state, "get_rng_state_all": lambda: [state()] * devices}
 
 
 def _supply_accelerator(memory: Mapping[str, Callable[..., Any]], devices: int, device: int) -> None:
