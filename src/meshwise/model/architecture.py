@@ -19,19 +19,11 @@ from functools import lru_cache
 from typing import Any
 
 from meshwise.core.errors import ModelError
+from meshwise.core.files import read_catalog
 
-_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+_CATALOG = read_catalog("model_words.toml")
+_GATED: dict[str, str] = _CATALOG["gated"]
 """Activations that multiply two projections, and what they do with one of them."""
-_WORDS = (
-    ("", "activation", (*_GATED, "gelu", "silu", "relu", "relu2")),
-    ("", "norm", ("layernorm", "rmsnorm")),
-    ("", "positions", ("learned", "rotary", "sinusoidal", "alibi", "relative", "none")),
-    ("", "keys", ("", "values", "same", "shared")),
-    ("recurrence", "kind", ("delta", "ssd", "scan", "conv", "linear", "wkv", "lru")),
-    ("diffusion", "text", ("", "cross", "joint")),
-    ("diffusion", "modulation", ("block", "shared")),
-)
-"""Fields of a model, or of a part of it, that are one of some words."""
 _MAX_COUNT = 10**9  # far beyond any model, and far below where float64 stops counting
 _MAX_LAYERS = 10**5
 
@@ -747,11 +739,11 @@ def checked_model(model: Model, where: str) -> Model:
     own = filter(None, (part for layer in kinds for part in (layer.sparse, layer.mla)))
     for part in (model, *filter(is_dataclass, parts), *kinds, *own):
         _check_counts(part, where)
-    for owner, name, known in _WORDS:
-        if (stated := getattr(model, owner) if owner else model) is not None:
-            value = getattr(stated, name)
-            if value not in known:
-                raise ModelError(f"{where}: {owner or name} is {value!r}; known are {', '.join(known)}")
+    for owner, words in _CATALOG["words"].items():
+        stated = model if owner == "model" else getattr(model, owner)
+        for name, known in words.items() if stated is not None else ():
+            if (value := getattr(stated, name)) not in known:
+                raise ModelError(f"{where}: {name} is {value!r}; known are {', '.join(known)}")
     if model.num_heads % model.num_kv_heads:
         raise ModelError(
             f"{where}: {model.num_heads} query heads do not divide by {model.num_kv_heads} key-value heads"

@@ -15,22 +15,13 @@ from pathlib import Path
 
 import torch
 
+from meshwise.core.files import read_catalog
 from meshwise.runtime.torch_private import ensure_cuda_device_guard
 
-_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
-_CPU_GENERATOR = "_ZN2at6detail22getDefaultCPUGeneratorEv"
-_NEW_GENERATOR = "_ZN2at6detail18createCPUGeneratorEm"
-_CPU_ALLOCATOR = "_ZN3c1015GetCPUAllocatorEv"
-_TIMERS = "_ZN4c10d13TimerRegistryEv"
 _GUARDS, _ENTRIES, _NUM_DESTRUCTORS = 64, 60, 2
-HOOK_NAMES = (
-    *("isBuilt", "isAvailable", "hasPrimaryContext", "init", "deviceCount"),
-    *("setCurrentDevice", "getCurrentDevice", "exchangeDevice", "maybeExchangeDevice"),
-    *("isPinnedPtr", "getPinnedMemoryAllocator", "getDeviceFromPtr", "getDefaultGenerator"),
-    *("getNewGenerator", "hasCUDA"),
-)
-"""The functions of CUDA's hooks in the order of AcceleratorHooksInterface.h, then CUDAHooksInterface.h."""
+_CUDA = read_catalog("scripts.toml")["cuda"]
+HOOK_NAMES, _SYMBOLS = tuple(_CUDA["hooks"]), _CUDA["symbols"]
+"""The functions of CUDA's hooks in their order, and the symbols of what is replaced."""
 _Function = ctypes.CFUNCTYPE(ctypes.c_int64)
 _kept: list[object] = []  # what C++ points to stays alive
 
@@ -40,7 +31,7 @@ def supply_cuda_objects(devices: int, device: int) -> None:
     folder = Path(torch.__file__).parent / "lib"
     core, cpu = (ctypes.CDLL(str(folder / name)) for name in ("libc10.so", "libtorch_cpu.so"))
     if not torch.backends.cuda.is_built():
-        registry = (ctypes.c_void_p * 2).in_dll(core, _REGISTRY)
+        registry = (ctypes.c_void_p * 2).in_dll(core, _SYMBOLS["guards"])
         registry[1] = _object([_constant(0)] * _GUARDS)
     ensure_cuda_device_guard()
     yes, no, this = _constant(1), _constant(0), _constant(device)
@@ -49,16 +40,16 @@ def supply_cuda_objects(devices: int, device: int) -> None:
         **dict.fromkeys(("init", "setCurrentDevice"), no),
         **dict.fromkeys(("getCurrentDevice", "exchangeDevice", "maybeExchangeDevice"), this),
         "deviceCount": _constant(devices),
-        "getDefaultGenerator": _address(cpu, _CPU_GENERATOR),
-        "getNewGenerator": _address(cpu, _NEW_GENERATOR),
-        "getPinnedMemoryAllocator": _address(core, _CPU_ALLOCATOR),
+        "getDefaultGenerator": _address(cpu, _SYMBOLS["cpu_generator"]),
+        "getNewGenerator": _address(cpu, _SYMBOLS["new_generator"]),
+        "getPinnedMemoryAllocator": _address(core, _SYMBOLS["cpu_allocator"]),
     }
-    hooks = _result(cpu, _HOOKS)
+    hooks = _result(cpu, _SYMBOLS["hooks"])
     entries = list((ctypes.c_void_p * _ENTRIES).from_address(ctypes.c_void_p.from_address(hooks).value or 0))
     for name, function in replaced.items():
         entries[_NUM_DESTRUCTORS + HOOK_NAMES.index(name)] = function
     ctypes.c_void_p.from_address(hooks).value = _table(entries)
-    _strike_timers(_result(cpu, _TIMERS))
+    _strike_timers(_result(cpu, _SYMBOLS["timers"]))
 
 
 def _strike_timers(registry: int) -> None:
