@@ -109,7 +109,7 @@ _WHY = {
     "memory": "the cache of a GPU has no room for more than {batch}",
     "token": "with more than {batch} a token takes too long",
     "first token": "with more than {batch} the first token takes too long",
-    "rate": "one worker holds more than that, and none is smaller",
+    "rate": "one such worker holds twice that and more; smaller ones keep the limits on no fewer GPUs",
 }
 """What keeps a batch from growing (`Choice.binds`), in words."""
 
