@@ -39,7 +39,7 @@ from meshwise.cost.dispatch import deepep_copies, dispatch_s, launch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
-from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
+from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants, ideal_of
 from meshwise.machine.hardware import (
     Chip,
     Cluster,
@@ -203,6 +203,7 @@ def _machine(
     num_chips = math.prod(levels[0].torus)  # the levels of a slice already
     cluster = Cluster(name=chip.name, chip=chip, num_chips=num_chips, levels=levels)
     dtypes = {dtype, "bf16" if dtype in NARROW_DTYPES else dtype}
+    own = constants(chip, levels)
     return Machine(
         base=rates(cluster, dtype),
         reached_frac=(
@@ -211,7 +212,7 @@ def _machine(
         ),
         reduce_scatter=reduce_scatter,
         by_dtype={name: rates(cluster, name) for name in dtypes},
-        efficiency=IDEAL if ideal else constants(chip, levels),
+        efficiency=ideal_of(own) if ideal else own,
         num_cores=float(num_cores(chip)),
         overheads=overheads,
         power_watts=chip.power_watts,

@@ -252,6 +252,12 @@ _IDEAL_GEMM = GemmEfficiency()
 _IDEAL_CAST = CastEfficiency()
 IDEAL = Efficiency()
 
+
+def ideal_of(own: Efficiency) -> Efficiency:
+    """The ideal of a chip: no promise broken, its ranks joined as they are (`LinkEfficiency.mesh`)."""
+    return replace(IDEAL, inner=replace(IDEAL.inner, mesh=own.inner.mesh))
+
+
 CLASSES: dict[str, type] = {
     "gemm": GemmEfficiency,
     "attention": AttentionEfficiency,
