@@ -156,7 +156,7 @@ def _splits(asked: OpenJob, mode: str) -> list[int | None]:
     if asked.rollout_gpus is not None:
         return [asked.rollout_gpus]
     gpus = asked.cluster.num_chips
-    node = int(min(asked.cluster.levels[0].ranks, gpus))
+    node = min(asked.cluster.chips_per_host, gpus)
     unit = node if gpus >= 4 * node else 1
     found = {round(gpus * eighths / 8 / unit) * unit for eighths in SPLITS}
     return [count for count in sorted(found) if 0 < count < gpus]
@@ -257,7 +257,7 @@ def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
     """The best step on each part of the cluster, whole nodes of it, as far as anything fits there."""
     whole = asked.cluster.num_chips
     for part in PARTS_OF_CLUSTER:
-        num, node = whole // part, min(asked.cluster.levels[0].ranks, whole)
+        num, node = whole // part, min(asked.cluster.chips_per_host, whole)
         if whole % part or (num > node and num % node) or num < 1 or asked.rollout_gpus is not None:
             continue
         looked = list[tuple[float, RlJob]]()
