@@ -50,9 +50,6 @@ class LayerSizes(msgspec.Struct):
     num_key_value_heads: int = 0
 
 
-POOLED = ("PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
-
-
 _FIELDS = read_catalog("huggingface_fields.toml")
 _TYPES = {name: kind for kind, names in _FIELDS["types"].items() for name in names}
 DEFAULTS: Fields = dict.fromkeys(_TYPES) | _FIELDS["defaults"]

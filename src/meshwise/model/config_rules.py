@@ -30,7 +30,7 @@ from meshwise.model.architecture import (
     Streams,
     check_count,
 )
-from meshwise.model.config_fields import NAMES, POOLED, Config, Fields, LayerSizes
+from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes
 
 # --- blocks ------------------------------------------------------------------------------------
 
@@ -868,9 +868,7 @@ def conformer(c: Config) -> Fields:
 
 # --- heads -------------------------------------------------------------------------------------
 
-_OF_TOKENS = ("TokenClassification", "QuestionAnswering")
-_PREDICTS = ("CausalLM", "LMHeadModel", "ConditionalGeneration", "ImageTextToText")
-_NUM_CLASSES = {"QuestionAnswering": 2, "NextSentencePrediction": 2, "PreTraining": 2, "MultipleChoice": 1}
+_PURPOSES = NAMES["purposes"]
 _NO_LOGITS = {"lm_head": False, "head_bias": False, "logit_softcap": False, "mtp_layers": 0}
 
 
@@ -883,8 +881,8 @@ def _purpose(c: Config) -> str:
 
 def _classifier(c: Config, purpose: str) -> Fields:
     return {
-        "num_classes": _NUM_CLASSES.get(purpose, _num_labels(c)),
-        "classifies_tokens": purpose in _OF_TOKENS,
+        "num_classes": NAMES["num_classes"].get(purpose, _num_labels(c)),
+        "classifies_tokens": purpose in _PURPOSES["of_tokens"],
     }
 
 
@@ -892,16 +890,16 @@ def _decoder_head(c: Config, purpose: str) -> Fields:
     """The LM head, unless the class is a bare model; a classifier (its bias is for tokens only); or none."""
     name = c.architectures[0] if c.architectures else ""
     is_bare = name.endswith("Model") and not name.endswith(("VLChatModel", "OmniModel"))
-    if purpose in _PREDICTS or not (purpose or is_bare):
+    if purpose in _PURPOSES["predicts"] or not (purpose or is_bare):
         return {}
-    bias = {"classifier_bias": purpose in _OF_TOKENS and c.token_classification_bias}
+    bias = {"classifier_bias": purpose in _PURPOSES["of_tokens"] and c.token_classification_bias}
     return _NO_LOGITS | (_classifier(c, purpose) | bias if purpose else {})
 
 
 def _encoder_head(c: Config, purpose: str) -> Fields:
     """BERT and its like: words are predicted through one more layer, most classes through a pooler."""
-    predicts = dict.fromkeys(("lm_head", "mlm_transform", "head_bias"), purpose in _WORDS)
-    classifies = _classifier(c, purpose) if purpose in (*POOLED, *_OF_TOKENS) else {}
+    predicts = dict.fromkeys(("lm_head", "mlm_transform", "head_bias"), purpose in _PURPOSES["words"])
+    classifies = _classifier(c, purpose) if purpose in (*_PURPOSES["pooled"], *_PURPOSES["of_tokens"]) else {}
     return predicts | {"pooler": purpose in c.pools} | classifies
 
 
@@ -923,27 +921,24 @@ def _image_head(c: Config, purpose: str) -> Fields:
     return _classifier(c, purpose) if purpose else {"pooler": True}
 
 
-_WORDS = ("MaskedLM", "PreTraining", "LMHeadModel", "CausalLM")
-_HEADS: dict[str, tuple[tuple[str, ...], Callable[[Config, str], Fields]]] = {
-    "decoder": ((*_PREDICTS, "SequenceClassification", *_OF_TOKENS), _decoder_head),
-    "encoder": ((*_WORDS, *POOLED, *_OF_TOKENS), _encoder_head),
-    "seq2seq": (("ConditionalGeneration", "SequenceClassification", "QuestionAnswering"), _seq2seq_head),
-    "image": (("ImageClassification",), _image_head),
-    "always": (_PREDICTS, lambda _c, _purpose: {}),
-    "none": ((), lambda _c, _purpose: {}),
+_HEADS: dict[str, Callable[[Config, str], Fields]] = {
+    "decoder": _decoder_head,
+    "encoder": _encoder_head,
+    "seq2seq": _seq2seq_head,
+    "image": _image_head,
 }
-"""Which heads models of a kind have, by their purpose, and the fields of `Model` that say so."""
+"""Fields of `Model` that follow from a head's purpose, by the kind of heads."""
 
 
 def head_fields(c: Config, kind: str) -> Fields:
-    known, fields = _HEADS[kind]
     purpose = _purpose(c)
+    known = [one for group in NAMES["heads"][kind] for one in _PURPOSES.get(group, [group])]
     if purpose not in ("", *known):
         raise ModelError(
             f"architectures names {c.architectures[0]}, a head that is not known for this family; known are "
             f"{', '.join(('none', *known))}"
         )
-    return fields(c, purpose)
+    return _HEADS[kind](c, purpose) if kind in _HEADS else {}
 
 
 def _num_labels(c: Config) -> int:

@@ -21,23 +21,14 @@ import importlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.errors import PlanError, WorkloadError, did_you_mean
 
-PROGRAMS = {
-    "ulysses": "meshwise.runtime.programs.ulysses",
-    "model-2d": "meshwise.runtime.programs.model_2d",
-    "train": "meshwise.runtime.programs.train",
-    "tensor-parallel": "meshwise.runtime.programs.tensor_parallel",
-    "eval-lm": "meshwise.runtime.programs.eval_lm",
-    "generate": "meshwise.runtime.programs.generate",
-    "rl": "meshwise.runtime.programs.rl",
-}
-
+PROGRAMS = ("ulysses", "model-2d", "train", "tensor-parallel", "eval-lm", "generate", "rl")
+"""Each is a module of this folder, with `_` for `-`."""
 MOST_RANKS = 1 << 24
 """A mesh lists its ranks one by one."""
 _MOST = 1 << 53
@@ -89,7 +80,7 @@ def find_program(name: str) -> Program:
     """The program called `name`; PlanError names the ones there are."""
     if name not in PROGRAMS:
         raise PlanError(f"no program is called {name!r}; choose one of {', '.join(PROGRAMS)}")
-    module = importlib.import_module(PROGRAMS[name])
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     return Program(
         name=name,
         options=module.Options,
@@ -123,8 +114,8 @@ def parse_options(program: Program, words: Sequence[str]) -> Any:
         if name.startswith("no_") and kinds.get(name[3:]) is bool and not has_value:
             values[name[3:]] = False
         elif name not in kinds:
-            near = get_close_matches(name, kinds, n=1)
-            hint = f"did you mean {_flag(near[0])}?" if near else f"it has {', '.join(map(_flag, kinds))}"
+            flags = [_flag(known) for known in kinds]
+            hint = did_you_mean(flag, flags, f"it has {', '.join(flags)}")
             raise WorkloadError(f"{program.name} has no option {flag}; {hint}")
         elif kinds[name] is bool and not has_value:
             values[name] = True
