@@ -159,12 +159,8 @@ class GrpoEngine(_PoolRank):
             hidden = self.policy.hidden(tokens, cache).view(*tokens.shape, -1)[:, -1]
             logits = self.policy.logits(hidden)
             with context.recorder.setup():
-                noise = (
-                    context.normal(*logits.shape, dtype=torch.float32, key=(*place, new))
-                    .abs()
-                    .clamp(min=1e-9)
-                )
-                uniform = torch.erf(noise * 0.5**0.5).clamp(1e-6, 1 - 1e-6)
+                noise = context.normal(*logits.shape, dtype=torch.float32, key=(*place, new))
+                uniform = torch.erf(noise.abs().clamp(min=1e-9) * 0.5**0.5).clamp(1e-6, 1 - 1e-6)
                 tokens = (logits - (-uniform.log()).log()).argmax(dim=1, keepdim=True)
             samples = torch.cat((samples, tokens), dim=1)
             self.passes += 1

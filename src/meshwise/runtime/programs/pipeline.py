@@ -113,9 +113,8 @@ def _end_backward_of_weights(stage: PipelineStage) -> None:
                 state = module._get_fsdp_state()
                 for group in state._fsdp_param_groups:
                     group.post_backward()
-                state._training_state = type(
-                    state._training_state
-                ).IDLE  # else a forward counts as recomputed
+                # else a forward counts as recomputed
+                state._training_state = type(state._training_state).IDLE
 
     stage.backward_weight_one_chunk = run
 

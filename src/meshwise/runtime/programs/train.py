@@ -32,9 +32,8 @@ def estimate(options: Options, tape: Tape) -> None:
     """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over."""
     ranks, plan = tape.world_size, the_plan(options)
     cluster, workload = the_cluster(ranks), the_workload(options, ranks)
-    recomputes_all = replace(
-        find_overheads(cluster.chip, plan.software), stops_early=0.0
-    )  # as `Setting.again`
+    # as `Setting.again` recomputes
+    recomputes_all = replace(find_overheads(cluster.chip, plan.software), stops_early=0.0)
     priced = price(the_model(options), cluster, plan, workload, overheads=recomputes_all)
     tape.priced(priced.rank_ledger(tape.rank), options.steps)
     of_rank = priced.rank_step(tape.rank).stages[-1]

@@ -29,9 +29,8 @@ def differences(trainer: Trainer, loss: float) -> dict[str, float]:
     held: list[Any] = [reference_step(trainer) if trainer.context.rank == 0 else None]
     dist.broadcast_object_list(held)
     expected, grads = held[0]
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
-        logging.ERROR
-    )  # of two gathers a tensor
+    # each tensor is gathered twice, of which DTensor warns
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     largest = max(grad.abs().max() for grad in grads.values())
     worst = torch.zeros(2, dtype=torch.float64, device=trainer.context.device)
     worst[0] = abs(loss - expected) / abs(expected)

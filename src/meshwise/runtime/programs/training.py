@@ -241,7 +241,7 @@ class Trainer:
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
                 if plan.zero < 3:
-                    module.reshard = _stay_gathered
+                    module.reshard = lambda: None  # looped schedules call it between two visits of a chunk
                 module.register_forward_pre_hook(gathered_are_weights)
         return decoder
 
@@ -271,7 +271,3 @@ def with_labels(sequences: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:
     """Axes of `replicas` ranks of which each `sharing` neighbours share the states."""
     return {"dp": replicas} if sharing == replicas else {"copies": replicas // sharing, "dp": sharing}
-
-
-def _stay_gathered() -> None:
-    """In place of `FSDPModule.reshard`, which looped schedules call between two visits of a chunk."""

@@ -108,17 +108,13 @@ def dry_run_script(
         raise ScriptError(f"{text} {_ended(exit_code)} {moment}")
     failure = report.pop("failure")
     if failure is not None or exit_code != 0:
-        raise ScriptError(_failed(text, exit_code, failure))
+        remedy = f"; {failure['remedy']}" if failure and failure["remedy"] else ""
+        raise ScriptError(
+            f"{failure['place']}: {failure['error']}{remedy}" if failure else f"{text} {_ended(exit_code)}"
+        )
     ledgers = {name: Ledger.from_rows(report.pop(name)) for name in ("ledger", "step_ledger")}
     found = report | ledgers
     return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=device, **found)
-
-
-def _failed(text: str, exit_code: int, failure: dict[str, str] | None) -> str:
-    if failure is None:
-        return f"{text} {_ended(exit_code)}"
-    remedy = f"; {failure['remedy']}" if failure["remedy"] else ""
-    return f"{failure['place']}: {failure['error']}{remedy}"
 
 
 def _ended(exit_code: int) -> str:

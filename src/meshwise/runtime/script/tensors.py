@@ -106,9 +106,8 @@ def _supply_triton(guesses: Guesses) -> None:
 
     for name in ("jit", "autotuner"):
         when_imported(f"triton.runtime.{name}", supply)
-    torch.library.wrap_triton = lambda kernel: (
-        kernel
-    )  # which in a `triton_op` would be an operator of the compiler
+    # which in a `triton_op` would make an operator of the compiler
+    torch.library.wrap_triton = _identity
 
 
 def _per_channel(x: torch.Tensor) -> torch.Tensor:
