@@ -39,7 +39,7 @@ def drawn(draw: random.Random) -> tuple[str, str, dict[str, Any], dict[str, int]
 
 def test_a_faster_machine_makes_no_plan_slower() -> None:
     draw, slower, num_plans = random.Random(0), [], 0
-    while num_plans < 250:
+    while num_plans < 120:
         model, name, keys, work = drawn(draw)
         cluster = mw.find_cluster(name)
         try:
@@ -47,7 +47,7 @@ def test_a_faster_machine_makes_no_plan_slower() -> None:
         except mw.MeshwiseError:
             continue
         num_plans += 1
-        for part, times in draw.sample(CHANGES, 2):
+        for part, times in CHANGES:
             after = mw.estimate(model, changed(cluster, {part: times}), mw.Plan(**keys), **work).step_s
             if after > before * (1 + 1e-3):
                 slower.append((model, name, keys, work, part, after / before))
