@@ -353,7 +353,7 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
             f"sequences of {of.prompt} + {of.output} tokens"
         )
     else:
-        headline = "out of memory: not one sequence fits beside the weights"
+        headline = _out_of_memory(answer.to_json()["memory_bytes"]).partition(" that may be used")[0]
     bests = [one.to_json() for one in sizing.bests] if sizing and answer.sizing is None else []
     table = replace(choices_table(bests), title="The best of each chip, of one pool and of two")
     sections: list[Section] = [
