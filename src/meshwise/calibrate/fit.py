@@ -439,15 +439,6 @@ def _dispatch_box(rows: Sequence[Measurement]) -> dict[str, tuple[float, float, 
 
 # --- writing -----------------------------------------------------------------------------------
 
-_HEAD = """\
-# Written by `meshwise fit`; do not edit. Constants of the formulas in `meshwise.cost`, described in
-# `meshwise.machine.efficiency`. `fit`: rows of the class, and how the constants, fitted to two thirds of
-# them, predict the others (at least 10 us, or 1 MiB): number, median and mean of |predicted/measured - 1|,
-# and the median with its sign. With held_out_rows = 0 the rows were too few to spare any: the errors are of
-# the fit itself. An entry without `fit` follows from another of the same chip (see `meshwise.calibrate.fit`).
-# A constant that the rows of a chip do not bound is that of another chip, of its generation if there is one.
-"""
-
 
 def to_toml(bench: _Bench, *, checked: str, data: Sequence[str]) -> str:
     """The catalog as text: one table per class, chip and variant, with its score and sources."""
@@ -463,7 +454,7 @@ def to_toml(bench: _Bench, *, checked: str, data: Sequence[str]) -> str:
             if found := scores.get((key, chip)):
                 values |= {"fit": _rounded(found), "source": found.sources}
             sections[f"{name}.{chip}.{variant}"] = values
-    return catalog_toml(_HEAD, sections)
+    return catalog_toml("efficiency.toml", sections)
 
 
 def _rounded(score: Score) -> dict[str, float]:

@@ -182,16 +182,10 @@ def _with_larger(pools: Pools, name: str) -> Pools:
     return replace(pools, worker=moved(pools.worker), prefill=pools.prefill and moved(pools.prefill))
 
 
-_HEAD = """\
-# Written by `meshwise fit --only serving`; do not edit. Constants of all serving engines, and percentiles of
-# measured over predicted: each model is predicted from constants fitted without it.
-"""
-
-
 def serving_toml(found: ServingFit) -> str:
     """The catalog file as text."""
     sections: dict[str, dict[str, Any]] = {"constants": msgspec.structs.asdict(found.constants)}
     for quantity, by_regime in found.spreads.items():
         for regime, spread in by_regime.items():
             sections[f'spreads.{quantity}."{regime}"'] = msgspec.structs.asdict(spread)
-    return catalog_toml(_HEAD, sections)
+    return catalog_toml("serving.toml", sections)

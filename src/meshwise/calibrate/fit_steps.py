@@ -222,13 +222,6 @@ def times(constants: Constants, quantity: Quantity, by: Array) -> Constants:
     }
 
 
-_HEAD = """\
-# Written by `meshwise fit`; do not edit. What real steps pay beyond their kernels, described in
-# `meshwise.machine.overheads`, fitted to published runs as `meshwise.calibrate.fit_steps` says. `fit`: mean
-# of |predicted / measured - 1| over the half of the rows that fitted, and over the half that only judges.
-"""
-
-
 def to_toml(constants: Constants, fitted: float, judged: float, *, checked: str, data: Sequence[str]) -> str:
     """The catalog as text."""
     about = {"data": data, "checked": checked, "fit": {"fitted": fitted, "held_out": judged}}
@@ -236,4 +229,4 @@ def to_toml(constants: Constants, fitted: float, judged: float, *, checked: str,
     for name, value in sorted(every(constants).items(), key=lambda item: item[0].rpartition(".")[0]):
         table, _, field = name.rpartition(".")
         sections.setdefault(table, {})[field] = value
-    return catalog_toml(_HEAD, sections)
+    return catalog_toml("overheads.toml", sections)

@@ -221,13 +221,6 @@ def _spread(squares: Sequence[float], groups: Sequence[str]) -> Spread:
     return Spread(math.exp(-width), math.exp(width), len(squares), len(set(groups)))
 
 
-_HEAD = """\
-# Written by `meshwise fit`; do not edit. Between which factors of the prediction 8 of 10 measurements lie,
-# for `meshwise.estimate.intervals`: each run is predicted from constants fitted without its source; under
-# `unmeasured ...` what comes upon that without all runs that are like it (num_sources: groups of those).
-"""
-
-
 def intervals_toml(found: Spreads) -> str:
     """The catalog of intervals as text."""
     sections: dict[str, dict[str, object]] = {"measured": dict(found.measured)}
@@ -236,4 +229,4 @@ def intervals_toml(found: Spreads) -> str:
             sections[f'{quantity}."{name}"'] = {
                 key: getattr(each, key) for key in ("p10", "p90", "num_runs", "num_sources")
             }
-    return catalog_toml(_HEAD, sections)
+    return catalog_toml("intervals.toml", sections)

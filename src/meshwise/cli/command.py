@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from meshwise.cli.complete import clusters, frameworks, machines, methods, models, plans
+from meshwise.core.files import read_catalog
 from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
-SPELLED = {
-    "directory": ("--out", "-o"),
-    "elem_bytes": ("--bytes",),
-    "out": ("--out", "-o"),
-    "recorded": ("--ledger/--no-ledger",),
-    "settings": ("--set",),
-    "show_help": ("--help", "-h"),
-    "sizes_bytes": ("--size",),
-    "source": ("--from",),
-    "stated": ("--estimate",),
-    "with_run": ("--run/--no-run",),
-}
-"""Options that are spelled otherwise than their parameter."""
+_TEXTS = read_catalog("options.toml")
 
 COMPLETED = {
     **dict.fromkeys(("plan", "beside", "prefill_plan", "rollout_plan", "train_plan"), plans),
@@ -39,28 +28,11 @@ COMPLETED = {
 }
 """What a shell completes beside verbs and options."""
 
-SHARED = {
-    "all": "Show all of it.",
-    "cluster": "Chip and links to compare with: a preset, chip:count, TOML.",
-    "csv": "Write the table to this CSV file.",
-    "html": "Write the result as one self-contained HTML page.",
-    "json": "Print one JSON document.",
-    "limit": "Rows of each table.",
-    "out": "Where to write.",
-    "paths": "Trace files, or folders of them (*.json, *.json.gz).",
-    "ranks": "Only these ranks: 0-7,12, or worst:8 (those that others wait for longest).",
-    "ray": "Compute on this Ray cluster: HOST:PORT, auto, or local.",
-    "source": "A job of Megatron-LM, torchtitan, DeepSpeed or Accelerate to take all from.",
-    "steps": "Only these steps: 3-7, or complete (all that were launched before the last one).",
-    "show_help": "Show this, and the options of PROGRAM.",
-}
-"""What options of commands mean that are no options of the library's verbs, unless a command says more."""
-
 
 def command_options(function: Callable[..., Any]) -> dict[str, Option]:
     """All options of a command by name, with what they mean."""
     return {
-        name: replace(option, help=option.help or SHARED.get(name, ""))
+        name: replace(option, help=option.help or _TEXTS["help"].get(name, ""))
         for name, option in all_options(function).items()
     }
 
@@ -86,10 +58,12 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def flags(option: Option) -> tuple[str, ...]:
+def flags(option: Option) -> Sequence[str]:
     """How an option is written on the command line."""
     name = "--" + option.typed.replace("_", "-")
-    return SPELLED.get(option.name, (f"{name}/--no-{name[2:]}" if option.default is True else name,))
+    return _TEXTS["spelled"].get(
+        option.name, (f"{name}/--no-{name[2:]}" if option.default is True else name,)
+    )
 
 
 def _default(option: Option) -> Any:

@@ -63,17 +63,11 @@ def validate(
         worst: How many of the worst rows to print.
     """
     if cases is not None:
-        others: dict[str, Any] = {
-            "--runs": runs,
-            "--serving": serving,
-            "--rl": rl,
-            "--power": power,
-            "--data": data,
-        }
-        others |= {"--leave-one-source-out": leave_one_source_out, "--board": board, "--mend": mend}
-        others |= {"--plot": plot, "--write-docs": write_docs, "--html": html}
+        others: dict[str, Any] = {"runs": runs, "serving": serving, "rl": rl, "power": power, "data": data}
+        others |= {"leave-one-source-out": leave_one_source_out, "board": board, "mend": mend}
+        others |= {"plot": plot, "write-docs": write_docs, "html": html}
         if unused := [option for option, value in others.items() if value]:
-            raise DataError(f"--cases compares its own file only; leave {unused[0]} out")
+            raise DataError(f"--cases compares its own file only; leave --{unused[0]} out")
         _validate_cases(cases, json=json)
         return
     from meshwise.calibrate.validate import validate as predict

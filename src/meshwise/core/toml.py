@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from meshwise.core.errors import DataError, MeshwiseError
-from meshwise.core.files import parse_text, read_text
+from meshwise.core.files import catalog_text, parse_text, read_text
 
 MOST_BYTES = 2**16
 """Clusters, plans, models and options have a few thousand bytes."""
@@ -92,10 +92,11 @@ def toml_text(tables: Iterable[tuple[str, Mapping[str, Any]]], digits: int | Non
     return "\n\n".join(blocks) + "\n"
 
 
-def catalog_toml(head: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """The comment `head`, then one table for each of `sections`, in their order, floats to four digits."""
-    tables = ((f"[{name}]", values) for name, values in sections.items())
-    return f"{head.rstrip()}\n\n{toml_text(tables, 4)}"
+def catalog_toml(name: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The file `name` of the catalog with other `sections`: its head, a table each, floats to four digits."""
+    head, _, _ = catalog_text(name).partition("\n\n")
+    tables = ((f"[{section}]", values) for section, values in sections.items())
+    return f"{head}\n\n{toml_text(tables, 4)}"
 
 
 def _value(value: Any, digits: int | None) -> str:

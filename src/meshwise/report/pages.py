@@ -46,8 +46,7 @@ _MOST_ROWS = 15
 
 def page_of(result: Any, **shown: Any) -> Page:
     """The page of a result of `estimate`, `search`, `serve`, `frontier`, `explain`, `validate`, of traces."""
-    page: Page = _module(result).page(result, **shown)
-    return page
+    return _module(result).page(result, **shown)
 
 
 def _module(result: Any) -> Any:
@@ -76,14 +75,12 @@ def draw(result: Any, path: str | Path, **shown: Any) -> None:
 
 def picture_of(result: Any, **shown: Any) -> Picture:
     """The charts of `result` that a file shows."""
-    found: Picture = _module(result).picture(result, **shown)
-    return found
+    return _module(result).picture(result, **shown)
 
 
 def parts_of(result: Any, **shown: Any) -> Iterable[Section]:
     """The parts of `result` that `shown` asks for."""
-    found: Iterable[Section] = _module(result).parts(result, **shown)
-    return found
+    return _module(result).parts(result, **shown)
 
 
 def print_result(result: Any, console: Console, **shown: Any) -> None:

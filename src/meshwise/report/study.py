@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.token_budget import TokenBudget
@@ -18,13 +18,11 @@ def parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Section]:
     """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
     budget = budget or TokenBudget()
     fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
-    keys = list(study.points[0].changes) if study.points else []
-    found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    chosen = study.chosen(budget)
     has_goal = study.goal.deadline is not None or study.goal.spend is not None
-    whole = {id(best): study.goal.run(best, budget) for _, _, best in found}
-    runs = {key: run_cells(run["with_failures"] if has_goal else run) for key, run in whole.items()}
-    run_columns = next(iter(runs.values()), {})
+    found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
+    runs = {i: study.goal.run(best, budget) for i, _, best in found}
+    cells = {i: run_cells(run["with_failures"] if has_goal else run) for i, run in runs.items()}
+    keys = list(study.points[0].changes) if study.points else []
     figures = [
         (
             *point.changes.values(),
@@ -39,29 +37,27 @@ def parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Section]:
     ]
     columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", "front")
     yield Table("", columns, figures, left=("front",))
+    run_columns = next(iter(cells.values()), {})
     plans = [
         (
             *point.changes.values(),
-            *(
-                (*runs[id(one)].values(), one.workload.microbatch, plan_text(one.plan))
-                if (one := point.best)
-                else (*(None for _ in run_columns), None, "nothing fits")
-            ),
+            *(cells[i].values() if i in cells else [None] * len(run_columns)),
+            best.workload.microbatch if (best := point.best) else None,
+            plan_text(best.plan) if best else "nothing fits",
         )
-        for point in study.points
+        for i, point in enumerate(study.points)
     ]
     yield Table("", (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",))
     yield "front: no other machine has both a shorter time per token and less of it"
     if has_goal:
-        yield _choice(study, chosen, [runs[id(best)] for _, _, best in found])
+        yield _choice(study, study.chosen(budget), cells)
 
 
-def _choice(study: Study, chosen: int | None, runs: Sequence[Mapping[str, str]]) -> str:
+def _choice(study: Study, chosen: int | None, runs: Mapping[int, Mapping[str, str]]) -> str:
     """The point that meets deadline and budget, with failures, or that none does."""
     if chosen is None:
         return "no machine keeps the deadline and the budget, failures included"
-    point, with_best = study.points[chosen], [one for one in study.points if one.best is not None]
-    run = runs[with_best.index(point)]
+    point, run = study.points[chosen], runs[chosen]
     machine = ", ".join(f"{key}={value}" for key, value in point.changes.items())
     taken = ", ".join(f"{value} {name}" if name == "days" else value for name, value in run.items())
     by = "fewest days" if study.goal.deadline is None else "fewest GPU-hours"
@@ -86,12 +82,8 @@ def picture(study: Study) -> plot.Picture:
             plot.Series(chips, ideal, "in proportion to the GPUs", plot.OTHER_COLOR, "dash"),
             plot.Series(chips, tokens_per_s, "best plan", size=7),
         ]
-        speed = plot.Chart(
-            "Speed",
-            marks,
-            plot.ChartAxis("GPUs", log=True, numbers="count", ticks=chips),
-            plot.ChartAxis("tokens/s", log=True),
-        )
+        axis = plot.ChartAxis("GPUs", log=True, numbers="count", ticks=chips)
+        speed = plot.Chart("Speed", marks, axis, plot.ChartAxis("tokens/s", log=True))
     else:
         bars = plot.Bars(names, tokens_per_s, [plot.COLORS[0]] * len(names))
         speed = plot.Chart("Speed", [bars], plot.ChartAxis("tokens/s", low=0.0))

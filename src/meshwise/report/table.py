@@ -194,7 +194,7 @@ def records_table(
 ) -> Table:
     """A row for each of `records`: under each heading a field, by its name in its unit, or by a function.
 
-    Columns that no record fills are left out.
+    Columns that no record fills are left out, if there is any.
     """
 
     def cell(one: Any, of: str | Callable[[Any], object]) -> object:
@@ -205,7 +205,7 @@ def records_table(
 
     records = list(records)
     cells = {heading: [cell(one, of) for one in records] for heading, of in columns.items()}
-    filled = {heading: column for heading, column in cells.items() if any(one != "" for one in column)}
+    filled = {name: column for name, column in cells.items() if not records or any(c != "" for c in column)}
     return Table(title, tuple(filled), list(zip(*filled.values(), strict=True)), left, no_wrap)
 
 

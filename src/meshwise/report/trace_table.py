@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from meshwise.core.units import duration
 from meshwise.report.table import Fields, Table, cell_text, difference_text, percent, records_table, short
 from meshwise.trace.bandwidths import Bandwidth
+from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath
 from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelChange
@@ -88,13 +89,6 @@ def _outliers(summary: Summary, limit: int) -> Table:
     shown = f"The {min(limit, len(found))} largest of {len(found)} differences" if found else "No differences"
     title = f"{shown} among {len(summary.ranks)} ranks"
     return records_table(title, found[:limit], columns, left=("", "ranks"))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`8-15`, or `3,11,19,...` where they do not follow one another."""
-    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks[:3])) + ",..." * (len(ranks) > 3)
 
 
 def _ranks(summary: Summary, *, everything: bool) -> Table:

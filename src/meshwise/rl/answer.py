@@ -53,8 +53,7 @@ class RlAnswer(Shown):
 
     def records(self) -> list[dict[str, Any]]:
         """The candidates, or the one step that was asked for."""
-        found: list[dict[str, Any]] = (self.split or self.step).to_json().get("best", [self.step.to_json()])
-        return found
+        return self.split.to_json()["best"] if self.split else [self.step.to_json()]
 
 
 def open_job(

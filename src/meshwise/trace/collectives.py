@@ -157,7 +157,7 @@ def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
     sizes = {rank: t.payload_bytes for rank, t in sorted(one.by_rank.items()) if t.payload_bytes is not None}
     group_size = next((t.group_size for t in one.by_rank.values() if t.group_size), None)
     payload = max(sizes.values(), default=None)
-    text = one.group if isinstance(one.group, str) else _ranks_text(one.group)
+    text = one.group if isinstance(one.group, str) else ranks_text(one.group)
     return Collective(
         name=one.kind,
         group=f"{text} ({one.group_name})" if one.group_name else text,
@@ -190,9 +190,9 @@ def _speed(kind: str, payload: float | None, group_size: int | None, wire_ns: in
     return float(sent_bytes(cast(Kind, kind), payload, float(group_size))) / (wire_ns / 1e9)
 
 
-def _ranks_text(ranks: tuple[int, ...]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """`0-3` for consecutive ranks, `0,2,4` for others, `0,2,...,62` for many."""
-    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
     shown = [*map(str, ranks[:3]), "...", str(ranks[-1])] if len(ranks) > 8 else list(map(str, ranks))
     return ",".join(shown)

@@ -26,7 +26,7 @@ import numpy as np
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
-from meshwise.trace.collectives import Collective, split_by_fastest, stragglers
+from meshwise.trace.collectives import Collective, ranks_text, split_by_fastest, stragglers
 from meshwise.trace.events import Trace
 from meshwise.trace.kernels import KernelRuns, kernel_runs
 from meshwise.trace.steps import Marks, RankStep, step_table
@@ -184,7 +184,7 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     worst = max(late.ranks, key=own_s)
     if why := _shared_cores(job.facts, worst, late):
         return job.finding("shared cores", why, late.seconds)
-    who = f"rank {worst} is" if len(late.ranks) == 1 else f"ranks {_listed(late.ranks)} are"
+    who = f"rank {worst} is" if len(late.ranks) == 1 else f"ranks {ranks_text(late.ranks)} are"
     seconds = min(late.seconds, job.span_s)
     if late.is_pause:
         kind, why = "pause", f"in the step that began {duration(late.start_s)} after the job's beginning"
@@ -217,11 +217,6 @@ def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
     if part == "transfer":
         return "slow transfer", "link side: its communication takes longer on the wire than the median rank's"
     return "copies", "device side: it copies more than the median rank"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:6]))
-    return shown if len(ranks) <= 6 else f"{shown} and {len(ranks) - 6} more"
 
 
 def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
@@ -306,7 +301,7 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
     for group, (lost, speed, usual, one) in found.items():
         cost = min(lost, max(exposed[rank] for rank in one.wait_s))
         unseen = sorted(set(one.members) - set(one.wait_s))
-        why = f"rank {_listed(unseen)} (without a trace) comes late, or " if unseen else ""
+        why = f"rank {ranks_text(unseen)} (without a trace) comes late, or " if unseen else ""
         text = (
             f"{one.name} of group {group} moves {with_prefix(speed, 'B/s')} where other groups of "
             f"{one.group_size} move {with_prefix(usual, 'B/s')} with calls of the same size: {why}a slow "

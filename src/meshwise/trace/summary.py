@@ -17,7 +17,7 @@ from meshwise.core.files import write_bytes
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
 from meshwise.trace.breakdown import Breakdown, Partition, RankIntervals, intervals, partition
-from meshwise.trace.collectives import Collective, RankWaiting, collectives, stragglers
+from meshwise.trace.collectives import Collective, RankWaiting, collectives, ranks_text, stragglers
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import FileProblem
 from meshwise.trace.findings import Finding, RankFacts, findings, rank_facts
@@ -227,7 +227,7 @@ def _of_the_job(facts: Sequence[RankFacts], found: Sequence[Collective]) -> Iter
     world = max(usual, max(here, default=-1) + 1)
     missing = sorted(set(range(world)) - here) if world < 2 * len(here) else []
     if missing:
-        shown = ", ".join(map(str, missing[:6])) + (", ..." if len(missing) > 6 else "")
+        shown = ranks_text(missing)
         yield FileProblem("", f"there is no trace of rank {shown} of {world}; what it did is not known")
     for one in facts:
         if len(sizes) > 1 and one.world_size not in (None, usual):

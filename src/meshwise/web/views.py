@@ -240,8 +240,7 @@ def _cluster(asked: dict[str, Any]) -> Any:
 
 
 def _estimate(state: State) -> Estimate:
-    found: Estimate = _result(api.estimate, "explore", state)
-    return found
+    return _result(api.estimate, "explore", state)
 
 
 def _words(state: State, found: Estimate) -> dict[str, str]:
