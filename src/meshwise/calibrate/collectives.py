@@ -44,9 +44,7 @@ def with_measured(cluster: Cluster, paths: Iterable[Path]) -> Cluster:
     for path in paths:
         groups = _groups(path, cluster)
         if not groups:
-            raise DataError(
-                f"{path} has no collective measured on the links of {cluster.name}; name another file"
-            )
+            raise DataError(f"{path} has no collective measured on links of {cluster.name}; name another")
         for (kind, ranks, inside), times in groups.items():
             sizes = tuple(sorted(times))
             seconds = tuple(median(times[size]) for size in sizes)
@@ -118,8 +116,6 @@ def _of_nccl_tests(path: Path, text: str) -> tuple[Group, list[tuple[float, floa
     times = [(float(row[1]), float(row[2]) * 1e-6) for row in map(_NCCL_ROW.match, text.splitlines()) if row]
     times = [(size, seconds) for size, seconds in times if size and seconds]
     if not (kind and nodes and times):
-        raise DataError(
-            f"{path} is no output of nccl-tests: it needs the lines of ranks and sizes, and a collective in "
-            f"its header or its name ({', '.join(_KINDS)})"
-        )
+        needs = f"lines of ranks and sizes, and a collective in its header or name ({', '.join(_KINDS)})"
+        raise DataError(f"{path} is no output of nccl-tests: it needs {needs}")
     return (kind, float(nodes.total()), float(max(nodes.values()))), times

@@ -52,11 +52,8 @@ class Expressed:
         found = find_overheads(self.cluster.chip, self.plans[0].software, among=among)
         if self.run.fp8_recipe == "delayed":
             found = replace(found, cast_passes=found.delayed_cast_passes)
-        return replace(
-            found,
-            launches_block=bool(self.run.launch_blocking),
-            routing_in_graph=self.run.cuda_graph == "partial",
-        )
+        in_graph, blocks = self.run.cuda_graph == "partial", bool(self.run.launch_blocking)
+        return replace(found, launches_block=blocks, routing_in_graph=in_graph)
 
     def imbalance(self, overheads: Overheads) -> float:
         """Tokens of the busiest expert-parallel rank over the mean."""
@@ -69,9 +66,7 @@ class Expressed:
 def express(run: Run) -> Expressed:
     """`run` in meshwise's words; a MeshwiseError is the reason why it cannot be said."""
     if run.tp * run.pp * run.dp * (run.cp or 1) != run.gpus:
-        raise PlanError(
-            f"tp={run.tp} x pp={run.pp} x dp={run.dp} x cp={run.cp or 1} are not the row's {run.gpus} GPUs"
-        )
+        raise PlanError(f"tp={run.tp} x pp={run.pp} x dp={run.dp} x cp={run.cp or 1} are not {run.gpus} GPUs")
     defaults, stated, run = defaults_of(run), run, filled(run)
     model = model_of(run, defaults)
     return Expressed(
@@ -105,10 +100,7 @@ def cluster_of(run: Run) -> Cluster:
     domain = run.scale_up_ranks or run.gpus_per_node
     levels = _levels(chip, domain, run.network, run.network_gbit_per_s_per_gpu)
     if run.network == "none" and run.gpus > levels[0].ranks:
-        raise ClusterError(
-            f"network is none, but {run.gpus} GPUs are more than the {levels[0].ranks:.0f} of one domain; "
-            "name the network"
-        )
+        raise ClusterError(f"network is none, and {run.gpus} GPUs are more than one domain; name the network")
     return Cluster(name=run.chip, chip=chip, num_chips=run.gpus, levels=levels)
 
 
@@ -282,10 +274,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         software=(run.cuda_graph == "full" and defaults.graphed_software) or defaults.software,
     )
     if run.recompute_layers is not None and run.recompute_kind != "full":
-        raise PlanError(
-            f"recompute_layers is {run.recompute_layers} but recompute_kind is {run.recompute_kind}; "
-            "only full recomputation is of some layers"
-        )
+        raise PlanError(f"recompute_layers is for recompute_kind full, not {run.recompute_kind}")
     if stated.recompute_kind in ("selective", "per_op") or (
         run.recompute_modules and not stated.recompute_kind
     ):

@@ -69,11 +69,8 @@ class ServingFit:
 
     def to_json(self) -> dict[str, Any]:
         """What `meshwise fit --json` prints of serving engines."""
-        misses = {
-            "fitted": self.misses,
-            "left_out_model": self.without_model,
-            "left_out_system": self.without_system,
-        }
+        misses = {"fitted": self.misses, "left_out_model": self.without_model}
+        misses["left_out_system"] = self.without_system
         errors = {name: asdict(summarize(np.expm1(of).tolist())) for name, of in misses.items()}
         return {"constants": msgspec.structs.asdict(self.constants), "errors": errors}
 

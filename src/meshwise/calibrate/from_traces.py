@@ -59,9 +59,7 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
     ops = op_rates(summary.traces)
     matrix = _rates([one for one in ops if one.flop], "flop")
     if not matrix:
-        raise DataError(
-            f"the traces show no matmul {_MIN_CALLS} times; record more steps, with record_shapes=True"
-        )
+        raise DataError(f"the traces show no matmul {_MIN_CALLS} times; record more, with record_shapes=True")
     large = _large(ops)
     steady = [one for one in large if one.spread_frac <= _MAX_SPREAD_FRAC]  # not those into fresh pages
     moved = _rates(steady or large, "bytes", by_dtype=False)
@@ -196,16 +194,11 @@ def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
     weights = [one.count * one.wire_s**2 for one in wires]  # of absolute errors: they add up to a step
     num = sum(one.count for one in wires)
     if num < _MIN_CALLS:
-        raise DataError(
-            f"the traces show {num} collectives of known size over {name}, a link needs {_MIN_CALLS}; give "
-            "the traces of all ranks, and record more steps"
-        )
+        shown = f"the traces show {num} collectives of known size over {name}, a link needs {_MIN_CALLS}"
+        raise DataError(f"{shown}; give the traces of all ranks, and record more steps")
     speed, latency = fit_link(calls, weights)
-    link: dict[str, Any] = {
-        "link_bytes_per_s": (speed,),
-        "link_latency_s": (latency,),
-        "link_ranks": (math.inf,),
-    }
+    link: dict[str, Any] = {"link_bytes_per_s": (speed,), "link_latency_s": (latency,)}
+    link["link_ranks"] = (math.inf,)
     wrong = [abs(float(collective_s(kind, size, n, **link)) / time - 1) for kind, size, n, time in calls]
     error = float(np.average(wrong, weights=weights))
     if error > _MAX_LINK_ERROR_FRAC:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from meshwise.calibrate import fit_steps
@@ -226,7 +227,5 @@ def intervals_toml(found: Spreads) -> str:
     sections: dict[str, dict[str, object]] = {"measured": dict(found.measured)}
     for quantity in QUANTITIES:
         for name, each in getattr(found, quantity).items():
-            sections[f'{quantity}."{name}"'] = {
-                key: getattr(each, key) for key in ("p10", "p90", "num_runs", "num_sources")
-            }
+            sections[f'{quantity}."{name}"'] = msgspec.structs.asdict(each)
     return catalog_toml("intervals.toml", sections)

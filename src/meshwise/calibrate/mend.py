@@ -50,10 +50,8 @@ def _mend(name: str, value: float, runs: Sequence[Expressed], misses: np.ndarray
 
     def at(factor: float) -> np.ndarray:
         tables = _tables({name: value * factor})
-        moved = [
-            step_miss(each, tables) if yes else miss
-            for each, yes, miss in zip(runs, touched, misses, strict=True)
-        ]
+        known = zip(runs, touched, misses, strict=True)
+        moved = [step_miss(each, tables) if moves else miss for each, moves, miss in known]
         return np.array(moved)
 
     slopes = (at(STEP) - misses) / math.log(STEP)

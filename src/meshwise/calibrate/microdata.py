@@ -367,9 +367,8 @@ def _heads(op: str, text: str) -> tuple[float, float, float]:
     """
     if "cfg=" in text:
         return _three(r"cfg=(\d+)-(\d+)-(\d+)", text, "cfg=heads-kv-dim", "shape")
-    heads, kv, dim = _shape(
-        text, "shape", "h", *(("kvrank", "rope") if op.startswith("mla") else ("kv", "d"))
-    )
+    names = ("h", "kvrank", "rope") if op.startswith("mla") else ("h", "kv", "d")
+    heads, kv, dim = _shape(text, "shape", *names)
     return heads, kv, dim
 
 

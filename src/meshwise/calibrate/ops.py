@@ -51,14 +51,11 @@ class Batch:
 def batches(rows: Sequence[Measurement]) -> list[Batch]:
     """`rows` in batches that one call of `predict_s` takes, each in the order of `rows`."""
     groups = grouped(rows, lambda row: (row.chip, row.op, row.variant, row.software))
-    return [
-        Batch(
-            group,
-            {name: np.array([row.shape[name] for row in group]) for name in group[0].shape},
-            np.array([row.seconds for row in group]),
-        )
-        for group in groups.values()
-    ]
+    found = []
+    for group in groups.values():
+        shape = {name: np.array([row.shape[name] for row in group]) for name in group[0].shape}
+        found.append(Batch(group, shape, np.array([row.seconds for row in group])))
+    return found
 
 
 def predict_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Array:
@@ -187,11 +184,8 @@ def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 
 
 def _links(levels: Sequence[Level]) -> dict[str, Any]:
-    return {
-        "link_bytes_per_s": [level.bytes_per_s for level in levels],
-        "link_latency_s": [level.latency_s for level in levels],
-        "link_ranks": [level.ranks for level in levels],
-    }
+    names = ("bytes_per_s", "latency_s", "ranks")
+    return {f"link_{name}": [getattr(level, name) for level in levels] for name in names}
 
 
 def links(batch: Batch, chip: Chip) -> tuple[Level, ...]:

@@ -24,9 +24,7 @@ Board = dict[str, dict[tuple[str, str], float]]
 def read_board(path: Path) -> Board:
     """The board of a file; DataError where it is none."""
     if missing := [name for name in COLUMNS if name not in header(path)]:
-        raise DataError(
-            f"{path}, line 1: a board has the columns {', '.join(COLUMNS)}; {missing[0]} is missing"
-        )
+        raise DataError(f"{path}, line 1: {missing[0]} is missing; a board has {', '.join(COLUMNS)}")
     board: Board = {}
     for number, row, bad in lines(path):
         try:

@@ -222,9 +222,7 @@ def _check_header(path: Path, names: Sequence[str]) -> None:
             f"{', '.join(_REQUIRED)} and one of {', '.join(MEASURED)}"
         )
     if not {*MEASURED, "measured_ms"} & set(names):
-        raise DataError(
-            f"{path}, line 1: the header has no measured column; add one of {', '.join(MEASURED)}"
-        )
+        raise DataError(f"{path}, line 1: no measured column; add one of {', '.join(MEASURED)}")
     for name in unread_columns(names):
         if near := difflib.get_close_matches(name, _TYPES, n=1, cutoff=0.8):
             raise DataError(f"{path}, line 1: no column is called {name!r}; do you mean {near[0]!r}?")
@@ -248,10 +246,7 @@ def _run(texts: Mapping[str, str], where: str) -> Run:
             raise BadCell(f"the cell is empty, and {error}", unsaid[0]) from None
         values |= {name: getattr(model, SHAPE[name]) for name in unsaid}
     if not set(MEASURED) & set(values):
-        raise BadCell(
-            f"nothing is measured; give one of {', '.join(MEASURED)} (TFLOP/s and MFU follow conventions "
-            "that differ from source to source)"
-        )
+        raise BadCell(f"nothing is measured; give one of {', '.join(MEASURED)}")
     return Run(where=where, **values)
 
 

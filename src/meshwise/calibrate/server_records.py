@@ -76,9 +76,7 @@ def _records(path: Path) -> Iterator[ServerRecord]:
                 yield _bench(where, one) if "mean_ttft_ms" in one else _perf(where, one)
             except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
                 why = f"it has no {error}" if isinstance(error, KeyError) else error
-                raise DataError(
-                    f"{where} is no record of vLLM's or SGLang's bench, GenAI-Perf or AIPerf: {why}"
-                ) from None
+                raise DataError(f"{where} is no record of vLLM, SGLang, GenAI-Perf, AIPerf: {why}") from None
 
 
 def _bench(where: str, of: Mapping[str, Any]) -> ServerRecord:
@@ -111,9 +109,7 @@ def _perf(where: str, of: Mapping[str, Any]) -> ServerRecord:
     clients = load.get("concurrency")
     rate = None if clients else load.get("request_rate")
     if not clients and not rate:
-        raise DataError(
-            f"{where} does not say its load: input_config has neither concurrency nor request_rate"
-        )
+        raise DataError(f"{where} does not say its load: no concurrency or request_rate in input_config")
     tpot_ms = mean("inter_token_latency") if "inter_token_latency" in of else 0.0
     num = num or 10 * int(clients or 100)
     return _checked(where, num, lengths, rate, clients, mean("time_to_first_token"), tpot_ms)
@@ -137,7 +133,5 @@ def _checked(
         raise DataError(f"{where}: requests, tokens, rate and latencies must be above zero")
     rate = None if rate is None else float(rate)
     if rate is not None and clients and rate * (ttft_s + lengths.output * tpot_s) > 0.8 * clients:
-        raise DataError(
-            f"{where}: {clients} clients hold {rate:g} requests/s back; measure one of the two loads"
-        )
+        raise DataError(f"{where}: {clients} clients hold {rate:g} requests/s back; measure one of them")
     return ServerRecord(where, num, lengths, rate, int(clients or num), ttft_s, tpot_s or None)

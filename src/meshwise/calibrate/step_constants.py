@@ -16,9 +16,7 @@ START: Constants = {name: start for name, (start, _, _) in LIMITS.items()}
 STATED: dict[str, tuple[float, str]] = {
     name: (entry["value"], entry["source"]) for name, entry in _CATALOG["stated"].items()
 }
-TIED: dict[str, tuple[str, float]] = {
-    name: (entry["to"], entry["factor"]) for name, entry in _CATALOG["tied"].items()
-}
+TIED: dict[str, tuple[str, float]] = {name: (of["to"], of["factor"]) for name, of in _CATALOG["tied"].items()}
 
 
 def every(fitted: Constants) -> Constants:

@@ -262,11 +262,8 @@ def reported_bytes(expressed: Expressed, found: Estimate, among: Tables | None =
 
     PyTorch's `allocated` tensors, those and its cache (`reserved`), or all of the `device`'s.
     """
-    not_reported = {
-        "allocated": found.memory_bytes["overhead"],
-        "reserved": expressed.overheads(among).context_bytes,
-        "device": 0.0,
-    }
+    context = expressed.overheads(among).context_bytes
+    not_reported = {"allocated": found.memory_bytes["overhead"], "reserved": context, "device": 0.0}
     return found.memory_bytes["total"] - not_reported[expressed.run.memory_kind or "device"]
 
 

@@ -61,9 +61,8 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
 def flags(option: Option) -> Sequence[str]:
     """How an option is written on the command line."""
     name = "--" + option.typed.replace("_", "-")
-    return _TEXTS["spelled"].get(
-        option.name, (f"{name}/--no-{name[2:]}" if option.default is True else name,)
-    )
+    spelled = (f"{name}/--no-{name[2:]}" if option.default is True else name,)
+    return _TEXTS["spelled"].get(option.name, spelled)
 
 
 def _default(option: Option) -> Any:

@@ -83,6 +83,5 @@ OF_ESTIMATE = (
 def _refuse(convention: str, options: dict[str, Any]) -> None:
     for option, value in options.items():
         if value not in (None, (), "", 0, False):
-            raise PlanError(
-                f"convention {convention} has tables of one step only; leave --{option.replace('_', '-')} out"
-            )
+            flag = option.replace("_", "-")
+            raise PlanError(f"convention {convention} has tables of one step; leave --{flag} out")

@@ -88,10 +88,8 @@ def eval_lm(
     )
     rated = {chip: cluster for chip, cluster in clusters.items() if has_rate(cluster, of)}
     programs = side_by_side(of, generation, rated)
-    programs["generate"] |= {
-        "cache_bytes": generation.cache_bytes,
-        "peak_bytes": float(peak_bytes(generation_events(generation))),
-    }
+    programs["generate"]["cache_bytes"] = generation.cache_bytes
+    programs["generate"]["peak_bytes"] = float(peak_bytes(generation_events(generation)))
     if json:
         print_json(counts | {"what_ifs": what_ifs, "programs": programs})
         return

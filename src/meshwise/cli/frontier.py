@@ -56,9 +56,7 @@ def layer(
                 raise WorkloadError(f"--chip {chip} has its own rates; leave {option} out")
         device = find_device(chip, utilization=utilization)
     elif flop_per_s_8bit is None or memory_bytes_per_s is None or network_bytes_per_s is None:
-        raise WorkloadError(
-            "give --chip, or all of --flop-per-s-8bit, --memory-bytes-per-s and --network-bytes-per-s"
-        )
+        raise WorkloadError("give --chip, or --flop-per-s-8bit, --memory-bytes-per-s, --network-bytes-per-s")
     else:
         device = Device(
             name="given",
@@ -124,9 +122,7 @@ def _pairs(settings: list[str] | None) -> dict[str, str]:
     for text in settings or []:
         key, equals, value = text.partition("=")
         if not equals:
-            raise WorkloadError(
-                f"--set {text!r} is not KEY=VALUE; write for example --set schedule=interleaved"
-            )
+            raise WorkloadError(f"--set {text!r} is not KEY=VALUE; write --set schedule=interleaved")
         if key in pairs:
             raise WorkloadError(f"--set gives {key} twice; give it once")
         pairs[key] = value

@@ -23,9 +23,7 @@ def fill_in(asked: dict[str, Any], source: Path) -> Job:
         if asked[name] in (None, ()):
             asked[name] = getattr(job, name)
     if asked["model"] is None:
-        raise WorkloadError(
-            f"{source} does not say which model it trains; name it: meshwise VERB MODEL --from ..."
-        )
+        raise WorkloadError(f"{source} does not name its model; name it: meshwise VERB MODEL --from ...")
     keys = {key: getattr(job.plan, key) for key in DEFAULTS if getattr(job.plan, key) != DEFAULTS[key]}
     asked["plan"] = Plan(**(keys | plan_keys(asked["plan"])))
     return job

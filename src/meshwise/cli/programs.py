@@ -155,9 +155,7 @@ def calibrate(
         raise DataError("--model, --cluster and --plan are of --serving RECORDS; name them too")
     if source:
         if device != "cpu" or ranks or quick:
-            raise DataError(
-                "--from reads traces, it measures nothing; leave out --device, --ranks and --quick"
-            )
+            raise DataError("--from reads traces, it measures nothing; leave --device, --ranks, --quick out")
         from meshwise.calibrate.from_traces import calibrate_from
 
         found = calibrate_from(source, steps=steps)

@@ -68,10 +68,8 @@ def search(
         present = api.estimate(**taken, collectives=alone["collectives"])
         work = present.workload
         asked |= {"model": taken["model"], "batch": work.batch, "seq": work.seq}
-        asked |= {
-            "to": asked["to"] or job.framework,
-            "plan": computed(job.plan) | plan_choices(asked["plan"]),
-        }
+        asked["to"] = asked["to"] or job.framework
+        asked["plan"] = computed(job.plan) | plan_choices(asked["plan"])
     if asked["batch"] is None:
         raise WorkloadError("say how many sequences a step has with --batch")
     need_model(asked)

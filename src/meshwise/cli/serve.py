@@ -45,9 +45,7 @@ def serve(
     if (csv or trace) and found.load is None and (trace or found.sizing is None):
         raise WorkloadError("--csv and --trace show a load; give rate, concurrency or requests (or --pareto)")
     if out is not None and found.deployment is None:
-        raise WorkloadError(
-            "--out is the folder of the files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack"
-        )
+        raise WorkloadError("--out is for files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack")
     columns = found.columns if csv is not None else {}
     write_rows(csv, [list(columns), *zip(*columns.values(), strict=True)])
     if trace is not None and found.load is not None:

@@ -61,9 +61,8 @@ def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any],
     defaults = {name: option.default for name, option in options_of(api.explain).items()}
     others = [n for n in asked if n not in ("model", "cluster") and asked[n] not in (defaults[n], None, ())]
     if rl_log is None or others:
-        raise DataError(
-            f"--from goes with --rl-log, a model and a cluster alone; leave {(others or ['it'])[0]} out"
-        )
+        first = (others or ["it"])[0]
+        raise DataError(f"--from goes with --rl-log, a model and a cluster alone; leave {first} out")
     found = api.explain_rl(rl_log, asked["model"], asked["cluster"], source)
     show(found, json=json)
 

@@ -156,14 +156,8 @@ def _draw_bars(axes: Axes, bars: Bars, before: Sequence[Bars]) -> None:
     rows, height = np.arange(len(bars.names)) + 0.0, 0.72
     if bars.starts is None and before:  # the second of two that stand one below the other
         rows, height = rows + 0.2, 0.36
-    axes.barh(
-        rows,
-        bars.values,
-        height,
-        0.0 if bars.starts is None else bars.starts,
-        color=bars.colors,
-        label=bars.name or None,
-    )
+    starts: Any = 0.0 if bars.starts is None else bars.starts
+    axes.barh(rows, bars.values, height, starts, color=bars.colors, label=bars.name or None)
     axes.set_yticks(np.arange(len(bars.names)), bars.names)
     axes.set_ylim(len(bars.names) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)

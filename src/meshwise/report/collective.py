@@ -39,10 +39,8 @@ def picture(found: CollectiveTimes) -> Picture:
     sizes, rates = [one.payload_bytes for one in times], [one.bus_bytes_per_s for one in times]
     dots = {one.payload_bytes: one.time_s * one.bus_bytes_per_s / measured_s[one.payload_bytes]
             for one in times if one.payload_bytes in measured_s}  # fmt: skip
-    marks: list[Mark] = [
-        Series(sizes, rates, "predicted"),
-        Bound(times[0].ceiling_bytes_per_s, "y", line="dash"),
-    ]
+    ceiling = Bound(times[0].ceiling_bytes_per_s, "y", line="dash")
+    marks: list[Mark] = [Series(sizes, rates, "predicted"), ceiling]
     if dots:
         marks.append(Series(list(dots), list(dots.values()), "measured", COLORS[1], "", size=7))
     axes = ChartAxis("size", "B", log=True), ChartAxis("bus bandwidth", "B/s", log=True)

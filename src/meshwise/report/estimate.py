@@ -126,9 +126,8 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
-    rate, per_gpu = (
-        with_prefix(value, "") for value in (estimate.tokens_per_s, estimate.tokens_per_s / chips)
-    )
+    rates = estimate.tokens_per_s, estimate.tokens_per_s / chips
+    rate, per_gpu = (with_prefix(value, "") for value in rates)
     lines = [
         ("plan", f"{degrees}, {plan.implementation}"),
         (unit_of_work(estimate), f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
@@ -337,9 +336,8 @@ def _roofline(estimate: Estimate) -> plot.Chart:
             longest.setdefault((ops["op"][i], ops["phase"][i]), int(i))
     named = list(longest.values())
     texts = [op + " bwd" * (phase == "backward") for op, phase in longest]
-    marks.append(
-        plot.Names(intensity[named], reached[named], texts, [_PHASES[phase][0] for _, phase in longest])
-    )
+    colors = [_PHASES[phase][0] for _, phase in longest]
+    marks.append(plot.Names(intensity[named], reached[named], texts, colors))
     rows = [
         (row["op"], row["phase"], row["shape"], f"{x:.3g}", with_prefix(y, "FLOP/s"), duration(row["time_s"]),
          binds(row))

@@ -26,11 +26,8 @@ def write_both(summary: Summary, estimate: Estimate, path: Path) -> Merged:
         raise DataError("no whole step is marked in the traces; call the profiler's step() after each one")
     offsets = summary.alignment.offsets_ns
     marked = marks(summary.traces)
-    begins = [
-        int(one.start_ns[one.number == whole[0]][0]) - offsets[rank]
-        for rank, one in marked.items()
-        if (one.number == whole[0]).any()
-    ]
+    on_step = {rank: one.start_ns[one.number == whole[0]] for rank, one in marked.items()}
+    begins = [int(start[0]) - offsets[rank] for rank, start in on_step.items() if len(start)]
     shift_us = (min(begins) - summary.origin_ns) / 1000
     beside = [_placed(event, shift_us) for event in timeline_events(estimate)]
     return write_merged(summary, path, beside=beside)

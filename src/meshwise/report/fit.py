@@ -67,10 +67,8 @@ def serving_fit(found: ServingFit) -> Iterator[Section]:
 def server_fit(found: ServerFit) -> Iterator[Section]:
     """The constants before and after, and how far predictions lie off the records."""
     document = found.to_json()
-    rows = [
-        (name, *(_constant(name, values[when]) for when in ("before", "after")))
-        for name, values in document["constants"].items()
-    ]
+    of = document["constants"]
+    rows = [(name, _constant(name, of[name]["before"]), _constant(name, of[name]["after"])) for name in of]
     yield Table(f"constants of {document['engine']}", ("constant", "before", "after"), rows)
     columns = ("record", "quantity", "measured", "before", "after")
     misses = [

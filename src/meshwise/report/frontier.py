@@ -130,10 +130,8 @@ def draw_frontiers(frontiers: Sequence[Frontier], path: Path) -> None:
 
 def _split(point: Point) -> str:
     plan = point.plan or {}
-    return (
-        f"tp {plan['tp_in']:.0f} x {plan['tp_out']:.0f}, pp {plan['pp']:.0f}, dp {plan['dp']:.0f}, "
-        f"ep {plan['ep']:.0f}"
-    )
+    degrees = "tp {tp_in:.0f} x {tp_out:.0f}, pp {pp:.0f}, dp {dp:.0f}, ep {ep:.0f}"
+    return degrees.format(**plan)
 
 
 def _hover(point: Point) -> str:

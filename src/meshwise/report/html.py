@@ -114,9 +114,8 @@ def _plain(value: Any) -> Any:
 
 def _table(table: Table, links: bool) -> str:
     sides = ["" if table.is_left(column) else ' class="num"' for column in table.columns]
-    head = "".join(
-        f'<th scope="col"{side}>{escape(name)}</th>' for name, side in zip(table.columns, sides, strict=True)
-    )
+    named = zip(table.columns, sides, strict=True)
+    head = "".join(f'<th scope="col"{side}>{escape(name)}</th>' for name, side in named)
     rows = "".join(
         "<tr>"
         + "".join(f"<td{side}>{_cell(cell, links)}</td>" for cell, side in zip(row, sides, strict=True))

@@ -114,11 +114,8 @@ def _phases(answer: RlAnswer) -> Chart:
     phases, total = answer.step.phases_s, answer.step.step_s or 1.0
     longest = max(phases, key=lambda name: phases[name])
     finding = f"The longest phase of the first is {longest}, {duration(phases[longest])}."
-    rows = [
-        (name, duration(seconds), percent(seconds / total), _OF_PHASES[name])
-        for name, seconds in phases.items()
-        if seconds
-    ]
+    spent = {name: seconds for name, seconds in phases.items() if seconds}
+    rows = [(name, duration(s), percent(s / total), _OF_PHASES[name]) for name, s in spent.items()]
     table = Table("", ("phase", "time", "share", "what"), rows, left={"phase", "what"})
     axis, height = ChartAxis("time of a step", "s", low=0.0), 120 + 30 * len(steps)
     return Chart("Phases of a step", marks, axis, finding=finding, table=table, height=height)

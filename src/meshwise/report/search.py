@@ -301,7 +301,7 @@ def _space(
     marks: list[plot.Mark] = []
     for value, shade in zip(values, itertools.cycle(plot.COLORS), strict=False):
         points = [
-            (one.step_s, one.memory_bytes, one.plan_text, one.values["microbatch"]) for one in by_value[value]
+            (of.step_s, of.memory_bytes, of.plan_text, of.values["microbatch"]) for of in by_value[value]
         ]
         marks.append(_plans(f"{color}={value}", points, link, color=shade, line="", opacity=0.55))
     front = [(one.step_s, one.memory_bytes, plan_text(one.plan), one.microbatch) for one in result.pareto]

@@ -43,9 +43,7 @@ def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path 
     values = {
         name: {row.results[name] for row in done if _is_number(row.results[name])} for name in sweep.results
     }
-    panels = sorted((name for name in values if values[name]), key=lambda name: len(values[name]) == 1)[
-        :_MAX_PANELS
-    ]
+    panels = sorted(filter(values.get, values), key=lambda name: len(values[name]) == 1)[:_MAX_PANELS]
     if not panels:
         return None
     axis = _axis(sweep)

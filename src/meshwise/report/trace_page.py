@@ -46,9 +46,8 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     sections += _rates(summary, cluster)
     sections += tables.summary_tables(summary, limit=MOST_ROWS)
     sections.append(Text("Notes", [tables.clocks_text(summary), *(one.text for one in summary.problems)]))
-    return Page(
-        f"{len(summary.traces)} ranks", tables.headline(summary.findings), sections, bool(summary.traces)
-    )
+    title, first = f"{len(summary.traces)} ranks", tables.headline(summary.findings)
+    return Page(title, first, sections, bool(summary.traces))
 
 
 def _over_time(summary: Summary) -> list[Section]:
@@ -94,12 +93,8 @@ def _ranks(summary: Summary) -> Chart:
     """What fills most of each moment of each rank; the ranks that a finding names are marked."""
     offsets = summary.alignment.offsets_ns
     done = [(one.spans, offsets[one.rank]) for one in summary.intervals()]
-    bounds = [
-        (start - offset, end - offset)
-        for spans, offset in done
-        for starts, ends in spans.values()
-        for start, end in zip(starts[:1], ends[-1:], strict=True)
-    ]
+    parts = [(span, offset) for spans, offset in done for span in spans.values() if len(span[0])]
+    bounds = [(starts[0] - offset, ends[-1] - offset) for (starts, ends), offset in parts]
     begin, end = min((b[0] for b in bounds), default=0), max((b[1] for b in bounds), default=1)
     edges = begin + np.linspace(0, end - begin, NUM_BINS + 1).astype(np.int64)
     grid = []
@@ -112,9 +107,8 @@ def _ranks(summary: Summary) -> Chart:
     lanes = Lanes(np.array(grid), times, _rank_names(summary), PARTS_COLORS)
     finding = f"Each moment shows what fills most of it; rank {most} is idle longest, {duration(idle[most])}."
     height = min(120 + 20 * len(lanes.names), 900)
-    return Chart(
-        "Ranks over time", [lanes], ChartAxis("on the common clock", "s"), finding=finding, height=height
-    )
+    axis, title = ChartAxis("on the common clock", "s"), "Ranks over time"
+    return Chart(title, [lanes], axis, finding=finding, height=height)
 
 
 def _rank_names(summary: Summary, blocks: Sequence[Sequence[int]] = ()) -> list[str]:

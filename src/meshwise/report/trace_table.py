@@ -185,10 +185,8 @@ def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
     most = max(found, key=lambda one: one.peak_bytes)
     title = f"Held at the largest peak (rank {most.rank}, {most.device})"
     holders: Fields = {"allocated by": "name", "tensors": "count", "bytes": "bytes"}
-    return [
-        records_table("Memory at its peak", found[:limit], columns, left=("rank", "of", "in")),
-        records_table(title, most.holders[:_NUM_HOLDERS], holders),
-    ]
+    peaks = records_table("Memory at its peak", found[:limit], columns, left=("rank", "of", "in"))
+    return [peaks, records_table(title, most.holders[:_NUM_HOLDERS], holders)]
 
 
 def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:

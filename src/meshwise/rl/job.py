@@ -61,42 +61,30 @@ class RlJob:
     def __post_init__(self) -> None:
         rollouts = self.rollouts
         if self.updates > MOST_UPDATES or self.staleness > MOST_STALENESS:
-            raise WorkloadError(
-                f"updates={self.updates} and staleness={self.staleness} must be at most {MOST_UPDATES} and "
-                f"{MOST_STALENESS}"
-            )
+            raise WorkloadError(f"updates must be at most {MOST_UPDATES}, staleness at most {MOST_STALENESS}")
         if self.updates < 1 or rollouts.num_samples % self.updates:
             raise WorkloadError(
-                f"{rollouts.prompts} prompts x {rollouts.samples} samples do not divide by "
-                f"updates={self.updates}; use a divisor of {rollouts.num_samples}"
+                f"{rollouts.num_samples} samples do not divide by updates={self.updates}; use a divisor"
             )
         if rollouts.longest > self.model.max_seq:
-            raise WorkloadError(
-                f"prompt {rollouts.prompt} + max_output {rollouts.max_output} tokens are more than the "
-                f"{self.model.max_seq} of {self.model.name}; lower the cap"
-            )
+            most = f"the {self.model.max_seq} of {self.model.name}"
+            raise WorkloadError(f"samples of {rollouts.longest} tokens are more than {most}; lower the cap")
         if self.pack_length < rollouts.longest or self.score_tokens < rollouts.longest:
-            raise WorkloadError(
-                f"a bin of {min(self.pack_length, self.score_tokens)} tokens does not hold the longest "
-                f"sample of {rollouts.longest} tokens; raise pack_length and score_tokens"
-            )
-        if not 0 < self.rollout_gpus <= self.cluster.num_chips or (
-            self.is_split and self.rollout_gpus == self.cluster.num_chips
-        ):
+            bins = f"bins of {min(self.pack_length, self.score_tokens)} tokens do not hold samples of"
+            raise WorkloadError(f"{bins} {rollouts.longest}; raise pack_length and score_tokens")
+        most_gpus = self.cluster.num_chips - self.is_split
+        if not 0 < self.rollout_gpus <= most_gpus:
             raise PlanError(
-                f"rollout_gpus={self.rollout_gpus} of {self.cluster.num_chips} leaves no GPU for one of the "
-                "pools; both need at least one"
+                f"rollout_gpus={self.rollout_gpus} must be from 1 to {most_gpus}: GPUs for both pools"
             )
         if self.staleness < 0 or (self.staleness == 0 and self.mode in OVERLAPPED):
             raise WorkloadError(f"staleness={self.staleness} must be at least 1 in mode={self.mode}")
         if self.rollout_gpus % self.engine_gpus:
-            raise PlanError(
-                f"{self.rollout_gpus} rollout GPUs do not divide by an engine of {self.engine_gpus}; "
-                "change tp x pp x dp of rollout_plan"
-            )
+            each = f"an engine of {self.engine_gpus}; change tp x pp x dp of rollout_plan"
+            raise PlanError(f"{self.rollout_gpus} rollout GPUs do not divide by {each}")
         if self.train_gpus % (self.train_plan.tp * self.train_plan.cp * self.train_plan.pp):
             raise PlanError(
-                f"{self.train_gpus} training GPUs do not divide by tp x cp x pp of train_plan; change it"
+                f"{self.train_gpus} training GPUs do not divide by tp x cp x pp; change train_plan"
             )
 
     @property

@@ -37,13 +37,8 @@ FRAMEWORKS = {"nemo-rl": "nemo-rl", "verl": "verl"}
 
 def measured(row: Mapping[str, str]) -> dict[str, float]:
     """The seconds that a row states, by quantity."""
-    columns = {
-        "step_s": ("step_s",),
-        "generation_s": ("generation_s",),
-        "scoring_s": ("logprob_s", "ref_s"),
-        "train_s": ("train_s",),
-        "sync_s": ("sync_s",),
-    }
+    several, names = {"scoring_s": ("logprob_s", "ref_s")}, ("step_s", "generation_s", "train_s", "sync_s")
+    columns = {name: (name,) for name in names} | several
     found = {name: sum(_seconds(row, column) for column in each) for name, each in columns.items()}
     return {name: seconds for name, seconds in found.items() if seconds}
 
@@ -89,9 +84,8 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
     if dtype not in DTYPE_BYTES:
         raise PlanError(f"column dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
     split = row["mode_kind"] != "colocated"
-    frac = float(row.get("rollout_memory_frac") or 0) or (
-        framework.split_memory_frac if split else framework.colocated_memory_frac
-    )
+    usual = framework.split_memory_frac if split else framework.colocated_memory_frac
+    frac = float(row.get("rollout_memory_frac") or 0) or usual
     tp = _count(row, "rollout_tp")
     engine = smallest_engine(model, cluster, rollouts, frac, dtype) if tp is None else Plan(
         tp=tp, pp=_count(row, "rollout_pp") or 1, ep=_count(row, "rollout_ep") or 1, dtype=dtype
@@ -116,9 +110,7 @@ def _rollouts(row: Mapping[str, str]) -> Rollouts:
         raise DataError(f"column {missing[0]} is empty")
     prompts, samples, prompt = (count or 1 for count in counts.values())
     if cap is None and pack is None:
-        raise DataError(
-            "columns response_len_max and pack_length are empty: nothing states the cap of answers"
-        )
+        raise DataError("columns response_len_max and pack_length are empty: nothing caps the answers")
     longest = pack - prompt if pack else cap
     return Rollouts(
         prompts=prompts, samples=samples, prompt=prompt, output=float(row["response_len_mean"]),

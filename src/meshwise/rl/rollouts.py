@@ -68,15 +68,10 @@ class Rollouts:
         if not 1 <= self.oversample <= 100:
             raise WorkloadError(f"oversample={self.oversample:g} must be from 1 to 100")
         if self.num_groups * self.samples > MOST_SAMPLES:
-            raise WorkloadError(
-                f"{self.num_groups} groups of {self.samples} samples are too many to simulate; the most is "
-                f"{MOST_SAMPLES:,}"
-            )
+            asked = f"{self.num_groups} groups of {self.samples} samples"
+            raise WorkloadError(f"{asked} are too many to simulate; the most is {MOST_SAMPLES:,}")
         if not 1 <= self.output <= self.max_output:
-            raise WorkloadError(
-                f"output={self.output:g} tokens on average must be at least 1 and at most the cap "
-                f"max_output={self.max_output}; raise the cap"
-            )
+            raise WorkloadError(f"output={self.output:g} must be from 1 to max_output={self.max_output}")
         if not 0 <= self.sigma <= 4:
             raise WorkloadError(f"length_sigma={self.sigma:g} must be from 0 to 4")
         if not 0 <= self.env_s <= 1e6 or self.tool_tokens < 0:
@@ -127,9 +122,7 @@ def rollouts_of(
         found = read_lengths(lengths)
         cap = max(found) if max_output is None else max_output
         if max(found) > cap:
-            raise WorkloadError(
-                f"{lengths} has an answer of {max(found)} tokens, above max_output={cap}; raise it"
-            )
+            raise WorkloadError(f"{lengths} has an answer of {max(found)} tokens; raise max_output={cap}")
         mean = sum(found) / len(found)
     elif output is None:
         raise WorkloadError("output, the mean tokens of an answer, is missing; give it, or a file of lengths")

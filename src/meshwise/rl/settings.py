@@ -154,17 +154,12 @@ def _word(value: Any) -> str:
 def _refuse(job: RlJob, framework: str, facts: Facts) -> None:
     rollouts, plan = job.rollouts, job.train_plan
     if framework == "verl" and rollouts.prompts % job.updates:
-        raise PlanError(
-            f"verl's ppo_mini_batch_size counts prompts: {rollouts.prompts} do not divide by "
-            f"updates={job.updates}; use a divisor"
-        )
+        raise PlanError(f"verl counts prompts: {rollouts.prompts} do not divide by updates={job.updates}")
     if framework == "verl" and plan.implementation != "megatron" and (plan.tp > 1 or plan.pp > 1):
         raise PlanError("verl's fsdp2 has no tensor or pipeline parallelism; use cp, or leave fsdp2 out")
     if job.is_split and facts["nodes"] > 1 and job.rollout_gpus % facts["node_gpus"]:
-        raise PlanError(
-            f"{framework} gives a pool whole nodes: rollout_gpus={job.rollout_gpus} is no multiple of "
-            f"{facts['node_gpus']}"
-        )
+        node = facts["node_gpus"]
+        raise PlanError(f"{framework} gives a pool whole nodes: rollout_gpus must be a multiple of {node}")
     if framework == "nemo-rl" and plan.implementation != "megatron" and plan.pp > 1:
         raise PlanError("NeMo-RL's DTensor trainer has no pipeline; use implementation=megatron")
 
@@ -176,9 +171,7 @@ def _not_expressed(job: RlJob, framework: str) -> list[str]:
         keys.append("vpp")
     lost += [f"{key}={KEYS[key].show(getattr(plan, key))}: no setting says it" for key in keys]
     if job.rollouts.oversample > 1:
-        lost.append(
-            "oversample: verl's recipe of DAPO and NeMo-RL's use_dynamic_sampling decide while they run"
-        )
+        lost.append("oversample: DAPO of verl and NeMo-RL's use_dynamic_sampling decide while they run")
     return lost
 
 
@@ -196,9 +189,7 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
     known = every[framework]
     names = stated.keys() & known.arguments.keys()
     if not names:
-        raise DataError(
-            f"{path} has no setting of verl or NeMo-RL; name a recipe, or a script with overrides"
-        )
+        raise DataError(f"{path} has no setting of verl or NeMo-RL; name a recipe, or a script of overrides")
     first: Facts = {"trainer": "megatron"}
     for parts in _tables()[framework].values():
         first |= {fact: stated[name] for name, fact in parts.items() if name in stated}

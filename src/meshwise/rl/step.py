@@ -173,13 +173,10 @@ class RlStep:
         of, found = self.job, list(self.problems)
         known = of.rollouts.lengths
         lengths = f"of {len(known)} in a file" if known else f"sigma {of.rollouts.sigma:g}"
-        found.append(
-            f"lengths: {lengths}, mean of {DRAWS} draws; one differs by {100 * (self.draws_frac or 0):.1f} %"
-        )
+        differs = f"one differs by {100 * (self.draws_frac or 0):.1f} %"
+        found.append(f"lengths: {lengths}, mean of {DRAWS} draws; {differs}")
         if preempted := _mean([one.num_preemptions for one in self.drains]):
-            found.append(
-                f"the cache of the engines is full: {preempted:.0f} samples a step are computed again"
-            )
+            found.append(f"the engines' cache is full: {preempted:.0f} samples a step are computed again")
         framework = of.framework
         found.append(f"constants of {framework.name} {framework.version}: {framework.source}")
         if (interval := self.step_s_interval) is not None:

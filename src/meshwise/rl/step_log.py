@@ -53,9 +53,7 @@ def read_step_log(path: Path) -> StepLog:
         times[match["name"].strip()].append(float(match["value"]))
     totals = next((times[name] for name in _NAMES["step"] if name in times), [])
     if not totals:
-        raise DataError(
-            f"{path} has no timing_s/step of verl and no total step time of NeMo-RL; name their log"
-        )
+        raise DataError(f"{path} is no log of verl (timing_s/step) or NeMo-RL (total step time)")
     first = WARM_UP_STEPS if len(totals) > 2 * WARM_UP_STEPS else 0
     phases_s = dict.fromkeys(PHASES, 0.0)
     for name, seconds in times.items():
@@ -64,12 +62,8 @@ def read_step_log(path: Path) -> StepLog:
     beside_s = sum(sum(times[name][first:]) for name in _NAMES["beside"] if name in times)
     num = len(totals) - first
     lengths = [float(found["value"]) for found in _LENGTH.finditer(text)]
-    return StepLog(
-        phases_s=phases_s,
-        step_s=fmean(totals[first:]) - beside_s / num,
-        num_steps=num,
-        output=fmean(lengths[first:]) if len(lengths) > first else None,
-    )
+    output = fmean(lengths[first:]) if len(lengths) > first else None
+    return StepLog(phases_s, fmean(totals[first:]) - beside_s / num, num, output)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -111,10 +111,7 @@ class _Fleet:
     def one_node(self, of: Serving) -> int:
         """GPUs of an instance; PlanError where it needs several nodes."""
         if of.num_chips > of.cluster.chips_per_host:
-            raise PlanError(
-                f"an instance of {of.num_chips} GPUs is on several nodes, which is not written; "
-                "give a cluster of one node, and workers"
-            )
+            raise PlanError(f"instances on several nodes ({of.num_chips} GPUs) are not written; add workers")
         return of.num_chips
 
     def route(self, known: Mapping[str, Any], otherwise: str) -> Any:
@@ -129,9 +126,7 @@ class _Fleet:
         scaling = self.fleet.scaling
         assert scaling is not None
         if self.engine.name != "vllm":
-            self.not_expressed.append(
-                f"autoscale: the trigger asks for vLLM's metrics, not for {self.engine.name}'s"
-            )
+            self.not_expressed.append("autoscale: the trigger asks for metrics of vLLM")
         every = max(round(scaling.every_s), 1)
         query = f"sum(rate(vllm:request_success_total[{every}s])) + sum(vllm:num_requests_waiting) / {every}"
         return self.fill(

@@ -129,9 +129,8 @@ def read_columns(path: Path) -> Trace:
     }
     kinds = [kind_of(*label) for label in about.labels] or [Kind.OTHER]
     memory = path.with_suffix(".memory")
-    held = (
-        _arrays(pl.read_parquet(memory)) if memory.exists() else dict.fromkeys(_MEMORY, np.zeros(0, np.int64))
-    )
+    none = dict.fromkeys(_MEMORY, np.zeros(0, np.int64))
+    held = _arrays(pl.read_parquet(memory)) if memory.exists() else none
     told = {name: getattr(about, name) for name in _TOLD} | {"communications": communications}
     return Trace(
         label_kind=np.array(kinds, dtype=np.int8),

@@ -149,9 +149,7 @@ def decoded_pieces(path: Path, notes: Notes, metadata: dict[str, Any]) -> Iterat
         buffer += block
         cut, searched = _last_gap(buffer, searched), len(buffer)
         if not cut and searched > _MOST_EVENT_BYTES:
-            notes.others.append(
-                f"no event ends in the {searched} bytes from {offset} on; the rest is left out"
-            )
+            notes.others.append(f"no event ends in the {searched} bytes from {offset} on; the rest is left")
             return
         if cut:
             searched = 0

@@ -199,11 +199,8 @@ class Trace:
         if shape < 0:
             return []
         dims, types = map(inputs, self.shapes[shape][:2])
-        return [
-            (dim, str(dtype))
-            for dim, dtype in zip(dims, types, strict=False)
-            if isinstance(dim, list) and is_shape(dim)
-        ]
+        tensors = ((dim, str(dtype)) for dim, dtype in zip(dims, types, strict=False))
+        return [(dim, dtype) for dim, dtype in tensors if isinstance(dim, list) and is_shape(dim)]
 
     def concrete(self, shape: int) -> list[Any]:
         """The values among the inputs, as text; none where they were not kept."""

@@ -130,9 +130,7 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     is_predicted = estimate is not None and not mismatches
     measured = _measured(summary)
     expected = _predicted(estimate.ledger) if estimate is not None and is_predicted else []
-    seconds, expected_seconds = (
-        _sums((one.of, one.seconds) for one in side) for side in (measured, expected)
-    )
+    seconds, expected_seconds = (_sums((one.of, one.seconds) for one in of) for of in (measured, expected))
     pairs = (
         (of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in {**seconds, **expected_seconds}
     )

@@ -192,10 +192,8 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     else:
         kind, why = _cause(job, index[worst])
         each_s = min(late.each_s, late.step_s)
-        text = (
-            f"{who} late in {late.num_late} of {late.num_steps} steps: {duration(each_s)} of each "
-            f"{duration(late.step_s)} step, {why}"
-        )
+        steps = f"{duration(each_s)} of each {duration(late.step_s)} step"
+        text = f"{who} late in {late.num_late} of {late.num_steps} steps: {steps}, {why}"
         text += f"; most of all rank {worst}" * (len(late.ranks) > 1)
     return job.finding(kind, text, seconds, late.ranks)
 
@@ -210,10 +208,8 @@ def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
     if part == "idle" and (one.host_bound_s or 0.0) > _MOSTLY * one.seconds["idle"]:
         return "slow host", "host side: its host launches late (a busy CPU, data loading, Python)"
     if part == "idle":
-        return "idle", (
-            f"host side: it is idle {duration(more_s[part])} longer than the median rank (input, locks, a "
-            "busy machine)"
-        )
+        longer = f"{duration(more_s[part])} longer than the median rank"
+        return "idle", f"host side: it is idle {longer} (input, locks, a busy machine)"
     if part == "transfer":
         return "slow transfer", "link side: its communication takes longer on the wire than the median rank's"
     return "copies", "device side: it copies more than the median rank"

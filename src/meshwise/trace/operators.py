@@ -150,9 +150,8 @@ def sections(trace: Trace, wait_ns: Mapping[int, int] | None = None) -> list[Sec
     waits = np.zeros(len(trace), dtype=np.int64)
     for event, wait in (wait_ns or {}).items():
         waits[event] = wait
-    compute, communication, memory = (
-        _inside(trace, kind == one) for one in (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
-    )
+    kinds = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
+    compute, communication, memory = (_inside(trace, kind == one) for one in kinds)
     waiting = inclusive(added_at(launchers(trace), waits, len(trace)), parents(trace))
     events = trace.where(Kind.ANNOTATION)
     columns = (trace.duration_ns, compute, communication, waiting, memory)

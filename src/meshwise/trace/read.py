@@ -282,9 +282,7 @@ class _Columns:
         self, path: Path, metadata: dict[str, Any], groups: dict[str, tuple[int, ...]], notes: Notes
     ) -> Trace:
         if self.num_unpaired:
-            notes.others.append(
-                f"{self.num_unpaired} begin/end events are left out; only complete ones are read"
-            )
+            notes.others.append(f"{self.num_unpaired} begin/end events are left out; complete ones are read")
         columns = [np.concatenate(column) for column in zip(*self.parts, strict=True)]
         events = dict(zip(COLUMNS, columns or [_ints([])] * len(COLUMNS), strict=True))
         duration = events["duration_ns"]

@@ -25,13 +25,9 @@ _BACKWARD = re.compile(r"^autograd::engine|^Optimizer\.step|backward|bwd", re.IG
 def contradictions(summary: Summary, stated: Estimate) -> list[str]:
     """What of the stated job the traces contradict, a sentence each."""
     num_ranks = max([len(summary.traces), *(trace.world_size or 0 for trace in summary.traces)])
-    found = (
-        _device(summary.traces, stated.cluster.chip),
-        _ranks(summary, num_ranks, stated),
-        _phase(summary.traces, stated),
-        _model(summary, stated),
-    )
-    return list(itertools.chain(*found))
+    traces, chip = summary.traces, stated.cluster.chip
+    found = _device(traces, chip), _ranks(summary, num_ranks, stated), _phase(traces, stated)
+    return list(itertools.chain(*found, _model(summary, stated)))
 
 
 def reduces_all(summary: Summary) -> bool:

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.collectives import Collective
+from meshwise.trace.collectives import Collective, ranks_text
 from meshwise.trace.match import linked
 from meshwise.trace.transfers import SYNCHRONISING
 
@@ -106,9 +106,7 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
         several = [_several(view) for view in views[:1]]
         stragglers += [one for one in (named, *several) if one and not (named and one is not named)]
         if not views:
-            reason = (
-                f"fewer than {MIN_STEPS + starts} steps of ranks {min(ranks)} to {max(ranks)} were recorded"
-            )
+            reason = f"fewer than {MIN_STEPS + starts} steps of ranks {ranks_text(ranks)} were recorded"
     return stragglers, reason
 
 

@@ -227,9 +227,8 @@ def _call_bytes(call: _Recorded, kind: str, num_ranks: int) -> float:
 
     def side(sizes: list[list[int]] | None, dtypes: list[str] | None) -> float:
         pairs = zip(sizes or [], dtypes or [], strict=False)
-        return float(
-            sum(math.prod(shape) * element_bytes(dtype) for shape, dtype in pairs if is_shape(shape))
-        )
+        known = ((shape, dtype) for shape, dtype in pairs if is_shape(shape))
+        return float(sum(math.prod(shape) * element_bytes(dtype) for shape, dtype in known))
 
     taken, left = side(call.input_sizes, call.input_dtypes), side(call.output_sizes, call.output_dtypes)
     if kind == "all_to_all":

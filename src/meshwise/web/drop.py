@@ -49,9 +49,7 @@ class Drop:
         """Write a file of the folder, `file` below it, as its bytes arrive."""
         parts = PurePosixPath(file).parts
         if not file.endswith(ENDINGS) or ".." in parts or "\0" in file or PurePosixPath(file).is_absolute():
-            raise DataError(
-                f"{file!r} is no trace of a folder; drop files that end in {' or '.join(ENDINGS)}"
-            )
+            raise DataError(f"{file!r} is no trace; drop files that end in {' or '.join(ENDINGS)}")
         path = self.folder(name).joinpath(*parts)
         self._files_left -= 1
         path.parent.mkdir(parents=True, exist_ok=True)

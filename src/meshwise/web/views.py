@@ -225,9 +225,8 @@ def _save(context: Question, **asked: Any) -> dict[str, Any]:
     """The page of the plan as one file that needs no network, with the plan in its name."""
     found = _estimate(context.state)
     run = api.budget(**options_in(asked, api.budget)).run(found)
-    name = re.sub(
-        "[^a-z0-9.]+", "-", f"{found.model.name}-{found.cluster.name}-{plan_text(found.plan)}".lower()
-    )
+    names = found.model.name, found.cluster.name, plan_text(found.plan)
+    name = re.sub("[^a-z0-9.]+", "-", "-".join(names).lower())
     return {"name": f"{name[:80]}.html", "text": html_page(page_of(found, run=run))}
 
 
