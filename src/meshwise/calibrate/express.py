@@ -138,18 +138,16 @@ def model_of(run: Run, defaults: Defaults) -> Model:
     """
     if known := _known_model(run):
         mtp_layers = known.mtp_layers if _predicts_further(run, known) else 0
-        return _with_sizes(
-            run, replace(known, layers=known.layers[: run.layers], mtp_layers=mtp_layers), defaults
-        )
+        cut = replace(known, layers=known.layers[: run.layers], mtp_layers=mtp_layers)
+        return _with_sizes(run, cut, defaults)
     mla = _latent(run, None)
     own: dict[str, Any] = {
         **{"name": run.model, "hidden": run.hidden, "num_heads": run.heads, "sliding_window": 0},
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else run.hidden // run.heads,
     }
     gpt = replace(find_model("gpt3-175b"), dropout_frac=defaults.dropout_frac, **own)
-    gated, plain = (
-        _with_sizes(run, base, defaults) for base in (replace(find_model("llama2-7b"), **own), gpt)
-    )
+    llama = replace(find_model("llama2-7b"), **own)
+    gated, plain = (_with_sizes(run, base, defaults) for base in (llama, gpt))
     if run.params_b is None:
         return plain if run.ffn_hidden >= 4 * run.hidden else gated
     stated = run.params_b * 1e9
@@ -303,10 +301,8 @@ def _adapters(run: Run, dtype: str) -> dict[str, Any]:
     if frozen == "as_computed":
         frozen = "fp8" if dtype in NARROW_DTYPES else None
     targets = _words("+".join(named))
-    return {
-        **{"lora_rank": run.lora_rank, "lora_targets": targets, "lora_dropout": run.lora_dropout or 0.0},
-        "frozen_dtype": frozen,
-    }
+    adapters = {"lora_rank": run.lora_rank, "lora_targets": targets, "frozen_dtype": frozen}
+    return adapters | {"lora_dropout": run.lora_dropout or 0.0}
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> Plan:

@@ -30,17 +30,7 @@ from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import read_catalog, write_text
 from meshwise.core.toml import catalog_toml
 from meshwise.cost.experts import ACTIVATES_ALL
-from meshwise.machine.efficiency import (
-    CLASSES,
-    AttentionEfficiency,
-    CastEfficiency,
-    Efficiency,
-    GemmEfficiency,
-    MemoryEfficiency,
-    constants,
-    lookup,
-    on_pcie,
-)
+from meshwise.machine.efficiency import CLASSES, Efficiency, constants, lookup, on_pcie
 from meshwise.machine.hardware import Chip, find_chip
 
 CAP = 0.4
@@ -304,8 +294,8 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
 def _fit_gemms(bench: _Bench) -> None:
     """bf16 first: its launch and memory bandwidth hold for streaming kernels, casts and other dtypes too."""
     for chip, rows in bench.by_chip(_plain_gemm("bf16")):
-        gemm = bench.fit(chip, rows, {"gemm.bf16": GEMM}, {"gemm.bf16": GemmEfficiency(tiled=True)})
-        streaming = MemoryEfficiency(launch_s=gemm.launch_s, memory_frac=gemm.memory_frac)
+        gemm = bench.fit(chip, rows, {"gemm.bf16": GEMM}, {"gemm.bf16": CLASSES["gemm"](tiled=True)})
+        streaming = CLASSES["memory"](launch_s=gemm.launch_s, memory_frac=gemm.memory_frac)
         bench.tables.setdefault("memory.kernel", {})[chip.name] = streaming
     for name in ("fp8", "fp4", "fp8-trtllm"):
         for chip, rows in bench.by_chip(_plain_gemm(name)):
@@ -340,12 +330,10 @@ def _plain_gemm(name: str) -> Callable[[Measurement], bool]:
 
 def _fit_narrow_gemm(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:
     """The matmuls of one dtype below bf16 and, where the rows include it, the cast of their left operand."""
-    own = bench.tables["gemm.bf16"].get(chip.name, GemmEfficiency(launch_s=GEMM["launch_s"][0]))
-    streaming = bench.tables["memory.kernel"].get(chip.name, MemoryEfficiency())
-    bases: Entries = {
-        f"gemm.{name}": GemmEfficiency(tiled=True, launch_s=own.launch_s),
-        f"cast.{name}": CastEfficiency(memory_frac=streaming.memory_frac),
-    }
+    own = bench.tables["gemm.bf16"].get(chip.name, CLASSES["gemm"](launch_s=GEMM["launch_s"][0]))
+    streaming = bench.tables["memory.kernel"].get(chip.name, CLASSES["memory"]())
+    bases: Entries = {f"gemm.{name}": CLASSES["gemm"](tiled=True, launch_s=own.launch_s)}
+    bases[f"cast.{name}"] = CLASSES["cast"](memory_frac=streaming.memory_frac)
     boxes: dict[str, Any] = {f"gemm.{name}": {key: box for key, box in GEMM.items() if key != "launch_s"}}
     if rows[0].shape["cast"]:
         boxes[f"cast.{name}"] = CAST
@@ -372,7 +360,7 @@ def _fit_flash(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]
     """A chip without rows of the backward keeps the backward of the chip where its search starts."""
     donor = bench.donor("attention.flash", chip)
     backward_frac = donor.backward_frac if donor else BACKWARD["backward_frac"][0]
-    base = AttentionEfficiency(tile=FLASH_TILE, backward_frac=backward_frac)
+    base = CLASSES["attention"](tile=FLASH_TILE, backward_frac=backward_frac)
     box = ATTENTION | (BACKWARD if any(row.shape["passes"] > 1 for row in rows) else {})
     bench.fit(chip, rows, {"attention.flash": box}, {"attention.flash": base}, keep_as=f"attention.{name}")
 
@@ -448,9 +436,8 @@ def to_toml(bench: _Bench, *, checked: str, data: Sequence[str]) -> str:
         name, _, variant = key.partition(".")
         for chip, entry in table.items():
             ideal = asdict(type(entry)())
-            values = {
-                field: value for field, value in asdict(entry).items() if value not in (None, ideal[field])
-            }
+            stated = asdict(entry).items()
+            values = {field: value for field, value in stated if value not in (None, ideal[field])}
             if found := scores.get((key, chip)):
                 values |= {"fit": _rounded(found), "source": found.sources}
             sections[f"{name}.{chip}.{variant}"] = values

@@ -79,9 +79,8 @@ class ServingFit:
         """Percentiles of measured over predicted with the model left out, by quantity and regime."""
         found: dict[str, dict[str, Spread]] = {}
         for quantity, regime in dict.fromkeys((case.quantity, case.regime) for case in self.cases):
-            rows = [
-                i for i, case in enumerate(self.cases) if (case.quantity, case.regime) == (quantity, regime)
-            ]
+            same = (quantity, regime)
+            rows = [i for i, case in enumerate(self.cases) if (case.quantity, case.regime) == same]
             models = [self.cases[i].model for i in rows]
             low, high = quantiles(np.exp(-self.without_model[rows]), models, 0.1, 0.9)
             spread = Spread(min(low, 1.0), max(high, 1.0), len(rows), len(set(models)))

@@ -217,9 +217,8 @@ def catalog_constants() -> Constants:
 
 def times(constants: Constants, quantity: Quantity, by: Array) -> Constants:
     """`constants` with those of `quantity` multiplied, `by` logs."""
-    return constants | {
-        name: constants[name] * math.exp(log) for name, log in zip(quantity.names, by, strict=True)
-    }
+    factors = zip(quantity.names, np.exp(by).tolist(), strict=True)
+    return constants | {name: constants[name] * factor for name, factor in factors}
 
 
 def to_toml(constants: Constants, fitted: float, judged: float, *, checked: str, data: Sequence[str]) -> str:

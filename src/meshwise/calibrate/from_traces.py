@@ -59,7 +59,7 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
     ops = op_rates(summary.traces)
     matrix = _rates([one for one in ops if one.flop], "flop")
     if not matrix:
-        raise DataError(f"the traces show no matmul {_MIN_CALLS} times; record more, with record_shapes=True")
+        raise DataError(f"the traces show no matmul {_MIN_CALLS} times; record more steps, and record_shapes")
     large = _large(ops)
     steady = [one for one in large if one.spread_frac <= _MAX_SPREAD_FRAC]  # not those into fresh pages
     moved = _rates(steady or large, "bytes", by_dtype=False)
@@ -146,9 +146,8 @@ def _real(rows: Sequence[OpRate], of: str) -> list[OpRate]:
     order = np.argsort(speed)
     until = np.cumsum([rows[i].total_s for i in order])
     usual = speed[order[np.searchsorted(until, until[-1] / 2)]]
-    return [
-        one for one, reached in zip(rows, speed.tolist(), strict=True) if reached <= _MOST_TIMES_USUAL * usual
-    ]
+    most = _MOST_TIMES_USUAL * usual
+    return [one for one, reached in zip(rows, speed.tolist(), strict=True) if reached <= most]
 
 
 def _links(
@@ -222,9 +221,8 @@ def _op_sample(one: OpRate) -> Sample:
 
 
 def _wire_sample(one: Bandwidth) -> Sample:
-    return Sample(
-        one.name, f"{one.bytes:.0f} B over {one.group}", "", one.wire_s, one.algorithm_bytes_per_s, "B/s"
-    )
+    shape = f"{one.bytes:.0f} B over {one.group}"
+    return Sample(one.name, shape, "", one.wire_s, one.algorithm_bytes_per_s, "B/s")
 
 
 def _chip_name(trace: Trace) -> str:

@@ -26,14 +26,8 @@ from meshwise.calibrate.step_constants import Constants
 from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.errors import DataError
 from meshwise.core.toml import catalog_toml
-from meshwise.estimate.intervals import (
-    Spread,
-    Spreads,
-    aspects,
-    interval_around,
-    regimes,
-    unmeasured,
-)
+from meshwise.estimate import intervals
+from meshwise.estimate.intervals import Spread, Spreads
 from meshwise.machine.efficiency import Efficiency, without
 from meshwise.machine.efficiency import constants as efficiency_of
 from meshwise.machine.hardware import Chip, chips
@@ -181,8 +175,9 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
             return row
         each, value = runs[row.id], row.measured * math.exp(miss)
         others = known[publication(row.source)]
-        missing = unmeasured(aspects_of(each), others)
-        between = interval_around(row.quantity, value, regimes_of(each), missing, others)
+        missing = intervals.unmeasured(aspects_of(each), others)
+        known_regimes = regimes_of(each)
+        between = intervals.interval_around(row.quantity, value, known_regimes, missing, others)
         return replace(row, left_out=value, left_out_interval=between)
 
     return Validation([with_left_out(row) for row in validation.rows], validation.warnings)
@@ -192,13 +187,14 @@ def regimes_of(expressed: Expressed) -> list[str]:
     """The regimes of a run."""
     plan, num_chips = expressed.plans[0], expressed.cluster.num_chips
     has_experts, adapts = expressed.model.moe is not None, plan.lora_rank > 0
-    return regimes(has_experts=has_experts, adapts=adapts, dtype=plan.dtype, num_chips=num_chips)
+    return intervals.regimes(has_experts=has_experts, adapts=adapts, dtype=plan.dtype, num_chips=num_chips)
 
 
 def aspects_of(expressed: Expressed) -> dict[str, str]:
     """What a run is like, by aspect."""
     plan, cluster = expressed.plans[0], expressed.cluster
-    return aspects(cluster.chip, dtype=plan.dtype, software=plan.software, num_chips=cluster.num_chips)
+    num_chips = cluster.num_chips
+    return intervals.aspects(cluster.chip, dtype=plan.dtype, software=plan.software, num_chips=num_chips)
 
 
 def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:

@@ -462,11 +462,8 @@ def _published_collective(row: dict[str, str]) -> dict[str, float]:
         raise _Unmodelled(f"no size in {row['shape_or_size']!r}")
     ranks = _positive(row["ranks"], "ranks")
     per_node = re.search(r"nodes? x (\d+) ", row["hardware"])
-    return {
-        "bytes": float(match[1]) * _UNITS[match[2]],
-        "ranks": ranks,
-        "ranks_per_node": min(float(per_node[1]), ranks) if per_node else ranks,
-    }
+    inside = min(float(per_node[1]), ranks) if per_node else ranks
+    return {"bytes": float(match[1]) * _UNITS[match[2]], "ranks": ranks, "ranks_per_node": inside}
 
 
 def _collective_seconds(op: str, value: float, unit: str, shape: dict[str, float]) -> float:

@@ -128,9 +128,8 @@ def _decode_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 
 
 def _memory_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    return memory_kernel_s(
-        batch.shape["bytes"], memory_bytes_per_s=chip.memory_bytes_per_s, efficiency=efficiency.memory
-    )
+    rate = chip.memory_bytes_per_s
+    return memory_kernel_s(batch.shape["bytes"], memory_bytes_per_s=rate, efficiency=efficiency.memory)
 
 
 def _experts_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:

@@ -44,11 +44,9 @@ def with_release(board: Board, name: str, rows: Sequence[Prediction]) -> Board:
 
 def write_board(board: Board, path: Path) -> None:
     """Write a board, four digits of each prediction."""
-    cells = (
-        (release, quantity, row_id, f"{value:.4g}")
-        for release, found in board.items()
-        for (quantity, row_id), value in found.items()
-    )
+    cells = [
+        (release, *row, f"{value:.4g}") for release, found in board.items() for row, value in found.items()
+    ]
     write_text(path, csv_text([COLUMNS, *cells]))
 
 

@@ -142,12 +142,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return None if self.mem_gb_per_gpu is None else self.mem_gb_per_gpu * 2**30
 
 
-PROSE = (
-    *("notes", "facts_from", "tier", "derivation", "gpu", "interconnect", "tflops_per_gpu", "mfu"),
-    *("zero_stage_or_fsdp", "recompute", "flash_attention"),
-)
-"""Columns for people, and the source's own words for what other columns state: known, and never read."""
-
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "derived_step_time_s", "mem_gb_per_gpu")
 
 _TYPES = {name: kind for name, kind in get_type_hints(Run, include_extras=True).items() if name != "where"}
@@ -162,12 +156,9 @@ _REQUIRED = tuple(
     if field.required and field.name in _TYPES and field.name not in SHAPE
 )
 
-ITERATIONS, UNPADDED = (read_catalog("iterations.toml")[name] for name in ("facts", "single_nodes"))
-
-_ITERATION_COLUMNS = (
-    *("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers"),
-    *("tp", "dp", "pp", "sequence", "measured_ms"),
-)
+_CATALOG = read_catalog("iterations.toml")
+ITERATIONS, UNPADDED, PROSE = _CATALOG["facts"], _CATALOG["single_nodes"], _CATALOG["prose"]
+_ITERATION_COLUMNS: tuple[str, ...] = tuple(_CATALOG["columns"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,16 +85,14 @@ def _bench(where: str, of: Mapping[str, Any]) -> ServerRecord:
     rate = of.get("request_rate")
     rate = None if rate in (None, "inf") else float(rate)
     prompt, output = (round(of[f"total_{name}_tokens"] / num) for name in ("input", "output"))
-    pairs = tuple(
-        (p, o) for p, o in zip(of.get("input_lens", ()), of.get("output_lens", ()), strict=True) if o
-    )
+    lens = of.get("input_lens", ()), of.get("output_lens", ())
+    pairs = tuple((p, o) for p, o in zip(*lens, strict=True) if o)
     ratio = float(of.get("random_range_ratio") or 1.0) if of.get("dataset_name") == "random" else 1.0
     if not pairs and ratio < 1.0:  # SGLang draws from ratio x the stated to the stated
         prompt, output = (round(2.0 * tokens / (1.0 + ratio)) for tokens in (prompt, output))
     lengths = Lengths(prompt, max(output, 1), 1.0 if pairs else ratio, pairs=pairs)
-    return _checked(
-        where, num, lengths, rate, of.get("max_concurrency"), of["mean_ttft_ms"], of["mean_tpot_ms"]
-    )
+    clients, ttft_ms, tpot_ms = of.get("max_concurrency"), of["mean_ttft_ms"], of["mean_tpot_ms"]
+    return _checked(where, num, lengths, rate, clients, ttft_ms, tpot_ms)
 
 
 def _perf(where: str, of: Mapping[str, Any]) -> ServerRecord:

@@ -31,9 +31,9 @@ COMPLETED = {
 
 def command_options(function: Callable[..., Any]) -> dict[str, Option]:
     """All options of a command by name, with what they mean."""
+    texts = _TEXTS["help"]
     return {
-        name: replace(option, help=option.help or _TEXTS["help"].get(name, ""))
-        for name, option in all_options(function).items()
+        name: replace(of, help=of.help or texts.get(name, "")) for name, of in all_options(function).items()
     }
 
 

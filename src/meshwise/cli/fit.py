@@ -96,9 +96,8 @@ def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]
         typer.echo(f"not written: {'; '.join(found.problems)}", err=True)
     elif write:
         write_text(_catalog("overheads.toml"), found.toml)
-        write_text(
-            _catalog("intervals.toml"), intervals_toml(misses_by_others(runs, found.constants).spreads())
-        )
+        spreads = misses_by_others(runs, found.constants).spreads()
+        write_text(_catalog("intervals.toml"), intervals_toml(spreads))
     return found.to_json()
 
 

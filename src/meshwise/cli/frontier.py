@@ -66,11 +66,8 @@ def layer(
             outer_bytes_per_s=network_bytes_per_s,
             utilization=utilization,
         )
-    document = layer_document(
-        device,
-        LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp, elem_bytes=elem_bytes),
-        batch,
-    )
+    layer = LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp, elem_bytes=elem_bytes)
+    document = layer_document(device, layer, batch)
     _show(document, "layer", json)
 
 

@@ -170,15 +170,13 @@ def calibrate(
     if json:
         print_json(found.to_json() | {"file": str(out)})
         return
-    from meshwise.core.units import duration, with_prefix
-    from meshwise.report.table import Table
+    from meshwise.core.units import with_prefix
+    from meshwise.report.table import Fields, records_table
 
-    rows = [
-        (one.what, one.shape, one.dtype, duration(one.time_s), with_prefix(one.rate, one.unit))
-        for one in found.samples
-    ]
-    columns = ("what", "shape", "dtype", "time", "rate")
-    console().print(Table(found.source, columns, rows, left=columns[:3]))
+    columns: Fields = {"what": "what", "shape": "shape", "dtype": "dtype", "time": "time_s"}
+    columns["rate"] = lambda one: with_prefix(one.rate, one.unit)
+    left = ("what", "shape", "dtype")
+    console().print(records_table(found.source, found.samples, columns, left=left, no_wrap=False))
     print(f"wrote {out}; use it as --cluster {out}")
 
 
@@ -258,9 +256,8 @@ def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> N
         words.add_argument(name, type=int)
     asked = vars(words.parse_args(shlex.split(stated)))
     place = [asked.pop(name) for name in ("model", "cluster", "plan")]
-    found, outcome = api.compare_script(
-        command, api.estimate(*place, **asked), rank=rank, stdout=STDERR if json else None
-    )
+    estimate, stdout = api.estimate(*place, **asked), STDERR if json else None
+    found, outcome = api.compare_script(command, estimate, rank=rank, stdout=stdout)
     if json:
         of = {"program": outcome.program, "ranks": outcome.ranks, "rank": rank}
         print_json(of | found.to_json() | {"peak_bytes": outcome.peak_bytes})

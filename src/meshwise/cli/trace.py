@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -222,9 +223,8 @@ def table(
     rows = {t.rank: operator_totals(t) for t in _some(chosen, f"no trace of rank {rank}; there are {ranks}")}
     joint = joint_operators(rows, sort_by=sort)
     title = f"{sort.upper()} time total"
-    tables = [
-        profile_table(own, f"{title} (rank {one})", sort_by=sort, limit=limit) for one, own in rows.items()
-    ]
+    of_rank = partial(profile_table, sort_by=sort, limit=limit)
+    tables = [of_rank(own, f"{title} (rank {one})") for one, own in rows.items()]
     if len(rows) > 1:
         tables.append(joint_table(joint, f"{title} (all {len(rows)} ranks)", limit=limit))
     document = {str(one): list(map(asdict, own)) for one, own in rows.items()}

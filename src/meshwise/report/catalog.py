@@ -34,12 +34,8 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _chips() -> list[dict[str, Any]]:
-    return [
-        {"name": name}
-        | _plain(chip, _CHIP_FIELDS)
-        | {"levels": [_plain(level, _LEVEL_FIELDS) for level in chip.levels]}
-        for name, chip in chips().items()
-    ]
+    rows = [{"name": name} | _plain(chip, _CHIP_FIELDS) for name, chip in chips().items()]
+    return [row | {"levels": [_plain(level, _LEVEL_FIELDS) for level in row["levels"]]} for row in rows]
 
 
 def _clusters() -> list[dict[str, Any]]:

@@ -30,10 +30,8 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
             metadata("process_sort_index", rank, {"sort_index": rank}),
             metadata("thread_name", rank, {"name": f"pipeline {timeline.schedule}"}),
         ]
-    starts_ns, ends_ns, frees_ns = (
-        np.rint(1e9 * t).astype(np.int64).tolist()
-        for t in (timeline.start_s, timeline.end_s, timeline.end_s + timeline.send_s)
-    )
+    times_s = timeline.start_s, timeline.end_s, timeline.end_s + timeline.send_s
+    starts_ns, ends_ns, frees_ns = (np.rint(1e9 * t).astype(np.int64).tolist() for t in times_s)
     columns = (timeline.rank, timeline.kind, timeline.microbatch, timeline.stage, timeline.chunk)
     actions: list[dict[str, Any]] = []
     for rank, kind, microbatch, stage, chunk, start, end, free in zip(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwise.core.compare import TIME, Comparison, Row
 from meshwise.core.units import duration
@@ -23,23 +23,23 @@ def parts(result: Comparison) -> Iterator[Section]:
         yield f"all {num_counts} numbers agree: {', '.join(instruments)}"
         return
     place = ("module", "op", "phase", "shape", "column")
-    rows = [
-        [getattr(row, name) for name in place]
-        + ["-" if value is None else f"{value:,.10g}" for value in map(row.values.get, instruments)]
-        for row in differing[:_MOST_DIFFERENCES]
-    ]
-    yield Table("Where they differ", (*place, *instruments), rows, left=place)
+    yield _table("Where they differ", differing[:_MOST_DIFFERENCES], place, lambda value: f"{value:,.10g}")
     yield f"{len(differing)} of {num_counts} numbers differ"
 
 
 def times_table(times: Sequence[Row]) -> Table:
     """The longest ops; instruments as columns."""
-    place = ("module", "op", "phase", "shape")
-    longest = sorted(times, key=lambda row: -max(value or 0.0 for value in row.values.values()))
-    rows = [
-        [*(getattr(row, name) for name in place)]
-        + ["-" if value is None else duration(value) for value in row.values.values()]
-        for row in longest[:_MOST_ROWS]
+    longest = sorted(times, key=lambda row: -max(value or 0.0 for value in row.values.values()))[:_MOST_ROWS]
+    title = f"The {len(longest)} longest ops of {len(times)}"
+    return _table(title, longest, ("module", "op", "phase", "shape"), duration)
+
+
+def _table(title: str, rows: Sequence[Row], place: Sequence[str], show: Callable[[float], str]) -> Table:
+    """Where in the program each row is, and what each instrument says."""
+    instruments = list(rows[0].values)
+    cells = [
+        [getattr(row, name) for name in place]
+        + ["-" if (value := row.values.get(one)) is None else show(value) for one in instruments]
+        for row in rows
     ]
-    title = f"The {len(rows)} longest ops of {len(times)}"
-    return Table(title, (*place, *times[0].values), rows, left=place)
+    return Table(title, (*place, *instruments), cells, left=place)

@@ -327,9 +327,8 @@ def _roofline(estimate: Estimate) -> plot.Chart:
         if mine.size:
             hints = [f"{ops['op'][i]}: {duration(ops['time_s'][i])}" for i in mine]
             look: Any = {"color": color, "symbol": symbol, "opacity": 0.75, "texts": hints, "line": ""}
-            marks.append(
-                plot.Series(intensity[mine], reached[mine], phase, size=7 + 30 * np.sqrt(area[mine]), **look)
-            )
+            sizes = 7 + 30 * np.sqrt(area[mine])
+            marks.append(plot.Series(intensity[mine], reached[mine], phase, size=sizes, **look))
     longest: dict[tuple[str, str], int] = {}
     for i in np.argsort(-area, kind="stable"):
         if area[i] >= _NAMED_FRAC:

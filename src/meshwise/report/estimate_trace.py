@@ -34,14 +34,10 @@ def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
     """The events of all pipeline ranks in the Trace Event format."""
     if not estimate.trains:
         raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
-    timeline = play(
-        estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=float(estimate.step.hop_s)
-    )
-    return [
-        *chrome_events(timeline),
-        *_labels(timeline, chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh))),
-        *_once_a_step(estimate, timeline),
-    ]
+    hop_s = float(estimate.step.hop_s)
+    timeline = play(estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=hop_s)
+    held = chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh))
+    return [*chrome_events(timeline), *_labels(timeline, held), *_once_a_step(estimate, timeline)]
 
 
 def _labels(timeline: Timeline, held: list[Stage]) -> Iterator[dict[str, Any]]:

@@ -33,10 +33,8 @@ def step_fit(found: StepFit) -> Iterator[Section]:
     """The fitted overheads and their error on both halves of the rows."""
     rows = [[name, f"{value:.4g}"] for name, value in found.constants.items()]
     yield Table("", ("overheads of steps", "value"), rows)
-    yield (
-        f"mean error {percent(found.fitted_mean_abs_frac)} on the rows that fitted, "
-        f"{percent(found.held_out_mean_abs_frac)} on those held out"
-    )
+    fitted, held_out = map(percent, (found.fitted_mean_abs_frac, found.held_out_mean_abs_frac))
+    yield f"mean error {fitted} on the rows that fitted, {held_out} on those held out"
 
 
 def serving_fit(found: ServingFit) -> Iterator[Section]:

@@ -28,9 +28,9 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
     """The step, its phases, memory and cost, and all candidates of an open layout."""
     step, document = answer.step, answer.to_json()
     of = step.job
-    pools = (
-        f"{of.rollout_gpus} for rollout, {of.train_gpus} for training" if of.is_split else "shared in turn"
-    )
+    pools = "shared in turn"
+    if of.is_split:
+        pools = f"{of.rollout_gpus} for rollout, {of.train_gpus} for training"
     yield f"{of.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}, {of.mode}: GPUs {pools}"
     yield (
         f"training {document['train_plan'] or 'dp'}; {step.pool.num} engine{'s' * (step.pool.num > 1)} of "

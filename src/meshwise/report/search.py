@@ -210,10 +210,8 @@ def _flat(best: Mapping[str, Any]) -> dict[str, Any]:
 
 def _largest_cost(found: Estimate) -> str:
     """What the step spends most on beside the work of its kernels."""
-    name, seconds = max(
-        ((name, seconds) for name, seconds in found.time_s.items() if name not in WORK),
-        key=lambda part: part[1],
-    )
+    costs = {name: seconds for name, seconds in found.time_s.items() if name not in WORK}
+    name, seconds = max(costs.items(), key=lambda part: part[1])
     return f"{name} {seconds / found.step_s:.0%}"
 
 
@@ -312,10 +310,9 @@ def _space(
         marks.append(_plans(name, [point], link, color=shade, **MARKED))
     named = front[:: max(len(front) // 8, 1)]
     texts = [f"{text or 'default plan'}, microbatch {microbatch}" for _, _, text, microbatch in named]
-    marks += [
-        plot.Names([one[0] for one in named], [one[1] for one in named], texts, [plot.INK] * len(named)),
-        plot.Bound(result.capacity_bytes, "y", line="dot"),
-    ]
+    x, y = [one[0] for one in named], [one[1] for one in named]
+    marks.append(plot.Names(x, y, texts, [plot.INK] * len(named)))
+    marks.append(plot.Bound(result.capacity_bytes, "y", line="dot"))
     finding = (
         f"{len(sample):,} plans drawn from {result.plans_considered:,}; those below the dotted line fit "
         f"({with_prefix(result.capacity_bytes, 'B')})."

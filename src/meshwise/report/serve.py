@@ -134,9 +134,8 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
     if answer.serving.model.moe is None:
         silent |= {key: plan[key] for key in ("ep", "etp")}
     shown = {name: value for name, value in plan.items() if value and value != silent.get(name)}
-    keys = ", ".join(
-        f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
-    )
+    known = (f"{value:.4g}" if name == "imbalance" else str(value) for name, value in shown.items())
+    keys = ", ".join(f"{name}={value}" for name, value in zip(shown, known, strict=True))
     yield f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}"
     if answer.num_instances > 1:
         load = "which share the load" if answer.load else "of which this is one"
@@ -421,9 +420,8 @@ def _speeds(choices: Sequence[Choice]) -> tuple[list[float], list[float]]:
 def picture(answer: ServingAnswer) -> Picture:
     """The trade-offs between all layouts of a sizing."""
     assert answer.sizing is not None
-    return Picture(
-        [[_layouts(answer.sizing)]], f"{answer.serving.model.name} on {answer.serving.cluster.name}"
-    )
+    title = f"{answer.serving.model.name} on {answer.serving.cluster.name}"
+    return Picture([[_layouts(answer.sizing)]], title)
 
 
 def _latency(load: LoadResult) -> Chart:

@@ -78,10 +78,8 @@ def picture(study: Study) -> plot.Picture:
     tokens_per_s = [1.0 / values["s_per_token"] for _, values in found]
     if len(set(chips)) == len(chips) > 1:
         ideal = [tokens_per_s[0] * num / chips[0] for num in chips]
-        marks = [
-            plot.Series(chips, ideal, "in proportion to the GPUs", plot.OTHER_COLOR, "dash"),
-            plot.Series(chips, tokens_per_s, "best plan", size=7),
-        ]
+        best = plot.Series(chips, tokens_per_s, "best plan", size=7)
+        marks = [plot.Series(chips, ideal, "in proportion to the GPUs", plot.OTHER_COLOR, "dash"), best]
         axis = plot.ChartAxis("GPUs", log=True, numbers="count", ticks=chips)
         speed = plot.Chart("Speed", marks, axis, plot.ChartAxis("tokens/s", log=True))
     else:

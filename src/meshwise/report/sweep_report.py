@@ -40,9 +40,8 @@ def print_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], console: Console) -
 def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path | None:
     """Draw the results to `path`; None if there is nothing to draw or matplotlib is not installed."""
     done = [row for row in rows if row.status == "done"]
-    values = {
-        name: {row.results[name] for row in done if _is_number(row.results[name])} for name in sweep.results
-    }
+    results = {name: [row.results[name] for row in done] for name in sweep.results}
+    values = {name: set(filter(_is_number, found)) for name, found in results.items()}
     panels = sorted(filter(values.get, values), key=lambda name: len(values[name]) == 1)[:_MAX_PANELS]
     if not panels:
         return None

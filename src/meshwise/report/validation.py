@@ -154,10 +154,8 @@ def mend_table(mends: Sequence[Mend]) -> Table:
 
 def order_text(rows: Sequence[Prediction]) -> str:
     """How much slower than the measured best the plans are that we rank first; "" where none compete."""
-    losses = [
-        order_loss([row.measured or 0.0 for row in group], [row.predicted or 0.0 for row in group])
-        for group in held.competing(rows)
-    ]
+    pairs = ([(row.measured or 0.0, row.predicted or 0.0) for row in group] for group in held.competing(rows))
+    losses = [order_loss(*zip(*group, strict=True)) for group in pairs]
     if not losses:
         return ""
     mean, worst = percent(sum(losses) / len(losses)), percent(max(losses))
@@ -208,9 +206,8 @@ def parts(
 
 def page(validation: Validation) -> Page:
     """The error of every row, and of each quantity in short."""
-    errors = error_table(
-        "quantity", [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
-    )
+    of_quantities = [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
+    errors = error_table("quantity", of_quantities)
     rows = errors.rows
     sections: list[Section] = [replace(errors, title="Errors")]
     sections += [_quantity_chart(quantity, validation.of(quantity)) for quantity in validation.quantities]
@@ -264,11 +261,8 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> Chart:
 
 def picture(validation: Validation) -> Picture:
     """A chart for each quantity that has predictions, two in a row; DataError where there is none."""
-    charts = [
-        _quantity_chart(quantity, validation.of(quantity))
-        for quantity in validation.quantities
-        if any(row.expressed for row in validation.of(quantity))
-    ]
+    rows_of = {quantity: validation.of(quantity) for quantity in validation.quantities}
+    charts = [_quantity_chart(of, rows) for of, rows in rows_of.items() if any(row.expressed for row in rows)]
     if not charts:
         raise DataError("no row was expressed, so there is nothing to draw")
     return Picture([charts[i : i + 2] for i in range(0, len(charts), 2)])

@@ -124,9 +124,8 @@ class RlJob:
             self.model, cluster, self.rollout_plan, prompt=rollouts.prompt, engine_s=host_s,
             output=rollouts.longest - rollouts.prompt, memory_frac=self.memory_frac, engine=engine,
         )  # fmt: skip
-        return rollout_pool(
-            one, self.rollout_gpus // self.engine_gpus, engine, rollouts, max(self.staleness, 1)
-        )
+        num = self.rollout_gpus // self.engine_gpus
+        return rollout_pool(one, num, engine, rollouts, max(self.staleness, 1))
 
 
 def job(

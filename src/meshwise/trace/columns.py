@@ -39,11 +39,8 @@ _ABOUT, _REASONS = "meshwise.trace", "meshwise.reasons"
 _MEMORY = tuple(field.name for field in fields(MemoryEvents))
 
 
-_TOLD = {
-    name: kind
-    for name, kind in get_type_hints(Trace).items()
-    if name not in (*COLUMNS, "label_kind", "memory", "selected")
-}
+_BUILT = (*COLUMNS, "label_kind", "memory", "selected")
+_TOLD = {name: kind for name, kind in get_type_hints(Trace).items() if name not in _BUILT}
 """What of a trace is no column."""
 _About = msgspec.defstruct("_About", [*_TOLD.items(), ("ranks", list[tuple[int, ...] | None])])
 """It, and the `ranks` that communications name: places in a list of them."""
@@ -132,12 +129,9 @@ def read_columns(path: Path) -> Trace:
     none = dict.fromkeys(_MEMORY, np.zeros(0, np.int64))
     held = _arrays(pl.read_parquet(memory)) if memory.exists() else none
     told = {name: getattr(about, name) for name in _TOLD} | {"communications": communications}
-    return Trace(
-        label_kind=np.array(kinds, dtype=np.int8),
-        memory=MemoryEvents(**held),
-        **told,
-        **_arrays(pl.read_parquet(path, columns=list(COLUMNS))),
-    )
+    columns = _arrays(pl.read_parquet(path, columns=list(COLUMNS)))
+    label_kind = np.array(kinds, dtype=np.int8)
+    return Trace(label_kind=label_kind, memory=MemoryEvents(**held), **told, **columns)
 
 
 def _arrays(frame: polars.DataFrame) -> dict[str, Any]:

@@ -196,9 +196,7 @@ def _unpacked(file: BinaryIO, notes: Notes) -> Iterator[bytes]:
             yield piece
             unpacked += len(piece)
             if unpacked > most:
-                notes.others.append(
-                    f"it unpacks to more than {_MOST_RATIO} times its size; the rest is left out"
-                )
+                notes.others.append(f"it unpacks to more than {_MOST_RATIO} times its size; the rest is left")
                 return
             packed = engine.unconsumed_tail or engine.unused_data
             if engine.eof and packed:

@@ -131,9 +131,8 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     measured = _measured(summary)
     expected = _predicted(estimate.ledger) if estimate is not None and is_predicted else []
     seconds, expected_seconds = (_sums((one.of, one.seconds) for one in of) for of in (measured, expected))
-    pairs = (
-        (of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in {**seconds, **expected_seconds}
-    )
+    of_both = {**seconds, **expected_seconds}
+    pairs = ((of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in of_both)
     classes = _sorted(
         OpDifference("", of, "step", there if is_predicted else None, here)
         for of, there, here in pairs
@@ -172,10 +171,8 @@ def _joined(measured: Sequence[_StepWork], expected: Sequence[_StepWork]) -> lis
     """Rows of the ops that both sides have, and one of each class for what either side has alone."""
     rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for level in range(_NUM_LOOKS):
-        here, there = (
-            _sums((one.looks[level], one.seconds) for one in side if one.seconds)
-            for side in (measured, expected)
-        )
+        spent = ([(one.looks[level], one.seconds) for one in side] for side in (measured, expected))
+        here, there = map(_sums, spent)
         both = {look for look in here.keys() & there.keys() if len(look) > 1}
         for one in expected:
             if (look := one.looks[level]) in both:
@@ -309,9 +306,8 @@ def _spent(
     wire = wire if whole_s else {_looks("transfer"): 1.0}
     spent = [(looks, parts["transfer"] * one / (whole_s or 1.0)) for looks, one in wire.items()]
     others = {"waiting": "wait", "copies": "memory", "idle": "idle"}
-    return _sums(
-        [*spent, *((_looks(name), parts[part]) for name, part in others.items()), *_kernels(inside).items()]
-    )
+    beside = [(_looks(name), parts[part]) for name, part in others.items()]
+    return _sums([*spent, *beside, *_kernels(inside).items()])
 
 
 def _kernels(trace: Trace) -> dict[Looks, float]:

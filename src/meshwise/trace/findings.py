@@ -281,10 +281,7 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
     for groups in speeds.values():
         if len(groups) < 2:
             continue
-        speeds_of = (
-            (group, [one.sent_bytes_per_s or 0.0 for one in calls]) for group, calls in groups.items()
-        )
-        speed_of = {group: float(np.median(of)) for group, of in speeds_of}
+        speed_of = {group: _speed(calls) for group, calls in groups.items()}
         usual = float(np.quantile(list(speed_of.values()), 0.5, method="higher"))
         least = _SLOW_LINK if len(groups) > 2 else _SLOW_LINK_OF_TWO
         for group, speed in speed_of.items():
@@ -307,6 +304,11 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
             kind = _UNCERTAIN_LINK if unseen else "slow link"
             findings.append(job.finding(kind, text, cost, sorted(one.wait_s), group))
     return findings
+
+
+def _speed(calls: Sequence[Collective]) -> float:
+    """Bytes a second that the median call sends."""
+    return float(np.median([one.sent_bytes_per_s or 0.0 for one in calls]))
 
 
 def _hosts(facts: Sequence[RankFacts], ranks: Iterable[int]) -> dict[int, str]:

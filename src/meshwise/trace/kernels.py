@@ -56,9 +56,8 @@ def kernel_runs(trace: Trace) -> list[KernelRuns]:
     for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
         name, of = trace.labels[label][1], Kind(kind[runs[0]]).name.lower()
         lengths = spent[runs]
-        found.append(
-            KernelRuns(name, of, len(runs), int(lengths.sum()), int(lengths.min()), int(lengths.max()))
-        )
+        ends = int(lengths.min()), int(lengths.max())
+        found.append(KernelRuns(name, of, len(runs), int(lengths.sum()), *ends))
     return found
 
 

@@ -59,10 +59,9 @@ def write_merged(
         beside: Further events in the format of the file (a predicted timeline).
     """
     done = Counter[str]()
+    least_ns = _least_ns(summary.traces, max_slices)
     events = itertools.chain(
-        _of_ranks(summary, _least_ns(summary.traces, max_slices), done),
-        _collective_lanes(summary.collectives),
-        beside,
+        _of_ranks(summary, least_ns, done), _collective_lanes(summary.collectives), beside
     )
     with whole_file(path) as file, ExitStack() as opened:
         out: Any = file

@@ -72,11 +72,10 @@ def outliers(
     span_s = max(sum(one.seconds.values()) for one in partitions)
     place = {one.rank: i for i, one in enumerate(partitions)}
     groups = groupings(hosts, found)
-    rows = [
-        row
-        for part in PARTS
-        for row in _of_part(part, np.array([one.seconds[part] for one in partitions]), place, groups, span_s)
-    ]
+    rows = list[Outlier]()
+    for part in PARTS:
+        seconds = np.array([one.seconds[part] for one in partitions])
+        rows += _of_part(part, seconds, place, groups, span_s)
     return sorted(rows, key=lambda row: -abs(row.excess_s))
 
 

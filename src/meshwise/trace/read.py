@@ -66,9 +66,8 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[Traces, list[FileProblem]]
     time, if polars is installed.
     """
     captures = captures_in(paths)
-    size_bytes = sum(
-        path.stat().st_size * (10 if path.suffix == ".gz" else 1) for one in captures for path in one
-    )
+    sizes = ((path.stat().st_size, path.suffix) for one in captures for path in one)
+    size_bytes = sum(size * (10 if suffix == ".gz" else 1) for size, suffix in sizes)
     if (size_bytes >= KEPT_BYTES or is_on_cluster()) and importlib.util.find_spec("polars"):
         return kept_traces(captures)
     found = [read_trace(*files) for files in captures]

@@ -56,12 +56,9 @@ def _operator_rows(trace: Trace) -> Iterator[dict[str, Any]]:
     engine = trace.named(lambda name: name.startswith(_BACKWARD))
     backward = nearest(parent, engine) >= 0
     inside = around >= 0
-    columns = (
-        np.where(inside, section[around], 0),
-        trace.label[events],
-        inside & backward[around],
-        np.where(is_device, -1, trace.shape)[events],
-    )
+    first_shape = np.where(is_device, -1, trace.shape)[events]
+    sections = np.where(inside, section[around], 0)
+    columns = sections, trace.label[events], inside & backward[around], first_shape
     first, alike = distinct_columns(np.stack(columns).astype(np.float64))
     spent = np.where(is_device, trace.duration_ns, self_time(trace))[events]
     count, total_ns = np.bincount(alike), np.bincount(alike, weights=spent)

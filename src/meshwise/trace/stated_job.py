@@ -71,9 +71,8 @@ def _phase(traces: Iterable[Trace], stated: Estimate) -> Iterator[str]:
 
 def _model(summary: Summary, stated: Estimate) -> Iterator[str]:
     """Less than half of the FLOP of recorded matmuls is of weights of the stated model."""
-    seen = [
-        (_sizes(one.shape), one.count * one.flop) for one in op_rates(summary.traces) if one.kind == "matmul"
-    ]
+    matmuls = [one for one in op_rates(summary.traces) if one.kind == "matmul"]
+    seen = [(_sizes(one.shape), one.count * one.flop) for one in matmuls]
     forward = stated.ledger.where(phase="forward")
     ops = [sizes for row in forward.rows() if len(sizes := _sizes(row["shape"])) == 4]
     weights = {frozenset(sizes[2:]) for sizes in ops}

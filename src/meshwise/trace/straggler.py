@@ -210,11 +210,8 @@ def _persistent(view: _Waiting) -> LateRanks | None:
     i = int(relief.argmax())
     steps, ranks = margin.shape
     num_last, median = int((margin[:, i] > 0).sum()), float(np.median(margin[:, i]))
-    is_rare = (
-        steps >= _RARE_STEPS
-        and ranks * _tail(num_last, steps, 1 / ranks) <= _CHANCE
-        and median >= _STEP_FRAC * view.step_s
-    )
+    is_rare = steps >= _RARE_STEPS and ranks * _tail(num_last, steps, 1 / ranks) <= _CHANCE
+    is_rare &= median >= _STEP_FRAC * view.step_s
     has_most = relief[i] >= max(_RELIEF_FRAC * relief.sum(), _STEP_FRAC * view.span_s)
     least_frac, median_frac = next(limits for from_steps, *limits in _ALWAYS if steps >= from_steps)
     is_clear = margin[:, i].min() >= least_frac * view.step_s and median >= median_frac * view.step_s

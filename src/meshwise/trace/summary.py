@@ -103,10 +103,8 @@ class Summary(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
-        document = {
-            name: msgspec.to_builtins(getattr(self, name))
-            for name in ("findings", "ranks", "kernels", "stragglers", "steps", "outliers", "problems")
-        }
+        names = ("findings", "ranks", "kernels", "stragglers", "steps", "outliers", "problems")
+        document = {name: msgspec.to_builtins(getattr(self, name)) for name in names}
         for rank, parts in zip(document["ranks"], self.partitions, strict=True):
             rank["busy_frac"] = rank["busy_s"] / rank["span_s"] if rank["span_s"] else None
             rank["exposed_transfer_s"] = parts.seconds["transfer"]

@@ -159,9 +159,8 @@ async def _drop(request: Request) -> Response:
 async def _receive(request: Request) -> Response:
     """A file of that folder."""
     try:
-        await request.app.state.server.drop.receive(
-            request.path_params["name"], request.path_params["file"], _timed(request.stream())
-        )
+        name, file = request.path_params["name"], request.path_params["file"]
+        await request.app.state.server.drop.receive(name, file, _timed(request.stream()))
     except (TimeoutError, ClientDisconnect):
         return _GONE
     except DataError as error:

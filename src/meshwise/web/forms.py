@@ -33,9 +33,8 @@ def form_html(view: str, options: dict[str, Option]) -> str:
         if view == "explore" and option.name == "plan":
             for key in KEYS:
                 title = "Plan" if key in _FORMS["first_keys"] else "More of the plan"
-                groups.setdefault(title, []).append(
-                    _field(f"{view}-{key}", key, KEYS[key].doc, _key_control(key))
-                )
+                field = _field(f"{view}-{key}", key, KEYS[key].doc, _key_control(key))
+                groups.setdefault(title, []).append(field)
             continue
         is_first = option.name in _FORMS["first"].get(view, (option.name,))
         title = "Your own model or machine" if option.name in PASTED else first if is_first else "More"
@@ -125,7 +124,5 @@ def _key_control(key: str) -> str:
 
 def _options(values: Sequence[str], chosen: str | None = None) -> str:
     chosen_is = {chosen: " selected"}
-    return "".join(
-        f'<option value="{escape(name)}"{chosen_is.get(name, "")}>{escape(name or "none")}</option>'
-        for name in values
-    )
+    texts = ((escape(name), escape(name or "none"), chosen_is.get(name, "")) for name in values)
+    return "".join(f'<option value="{name}"{chosen}>{shown}</option>' for name, shown, chosen in texts)

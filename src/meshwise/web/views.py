@@ -100,9 +100,8 @@ def options(view: str) -> dict[str, Option]:
     found = all_options(VIEWS[view])
     if view == "frontier":
         found |= {name: Option(name, Literal[known], known[0], "") for name, known in OPTIONS.items()}
-    return {
-        name: option for name, option in found.items() if Path not in (option.kind, *get_args(option.kind))
-    }
+    is_path = {name for name, of in found.items() if Path in (of.kind, *get_args(of.kind))}
+    return {name: option for name, option in found.items() if name not in is_path}
 
 
 def _asked(view: str, state: State) -> dict[str, Any]:
@@ -195,12 +194,11 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
     degrees: Sequence[str] = _divisors(cluster.num_chips)
     offered = dict.fromkeys(DEGREES, degrees) | COUNTS
     offered |= {key: field.names for key, field in KEYS.items() if field.names}
-    return {
-        "options": {
-            key: [(text, api.refusal(plan=stated | {key: text}, **job)) for text in texts]
-            for key, texts in offered.items()
-        }
+    found = {
+        key: [(text, api.refusal(plan=stated | {key: text}, **job)) for text in texts]
+        for key, texts in offered.items()
     }
+    return {"options": found}
 
 
 def _divisors(number: int) -> list[str]:
