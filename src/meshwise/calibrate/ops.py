@@ -98,18 +98,11 @@ def _gemm_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 def _attention_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shared = _columns(batch, "batch", "heads", "kv_heads", "qk_dim", "v_dim") | _rates(chip)
     seq, causal, passes = (batch.shape[name] for name in ("seq", "causal", "passes"))
+    shared |= {"seq_q": seq, "seq_k": seq, "num_cores": float(chip.num_cores)}
 
     def kernel_s(backward: bool) -> Num:
         masked_s, whole_s = (
-            attention_s(
-                **shared,
-                seq_q=seq,
-                seq_k=seq,
-                causal=masked,
-                backward=backward,
-                num_cores=float(chip.num_cores),
-                efficiency=efficiency.attention,
-            )
+            attention_s(**shared, causal=masked, backward=backward, efficiency=efficiency.attention)
             for masked in (True, False)
         )
         return np.where(causal > 0, masked_s, whole_s)

@@ -17,14 +17,10 @@ _TEXTS = read_catalog("options.toml")
 
 COMPLETED = {
     **dict.fromkeys(("plan", "beside", "prefill_plan", "rollout_plan", "train_plan"), plans),
-    "card": machines,
-    "chip": machines,
-    "cluster": clusters,
-    "draft_model": models,
-    "model": models,
-    "methods": methods,
-    "prefill_cluster": clusters,
-    "to": frameworks,
+    **dict.fromkeys(("card", "chip"), machines),
+    **dict.fromkeys(("cluster", "prefill_cluster"), clusters),
+    **dict.fromkeys(("model", "draft_model"), models),
+    **{"methods": methods, "to": frameworks},
 }
 """What a shell completes beside verbs and options."""
 

@@ -45,27 +45,19 @@ def layer(
     """
     from meshwise.published.frontier import Device, LinearLayer, find_device, layer_document
 
-    rates = {
-        "--flop-per-s-8bit": flop_per_s_8bit,
-        "--memory-bytes-per-s": memory_bytes_per_s,
-        "--network-bytes-per-s": network_bytes_per_s,
-    }
+    rates = {"flop_per_s_8bit": flop_per_s_8bit, "memory_bytes_per_s": memory_bytes_per_s}
+    rates["network_bytes_per_s"] = network_bytes_per_s
+    stated = {name: value for name, value in rates.items() if value is not None}
     if chip is not None:
-        for option, value in rates.items():
-            if value is not None:
-                raise WorkloadError(f"--chip {chip} has its own rates; leave {option} out")
+        for name in stated:
+            raise WorkloadError(f"--chip {chip} has its own rates; leave --{name.replace('_', '-')} out")
         device = find_device(chip, utilization=utilization)
-    elif flop_per_s_8bit is None or memory_bytes_per_s is None or network_bytes_per_s is None:
+    elif len(stated) < len(rates):
         raise WorkloadError("give --chip, or --flop-per-s-8bit, --memory-bytes-per-s, --network-bytes-per-s")
     else:
-        device = Device(
-            name="given",
-            flop_per_s_8bit=flop_per_s_8bit,
-            memory_bytes_per_s=memory_bytes_per_s,
-            inner_bytes_per_s=network_bytes_per_s,
-            outer_bytes_per_s=network_bytes_per_s,
-            utilization=utilization,
-        )
+        network = stated.pop("network_bytes_per_s")
+        links = {"inner_bytes_per_s": network, "outer_bytes_per_s": network}
+        device = Device(name="given", utilization=utilization, **stated, **links)
     layer = LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp, elem_bytes=elem_bytes)
     document = layer_document(device, layer, batch)
     _show(document, "layer", json)

@@ -110,12 +110,14 @@ def picture(estimate: Estimate, run: Mapping[str, Any] | None = None) -> plot.Pi
 
 def headline(estimate: Estimate) -> str:
     """The answer in one sentence."""
-    total, capacity = estimate.memory_bytes["total"], estimate.cluster.chip.memory_bytes
+    step = f"{duration(estimate.step_s)} a step ({between(estimate.step_s_interval)})"
+    return f"{step}, {_memory_text(estimate)}"
+
+
+def _memory_text(estimate: Estimate) -> str:
+    capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
-    return (
-        f"{duration(estimate.step_s)} a step ({between(estimate.step_s_interval)}), "
-        f"{with_prefix(total, 'B')} of {with_prefix(capacity, 'B')}: {verdict}"
-    )
+    return f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"
 
 
 def figures(estimate: Estimate) -> list[tuple[str, str]]:
@@ -124,8 +126,6 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
     degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
     if estimate.model.moe:
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
-    verdict = "fits" if estimate.fits else "DOES NOT FIT"
-    capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
     rates = estimate.tokens_per_s, estimate.tokens_per_s / chips
     rate, per_gpu = (with_prefix(value, "") for value in rates)
     lines = [
@@ -134,7 +134,7 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
         ("tokens/s", f"{rate} ({per_gpu} per GPU)"),
         ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + f" per {unit_of_work(estimate)}"),
-        ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
+        ("memory", _memory_text(estimate)),
     ]
     if watts := estimate.power_watts:
         chip, node = (with_prefix(value, "W", 3) for value in (watts["chip"], watts["node"]))

@@ -18,24 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MODULES = {
-    "CaseCheck": "cases",
-    "CardFit": "card",
-    "CollectiveTimes": "collective",
-    "Comparison": "compare",
-    "Estimate": "estimate",
-    "Explanation": "explain",
-    "Frontier": "frontier",
-    "Launch": "launch",
-    "Outcome": "outcome",
-    "PublishedStep": "published",
-    "Result": "search",
-    "RlAnswer": "rl",
-    "RlExplanation": "rl_log",
-    "ScriptOutcome": "script",
-    "ServingAnswer": "serve",
-    "Study": "study",
-    "Summary": "trace",
-    "Validation": "validation",
+    **{"CaseCheck": "cases", "CardFit": "card", "CollectiveTimes": "collective", "Comparison": "compare"},
+    **{"Estimate": "estimate", "Explanation": "explain", "Frontier": "frontier", "Launch": "launch"},
+    **{"Outcome": "outcome", "PublishedStep": "published", "Result": "search", "RlAnswer": "rl"},
+    **{"RlExplanation": "rl_log", "ScriptOutcome": "script", "ServingAnswer": "serve", "Study": "study"},
+    **{"Summary": "trace", "Validation": "validation"},
 }
 """The module of this folder that states what is shown of a result, by its class."""
 _WIDTH = 120

@@ -35,13 +35,9 @@ def _aspect(name: str) -> Callable[[Prediction], str]:
 
 
 GROUPS: dict[str, Callable[[Prediction], str]] = {
-    "kind": _aspect("kind"),
-    "scale": _aspect("scale"),
+    **{name: _aspect(name) for name in ("kind", "scale")},
     "chip": lambda row: row.chip or "unknown",
-    "framework": _aspect("framework"),
-    "engine": _aspect("engine"),
-    "model": _aspect("model"),
-    "cache": _aspect("cache"),
+    **{name: _aspect(name) for name in ("framework", "engine", "model", "cache")},
     "source": lambda row: publication(row.source),
     "half": lambda row: ("held-out half" if is_held_out(row.id) else "fitted half") if row.group else "",
 }

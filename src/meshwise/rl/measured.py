@@ -46,13 +46,8 @@ def measured(row: Mapping[str, str]) -> dict[str, float]:
 def predicted(step: RlStep) -> dict[str, float]:
     """What a row measures of a step. On shared GPUs optimizer states leave within the sync."""
     phases = step.phases_s
-    return {
-        "step_s": sum(phases.values()),
-        "generation_s": phases["generation"],
-        "scoring_s": phases["scoring"],
-        "train_s": phases["train"],
-        "sync_s": phases["sync"] + phases["switch"] / 2.0,
-    }
+    same = {f"{name}_s": phases[name] for name in ("generation", "scoring", "train")}
+    return same | {"step_s": sum(phases.values()), "sync_s": phases["sync"] + phases["switch"] / 2.0}
 
 
 def framework_of(row: Mapping[str, str], without: str = "") -> RlFramework:

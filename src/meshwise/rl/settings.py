@@ -71,23 +71,20 @@ def facts_of(job: RlJob, algorithm: str) -> Facts:
     """What a job is, in plain names."""
     rollouts, plan, engine = job.rollouts, job.train_plan, job.rollout_plan
     overlapped, trainer = job.mode in OVERLAPPED, "megatron" if plan.implementation == "megatron" else "fsdp2"
-    facts: Facts = {
-        name: getattr(rollouts, name) for name in ("prompts", "samples", "prompt", "max_output", "turns")
-    }
-    facts |= {
-        name: getattr(job, name) for name in ("pack_length", "score_tokens", "memory_frac", "in_flight")
-    }
-    facts |= {name: getattr(plan, name) for name in ("tp", "pp", "cp")}
+    facts: Facts = {}
+    for of, names in (
+        (rollouts, ("prompts", "samples", "prompt", "max_output", "turns", "longest")),
+        (job, ("pack_length", "score_tokens", "memory_frac", "in_flight", "staleness")),
+        (plan, ("tp", "pp", "cp")),
+    ):
+        facts |= {name: getattr(of, name) for name in names}
+    facts |= {f"rollout_{axis}": getattr(engine, axis) for axis in ("tp", "pp", "ep")}
     facts |= {
         "ep": plan.ep if job.model.moe else None,
         "etp": (plan.tp if plan.etp is None else plan.etp) if job.model.moe else None,
-        "longest": rollouts.longest,
         "has_turns": rollouts.turns > 1,
         "estimator": ESTIMATORS[algorithm],
         "engine": (job.engine or job.framework.engine).partition(",")[0],
-        "rollout_tp": engine.tp,
-        "rollout_pp": engine.pp,
-        "rollout_ep": engine.ep,
         "rollout_dp": job.engine_gpus // (engine.tp * engine.pp),
         "trainer": trainer,
         "is_megatron": trainer == "megatron",
@@ -105,7 +102,6 @@ def facts_of(job: RlJob, algorithm: str) -> Facts:
         "is_colocated": not job.is_split,
         "is_offloaded": not job.is_split,
         "is_overlapped": overlapped,
-        "staleness": job.staleness,
     }
     node = min(job.cluster.chips_per_host, job.cluster.num_chips)
     pools = {"": job.cluster.num_chips, "train_": job.train_gpus, "rollout_": job.rollout_gpus}

@@ -132,19 +132,16 @@ def split(rank: int, device: str, spans: Mapping[Kind, Spans]) -> Breakdown:
     both = joined(*(spans[kind] for kind in DEVICE_KINDS))
     span, busy = (int(both[1][-1] - both[0][0]) if len(both[0]) else 0), length(both)
     hidden, total = length(intersection(compute, communication)), length(communication)
-    return Breakdown(
-        rank=rank,
-        device=device,
-        span_s=span / 1e9,
-        compute_s=length(compute) / 1e9,
-        communication_s=total / 1e9,
-        memory_s=length(spans[Kind.MEMORY]) / 1e9,
-        busy_s=busy / 1e9,
-        idle_s=(span - busy) / 1e9,
-        non_compute_s=(busy - length(compute)) / 1e9,
-        exposed_communication_s=(total - hidden) / 1e9,
-        overlap_frac=hidden / total if total else None,
-    )
+    ns = {
+        "span": span,
+        "compute": length(compute),
+        "communication": total,
+        "memory": length(spans[Kind.MEMORY]),
+    }
+    ns |= {"busy": busy, "idle": span - busy, "non_compute": busy - length(compute)}
+    ns |= {"exposed_communication": total - hidden}
+    seconds = {f"{name}_s": one / 1e9 for name, one in ns.items()}
+    return Breakdown(rank, device, overlap_frac=hidden / total if total else None, **seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,16 +78,12 @@ def _peak(trace: Trace, rows: Ints, device: int) -> MemoryPeak:
     now = enclosing(trace, memory.track[at : at + 1], memory.time_ns[at : at + 1])
     total, reserved = float(memory.total_bytes[at]), float(memory.reserved_bytes[at])
     known = float(memory.delta_bytes[rows[: peak + 1]].sum())
-    return MemoryPeak(
-        trace.rank,
-        "host" if device < 0 else f"device {device}",
-        total,
-        reserved if reserved > 0 else None,
-        (int(memory.time_ns[at]) - int(trace.start_ns[0])) / 1e9,
-        _owner(trace, int(now[0])),
-        max(total - known, 0.0),
-        sorted(holders, key=lambda one: (-one.bytes, one.name)),
-    )
+    device_name = "host" if device < 0 else f"device {device}"
+    time_s = (int(memory.time_ns[at]) - int(trace.start_ns[0])) / 1e9
+    operator, before = _owner(trace, int(now[0])), max(total - known, 0.0)
+    holders.sort(key=lambda one: (-one.bytes, one.name))
+    figures = total, reserved if reserved > 0 else None, time_s, operator, before
+    return MemoryPeak(trace.rank, device_name, *figures, holders)
 
 
 def _owner(trace: Trace, event: int) -> str:
