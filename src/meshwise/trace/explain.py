@@ -171,16 +171,15 @@ def _joined(measured: Sequence[_StepWork], expected: Sequence[_StepWork]) -> lis
     """Rows of the ops that both sides have, and one of each class for what either side has alone."""
     rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for level in range(_NUM_LOOKS):
-        spent = ([(one.looks[level], one.seconds) for one in side] for side in (measured, expected))
-        here, there = map(_sums, spent)
+        here = _sums((one.looks[level], one.seconds) for one in measured if one.seconds)
+        there = _sums((one.looks[level], one.seconds) for one in expected if one.seconds)
         both = {look for look in here.keys() & there.keys() if len(look) > 1}
         for one in expected:
             if (look := one.looks[level]) in both:
                 rows[one.place][0] += one.seconds
                 rows[one.place][1] += here[look] * one.seconds / there[look]
-        measured, expected = (
-            [one for one in side if one.looks[level] not in both] for side in (measured, expected)
-        )
+        measured = [one for one in measured if one.looks[level] not in both]
+        expected = [one for one in expected if one.looks[level] not in both]
     for i, side in enumerate((expected, measured)):
         for one in side:
             rows["", one.of, "step"][i] += one.seconds
