@@ -100,8 +100,8 @@ def cluster_of(run: Run) -> Cluster:
     domain = run.scale_up_ranks or run.gpus_per_node
     levels = _levels(chip, domain, run.network, run.network_gbit_per_s_per_gpu)
     if run.network == "none" and run.gpus > levels[0].ranks:
-        domain = f"the {levels[0].ranks:.0f} of one domain"
-        raise ClusterError(f"network is none, but {run.gpus} GPUs are more than {domain}; name the network")
+        whole = f"the {levels[0].ranks:.0f} of one domain"
+        raise ClusterError(f"network is none, but {run.gpus} GPUs are more than {whole}; name the network")
     return Cluster(name=run.chip, chip=chip, num_chips=run.gpus, levels=levels)
 
 
