@@ -7,19 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.core.errors import PlanError
+from figures import figures_script
 from meshwise.cost.schedule import (
     SCHEDULES,
     bubble_s,
-    check,
     in_flight_microbatches,
-    published_bubble_s,
-    schedule_index,
-    valid,
 )
 
 times = st.floats(0.1, 10.0)
-fields = {name: schedule_index(name) for name in SCHEDULES}
+fields = {name: index for index, name in enumerate(SCHEDULES)}
+published_bubble_s = figures_script("pipeline").published_bubble_s
 
 
 def bubble(name: str, pp: int, m: int, v: int = 1, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> float:
@@ -62,20 +59,9 @@ def test_published_activations_in_flight(name: str, pp: int, m: int, v: int, pea
 def test_published_form_is_exact_where_its_assumption_holds(pp: int, k: int, f: float) -> None:
     """F = B = W. ZB-V apart: its zero does not count the wait of the last rank for its first input."""
     pp += pp % 2
-    for name, index in fields.items():
+    for name in SCHEDULES:
         v = {"interleaved": k, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
         start_s = (pp - 1) * f / 2 if name == "zb-v" else 0.0
         assert bubble(name, pp, k * pp, v, f, f, f) == pytest.approx(
-            float(published_bubble_s(index, pp, v, f, f, f)) + start_s, rel=1e-12
+            published_bubble_s(name, pp, v, f) + start_s, rel=1e-12
         )
-
-
-@given(name=st.sampled_from(SCHEDULES), pp=st.integers(0, 9), m=st.integers(0, 40), v=st.integers(0, 4))
-def test_check_raises_exactly_where_valid_says_no(name: str, pp: int, m: int, v: int) -> None:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        runs = bool(valid(fields[name], pp, m, v)) and v > 0
-    if runs:
-        check(name, pp, m, v)
-    else:
-        with pytest.raises(PlanError):
-            check(name, pp, m, v)

@@ -10,7 +10,7 @@ The phase is as long as the longest chain of actions that wait for each other. W
 equal a schedule has only a handful of candidates for that chain, each of them linear in the times
 and in the number of ranks to fill, so a bubble is the maximum of a few plain sums. These are the
 bubbles of the *orders* that `meshwise.cost.simulate` plays, and the two agree exactly. The
-papers print the one candidate that wins when F = B = W, which is `published_bubble_s`.
+papers print the one candidate that wins when F = B = W (docs/pipeline.md).
 
 `p2p_s` is the time of one hop between neighbours, running beside the computation: it delays whoever
 waits for the data. 1F1B and DualPipe wait for it in every round, the others while they fill and drain.
@@ -30,49 +30,17 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """The schedules by name; a schedule's index is its place in this tuple."""
 
-_INTERLEAVED, _ZB_V, _DUALPIPE, _DUALPIPE_V = (
-    SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe", "dualpipe-v")
-)
-
-# The published bubble is (pp_coef pp - 1) (f_coef F + b_coef B + w_coef W), per chunk when interleaved.
-# F&B, the pair that DualPipe overlaps, is taken as F + B + W here: hidden communication is no work.
-#                  gpipe 1f1b inter zb-h1 zb-v dualpipe dualpipe-v
-_PP_COEF = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0])
-_F_COEF = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.5])
-_B_COEF = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 2.0, 1.0])
-_W_COEF = np.array([1.0, 1.0, 1.0, -1.0, 0.0, -1.0, -0.5])
 _WEIGHT_COPIES = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0])
-
-
-def schedule_index(name: str) -> int:
-    """The index of a schedule. Raises PlanError for a name that is not in `SCHEDULES`."""
-    try:
-        return SCHEDULES.index(name)
-    except ValueError:
-        raise PlanError(f"unknown pipeline schedule {name!r}; use one of {', '.join(SCHEDULES)}") from None
 
 
 def weight_copies(schedule: Num) -> Num:
     """How many stages' weights a rank holds: 2 for DualPipe, which runs the model in both directions."""
     return _WEIGHT_COPIES[np.asarray(schedule, dtype=np.intp)]
-
-
-def published_bubble_s(schedule: Num, pp: Num, v: Num, f_s: Num, b_s: Num, w_s: Num) -> Num:
-    """The bubble [s] as the papers print it, each for F = B = W and free communication.
-
-    ZB-V's zero counts every rank from its own first action to its own last: the ranks start and
-    end one after the other, which costs nothing only if the optimizer step does not wait for all
-    of them. `bubble_s` does wait.
-    """
-    index = np.asarray(schedule, dtype=np.intp)
-    wait_s = _F_COEF[index] * f_s + _B_COEF[index] * b_s + _W_COEF[index] * w_s
-    return (_PP_COEF[index] * pp - 1) * wait_s / np.where(index == _INTERLEAVED, v, 1)
 
 
 def bubble_s(
@@ -103,20 +71,9 @@ def in_flight_microbatches(schedule: Num, pp: Num, m: Num, v: Num, stage: Num) -
 
 
 def valid(schedule: Num, pp: Num, m: Num, v: Num) -> NDArray[np.bool_]:
-    """Whether a schedule can run with these sizes: a boolean mask over a grid of plans, as `check`."""
+    """Whether a schedule can run with these sizes: a boolean mask over a grid of plans (`NEEDS`)."""
     sizes_are_positive = (np.asarray(pp) >= 1) & (np.asarray(m) >= 1)
     return np.logical_and(sizes_are_positive, _choose(schedule, _VALID, (pp, m, v)))
-
-
-def check(schedule: str, pp: int, m: int, v: int) -> None:
-    """Raise PlanError, one sentence that says what to change, where `valid` says no."""
-    index = schedule_index(schedule)
-    if min(pp, m, v) < 1:
-        raise PlanError(f"pp={pp}, vpp={v} and {m} microbatches make no pipeline; each must be at least 1")
-    if not valid(index, pp, m, v):
-        raise PlanError(
-            f"schedule={schedule} cannot run pp={pp}, vpp={v} and {m} microbatches; it needs {NEEDS[index]}"
-        )
 
 
 def _choose(schedule: Num, forms: tuple[Callable[..., Num], ...], args: tuple[Num, ...]) -> Num:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwise.core.errors import PlanError
-from meshwise.cost import schedule as closed_form
+from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 
 KINDS: tuple[str, ...] = ("F", "B", "I", "W")
 """Forward, whole backward, input half of the backward, weight half of the backward."""
@@ -47,9 +47,8 @@ class Timeline:
     """What every rank did when: columns, one row per action, rank after rank, each in its order.
 
     `chunk` counts within the rank, `stage` along the model. `paired` marks a forward that runs
-    together with the backward in the next row, over the same time. `send_s` is how long the rank
-    was held afterwards by sending the result, 0 where sending runs beside the computation.
-    `chunk_frac` is the share of a rank's layers that one chunk holds.
+    together with the backward in the next row, over the same time. `chunk_frac` is the share of a rank's
+    layers that one chunk holds.
     """
 
     schedule: str
@@ -63,19 +62,11 @@ class Timeline:
     paired: NDArray[np.bool_]
     start_s: Floats
     end_s: Floats
-    send_s: Floats
 
     @property
     def makespan_s(self) -> float:
         """From the first start on any rank to the last end on any rank [s]."""
-        return float((self.end_s + self.send_s).max())
-
-    @property
-    def span_s(self) -> Floats:
-        """From a rank's own first start to its own last end [s], by rank."""
-        firsts = np.searchsorted(self.rank, np.arange(self.num_ranks))
-        lasts = np.append(firsts[1:], len(self.rank)) - 1
-        return (self.end_s + self.send_s)[lasts] - self.start_s[firsts]
+        return float(self.end_s.max())
 
     @property
     def busy_s(self) -> Floats:
@@ -116,20 +107,20 @@ def simulate(
     m: int,
     v: int = 1,
     p2p_s: ArrayLike = 0.0,
-    p2p_overlaps: bool = True,
     slowdown: ArrayLike = 1.0,
 ) -> Timeline:
     """Play a schedule over `pp` ranks and `m` microbatches.
 
     `f_s`, `b_s`, `w_s`: forward, input gradient and weight gradient [s] of one microbatch on one
     stage, scalars or one value per stage in the order of the model (`pp * v` stages; DualPipe: `pp`).
-    `p2p_s`: one hop [s], a scalar or one value per link, `pp` of them, link r joining rank r to r + 1
-    and the last one the last rank to the first. With `p2p_overlaps` a hop only delays the receiver;
-    without, it also holds the sender. `slowdown`: factor on a rank's computation, a scalar or one
-    per rank.
+    `p2p_s`: one hop [s], which delays the receiver; a scalar or one value per link, `pp` of them, link r
+    joining rank r to r + 1 and the last one the last rank to the first. `slowdown`: factor on a rank's
+    computation, a scalar or one per rank.
     Raises PlanError if the schedule cannot run with these sizes, or arrays do not fit them.
     """
-    closed_form.check(schedule, pp, m, v)
+    index = SCHEDULES.index(schedule)
+    if min(pp, m, v) < 1 or not valid(index, pp, m, v):
+        raise PlanError(f"{schedule} cannot run pp={pp}, vpp={v}, {m} microbatches; it needs {NEEDS[index]}")
     stage_of = _placement(schedule, pp, v)
     orders = [np.array(_ORDERS[schedule](rank, pp, m, v)) for rank in range(pp)]
     code = np.concatenate(orders)
@@ -139,10 +130,8 @@ def simulate(
     place = rank * stage_of.shape[1] + chunk
     microbatch = _count_so_far(3 * place + _SLOT[kind])
 
-    source, hops_from, sends_to = _data_flow(schedule, stage_of, rank, kind, place, microbatch, paired)
-    link_s = _per("link", p2p_s, pp)
-    hop_s = np.where(hops_from >= 0, _hop_s(link_s, hops_from, rank), 0.0)
-    send_s = np.where(sends_to >= 0, _hop_s(link_s, sends_to, rank), 0.0)
+    source, hops_from = _data_flow(schedule, stage_of, rank, kind, place, microbatch, paired)
+    hop_s = np.where(hops_from >= 0, _hop_s(_per("link", p2p_s, pp), hops_from, rank), 0.0)
 
     times = [_per("stage", t, stage_of.max() + 1)[stage] for t in (f_s, b_s, w_s)]
     compute_s = np.select(
@@ -151,21 +140,14 @@ def simulate(
     compute_s = compute_s * _per("rank", slowdown, pp)[rank]
     first = np.flatnonzero(paired)
     compute_s[first + 1] += compute_s[first]
-    send_s[first + 1] += send_s[first]  # a pair computes together and then sends both results
-    compute_s[first] = send_s[first] = 0.0
+    compute_s[first] = 0.0
 
-    if p2p_overlaps:
-        send_s = np.zeros_like(send_s)
-    else:
-        hop_s = np.zeros_like(hop_s)
     stops = np.cumsum([len(order) for order in orders])
-    start_s = _play(stops, source, hop_s, compute_s + send_s)
+    start_s = _play(stops, source, hop_s, compute_s)
     end_s = start_s + compute_s
     start_s[first], end_s[first] = start_s[first + 1], end_s[first + 1]
     chunk_frac = 1.0 if schedule == "dualpipe" else 1.0 / v
-    return Timeline(
-        schedule, pp, chunk_frac, rank, kind, stage, chunk, microbatch, paired, start_s, end_s, send_s
-    )
+    return Timeline(schedule, pp, chunk_frac, rank, kind, stage, chunk, microbatch, paired, start_s, end_s)
 
 
 def _play(stops: Ints, source: Ints, hop_s: Floats, hold_s: Floats) -> Floats:
@@ -213,14 +195,12 @@ def _data_flow(
     place: Ints,
     microbatch: Ints,
     paired: NDArray[np.bool_],
-) -> tuple[Ints, Ints, Ints]:
-    """For every action: the row whose data it waits for, the rank that data comes from, and the rank
-    its own result goes to; -1 for none. A place is one chunk on one rank."""
-    num_chunks = stage_of.shape[1]
+) -> tuple[Ints, Ints]:
+    """For every action: the row whose data it waits for, and the other rank that data comes from; -1 for
+    none. A place is one chunk on one rank."""
     before, after = _neighbours(stage_of, two_ways=schedule == "dualpipe")
     forward, backward = kind == _F, (kind == _B) | (kind == _I)
     comes_from = np.select([forward, backward], [before[place], after[place]], -1)
-    goes_to = np.select([forward, backward], [after[place], before[place]], -1)
 
     num_microbatches = microbatch.max() + 1
     row_of = np.empty(3 * num_microbatches * stage_of.size, dtype=np.int64)
@@ -233,12 +213,8 @@ def _data_flow(
     source = np.where(
         from_place >= 0, done_with[row_of[(3 * from_place + from_slot) * num_microbatches + microbatch]], -1
     )
-    return source, _other_rank(comes_from, num_chunks, rank), _other_rank(goes_to, num_chunks, rank)
-
-
-def _other_rank(place: Ints, num_chunks: int, rank: Ints) -> Ints:
-    other = np.where(place >= 0, place // num_chunks, -1)
-    return np.where(other == rank, -1, other)
+    from_rank = np.where(comes_from >= 0, comes_from // stage_of.shape[1], rank)
+    return source, np.where(from_rank == rank, -1, from_rank)
 
 
 def _neighbours(stage_of: Ints, *, two_ways: bool) -> tuple[Ints, Ints]:

@@ -30,18 +30,16 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
             metadata("process_sort_index", rank, {"sort_index": rank}),
             metadata("thread_name", rank, {"name": f"pipeline {timeline.schedule}"}),
         ]
-    times_s = timeline.start_s, timeline.end_s, timeline.end_s + timeline.send_s
-    starts_ns, ends_ns, frees_ns = (np.rint(1e9 * t).astype(np.int64).tolist() for t in times_s)
+    times_s = timeline.start_s, timeline.end_s
+    starts_ns, ends_ns = (np.rint(1e9 * t).astype(np.int64).tolist() for t in times_s)
     columns = (timeline.rank, timeline.kind, timeline.microbatch, timeline.stage, timeline.chunk)
     actions: list[dict[str, Any]] = []
-    for rank, kind, microbatch, stage, chunk, start, end, free in zip(
-        *(column.tolist() for column in columns), starts_ns, ends_ns, frees_ns, strict=True
+    for rank, kind, microbatch, stage, chunk, start, end in zip(
+        *(column.tolist() for column in columns), starts_ns, ends_ns, strict=True
     ):
         args = {"microbatch": microbatch, "stage": stage, "chunk": chunk}
         name = KINDS[kind]
         actions.append(complete(f"{name}{microbatch}", _CATEGORIES[name], rank, start, end, args))
-        if free > end:
-            actions.append(complete("send", "p2p", rank, end, free, args))
     return names + actions
 
 
