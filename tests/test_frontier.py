@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from figures import figures_script
 from meshwise.core.errors import WorkloadError
 from meshwise.cost.failures import Failures, goodput
 from meshwise.machine.hardware import find_chip
-from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
+from meshwise.published.frontier.assumptions import Assumptions, assumptions, sizes
 from meshwise.published.frontier.device import Device, device_from_chip, find_device
 from meshwise.published.frontier.laws import Law
 from meshwise.published.frontier.layer import LinearLayer, end_of_batch_s, layer_times, layer_what_ifs
@@ -40,6 +41,7 @@ H100 = Device(
 LAYER = LinearLayer(d_in=16384, d_out=5 * 16384, tp_in=8, tp_out=40, dp=32, elem_bytes=2)
 BATCH = 2048**2 / 128
 FEW = 10 ** np.linspace(25, 32, 8)
+latency_wall_flop = figures_script("frontier").latency_wall_flop
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from meshwise.published.frontier.assumptions import (
     OPTIONS,
     Assumptions,
     assumptions,
-    latency_wall_flop,
+    params_where,
     sizes,
 )
 from meshwise.published.frontier.device import Device, find_device
@@ -25,6 +25,19 @@ from meshwise.report.frontier import flop, picture
 from meshwise.report.pages import draw
 
 CHIPS = ("v100-16g-sxm", "a100-80g-sxm", "h100-80g-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72")
+
+
+def latency_wall_flop(run: Assumptions, layer_s: float) -> tuple[float, float]:
+    """Parameters and training compute at which `layer_s` per layer and step alone fill the duration.
+
+    With the default laws N = (T B / (20 x 0.088 x layer_s)) ** (1 / 1.27). No number of devices helps.
+    """
+    params = params_where(
+        lambda n: run.tokens(n * run.num_experts) / run.batch(n) * run.depth(n) * layer_s, run.duration_s
+    )
+    return float(params), float(6 * params * run.tokens(params * run.num_experts))
+
+
 COARSE = 10 ** np.linspace(24, 33, 46)
 """Training computes of a table of choices: five to a decade."""
 

@@ -73,6 +73,14 @@ def whole(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
+def to_number(value: str | float, what: str) -> float:
+    """The number that `value` is or spells; WorkloadError where it is none."""
+    try:
+        return float(value)
+    except ValueError:
+        raise WorkloadError(f"{what} is {value!r}; it must be a number") from None
+
+
 def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
     """`value` with an SI prefix and about `digits` significant digits: `3.15e14, "FLOP"` -> `315 TFLOP`.
 

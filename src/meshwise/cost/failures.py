@@ -16,12 +16,10 @@ and 37). The rate of interruptions is that of the Llama 3 report: see `catalog/f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.units import Num, require_positive
 
@@ -59,20 +57,6 @@ class Failures:
             source=entry["source"],
         )
 
-    def changed(self, **settings: str | float) -> Failures:
-        """These failures with other numbers, given as text or not."""
-        values: dict[str, Any] = {}
-        for name, value in settings.items():
-            if name not in FAILURE_NUMBERS:
-                raise WorkloadError(
-                    f"failures: there is no number called {name!r}; known: {', '.join(FAILURE_NUMBERS)}"
-                )
-            try:
-                values[name] = float(value)
-            except ValueError:
-                raise WorkloadError(f"failures: {name} is {value!r}; it must be a number") from None
-        return replace(self, **values)
-
     def interruption_s(self, devices: Num) -> Num:
         """Mean time [s] between interruptions of a run on `devices`."""
         return self.device_s_between_interruptions / devices
@@ -87,15 +71,10 @@ class Failures:
         return goodput(checkpoint_interval_s(mean_s, write_s), mean_s, write_s, self.restart_s)
 
 
-def young_interval_s(interruption_s: Num, checkpoint_s: Num) -> Num:
-    """Young's best time [s] of work between checkpoints, sqrt(2 c M): first order in c / M."""
-    return np.sqrt(2 * checkpoint_s * interruption_s)
-
-
 def checkpoint_interval_s(interruption_s: Num, checkpoint_s: Num) -> Num:
     """Daly's best time [s] of work between checkpoints: Young's with two more orders, M if c > 2 M."""
     ratio = checkpoint_s / (2 * interruption_s)
-    refined = young_interval_s(interruption_s, checkpoint_s) * (1 + np.sqrt(ratio) / 3 + ratio / 9)
+    refined = np.sqrt(2 * checkpoint_s * interruption_s) * (1 + np.sqrt(ratio) / 3 + ratio / 9)
     return np.where(ratio < 1, refined - checkpoint_s, interruption_s)
 
 

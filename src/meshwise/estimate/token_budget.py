@@ -7,7 +7,7 @@ since the last checkpoint. A checkpoint holds the weights that train and their o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
@@ -105,7 +105,7 @@ class TokenBudget:
             "restart_s": (self.restart, 1.0),
         }
         changed = {name: value * scale for name, (value, scale) in stated.items() if value is not None}
-        failures = Failures.llama3().changed(**changed)
+        failures = replace(Failures.llama3(), **changed)
         params = _num_trained(estimate.model, estimate.plan)
         between_s = failures.interruption_s(num_chips)
         checkpoint_s = failures.checkpoint_s(params, num_chips)

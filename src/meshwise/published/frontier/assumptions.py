@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import Num, require_positive
+from meshwise.core.units import Num, require_positive, to_number
 from meshwise.published.frontier.laws import KINDS, Law, catalog, find_law, law_names
 from meshwise.published.frontier.layer import PATTERNS
 
@@ -110,10 +110,7 @@ def assumptions(**settings: str | float) -> Assumptions:
         elif key in OPTIONS:
             values[key] = str(value)
         elif key in numbers:
-            try:
-                values[key] = float(value)
-            except ValueError:
-                raise WorkloadError(f"run: {key} is {value!r}; it must be a number") from None
+            values[key] = to_number(value, f"run: {key}")
         else:
             known = ", ".join([*KINDS, *OPTIONS, *numbers])
             raise WorkloadError(f"run: there is no choice called {key!r}; choices: {known}")
@@ -140,7 +137,7 @@ class Sizes:
 def sizes(run: Assumptions, training_flop: Num) -> Sizes:
     """What the laws of `run` make of `training_flop`; sizes are real numbers, not rounded."""
     training_flop = np.asarray(training_flop, dtype=np.float64)
-    params = _solve(lambda n: 6 * n * run.tokens(n * run.num_experts), training_flop)
+    params = params_where(lambda n: 6 * n * run.tokens(n * run.num_experts), training_flop)
     tokens = run.tokens(params * run.num_experts)
     layers, batch = run.depth(params), run.batch(params)
     return Sizes(
@@ -155,7 +152,7 @@ def sizes(run: Assumptions, training_flop: Num) -> Sizes:
     )
 
 
-def _solve(growing: Callable[[Num], Num], target: Num) -> NDArray[np.float64]:
+def params_where(growing: Callable[[Num], Num], target: Num) -> NDArray[np.float64]:
     """The parameters at which the function `growing` reaches `target`, by bisection of the exponent."""
     low = np.full(np.shape(target), 0.0)
     high = np.full(np.shape(target), 25.0)
@@ -164,15 +161,3 @@ def _solve(growing: Callable[[Num], Num], target: Num) -> NDArray[np.float64]:
         above = growing(10**middle) > target
         low, high = np.where(above, low, middle), np.where(above, middle, high)
     return 10 ** ((low + high) / 2)
-
-
-def latency_wall_flop(run: Assumptions, layer_s: float) -> tuple[float, float]:
-    """Parameters and training compute at which `layer_s` per layer and step alone fill the duration.
-
-    With the default laws N = (T B / (20 x 0.088 x layer_s)) ** (1 / 1.27). No number of devices helps.
-    """
-    require_positive(layer_s, "layer_s")
-    params = _solve(
-        lambda n: run.tokens(n * run.num_experts) / run.batch(n) * run.depth(n) * layer_s, run.duration_s
-    )
-    return float(params), float(6 * params * run.tokens(params * run.num_experts))

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
-from meshwise.core.units import MOST_STATED, Num, require_positive
+from meshwise.core.units import MOST_STATED, Num, require_positive, to_number
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import (
     LATENCIES,
@@ -334,10 +334,11 @@ def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tu
     """The assumptions and the failures of a run of at most `months` [3], with `settings` by name replaced."""
     if months is not None and "duration_s" in settings:
         raise WorkloadError(f"duration_s and months={months:g} both give the duration; leave one of them out")
-    of_failures = {key: value for key, value in settings.items() if key in FAILURE_NUMBERS}
-    of_run = {key: value for key, value in settings.items() if key not in FAILURE_NUMBERS}
-    run = assumptions(**({"duration_s": (3.0 if months is None else months) * MONTH_S} | of_run))
-    return run, Failures.llama3().changed(**of_failures)
+    stated = {"duration_s": (3.0 if months is None else months) * MONTH_S} | dict(settings)
+    of_failures = {
+        key: to_number(stated.pop(key), f"failures: {key}") for key in FAILURE_NUMBERS & settings.keys()
+    }
+    return assumptions(**stated), replace(Failures.llama3(), **of_failures)
 
 
 def frontier(
