@@ -104,7 +104,9 @@ class TokenBudget:
             "storage_bytes_per_s": (self.storage, 1 / num_chips),
             "restart_s": (self.restart, 1.0),
         }
-        changed = {name: value * scale for name, (value, scale) in stated.items() if value is not None}
+        changed: dict[str, Any] = {
+            name: value * scale for name, (value, scale) in stated.items() if value is not None
+        }
         failures = replace(Failures.llama3(), **changed)
         params = _num_trained(estimate.model, estimate.plan)
         between_s = failures.interruption_s(num_chips)

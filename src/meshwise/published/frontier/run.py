@@ -335,8 +335,8 @@ def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tu
     if months is not None and "duration_s" in settings:
         raise WorkloadError(f"duration_s and months={months:g} both give the duration; leave one of them out")
     stated = {"duration_s": (3.0 if months is None else months) * MONTH_S} | dict(settings)
-    of_failures = {
-        key: to_number(stated.pop(key), f"failures: {key}") for key in FAILURE_NUMBERS & settings.keys()
+    of_failures: dict[str, Any] = {
+        key: to_number(stated.pop(key), f"failures: {key}") for key in FAILURE_NUMBERS if key in stated
     }
     return assumptions(**stated), replace(Failures.llama3(), **of_failures)
 
