@@ -23,7 +23,7 @@ from meshwise.model.architecture import Model
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config
 from meshwise.model.inputs import Inputs, with_inputs
-from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, OPTIMIZERS, RECOMPUTE, Plan
+from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, RECOMPUTE, Plan
 from meshwise.plan.workload import KINDS, Workload
 from meshwise.program.cut import Cut
 from meshwise.program.parts import parts
@@ -56,7 +56,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "recompute": RECOMPUTE, "recompute_layers": (None, 1, 3), "dtype": ("bf16", "fp8", "fp32"),
     "recompute_every": (1, 2, 7), "loss_chunks": (1, 4, 3),
     "loss_fusion": (None, "none", "kernels", "in_place"),
-    "optimizer": OPTIMIZERS, "grad_dtype": ("fp32", "bf16"), "attention": ("flash", "unfused", "grid"),
+    "optimizer": KEYS["optimizer"].names, "grad_dtype": ("fp32", "bf16"),
+    "attention": ("flash", "unfused", "grid"),
     "optimizer_in_bwd": (False, True),
     "offload_optimizer": (0.0, 0.5, 1.0), "offload_activations": (0.0, 0.3, 1.0),
     "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),

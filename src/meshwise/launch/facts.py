@@ -17,8 +17,7 @@ from meshwise.core.errors import DataError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import DEFAULTS, EVEN, KEYS, LORA_TARGETS, Plan
-from meshwise.plan.rules import ENGINE_KEYS, WEIGHT_KEYS
+from meshwise.plan.plan import DEFAULTS, ENGINE_KEYS, EVEN, KEYS, LORA_TARGETS, WEIGHT_KEYS, Plan
 from meshwise.plan.stages import chunk_layers, layers_of_chunks
 from meshwise.program.implementation import loss_fusion
 

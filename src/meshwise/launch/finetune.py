@@ -14,24 +14,6 @@ from meshwise.launch.facts import Facts
 from meshwise.launch.tables import launch_tables
 from meshwise.model.architecture import Model
 
-_HEAD = """\
-# Fine-tuning of {model}: python train.py DATA.jsonl (a line: {{"text": "..."}})
-import sys
-
-{imports}
-
-data = load_dataset("json", data_files=sys.argv[1], split="train")
-"""
-_PEFT_IMPORTS = """\
-from datasets import load_dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from trl import SFTConfig, SFTTrainer"""
-_UNSLOTH_IMPORTS = """\
-from unsloth import FastLanguageModel  # before the others, which it changes
-from datasets import load_dataset
-from trl import SFTConfig, SFTTrainer"""
-
 
 def model_id(model: Model) -> str:
     """Where the weights of a preset are on the hub; the name of a model that is none."""
@@ -46,16 +28,16 @@ def peft_script(settings: dict[str, Any], model: Model) -> str:
     adapters = _arguments(settings, "LoraConfig")
     peft = {"peft_config": _call("LoraConfig", **adapters, task_type="CAUSAL_LM")} if adapters else {}
     loaded = _call("AutoModelForCausalLM.from_pretrained", model_id(model), **load)
-    return _script(settings, model, _PEFT_IMPORTS, f"model = {loaded}\n", peft)
+    return _script("peft", settings, model, f"model = {loaded}", peft)
 
 
 def unsloth_script(settings: dict[str, Any], model: Model) -> str:
     """A script for Unsloth and trl."""
     load = _arguments(settings, "from_pretrained")
-    loaded = f"model, tokenizer = {_call('FastLanguageModel.from_pretrained', model_id(model), **load)}\n"
+    loaded = f"model, tokenizer = {_call('FastLanguageModel.from_pretrained', model_id(model), **load)}"
     if adapters := _arguments(settings, "get_peft_model"):
-        loaded += f"model = {_call('FastLanguageModel.get_peft_model', _Code('model'), **adapters)}\n"
-    return _script(settings, model, _UNSLOTH_IMPORTS, loaded, {"processing_class": _Code("tokenizer")})
+        loaded += f"\nmodel = {_call('FastLanguageModel.get_peft_model', _Code('model'), **adapters)}"
+    return _script("unsloth", settings, model, loaded, {"processing_class": _Code("tokenizer")})
 
 
 def torchtune_words(settings: dict[str, Any], model: Model, facts: Facts) -> tuple[list[str], str]:
@@ -78,7 +60,7 @@ def _arguments(settings: dict[str, Any], callee: str) -> dict[str, Any]:
 
 
 def _script(
-    settings: dict[str, Any], model: Model, imports: str, loaded: str, of_trainer: dict[str, Any]
+    framework: str, settings: dict[str, Any], model: Model, loaded: str, of_trainer: dict[str, Any]
 ) -> str:
     trained = _call(
         "SFTTrainer",
@@ -87,8 +69,8 @@ def _script(
         **of_trainer,
         args=_call("SFTConfig", output_dir="out", **_arguments(settings, "SFTConfig")),
     )
-    head = _HEAD.format(model=model.name, imports=imports)
-    return f"{head}{loaded}trainer = {trained}\ntrainer.train()\ntrainer.save_model()\n"
+    names = {"model": model.name, "loaded": loaded, "trained": trained}
+    return launch_tables().scripts[framework] % names
 
 
 class _Code(str):

@@ -7,7 +7,7 @@ of plans at once, so that a search looks at nothing else; and which values of a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache, reduce
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from meshwise.launch.facts import Facts, resharding, without_effect
 from meshwise.launch.refusals import IDLE, broken
 from meshwise.launch.settings import write_settings
 from meshwise.launch.shape import shape_of, unsaid
-from meshwise.launch.tables import ANY, Setting, launch_tables, table_of
+from meshwise.launch.tables import ANY, Setting, covered, launch_tables, table_of
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, KINDS, NUMBERS, RECOMPUTE
@@ -38,7 +38,7 @@ def values_of(framework: str, key: str) -> tuple[Any, ...] | None:
         forms = _whole(table.get("recompute_form") or table["recompute_fsdp"]) or RECOMPUTE
         forms += ("selective",) * ("per_op" in forms)
         return tuple(kind for kind in RECOMPUTE if kind in forms)
-    return None if key in _covered(framework) else (DEFAULTS[key],)
+    return None if key in covered(framework) else (DEFAULTS[key],)
 
 
 def modules_of(framework: str) -> tuple[tuple[str, ...], ...]:
@@ -107,12 +107,6 @@ class _GridFacts(NamedTuple):
         if "pipeline_layout" not in table:
             yield self.facts["stages"] & (self.facts["pp"] > 1)
         yield from (is_broken for is_broken, _ in broken(framework, self.counted))
-
-
-@cache
-def _covered(framework: str) -> set[str]:
-    table, covers = table_of(framework), launch_tables().covers
-    return {key for fact in table for key in (fact, *covers.get(fact, ()))} | {"dp"}
 
 
 def _whole(setting: Setting) -> tuple[Any, ...] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.facts import Facts
-from meshwise.launch.tables import ANY, VALUE, Wording, launch_tables, table_of
+from meshwise.launch.tables import ANY, VALUE, Wording, covered, launch_tables, table_of
 from meshwise.machine.hardware import Chip
 from meshwise.machine.overheads import software_on
 from meshwise.plan.plan import DEFAULTS, KEYS
@@ -47,9 +47,8 @@ def write_settings(framework: str, facts: Facts) -> tuple[Settings, dict[str, st
             missing[next((key for key in keys if facts.get(key) is not None), keys[0])] = chosen.differs
         shown = list(value) if isinstance(value, tuple) else value
         settings |= {name: shown if one is VALUE else one for name, one in chosen.settings.items()}
-    covered = {key for fact in table for key in (fact, *covers.get(fact, ()))} | {"dp"}
     for key in (*KEYS, *_WORK):
-        if key not in covered and facts.get(key) not in (None, DEFAULTS.get(key)):
+        if key not in covered(framework) and facts.get(key) not in (None, DEFAULTS.get(key)):
             missing[key] = "it has no setting for this"
     missing |= {key: why for key, why in launch_tables().outside.get(framework, {}).items() if key in missing}
     return settings, {key: f"{key}={_shown(key, facts[key])}: {why}" for key, why in missing.items()}

@@ -42,6 +42,9 @@ class LaunchTables(msgspec.Struct, frozen=True):
     outside: dict[str, dict[str, str]]
     neutral: list[str]
     bridge_names: dict[str, str]
+    commands: dict[str, str]
+    programs: dict[str, str]
+    scripts: dict[str, str]
     torchtitan_models: dict[str, tuple[str, str]]
     torchtune_models: dict[str, tuple[str, str]]
 
@@ -66,6 +69,13 @@ def table_of(framework: str) -> Table:
     entries = dict(launch_tables().facts[framework])
     base = table_of(entries.pop("like")) if "like" in entries else {}
     return base | {fact: _setting(fact, entry) for fact, entry in entries.items()}
+
+
+@cache
+def covered(framework: str) -> set[str]:
+    """The keys of a plan that the table of `framework` says, directly or by a fact that follows from them."""
+    covers = launch_tables().covers
+    return {key for fact in table_of(framework) for key in (fact, *covers.get(fact, ()))} | {"dp"}
 
 
 def _setting(fact: str, entry: Any) -> Setting:

@@ -28,7 +28,6 @@ from meshwise.launch.refusals import check
 from meshwise.launch.settings import (
     FINETUNING,
     FRAMEWORKS,
-    SERVING,
     TRAINING,
     Settings,
     training_on,
@@ -263,33 +262,11 @@ def yaml_text(tree: dict[str, Any], indent: str = "") -> str:
 
 
 def _command(framework: str, flags: list[str], model: Model, facts: Facts, node: int) -> str:
-    """The line that starts one node; "$@" takes data, tokenizer, learning rate and the like."""
-    words = shlex.join(flags)
-    if framework in FINETUNING:
-        return f'{"tune run" if framework == "torchtune" else "python"} {words} "$@"'
-    if framework in SERVING:
-        start = {
-            "vllm": "vllm serve",
-            "sglang": "python -m sglang.launch_server --model-path",
-            "tensorrt-llm": "trtllm-serve",
-        }[framework]
-        return f'{start} "${{MODEL:-{model.name}}}" {words} "$@"'
-    if framework == "accelerate":
-        return (
-            "accelerate launch --config_file accelerate.yaml --machine_rank ${SLURM_NODEID:-0}"
-            ' --main_process_ip ${MASTER_ADDR:-localhost} --main_process_port 29500 "${TRAIN:-train.py}"'
-            f' {words} "$@"'
-        )
-    program = {
-        "megatron-lm": "pretrain_gpt.py",
-        "megatron-bridge": 'scripts/training/run_recipe.py --recipe "$RECIPE"',
-        "torchtitan": "-m torchtitan.train",
-        "deepspeed": '"${TRAIN:-train.py}"',
-    }[framework]
-    return (
-        f"torchrun --nnodes {facts['num_nodes']} --nproc-per-node {node} --rdzv-backend c10d"
-        f' --rdzv-endpoint ${{MASTER_ADDR:-localhost}}:29500 {program} {words} "$@"'
-    )
+    """The line that starts one node."""
+    tables = launch_tables()
+    names = {"words": shlex.join(flags), "model": model.name, "num_nodes": facts["num_nodes"], "node": node}
+    names["program"] = tables.programs.get(framework)
+    return tables.commands["torchrun" if framework in tables.programs else framework] % names
 
 
 def _slurm(framework: str, command: str, facts: Facts, node: int) -> str:
@@ -298,11 +275,5 @@ def _slurm(framework: str, command: str, facts: Facts, node: int) -> str:
     if framework.startswith("megatron") and facts["tp"] * facts["cp"] > 1:
         wanted = 8 if facts["weights_sharded"] else 1  # Megatron-FSDP needs several queues, tp and cp one
         exports = f"export CUDA_DEVICE_MAX_CONNECTIONS={wanted}\n"
-    return (
-        "#!/bin/bash\n"
-        f"#SBATCH --job-name={framework}\n#SBATCH --nodes={facts['num_nodes']}\n"
-        f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={node}\n"
-        "set -euo pipefail\n"
-        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        f"{exports}srun bash -c {shlex.quote(command)} job " + '"$@"\n'
-    )
+    names = {"framework": framework, "num_nodes": facts["num_nodes"], "node": node, "exports": exports}
+    return launch_tables().scripts["slurm"] % (names | {"command": shlex.quote(command)})

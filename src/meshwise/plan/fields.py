@@ -5,7 +5,7 @@ A table of `Field` by name gives the checks, the text form, the help and the tab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -62,10 +62,10 @@ def switch(doc: str) -> Field:
     return Field("0 or 1", lambda value: states[str(value).lower()], doc, lambda on: str(int(on)), ("0", "1"))
 
 
-def choice(doc: str, names: tuple[str, ...]) -> Field:
+def choice(doc: str, names: Collection[str]) -> Field:
     """One of `names`."""
     by_name = {name: name for name in names}
-    return Field(f"one of {', '.join(names)}", lambda value: by_name[str(value)], doc, names=names)
+    return Field(f"one of {', '.join(names)}", lambda value: by_name[str(value)], doc, names=tuple(names))
 
 
 def sizes(doc: str, joined: str, least: int = 1, empty: str = "") -> Field:
@@ -80,7 +80,7 @@ def sizes(doc: str, joined: str, least: int = 1, empty: str = "") -> Field:
     return Field(values, read, doc, lambda parts: joined.join(map(str, parts)) or empty)
 
 
-def order(doc: str, names: tuple[str, ...]) -> Field:
+def order(doc: str, names: Sequence[str]) -> Field:
     """All of `names`, in any order, as text joined by `-`."""
 
     def read(value: Any) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def order(doc: str, names: tuple[str, ...]) -> Field:
     return Field(f"{', '.join(names)} in some order, as in {'-'.join(names)}", read, doc, "-".join)
 
 
-def several(doc: str, names: tuple[str, ...]) -> Field:
+def several(doc: str, names: Sequence[str]) -> Field:
     """Some of `names`, each once, as text joined by `+`; kept in the order of `names`."""
 
     def read(value: Any) -> tuple[str, ...]:
@@ -102,6 +102,12 @@ def several(doc: str, names: tuple[str, ...]) -> Field:
         return tuple(name for name in names if name in found)
 
     return Field(f"some of {', '.join(names)}, as in {'+'.join(names[:2])}", read, doc, "+".join)
+
+
+FIELDS: dict[str, Callable[..., Field]] = {
+    kind.__name__: kind for kind in (whole, number, switch, choice, sizes, order, several)
+}
+"""The kinds of fields by name, as a catalog states them."""
 
 
 def read_field(name: str, value: Any, table: Mapping[str, Field], error: type[MeshwiseError]) -> Any:

@@ -20,49 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError, PlanError, did_you_mean
+from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
-from meshwise.plan.fields import (
-    Field,
-    check_fields,
-    choice,
-    number,
-    order,
-    read_field,
-    several,
-    sizes,
-    switch,
-    whole,
-)
+from meshwise.plan.fields import FIELDS, Field, check_fields, read_field
 
-RECOMPUTE = ("none", "selective", "full")
-RECOMPUTE_MODULES = (
-    *("core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"),
-    "per_op",
-)
+_CATALOG = read_catalog("plan_keys.toml")
+
+
+def _names(key: str) -> tuple[str, ...]:
+    return tuple(_CATALOG[key]["names"])
+
+
+RECOMPUTE, CP_KINDS, DISPATCH = _names("recompute"), _names("cp_kind"), _names("dispatch")
+RECOMPUTE_MODULES = _names("recompute_modules")
 """What selective recomputation may cover; see `program.recompute`."""
-CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 """The tensor-parallel layouts, and how many numbers the grid of each has."""
-LOSS_FUSIONS = ("none", "kernels", "in_place", "log_probs")
-"""How the cross entropy is done; see `program.loss`."""
-OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
-ATTENTION = ("flash", "unfused", "grid")
-DISPATCH = ("per_expert", "per_rank")
 CORE_ATTENTION = ("core_attn",)
 """What selective recomputation covers unless a plan says otherwise."""
 DUALPIPE_RECOMPUTES = ("mla_up_proj", "layernorm", "moe_act")
 """What DeepSeek-V3 recomputes (arXiv 2412.19437, section 3.2.3)."""
-IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
-DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 NARROW_DTYPES = ("fp8", "int8", "fp4")
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Linear layers of attention and MLP, as PEFT's `target_modules` names them (`q_proj`, ...)."""
-WIDE_MODULES = ("qkv", "out", "recurrence", "shared")
-"""Projections into and out of attention, recurrences, shared experts: what checkpoints leave as it was."""
-AXES = ("tp", "cp", "dp", "pp")
+LORA_TARGETS, AXES = _names("lora_targets"), _names("placement")
+_NAMES = {"schedules": SCHEDULES, "layouts": GRID_DIMS, "weights": WEIGHT_BITS, "software": SOFTWARE}
+"""Names of values that say more than a name where they are stated."""
 _ZB_V, _DUALPIPE, _DUALPIPE_V = (SCHEDULES.index(name) for name in ("zb-v", "dualpipe", "dualpipe-v"))
 EVEN: tuple[int, ...] = ()
 """`Plan.stages` that hold as many layers each as far as these divide, whatever embedding and head take."""
@@ -179,74 +163,24 @@ class Plan:
         return dp
 
 
-KEYS: dict[str, Field] = {
-    "tp": whole("tensor parallelism: ranks that cut each matrix"),
-    "sp": switch("sequence parallelism: the activations between matmuls are cut too [where tp > 1]"),
-    "cp": whole("context parallelism: ranks that cut the sequence"),
-    "cp_kind": choice("how the ranks of cp exchange keys and values", CP_KINDS),
-    "ulysses": whole("ranks of cp that exchange heads, with cp_kind=two_level"),
-    "pp": whole("pipeline parallelism: stages"),
-    "vpp": whole("chunks of layers on each stage"),
-    "schedule": choice("order of forwards and backwards in the pipeline", SCHEDULES),
-    "stages": sizes(
-        "layers of each of the pp x vpp stages; even: alike [so that the slowest is as fast as can be]",
-        "-",
-        least=0,
-        empty="even",
-    ),
-    "dp": whole("data parallelism [what the cluster leaves]"),
-    "ep": whole("expert parallelism: ranks over which the experts are spread"),
-    "etp": whole("ranks that cut each matrix of an expert [tp]"),
-    "dispatch": choice("a token is sent once for each expert, or once for each rank and node", DISPATCH),
-    "dispatch_dtype": choice("type in which tokens (and gradients) go to their experts", ("bf16", "fp8")),
-    "layout": choice("form of tensor parallelism; layout=2d:4x2 gives the grid too", tuple(GRID_DIMS)),
-    "grid": sizes("shape of the grid of a layout beyond 1d; sets tp", "x"),
-    "panels": whole("pieces in which SUMMA sends a block, with layout=2d or 2.5d"),
-    "zero": whole("sharded over dp x cp: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)", 0, 3),
-    "zero_group": whole("ranks that share states (HSDP) [all of dp x cp]"),
-    "recompute": choice("what the backward computes again", RECOMPUTE),
-    "recompute_layers": whole("layers of each stage that recompute=full covers [all]", 0),
-    "recompute_every": whole("layers that one checkpoint of recompute=full covers, in each chunk"),
-    "recompute_modules": several("what recompute=selective covers", RECOMPUTE_MODULES),
-    "loss_chunks": whole("pieces of a sequence whose logits and their gradients are made one after another"),
-    "loss_fusion": choice(
-        "what of the loss is fused: nothing, its kernels, all over the logits; or, for post-training, "
-        "log-probabilities of each sequence [as the software does]",
-        LOSS_FUSIONS,
-    ),
-    "dtype": choice("type of the matmuls", DTYPES),
-    "head_dtype": choice("type of the head's matmul where dtype is narrower than bf16", ("bf16", "fp8")),
-    "act_input_dtype": choice(
-        "type in which inputs of activation functions are kept [dtype]", ("bf16", "fp8")
-    ),
-    "optimizer": choice("optimizer, and the type of its states", OPTIMIZERS),
-    "grad_dtype": choice("type in which gradients are summed", ("fp32", "bf16", "fp16")),
-    "param_dtype": choice("type in which weights are kept and gathered where dtype=fp8", ("bf16", "fp8")),
-    "attention": choice("fused, unfused, or scores split over the grid of the layout", ATTENTION),
-    "optimizer_in_bwd": switch("the optimizer takes each gradient, and frees it, once it is computed"),
-    "offload_optimizer": number("share of the optimizer states in host memory", 0, 1),
-    "offload_activations": number("share of the activations in host memory", 0, 1),
-    "overlap_dp": switch("data-parallel exchanges run beside compute"),
-    "overlap_tp": switch("tensor-parallel exchanges run beside compute"),
-    "overlap_ep": switch("expert-parallel exchanges run beside compute"),
-    "overlap_pp": switch("messages between pipeline stages run beside compute"),
-    "lora_rank": whole("rank of LoRA adapters; the model's own weights are frozen [0: no adapters]", 0),
-    "lora_targets": several("linear layers that have adapters [all]", LORA_TARGETS),
-    "lora_dropout": number("share of their input that adapters drop, each time another", 0, 1),
-    "frozen_dtype": choice("type in which frozen weights are kept (QLoRA) [dtype]", ("fp8", "int4", "fp4")),
-    "tower": choice("whether encoders of images and sound train beside the model", ("trained", "frozen")),
-    "tower_dp": switch("each rank of tp encodes whole images of its own, by all of the encoder"),
-    "tower_recompute": choice("what the backward of encoders computes again [recompute]", RECOMPUTE),
-    "kv_dtype": choice("type of the key-value cache of serving", ("bf16", "fp8")),
-    "weight_dtype": choice("format in which an engine keeps weights, computed in dtype", tuple(WEIGHT_BITS)),
-    "expert_dtype": choice("the same of the experts alone [weight_dtype]", tuple(WEIGHT_BITS)),
-    "wide_modules": several("what an engine keeps and computes in bf16 beside a narrow dtype", WIDE_MODULES),
-    "imbalance": number("load of the busiest expert rank over the mean", 1),
-    "implementation": choice("whose training software runs the plan", IMPLEMENTATIONS),
-    "software": choice("generation of software, whose overheads a step has", tuple(SOFTWARE)),
-    "placement": order("axes from neighbouring ranks outwards", AXES),
-}
+def _field(kind: str, *, names_of: str = "", work: str = "", **stated: Any) -> Field:
+    """The field of a table of the catalog; for which `work` it is says `_keys_of`."""
+    known = {"names": _NAMES[names_of]} if names_of else {}
+    return FIELDS[kind](**stated, **known)
+
+
+KEYS: dict[str, Field] = {key: _field(**entry) for key, entry in _CATALOG.items()}
 """What each field may hold, and what it means."""
+
+
+def _keys_of(*works: str) -> tuple[str, ...]:
+    return tuple(key for key, entry in _CATALOG.items() if entry.get("work") in works)
+
+
+TRAINING_KEYS, WEIGHT_KEYS, PROMPT_KEYS = _keys_of("training"), _keys_of("formats"), _keys_of("prompts")
+"""Keys that mean nothing without a backward; but to an engine; but to an engine that takes prompts alone."""
+ENGINE_KEYS = _keys_of("all", "formats")
+"""Keys that a serving engine knows."""
 
 
 def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:

@@ -22,8 +22,12 @@ from meshwise.plan.mesh import Mesh, mesh_of
 from meshwise.plan.plan import (
     AXES,
     DEFAULTS,
+    ENGINE_KEYS,
     KEYS,
+    PROMPT_KEYS,
     RECOMPUTE,
+    TRAINING_KEYS,
+    WEIGHT_KEYS,
     Plan,
     Rule,
     number_of,
@@ -32,23 +36,6 @@ from meshwise.plan.plan import (
 )
 from meshwise.plan.workload import Workload
 
-TRAINING_KEYS = (
-    *("zero", "zero_group", "recompute", "recompute_layers", "recompute_every", "recompute_modules"),
-    *("loss_chunks", "act_input_dtype", "optimizer", "grad_dtype", "param_dtype"),
-    *("offload_optimizer", "offload_activations", "overlap_dp", "lora_rank", "lora_targets"),
-    *("lora_dropout", "optimizer_in_bwd"),
-    *("tower", "tower_recompute"),
-)
-"""Keys of a plan that mean nothing without a backward."""
-WEIGHT_KEYS = ("kv_dtype", "weight_dtype", "expert_dtype", "wide_modules")
-"""Keys of a plan about the formats of an engine."""
-ENGINE_KEYS = (
-    *("tp", "pp", "dp", "ep", "etp", "dispatch", "dtype", "placement", "imbalance", "overlap_ep"),
-    *("tower_dp", *WEIGHT_KEYS),
-)
-"""Keys of a plan that a serving engine knows."""
-PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
-"""Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),

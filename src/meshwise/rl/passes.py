@@ -11,8 +11,8 @@ from meshwise.core.errors import PlanError
 from meshwise.estimate.one_plan import estimate
 from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import DEFAULTS, EVEN, Plan
-from meshwise.plan.rules import TRAINING_KEYS, resolve
+from meshwise.plan.plan import DEFAULTS, EVEN, TRAINING_KEYS, Plan
+from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 from meshwise.rl.job import RlJob
 from meshwise.rl.packing import PackedBatch, pack
