@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from meshwise.plan.plan import Plan
     from meshwise.plan.workload import Workload
     from meshwise.published.convention import PublishedStep
-    from meshwise.published.frontier.run import Frontier
+    from meshwise.published.frontier import Frontier
     from meshwise.rl.answer import RlAnswer
     from meshwise.rl.best_split import OpenJob
     from meshwise.rl.step_log import RlExplanation
@@ -1227,9 +1227,8 @@ def frontier(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.published.frontier.device import find_device
-    from meshwise.published.frontier.run import frontier as find
-    from meshwise.published.frontier.run import settings_of
+    from meshwise.published.frontier import find_device, settings_of
+    from meshwise.published.frontier import frontier as find
 
     return find(find_device(str(chip), utilization=utilization), *settings_of(months, settings))
 

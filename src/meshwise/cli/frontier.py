@@ -43,8 +43,7 @@ def layer(
         network_bytes_per_s: Sent plus received, of one device.
         utilization: Share of the peaks that throttling leaves.
     """
-    from meshwise.published.frontier.device import Device, find_device
-    from meshwise.published.frontier.layer import LinearLayer, layer_document
+    from meshwise.published.frontier import Device, LinearLayer, find_device, layer_document
 
     rates = {"flop_per_s_8bit": flop_per_s_8bit, "memory_bytes_per_s": memory_bytes_per_s}
     rates["network_bytes_per_s"] = network_bytes_per_s

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.published.frontier.run import RESOURCES, Frontier, Limits, Point
+from meshwise.published.frontier import RESOURCES, Frontier, Limits, Point
 from meshwise.report import chart as plot
 from meshwise.report.answer import Page, Section
 from meshwise.report.chart_picture import check_format, draw_picture

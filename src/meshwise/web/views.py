@@ -26,7 +26,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
 from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import KEYS, plan_keys, plan_text
-from meshwise.published.frontier.assumptions import OPTIONS
+from meshwise.published.frontier import OPTIONS
 from meshwise.report import frontier as frontiers
 from meshwise.report import search as searched
 from meshwise.report import serve as served

@@ -4,3 +4,29 @@
 `laws` and `assumptions` say how model, data and batch grow with compute, `step` is one training step,
 `run` the search over its parallelism, `failures` what interruptions cost. docs/frontier.md derives it.
 """
+
+from meshwise.published.frontier.assumptions import OPTIONS
+from meshwise.published.frontier.device import Device, find_device
+from meshwise.published.frontier.layer import LinearLayer, layer_document
+from meshwise.published.frontier.run import (
+    RESOURCES,
+    Frontier,
+    Limits,
+    Point,
+    frontier,
+    settings_of,
+)
+
+__all__ = [
+    "OPTIONS",
+    "RESOURCES",
+    "Device",
+    "Frontier",
+    "Limits",
+    "LinearLayer",
+    "Point",
+    "find_device",
+    "frontier",
+    "layer_document",
+    "settings_of",
+]
