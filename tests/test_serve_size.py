@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.serve import serving as est
@@ -137,6 +138,8 @@ def test_prices_pay_for_all_gpus() -> None:
         total += 128 * 300 * paid["usd_per_million_output_tokens"]
         assert total / 1e6 == pytest.approx(paid["usd_per_hour"] * load.served.span_s / 3600)
     assert parse_prices("h100-80g-sxm=2.5,b200-sxm=4") == {"h100-80g-sxm": 2.5, "b200-sxm": 4.0}
+    with pytest.raises(WorkloadError, match="states two of every chip"):
+        parse_prices("3,6")
 
 
 # --- the command ---------------------------------------------------------------------------------

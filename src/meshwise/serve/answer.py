@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -225,13 +226,15 @@ def sized(
 
 def parse_prices(text: str) -> dict[str, float]:
     """Dollars a GPU and hour: `2.5`, or by chip: `h100-80g-sxm=2.5,b200-sxm=4`."""
-    found = {}
+    found: dict[str, float] = {}
     for word in text.split(","):
         chip, _, price = word.rpartition("=")
-        try:
-            found[find_chip(chip).name if chip else ""] = usd = float(price)
-        except ValueError:
-            usd = -1.0
+        name, usd = find_chip(chip).name if chip else "", -1.0
+        with suppress(ValueError):
+            usd = float(price)
+        if name in found:
+            raise WorkloadError(f"price: {text!r} states two of {name or 'every chip'}; state one of each")
+        found[name] = usd
         if not 0 < usd <= MOST_STATED:
             raise WorkloadError(f"price: {word!r} is no price; write 2.5, or h100-80g-sxm=2.5,b200-sxm=4")
     return found
