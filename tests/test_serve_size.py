@@ -142,6 +142,19 @@ def test_prices_pay_for_all_gpus() -> None:
         parse_prices("3,6")
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("offload", "host=64GiB,host=1GiB"),
+        ("speculate", "accept=0.8,accept=0.9"),
+        ("engine", "vllm,poll_passes=1,poll_passes=2"),
+    ],
+)
+def test_no_setting_is_given_twice(option: str, text: str, meshwise: Any) -> None:
+    done = meshwise("serve", "llama3-8b", "--cluster", "h100:1", "--rate", "1", f"--{option}", text)
+    assert (done.code, "twice; give it once" in done.err) == (2, True)
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:4,h200-sxm:4", "--prompt", "512", "--output", "64")

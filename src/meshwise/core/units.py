@@ -10,7 +10,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meshwise.core.errors import WorkloadError
+from meshwise.core.errors import MeshwiseError, WorkloadError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +50,17 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
 
 
 _NUMBER = re.compile(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*(?:([kMGTPE])(i?)B?)?", re.IGNORECASE)
+
+
+def values_by_key(text: str, what: str, error: type[MeshwiseError] = WorkloadError) -> dict[str, str]:
+    """The value of each key of `key=value,key=value`, "" where it has none; `error` for a key given twice."""
+    found: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if key in found:
+            raise error(f"{what} {text!r} gives {key} twice; give it once")
+        found[key] = value
+    return found
 
 
 def quantity(text: str, what: str) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 from meshwise.core.errors import MeshwiseError, PlanError, did_you_mean
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
-from meshwise.core.units import WEIGHT_BITS, Num
+from meshwise.core.units import WEIGHT_BITS, Num, values_by_key
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
 from meshwise.plan.fields import FIELDS, Field, check_fields, read_field
@@ -431,12 +431,8 @@ def _makes(keys: dict[str, Any], plan: Plan) -> bool:
 
 
 def _read_items(text: str) -> dict[str, Any]:
-    raw: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not value:
-            raise PlanError(f"plan item {item!r} is not key=value; write for example tp=8,pp=4")
-        if key in raw:
-            raise PlanError(f"plan {text!r} gives {key} twice; give it once")
-        raw[key] = value
-    return raw
+    raw = values_by_key(text, "plan", PlanError)
+    for key, value in raw.items():
+        if not value:
+            raise PlanError(f"plan item {key!r} is not key=value; write for example tp=8,pp=4")
+    return dict(raw)

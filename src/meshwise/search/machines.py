@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import ClusterError
+from meshwise.core.units import values_by_key
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.plan.fields import Field, number, read_field, whole
 
@@ -38,11 +39,10 @@ Changes = dict[str, str | int | float]
 def parse_changes(text: str) -> dict[str, tuple[str | int | float, ...]]:
     """`gpus=64|128,memory=1|2` as the values of each key; ClusterError where it cannot be read."""
     found: dict[str, tuple[str | int | float, ...]] = {}
-    for item in filter(None, text.split(",")):
-        key, equals, values = (part.strip() for part in item.partition("="))
-        if key not in KEYS or not equals or not values:
+    for key, values in values_by_key(text, "vary", ClusterError).items():
+        if key not in KEYS or not values:
             known = ", ".join(KEYS)
-            raise ClusterError(f"cannot vary {item!r}; write KEY=VALUE|VALUE with a key among {known}")
+            raise ClusterError(f"cannot vary {key!r}; write KEY=VALUE|VALUE with a key among {known}")
         found[key] = tuple(read_field(key, value, KEYS, ClusterError) for value in values.split("|"))
     return found
 

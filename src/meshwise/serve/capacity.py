@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.units import values_by_key
 from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.engine import Engine
 from meshwise.serve.limits import LatencyLimits
@@ -33,9 +34,9 @@ def parse_autoscale(text: str) -> tuple[float | None, dict[str, Any]]:
 
     The share of saturation (None: of the limits), and the settings of `Autoscaling`.
     """
-    rule, *words = text.split(",")
+    rule, _, words = text.partition(",")
     name, _, share = rule.partition("=")
-    stated = {"share": share} | dict(word.partition("=")[::2] for word in words)
+    stated = {"share": share} | values_by_key(words, "autoscale")
     try:
         found = {key: float(value) for key, value in stated.items() if value or key != "share"}
     except ValueError:

@@ -23,6 +23,7 @@ import msgspec
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
+from meshwise.core.units import values_by_key
 from meshwise.machine.hardware import Chip
 from meshwise.serve.fitted import fitted
 
@@ -195,7 +196,7 @@ def _order(version: str) -> tuple[int, ...]:
 
 def parse_engine(text: str) -> Engine:
     """`vllm`, `vllm@0.12.0`, or a file of `calibrate --serving`; with settings: `vllm,max_tokens=2048`."""
-    name, *words = text.split(",")
+    name, _, words = text.partition(",")
     if name.endswith(".toml"):
         engine = read_engine(Path(name))
     else:
@@ -209,8 +210,7 @@ def parse_engine(text: str) -> Engine:
             raise WorkloadError(f"engine: {version!r} is no version; write {name}@{ENGINES[name].version}")
         engine = of_version(name, version) if version else ENGINES[name]
     settings = {}
-    for word in words:
-        key, _, value = word.partition("=")
+    for key, value in values_by_key(words, "engine").items():
         if key not in SETTINGS:
             raise WorkloadError(f"engine: {key!r} is no setting; choose among {', '.join(SETTINGS)}")
         settings[key] = _setting(key, value)

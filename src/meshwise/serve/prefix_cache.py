@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import quantity
+from meshwise.core.units import quantity, values_by_key
 
 Blocks = tuple[int, ...]
 """Names of the blocks of a request, from its beginning."""
@@ -63,8 +63,7 @@ def parse_offload(text: str) -> Offload:
     names = {"host": "host_bytes", "host_rate": "host_bytes_per_s", "disk": "disk_bytes",
              "disk_rate": "disk_bytes_per_s"}  # fmt: skip
     found: dict[str, float] = {}
-    for word in text.split(","):
-        key, _, value = word.partition("=")
+    for key, value in values_by_key(text, "offload").items():
         if key not in names:
             raise WorkloadError(f"offload: {key!r} is no setting; choose among {', '.join(names)}")
         found[names[key]] = quantity(value, f"offload {key}")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
-from meshwise.core.units import WEIGHT_BITS, Num, duration
+from meshwise.core.units import WEIGHT_BITS, Num, duration, values_by_key
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
 from meshwise.estimate.priced_part import Part, PricedOp, price_parts
@@ -195,7 +195,7 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
 
     Multi-token prediction is one block like the last, and the model's own head (DeepSeek-V3).
     """
-    stated = dict(word.partition("=")[::2] for word in text.split(","))
+    stated = values_by_key(text, "speculate")
     try:
         drafts, acceptance = int(stated.pop("drafts", "1")), float(stated.pop("accept"))
     except (KeyError, ValueError):
