@@ -105,9 +105,8 @@ def fit_server(
     def predict(step: Array) -> Array:
         changed = _moved(engine, step)
         served = [simulate(each, _as(changed, of)) for each, of in zip(requests, pools, strict=True) if of]
-        return np.array(
-            [(one.ttft_s.mean(), one.tpot_s.mean() if one.tpot_s.size else math.nan) for one in served]
-        )
+        tpot_s = [one.tpot_s.mean() if one.tpot_s.size else math.nan for one in served]
+        return np.column_stack([[one.ttft_s.mean() for one in served], tpot_s])
 
     def misses(predicted: Array) -> Array:
         found: Array = np.log(predicted / measured).ravel()

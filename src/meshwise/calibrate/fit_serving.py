@@ -135,9 +135,8 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
         return
 
     def load(pools: Pools) -> LoadResult:
-        return LoadResult(
-            of.fleet, of.requests, of.engine, simulate(of.requests, pools), pools.worker.cache_tokens
-        )
+        served = simulate(of.requests, pools)
+        return LoadResult(of.fleet, of.requests, of.engine, served, pools.worker.cache_tokens)
 
     def nudge(name: str) -> Mapping[str, float]:
         moves = getattr(pools.worker.times, _IN_PASSES.get(name, name), 1.0) > 0.0

@@ -85,10 +85,8 @@ def fit_overheads(runs: Sequence[Expressed], *, checked: str, data: Sequence[str
         problems += unfounded(constants, training, quantity)
     found = as_tables(constants)
     timed = [each for each in runs if each.run.step_s]
-    halves = [
-        [math.exp(step_miss(each, found)) - 1.0 for each in timed if is_held_out(each.run.id) is held]
-        for held in (False, True)
-    ]
+    errors = [(each.run.id, math.exp(step_miss(each, found)) - 1.0) for each in timed]
+    halves = [[error for row, error in errors if is_held_out(row) is held] for held in (False, True)]
     fitted, judged = (summarize(half).mean_abs_frac or 0.0 for half in halves)
     text = to_toml(constants, fitted, judged, checked=checked, data=data)
     return StepFit(constants, fitted, judged, text, tuple(problems))

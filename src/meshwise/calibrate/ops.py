@@ -101,10 +101,8 @@ def _attention_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shared |= {"seq_q": seq, "seq_k": seq, "num_cores": float(chip.num_cores)}
 
     def kernel_s(backward: bool) -> Num:
-        masked_s, whole_s = (
-            attention_s(**shared, causal=masked, backward=backward, efficiency=efficiency.attention)
-            for masked in (True, False)
-        )
+        of: dict[str, Any] = {"backward": backward, "efficiency": efficiency.attention}
+        masked_s, whole_s = (attention_s(**shared, causal=masked, **of) for masked in (True, False))
         return np.where(causal > 0, masked_s, whole_s)
 
     # passes: 1 forward, 2 backward, 3 both

@@ -13,9 +13,7 @@ TIME_BOXES, MEMORY_BOXES = _CATALOG["time"], _CATALOG["memory"]
 LIMITS: dict[str, tuple[float, float, float]] = TIME_BOXES | MEMORY_BOXES
 """Where the search of each fitted constant starts, and the least and most that make sense."""
 START: Constants = {name: start for name, (start, _, _) in LIMITS.items()}
-STATED: dict[str, tuple[float, str]] = {
-    name: (entry["value"], entry["source"]) for name, entry in _CATALOG["stated"].items()
-}
+STATED = {name: (entry["value"], entry["source"]) for name, entry in _CATALOG["stated"].items()}
 TIED: dict[str, tuple[str, float]] = {name: (of["to"], of["factor"]) for name, of in _CATALOG["tied"].items()}
 
 

@@ -290,10 +290,8 @@ def predict_ops(path: Path) -> list[Prediction]:
             )
             for row, seconds in zip(batch.rows, predicted.tolist(), strict=True)
         ]  # fmt: skip
-    return rows + [
-        Prediction(id=problem.where, source=path.stem, chip="", quantity="op_s", reason=problem.reason)
-        for problem in found.problems
-    ]
+    place: dict[str, Any] = {"source": path.stem, "chip": "", "quantity": "op_s"}
+    return rows + [Prediction(id=one.where, reason=one.reason, **place) for one in found.problems]
 
 
 # --- tables of servers, watts and post-training: what a row gives, and what is measured of that ----------

@@ -48,10 +48,8 @@ def read_defaults(command: Any, path: Path | None) -> dict[str, Any]:
             raise DataError(f"{path}: there is no verb {name!r}; see meshwise --help")
         having = [verb for verb in ([name] if name else verbs) if key in verbs[verb]]
         if not having:
-            raise DataError(
-                f"{path}: {name or 'no verb'} has {'no' if name else 'an'} option --{key}; "
-                f"see meshwise {name or 'VERB'} --help"
-            )
+            told = f"{name} has no" if name else "no verb has an"
+            raise DataError(f"{path}: {told} option --{key}; see meshwise {name or 'VERB'} --help")
         taking = [verb for verb in having if not found or _is_of_answer(verb, verbs[verb][key], value)]
         if not taking:
             raise DataError(

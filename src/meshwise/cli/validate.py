@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwise import api
+from meshwise.cli.fit import OP_FILES, RUN_FILES
 from meshwise.cli.output import show
 from meshwise.core.errors import DataError
 from meshwise.core.options import takes
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     from meshwise.calibrate.releases import Board
     from meshwise.calibrate.validate import Validation
 
-DATA_FILES = (
-    *("published_runs_2.csv", "lora_runs.csv", "measured_iterations_a100.csv"),
-    *("measured_ops.csv", "published_micro.csv"),
-)
+DATA_FILES = (*RUN_FILES, *OP_FILES)
 """Tables of measurements that do not ship with the package."""
 
 

@@ -22,10 +22,8 @@ def parts(found: CardFit, *, everything: bool = False) -> Iterator[Section]:
     """How each model that fits is trained, what does not fit, and the command to go on with."""
     whole = found.card.chip.memory_bytes
     usable = f"{with_prefix(found.memory_frac * whole, 'B')} of its {with_prefix(whole, 'B')}"
-    yield (
-        f"{found.card.chip.name}, {usable}: fine-tuning with Hugging Face's modules, "
-        f"{found.batch} sequences of {found.seq:,} tokens a step"
-    )
+    each = f"{found.batch} sequences of {found.seq:,} tokens a step"
+    yield f"{found.card.chip.name}, {usable}: fine-tuning with Hugging Face's modules, {each}"
     shown = [one for one in found.runs if one.fits or everything]
     if shown:
         yield card_table(found, shown)

@@ -202,10 +202,8 @@ def run_parts(document: dict[str, Any]) -> Iterator[Section]:
     """The curve, with failures and without, and where it ends."""
     yield curve_table(document)
     for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
-        yield (
-            f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to "
-            f"{flop(limits['limit_80pct_flop'])}; wall at {flop(limits['wall_flop'])}"
-        )
+        most, wall = flop(limits["limit_80pct_flop"]), flop(limits["wall_flop"])
+        yield f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to {most}; wall at {wall}"
         limit = limits["limit"]
         if limit is not None:
             price = f", price {with_prefix(limit['price'], '', 3)}" if limit["price"] else ""

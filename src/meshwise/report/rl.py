@@ -38,16 +38,15 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
     )
     if step.step_s is not None:
         low_s, high_s = document["step_s_interval"].values()
-        yield (
-            f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): "
-            f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
-        )
+        rate = f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
+        yield f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): {rate}"
         if answer.split is not None and (staler := answer.split.staler) is not None:
             bound = staler.job.staleness
-            yield (
-                f"with samples up to {bound} steps old it takes {duration(staler.step_s or 0.0)} "
-                f"(--mode {staler.job.mode} --staleness {bound})"
+            options, staler_s = (
+                f"--mode {staler.job.mode} --staleness {bound}",
+                duration(staler.step_s or 0.0),
             )
+            yield f"with samples up to {bound} steps old it takes {staler_s} ({options})"
         yield _phases(answer)
         idle = step.idle_frac
         yield (

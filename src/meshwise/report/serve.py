@@ -63,10 +63,8 @@ def _no_layout(sizing: Sizing) -> Iterator[str]:
     """That nothing keeps the limits, and which limits something would, or how many GPUs."""
     if more := sizing.too_large:
         num = more.fleet.num_chips
-        yield (
-            f"too few GPUs for {sizing.rate or 0.0:.4g} requests/s: in closed form {num:,} would hold them, "
-            f"{_pools(more.fleet)}"
-        )
+        would = f"in closed form {num:,} would hold them, {_pools(more.fleet)}"
+        yield f"too few GPUs for {sizing.rate or 0.0:.4g} requests/s: {would}"
     if sizing.choices:
         return
     yield "no layout of this cluster fits and keeps the limits"
@@ -151,10 +149,8 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
     first_s, kernels_s = document["first_token_s"], document["first_token_kernels_s"]
     of_all = " with a prompt on each dp rank" if first_s < kernels_s else ""
     kernels = f" (kernels {duration(kernels_s)}{of_all})" if first_s != kernels_s else ""
-    yield (
-        f"first token after {duration(first_s)}{kernels}; "
-        f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
-    )
+    rate = f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
+    yield f"first token after {duration(first_s)}{kernels}; {rate}"
     if document["max_sequences"]:
         yield f"room for {document['max_sequences']:,} sequences"
     else:

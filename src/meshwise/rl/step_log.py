@@ -98,10 +98,9 @@ class RlExplanation(Shown):
         worst = max(rows, key=lambda row: row["measured_s"] - row["predicted_s"])
         longer_s = worst["measured_s"] - worst["predicted_s"]
         if longer_s > 0.05 * step_s:
-            found.append(
-                f"look first at {worst['phase']}, {longer_s:.3g} s longer than predicted; it is shortened by "
-                f"{_ADVICE[worst['phase']]}"
-            )
+            phase = worst["phase"]
+            longer = f"{longer_s:.3g} s longer than predicted"
+            found.append(f"look first at {phase}, {longer}; it is shortened by {_ADVICE[phase]}")
         else:
             longest = rows[0]["phase"]
             found.append(f"no phase stands out; the longest, {longest}, is shortened by {_ADVICE[longest]}")

@@ -133,11 +133,8 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     seconds, expected_seconds = (_sums((one.of, one.seconds) for one in of) for of in (measured, expected))
     of_both = {**seconds, **expected_seconds}
     pairs = ((of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in of_both)
-    classes = _sorted(
-        OpDifference("", of, "step", there if is_predicted else None, here)
-        for of, there, here in pairs
-        if there or here
-    )
+    both = [(of, there, here) for of, there, here in pairs if there or here]
+    classes = _sorted(OpDifference("", of, "step", p if is_predicted else None, m) for of, p, m in both)
     rows = _joined(measured, expected) if is_predicted else classes
     step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if is_predicted else None
     findings = mismatches + _in_words(summary, classes, step_s, expected_s)

@@ -77,10 +77,11 @@ class Summary(Shown):
         def within(values: dict[int, Any]) -> dict[int, Any]:
             return {rank: value for rank, value in values.items() if rank in chosen}
 
-        calls = (
-            replace(c, enter_s=within(c.enter_s), wait_s=within(c.wait_s), events=within(c.events))
-            for c in self.collectives
-        )
+        def part(one: Collective) -> Collective:
+            wait_s, events = within(one.wait_s), within(one.events)
+            return replace(one, enter_s=within(one.enter_s), wait_s=wait_s, events=events)
+
+        calls = map(part, self.collectives)
         return replace(
             self,
             traces=self.traces.chosen(chosen),

@@ -72,10 +72,8 @@ def _control(option: Option, example: dict[str, str]) -> str:
         return '<textarea rows="2" spellcheck="false"></textarea>'
     if ends := _FORMS["ranges"].get(option.name):
         low, high, step = ends
-        return (
-            f'<input type="range" {value} min="{low}" max="{high}" step="{step}">'
-            f'<output for="PLACE">{escape(shown)}</output>'
-        )
+        ends_html = f'min="{low}" max="{high}" step="{step}"'
+        return f'<input type="range" {value} {ends_html}><output for="PLACE">{escape(shown)}</output>'
     if choices := _choices(option):
         chosen = default if default in choices else choices[0]
         return f'<select data-default="{escape(chosen)}">{_options(choices, chosen)}</select>'
@@ -117,9 +115,8 @@ def _key_control(key: str) -> str:
     values = COUNTS.get(key) or KEYS[key].names
     if not values and key not in DEGREES:
         return f'<input type="text" data-key data-default="" placeholder="{shown}">'
-    return (
-        f'<select data-key data-default=""><option value="">{shown}</option>{_options(values or ())}</select>'
-    )
+    listed = _options(values or ())
+    return f'<select data-key data-default=""><option value="">{shown}</option>{listed}</select>'
 
 
 def _options(values: Sequence[str], chosen: str | None = None) -> str:
