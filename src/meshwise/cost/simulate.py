@@ -106,15 +106,14 @@ def simulate(
     pp: int,
     m: int,
     v: int = 1,
-    p2p_s: ArrayLike = 0.0,
+    p2p_s: float = 0.0,
     slowdown: ArrayLike = 1.0,
 ) -> Timeline:
     """Play a schedule over `pp` ranks and `m` microbatches.
 
     `f_s`, `b_s`, `w_s`: forward, input gradient and weight gradient [s] of one microbatch on one
     stage, scalars or one value per stage in the order of the model (`pp * v` stages; DualPipe: `pp`).
-    `p2p_s`: one hop [s], which delays the receiver; a scalar or one value per link, `pp` of them, link r
-    joining rank r to r + 1 and the last one the last rank to the first. `slowdown`: factor on a rank's
+    `p2p_s`: one hop [s] to another rank, which delays the receiver. `slowdown`: factor on a rank's
     computation, a scalar or one per rank.
     Raises PlanError if the schedule cannot run with these sizes, or arrays do not fit them.
     """
@@ -130,8 +129,8 @@ def simulate(
     place = rank * stage_of.shape[1] + chunk
     microbatch = _count_so_far(3 * place + _SLOT[kind])
 
-    source, hops_from = _data_flow(schedule, stage_of, rank, kind, place, microbatch, paired)
-    hop_s = np.where(hops_from >= 0, _hop_s(_per("link", p2p_s, pp), hops_from, rank), 0.0)
+    source, is_far = _data_flow(schedule, stage_of, rank, kind, place, microbatch, paired)
+    hop_s = np.where(is_far, _per("link", p2p_s, 1), 0.0)
 
     times = [_per("stage", t, stage_of.max() + 1)[stage] for t in (f_s, b_s, w_s)]
     compute_s = np.select(
@@ -195,9 +194,11 @@ def _data_flow(
     place: Ints,
     microbatch: Ints,
     paired: NDArray[np.bool_],
-) -> tuple[Ints, Ints]:
-    """For every action: the row whose data it waits for, and the other rank that data comes from; -1 for
-    none. A place is one chunk on one rank."""
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """For every action: the row whose data it waits for (-1: none), and whether another rank makes that data.
+
+    A place is one chunk on one rank.
+    """
     before, after = _neighbours(stage_of, two_ways=schedule == "dualpipe")
     forward, backward = kind == _F, (kind == _B) | (kind == _I)
     comes_from = np.select([forward, backward], [before[place], after[place]], -1)
@@ -213,8 +214,7 @@ def _data_flow(
     source = np.where(
         from_place >= 0, done_with[row_of[(3 * from_place + from_slot) * num_microbatches + microbatch]], -1
     )
-    from_rank = np.where(comes_from >= 0, comes_from // stage_of.shape[1], rank)
-    return source, np.where(from_rank == rank, -1, from_rank)
+    return source, (comes_from >= 0) & (comes_from // stage_of.shape[1] != rank)
 
 
 def _neighbours(stage_of: Ints, *, two_ways: bool) -> tuple[Ints, Ints]:
@@ -228,12 +228,6 @@ def _neighbours(stage_of: Ints, *, two_ways: bool) -> tuple[Ints, Ints]:
         along = way[np.argsort(stages)]
         before[along[1:]], after[along[:-1]] = along[:-1], along[1:]
     return before, after
-
-
-def _hop_s(link_s: Floats, a: Ints, b: Ints) -> Floats:
-    """Time [s] of a hop between two neighbouring ranks; the first and the last are neighbours too."""
-    lower = np.minimum(a, b)
-    return link_s[np.where(np.abs(a - b) == 1, lower, len(link_s) - 1)]
 
 
 def _per(what: str, values: ArrayLike, count: int) -> Floats:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import values_by_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,18 @@ def read_field(name: str, value: Any, table: Mapping[str, Field], error: type[Me
     except (ValueError, TypeError, LookupError, OverflowError):
         shown = str(value) if str(value).isprintable() else repr(value)
         raise error(f"{name}={shown} must be {table[name].values}") from None
+
+
+def read_words(
+    text: str, table: Mapping[str, Field], error: type[MeshwiseError], what: str
+) -> dict[str, Any]:
+    """The words `key=value` of `text`, a comma between two, as fields of `table`; else `error` of `what`."""
+    found = {}
+    for key, value in values_by_key(text, what, error).items():
+        if key not in table:
+            raise error(f"{what}: {key!r} is no setting; choose among {', '.join(table)}")
+        found[key] = read_field(key, value, table, error)
+    return found
 
 
 def check_fields(made: Any, table: Mapping[str, Field], error: type[MeshwiseError]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import values_by_key
+from meshwise.plan.fields import choice, number, read_words, whole
 from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.engine import Engine
 from meshwise.serve.limits import LatencyLimits
@@ -26,7 +26,13 @@ SAMPLE = 1500
 STEPS = 9
 """Halvings of the interval of rates: to 0.2 % of the rate of saturation."""
 
-SETTINGS = {"min": "least", "max": "most", "every_s": "every_s", "start_s": "start_s", "hold_s": "hold_s"}
+_SECONDS = number("time", 1e-9, 1e9)
+RULES = {"sla": choice("the limits", ("",)), "utilization": number("share of saturation", 1e-9, 1)}
+SETTINGS = {
+    **{"min": whole("replicas"), "max": whole("replicas")},
+    **{"every_s": _SECONDS, "start_s": _SECONDS, "hold_s": _SECONDS},
+}
+_NAMES = {"min": "least", "max": "most"}
 
 
 def parse_autoscale(text: str) -> tuple[float | None, dict[str, Any]]:
@@ -34,23 +40,11 @@ def parse_autoscale(text: str) -> tuple[float | None, dict[str, Any]]:
 
     The share of saturation (None: of the limits), and the settings of `Autoscaling`.
     """
-    rule, _, words = text.partition(",")
-    name, _, share = rule.partition("=")
-    stated = {"share": share} | values_by_key(words, "autoscale")
-    try:
-        found = {key: float(value) for key, value in stated.items() if value or key != "share"}
-    except ValueError:
-        found = {"": 0.0}
-    is_rule = (name == "sla" and not share) or (name == "utilization" and 0 < found.get("share", 0) <= 1)
-    is_known = set(found) <= {"share", *SETTINGS}
-    if not (is_rule and is_known and all(0 < value < 1e9 for value in found.values())):
-        raise WorkloadError(
-            f"autoscale {text} must be sla or utilization=SHARE, with {', '.join(SETTINGS)}: "
-            "utilization=0.7,min=2,max=16"
-        )
-    share_found = found.pop("share", None)
-    whole = {key: int(value) if key in ("min", "max") else value for key, value in found.items()}
-    return share_found, {SETTINGS[key]: value for key, value in whole.items()}
+    found = read_words(text, RULES | SETTINGS, WorkloadError, "autoscale")
+    rules = [found.pop(name) for name in RULES if name in found]
+    if len(rules) != 1:
+        raise WorkloadError(f"autoscale {text} must be sla or utilization=SHARE, as in utilization=0.7,min=2")
+    return rules[0] or None, {_NAMES.get(key, key): value for key, value in found.items()}
 
 
 def autoscaled(

@@ -23,8 +23,8 @@ import msgspec
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
-from meshwise.core.units import values_by_key
 from meshwise.machine.hardware import Chip
+from meshwise.plan.fields import number, read_words, whole
 from meshwise.serve.fitted import fitted
 
 _CONSTANTS = fitted().constants
@@ -170,10 +170,11 @@ VERSIONS = {name: _versions(name) for name in ("vllm", "sglang", "trtllm")}
 ENGINES = {name: list(versions.values())[-1] for name, versions in VERSIONS.items()}
 """Engines by name: the last version that is listed."""
 
-SETTINGS = (
-    *("max_tokens", "max_sequences", "prompt_tokens", "prompt_sequences"),
-    *("poll_passes", "align_passes", "fill_frac", "reserve_frac"),
-)
+_COUNT, _SHARE = whole("what a pass or the engine takes"), number("of a pass, of a request's output", 0, 1)
+SETTINGS = {
+    **dict.fromkeys(("max_tokens", "max_sequences", "prompt_tokens", "prompt_sequences"), _COUNT),
+    **{"poll_passes": _COUNT, "align_passes": _COUNT, "fill_frac": _SHARE, "reserve_frac": _SHARE},
+}
 """What a user may set of an engine."""
 
 
@@ -196,7 +197,7 @@ def _order(version: str) -> tuple[int, ...]:
 
 def parse_engine(text: str) -> Engine:
     """`vllm`, `vllm@0.12.0`, or a file of `calibrate --serving`; with settings: `vllm,max_tokens=2048`."""
-    name, _, words = text.partition(",")
+    name, _, settings = text.partition(",")
     if name.endswith(".toml"):
         engine = read_engine(Path(name))
     else:
@@ -209,12 +210,7 @@ def parse_engine(text: str) -> Engine:
         if version and not _order(version):
             raise WorkloadError(f"engine: {version!r} is no version; write {name}@{ENGINES[name].version}")
         engine = of_version(name, version) if version else ENGINES[name]
-    settings = {}
-    for key, value in values_by_key(words, "engine").items():
-        if key not in SETTINGS:
-            raise WorkloadError(f"engine: {key!r} is no setting; choose among {', '.join(SETTINGS)}")
-        settings[key] = _setting(key, value)
-    return engine.having(**settings)
+    return engine.having(**read_words(settings, SETTINGS, WorkloadError, "engine"))
 
 
 class EngineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -239,16 +235,3 @@ def read_engine(path: Path) -> Engine:
     constants: dict[str, Any] = dict(found.constants)
     engine = of_version(found.engine, found.version)
     return replace(engine, fitted_to=found.fitted_to or str(path), **constants)
-
-
-def _setting(key: str, value: str) -> Any:
-    kind, most = (float, 1) if key.endswith("_frac") else (int, 2**31)
-    try:
-        number = kind(value)
-    except ValueError:
-        number = -1
-    if not (kind is float or number) or not 0 <= number <= most:
-        raise WorkloadError(
-            f"engine: {key}={value} must be a {'share' if kind is float else 'count above 0'}"
-        )
-    return number

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import quantity, values_by_key
+from meshwise.core.units import quantity
+from meshwise.plan.fields import Field, read_words
 
 Blocks = tuple[int, ...]
 """Names of the blocks of a request, from its beginning."""
@@ -34,13 +36,13 @@ class Tier:
 class Offload:
     """Memory below that of a chip: bytes for each chip, and bytes/s in which each reads them back.
 
-    `host_bytes_per_s` None: the rate of the chip's link to its host.
+    None: no such memory; of `host_bytes_per_s` the rate of the chip's link to its host.
     """
 
-    host_bytes: float = 0.0
+    host_bytes: float | None = None
     host_bytes_per_s: float | None = None
-    disk_bytes: float = 0.0
-    disk_bytes_per_s: float = 0.0
+    disk_bytes: float | None = None
+    disk_bytes_per_s: float | None = None
 
     def tiers(self, token_bytes: float, link_bytes_per_s: float) -> tuple[Tier, ...]:
         """Its tiers for a dp rank, of whose chips each holds `token_bytes` of a token."""
@@ -54,26 +56,19 @@ class Offload:
         return tuple(
             Tier(name, room_bytes / token_bytes, token_bytes / bytes_per_s)
             for name, room_bytes, bytes_per_s in found
-            if room_bytes
+            if room_bytes and bytes_per_s
         )
 
 
 def parse_offload(text: str) -> Offload:
     """`host=64GiB` or `host=64GiB,disk=1TB,disk_rate=3GB`: for each chip; rates in bytes a second."""
-    names = {"host": "host_bytes", "host_rate": "host_bytes_per_s", "disk": "disk_bytes",
-             "disk_rate": "disk_bytes_per_s"}  # fmt: skip
-    found: dict[str, float] = {}
-    for key, value in values_by_key(text, "offload").items():
-        if key not in names:
-            raise WorkloadError(f"offload: {key!r} is no setting; choose among {', '.join(names)}")
-        found[names[key]] = quantity(value, f"offload {key}")
-    if ("disk_bytes" in found) != ("disk_bytes_per_s" in found):
-        raise WorkloadError(
-            "offload: give disk and disk_rate together, as in host=64GiB,disk=1TB,disk_rate=3GB"
-        )
-    if "host_bytes_per_s" in found and "host_bytes" not in found:
-        raise WorkloadError("offload: host_rate needs host, as in host=64GiB,host_rate=50GB")
-    return Offload(**found)
+    size = Field("bytes", partial(quantity, what="offload"), "for each chip, and a second")
+    table = dict.fromkeys(("host", "host_rate", "disk", "disk_rate"), size)
+    stated = read_words(text, table, WorkloadError, "offload")
+    for one, other in (("disk", "disk_rate"), ("disk_rate", "disk"), ("host_rate", "host")):
+        if one in stated and other not in stated:
+            raise WorkloadError(f"offload: {one} needs {other}, as in host=64GiB,disk=1TB,disk_rate=3GB")
+    return Offload(*map(stated.get, table))
 
 
 class PrefixCache:

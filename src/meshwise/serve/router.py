@@ -18,9 +18,13 @@ from dataclasses import dataclass
 from random import Random
 
 from meshwise.core.errors import WorkloadError
+from meshwise.plan.fields import number, read_field, whole
 from meshwise.serve.instance import EngineSequence, Instance
 
 POLICIES = ("round-robin", "least-loaded", "session", "prefix")
+_FIELDS = {"round-robin": whole("frontends", 1, 10**9), "prefix": number("weight", 0, 1e9)}
+_NUMBERS = {"round-robin": "frontends", "prefix": "weight"}
+"""What the number behind a policy is, and what it may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +41,14 @@ ROUND_ROBIN = RouterPolicy()
 
 def parse_router(text: str) -> RouterPolicy:
     """`least-loaded`, `prefix`, `prefix=4`, `round-robin=10`."""
-    policy, _, number = text.partition("=")
-    try:
-        if policy == "round-robin" and number:
-            found = RouterPolicy(policy, frontends=int(number))
-        else:
-            found = RouterPolicy(policy, weight=float(number or 1))
-    except ValueError:
-        found = RouterPolicy("")
-    is_numbered = policy in ("round-robin", "prefix") or not number
-    is_usable = 1 <= found.frontends < 1e9 and 0 <= found.weight < 1e9
-    if found.policy not in POLICIES or not (is_numbered and is_usable):
+    policy, equals, value = text.partition("=")
+    if policy not in POLICIES or (equals and policy not in _NUMBERS):
         raise WorkloadError(
             f"router {text} must be one of {', '.join(POLICIES)}, prefix=WEIGHT as in prefix=4, or "
             "round-robin=FRONTENDS"
         )
-    return found
+    numbers = {_NUMBERS[policy]: read_field(policy, value, _FIELDS, WorkloadError)} if equals else {}
+    return RouterPolicy(policy, **numbers)
 
 
 class Replica:

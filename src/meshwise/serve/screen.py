@@ -57,7 +57,6 @@ Mask = NDArray[np.bool_]
 class Screen:
     """The layouts of one chip: arrays [layouts, 1], or [layouts, batches] where the batch matters."""
 
-    chip: str
     instances: tuple[Serving, ...]
     num_chips: Grid
     dp: Grid
@@ -121,7 +120,7 @@ def screen(
     columns = ("num_chips", "dp", "most", "prompt_s", "alone_s", "pass_s")
     joined = {name: np.concatenate([getattr(one, name) for one in screens]) for name in columns}
     instances = tuple(one for group in screens for one in group.instances)
-    return Screen(chip=cluster.chip.name, instances=instances, **joined)
+    return Screen(instances=instances, **joined)
 
 
 def _layouts(model: Model, cluster: Cluster, fixed: Mapping[str, Sequence[Any]]) -> Iterator[Layout]:
@@ -159,7 +158,6 @@ def _priced(
         return instance(on, replace(plan, tp=tp, ep=ep))
 
     return Screen(
-        chip=cluster.chip.name,
         instances=tuple(alone(*layout) for layout in layouts),
         num_chips=ranks,
         dp=ranks / tp,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
-from meshwise.core.units import WEIGHT_BITS, Num, duration, values_by_key
+from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
 from meshwise.estimate.priced_part import Part, PricedOp, price_parts
@@ -28,6 +28,7 @@ from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
+from meshwise.plan.fields import number, read_words, whole
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan
 from meshwise.plan.rules import resolve
@@ -190,21 +191,20 @@ class Speculation:
         return float(sum(self.acceptance**i for i in range(self.drafts + 1)))
 
 
+GUESSES = {
+    "drafts": whole("tokens guessed for each pass", 1, 64),
+    "accept": number("chance that one is right", 1e-9, 1),
+}
+
+
 def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serving:
     """`serving` with `drafts=3,accept=0.8`: drafts by the model `draft`, or by multi-token prediction.
 
     Multi-token prediction is one block like the last, and the model's own head (DeepSeek-V3).
     """
-    stated = values_by_key(text, "speculate")
-    try:
-        drafts, acceptance = int(stated.pop("drafts", "1")), float(stated.pop("accept"))
-    except (KeyError, ValueError):
-        drafts, acceptance = 0, 0.0
-    if stated or not 1 <= drafts <= 64 or not 0 < acceptance <= 1:
-        raise WorkloadError(
-            f"speculate: {text!r} must be written as drafts=3,accept=0.8: tokens guessed for each pass, and "
-            "the chance from 0 to 1 that one is right"
-        )
+    stated = read_words(text, GUESSES, WorkloadError, "speculate")
+    if "accept" not in stated:
+        raise WorkloadError(f"speculate: {text!r} says no chance that a guess is right: drafts=3,accept=0.8")
     plan, model = replace(serving.mesh.plan, tower_dp=False), serving.model
     if plan.pp > 1:
         raise PlanError(f"guessing tokens in a pipeline (pp={plan.pp}) is not priced; use tp and dp")
@@ -217,7 +217,7 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
     guesses = replace(
         serving, model=draft, mesh=resolve_serving(draft, plan, serving.cluster, serving.prompt)
     )
-    found = Speculation(drafts=drafts, acceptance=acceptance, draft=guesses)
+    found = Speculation(drafts=stated.get("drafts", 1), acceptance=stated["accept"], draft=guesses)
     return replace(serving, speculation=found)
 
 

@@ -226,7 +226,7 @@ def _run(inputs: _Inputs, where: str) -> PaperRun:
     model, config, inside = inputs.model, inputs.config, inputs.config.nv
     cut = _cut(inputs, f"{where}: inputs.config")
     wanted = ("tp",) if cut.strategy == "1d" else ("tp1", "tp2")
-    tp1, tp2 = _degrees(inside, wanted, ("tp", "tp1", "tp2"), f"{where}: inputs.config.nv")
+    tp1, tp2 = _degrees(inside, wanted, f"{where}: inputs.config.nv")
     if tp1 * tp2 * inside.dp * inside.pp > inputs.system.nvlink_size:
         raise DataError(f"{where}: inputs.system.nvlink_size is smaller than the parts of config.nv")
     return PaperRun(
@@ -243,7 +243,7 @@ def _cut(inputs: _Inputs, where: str) -> PaperCut:
     """The layer as the strategy of a case cuts it; DataError for what does not go with the strategy."""
     model, config, system = inputs.model, inputs.config, inputs.system
     strategy = _STRATEGIES[inputs.strategy]
-    m1, m2 = _degrees(config, ("tp",) if strategy == "1d" else ("m1", "m2"), ("tp", "m1", "m2"), where)
+    m1, m2 = _degrees(config, ("tp",) if strategy == "1d" else ("m1", "m2"), where)
     attention = config.attention or ("separate" if config.flash is False else "fused")
     for unknown, what in (
         (config.nb is not None and strategy != "2d", "nb"),
@@ -272,17 +272,15 @@ def _cut(inputs: _Inputs, where: str) -> PaperCut:
     )
 
 
-def _degrees(
-    entry: _Config | _Inside, wanted: tuple[str, ...], known: tuple[str, ...], where: str
-) -> tuple[float, float]:
-    """The values of `wanted`, the second one 1 if it is not; none of the others in `known` may be given."""
-    for name in known:
-        value = getattr(entry, name)
-        if (value is None) == (name in wanted):
-            what = "lacks" if value is None else "has"
-            raise DataError(f"{where} {what} {name}; its strategy needs {' and '.join(wanted)} only")
-    first, second = (*(getattr(entry, name) for name in wanted), 1.0)[:2]
-    return float(first), float(second)
+def _degrees(entry: _Config | _Inside, wanted: tuple[str, ...], where: str) -> tuple[float, float]:
+    """The values of `wanted`, the second one 1 if it is not; no other degree may be given."""
+    degrees = ((name, getattr(entry, name, None)) for name in ("tp", "m1", "m2", "tp1", "tp2"))
+    stated = {name: float(value) for name, value in degrees if value is not None}
+    if tuple(stated) != wanted:
+        has = ", ".join(stated) or "no degree"
+        raise DataError(f"{where} has {has}; its strategy needs {' and '.join(wanted)} only")
+    first, second = (*stated.values(), 1.0)[:2]
+    return first, second
 
 
 def _system(entry: _SystemEntry) -> PaperSystem:

@@ -17,23 +17,12 @@ from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import Convention, Excerpt, PublishedStep
-from meshwise.published.nersc.gpt_blocks import GPT_BLOCKS
 from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
 from meshwise.published.nersc.notebook_ops import NotebookOp, mlp, self_attention
+from meshwise.published.nersc.tables import GPT_BLOCKS, NERSC_TABLES
 from meshwise.published.scope import ANY, Scope
 
-COLUMNS = (
-    *("layer", "flops_fwd", "activation_in_mem", "activation_in_other_mem", "activation_out_mem"),
-    *("activation_buffer", "weights_mem", "total_mem_fwd", "flops_bwd", "activation_grad_mem"),
-    *("weights_grad_mem", "total_mem_bwd", "comm_bwd", "comm_bwd_type", "comm_size", "comm_fwd"),
-    *("comm_fwd_type", "t_comp_fwd", "t_mem_fwd", "t_comp_bwd", "t_mem_bwd", "intensity", "t_fwd", "t_bwd"),
-    *("comm_topology", "t_comm_fwd", "t_comm_bwd", "t_total_fwd", "t_total_bwd", "frac_t_comm_fwd"),
-    "frac_t_comm_bwd",
-)
-TOTALLED = (
-    *("activation_buffer", "weights_mem", "weights_grad_mem", "flops_fwd", "flops_bwd"),
-    *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
-)
+COLUMNS = tuple(NERSC_TABLES["notebook"]["columns"])
 SCOPE = Scope(
     convention="nersc-2024-02",
     plan={
@@ -113,7 +102,7 @@ def _check_known(model: Model, cluster: Cluster, plan: Plan, workload: Workload)
 
 def _totals(rows: list[dict[str, Any]], depth: int) -> dict[str, float]:
     """Column sums over the rows of a table, times the number of layers."""
-    return {name: sum(row[name] for row in rows) * depth for name in TOTALLED}
+    return {name: sum(row[name] for row in rows) * depth for name in NERSC_TABLES["notebook"]["totalled"]}
 
 
 def _comm_frac(rows: list[dict[str, Any]]) -> float:

@@ -20,6 +20,7 @@ from typing import Any
 
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
+from meshwise.published.nersc.tables import NERSC_TABLES
 
 ELEM_BYTES = 2.0
 MASK_BYTES = 1.0
@@ -82,29 +83,20 @@ def _linear(layer: str, rows: Num, d_in: Num, d_out: Num, *, bias: bool = True, 
     )
 
 
-_KERNELS: dict[str, tuple[tuple[float, float], tuple[float, float], float, float]] = {
-    # FLOP forward and backward, each an element and a row; gradients moved, in tensors; rows of weights
-    "activation": ((1, 0), (1, 0), 1, 0),
-    "dropout": ((1, 0), (1, 0), 1, 0),
-    "softmax": ((3, -1), (4, -1), 2, 0),
-    "layer_norm": ((9, 0), (13, -4), 2, 2),
-}
-
-
 def _kernel(layer: str, kind: str, rows: Num, width: Num, **comm: Any) -> NotebookOp:
     """An element-wise op; all keep their input, but dropout keeps the mask that it reads."""
-    flop, backward_flop, grads, weights = _KERNELS[kind]
+    of = NERSC_TABLES["notebook"]["kernels"][kind]
     size, mask = rows * width, kind == "dropout"
     return NotebookOp(
         layer=layer,
-        flop=flop[0] * size + flop[1] * rows,
-        backward_flop=backward_flop[0] * size + backward_flop[1] * rows,
+        flop=of["flop"][0] * size + of["flop"][1] * rows,
+        backward_flop=of["backward_flop"][0] * size + of["backward_flop"][1] * rows,
         in_bytes=ELEM_BYTES * size,
         other_bytes=MASK_BYTES * size * mask,
         out_bytes=ELEM_BYTES * size,
         saved_bytes=(MASK_BYTES if mask else ELEM_BYTES) * size,
-        weight_bytes=weights * ELEM_BYTES * width,
-        grad_bytes=grads * ELEM_BYTES * size,
+        weight_bytes=of["weights"] * ELEM_BYTES * width,
+        grad_bytes=of["grads"] * ELEM_BYTES * size,
         **comm,
     )
 

@@ -41,6 +41,7 @@ from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
 from meshwise.published.nersc.ledger_rows import TABLES, WAYS
 from meshwise.published.nersc.paper_ops import Comm, Direction, PaperCut, PaperOp, layer
+from meshwise.published.nersc.tables import NERSC_TABLES
 
 LAUNCH_S = 20e-6
 COMPUTE_EFFICIENCY = 0.8
@@ -48,13 +49,7 @@ LINK_EFFICIENCY = 0.7
 LINK_EFFICIENCY_OF = {"nersc-b200-next": 0.8}
 OPTIMIZER_FACTOR = 6.0  # fp32 weights and two Adam states: 12 bytes for each 2 of a weight
 
-COLUMNS = (
-    *("name", "weights_mem", "weights_grad_mem", "flops_fwd", "activation_buffer", "comm_fwd"),
-    *("comm_fwd_type", "flops_bwd", "comm_bwd", "comm_bwd_type", "mem_fwd", "mem_bwd", "comm_fwd_size"),
-    *("comm_fwd_topology", "comm_bwd_size", "comm_bwd_topology", "use_tensor_cores", "t_fwd", "t_fwd_comm"),
-    *("t_fwd_comp", "t_fwd_mem", "intensity_fwd", "t_bwd", "t_bwd_comm", "t_bwd_comp", "t_bwd_mem"),
-    *("intensity_bwd", "t"),
-)
+COLUMNS = tuple(NERSC_TABLES["paper"]["columns"])
 TFLOP, GB = 1e12, 1e9
 
 Row = dict[str, Any]

@@ -27,6 +27,7 @@ from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
 from meshwise.published.nersc.notebook_ops import ELEM_BYTES, MASK_BYTES, product_flop
+from meshwise.published.nersc.tables import NERSC_TABLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,33 +293,24 @@ def _gather(cut: PaperCut, volume_bytes: Num) -> tuple[Comms, Comms]:
 
 # --- Element-wise kernels on rows x width elements ----------------------------------------------------
 
-_Size = tuple[float, float, float]  # so many times the elements, the rows, the width
-_KERNELS: dict[str, tuple[_Size, _Size, _Size, _Size, float, float]] = {
-    # FLOP forward and backward, traffic forward and backward in tensors, tensors kept, rows of weights
-    "bias": ((1, 0, 0), (1, 0, 0), (1, 0, 1), (1, 0, 1), 0, 1),
-    "gelu": ((8, 0, 0), (13, 0, 0), (2, 0, 0), (3, 0, 0), 1, 0),
-    "dropout": ((1, 0, 0), (1, 0, 0), (2, 0, 0), (2, 0, 0), 0, 0),
-    "softmax": ((3, -1, 0), (4, -1, 0), (2, 0, 0), (3, 0, 0), 1, 0),
-    "layernorm": ((9, 0, 0), (12, -4, 0), (2, 2, 2), (5, 0, 2), 1, 2),
-}
-
 
 def _kernel(
     name: str, kind: str, cut: PaperCut, rows: Num, width: Num, *, comms: Comms = (), recompute: bool = False
 ) -> PaperOp:
     """One kernel; `comms`: one forward and one backward. Dropout reads, writes and keeps a mask too."""
-    flop, grad_flop, moved, grad_moved, kept, weights = _KERNELS[kind]
-    mask_bytes = cut.mask_bytes * rows * width if kind == "dropout" else 0.0
+    of = NERSC_TABLES["paper"]["kernels"][kind]
+    s, mask_bytes = cut.elem_bytes, cut.mask_bytes * rows * width if kind == "dropout" else 0.0
 
-    def total(size: _Size) -> Num:
-        return size[0] * rows * width + size[1] * rows + size[2] * width
+    def total(what: str) -> Num:
+        of_elements, of_rows, of_width = of[what]
+        return of_elements * rows * width + of_rows * rows + of_width * width
 
     return PaperOp(
         name=name,
-        forward=Direction(total(flop), cut.elem_bytes * total(moved) + mask_bytes, comms[:1]),
-        backward=Direction(total(grad_flop), cut.elem_bytes * total(grad_moved) + mask_bytes, comms[1:]),
-        saved_bytes=0.0 if recompute else kept * cut.elem_bytes * rows * width + mask_bytes,
-        weight_bytes=weights * cut.elem_bytes * width,
+        forward=Direction(total("flop"), s * total("moved") + mask_bytes, comms[:1]),
+        backward=Direction(total("backward_flop"), s * total("backward_moved") + mask_bytes, comms[1:]),
+        saved_bytes=0.0 if recompute else of["kept"] * s * rows * width + mask_bytes,
+        weight_bytes=of["weights"] * s * width,
         recompute=recompute,
     )
 

@@ -17,7 +17,6 @@ from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import Convention, Excerpt, PublishedStep
-from meshwise.published.nersc.gpt_blocks import GPT_BLOCKS
 from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
 from meshwise.published.nersc.paper import (
     COLUMNS,
@@ -32,6 +31,7 @@ from meshwise.published.nersc.paper import (
     price,
 )
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
+from meshwise.published.nersc.tables import GPT_BLOCKS
 from meshwise.published.scope import ANY, Scope
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
