@@ -18,7 +18,7 @@ import torch
 from meshwise.core.errors import PlanError
 from meshwise.cost.collective import collective_s
 from meshwise.machine.efficiency import IDEAL, constants
-from meshwise.machine.hardware import find_cluster
+from meshwise.machine.hardware import Link, find_cluster
 from meshwise.runtime import measure
 from meshwise.runtime.calibrate import calibrate, fit_link, from_samples
 from meshwise.runtime.launch import Ranks
@@ -74,10 +74,9 @@ def test_the_file_is_read_back(samples: list[Sample], tmp_path: Path, meshwise: 
 @pytest.mark.parametrize(("ranks", "latency_s"), [(2, 0.0), (3, 1e-3), (8, 5e-6)])
 def test_a_link_is_found_again(latency_s: float, ranks: int) -> None:
     """Times made by the formula give the link that made them."""
-    link: dict[str, Any] = {"link_bytes_per_s": (3e9,), "link_latency_s": (latency_s,)}
-    link["link_ranks"] = (math.inf,)
+    links = (Link(3e9, latency_s, math.inf),)
     made = [
-        Sample(kind, str(size), "fp32", float(collective_s(kind, size, ranks, **link)), 0, "")
+        Sample(kind, str(size), "fp32", float(collective_s(kind, size, ranks, links=links)), 0, "")
         for kind in COLLECTIVES
         for size in (1 << 12, 1 << 20, 1 << 25)
     ]

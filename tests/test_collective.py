@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +19,11 @@ from meshwise.cost.collective import collective_s, peer_all_reduce_s, sent_bytes
 from meshwise.estimate.collective import KINDS as VERB_KINDS
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, constants
-from meshwise.machine.hardware import Cluster, Level, find_chip, find_cluster
+from meshwise.machine.hardware import Cluster, Level, Link, find_chip, find_cluster
 from meshwise.report.pages import print_result
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
-LINKS = {"link_bytes_per_s": (300e9, 25e9), "link_latency_s": (2e-6, 5e-6), "link_ranks": (8.0, math.inf)}
+LINKS = {"links": (Link(300e9, 2e-6, 8.0), Link(25e9, 5e-6, math.inf))}
 REAL = constants(find_chip("a100"))
 
 kinds = st.sampled_from(KINDS)
@@ -85,9 +84,7 @@ def test_published_bus_bandwidth(chip, kind, ranks, busbw, tolerance):
         kind,
         16 * 2**30,
         ranks,
-        link_bytes_per_s=[level.bytes_per_s for level in levels],
-        link_latency_s=[level.latency_s for level in levels],
-        link_ranks=[level.ranks for level in levels],
+        links=tuple(Link(level.bytes_per_s, level.latency_s, level.ranks) for level in levels),
         efficiency=constants(find_chip(chip)),
     )
     assert sent_bytes(kind, 16 * 2**30, ranks) / seconds == pytest.approx(busbw, rel=tolerance)
@@ -118,11 +115,7 @@ def test_a_dispatch_crosses_to_each_node_once():
     assert seconds == pytest.approx(met_nodes * 0.75 * token_bytes / 50e9)
 
 
-LINKS_OF_A_NODE = {
-    "link_bytes_per_s": (450e9, 50e9),
-    "link_latency_s": (0.0, 0.0),
-    "link_ranks": (8.0, np.inf),
-}
+LINKS_OF_A_NODE = {"links": (Link(450e9, 0.0, 8.0), Link(50e9, 0.0, math.inf))}
 
 
 # --- torus, rails, oversubscription ------------------------------------------------------------
@@ -179,7 +172,9 @@ def of_pods(**last: Any) -> Machine:
 def test_rails_load_the_links_inside_a_node_with_what_changes_the_rail():
     """8 of 16 parts leave the node; seven eighths of them, and of those that stay, cross NVLink first."""
     rails = of_pods(rails=True)
-    slow_inside = replace(rails, base=replace(rails.base, link_bytes_per_s=(10e9, 50e9)))
+    inner, outer = rails.base.links
+    slow = (inner._replace(bytes_per_s=10e9), outer._replace(bytes_per_s=50e9))
+    slow_inside = replace(rails, base=replace(rails.base, links=slow))
     assert slow_inside.collective_s("all_to_all", 1e9, 16, 1) == pytest.approx(7 / 8 / 10)
     assert rails.collective_s("all_to_all", 1e9, 2, 8) == pytest.approx(1 / 2 / 50)
     for kind in KINDS:
@@ -196,7 +191,7 @@ def test_an_oversubscribed_level_gives_each_rank_its_share():
 
 def test_more_than_two_gpus_on_pcie_go_through_their_host():
     """A way through it has 3/4 of a link; all eight links at once have 1/16 of what they carry."""
-    links = {"link_bytes_per_s": (32e9,), "link_latency_s": (0.0,), "link_ranks": (8.0,)}
+    links = {"links": (Link(32e9, 0.0, 8.0),)}
     slower = {**links, "efficiency": Efficiency(inner=LinkEfficiency(host_frac=3 / 4))}
     shared = {**links, "efficiency": Efficiency(inner=LinkEfficiency(host_shared_frac=1 / 16))}
     for on_pcie in (slower, shared):

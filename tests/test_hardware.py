@@ -344,5 +344,5 @@ def test_a_cluster_is_read_again_from_its_own_text(name: str, of_cluster: str, o
 def test_a_part_of_a_torus_is_the_most_cubic_box(name: str, shape: tuple[int, ...]) -> None:
     cluster = find_cluster(name)
     assert sliced(cluster.levels, cluster.num_chips)[0].torus == shape
-    ranks = [1.0, *rates(cluster, "bf16").link_ranks][: len(shape) + 1]
+    ranks = [1.0, *(link.ranks for link in rates(cluster, "bf16").links)][: len(shape) + 1]
     assert tuple(outer / inner for inner, outer in pairwise(ranks)) == shape

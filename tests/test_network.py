@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from meshwise.cost.collective import collective_s
+from meshwise.machine.hardware import Link
 
 pytest.importorskip("torch")
 
@@ -101,9 +102,10 @@ def predicted_s(kind: Any, payload_bytes: float) -> float:
             "all_reduce" if kind == "reduce_scatter" else kind,
             payload_bytes,
             WORLD_SIZE,
-            link_bytes_per_s=(MEMORY_BYTES_PER_S, LINK_BYTES_PER_S / RANKS_PER_HOST),
-            link_latency_s=(0.0, 0.0),
-            link_ranks=(RANKS_PER_HOST, float("inf")),
+            links=(
+                Link(MEMORY_BYTES_PER_S, 0.0, RANKS_PER_HOST),
+                Link(LINK_BYTES_PER_S / RANKS_PER_HOST, 0.0, float("inf")),
+            ),
         )
     )
 

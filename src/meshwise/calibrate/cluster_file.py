@@ -13,7 +13,7 @@ import numpy as np
 from meshwise.core.files import write_text
 from meshwise.core.ledger import Collective
 from meshwise.cost.collective import collective_s
-from meshwise.machine.hardware import MEASURED, Chip, Cluster, Level, ReduceScatter, cluster_text
+from meshwise.machine.hardware import MEASURED, Chip, Cluster, Level, Link, ReduceScatter, cluster_text
 
 _OF_CHIP = ("memory_bytes", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s", "op_host_s")
 
@@ -90,10 +90,9 @@ def fit_link(
     its weight), with the formulas of `estimate`. Where the best latency would be negative it is 0, and the
     bandwidth the best without.
     """
-    one: dict[str, Any] = {"link_bytes_per_s": (1.0,), "link_ranks": (math.inf,)}
     rows = [
         [
-            float(collective_s(kind, num_bytes, ranks, link_latency_s=(latency,), **one)) / time_s
+            float(collective_s(kind, num_bytes, ranks, links=(Link(1.0, latency, math.inf),))) / time_s
             for num_bytes, latency in ((size, 0.0), (0.0, 1.0))
         ]
         for kind, size, ranks, time_s in calls

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.cost.collective import carried_out, collective_s
-from meshwise.machine.hardware import Level
+from meshwise.machine.hardware import Level, Link
 from meshwise.trace.bandwidths import Bandwidth, bandwidths
 from meshwise.trace.collectives import Collective as Seen
 from meshwise.trace.events import Trace
@@ -196,9 +196,8 @@ def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
         shown = f"the traces show {num} collectives of known size over {name}, a link needs {_MIN_CALLS}"
         raise DataError(f"{shown}; give the traces of all ranks, and record more steps")
     speed, latency = fit_link(calls, weights)
-    link: dict[str, Any] = {"link_bytes_per_s": (speed,), "link_latency_s": (latency,)}
-    link["link_ranks"] = (math.inf,)
-    wrong = [abs(float(collective_s(kind, size, n, **link)) / time - 1) for kind, size, n, time in calls]
+    links = (Link(speed, latency, math.inf),)
+    wrong = [abs(float(collective_s(kind, size, n, links=links)) / time - 1) for kind, size, n, time in calls]
     error = float(np.average(wrong, weights=weights))
     if error > _MAX_LINK_ERROR_FRAC:
         raise DataError(

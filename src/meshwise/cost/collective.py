@@ -2,7 +2,7 @@
 
 A group is `group_ranks` ranks placed `stride` apart, or `Runs` of such ranks where another mesh axis lies
 between them. Links are levels, innermost first: level 0 joins
-the ranks of a node, level 1 the nodes, and so on; a domain of level i holds `link_ranks[i]` ranks, of
+the ranks of a node, level 1 the nodes, and so on; a domain of level i holds `links[i].ranks` ranks, of
 which m_i = `members(...)` belong to the group (m_{-1} = 1; the outermost level holds the whole group).
 Bandwidth is per rank and per direction.
 
@@ -64,16 +64,7 @@ from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
-
-
-class Link(NamedTuple):
-    """One level of links, or one axis of a torus, whose `ways` are 2 where it closes to a ring, else 1."""
-
-    bytes_per_s: Num
-    latency_s: Num
-    ranks: Num
-    ways: Num = 0.0
-    rails: Num = 0.0
+from meshwise.machine.hardware import Link
 
 
 class Runs(NamedTuple):
@@ -127,9 +118,7 @@ def collective_s(
     group_ranks: Num,
     *,
     stride: Num = 1.0,
-    link_bytes_per_s: Sequence[Num],
-    link_latency_s: Sequence[Num],
-    link_ranks: Sequence[Num],
+    links: tuple[Link, ...],
     choices: float = 0.0,
     groups: tuple[float, float] = (0.0, 0.0),
     efficiency: Efficiency = IDEAL,
@@ -142,7 +131,6 @@ def collective_s(
     group of one is free. Assumes that nothing else uses the links. An all-to-all with uneven splits takes as
     long as its most loaded rank: pass that rank's bytes.
     """
-    links = tuple(map(Link, link_bytes_per_s, link_latency_s, link_ranks))
     lines = collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices, groups=groups)
     return fastest_s(lines, payload_bytes)
 

@@ -10,7 +10,6 @@ A *robust* plan is one whose step stays short when all of these come together (`
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -71,14 +70,16 @@ def adverse_machine(machine: Machine, adversity: Adversity) -> Machine:
 
 
 def _slower(rates: Rates, adversity: Adversity) -> Rates:
-    ways = rates.link_ways or (0,) * len(rates.link_bytes_per_s)  # a torus has several inner links
-    factors = [adversity.inner if i == 0 or way else adversity.outer for i, way in enumerate(ways)]
+    links = []
+    for level, link in enumerate(rates.links):  # a torus has several inner ones
+        factor = adversity.outer if level and not link.ways else adversity.inner
+        links.append(link._replace(bytes_per_s=factor * link.bytes_per_s))
     return replace(
         rates,
         matrix_flop_per_s=adversity.compute * rates.matrix_flop_per_s,
         vector_flop_per_s=adversity.compute * rates.vector_flop_per_s,
         memory_bytes_per_s=adversity.memory_rate * rates.memory_bytes_per_s,
-        link_bytes_per_s=tuple(map(operator.mul, factors, rates.link_bytes_per_s)),
+        links=tuple(links),
     )
 
 

@@ -228,7 +228,7 @@ def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
     for name in LINKS:
         phase = FORWARD if name.endswith("forward_s") else BACKWARD
         found[name] = _own_host_s((row.op for row in priced), phase, machine)
-    if any(map(np.any, machine.base.link_ways)):  # a torus has links by axis
+    if any(np.any(link.ways) for link in machine.base.links):  # a torus has links by axis
         return found
     for row in priced:
         if row.op.kind == "collective":

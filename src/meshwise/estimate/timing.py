@@ -11,7 +11,6 @@ be they those of one plan or of a grid of plans.
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import (
     ONE_RUN,
     Line,
-    Link,
     Runs,
     carried_out,
     collective_lines,
@@ -113,7 +111,7 @@ class Machine:
 
     def leaves_node(self, group_ranks: Num, stride: Num) -> Num:
         """1 where a group spans more than the innermost links, else 0."""
-        return (members(group_ranks, stride, self.base.link_ranks[0]) < group_ranks) * 1.0
+        return (members(group_ranks, stride, self.base.links[0].ranks) < group_ranks) * 1.0
 
     def collective_s(
         self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0,
@@ -124,7 +122,7 @@ class Machine:
         seconds = fastest_s(lines, payload_bytes)
         for known in self.collectives:
             if known.kind == kind:
-                inside = members(group_ranks, stride, self.base.link_ranks[0], runs)
+                inside = members(group_ranks, stride, self.base.links[0].ranks, runs)
                 seconds = _where_measured(seconds, known, payload_bytes, group_ranks, inside)
         return seconds
 
@@ -160,11 +158,12 @@ def _lines(
     groups: tuple[float, float],
 ) -> list[Line]:  # fmt: skip
     base, is_message = machine.base, kind in ("send", "recv")
-    fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.link_ranks)
-    bytes_per_s = map(operator.mul, base.link_bytes_per_s, fracs)
+    fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.links)
+    links = tuple(
+        link._replace(bytes_per_s=link.bytes_per_s * frac)
+        for link, frac in zip(base.links, fracs, strict=True)
+    )
     ranks, stride, *runs = (np.frombuffer(content).reshape(shape) for content, shape in placed)
-    columns = bytes_per_s, base.link_latency_s, base.link_ranks, base.link_ways, base.link_rails
-    links = tuple(map(Link, *columns))
     kind, twice = carried_out(kind, ranks, by_gloo=machine.reduce_scatter == "all_reduce")
     lines = collective_lines(
         kind, ranks, stride, links, machine.efficiency, choices=choices, groups=groups, runs=Runs(*runs)
@@ -429,10 +428,10 @@ def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: St
     library_s = machine.collective_s("all_reduce", payload_bytes, ranks, stride)
     peer_s = peer_all_reduce_s(
         payload_bytes, ranks, memory_bytes_per_s=base.memory_bytes_per_s, library_s=library_s,
-        link_bytes_per_s=efficiency.inner.among(ranks, base.node_ranks, base.link_bytes_per_s[0]),
+        link_bytes_per_s=efficiency.inner.among(ranks, base.node_ranks, base.links[0].bytes_per_s),
         coded=op.library == "peer-coded", efficiency=efficiency.peer,
     )  # fmt: skip
-    is_switched = np.asarray(base.link_ways[0]) == 0  # a peer must be reached directly
+    is_switched = np.asarray(base.links[0].ways) == 0  # a peer must be reached directly
     is_inside = (ranks > 1) & (ranks * stride <= base.node_ranks) & is_switched
     return np.where(is_inside, peer_s, library_s)
 
@@ -445,7 +444,7 @@ def _deepep_s(
     efficiency = machine.efficiency.dispatches.get(f"{op.library}-{op.name}")
     if efficiency is None:  # a machine that no such library was measured on
         return machine.collective_s("all_to_all", payload_bytes, ranks, stride)
-    links, per_node = machine.base.link_bytes_per_s, np.minimum(ranks, machine.base.node_ranks)
+    links, per_node = machine.base.links, np.minimum(ranks, machine.base.node_ranks)
     copies, num_cores = deepep_copies(
         op.library, op.choices, ranks, per_node,
         experts=experts, num_cores=machine.num_cores, cores=DISPATCH_CORES,
@@ -458,8 +457,8 @@ def _deepep_s(
         ranks_per_node=per_node,
         experts=experts,
         num_cores=num_cores,
-        inner_bytes_per_s=links[0],
-        outer_bytes_per_s=links[-1],
+        inner_bytes_per_s=links[0].bytes_per_s,
+        outer_bytes_per_s=links[-1].bytes_per_s,
         efficiency=efficiency,
     )
     return np.where(ranks > 1, exchange_s, 0.0)

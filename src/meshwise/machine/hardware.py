@@ -23,7 +23,7 @@ from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -401,24 +401,29 @@ def _stated(record: Any, *without: str) -> dict[str, Any]:
 # --- numbers for the cost model ----------------------------------------------------------------
 
 
+class Link(NamedTuple):
+    """One level of links, or one axis of a torus, whose `ways` are 2 where it closes to a ring, else 1."""
+
+    bytes_per_s: Num
+    latency_s: Num
+    ranks: Num
+    ways: Num = 0.0
+    rails: Num = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rates:
     """The rates of a chip at one dtype.
 
-    The fields `link_*` hold one entry per level, innermost first; a torus has one for each of its axes, with
-    `link_ways` 2 where the axis closes to a ring, else 1 (switches: 0). `node_ranks` is the size of a domain
-    of the innermost level, the whole torus.
+    `links`: one for each level, innermost first, or for each axis of a torus. `node_ranks` is the size of a
+    domain of the innermost level, the whole torus.
     """
 
     matrix_flop_per_s: Num
     vector_flop_per_s: Num
     memory_bytes_per_s: Num
     memory_bytes: Num
-    link_bytes_per_s: tuple[Num, ...]
-    link_latency_s: tuple[Num, ...]
-    link_ranks: tuple[Num, ...]
-    link_ways: tuple[Num, ...] = ()
-    link_rails: tuple[Num, ...] = ()
+    links: tuple[Link, ...]
     node_ranks: Num = math.inf
 
 
@@ -451,34 +456,26 @@ def _most_cubic(num_chips: int, num_axes: int) -> tuple[int, ...]:
     return min(boxes, key=sum)
 
 
-def _axes(level: Level) -> list[tuple[Level, float]]:
-    """The links of a level with their ways: switches as they are, a torus axis by axis."""
+def _axes(level: Level) -> list[Link]:
+    """The links of a level: switches as they are, a torus axis by axis."""
     if not level.torus:
-        return [(level, 0.0)]
+        return [Link(level.bytes_per_s, level.latency_s, level.ranks, rails=float(level.rails))]
     sizes = itertools.accumulate(level.torus, operator.mul)
     one_way = level.bytes_per_s / (2 * len(level.torus))
+    ways = [2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0 for size in level.torus]
     return [
-        (
-            replace(level, bytes_per_s=one_way, ranks=float(ranks)),
-            2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0,
-        )
-        for size, ranks in zip(level.torus, sizes, strict=True)
+        Link(one_way, level.latency_s, float(ranks), both) for ranks, both in zip(sizes, ways, strict=True)
     ]
 
 
 def rates(cluster: Cluster, dtype: str) -> Rates:
     """The numbers of `cluster` that the cost model computes with, for matrix work in `dtype`."""
     levels = sliced(cluster.levels, cluster.num_chips)
-    links, ways = zip(*(axis for level in levels for axis in _axes(level)), strict=True)
     return Rates(
         matrix_flop_per_s=cluster.chip.matrix_peak(dtype),
         vector_flop_per_s=cluster.chip.vector_peak(dtype),
         memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
         memory_bytes=cluster.chip.memory_bytes,
-        link_bytes_per_s=tuple(link.bytes_per_s for link in links),
-        link_latency_s=tuple(link.latency_s for link in links),
-        link_ranks=tuple(link.ranks for link in links),
-        link_ways=ways,
-        link_rails=tuple(float(link.rails) for link in links),
+        links=tuple(link for level in levels for link in _axes(level)),
         node_ranks=levels[0].ranks,
     )
