@@ -61,7 +61,7 @@ Software is named by its core and the year of its first release like it: `SOFTWA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -74,15 +74,9 @@ from meshwise.core.units import Num
 from meshwise.machine.efficiency import AS_MEASURED, CLOCK_POWER
 from meshwise.machine.hardware import Chip
 
-FULL_WATTS = {
-    "ampere": 400.0,
-    "hopper": 700.0,
-    "blackwell": 1200.0,
-    "blackwell-ultra": 1400.0,
-    "cdna3": 750.0,
-    "cdna4": 1400.0,
-}
-"""The most that a chip of the generation may use (data sheets, as in catalog/chips.toml)."""
+_CATALOG = read_catalog("software.toml")
+FULL_WATTS: dict[str, float] = _CATALOG["full_watts"]
+"""The most that a chip of the generation may use."""
 
 _STATIC = "_static_watts"
 """What the static watts of a dtype are called in the catalog (`bf16_static_watts`)."""
@@ -107,25 +101,11 @@ class Software(NamedTuple):
     loss_fusion: str
     sums_wide: bool = False
     measured_as: str = ""
-    makers: tuple[str, ...] = ()
+    makers: Sequence[str] = ()
 
 
-SOFTWARE = {
-    "megatron-2020": Software("megatron", "none"),
-    "torch-2023": Software("torch", "kernels"),  # flash-attn's, in llm-foundry and InternEvo
-    "torch-2024": Software("torch", "none"),
-    "torch-2026": Software("torch", "none", sums_wide=True, measured_as="torch-2024"),
-    "xla-2024": Software("torch", "kernels", makers=("google", "aws")),  # fuses what torch.compile does
-    "megatron-2024": Software("megatron", "kernels"),
-    "megatron-2026": Software("megatron", "kernels"),
-}
-"""Training software by its core and first year, oldest first.
-
-megatron-2020: Megatron-LM and DeepSpeed with unfused attention. torch-2023: eager PyTorch with the first
-fused attention. torch-2024: compiled PyTorch and its own fused attention; torch-2026: the same from PyTorch
-2.15 on. megatron-2024: Megatron Core with Transformer Engine and cuDNN; megatron-2026: the same, with whole
-iterations in a CUDA graph. xla-2024: JAX (MaxText), a step compiled as a whole.
-"""
+SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].items()}
+"""Training software by its core and first year, oldest first."""
 
 
 def software_on(chip: Chip) -> str:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import Num, require_positive, to_number
 from meshwise.published.frontier.laws import KINDS, Law, catalog, find_law, law_names
-from meshwise.published.frontier.layer import PATTERNS
 
 MAPS = 2
 """Linear maps per layer."""
@@ -30,14 +29,7 @@ NUMBERS = ("duration_s", "elem_bytes", "num_experts", "sequential_maps")
 """Numbers of `Assumptions`."""
 LATENCIES = ("kernel_s", "base_s", "inner_step_s", "outer_step_s")
 """Latencies of `Assumptions`: a kernel, an all-reduce, one step inside a domain, one between domains."""
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "schedule": ("1f1b", "interleaved", "zero-bubble"),
-    "network": ("two-level", "flat"),
-    "all_reduce": tuple(PATTERNS),
-    "hops": ("direct", "tree"),
-    "latency": ("on-stream", "hidden"),
-    "capacity": ("checked", "ignored"),
-}
+OPTIONS: dict[str, tuple[str, ...]] = {key: tuple(names) for key, names in catalog()["options"].items()}
 """Named choices, the default first; their meanings are at `Assumptions`."""
 
 
