@@ -41,14 +41,12 @@ def _round_up(value: int, step: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A piece of a segment; `before` and `after` are its neighbours there."""
+    """A piece of a segment."""
 
     address: int
     size_bytes: int
     small: bool
     free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -66,6 +64,7 @@ class CachingAllocator:
     _blocks: dict[object, _Block] = field(default_factory=dict)
     _free: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
     _by_address: dict[int, _Block] = field(default_factory=dict)
+    _by_end: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
 
     def allocate(self, name: object, size_bytes: int) -> None:
@@ -90,10 +89,17 @@ class CachingAllocator:
             return
         self.booked_bytes -= block.size_bytes
         block.free = True
-        for neighbour in (block.before, block.after):
+        before, after = (
+            self._by_end.get(block.address),
+            self._by_address.get(block.address + block.size_bytes),
+        )
+        for neighbour in (before, after):
             if neighbour is not None and neighbour.free:
-                self._take(neighbour)
-                block = self._join(block, neighbour)
+                free = self._free[neighbour.small]
+                del free[bisect_left(free, neighbour.order)]
+                del self._by_address[max(block.address, neighbour.address)]
+                first = min(block.address, neighbour.address)
+                block = self._place(first, block.size_bytes + neighbour.size_bytes, block.small)
         insort(self._free[block.small], block.order)
 
     def _best_fit(self, wanted: int, small: bool) -> _Block | None:
@@ -110,31 +116,19 @@ class CachingAllocator:
             size = MIDDLE_SEGMENT_BYTES
         else:
             size = _round_up(wanted, SEGMENT_ROUND_BYTES)
-        block = _Block(self._next_address, size, small)
-        self._by_address[block.address] = block
-        self._next_address += size
+        block = self._place(self._next_address, size, small)
+        self._next_address += size + MIN_BLOCK_BYTES  # no block is the neighbour of one of another segment
         self.reserved_bytes += size
         return block
 
     def _split(self, block: _Block, wanted: int) -> None:
-        rest = _Block(block.address + wanted, block.size_bytes - wanted, block.small)
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.after = rest
+        rest = self._place(block.address + wanted, block.size_bytes - wanted, block.small)
         block.size_bytes = wanted
-        self._by_address[rest.address] = rest
+        self._by_end[rest.address] = block
         insort(self._free[rest.small], rest.order)
 
-    def _take(self, block: _Block) -> None:
-        free = self._free[block.small]
-        del free[bisect_left(free, block.order)]
-
-    def _join(self, one: _Block, other: _Block) -> _Block:
-        first, second = (one, other) if one.address < other.address else (other, one)
-        first.size_bytes += second.size_bytes
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        del self._by_address[second.address]
-        return first
+    def _place(self, address: int, size_bytes: int, small: bool) -> _Block:
+        """A new block, found by where it begins and ends."""
+        block = _Block(address, size_bytes, small)
+        self._by_address[address] = self._by_end[address + size_bytes] = block
+        return block

@@ -62,20 +62,17 @@ def copies_spread(topk: Num, ranks: Num) -> Copies:
     return Copies(np.minimum(topk, ranks) * (1.0 - 1.0 / ranks), 0.0)
 
 
-def low_latency_cores(experts: Num, num_cores: Num) -> Num:
-    """Cores that DeepEP's low-latency kernels run on: each serves one expert, or as many as the others."""
-    return np.ceil(experts / np.ceil(experts / num_cores))
-
-
 def deepep_copies(
     library: str, topk: Num, ranks: Num, ranks_per_node: Num, *, experts: Num, num_cores: Num, cores: Num
 ) -> tuple[Copies, Num]:
     """What DeepEP's kernels send of a token, and on how many of the chip's `num_cores` they run.
 
-    `library` begins with `deepep-ll` (low latency) or `deepep-normal`, whose kernels run on `cores`.
+    `library` begins with `deepep-ll` (low latency), each of whose cores serves one expert, or as many as the
+    others, or with `deepep-normal`, whose kernels run on `cores`.
     """
     if library.startswith("deepep-ll"):
-        return copies_by_expert(topk, ranks, ranks_per_node), low_latency_cores(experts, num_cores)
+        serving_cores = np.ceil(experts / np.ceil(experts / num_cores))
+        return copies_by_expert(topk, ranks, ranks_per_node), serving_cores
     return copies_by_rank(topk, ranks, ranks_per_node, most_nodes=DEEPEP_NODES), cores
 
 

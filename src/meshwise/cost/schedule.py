@@ -35,12 +35,10 @@ from meshwise.core.units import Num
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """The schedules by name; a schedule's index is its place in this tuple."""
 
-_WEIGHT_COPIES = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0])
-
 
 def weight_copies(schedule: Num) -> Num:
     """How many stages' weights a rank holds: 2 for DualPipe, which runs the model in both directions."""
-    return _WEIGHT_COPIES[np.asarray(schedule, dtype=np.intp)]
+    return 1.0 + (np.asarray(schedule) == SCHEDULES.index("dualpipe"))
 
 
 def bubble_s(

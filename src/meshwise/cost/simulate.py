@@ -335,12 +335,6 @@ def _dualpipe_half(rank: int, half: int, m: int, near: int, far: int) -> Order:
     )
 
 
-_ORDERS: dict[str, Callable[[int, int, int, int], Order]] = {
-    "gpipe": _gpipe,
-    "1f1b": _1f1b,
-    "interleaved": _interleaved,
-    "zb-h1": _zb_h1,
-    "zb-v": _zb_v,
-    "dualpipe": _dualpipe,
-    "dualpipe-v": _dualpipe_v,
-}
+_ORDERS: dict[str, Callable[[int, int, int, int], Order]] = dict(
+    zip(SCHEDULES, (_gpipe, _1f1b, _interleaved, _zb_h1, _zb_v, _dualpipe, _dualpipe_v), strict=True)
+)

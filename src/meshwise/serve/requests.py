@@ -258,12 +258,8 @@ def read_requests(path: Path) -> Requests:
             sessions.setdefault(("row", number) if row.session is None else row.session, []).append(row)
     if not sessions:
         raise DataError(f"{path} has no request that generates a token; name a trace of requests")
-    ordered = sorted(sessions.values(), key=_first)
+    ordered = sorted(sessions.values(), key=lambda of: (of[0].arrival_s, of[0].prompt, of[0].output))
     return _of_sessions(ordered, ordered[0][0].arrival_s)
-
-
-def _first(turns: Sequence[_Row]) -> tuple[float, int, int]:
-    return turns[0].arrival_s, turns[0].prompt, turns[0].output
 
 
 def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float, shared_prefix: int = 0) -> Requests:

@@ -172,12 +172,13 @@ class _Run:
             encoded_s = max(heapq.heappop(self.free_s), arrival) + pool.request_s
             heapq.heappush(self.free_s, encoded_s)
             sequence.arrival = encoded_s + pool.transfer_s
-            self._at(sequence.arrival, self._encoded, sequence)
+            self._at(sequence.arrival, self._arrive, (self.first, sequence))
         else:
             self._put(self.first, sequence)
 
-    def _encoded(self, _: float, sequence: EngineSequence) -> None:
-        self._put(self.first, sequence)
+    def _arrive(self, _: float, at: tuple[_Pool, EngineSequence]) -> None:
+        """A request comes to a pool, its inputs encoded or its prompt computed elsewhere."""
+        self._put(*at)
 
     def _put(self, pool: _Pool, sequence: EngineSequence) -> None:
         index, sequence.rank = sequence.index, NO_RANK
@@ -193,10 +194,7 @@ class _Run:
         self._at(second, self._left, (self.home[sequence.index], sequence.total))
         arrival = second + self.pools.transfer_s + self.pools.transfer_token_s * sequence.total
         sequence.arrival = arrival
-        self._at(arrival, self._hand_over, sequence)
-
-    def _hand_over(self, _: float, sequence: EngineSequence) -> None:
-        self._put(self.last, sequence)
+        self._at(arrival, self._arrive, (self.last, sequence))
 
     def _ended(self, sequence: EngineSequence, second: float) -> None:
         """A client has its last token: it sends the next request of its session, or of another one."""
