@@ -26,8 +26,8 @@ SAMPLE = 1500
 STEPS = 9
 """Halvings of the interval of rates: to 0.2 % of the rate of saturation."""
 
-_SECONDS = number("time", 1e-9, 1e9)
-RULES = {"sla": choice("the limits", ("",)), "utilization": number("share of saturation", 1e-9, 1)}
+_SECONDS = number("time", 0.001, 1e9)
+RULES = {"sla": choice("the limits", ("",)), "utilization": number("share of saturation", 0.01, 1)}
 SETTINGS = {
     **{"min": whole("replicas"), "max": whole("replicas")},
     **{"every_s": _SECONDS, "start_s": _SECONDS, "hold_s": _SECONDS},

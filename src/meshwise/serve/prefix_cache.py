@@ -62,8 +62,8 @@ class Offload:
 
 def parse_offload(text: str) -> Offload:
     """`host=64GiB` or `host=64GiB,disk=1TB,disk_rate=3GB`: for each chip; rates in bytes a second."""
-    size = Field("bytes", partial(quantity, what="offload"), "for each chip, and a second")
-    table = dict.fromkeys(("host", "host_rate", "disk", "disk_rate"), size)
+    names = ("host", "host_rate", "disk", "disk_rate")
+    table = {name: Field("bytes", partial(quantity, what=f"offload {name}"), "of a chip") for name in names}
     stated = read_words(text, table, WorkloadError, "offload")
     for one, other in (("disk", "disk_rate"), ("disk_rate", "disk"), ("host_rate", "host")):
         if one in stated and other not in stated:
