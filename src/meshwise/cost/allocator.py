@@ -18,6 +18,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+from meshwise.core.files import read_catalog
+
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = 1 << 20
 SMALL_SEGMENT_BYTES = 2 << 20
@@ -25,14 +27,8 @@ MIDDLE_SEGMENT_BYTES = 20 << 20
 LARGE_REQUEST_BYTES = 10 << 20
 SEGMENT_ROUND_BYTES = 2 << 20
 
-WORKSPACE_BYTES = {
-    "volta": 8_519_680,
-    "turing": 8_519_680,
-    "ampere": 8_519_680,
-    "ada": 8_519_680,
-    "hopper": 33_554_432,
-}
-"""Default cuBLAS workspace by chip generation: ":4096:2:16:8" in KiB, or 32 MiB on Hopper."""
+WORKSPACE_BYTES: dict[str, int] = read_catalog("software.toml")["cublas_workspace_bytes"]
+"""Default cuBLAS workspace by chip generation."""
 
 
 def _round_up(value: int, step: int) -> int:

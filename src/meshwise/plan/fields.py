@@ -105,10 +105,24 @@ def several(doc: str, names: Sequence[str]) -> Field:
     return Field(f"some of {', '.join(names)}, as in {'+'.join(names[:2])}", read, doc, "+".join)
 
 
+_ARGUMENTS = {"doc", "least", "most", "names", "joined", "empty"}
 FIELDS: dict[str, Callable[..., Field]] = {
     kind.__name__: kind for kind in (whole, number, switch, choice, sizes, order, several)
 }
 """The kinds of fields by name, as a catalog states them."""
+
+
+def catalog_fields(
+    tables: Mapping[str, Mapping[str, Any]], names: Mapping[str, Collection[str]]
+) -> dict[str, Field]:
+    """The fields that a catalog states: the kind of each, what that takes; `names` that it refers to."""
+    found = {}
+    for key, table in tables.items():
+        stated = {name: table[name] for name in _ARGUMENTS & table.keys()}
+        if "names_of" in table:
+            stated["names"] = names[table["names_of"]]
+        found[key] = FIELDS[table["kind"]](**stated)
+    return found
 
 
 def read_field(name: str, value: Any, table: Mapping[str, Field], error: type[MeshwiseError]) -> Any:

@@ -25,7 +25,7 @@ from meshwise.core.toml import read_toml
 from meshwise.core.units import WEIGHT_BITS, Num, values_by_key
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
-from meshwise.plan.fields import FIELDS, Field, check_fields, read_field
+from meshwise.plan.fields import catalog_fields, check_fields, read_field
 
 _CATALOG = read_catalog("plan_keys.toml")
 
@@ -163,13 +163,7 @@ class Plan:
         return dp
 
 
-def _field(kind: str, *, names_of: str = "", work: str = "", **stated: Any) -> Field:
-    """The field of a table of the catalog; for which `work` it is says `_keys_of`."""
-    known = {"names": _NAMES[names_of]} if names_of else {}
-    return FIELDS[kind](**stated, **known)
-
-
-KEYS: dict[str, Field] = {key: _field(**entry) for key, entry in _CATALOG.items()}
+KEYS = catalog_fields(_CATALOG, _NAMES)
 """What each field may hold, and what it means."""
 
 
@@ -181,6 +175,10 @@ TRAINING_KEYS, WEIGHT_KEYS, PROMPT_KEYS = _keys_of("training"), _keys_of("format
 """Keys that mean nothing without a backward; but to an engine; but to an engine that takes prompts alone."""
 ENGINE_KEYS = _keys_of("all", "formats")
 """Keys that a serving engine knows."""
+FSDP2_VALUES = {
+    key: tuple(map(KEYS[key].read, entry["fsdp2"])) for key, entry in _CATALOG.items() if "fsdp2" in entry
+}
+"""What implementation=fsdp2 can be told, where that is less than a plan can say."""
 
 
 def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:

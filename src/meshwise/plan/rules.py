@@ -20,9 +20,9 @@ from meshwise.model.architecture import Model, in_sequence, layer_kinds
 from meshwise.plan.layouts import check_layout
 from meshwise.plan.mesh import Mesh, mesh_of
 from meshwise.plan.plan import (
-    AXES,
     DEFAULTS,
     ENGINE_KEYS,
+    FSDP2_VALUES,
     KEYS,
     PROMPT_KEYS,
     RECOMPUTE,
@@ -36,14 +36,6 @@ from meshwise.plan.plan import (
 )
 from meshwise.plan.workload import Workload
 
-FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
-    "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
-    "attention": ("flash",), "dispatch": ("per_expert",), "loss_fusion": (None, "none", "kernels"),
-    "recompute_every": (1,), "lora_dropout": (0.0,), "optimizer_in_bwd": (False,),
-    "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
-}  # fmt: skip
-"""What implementation=fsdp2 can be told, where that is less than a plan can say."""
 _IN_ROUNDS = tuple(map(SCHEDULES.index, ("interleaved", "zb-h1")))
 _SPLIT = tuple(map(SCHEDULES.index, ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")))
 
@@ -344,17 +336,17 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
 def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -> Rule:
     """That `key` has one of the values that are `built`."""
     value = getattr(mesh.plan, key)
-    broken: Any = value not in built
+    broken: Any = value is not None and value not in built
     if key in sizes:
         broken = np.all([sizes[key] != number_of(key, known) for known in built], axis=0)
-    known = " or ".join(f"{key}={KEYS[key].show(known)}" for known in built if known is not None)
+    known = " or ".join(f"{key}={KEYS[key].show(known)}" for known in built)
     return Rule(
         broken,
         "implementation=fsdp2 is not built for {key}={value}; {hint}",
         values={
             "key": key,
-            "value": "" if value in built else KEYS[key].show(value),
-            "hint": f"use {known}" if known else "leave it out",
+            "value": "" if value is None else KEYS[key].show(value),
+            "hint": f"use {known}",
         },
     )
 

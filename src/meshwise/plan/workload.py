@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.files import read_catalog
 from meshwise.model.architecture import Model
-from meshwise.plan.fields import check_fields, choice, switch, whole
+from meshwise.plan.fields import catalog_fields, check_fields
 from meshwise.plan.plan import NARROW_DTYPES, Plan, plan_keys
 
-KINDS = ("train", "evaluate", "prefill", "decode", "sampling")
-FIELDS = {
-    "batch": whole("sequences of a step in the whole world"),
-    "seq": whole("tokens of a sequence"),
-    "microbatch": whole("sequences that a rank works on at a time"),
-    "kind": choice("what is done with the model", KINDS),
-    "steps": whole("denoising steps of a sampling"),
-    "guidance": switch("each step is done with the text and without it (classifier-free guidance)"),
-}
+FIELDS = catalog_fields(read_catalog("workload_fields.toml"), {})
 """What each field of a `Workload` may hold."""
+KINDS = FIELDS["kind"].names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

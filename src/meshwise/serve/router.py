@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
 
 from meshwise.core.errors import WorkloadError
@@ -88,9 +89,9 @@ class Router:
             known = self.of_session.get(session)
             if known in in_turn:
                 return known
-            self.of_session[session] = found = min(in_turn, key=_num)
+            self.of_session[session] = found = min(in_turn, key=attrgetter("num"))
             return found
-        return min(in_turn, key=_num)
+        return min(in_turn, key=attrgetter("num"))
 
     def _counted(self) -> int:
         """How many requests the frontend that the proxy chose has passed on; the first has a random count."""
@@ -112,7 +113,3 @@ class Router:
             if cost < least:
                 cheapest, least, sequence.missing, sequence.rank = one, cost, missing, rank
         return cheapest
-
-
-def _num(one: Replica) -> int:
-    return one.num
