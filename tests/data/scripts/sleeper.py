@@ -15,7 +15,7 @@ for rank in range(ranks):
         for _ in range(9):
             for _ in range(20):
                 torch.ones(64, 64) @ torch.ones(64, 64)
-            time.sleep(0.03 + 0.06 * (rank == sleeper))
+            time.sleep(0.03 + 0.2 * (rank == sleeper))
             dist.all_reduce(torch.ones(1000))
         dist.destroy_process_group()
         os._exit(0)
