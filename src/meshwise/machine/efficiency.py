@@ -302,10 +302,16 @@ STATED = ("matrix_engines.toml", "rocm.toml")
 
 
 @cache
+def _tables(name: str) -> dict[str, dict[str, Any]]:
+    """The tables of a file of the catalog."""
+    return read(catalog_text(name))
+
+
+@cache
 def _catalog(generation: str) -> dict[str, dict[str, Any]]:
     """The fitted tables, and what is stated of chips of `generation`."""
-    tables = read(catalog_text("efficiency.toml"))
-    for key, stated in (item for name in STATED for item in read(catalog_text(name)).items()):
+    tables = dict(_tables("efficiency.toml"))
+    for key, stated in (item for name in STATED for item in _tables(name).items()):
         if own := {chip: entry for chip, entry in stated.items() if _generation(chip) == generation}:
             tables[key] = tables.get(key, {}) | own
     return tables

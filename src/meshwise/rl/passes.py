@@ -78,8 +78,9 @@ def _pass_s(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> float:
     )  # fmt: skip
     plan = _as_run(job, model, work)
     waits = model.moe is not None and not job.framework.fuses_permutation
-    usual = find_overheads(job.cluster.chip, plan.software)
-    overheads = replace(usual, launches_block=True) if waits else None
+    overheads = None
+    if waits:
+        overheads = replace(find_overheads(job.cluster.chip, plan.software), launches_block=True)
     return estimate(model, job.train_cluster, plan, work, overheads=overheads).step_s
 
 

@@ -150,7 +150,9 @@ def _word(value: Any) -> str:
 def _refuse(job: RlJob, framework: str, facts: Facts) -> None:
     rollouts, plan = job.rollouts, job.train_plan
     if framework == "verl" and rollouts.prompts % job.updates:
-        raise PlanError(f"verl counts prompts: {rollouts.prompts} do not divide by updates={job.updates}")
+        raise PlanError(
+            f"verl counts prompts: {rollouts.prompts} do not divide by updates={job.updates}; use a divisor"
+        )
     if framework == "verl" and plan.implementation != "megatron" and (plan.tp > 1 or plan.pp > 1):
         raise PlanError("verl's fsdp2 has no tensor or pipeline parallelism; use cp, or leave fsdp2 out")
     if job.is_split and facts["nodes"] > 1 and job.rollout_gpus % facts["node_gpus"]:
@@ -241,7 +243,7 @@ def _options(framework: str, facts: Facts, path: Path) -> dict[str, Any]:
         plan = Plan(**keys, recompute="full" if full else facts.get("granularity") or "none")
         tp, pp, ep = (facts.get(f"rollout_{axis}") or 1 for axis in ("tp", "pp", "ep"))
         replicas = facts.get("rollout_dp") or 1  # tp x replicas ranks share experts, if any do
-        engine = Plan(tp=tp, pp=pp, ep=ep, dp=replicas if replicas > 1 == ep else None)
+        engine = Plan(tp=tp, pp=pp, ep=ep, dp=replicas if ep == 1 and replicas > 1 else None)
         found: dict[str, Any] = {
             "prompts": facts["prompts"], "samples": facts["samples"], "prompt": prompt,
             "max_output": min(cap, longest - prompt) or cap, "updates": max(int(updates), 1), "mode": mode,
