@@ -29,7 +29,7 @@ STEPS = 9
 _SECONDS = number("time", 0.001, 1e9)
 RULES = {"sla": choice("the limits", ("",)), "utilization": number("share of saturation", 0.01, 1)}
 SETTINGS = {
-    **{"min": whole("replicas"), "max": whole("replicas")},
+    **dict.fromkeys(("min", "max"), whole("replicas", 1, 10**9)),
     **{"every_s": _SECONDS, "start_s": _SECONDS, "hold_s": _SECONDS},
 }
 _NAMES = {"min": "least", "max": "most"}

@@ -170,7 +170,8 @@ VERSIONS = {name: _versions(name) for name in ("vllm", "sglang", "trtllm")}
 ENGINES = {name: list(versions.values())[-1] for name, versions in VERSIONS.items()}
 """Engines by name: the last version that is listed."""
 
-_COUNT, _SHARE = whole("what a pass or the engine takes"), number("of a pass, of a request's output", 0, 1)
+_COUNT = whole("what a pass or the engine takes", 1, 2**31)
+_SHARE = number("of a pass, of a request's output", 0, 1)
 SETTINGS = {
     **dict.fromkeys(("max_tokens", "max_sequences", "prompt_tokens", "prompt_sequences"), _COUNT),
     **{"poll_passes": _COUNT, "align_passes": _COUNT, "fill_frac": _SHARE, "reserve_frac": _SHARE},
