@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshwise.core.errors import MeshwiseError, PlanError, did_you_mean
+from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError, did_you_mean
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
 from meshwise.core.units import WEIGHT_BITS, Num, values_by_key
@@ -122,8 +122,8 @@ class Plan:
         check_fields(self, KEYS, PlanError)
         for name, value in _implied(self):
             object.__setattr__(self, name, value)
-        for sentence in _conflicts(self):
-            raise PlanError(sentence)
+        for error in _conflicts(self):
+            raise error
 
     @property
     def sequence_parallel(self) -> bool:
@@ -239,22 +239,35 @@ def chunks_of_rank(schedule: Num, vpp: Num) -> Num:
     return vpp + ((schedule == _ZB_V) | (schedule == _DUALPIPE_V)) * (vpp == 1)
 
 
+_RULES = {
+    name: (error, text)
+    for kind, error in (("plan", PlanError), ("workload", WorkloadError))
+    for name, text in read_catalog("plan_rules.toml")[kind].items()
+}
+"""What a plan is told where it breaks a rule, by the rule's name."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """Where a rule is broken (a truth value, or one for each cell of a grid), and how one plan is told.
 
-    `text` holds names in braces: those of `values`, or of what is told (`sentence`).
+    `text` holds names in braces: those of `values`, or of what is told (`error`).
     """
 
     is_broken: Any
+    kind: type[MeshwiseError]
     text: str
-    error: type[MeshwiseError] = PlanError
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
 
-    def sentence(self, names: Mapping[str, Any]) -> str:
-        """The text for one plan; `names` are its numbers, shown as whole ones, and its choices."""
+    def error(self, names: Mapping[str, Any]) -> MeshwiseError:
+        """What one plan is told; `names` are its numbers, shown as whole ones, and its choices."""
         kinds = {key: values[int(names[key])] for key, values in KINDS.items()}
-        return _Whole().vformat(self.text, (), {**names, **kinds, **self.values})
+        return self.kind(_Whole().vformat(self.text, (), {**names, **kinds, **self.values}))
+
+
+def rule(name: str, is_broken: Any, /, **values: Any) -> Rule:
+    """The rule of that name; `values` are its own numbers and words."""
+    return Rule(is_broken, *_RULES[name], values)
 
 
 class _Whole(string.Formatter):
@@ -266,45 +279,39 @@ class _Whole(string.Formatter):
 
 def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
     """Rules among the numbers `sizes` of one plan or of a grid like `plan`, whatever the model."""
-    recompute, schedule, every = sizes["recompute"], sizes["schedule"], plan.recompute_every
+    recompute, schedule, is_every = sizes["recompute"], sizes["schedule"], plan.recompute_every > 1
     of_layers, not_full = sizes["recompute_layers"] < math.inf, recompute != RECOMPUTE.index("full")
     no_chunks = (schedule == SCHEDULES.index("gpipe")) | (schedule == SCHEDULES.index("zb-h1"))
-    yield Rule(
-        (sizes["ulysses"] > 1) & (sizes["cp_kind"] != CP_KINDS.index("two_level")),
-        "ulysses={ulysses} needs cp_kind=two_level, not {cp_kind}",
-    )
-    yield Rule(
-        no_chunks & (sizes["vpp"] > 1),
-        "schedule={schedule} has no virtual stages; use vpp=1 or schedule=interleaved",
-    )
-    yield Rule(
-        (sizes["zero_group"] > 0) & (sizes["zero"] == 0),
-        "zero_group={zero_group} shares states, which zero=0 does not shard; use zero=1, 2 or 3",
-    )
-    yield Rule(
-        of_layers & not_full, "recompute_layers={recompute_layers} needs recompute=full, not {recompute}"
-    )
-    yield Rule(
-        (every > 1) & not_full,
-        "recompute_every={plan.recompute_every} needs recompute=full, not {recompute}",
-    )
-    yield Rule(
-        (every > 1) & of_layers,
-        "recompute_every={plan.recompute_every} covers all layers of a stage; leave recompute_layers out",
-    )
-    vpp = chunks_of_rank(schedule, sizes["vpp"])
+    yield rule("ulysses", (sizes["ulysses"] > 1) & (sizes["cp_kind"] != CP_KINDS.index("two_level")))
+    yield rule("virtual_stages", no_chunks & (sizes["vpp"] > 1))
+    yield rule("zero_group_of_none", (sizes["zero_group"] > 0) & (sizes["zero"] == 0))
+    yield rule("recompute_layers", of_layers & not_full)
+    yield rule("recompute_every", is_every & not_full)
+    yield rule("recompute_both", is_every & of_layers)
     if plan.stages:
-        yield Rule(
-            sizes["pp"] * vpp != len(plan.stages),
-            "stages lists {listed} stages but pp={pp} x vpp={vpp} has {all}; list one number of layers for "
-            "each",
-            values={"listed": len(plan.stages), "vpp": vpp, "all": sizes["pp"] * vpp},
-        )
-    yield Rule(
-        (recompute != RECOMPUTE.index("selective")) & bool(plan.recompute_modules),
-        "recompute_modules={modules} needs recompute=selective, not {recompute}",
-        values={"modules": "+".join(plan.recompute_modules)},
-    )
+        vpp, listed = chunks_of_rank(schedule, sizes["vpp"]), len(plan.stages)
+        num_chunks = sizes["pp"] * vpp
+        yield rule("stages_listed", num_chunks != listed, listed=listed, vpp=vpp, all=num_chunks)
+    not_selective = recompute != RECOMPUTE.index("selective")
+    modules = "+".join(plan.recompute_modules)
+    yield rule("recompute_modules", not_selective & bool(modules), modules=modules)
+
+
+def _choice_rules(plan: Plan) -> Iterator[Rule]:
+    """Rules among the choices of one plan, and of each key that nothing would read."""
+    layout, modules = plan.layout, plan.recompute_modules
+    yield rule("panels", plan.panels > 1 and layout not in ("2d", "2.5d"))
+    yield rule("attention_grid", plan.attention == "grid" and layout != "2d")
+    yield rule("layout_sp", plan.sp is False and layout in ("2d", "2.5d", "3d"))
+    yield rule("head_dtype", plan.head_dtype == "fp8" and plan.dtype not in NARROW_DTYPES)
+    others = "+".join(module for module in modules if module != "per_op")
+    yield rule("per_op_and_others", "per_op" in modules and others, others=others)
+    yield rule("frozen_dtype", plan.frozen_dtype is not None and not plan.lora_rank)
+    yield rule("param_dtype", plan.param_dtype == "fp8" and plan.dtype != "fp8")
+    yield rule("param_dtype_of", plan.param_dtype == "fp8" and plan.implementation != "megatron")
+    targets = "+".join(plan.lora_targets)
+    yield rule("lora_targets", targets and not plan.lora_rank, targets=targets)
+    yield rule("lora_dropout", plan.lora_dropout and not plan.lora_rank)
 
 
 def grid_conflicts(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[str]:
@@ -320,35 +327,14 @@ def grid_conflicts(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[s
         yield f"layout={layout}:{shape} needs a square, or a cube of 3d, as in 2.5d:2x2x4 or 3d:2x2x2"
 
 
-def _conflicts(plan: Plan) -> Iterator[str]:
-    """One sentence for each contradiction, and for each key that nothing would read."""
+def _conflicts(plan: Plan) -> Iterator[MeshwiseError]:
+    """One sentence for each contradiction."""
     sizes = numbers_of(plan)
     names = {"plan": plan, **sizes}
-    yield from (rule.sentence(names) for rule in number_rules(plan, sizes) if rule.is_broken)
-    layout = plan.layout
+    yield from (rule.error(names) for rule in number_rules(plan, sizes) if rule.is_broken)
     if plan.grid:
-        yield from grid_conflicts(layout, plan.grid, plan.tp)
-    if plan.panels > 1 and layout not in ("2d", "2.5d"):
-        yield f"panels={plan.panels} needs SUMMA, which layout={layout} does not use; use layout=2d or 2.5d"
-    if plan.attention == "grid" and layout != "2d":
-        yield f"attention=grid splits scores over a grid, which layout={layout} does not; use layout=2d"
-    if plan.sp is False and layout in ("2d", "2.5d", "3d"):
-        yield f"layout={layout} always cuts the activations; leave sp=0 out"
-    if plan.head_dtype == "fp8" and plan.dtype not in NARROW_DTYPES:
-        yield f"head_dtype=fp8 goes with narrow matmuls, not with dtype={plan.dtype}; use dtype=fp8 or fp4"
-    others = [module for module in plan.recompute_modules if module != "per_op"]
-    if others and len(others) < len(plan.recompute_modules):
-        yield f"recompute_modules=per_op covers all of a block; leave {'+'.join(others)} out"
-    if plan.frozen_dtype is not None and not plan.lora_rank:
-        yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
-    if plan.param_dtype == "fp8" and plan.dtype != "fp8":
-        yield f"param_dtype=fp8 goes with dtype=fp8, not with dtype={plan.dtype}; leave it out"
-    if plan.param_dtype == "fp8" and plan.implementation != "megatron":
-        yield f"implementation={plan.implementation} keeps wide weights; leave param_dtype=fp8 out"
-    if plan.lora_targets and not plan.lora_rank:
-        yield f"lora_targets={'+'.join(plan.lora_targets)} needs adapters; add lora_rank, as in lora_rank=16"
-    if plan.lora_dropout and not plan.lora_rank:
-        yield f"lora_dropout={plan.lora_dropout:g} needs adapters; add lora_rank, as in lora_rank=16"
+        yield from map(PlanError, grid_conflicts(plan.layout, plan.grid, plan.tp))
+    yield from (rule.error(names) for rule in _choice_rules(plan) if rule.is_broken)
 
 
 DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}
