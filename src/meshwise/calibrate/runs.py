@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -28,106 +28,34 @@ from meshwise.core.errors import DataError, ModelError
 from meshwise.core.files import read_catalog
 from meshwise.model.find import find_model
 
-Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")]
-CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")]
-Year = Annotated[int, msgspec.Meta(ge=1900, le=9999, description="a year of four digits")]
-Number = Annotated[float, msgspec.Meta(ge=1e-18, le=1e18, description="a number above zero")]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
-Switch = Annotated[bool, msgspec.Meta(description="0 or 1")]
-Text = Annotated[str, msgspec.Meta(description="a text")]
+_KINDS: dict[str, Any] = {
+    "text": Annotated[str, msgspec.Meta(description="a text")],
+    "count": Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")],
+    "size": Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")],
+    "year": Annotated[int, msgspec.Meta(ge=1900, le=9999, description="a year of four digits")],
+    "number": Annotated[float, msgspec.Meta(ge=1e-18, le=1e18, description="a number above zero")],
+    "share": Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")],
+    "switch": Annotated[bool, msgspec.Meta(description="0 or 1")],
+}
+"""What a cell may hold, by the name that `catalog/run_columns.toml` has for it."""
+_NEEDED, _OTHERS = (read_catalog("run_columns.toml")[part] for part in ("needed", "others"))
+_HELD: dict[str, Any] = _NEEDED | _OTHERS
+_TYPES = {
+    name: Literal[tuple(held)] if isinstance(held, list) else _KINDS[held] for name, held in _HELD.items()
+}
+if TYPE_CHECKING:
+    _Columns = Any
+else:
+    _FIELDS: list[Any] = [(name, _TYPES[name]) for name in _NEEDED]
+    _FIELDS += [(name, _TYPES[name] | None, None) for name in _OTHERS] + [("where", str, "")]
+    _Columns = msgspec.defstruct("_Columns", _FIELDS, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Run(_Columns):
     """One measured run as its row states it, a field a column; None where the row does not say.
 
     `where` is not a column: it names the file and the line.
     """
-
-    id: Text
-    source: Text
-    year: Year
-
-    model: Text
-    params_b: Number | None = None
-    layers: Count
-    hidden: Count
-    ffn_hidden: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count | None = None
-    window: Count | None = None
-    vocab: Count
-    vocab_padded_to: Count | None = None
-    seq_len: Count
-    experts: Count | None = None
-    topk: Count | None = None
-    expert_ffn: Count | None = None
-    first_dense_layers: CountOrZero | None = None
-    shared_expert_ffn: CountOrZero | None = None
-    capacity_factor: Number | None = None
-    mla: Switch | None = None
-
-    chip: Text
-    power_watts: Number | None = None
-    gpus: Count
-    gpus_per_node: Count | None = None
-    scale_up_ranks: Count | None = None
-    network: Literal["none", "infiniband", "roce", "omnipath", "slingshot", "efa", "ethernet"] | None = None
-    network_gbit_per_s_per_gpu: Number | None = None
-
-    framework: Text | None = None
-    framework_release: Text | None = None
-
-    tp: Count
-    pp: Count
-    virtual_pp: Count | None = None
-    dp: Count
-    cp: Count | None = None
-    ep: Count | None = None
-    sequence_parallel: Switch | None = None
-    zero_stage: Literal[0, 1, 2, 3] | None = None
-    zero_group: Count | None = None
-    micro_batch: Count
-    global_batch: Count
-
-    recompute_kind: Literal["none", "selective", "per_op", "full"] | None = None
-    recompute_layers: Count | None = None
-    recompute_modules: Text | None = None
-    offload_activations: Share | None = None
-    dtype: Text
-    fp8_recipe: (
-        Literal["tensorwise", "current", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"] | None
-    ) = None
-    grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    param_gather_dtype: Literal["bf16", "fp8"] | None = None
-    optimizer: Literal["adam", "adamw", "decoupled_adamw", "adam-8bit", "muon", "sgd"] | None = None
-    optimizer_dtype: Literal["fp32", "bf16", "8bit", "int8"] | None = None
-    optimizer_in_bwd: Switch | None = None
-    lora_rank: CountOrZero | None = None
-    lora_targets: Text | None = None
-    lora_dropout: Share | None = None
-    frozen_dtype: Literal["bf16", "fp8", "int4", "nf4", "fp4"] | None = None
-    attention_kernel: (
-        Literal["unfused", "flash", "flash1", "flash2", "flash3", "flash4", "cudnn", "sdpa", "flex"] | None
-    ) = None
-    loss_fusion: Literal["none", "kernels", "in_place"] | None = None
-    tp_comm_overlap: Switch | None = None
-    grad_reduce_overlap: Switch | None = None
-    param_gather_overlap: Switch | None = None
-    moe_a2a_overlap: Switch | None = None
-    cuda_graph: Literal["none", "partial", "full"] | None = None
-    launch_blocking: Switch | None = None
-    dispatcher: Literal["alltoall", "allgather", "deepep", "hybridep", "flex"] | None = None
-    routing: Literal["learned", "forced_balance"] | None = None
-    data_kind: Literal["mock", "real"] | None = None
-
-    step_time_s: Number | None = None
-    tokens_per_s_per_gpu: Number | None = None
-    derived_step_time_s: Number | None = None
-    mem_gb_per_gpu: Number | None = None
-    memory_kind: Literal["allocated", "reserved", "device"] | None = None
-
-    where: str = ""
 
     @property
     def step_s(self) -> float | None:
@@ -144,17 +72,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "derived_step_time_s", "mem_gb_per_gpu")
 
-_TYPES = {name: kind for name, kind in get_type_hints(Run, include_extras=True).items() if name != "where"}
 SHAPE = {
     **{"layers": "num_layers", "hidden": "hidden", "ffn_hidden": "ffn_hidden"},
     **{"heads": "num_heads", "kv_heads": "num_kv_heads", "vocab": "vocab"},
 }
 """Columns that may be empty where `model` is a preset or the path of a config, and the fields of `Model`."""
-_REQUIRED = tuple(
-    field.name
-    for field in msgspec.structs.fields(Run)
-    if field.required and field.name in _TYPES and field.name not in SHAPE
-)
+_REQUIRED = tuple(name for name in _NEEDED if name not in SHAPE)
 
 _CATALOG = read_catalog("iterations.toml")
 ITERATIONS, UNPADDED, PROSE = _CATALOG["facts"], _CATALOG["single_nodes"], _CATALOG["prose"]
@@ -227,7 +150,7 @@ def unread_columns(names: Sequence[str]) -> list[str]:
 
 
 def _run(texts: Mapping[str, str], where: str) -> Run:
-    values = {name: _value(name, texts[name], kind) for name, kind in _TYPES.items() if texts.get(name)}
+    values = {name: _value(name, texts[name]) for name in _HELD if texts.get(name)}
     if missing := [name for name in _REQUIRED if name not in values]:
         raise BadCell("the cell is empty; give a value", missing[0])
     if unsaid := [name for name in SHAPE if name not in values]:
@@ -241,29 +164,27 @@ def _run(texts: Mapping[str, str], where: str) -> Run:
     return Run(where=where, **values)
 
 
-def _value(column: str, text: str, kind: Any) -> Any:
+def _value(column: str, text: str, held: str = "") -> Any:
+    """What a cell says, which holds what its column does, or what `held` names."""
     try:
-        return msgspec.convert(text, kind, strict=False)
+        return msgspec.convert(text, _KINDS.get(held, _TYPES.get(column)), strict=False)
     except msgspec.ValidationError:
         shown = text if len(text) <= 40 else text[:37] + "..."
-        raise BadCell(f"{shown!r} is not {_expected(kind)}", column) from None
+        raise BadCell(f"{shown!r} is not {_expected(held or _HELD[column])}", column) from None
 
 
-def _expected(kind: Any) -> str:
-    """What a cell of this type holds, in words."""
-    options = [option for option in (kind, *get_args(kind)) if option is not type(None)]
-    for option in options:
-        for meta in getattr(option, "__metadata__", ()):
-            return str(meta.description)
-    words = next(get_args(option) for option in options if getattr(option, "__origin__", None) is Literal)
-    return "one of " + ", ".join(map(str, words))
+def _expected(held: str | list[Any]) -> str:
+    """What a cell holds, in words."""
+    if isinstance(held, list):
+        return "one of " + ", ".join(map(str, held))
+    return str(_KINDS[held].__metadata__[0].description)
 
 
 def _as_published(texts: Mapping[str, str], line: int) -> dict[str, str]:
     """A measured iteration in the columns of published runs."""
     if missing := [name for name in _ITERATION_COLUMNS if not texts[name]]:
         raise BadCell("the cell is empty; give a value", missing[0])
-    hidden = _value("hidden", texts["hidden"], Count)
+    hidden = _value("hidden", texts["hidden"])
     return {
         **ITERATIONS,
         **(UNPADDED if texts.get("kind") == "single_node" else {}),
@@ -274,5 +195,5 @@ def _as_published(texts: Mapping[str, str], line: int) -> dict[str, str]:
         "ffn_hidden": str(4 * hidden),
         "kv_heads": texts["heads"],
         "seq_len": texts["sequence"],
-        "step_time_s": str(_value("measured_ms", texts["measured_ms"], Number) / 1e3),
+        "step_time_s": str(_value("measured_ms", texts["measured_ms"], "number") / 1e3),
     }
