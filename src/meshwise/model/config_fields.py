@@ -6,13 +6,16 @@ same for all families, whose fields `catalog/huggingface_fields.toml` lists.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec import structs
 
+from meshwise.core.errors import ModelError
 from meshwise.core.files import read_catalog
-from meshwise.model.architecture import InputSizing
+from meshwise.model.architecture import InputSizing, check_count
 
 Fields = dict[str, Any]  # fields of Model
 
@@ -151,6 +154,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     nested: dict[str, Any] = {}
     optional: list[str] = []
     block: Literal["", "llama", "plain", "gpt", "none"] = ""
+    derived: dict[str, str] = {}
     rules: list[str] = []
     fields: Fields = {}
     taken: dict[str, str] = {}
@@ -176,3 +180,34 @@ def spellings() -> dict[str, Spelling]:
                     setattr(own, name, others)
         own.names = everywhere | own.names
     return spellings
+
+
+def follows(text: str, c: Config) -> Any:
+    """What an expression of `catalog/huggingface.toml` makes of the fields of a config.
+
+    Besides Python's own: `every(n, one, others)`, a kind for each layer, `one` for each n-th of them;
+    `cycled(kinds)`, the same in turn; `renamed(values, names)`; `up(value, unit)`, rounded up to a multiple.
+    """
+    layers = range(c.num_hidden_layers)
+
+    def every(n: int, one: str, others: str) -> list[str]:
+        check_count(n, "layers of a group")
+        return [others if (layer + 1) % n else one for layer in layers]
+
+    def cycled(kinds: Sequence[str]) -> list[str]:
+        return [kinds[layer % len(kinds)] for layer in layers]
+
+    def renamed(values: Sequence[Any] | None, names: dict[Any, str]) -> list[Any]:
+        return [names.get(value, value) for value in values or ()]
+
+    def up(value: int, unit: int) -> int:
+        check_count(unit, "unit of a width")
+        return -(-value // unit) * unit
+
+    known = {"every": every, "cycled": cycled, "renamed": renamed, "up": up, "int": int, "bool": bool}
+    try:
+        return eval(text, {"__builtins__": {}} | known, structs.asdict(c))
+    except AttributeError as error:
+        raise ModelError(f"{error.name} is missing; the model cannot be sized without it") from None
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ModelError(f"a size does not follow from the others: {error}") from None

@@ -218,25 +218,15 @@ def experts(c: Config) -> Fields:
         latent=c.moe_latent_size or 0,
         latent_norm=c.moe_latent_size is not None and c.latent_moe_use_norm,
         zero_experts=c.zero_expert_num or 0,
+        image_ffn_hidden=c.image_expert_width,
     )
     return {"moe": moe, "each": {"moe": _moe_layers(c)}}
 
 
-def two_kinds_of_experts(c: Config) -> Fields:
-    """For each expert of text one of images, of another width (ERNIE 4.5 VL)."""
-    of_text, of_images = c.expert_widths
-    fields = experts(structs.replace(c, moe_intermediate_size=of_text))
-    return fields | {"moe": replace(fields["moe"], image_ffn_hidden=of_images)} if fields else {}
-
-
-def arctic(c: Config) -> Fields:
-    """Beside the experts an MLP as wide as the model, stated as a shared expert."""
-    return experts(structs.replace(c, n_shared_experts=1, shared_expert_intermediate_size=c.hidden_size))
-
-
 def low_rank(c: Config) -> Fields:
-    """Queries through a latent (Step 3)."""
-    return {"low_rank": LowRank(query=c.q_lora_rank) if c.q_lora_rank else None}
+    """Queries, and results, through latents (Step 3, DeepSeek-V4)."""
+    own = LowRank(query=c.q_lora_rank or 0, out=c.o_lora_rank, groups=c.o_groups)
+    return {"low_rank": own if own.query or own.out else None}
 
 
 def hybrid(c: Config) -> Fields:
@@ -282,40 +272,14 @@ def _recurrence(c: Config) -> Recurrence:
     )
 
 
-def lightning(c: Config) -> Fields:
-    """Linear attention with the heads of attention between layers of attention (MiniMax-01)."""
-    kinds, dim = c.layer_types, c.head_dim or c.hidden_size // c.num_attention_heads
-    if kinds is None and c.attn_type_list is not None:
-        kinds = ["full_attention" if one else "linear_attention" for one in c.attn_type_list]
-    heads = c.num_attention_heads
-    own = {"state_heads": heads, "state_groups": heads, "state_head_dim": dim, "state_size": dim}
-    return hybrid(structs.replace(c, layer_types=kinds, full_attention_every=2, **own))
-
-
-def griffin(c: Config) -> Fields:
-    """RecurrentGemma: a cycle of recurrent blocks and blocks of attention with a window; a halved MLP."""
-    number, heads = c.num_hidden_layers, c.num_attention_heads
-    kinds = [c.block_types[i % len(c.block_types)] for i in range(number)]
-    width = c.lru_width or c.hidden_size
-    own = structs.replace(
-        c, layer_types=kinds, state_heads=heads, state_head_dim=width // heads, state_size=1, state_bias=True
-    )
-    near = tuple((c.sliding_window or 0) * (kind == "attention") for kind in kinds)
-    fields = hybrid(own)
-    return fields | {"each": fields["each"] | {"window": near}, "ffn_hidden": (c.intermediate_size or 0) // 2}
-
-
 def zamba2(c: Config) -> Fields:
     """Mamba 2, and before some of it one of a few blocks of attention and MLP, whose weights are shared.
 
     They read the embedding beside the stream, twice its width together: the other half of their first
     matmul is a side.
     """
-    heads, number, dim = c.num_attention_heads, 0, c.state_head_dim
-    if isinstance(dim, int):
-        check_count(dim, "mamba_headdim")
-        c = structs.replace(c, state_heads=c.state_expand * c.hidden_size // dim)
-    if c.num_key_value_heads not in (None, heads):
+    number = 0
+    if c.num_key_value_heads not in (None, c.num_attention_heads):
         raise ModelError("num_key_value_heads differs from the heads, which shared blocks do not express")
     each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "shares": []}
     for kind in _named(c, "layers_block_type", c.layer_types or (), ("mamba", "linear_attention", "hybrid")):
@@ -327,51 +291,12 @@ def zamba2(c: Config) -> Fields:
         each["mixer"].append("recurrence")
         each["mlp"].append(False)
         each["shares"].append(False)
-    return {
-        "each": each,
-        "num_layers": len(each["mixer"]),
-        "head_dim": 2 * c.hidden_size // heads,
-        "positions": "rotary" if c.use_mem_rope else "none",
-        "recurrence": _recurrence(c),
-    }
-
-
-def xlstm(c: Config) -> Fields:
-    """xLSTM 7B: only mLSTM blocks, with an MLP each; widths are rounded up to whole multiples."""
-    heads, unit = c.num_attention_heads, c.ffn_round_up_to_multiple_of
-    check_count(unit, "ffn_round_up_to_multiple_of")
-    width = -(-int(c.hidden_size * c.ffn_proj_factor) // unit) * unit
-    own = structs.replace(
-        c, state_heads=heads, state_groups=heads, state_size=int(c.hidden_size * c.qk_dim_factor) // heads,
-        state_head_dim=int(c.hidden_size * c.v_dim_factor) // heads, conv_kernel=0,
-    )  # fmt: skip
-    mixers = ("recurrence",) * c.num_hidden_layers
-    return {"each": {"mixer": mixers}, "recurrence": _recurrence(own), "ffn_hidden": width, "head_dim": 1}
+    return {"each": each, "num_layers": len(each["mixer"]), "recurrence": _recurrence(c)}
 
 
 def rwkv7(c: Config) -> Fields:
-    """Only RWKV blocks; all but the first mix their values with those of the first."""
-    number, dim = c.num_hidden_layers, c.head_dim or 64
-    heads = c.hidden_size // dim
-    own = structs.replace(
-        c, state_heads=heads, state_groups=heads, state_size=dim, state_head_dim=dim, conv_kernel=0
-    )
-    kinds = (("first",), *((("later",),) * (number - 1)))
-    each = {"mixer": ("recurrence",) * number, "kind": kinds}
-    width = c.intermediate_size or int(c.hidden_size * c.hidden_ratio)
-    heads_of = dict.fromkeys(("num_heads", "num_kv_heads"), heads)
-    return heads_of | {"each": each, "recurrence": _recurrence(own), "ffn_hidden": width, "head_dim": dim}
-
-
-def bailing_hybrid(c: Config) -> Fields:
-    """Ling 3: Kimi Delta Attention whose gates come straight from the input, and latent attention between."""
-    kinds, heads, dim = c.layer_types, c.num_attention_heads, c.state_head_dim or c.head_dim or 128
-    if kinds is None:
-        check_count(c.layer_group_size, "layer_group_size")
-        ends = ((i + 1) % c.layer_group_size == 0 for i in range(c.num_hidden_layers))
-        kinds = ["full_attention" if end else "linear_attention" for end in ends]
-    own = {"state_heads": heads, "state_groups": heads, "state_head_dim": dim, "state_size": dim}
-    return hybrid(structs.replace(c, layer_types=kinds, **own))
+    """All blocks but the first mix their values with those of the first."""
+    return {"each": {"kind": (("first",), *((("later",),) * (c.num_hidden_layers - 1)))}}
 
 
 def heads_by_layer(c: Config) -> Fields:
@@ -388,15 +313,6 @@ def only_recurrence(c: Config) -> Fields:
     heads = dict.fromkeys(("num_heads", "num_kv_heads"), own.num_heads)
     mixers = ("recurrence",) * c.num_hidden_layers
     return heads | {"head_dim": own.head_dim, "each": {"mixer": mixers}, "recurrence": own, "ffn_hidden": 0}
-
-
-def lfm2(c: Config) -> Fields:
-    """The MLP is two thirds as wide as the config says, rounded up."""
-    if not c.block_auto_adjust_ff_dim:
-        return {}
-    check_count(c.block_multiple_of, "block_multiple_of")
-    width = int(c.block_ffn_dim_multiplier * int(2 * (c.intermediate_size or 0) / 3))
-    return {"ffn_hidden": -(-width // c.block_multiple_of) * c.block_multiple_of}
 
 
 def falcon_h1(c: Config) -> Fields:
@@ -422,19 +338,6 @@ def kimi_linear(c: Config) -> Fields:
     if isinstance(dim, str):
         raise ModelError(f"the width of a linear head is {dim!r}; a number is needed")
     return hybrid(structs.replace(c, gate_rank=dim, state_size=dim, state_groups=c.state_heads))
-
-
-def granite_hybrid(c: Config) -> Fields:
-    """Where there are no experts, the shared one is the MLP."""
-    positions = {"positions": "rotary" if c.position_embedding_type == "rope" else "none"}
-    return positions | ({} if c.num_experts else {"ffn_hidden": c.shared_expert_intermediate_size})
-
-
-def softcaps(c: Config) -> Fields:
-    return {
-        "attention_softcap": bool(c.attn_logit_softcapping),
-        "logit_softcap": bool(c.final_logit_softcapping),
-    }
 
 
 def mla(c: Config) -> Fields:
@@ -488,28 +391,21 @@ def _indexer(c: Config) -> Fields:
 
 def compressed(c: Config) -> Fields:
     """DeepSeek-V4: a window, and of most layers keys of 4 tokens, chosen, or of 128, all of them."""
-    names = {0: "near", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128} | c.compress_rates
-    number, kinds = c.num_hidden_layers, c.layer_types
-    if kinds is None and c.compress_ratios is not None:
-        kinds = [names.get(ratio, "") for ratio in c.compress_ratios]
-    if kinds is None:
-        kinds = [names[4 if i > 1 and i % 2 else 128] for i in range(number)]
-    kinds = list(_named(c, "compress_ratios", kinds[:number], ("near", "sliding_attention", *rates)))
-    chosen = Sparse(
-        top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim, ratio=rates[names[4]]
-    )
-    of_kind = {names[4]: chosen, names[128]: Sparse(ratio=rates[names[128]])}
+    few, many = "compressed_sparse_attention", "heavily_compressed_attention"
+    rates, number = {few: 4, many: 128} | c.compress_rates, c.num_hidden_layers
+    kinds = _named(c, "compress_ratios", c.layer_types[:number], ("near", "sliding_attention", *rates))
+    of_kind = {
+        few: Sparse(top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim, ratio=rates[few]),
+        many: Sparse(ratio=rates[many]),
+    }
     hashed = c.mlp_layer_types or ["hash_moe"] * c.num_hash_layers
     scored = [i >= len(hashed) or hashed[i] != "hash_moe" for i in range(number)]
-    return {
-        "each": {
-            "window": (c.sliding_window or 0,) * number,
-            "sparse": tuple(of_kind.get(kind) for kind in kinds),
-            "kind": tuple((kind, "scored" * scored[i]) for i, kind in enumerate(kinds)),
-        },
-        "low_rank": LowRank(query=c.q_lora_rank or 0, out=c.o_lora_rank, groups=c.o_groups),
-    } | streams(c)
+    each = {
+        "window": (c.sliding_window or 0,) * number,
+        "sparse": tuple(of_kind.get(kind) for kind in kinds),
+        "kind": tuple((kind, "scored" * scored[i]) for i, kind in enumerate(kinds)),
+    }
+    return {"each": each}
 
 
 def streams(c: Config) -> Fields:
@@ -519,10 +415,7 @@ def streams(c: Config) -> Fields:
 
 def minimax_m3(c: Config) -> Fields:
     """Sparse attention, by blocks of tokens, in some layers."""
-    own, kinds = c.sparse_attention_config, c.layer_types
-    if kinds is None:
-        freq = own.get("sparse_attention_freq", [0] * c.num_hidden_layers)
-        kinds = ["sparse" if here else "full_attention" for here in freq]
+    own = c.sparse_attention_config
     block = own.get("sparse_block_size", c.index_block_size)
     sparse = Sparse(
         top_k=own.get("sparse_topk_blocks", c.index_topk_blocks) * block,
@@ -530,50 +423,22 @@ def minimax_m3(c: Config) -> Fields:
         head_dim=own.get("sparse_index_dim", c.index_head_dim),
         weighted=False,
     )
-    named = _named(c, "sparse_attention_freq", kinds)
+    named = _named(c, "sparse_attention_freq", c.layer_types)
     return {"each": {"sparse": tuple(None if kind == "full_attention" else sparse for kind in named)}}
 
 
 def near_heads(c: Config) -> Fields:
     """Layers with a window have heads, or key-value heads, of their own (Step 3.5, MiMo-V2)."""
-    kinds = c.layer_types
-    if kinds is None and c.hybrid_layer_pattern is not None:
-        kinds = ["sliding_attention" if near else "full_attention" for near in c.hybrid_layer_pattern]
-    if kinds is None:
-        kinds = ["full_attention"] * c.num_hidden_layers
-    fields = window(structs.replace(c, layer_types=kinds))
+    fields = window(c)
     heads = c.num_sliding_attention_heads or c.attention_other_setting.get("num_attention_heads", 0)
-    kv_heads, near = c.swa_num_key_value_heads or 0, [bool(window) for window in fields["each"]["window"]]
-    own = {"num_heads": heads, "num_kv_heads": kv_heads}
+    own = {"num_heads": heads, "num_kv_heads": c.swa_num_key_value_heads or 0}
     usual = {"num_heads": c.num_attention_heads, "num_kv_heads": c.num_key_value_heads}
     each = {
-        name: tuple(value * here for here in near)
+        name: tuple(value * bool(near) for near in fields["each"]["window"])
         for name, value in own.items()
         if value and value != usual[name]
     }
     return fields | {"each": fields["each"] | each}
-
-
-def mimo_v2(c: Config) -> Fields:
-    """One layer in six looks back on all tokens, and the first; the others have twice the key-value heads."""
-    number = c.num_hidden_layers
-    near = ["sliding_attention" if i and (i + 1) % 6 else "full_attention" for i in range(number)]
-    usual = {"layer_types": near} if c.layer_types is None and c.hybrid_layer_pattern is None else {}
-    kv_heads = c.swa_num_key_value_heads or 2 * (c.num_key_value_heads or c.num_attention_heads)
-    return near_heads(structs.replace(c, swa_num_key_value_heads=kv_heads, **usual))
-
-
-def wide_heads(c: Config) -> Fields:
-    """All heads together are of another width than the model."""
-    return {"head_dim": c.attention_width // c.num_attention_heads} if c.attention_width else {}
-
-
-def step_vision(c: Config) -> Fields:
-    return {"ffn_hidden": int(c.hidden_size * c.mlp_ratio)}
-
-
-def intern_vit(c: Config) -> Fields:
-    return {"norm": "rmsnorm", "norm_bias": False} if c.norm_type == "rms_norm" else {}
 
 
 def mllama(c: Config) -> Fields:
@@ -621,11 +486,7 @@ def longcat(c: Config) -> Fields:
     Their result is added behind the second one, so that they may run beside it, which is not priced.
     """
     number = 2 * c.num_hidden_layers
-    moe = experts(
-        structs.replace(c, n_shared_experts=1, shared_expert_intermediate_size=c.intermediate_size or 0)
-    )
-    each = {"moe": tuple(layer % 2 == 0 for layer in range(number))}
-    return moe | {"num_layers": number, "each": each}
+    return {"num_layers": number, "each": {"moe": tuple(layer % 2 == 0 for layer in range(number))}}
 
 
 def encoder(c: Config) -> Fields:
@@ -674,8 +535,7 @@ def deberta(c: Config) -> Fields:
 def gemma4(c: Config) -> Fields:
     """Layers of two sizes of heads, the last ones with the keys of earlier ones, and per-layer embeddings."""
     number, own = c.num_hidden_layers, c.per_layer_config
-    kinds = c.layer_types or ["full_attention" if (i + 1) % 6 == 0 else "near" for i in range(number)]
-    _named(c, "layer_types", kinds)
+    kinds = _named(c, "layer_types", c.layer_types)
     if not all(layer.isdecimal() for layer in own):
         raise ModelError("per_layer_config must name layers by number")
     if c.enable_moe_block and c.use_double_wide_mlp:
@@ -715,8 +575,7 @@ def gemma3n(c: Config) -> Fields:
     """Several residual streams, per-layer embeddings, and the last layers with the keys of earlier ones."""
     number, widths = c.num_hidden_layers, c.ffn_widths
     widths = [widths] * number if isinstance(widths, int) else widths
-    kinds = c.layer_types or ["full_attention" if (i + 1) % 5 == 0 else "near" for i in range(number)]
-    _named(c, "layer_types", kinds)
+    kinds = _named(c, "layer_types", c.layer_types)
     _named(c, "intermediate_size", widths)
 
     def layer(i: int) -> Layer:
@@ -735,83 +594,13 @@ def _per_layer(c: Config) -> PerLayer | None:
     return PerLayer(rows=c.vocab_size_per_layer_input, width=width) if width else None
 
 
-def siglip_text(c: Config) -> Fields:
-    """The text tower projects its last token."""
-    return {"num_classes": c.projection_size or c.hidden_size}
-
-
-def post_norms(c: Config) -> Fields:
-    return {"num_norms": 4 if c.post_norm else 2}
-
-
-def baichuan(c: Config) -> Fields:
-    """All but the 7B have ALiBi, which no field says (vLLM decides by the width too)."""
-    return {"positions": "rotary" if c.hidden_size == 4096 else "alibi"}
-
-
-def qwen(c: Config) -> Fields:
-    """The width of the MLP is that of both its halves together."""
-    return {"ffn_hidden": (c.intermediate_size or 0) // 2}
-
-
-def chatglm(c: Config) -> Fields:
-    return {} if c.multi_query else {"num_kv_heads": c.num_attention_heads}
-
-
-def stablelm(c: Config) -> Fields:
-    return {"num_norms": 1 if c.parallel else 2}
-
-
-def dbrx(c: Config) -> Fields:
-    ffn = c.ffn_config
-    if ffn is None:
-        raise ModelError("ffn_config is missing; a dbrx config needs it")
-    kv_heads = c.attn_config.kv_n_heads
-    return {
-        "num_kv_heads": 1 if kv_heads is None else kv_heads,
-        "ffn_hidden": ffn.ffn_hidden_size,
-        "moe": MoE(num_experts=ffn.moe_num_experts, top_k=ffn.moe_top_k, ffn_hidden=ffn.ffn_hidden_size),
-    }
-
-
-def gpt_bigcode(c: Config) -> Fields:
-    return {"num_kv_heads": 1 if c.multi_query else c.num_attention_heads}
-
-
 def opt(c: Config) -> Fields:
     if c.word_embed_proj_dim not in (None, c.hidden_size):
         raise ModelError(
             f"word_embed_proj_dim is {c.word_embed_proj_dim}; only embeddings as wide as hidden_size "
             f"({c.hidden_size}) are expressed"
         )
-    return {"final_norm": c.do_layer_norm_before and not c.remove_final_layer_norm}
-
-
-def falcon(c: Config) -> Fields:
-    if c.new_decoder_architecture:
-        kv_heads = c.num_key_value_heads
-        num_norms = 2 if c.num_ln_in_parallel_attn is None else c.num_ln_in_parallel_attn
-        parallel = True
-    else:
-        kv_heads = 1 if c.multi_query else c.num_attention_heads
-        num_norms = 1 if c.parallel else 2
-        parallel = c.parallel
-    return {
-        "positions": "alibi" if c.alibi else "rotary",
-        "num_kv_heads": c.num_attention_heads if kv_heads is None else kv_heads,
-        "parallel_block": parallel,
-        "num_norms": num_norms,
-    }
-
-
-def mpt(c: Config) -> Fields:
-    has_bias = not c.no_bias
-    return {
-        "positions": "alibi" if c.attn_config.alibi else "learned",
-        "ffn_hidden": c.expansion_ratio * c.hidden_size,
-        "qk_norm": c.attn_config.qk_ln,
-        "qk_norm_full": c.attn_config.qk_ln,
-    } | dict.fromkeys(("norm_bias", "linear_bias", "qkv_bias", "out_bias"), has_bias)
+    return {}
 
 
 def patches(c: Config) -> Fields:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
@@ -44,6 +45,7 @@ from meshwise.model.config_fields import (
     Spelling,
     TowerConfig,
     WholeConfig,
+    follows,
     spellings,
 )
 from meshwise.model.config_rules import block_fields, head_fields, with_layers
@@ -126,6 +128,8 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             f"{family} is a part of a model that is counted and not priced; give the whole config"
         )
     c = _typed(raw, spelling, nested=nested)
+    for name, text in spelling.derived.items():
+        c = structs.replace(c, **{name: follows(text, c)})
     fields = block_fields(c, spelling.block)
     for rule in spelling.rules:
         said = getattr(config_rules, rule)(c)
@@ -133,16 +137,16 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
         fields |= said | ({"each": each} if each else {})
     if fields.get("moe") is not None:
         fields["moe"] = replace(fields["moe"], **spelling.experts)
-    taken = {name: getattr(c, common) for name, common in spelling.taken.items()}
+    fields |= spelling.fields | {name: follows(text, c) for name, text in spelling.taken.items()}
     if fields["head_dim"] is None:
         fields["head_dim"], rest = divmod(c.hidden_size, c.num_attention_heads)
         if rest:
             raise ModelError(
                 f"hidden_size {c.hidden_size} does not divide by {c.num_attention_heads} heads; give head_dim"
             )
-    sides = _sides(spelling.sides, raw | msgspec.structs.asdict(c) | fields)
+    sides = _sides(spelling.sides, raw | structs.asdict(c) | fields)
     blocks = [(on, side) for on, side in sides if side.module not in ENDS]
-    fields = with_layers(fields | spelling.fields | taken | head_fields(c, spelling.head), blocks)
+    fields = with_layers(fields | head_fields(c, spelling.head), blocks)
     fields["sides"] = tuple(side for _, side in sides if side.module in ENDS)
     return fields | {"left_out": _left_out("merger", spelling.joints, raw | {"tower": fields["hidden"]})}
 
