@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.columns import chosen_cells
 from meshwise.core.units import Num
-from meshwise.estimate.ends import best_ends, other_ends, part_weights
+from meshwise.estimate.ends import best_ends, least_of_others_s, other_ends, part_weights
 from meshwise.estimate.priced_cuts import PricedParts, priced_parts
 from meshwise.estimate.stage_cost import StageCost
 from meshwise.estimate.step import StepCost, Wants, mean_phases_s, price_step, waits_s
@@ -80,7 +80,8 @@ def _with_faster_ends(
 ) -> StepCost:
     """`found` with other ends wherever its step is faster by them; see `placed_cost`."""
     bound, worth_s = _bound(found, machine), found.step_s * (1.0 - NO_GAIN_FRAC)
-    least_s = bound.step_s(found.mesh, sum(bound.mean_s))
+    others_s = least_of_others_s(model, found.mesh, [part.total_s for part in found.parts.values()])
+    least_s = bound.step_s(found.mesh, np.maximum(sum(bound.mean_s), others_s))
     is_open = least_s < worth_s
     needed = 0.0 if wants is None else _least(found, lambda cost: cost.memory.total)
     if wants is not None:

@@ -13,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from meshwise.estimate.tower import FRONT
 from meshwise.estimate.tower_cost import tower_parts, tower_time
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import loses_step, stages_of
+from meshwise.plan.stages import MIRRORED, ROUND, folding, loses_step, patterns_of, stages_of
 from meshwise.program.parts import cut_of
 
 Ends = tuple[Num, Num]
@@ -42,17 +42,35 @@ AROUND = np.array([*itertools.product((1.0, 0.0, -1.0, -2.0), repeat=2)]).T[:, :
 
 def best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Num]:
     """The `ends` with which the slowest stage is fastest; `seconds` of each part a microbatch."""
+    (evenly_s,) = _heaviest(model, even := replace(mesh, ends=(0.0, 0.0)), [seconds])
+    if np.all(evenly_s <= least_of_others_s(model, even, seconds)):
+        return even.ends
     exact = _ends(model, seconds)
     first, last = (np.ceil(end) for end in exact)
-    ends: tuple[Num, Num] = (0.0, 0.0)
-    (fastest_s,) = _heaviest(model, replace(mesh, ends=ends), [seconds])
     rounded = ((first - down, last - 1.0 + up) for down, up in itertools.product((0.0, 1.0), repeat=2))
-    for tried in itertools.chain(rounded, _in_step(model, mesh, exact)):
-        (slowest_s,) = _heaviest(model, of := replace(mesh, ends=tried), [seconds])
-        is_faster = (slowest_s < fastest_s) & (mesh.pp > 1) & ~loses_step(model, of)
-        fastest_s = np.where(is_faster, slowest_s, fastest_s)[()]
-        ends = ends[0] + is_faster * (tried[0] - ends[0]), ends[1] + is_faster * (tried[1] - ends[1])
-    return ends
+    tried: list[tuple[Any, Any]] = [(0.0, 0.0), *rounded, *_in_step(model, mesh, exact)]
+    sizes = np.broadcast_arrays(mesh.pp, mesh.vpp, mesh.schedule, *seconds, *itertools.chain(*tried))
+    ends = np.stack(sizes[-2 * len(tried) :]).reshape(len(tried), 2, *sizes[0].shape).swapaxes(0, 1)
+    (slowest_s,) = _heaviest(model, of := replace(mesh, ends=tuple(ends)), [seconds])
+    runs = (mesh.pp > 1) & ~loses_step(model, of) | np.all(ends == 0.0, axis=0)
+    fastest = np.argmin(np.where(runs, slowest_s, np.inf), axis=0)
+    first, last = np.take_along_axis(ends, fastest[None, None], axis=1)[:, 0]
+    return first[()], last[()]
+
+
+def least_of_others_s(model: Model, mesh: Mesh, seconds: Weights) -> Num:
+    """What a microbatch takes at least on the slowest stage with other ends than those of `mesh`.
+
+    Layers are not divided: the fullest stage holds as many as the mean, rounded up, and one more where all
+    hold as many with the ends that they have; of two stages that share a rank, the mean counts. `seconds` of
+    each part.
+    """
+    layers, a_rank = float(model.num_layers), 1.0 + (folding(mesh) == MIRRORED)
+    is_even = (mesh.ends[0] == 0) & (mesh.ends[1] == 0) & (layers % (mesh.pp * mesh.vpp) == 0)
+    if len(seconds) > 3:  # folded chunks may hold other kinds, and as many
+        is_even = is_even & (folding(mesh) == ROUND)
+    fullest = (np.ceil(a_rank * layers / mesh.pp) + is_even) / a_rank
+    return fullest * reduce(np.minimum, seconds[1:-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,13 +96,12 @@ def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -
     of_kinds = partial(some_columns, places=first_of, num=len(kind))
     mesh, weights = mesh.mapped(of_kinds), [list(map(of_kinds, one)) for one in weights]
     own = table[len(matters) - 2 : len(matters), first_of]
-    number, ends = _ends_around(model, mesh, weights, own)
+    number, ends, is_other = _ends_around(model, mesh, weights, own)
     at = partial(some_columns, places=number, num=len(first_of))
     tried = replace(mesh.mapped(at), ends=tuple(ends))
     heaviest = _heaviest(model, tried, [list(map(at, weight)) for weight in weights])
     slowest_s, *params = (np.broadcast_to(one, number.shape) for one in heaviest)
     is_unbeaten = np.any([_unbeaten(number, slowest_s, most) for most in params], axis=0)
-    is_other = np.any(ends != own[:, number], axis=0)
     table = np.stack([number, *ends, slowest_s])[:, is_unbeaten & is_other]
     for nth in _by_rank(table[:, np.lexsort((table[3], table[0]))]):
         found = np.stack([*own, np.full(own.shape[1], np.inf)])
@@ -101,8 +118,12 @@ def _by_rank(table: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
 
 def _ends_around(
     model: Model, mesh: Mesh, weights: Sequence[Weights], own: NDArray[np.float64]
-) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """A plan's number, and ends: its `own`, none, and those around the ones that are even in a weight."""
+) -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.bool_]]:
+    """A plan's number, ends, and whether its stages are others than with its `own` ends.
+
+    Of its own ends, none, and those around the ones that are even in a weight; of ends with which the stages
+    are the same, one.
+    """
     tried: list[NDArray[np.float64]] = [own[:, None], np.zeros_like(own[:, None])]
     for weight in weights:
         exact = _ends(model, weight)
@@ -112,11 +133,14 @@ def _ends_around(
         tried += [
             np.stack(np.broadcast_arrays(*ends, own[0])[:2])[:, None] for ends in _in_step(model, mesh, exact)
         ]
-    first, last = np.concatenate(tried, axis=1)
-    runs = ~loses_step(model, replace(mesh, ends=(first, last))) & (mesh.pp > 1)
-    table = np.stack([np.nonzero(runs)[1], first[runs], last[runs]])
-    number, *ends = table[:, distinct_columns(table)[0]]
-    return number.astype(np.intp), np.stack(ends)
+    ends = np.concatenate(tried, axis=1)
+    mesh = replace(mesh, ends=(ends[0], ends[1]))
+    patterns, pattern = patterns_of(model, mesh)
+    runs = ~loses_step(model, mesh) & (mesh.pp > 1)
+    number = np.nonzero(runs)[1]
+    _, first = np.unique(number * len(patterns) + pattern[runs], return_index=True)
+    number = number[first]
+    return number, ends[:, runs][:, first], (pattern != pattern[0])[runs][first]
 
 
 def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[Num, Num]]:

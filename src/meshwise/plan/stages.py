@@ -160,7 +160,7 @@ def num_on_host(share: Num, number: Num) -> Num:
 
 def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
     """What pipeline rank `rank` of one plan holds, as a stage that counts for none."""
-    held = _held(model, int(mesh.pp), int(_folding(mesh)), layers_of_chunks(model, mesh))[rank]
+    held = _held(model, int(mesh.pp), int(folding(mesh)), layers_of_chunks(model, mesh))[rank]
     return _stage(mesh, held[0], held[1], tuple(held[2:]), float(rank), 0.0)
 
 
@@ -206,14 +206,10 @@ def has_fixed_ends(mesh: Mesh) -> bool:
 
 def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     """The kinds of stages of `mesh`; in a grid, as many as its richest pattern has."""
-    sizes = (mesh.pp, mesh.vpp, _folding(mesh), *mesh.ends)
-    pattern_of = _patterns(model, mesh.plan.stages)
+    sizes = (mesh.pp, mesh.vpp, folding(mesh), *mesh.ends)
     if not any(isinstance(size, np.ndarray) for size in sizes):
-        return [_stage(mesh, *row) for row in pattern_of(*map(int, sizes))]
-    cells = np.stack(np.broadcast_arrays(*sizes))
-    first, pattern = distinct_columns(flat := cells.reshape(len(sizes), -1))
-    patterns = [pattern_of(*map(int, flat[:, cell])) for cell in first]
-    pattern = pattern.reshape(cells.shape[1:])
+        return [_stage(mesh, *row) for row in _patterns(model, mesh.plan.stages)(*map(int, sizes))]
+    patterns, pattern = patterns_of(model, mesh)
     num_kinds = len(layer_kinds(model))
     absent: _Row = (0.0, 0.0, (0.0,) * num_kinds, 0.0, 0.0)
     found = []
@@ -224,10 +220,20 @@ def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     return found
 
 
+def patterns_of(model: Model, mesh: Mesh) -> tuple[list[tuple[_Row, ...]], NDArray[np.intp]]:
+    """The patterns of a grid, and the place of each cell's: the same where stages hold the same."""
+    sizes = (mesh.pp, mesh.vpp, folding(mesh), *mesh.ends)
+    cells = np.stack(np.broadcast_arrays(*sizes))
+    first, kind = distinct_columns(flat := cells.reshape(len(sizes), -1))
+    pattern_of, places = _patterns(model, mesh.plan.stages), dict[tuple[_Row, ...], int]()
+    place = [places.setdefault(pattern_of(*map(int, flat[:, cell])), len(places)) for cell in first]
+    return list(places), np.array(place, dtype=np.intp)[kind].reshape(cells.shape[1:])
+
+
 def _stage(
     mesh: Mesh, embeddings: Num, heads: Num, layers: tuple[Num, ...], index: Num, num_stages: Num
 ) -> Stage:
-    is_mirrored = _folding(mesh) == MIRRORED
+    is_mirrored = folding(mesh) == MIRRORED
     return Stage(
         index=index,
         num_stages=num_stages,
@@ -238,7 +244,8 @@ def _stage(
     )
 
 
-def _folding(mesh: Mesh) -> Num:
+def folding(mesh: Mesh) -> Num:
+    """How chunks come to ranks: `ROUND`, `FOLDED` or `MIRRORED`."""
     mirrored = mesh.schedule == SCHEDULES.index("dualpipe")
     folded = sum((mesh.schedule == SCHEDULES.index(name)) * 1 for name in V_SHAPED)
     return (FOLDED * folded + MIRRORED * mirrored) * (mesh.pp > 1) * 1.0
