@@ -41,11 +41,23 @@ class EngineServer(msgspec.Struct, frozen=True):
     max_tokens: str
 
 
+class FleetTarget(msgspec.Struct, frozen=True):
+    """What a target runs, how it is applied, where it answers; its words for policies of the router."""
+
+    engines: list[str]
+    has_pools: bool
+    apply: str
+    service: str
+    policies: dict[str, str]
+    other_policies: str
+    autoscale: str = ""
+
+
 _CATALOG = read_catalog("fleets.toml")
 SERVERS = msgspec.convert(_CATALOG["servers"], dict[str, EngineServer])
+TARGETS = msgspec.convert(_CATALOG["targets"], dict[str, FleetTarget])
 SENDS_CACHE = ["--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}']
 """vLLM's arguments to hand caches over between pools."""
-APPLY = "kubectl apply -f fleet.yaml"
 ROUND_TOKENS = 1024
 """The longest request that an engine takes is rounded up to a multiple of it."""
 
@@ -54,26 +66,26 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
     """What runs the fleet of `answer` under `target`; `asked` are the options that describe its load."""
     if target not in TARGETS:
         raise WorkloadError(f"to={target} must be one of {', '.join(TARGETS)}")
-    if answer.load is None:
+    if (load := answer.load) is None:
         raise WorkloadError(f"to={target} writes a fleet; give rate, concurrency or requests too")
-    write, engines, has_pools = TARGETS[target]
-    of = _Fleet(answer.load, answer.serving.model.name)
-    if of.engine.name not in engines:
-        raise WorkloadError(f"to={target} runs {' or '.join(engines)}, not {of.engine.name}")
-    if of.fleet.prefill is not None and not has_pools:
+    to = TARGETS[target]
+    if load.engine.name not in to.engines:
+        raise WorkloadError(f"to={target} runs {' or '.join(to.engines)}, not {load.engine.name}")
+    if load.fleet.prefill is not None and not to.has_pools:
         raise WorkloadError(f"to={target} has no separate pools; choose to=dynamo or to=llm-d")
-    tree, apply, service = write(of)
-    name = "fleet.yaml" if apply == APPLY else "values.yaml"
-    files = {name: "---\n".join(map(yaml_text, tree))}
-    load_files, generate = _load(answer.load, of.name, asked, of.not_expressed)
-    forward = f"kubectl port-forward svc/{service} &"
-    return Deployment(target, files | load_files, (apply, forward, generate), tuple(of.not_expressed))
+    of = _Fleet(load, answer.serving.model.name, to)
+    name = "fleet.yaml" if "fleet.yaml" in to.apply else "values.yaml"
+    files = {name: "---\n".join(map(yaml_text, _WRITERS[target](of)))}
+    load_files, generate = _load(load, of.name, asked, of.not_expressed)
+    forward = f"kubectl port-forward svc/{to.service.format(of.name)} &"
+    commands = to.apply.format(of.name), forward, generate
+    return Deployment(target, files | load_files, commands, tuple(of.not_expressed))
 
 
 class _Fleet:
     """What all targets say of a fleet: names, arguments of the engine, numbers; and what they cannot say."""
 
-    def __init__(self, load: LoadResult, model: str) -> None:
+    def __init__(self, load: LoadResult, model: str, to: FleetTarget) -> None:
         self.load, self.fleet, self.engine, self.model = load, load.fleet, load.engine, model
         self.server = SERVERS[load.engine.name]
         self.image = self.server.image.format(load.engine.version)
@@ -83,13 +95,20 @@ class _Fleet:
             **{"image": self.image, "command": self.server.command, "port": self.server.port},
         }
         self.not_expressed = [f"{model}: put the checkpoint's name or path in its place"]
+        self.policy = to.policies.get(policy := self.fleet.router.policy)
+        if self.policy is None:
+            self.not_expressed.append(f"router {policy}: {to.other_policies}")
+        if self.fleet.scaling is not None and to.autoscale:
+            self.not_expressed.append(f"autoscale: {to.autoscale}")
 
     def fill(self, template: str, **values: Any) -> Any:
         """A template of the catalog with what all templates hold, and with `values`."""
         return _filled(_CATALOG[template], self.common | values)
 
-    def arguments(self, of: Serving) -> list[str]:
-        """Arguments of the engine's server for one instance."""
+    def instance(self, of: Serving) -> tuple[list[str], int]:
+        """Arguments of the server of one instance, and its GPUs; PlanError where it needs several nodes."""
+        if of.num_chips > of.cluster.chips_per_host:
+            raise PlanError(f"instances on several nodes ({of.num_chips} GPUs) are not written; add workers")
         longest = max(self.load.requests.longest, of.prompt + of.output)
         length = min(ROUND_TOKENS * math.ceil((longest + 1) / ROUND_TOKENS), of.model.max_seq)
         engine = self.engine.on(of.cluster.chip)
@@ -106,25 +125,12 @@ class _Fleet:
             self.not_expressed.append("offload: only vLLM's offload to the host's memory is written")
         if offload and offload.host_bytes and is_vllm:
             added += ["--kv-offloading-size", f"{offload.host_bytes * of.num_chips / 2**30:g}"]
-        return [*found.arguments, *added]
-
-    def one_node(self, of: Serving) -> int:
-        """GPUs of an instance; PlanError where it needs several nodes."""
-        if of.num_chips > of.cluster.chips_per_host:
-            raise PlanError(f"instances on several nodes ({of.num_chips} GPUs) are not written; add workers")
-        return of.num_chips
-
-    def route(self, known: Mapping[str, Any], otherwise: str) -> Any:
-        """What `known` has for the router's policy, or a note of what is done `otherwise`."""
-        policy = self.fleet.router.policy
-        if policy not in known:
-            self.not_expressed.append(f"router {policy}: {otherwise}")
-        return known.get(policy)
+        return [*found.arguments, *added], of.num_chips
 
     def scaled(self) -> Any:
         """KEDA's bounds, and its trigger: requests a second, and those that wait, over those of a replica."""
-        scaling = self.fleet.scaling
-        assert scaling is not None
+        if (scaling := self.fleet.scaling) is None:
+            return None
         if self.engine.name != "vllm":
             self.not_expressed.append("autoscale: the trigger asks for metrics of vLLM")
         every = max(round(scaling.every_s), 1)
@@ -148,111 +154,81 @@ def _filled(tree: Any, values: Tree) -> Any:
 # --- targets -------------------------------------------------------------------------------------
 
 
-def _kubernetes(of: _Fleet) -> tuple[list[Tree], str, str]:
+def _kubernetes(of: _Fleet) -> list[Tree]:
     """A Deployment, its Service, and KEDA's ScaledObject where the fleet is autoscaled."""
-    fleet = of.fleet
-    args = [of.model, *of.arguments(fleet.serving)]
-    trees = of.fill("kubernetes", args=args, gpus=of.one_node(fleet.serving))
-    of.route({"round-robin": None}, "a Service spreads requests at random")
-    if fleet.scaling is not None:
-        scaled = of.fill("keda")
-        trees.append(scaled | {"spec": scaled["spec"] | of.scaled()})
-    return trees, APPLY, f"{of.name} 8000:80"
+    args, gpus = of.instance(of.fleet.serving)
+    trees = of.fill("kubernetes", args=[of.model, *args], gpus=gpus)
+    if scaled := of.scaled():
+        keda = of.fill("keda")
+        trees.append(keda | {"spec": keda["spec"] | scaled})
+    return trees
 
 
-def _dynamo(of: _Fleet) -> tuple[list[Tree], str, str]:
+def _dynamo(of: _Fleet) -> list[Tree]:
     """A DynamoGraphDeployment: a frontend, and workers, those for prompts apart where they are."""
     fleet, engine = of.fleet, of.engine.name
     image = f"nvcr.io/nvidia/ai-dynamo/{engine}-runtime:{_CATALOG['dynamo_release']}"
-    mode = of.route({"round-robin": "", "prefix": "kv"}, "Dynamo's frontend goes round robin")
     if fleet.router.frontends != 1:
         of.not_expressed.append(f"router {fleet.router.frontends} frontends: one is written")
     if fleet.router.weight != 1:
         of.not_expressed.append(f"router {fleet.router.weight:g} weight: Dynamo's own is 1 unless it is told")
-    if fleet.scaling is not None:
-        of.not_expressed.append("autoscale: Dynamo's planner has rules of its own")
 
     def component(name: str, kind: str, num: int, container: Tree) -> Any:
         return of.fill("dynamo_component", component=name, kind=kind, num=num, container=container)
 
     def worker(name: str, kind: str, instance: Serving, num: int) -> Any:
         sends = SENDS_CACHE if engine == "vllm" else ["--disaggregation-transfer-backend", "nixl"]
-        args = ["--model" if engine == "vllm" else "--model-path", of.model, *of.arguments(instance)]
+        own, gpus = of.instance(instance)
+        args = ["--model" if engine == "vllm" else "--model-path", of.model, *own]
         args += [] if kind == "worker" else ["--disaggregation-mode", kind, *sends]
         started: Tree = {"image": image, "command": ["python3", "-m", f"dynamo.{engine}"], "args": args}
-        return component(
-            name, kind, num, of.fill("dynamo_worker", **started, gpus=str(of.one_node(instance)))
-        )
+        return component(name, kind, num, of.fill("dynamo_worker", **started, gpus=str(gpus)))
 
-    workers = [worker("Worker", "worker", fleet.serving, fleet.workers)]
-    if fleet.prefill is not None:
+    if fleet.prefill is None:
+        workers = [worker("Worker", "worker", fleet.serving, fleet.workers)]
+    else:
         workers = [
             worker("PrefillWorker", "prefill", fleet.prefill, fleet.prefill_workers),
             worker("DecodeWorker", "decode", fleet.serving, fleet.workers),
         ]
-    env = [{"name": "DYN_ROUTER_MODE", "value": mode}] if mode else None
+    env = [{"name": "DYN_ROUTER_MODE", "value": of.policy}] if of.policy else None
     frontend = component("Frontend", "frontend", 1, of.fill("dynamo_frontend", image=image, env=env))
-    graph = of.fill("dynamo", components=[frontend, *workers])
-    return [graph], APPLY, f"{of.name}-frontend 8000:8000"
+    return [of.fill("dynamo", components=[frontend, *workers])]
 
 
-def _vllm_stack(of: _Fleet) -> tuple[list[Tree], str, str]:
+def _vllm_stack(of: _Fleet) -> list[Tree]:
     """Values of the vLLM production stack's Helm chart."""
-    fleet = of.fleet
     repository, _, tag = of.image.partition(":")
-    gpus, args = of.one_node(fleet.serving), of.arguments(fleet.serving)
-    keda = {"enabled": True, **of.scaled()} if fleet.scaling is not None else None
-    known = {"session": "session", "prefix": "prefixaware", "round-robin": "roundrobin"}
-    policy = of.route(known, "the stack's router goes round robin") or "roundrobin"
+    args, gpus = of.instance(of.fleet.serving)
+    scaled = of.scaled()
     values = of.fill(
-        "vllm_stack", repository=repository, tag=tag, gpus=gpus, args=args, keda=keda, policy=policy,
-        session_key="x-session-affinity" if policy == "session" else None,
+        "vllm_stack", repository=repository, tag=tag, gpus=gpus, args=args,
+        keda=scaled and {"enabled": True, **scaled}, policy=of.policy or "roundrobin",
+        session_key="x-session-affinity" if of.policy == "session" else None,
     )  # fmt: skip
-    install = _helm(of, "vllm", "https://vllm-project.github.io/production-stack", "vllm-stack")
-    return [values], install, f"{of.name}-router-service 8000:80"
+    return [values]
 
 
-def _llm_d(of: _Fleet) -> tuple[list[Tree], str, str]:
+def _llm_d(of: _Fleet) -> list[Tree]:
     """Values of llm-d's ModelService chart, which states tensor parallelism and GPUs itself."""
     fleet = of.fleet
 
     def pool(instance: Serving | None, num: int) -> Any:
         if instance is None:
             return {"create": False}
-        of.one_node(instance)
-        words = of.arguments(instance)
-        if "--tensor-parallel-size" in words:
-            place = words.index("--tensor-parallel-size")
-            del words[place : place + 2]
-        degrees = {"tensor": int(instance.mesh.tp), "data": instance.dp}
-        return of.fill(
-            "llm_d_pool", num=num, args=[*words, *(SENDS_CACHE if fleet.prefill else ())], **degrees
-        )
+        args, _ = of.instance(instance)
+        if "--tensor-parallel-size" in args:
+            place = args.index("--tensor-parallel-size")
+            del args[place : place + 2]
+        args += SENDS_CACHE if fleet.prefill else []
+        return of.fill("llm_d_pool", num=num, args=args, tensor=int(instance.mesh.tp), data=instance.dp)
 
-    if fleet.scaling is not None:
-        of.not_expressed.append("autoscale: llm-d's own autoscaler is installed apart")
-    of.route({"prefix": None, "least-loaded": None}, "llm-d's scheduler weighs load and cached prefixes")
-    pools = {
-        "decode": pool(fleet.serving, fleet.workers),
-        "prefill": pool(fleet.prefill, fleet.prefill_workers),
-    }
-    values = of.fill("llm_d", uri=f"hf://{of.model}", has_pools=fleet.prefill is not None, **pools)
-    charts = "https://llm-d-incubation.github.io/llm-d-modelservice/"
-    return [values], _helm(of, "llm-d", charts, "llm-d-modelservice"), "infra-llm-d-inference-gateway 8000:80"
+    decode, prefill = pool(fleet.serving, fleet.workers), pool(fleet.prefill, fleet.prefill_workers)
+    has_pools = fleet.prefill is not None
+    return [of.fill("llm_d", uri=f"hf://{of.model}", has_pools=has_pools, decode=decode, prefill=prefill)]
 
 
-def _helm(of: _Fleet, repository: str, url: str, chart: str) -> str:
-    install = f"helm install {of.name} {repository}/{chart} -f values.yaml"
-    return f"helm repo add {repository} {url} && {install}"
-
-
-TARGETS = {
-    "kubernetes": (_kubernetes, tuple(SERVERS), False),
-    "dynamo": (_dynamo, ("vllm", "sglang"), True),
-    "vllm-stack": (_vllm_stack, ("vllm",), False),
-    "llm-d": (_llm_d, ("vllm",), True),
-}
-"""What writes each target, the engines that it runs, whether it has separate pools."""
+_WRITERS = {"kubernetes": _kubernetes, "dynamo": _dynamo, "vllm-stack": _vllm_stack, "llm-d": _llm_d}
 
 
 # --- the load ------------------------------------------------------------------------------------
