@@ -127,7 +127,7 @@ class ServingAnswer(Shown):
         """A row for each layout considered, or for each request of the load, by column."""
         if self.sizing is None:
             return records(self.load) if self.load else {}
-        rows = self.sizing.rows
+        rows = [choice.to_json() for choice in self.sizing.choices]
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 
     @property
@@ -136,31 +136,25 @@ class ServingAnswer(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise serve --json` prints."""
-        of = self.serving
-        return {
-            "model": of.model.name,
-            "cluster": of.cluster.to_json(),
-            "plan": of.plan,
-            "num_instances": self.num_instances,
-            "prompt": of.prompt,
-            "output": of.output,
+        of, load = self.serving, self.load
+        figures = ("num_instances", "max_sequences", "first_token_s", "sequences_within_limit", "passes")
+        document: dict[str, Any] = {"model": of.model.name, "cluster": of.cluster.to_json()}
+        document |= {name: getattr(of, name) for name in ("plan", "prompt", "output")}
+        document |= {name: getattr(self, name) for name in figures}
+        document |= {
             "weight_bytes": est.weight_bytes(of),
             "cache_bytes_per_sequence": est.sequence_bytes(of),
-            "max_sequences": self.max_sequences,
             "memory_bytes": est.memory_of_one(of),
-            "first_token_s": self.first_token_s,
             "first_token_kernels_s": est.first_token_kernels_s(of),
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,
-            "sequences_within_limit": self.sequences_within_limit,
             "encoding": self._encoding,
-            "passes": self.passes,
-            **(self.load.to_json() if self.load else {}),
-            **self.cost,
-            **(energy(self.load) if self.load else {}),
-            **({"sizing": self.sizing.to_json()} if self.sizing else {}),
-            **({"deployment": self.deployment.to_json()} if self.deployment else {}),
-            "notes": [*est.notes(of), *(self.load.notes if self.load else ())],
+            "notes": [*est.notes(of), *(load.notes if load else ())],
         }
+        document |= load.to_json() | self.cost | energy(load) if load else {}
+        for name in ("sizing", "deployment"):
+            if (part := getattr(self, name)) is not None:
+                document[name] = part.to_json()
+        return document
 
 
 def answer(

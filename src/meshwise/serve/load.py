@@ -157,7 +157,6 @@ class LoadResult:
     requests: Requests
     engine: Engine
     simulated: Served
-    cache_tokens: int
     limits: LatencyLimits = NO_LIMITS
     window: CountedWindow | None = None
 
@@ -231,36 +230,34 @@ class LoadResult:
 
     def to_json(self) -> dict[str, Any]:
         """The keys that a load adds to the document of `meshwise serve --json`."""
-        served, run, scaling = self.served, self.simulated, self.fleet.scaling
+        served, run, fleet = self.served, self.simulated, self.fleet
         prompt_tokens, percentile = sum(self.requests.prompt), self.limits.percentile
-        within = self.within_limits_frac
+        within, scaling = self.within_limits_frac, fleet.scaling
+        own = ("requests_per_s", "queue_grows", "within_limits_frac")
         figures: dict[str, Any] = {
             "ttft_s": statistics(served.ttft_s, percentile),
             "tpot_s": statistics(served.tpot_s, percentile),
             "output_tokens_per_s_per_gpu": self.output_tokens_per_s / self.mean_chips,
         }
         return {
-            "num_gpus": self.fleet.num_chips,
-            "workers": self.fleet.workers,
-            "prefill_workers": self.fleet.prefill_workers if self.fleet.prefill else 0,
+            "num_gpus": fleet.num_chips,
+            "workers": fleet.workers,
+            "prefill_workers": fleet.prefill_workers if fleet.prefill else 0,
             "engine": self.engine.title,
             "num_requests": len(served.output),
-            "requests_per_s": self.requests_per_s,
-            "queue_grows": self.queue_grows,
-            "window": self.window.to_json() if self.window else None,
+            "window": self.window and self.window.to_json(),
+            **{name: getattr(self, name) for name in own},
             **figures,
             **{f"{name}_interval": self._interval(name, value) for name, value in figures.items()},
             "e2e_s": statistics(served.last_s - served.sent_s, percentile),
-            "within_limits_frac": within,
             "goodput_per_s": None if within is None else within * self.requests_per_s,
             "busy_frac": run.busy_s / run.span_s,
-            "peak_sequences": run.peak_sequences,
-            "peak_cache_frac": run.peak_cache_tokens / self.cache_tokens,
+            "peak_cache_frac": run.peak_cache_tokens / cache_tokens(fleet.serving),
             "prompt_tokens_found_frac": run.num_found / prompt_tokens,
             "prompt_tokens_loaded_frac": {name: num / prompt_tokens for name, num in run.loaded_from.items()},
-            "router": self.fleet.router.policy,
-            "autoscale": scaling.to_json(run.lives_s, run.span_s) if scaling else None,
-            "num_preemptions": run.num_preemptions,
+            "router": fleet.router.policy,
+            "autoscale": scaling and scaling.to_json(run.lives_s, run.span_s),
+            **{name: getattr(run, name) for name in ("peak_sequences", "num_preemptions")},
         }
 
     def _interval(self, name: str, value: float | dict[str, float | None]) -> dict[str, float] | None:
@@ -334,21 +331,24 @@ def under_load(
 ) -> LoadResult | None:
     """Serve `requests`, a stream until it has settled; None where one sequence has no room."""
 
-    def serve(drawn: Requests) -> Served:
-        of = pools_of(fleet, drawn, engine)
-        assert of is not None
-        return simulate(drawn, of)
-
-    first = requests if isinstance(requests, Requests) else requests.draw(1)
-    pools = pools_of(fleet, first, engine)
-    if pools is None:
+    if not _has_room(fleet):
         return None
-    tokens, window = pools.worker.cache_tokens, None
+
+    def serve(drawn: Requests) -> Served:
+        pools = pools_of(fleet, drawn, engine)
+        assert pools is not None
+        return simulate(drawn, pools)
+
     if isinstance(requests, Requests):
-        served = simulate(requests, pools)
-    else:
-        window, served, requests = settled(requests, serve)
-    return LoadResult(fleet, requests, engine, served, tokens, limits, window)
+        return LoadResult(fleet, requests, engine, serve(requests), limits)
+    window, served, drawn = settled(requests, serve)
+    return LoadResult(fleet, drawn, engine, served, limits, window)
+
+
+def _has_room(fleet: Fleet) -> bool:
+    """Whether every group of each pool has room for one request."""
+    pools = [one for one in (fleet.serving, fleet.prefill) if one is not None]
+    return all(cache_tokens(of) >= (of.prompt + of.output) * of.groups for of in pools)
 
 
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
@@ -359,24 +359,21 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
             f"a request of {requests.longest} tokens is more than the {serving.model.max_seq} of "
             f"{serving.model.name}; leave longer ones out"
         )
-    kinds = [(one, cache_tokens(one)) for one in (serving, fleet.prefill) if one is not None]
-    if any(tokens < (of.prompt + of.output) * of.groups for of, tokens in kinds):
+    if not _has_room(fleet):
         return None
-    engines = (engine.of_tokens, engine.of_prompts) if fleet.prefill else (engine,)
-    worker, *first = (
-        _worker(of, tokens, requests, of_pool.on(of.cluster.chip), fleet.offload)
-        for (of, tokens), of_pool in zip(kinds, engines, strict=True)
-    )
+    first, transfer_s = None, 0.0
+    if fleet.prefill is not None:
+        transfer_s = fleet.prefill.cluster.levels[-1].latency_s
+        first = _worker(fleet.prefill, requests, engine.of_prompts, fleet.offload)
+    worker = _worker(serving, requests, engine.of_tokens if first else engine, fleet.offload)
     return Pools(
-        worker, fleet.workers, first[0] if first else None, fleet.prefill_workers,
-        fleet.prefill.cluster.levels[-1].latency_s if fleet.prefill else 0.0, fleet.transfer_token_s,
+        worker, fleet.workers, first, fleet.prefill_workers, transfer_s, fleet.transfer_token_s,
         fleet.router, fleet.scaling, fleet.encoders,
     )  # fmt: skip
 
 
-def _worker(
-    serving: Serving, tokens: int, requests: Requests, engine: Engine, offload: Offload | None
-) -> ServingWorker:
+def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offload | None) -> ServingWorker:
+    tokens, engine = cache_tokens(serving), engine.on(serving.cluster.chip)
     if requests.longest > tokens:
         raise WorkloadError(
             f"a request of {requests.longest} tokens is more than the cache of {tokens}; use more GPUs or a "

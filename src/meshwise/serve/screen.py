@@ -30,13 +30,7 @@ from meshwise.plan.rules import rules
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import attending, prompt_launches_s
-from meshwise.serve.serving import (
-    Serving,
-    memory_bytes,
-    prompt_alone_s,
-    prompts_s,
-    token_pass,
-)
+from meshwise.serve.serving import Serving, memory_bytes, prompt_alone_s, prompts_s, token_pass
 
 MAX_RANKS = 256
 """Ranks of one instance at most."""
@@ -149,6 +143,7 @@ def _priced(
     computed = max(missing_frac * prompt, 1.0)
     together = max(of.pass_tokens // computed, 1.0)
     launched_s = prompt_launches_s(of, engine, computed)
+    front_s = engine.front_s + engine.front_token_s * prompt
 
     def grid(values: Num) -> Grid:
         return np.broadcast_to(values, (len(layouts), np.shape(values)[-1] if np.ndim(values) else 1))
@@ -163,9 +158,7 @@ def _priced(
         dp=ranks / tp,
         most=grid(np.maximum(np.floor(room / memory["cache"]), 0.0)),
         prompt_s=grid(prompts_s(of, of.prefill(together, computed))) / together,
-        alone_s=grid(np.maximum(prompt_alone_s(of, computed), launched_s))
-        + engine.front_s
-        + engine.front_token_s * prompt,
+        alone_s=grid(np.maximum(prompt_alone_s(of, computed), launched_s)) + front_s,
         pass_s=grid(token_pass(attending(of, engine), BATCHES).total_s),
     )
 

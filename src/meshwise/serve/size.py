@@ -108,24 +108,18 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         """Its layouts in words, its figures, and what was simulated of it."""
-        fleet, first, simulated = self.fleet, self.fleet.prefill, {}
+        fleet, first = self.fleet, _instance(self.fleet.prefill, self.fleet.prefill_workers)
+        found = _instance(fleet.serving, fleet.workers)
+        found |= {f"prefill_{key}": value for key, value in first.items()}
+        found |= {"num_gpus": fleet.num_chips, "max_sequences_per_dp_rank": self.sequences}
+        figures = ("usd_per_hour", "ttft_s", "tpot_s", "tokens_per_s_per_gpu", "binds")
+        found |= {name: getattr(self, name) for name in figures}
+        found["tokens_per_s_per_user"] = 1.0 / self.tpot_s
         if self.load:
             load = self.load.to_json()
             names = ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu", "within_limits_frac", "goodput_per_s")
-            simulated = {"holds": self.holds} | {f"simulated_{name}": load[name] for name in names}
-        return {
-            **_instance(fleet.serving, fleet.workers),
-            **{f"prefill_{key}": value for key, value in _instance(first, fleet.prefill_workers).items()},
-            "num_gpus": self.fleet.num_chips,
-            "usd_per_hour": self.usd_per_hour,
-            "max_sequences_per_dp_rank": self.sequences,
-            "ttft_s": self.ttft_s,
-            "tpot_s": self.tpot_s,
-            "tokens_per_s_per_user": 1.0 / self.tpot_s,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "binds": self.binds,
-            **simulated,
-        }
+            found |= {"holds": self.holds} | {f"simulated_{name}": load[name] for name in names}
+        return found
 
 
 def _instance(of: Serving | None, workers: int) -> dict[str, Any]:
@@ -160,11 +154,6 @@ class Sizing:
     too_large: Choice | None = None
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each choice that fits and keeps the limits in closed form."""
-        return [choice.to_json() for choice in self.choices]
-
-    @property
     def best(self) -> Choice | None:
         """The cheapest simulated choice that holds; None if none does."""
         return _best(self.simulated)
@@ -185,20 +174,15 @@ class Sizing:
     def to_json(self) -> dict[str, Any]:
         """The keys that sizing adds to the document of `meshwise serve --json`."""
         best, nearest = self.best, self.nearest
+        figures = ("elapsed_s", "least_ttft_s", "least_tpot_s", "rate", "headroom_frac")
+        ones = {"best": best, "nearest_miss": None if best else nearest, "too_large": self.too_large}
+        several = {"best_of_each": self.bests, "simulated": self.simulated, "pareto": self.trade_offs}
         return {
             "configurations_considered": self.num_considered,
-            "elapsed_s": self.elapsed_s,
             "configurations_per_s": self.num_considered / self.elapsed_s,
-            "least_ttft_s": self.least_ttft_s,
-            "least_tpot_s": self.least_tpot_s,
-            "best": best and best.to_json(),
-            "rate": self.rate,
-            "headroom_frac": self.headroom_frac,
-            "best_of_each": [one.to_json() for one in self.bests],
-            "nearest_miss": nearest.to_json() if nearest and not best else None,
-            "too_large": self.too_large and self.too_large.to_json(),
-            "simulated": [one.to_json() for one in self.simulated],
-            "pareto": [one.to_json() for one in self.trade_offs],
+            **{name: getattr(self, name) for name in figures},
+            **{name: one and one.to_json() for name, one in ones.items()},
+            **{name: [one.to_json() for one in choices] for name, choices in several.items()},
         }
 
 

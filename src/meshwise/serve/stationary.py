@@ -103,15 +103,9 @@ class CountedWindow:
 
     def to_json(self) -> dict[str, Any]:
         """How the figures under load were counted."""
-        return {
-            "rule": RULE,
-            "num_simulated": self.num_simulated,
-            "num_warm_up": self.num_warm_up,
-            "num_counted": len(self.served.output),
-            "is_settled": self.is_settled,
-            "queue_grows": self.queue_grows,
-            "half_width_95_frac": self.half_frac,
-        }
+        names = ("num_simulated", "num_warm_up", "is_settled", "queue_grows")
+        counted = {"num_counted": len(self.served.output), "half_width_95_frac": self.half_frac}
+        return {"rule": RULE} | {name: getattr(self, name) for name in names} | counted
 
 
 def settled(
