@@ -13,8 +13,8 @@ from meshwise.report.chart import Bars, Bound, Chart, ChartAxis, Lanes, Names, P
 from meshwise.report.chart_page import plotly_figure
 from meshwise.report.chart_picture import picture_figure
 from meshwise.report.estimate import layer_ops
-from meshwise.report.estimate_trace import timeline_events
 from meshwise.report.pages import page_of, picture_of
+from meshwise.report.timelines import timeline_events
 from meshwise.trace.summary import summarize_paths
 
 pytest.importorskip("matplotlib")

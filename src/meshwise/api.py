@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import ClusterError, MissingExtraError, WorkloadError
-from meshwise.core.options import Counts, Latency, Quantity, options_of
+from meshwise.core.options import Counts, Latency, Quantity, options_of, stated_in
 
 if TYPE_CHECKING:
     from meshwise.calibrate.fit_server import ServerFit
@@ -798,15 +798,13 @@ def launch(
     from meshwise.launch.write import launch as state
     from meshwise.launch.written import as_written
 
-    stated = {
-        name: value for name, value in rollout.items() if value not in (None, options_of(rl)[name].default)
-    }
+    asked = {name: rollout[name] for name in stated_in(rollout, rl)}
     if to in RL_FRAMEWORKS:
         if batch or seq or microbatch:
             raise WorkloadError(f"{to} takes rollouts: give prompts, samples and max_output, no batch or seq")
-        return _launch_rl(model, cluster, plan, to, stated)
-    if stated:
-        raise WorkloadError(f"{next(iter(stated))} is of verl and nemo-rl; leave it out for {to}")
+        return _launch_rl(model, cluster, plan, to, asked)
+    if asked:
+        raise WorkloadError(f"{next(iter(asked))} is of verl and nemo-rl; leave it out for {to}")
     if batch is None:
         raise WorkloadError("batch, the global batch in sequences, is missing")
     shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
@@ -817,21 +815,21 @@ def launch(
 
 def _launch_rl(
     model: str | Path | Model, cluster: str | Path | Cluster, plan: str | Path | Plan, to: str,
-    stated: dict[str, Any],
+    asked: dict[str, Any],
 ) -> Launch:  # fmt: skip
     """What starts a job of post-training; what its layout leaves open is found."""
     from meshwise.rl.best_split import best_split
     from meshwise.rl.settings import write_settings
 
-    if plan and "train_plan" in stated:
+    if plan and "train_plan" in asked:
         raise WorkloadError("plan and train_plan are the same; give one")
-    if missing := [name for name in ("prompts", "samples", "max_output") if name not in stated]:
+    if missing := [name for name in ("prompts", "samples", "max_output") if name not in asked]:
         raise WorkloadError(f"{missing[0]} is missing; {to} needs prompts, samples and max_output")
     options = {name: option.default for name, option in options_of(rl).items()} | {"framework": to}
-    options |= {"output": stated["max_output"], "train_plan": plan} | stated
+    options |= {"output": asked["max_output"], "train_plan": plan} | asked
     names = set(options) - {"train_steps", "price", "model", "cluster", "on_candidate"}
-    asked = _open_rl_job(model, cluster, **{name: options[name] for name in names})
-    job = best_split(asked).best[0].job if asked.is_open else asked.stated_job()
+    found = _open_rl_job(model, cluster, **{name: options[name] for name in names})
+    job = best_split(found).best[0].job if found.is_open else found.stated_job()
     return write_settings(job, to, options["algorithm"])
 
 
@@ -1132,7 +1130,7 @@ def explain(
         )
     predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     if timeline is not None:
-        from meshwise.report.explain_trace import write_both
+        from meshwise.report.timelines import write_both
 
         write_both(summary, predicted, Path(timeline))
     found = join(summary, predicted)

@@ -51,16 +51,14 @@ def _leave_garbage() -> None:
 
 
 VERBS = {
-    **{name: f"{name}:{name}" for name in ("estimate", "search")},
-    "fit-card": "fit_card:fit_card",
-    **{name: f"programs:{name}" for name in ("run", "dryrun", "compare", "calibrate")},
-    **{name: f"{name}:{name}" for name in ("validate", "fit")},
-    **{"list": "catalog:list_catalog", "explain": "trace:explain", "profile": "profile:profile"},
-    "eval-lm": "eval_lm:eval_lm",
-    **{name: f"{name}:{name}" for name in ("serve", "rl", "launch", "sweep", "collective", "web")},
-    **{"frontier": "frontier:COMMANDS", "trace": "trace:COMMANDS"},
+    **dict.fromkeys(("estimate", "search", "fit-card"), "answers"),
+    **dict.fromkeys(("run", "dryrun", "compare", "calibrate"), "programs"),
+    **{"validate": "validate", "fit": "fit", "list": "answers:list_catalog", "explain": "trace"},
+    **{"profile": "profile", "eval-lm": "eval_lm"},
+    **dict.fromkeys(("serve", "rl", "launch"), "answers"),
+    **{"sweep": "sweep", "collective": "answers", "web": "web", "frontier": "frontier", "trace": "trace"},
 }
-"""The module and the function of each verb (or the functions of its group), in the order of the help."""
+"""The module of each verb (and its function where it is not called so), in the order of the help."""
 GROUPS = {
     "frontier": "The largest efficient training run, and what limits it.",
     "trace": "Read, align, merge and analyse the traces of many ranks.",
@@ -100,6 +98,7 @@ class VerbGroup(typer.core.TyperGroup):
 def _command(verb: str) -> Any:
     """The command, or the group of commands, of a verb, with examples."""
     module, _, function = VERBS[verb].partition(":")
+    function = "COMMANDS" if verb in GROUPS else function or verb.replace("-", "_")
     made = getattr(importlib.import_module(f"meshwise.cli.{module}"), function)
     part = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     if verb in GROUPS:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from meshwise import api
 from meshwise.cli.output import on_nodes, print_json, print_parts, show, write_rows
 from meshwise.core.errors import DataError
-from meshwise.core.options import options_of, takes
+from meshwise.core.options import stated_in, takes
 
 if TYPE_CHECKING:
     import meshwise.machine.hardware as machine
@@ -59,8 +59,7 @@ def explain(
 
 def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any], *, json: bool) -> None:
     """Print the step log of a post-training job beside the prediction."""
-    defaults = {name: option.default for name, option in options_of(api.explain).items()}
-    others = [n for n in asked if n not in ("model", "cluster") and asked[n] not in (defaults[n], None, ())]
+    others = [name for name in stated_in(asked, api.explain) if name not in ("model", "cluster")]
     if rl_log is None or others:
         first = (others or ["it"])[0]
         raise DataError(f"--from goes with --rl-log, a model and a cluster alone; leave {first} out")

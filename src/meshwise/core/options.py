@@ -123,6 +123,12 @@ def options_in(asked: dict[str, Any], verb: Callable[..., Any]) -> dict[str, Any
     return {name: asked.pop(name) for name in options_of(verb) if name in asked}
 
 
+def stated_in(asked: Mapping[str, Any], function: Callable[..., Any]) -> list[str]:
+    """Those of the options that are `asked` of a function that are not as they are by default."""
+    of = all_options(function)
+    return [name for name, value in asked.items() if value not in (None, (), of[name].default)]
+
+
 @cache
 def options_of(verb: Callable[..., Any]) -> Mapping[str, Option]:
     """The options of a verb by name, in the order of its signature."""

@@ -1,0 +1,341 @@
+"""The verbs that answer: each calls one function of the library, and prints and writes what it finds.
+
+`--from FILE` takes what is not stated out of a job of another framework.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from meshwise import api
+from meshwise.cli.command import command_options, flags
+from meshwise.cli.output import how_far, on_nodes, print_json, print_parts, show, write_rows
+from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.files import check_writable, write_text
+from meshwise.core.options import options_in, options_of, stated_in, takes
+
+if TYPE_CHECKING:
+    from meshwise.launch.read import Job
+
+
+@takes(api.estimate, api.budget, without=("ideal",), optional=("model",))
+def estimate(
+    *,
+    convention: str = "default",
+    per_layer: bool = False,
+    csv: Path | None = None,
+    plot: Path | None = None,
+    trace: Path | None = None,
+    html: Path | None = None,
+    source: Path | None = None,
+    json: bool = False,
+    **asked: Any,
+) -> None:
+    """Price one training step of MODEL under a parallel plan. Also evaluation, prefill and decoding.
+
+    Args:
+        convention: default, ideal, nersc-2024-02 or nersc-2024-10.
+        per_layer: Print the ops of one layer.
+        csv: Write the ledger to this CSV file.
+        plot: Draw time, memory and roofline (png, svg, pdf).
+        trace: Write the timeline of all ranks for Perfetto.
+    """
+    of_run = options_in(asked, api.budget)
+    job = _fill_in(asked, source)
+    _need_model(asked)
+    from meshwise.published.convention import CONVENTIONS
+
+    if convention in CONVENTIONS:  # with --per-layer too: the published tables are of one layer anyway
+        of_ours = of_run | {"plot": plot, "trace": trace, "html": html} | _beside(asked, api.reproduce)
+        _refuse(of_ours, f"convention {convention} has tables of one step; leave {{}} out", estimate)
+        tables = api.reproduce(convention, **asked)
+        if csv is not None:
+            write_text(csv, tables.to_csv())
+        show(tables, json=json)
+        return
+    if convention not in ("default", "ideal"):
+        known = ", ".join(("default", "ideal", *CONVENTIONS))
+        raise PlanError(f"--convention {convention} must be one of {known}")
+    budget = api.budget(**of_run)
+    found = api.estimate(ideal=convention == "ideal", **asked)
+    run = budget.run(found)
+    if csv is not None:
+        (found.layer() if per_layer else found.ledger).to_csv(csv)
+    if trace is not None:
+        from meshwise.report.timelines import write_timeline
+
+        write_timeline(found, trace)
+    document = found.to_json(ledger=not per_layer) | ({"run": run} if run else {})
+    if per_layer:
+        from meshwise.report.layer import layer_totals
+
+        layer = found.layer()
+        document |= {"ledger": layer.to_json(), "layer": layer_totals(layer)}
+    document |= _job_json(job)
+    show(found, document, json=json, html=html, plot=plot, run=run, per_layer=per_layer)
+    _print_unread(job.unread if job and not json else (), "plan")
+
+
+@takes(
+    api.search,
+    api.study,
+    api.budget,
+    without=("on_plans", "on_point", "mtbf", "storage", "restart"),
+    optional=("model", "batch"),
+)
+def search(
+    *,
+    vary: str = "",
+    ray: str = "",
+    csv: Path | None = None,
+    plot: Path | None = None,
+    html: Path | None = None,
+    source: Path | None = None,
+    json: bool = False,
+    **asked: Any,
+) -> None:
+    """Price every plan of MODEL and show the fastest that fit. Exit code 1 if none fits.
+
+    With --vary, do so for each of many machines: scaling over numbers of GPUs, and co-design.
+
+    Args:
+        csv: Write the plans found to this CSV file.
+        plot: Draw the trade-offs: .png, .svg or .pdf.
+    """
+    from meshwise.plan.plan import plan_choices
+    from meshwise.report.chart_picture import check_format
+    from meshwise.report.search import search_rows
+    from meshwise.search.next_step import computed
+    from meshwise.search.study import Goal
+
+    budget = api.budget(**options_in(asked, api.budget))
+    of_study, alone = _beside(asked, api.search), _beside(asked, api.study)
+    for path in filter(None, (csv, plot)):
+        check_writable(path)
+    if plot is not None:
+        check_format(plot)
+    present, job = None, None
+    if source is not None:
+        if alone["beside"] is not None:
+            raise WorkloadError("--from shows its own plan beside the best; leave --beside out")
+        taken = {name: asked[name] for name in ("model", "cluster", "batch", "seq")}
+        taken |= {"plan": "", "microbatch": None}
+        job = _fill_in(taken, source)
+        assert job is not None
+        present = api.estimate(**taken, collectives=alone["collectives"])
+        work = present.workload
+        asked |= {"model": taken["model"], "batch": work.batch, "seq": work.seq}
+        asked["to"] = asked["to"] or job.framework
+        asked["plan"] = computed(job.plan) | plan_choices(asked["plan"])
+    if asked["batch"] is None:
+        raise WorkloadError("say how many sequences a step has with --batch")
+    _need_model(asked)
+    found: Any
+    if vary:
+        others = alone | {"source": source, "html": html}
+        _refuse(others, "{} is for one machine; leave it out with --vary", search)
+        Goal(**{name: value for name, value in of_study.items() if name != "weak"}).check(budget)
+        done = itertools.count(1)
+        with on_nodes(ray), how_far() as say:
+            found = api.study(
+                vary=vary, **of_study, on_point=lambda _: say(f"{next(done)} machines"), **asked
+            )
+        document, ok = found.to_json(budget), any(point.best for point in found.points)
+        ok = ok and (found.chosen(budget) is not None or not (of_study["deadline"] or of_study["spend"]))
+    else:
+        _refuse(of_study | {"ray": ray}, "{} is for several machines; add --vary gpus=64|128|...", search)
+        with how_far() as say:
+            found = api.search(on_plans=lambda kept: say(kept.so_far), **alone, **asked)
+        found = found if present is None else replace(found, beside=present)
+        document, ok = found.to_json(budget), bool(found.best)
+    write_rows(csv, search_rows(document))
+    document |= _job_json(job)
+    show(found, document, json=json, html=html, plot=plot, budget=budget)
+    _print_unread(job.unread if job and not json else (), "plan")
+    if not document["complete"]:
+        print("meshwise: stopped; these are the best of what was priced", file=sys.stderr)
+        sys.exit(130)
+    if not ok:
+        raise typer.Exit(1)
+
+
+@takes(api.fit_card)
+def fit_card(*, all: bool = False, csv: Path | None = None, json: bool = False, **asked: Any) -> None:
+    """Say which models a card fine-tunes, how, and how fast. Exit code 1 if none.
+
+    Args:
+        all: Also methods that do not fit.
+        csv: Write the rows to this CSV file.
+    """
+    found = api.fit_card(**asked)
+    rows = found.records()
+    write_rows(csv, [rows[0], *(row.values() for row in rows)] if rows else [])
+    show(found, json=json, ok=any(one.fits for one in found.runs), everything=all)
+
+
+@takes(api.serve)
+def serve(
+    *,
+    ray: str = "",
+    csv: Path | None = None,
+    plot: Path | None = None,
+    trace: Path | None = None,
+    html: Path | None = None,
+    out: Path | None = None,
+    json: bool = False,
+    **asked: Any,
+) -> None:
+    """Estimate an inference server: latency, throughput, what fits.
+
+    Kernels are timed by models fitted to measurements of serving kernels; routing is even, nothing overlaps.
+    With --rate, --concurrency or --requests the engine is simulated pass by pass, queue included.
+    With --rate, --ttft-ms and --token-ms, and no tp in the plan, the answer is the fewest GPUs of the cluster
+    (or of several: h100-80g-sxm:64,b200-sxm:64) that keep the limits; exit 1 if none do.
+
+    Args:
+        csv: Write a row for each request of the load to this CSV file; or each layout considered.
+        plot: Draw the trade-offs (png, svg, pdf).
+        trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
+        out: Write the files of --to into this folder [print them].
+    """
+    with on_nodes(ray, "clusters"):
+        found = api.serve(**asked)
+    if ray and found.sizing is None:
+        raise WorkloadError("--ray is for sizing on several clusters; give limits and no tp, or leave it out")
+    if plot and found.sizing is None:
+        raise WorkloadError("--plot shows layouts; add --pareto, or limits and a rate without tp")
+    if (csv or trace) and found.load is None and (trace or found.sizing is None):
+        raise WorkloadError("--csv and --trace show a load; give rate, concurrency or requests (or --pareto)")
+    if out is not None and found.deployment is None:
+        raise WorkloadError("--out is for files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack")
+    columns = found.columns if csv is not None else {}
+    write_rows(csv, [list(columns), *zip(*columns.values(), strict=True)])
+    if trace is not None and found.load is not None:
+        from meshwise.report.timelines import write_load_timeline
+
+        write_load_timeline(found.load.simulated, trace)
+    if out is not None and found.deployment is not None:
+        found.deployment.write(out)
+    show(found, json=json, html=html, plot=plot, ok=not found.is_no, with_files=out is None)
+
+
+@takes(api.rl, without=("on_candidate",))
+def rl(*, source: Path | None = None, html: Path | None = None, json: bool = False, **asked: Any) -> None:
+    """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
+
+    Without --mode or plans the best are found. Exit 1 if nothing fits.
+
+    Args:
+        source: A recipe of NeMo-RL or a script of verl to take what is not stated from.
+    """
+    unread: list[str] = []
+    if source is not None:
+        known, unread = api.read_rl_job(source)
+        asked |= known | {name: asked[name] for name in stated_in(asked, api.rl)}
+        if asked["mode"] == "colocated":
+            asked["rollout_gpus"] = None
+    found = api.rl(**asked)
+    document = found.to_json() | ({"from": {"unread": unread}} if source is not None else {})
+    show(found, document, json=json, html=html)
+    _print_unread(() if json else unread, "job")
+    if found.is_no:
+        raise typer.Exit(1)
+
+
+@takes(
+    api.launch,
+    api.rl,
+    without=("framework", "length_sigma", "lengths", "on_candidate", "output", "price", "train_steps"),
+)
+def launch(*, out: Path | None = None, json: bool = False, **asked: Any) -> None:
+    """Write the settings that run a plan of MODEL under a framework.
+
+    Args:
+        out: Write the files into this folder.
+    """
+    found = api.launch(**asked)
+    written = found.write(out) if out is not None else []
+    show(found, json=json, ok=found.runs_as_priced, written=written)
+
+
+@takes(api.collective)
+def collective(*, plot: Path | None = None, json: bool = False, **asked: Any) -> None:
+    """Time one collective on CLUSTER, by size. Shows algorithm, bus bandwidth, and what the links allow.
+
+    Args:
+        plot: Draw bus bandwidth by size (png, svg, pdf).
+    """
+    found = api.collective(**asked)
+    show(found, found.to_json()["rows"], json=json, plot=plot)
+
+
+def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: bool = False) -> None:
+    """List models, chips or clusters with sources, or a plan's keys.
+
+    Args:
+        what: Which part to list.
+    """
+    from meshwise.report.catalog import catalog_rows, catalog_table
+
+    rows = catalog_rows(what)
+    if json:
+        print_json({what: rows})
+    else:
+        print_parts([catalog_table(what, rows)])
+
+
+# --- what they share ---------------------------------------------------------------------------
+
+
+def _beside(asked: dict[str, Any], verb: Callable[..., Any]) -> dict[str, Any]:
+    """The options that `verb` does not have; they are taken away."""
+    return {name: asked.pop(name) for name in [*asked] if name not in options_of(verb)}
+
+
+def _refuse(asked: dict[str, Any], why: str, command: Callable[..., Any]) -> None:
+    """WorkloadError for the first option of `asked` that is stated, whose flag stands in `why`."""
+    for name in stated_in(asked, command):
+        flag = flags(command_options(command)[name])[0].rpartition("/")[2]
+        raise WorkloadError(why.format(flag))
+
+
+def _fill_in(asked: dict[str, Any], source: Path | None) -> Job | None:
+    """Take what `asked` leaves out (model, plan, batch, seq, microbatch) from the job of `source`, if any."""
+    if source is None:
+        return None
+    from meshwise.plan.plan import DEFAULTS, Plan, plan_keys
+
+    job = api.read_job(source, asked["cluster"])
+    for name in asked.keys() & {"model", "batch", "seq", "microbatch"}:
+        if asked[name] in (None, ()):
+            asked[name] = getattr(job, name)
+    if asked["model"] is None:
+        raise WorkloadError(f"{source} does not name its model; name it: meshwise VERB MODEL --from ...")
+    keys = {key: getattr(job.plan, key) for key in DEFAULTS if getattr(job.plan, key) != DEFAULTS[key]}
+    asked["plan"] = Plan(**(keys | plan_keys(asked["plan"])))
+    return job
+
+
+def _need_model(asked: dict[str, Any]) -> None:
+    """WorkloadError where neither the command line nor a job says which model."""
+    if asked["model"] is None:
+        raise WorkloadError("name a MODEL, or take it from a job with --from FILE")
+
+
+def _job_json(job: Job | None) -> dict[str, Any]:
+    """What a document says about the job that it was taken from, if it was."""
+    if job is None:
+        return {}
+    return {"from": {"framework": job.framework, "num_gpus": job.num_gpus, "unread": list(job.unread)}}
+
+
+def _print_unread(sentences: Sequence[str], of: str) -> None:
+    """Print what a job says that nothing of ours holds, below the answer."""
+    print_parts(f"not in the {of}: {sentence}" for sentence in sentences)

@@ -1,0 +1,219 @@
+"""Timelines for ui.perfetto.dev or chrome://tracing: a pipeline, the step of a plan, a load on a fleet.
+
+The Trace Event format: one process per rank with one track, a complete event (`ph: X`, microseconds)
+per action, and metadata events (`M`) that name processes and tracks. Times are rounded to whole
+nanoseconds before they are written, so that adjacent events never overlap. The two
+actions of a DualPipe pair have the same extent and show as one inside the other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from meshwise.core.errors import DataError, PlanError
+from meshwise.core.files import write_bytes
+from meshwise.cost.simulate import KINDS, Timeline
+from meshwise.estimate.one_plan import Estimate
+from meshwise.estimate.step import play
+from meshwise.plan.stages import Stage, chunks, layers_of_chunks
+from meshwise.serve.simulate import Served
+
+if TYPE_CHECKING:
+    from meshwise.trace.merge import Merged
+    from meshwise.trace.summary import Summary
+
+_CATEGORIES = dict(zip(KINDS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
+
+
+def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
+    """The events of a timeline: names first, then every rank's actions in the order of their start."""
+    names: list[dict[str, Any]] = []
+    for rank in range(timeline.num_ranks):
+        names += [
+            metadata("process_name", rank, {"name": f"rank {rank}"}),
+            metadata("process_sort_index", rank, {"sort_index": rank}),
+            metadata("thread_name", rank, {"name": f"pipeline {timeline.schedule}"}),
+        ]
+    times_s = timeline.start_s, timeline.end_s
+    starts_ns, ends_ns = (np.rint(1e9 * t).astype(np.int64).tolist() for t in times_s)
+    columns = (timeline.rank, timeline.kind, timeline.microbatch, timeline.stage, timeline.chunk)
+    actions: list[dict[str, Any]] = []
+    for rank, kind, microbatch, stage, chunk, start, end in zip(
+        *(column.tolist() for column in columns), starts_ns, ends_ns, strict=True
+    ):
+        args = {"microbatch": microbatch, "stage": stage, "chunk": chunk}
+        name = KINDS[kind]
+        actions.append(complete(f"{name}{microbatch}", _CATEGORIES[name], rank, start, end, args))
+    return names + actions
+
+
+def write_events(events: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Write events as one trace file, whole or not at all. Raises DataError if it cannot be written."""
+    write_bytes(Path(path), msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def metadata(name: str, rank: int, args: dict[str, Any]) -> dict[str, Any]:
+    """A metadata event about the process of `rank`."""
+    return {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args}
+
+
+def complete(
+    name: str, category: str, rank: int, start_ns: int, end_ns: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    """A complete event on the track of `rank`; times in whole nanoseconds, written as microseconds."""
+    event = {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": 0}
+    return event | {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": args}
+
+
+# --- the step of a plan --------------------------------------------------------------------------
+#
+# The pipeline is simulated (`estimate.step`), microbatch by microbatch. What happens once a step follows on
+# every rank, as long as the slowest needs: the data-parallel exchange that nothing hides, the optimizer, and
+# the wait for stragglers. Ranks of one stage that differ only along tp, cp or dp do the same at the same
+# time, so one of them stands for all.
+
+
+def write_timeline(estimate: Estimate, path: str | Path) -> None:
+    """Write the timeline of an `Estimate` to `path`, whole or not at all.
+
+    Raises PlanError for a step without a backward, DataError for a place that cannot be written.
+    """
+    write_events(timeline_events(estimate), path)
+
+
+def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
+    """The events of all pipeline ranks in the Trace Event format."""
+    if not estimate.trains:
+        raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
+    hop_s = float(estimate.step.hop_s)
+    timeline = play(estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=hop_s)
+    held = chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh))
+    return [*chrome_events(timeline), *_labels(timeline, held), *_once_a_step(estimate, timeline)]
+
+
+def _labels(timeline: Timeline, held: list[Stage]) -> Iterator[dict[str, Any]]:
+    """The layers of each rank, shown beside its name."""
+    for rank in range(timeline.num_ranks):
+        mine = [held[stage] for stage in np.unique(timeline.stage[timeline.rank == rank])]
+        layers = f"{int(sum(chunk.num_layers for chunk in mine))} layers"
+        ends = ["embedding"] * any(chunk.embeddings for chunk in mine), ["head"] * any(c.heads for c in mine)
+        yield metadata("process_labels", rank, {"labels": " + ".join([*ends[0], layers, *ends[1]])})
+
+
+def _once_a_step(estimate: Estimate, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    step = estimate.step
+    parts = {
+        "data-parallel exchange": ("comm_dp", step.comm_dp_s),
+        estimate.plan.optimizer: ("optimizer", step.optimizer_s),
+        "stragglers": ("stragglers", step.straggler_s),
+    }
+    ends_s = np.cumsum([timeline.makespan_s, *(float(seconds) for _, seconds in parts.values())])
+    ends_ns = np.rint(1e9 * ends_s).astype(np.int64).tolist()
+    for rank in range(timeline.num_ranks):
+        for (name, (category, _)), start, end in zip(parts.items(), ends_ns, ends_ns[1:], strict=False):
+            if end > start:
+                yield complete(name, category, rank, start, end, {})
+
+
+# --- the predicted step beside measured ones -------------------------------------------------------
+
+_FIRST_PID = 1_000_000
+
+
+def write_both(summary: Summary, estimate: Estimate, path: Path) -> Merged:
+    """Write the traces of a job and, above them, the predicted step, which begins with the first whole one.
+
+    Raises DataError where no step is marked or the file cannot be written, PlanError for a step without a
+    backward.
+    """
+    from meshwise.trace.merge import write_merged
+    from meshwise.trace.steps import marks, whole_steps
+
+    whole = whole_steps(summary.steps)
+    if not whole:
+        raise DataError("no whole step is marked in the traces; call the profiler's step() after each one")
+    offsets = summary.alignment.offsets_ns
+    marked = marks(summary.traces)
+    on_step = {rank: one.start_ns[one.number == whole[0]] for rank, one in marked.items()}
+    begins = [int(start[0]) - offsets[rank] for rank, start in on_step.items() if len(start)]
+    shift_us = (min(begins) - summary.origin_ns) / 1000
+    beside = [_placed(event, shift_us) for event in timeline_events(estimate)]
+    return write_merged(summary, path, beside=beside)
+
+
+def _placed(event: dict[str, Any], shift_us: float) -> dict[str, Any]:
+    """An event of the prediction as one of a process of its own, above the measured ones."""
+    moved = event | {"pid": _FIRST_PID + event["pid"]}
+    if "ts" in event:
+        moved["ts"] = event["ts"] + shift_us
+    if event["name"] == "process_name":
+        moved["args"] = {"name": f"predicted {event['args']['name']}"}
+    if event["name"] == "process_sort_index":
+        moved["args"] = {"sort_index": event["args"]["sort_index"] - _FIRST_PID}
+    return moved
+
+
+# --- a load --------------------------------------------------------------------------------------
+#
+# A request is three slices: it waits (front end, queue, a cache on its way), its prompt is computed, its
+# tokens come. Counters say how many requests wait and run on each replica, and how many replicas are paid
+# for. With separate pools a request is shown on the worker that decodes it.
+
+PHASES = ("wait", "prompt", "tokens")
+
+
+def write_load_timeline(served: Served, path: str | Path) -> None:
+    """Write the timeline of `served` to `path`, whole or not at all."""
+    write_events(list(load_events(served)), path)
+
+
+def load_events(served: Served) -> Iterator[dict[str, Any]]:
+    """The events of all replicas in the Trace Event format."""
+    times = [served.sent_s, served.start_s, served.first_s, served.last_s]
+    start_s = min(float(served.sent_s.min()), *(start for start, _ in served.lives_s))
+    ns = np.rint(1e9 * (np.array(times) - start_s)).astype(np.int64)
+    for replica in range(int(served.replica.max()) + 1):
+        which = np.flatnonzero(served.replica == replica)
+        which = which[np.argsort(ns[0, which], kind="stable")]
+        yield metadata("process_name", replica, {"name": f"replica {replica}"})
+        yield from _slices(served, replica, which, ns)
+        yield from _counter("requests waiting", replica, ns[0, which], ns[1, which])
+        yield from _counter("requests running", replica, ns[1, which], ns[3, which])
+    lives = np.rint(1e9 * (np.array(served.lives_s) - start_s)).astype(np.int64)
+    yield metadata("process_name", len(lives), {"name": "fleet"})
+    yield from _counter("replicas", len(lives), lives[:, 0], lives[:, 1])
+
+
+def _slices(served: Served, replica: int, which: Any, ns: Any) -> Iterator[dict[str, Any]]:
+    """Each request on the first lane that is free."""
+    free, busy = list[int](), list[tuple[int, int]]()
+    lanes = 0
+    for index in which.tolist():
+        times = ns[:, index].tolist()
+        while busy and busy[0][0] <= times[0]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            lane = heapq.heappop(free)
+        else:
+            lane, lanes = lanes, lanes + 1
+            yield metadata("thread_name", replica, {"name": f"lane {lane}"}) | {"tid": lane}
+        heapq.heappush(busy, (times[3], lane))
+        args = {"request": index} | {key: int(getattr(served, key)[index]) for key in ("output", "found")}
+        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
+            if end > start:
+                yield complete(f"{phase} {index}", phase, replica, start, end, args) | {"tid": lane}
+
+
+def _counter(name: str, replica: int, begin: Any, end: Any) -> Iterator[dict[str, Any]]:
+    """How many have begun and not ended, at each change."""
+    at = np.concatenate([begin, end])
+    step = np.concatenate([np.ones(begin.size), -np.ones(end.size)])
+    order = np.lexsort((step, at))
+    for ns, num in zip(at[order].tolist(), np.cumsum(step[order]).astype(int).tolist(), strict=True):
+        yield {"ph": "C", "name": name, "pid": replica, "tid": 0, "ts": ns / 1000, "args": {"num": num}}
