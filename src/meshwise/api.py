@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from meshwise.published.convention import PublishedStep
     from meshwise.published.frontier import Frontier
     from meshwise.rl.answer import RlAnswer
-    from meshwise.rl.best_split import OpenJob
+    from meshwise.rl.job import OpenJob
     from meshwise.rl.step_log import RlExplanation
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
@@ -729,16 +729,18 @@ def rl(
     asked = dict(locals())
     from meshwise.rl.answer import answer
 
+    for name in ("train_steps", "price", "on_candidate"):
+        del asked[name]
     return answer(_open_rl_job(**asked), train_steps, usd_per_hour(price), on_candidate)
 
 
 def _open_rl_job(
     model: str | Path | Model, cluster: str | Path | Cluster, *, framework: str, lengths: str | Path | None,
-    **asked: Any,
+    length_sigma: float | None, oversample: float, **asked: Any,
 ) -> OpenJob:  # fmt: skip
     """What the options of `rl` ask for."""
-    from meshwise.rl.answer import open_job
     from meshwise.rl.framework import find_framework
+    from meshwise.rl.job import OpenJob
     from meshwise.rl.rollouts import rollouts_of
 
     for name in ("prompts", "samples"):
@@ -747,22 +749,18 @@ def _open_rl_job(
     shape = _model(model)
     of_work = ("prompts", "samples", "prompt", "output", "max_output", "turns", "env_s", "tool_tokens")
     work = rollouts_of(
-        shape.max_seq, sigma=asked["length_sigma"], lengths=None if lengths is None else Path(lengths),
-        oversample=asked["oversample"], **{name: asked[name] for name in of_work},
+        shape.max_seq, sigma=length_sigma, lengths=None if lengths is None else Path(lengths),
+        oversample=oversample, **{name: asked.pop(name) for name in of_work},
     )  # fmt: skip
-    judges = {"reward": asked["reward_model"], "teacher": asked["teacher"]}
-    plans = {name: asked[name] for name in ("train_plan", "rollout_plan")}
-    stated = {name: asked[name] for name in ("mode", "rollout_gpus", "staleness", "memory_frac")}
-    of_job = (
-        *("algorithm", "reference", "old_logprobs", "updates"),
-        *("engine", "transport", "pack_length", "score_tokens"),
-    )
-    return open_job(
-        shape, _cluster(cluster), work, find_framework(framework),
-        stated=stated | {name: _plan(plan) if plan else None for name, plan in plans.items()},
-        scorers={name: _model(one) for name, one in judges.items() if one is not None},
-        in_flight=asked["partial"], **{name: asked[name] for name in of_job},
-    )  # fmt: skip
+    for name, read in (
+        ("reward_model", _model),
+        ("teacher", _model),
+        ("train_plan", _plan),
+        ("rollout_plan", _plan),
+    ):
+        asked[name] = read(asked[name]) if asked[name] else None
+    machine, runs = _cluster(cluster), find_framework(framework)
+    return OpenJob(model=shape, cluster=machine, rollouts=work, framework=runs, **asked)
 
 
 def launch(
@@ -829,8 +827,8 @@ def _launch_rl(
     options |= {"output": asked["max_output"], "train_plan": plan} | asked
     names = set(options) - {"train_steps", "price", "model", "cluster", "on_candidate"}
     found = _open_rl_job(model, cluster, **{name: options[name] for name in names})
-    job = best_split(found).best[0].job if found.is_open else found.stated_job()
-    return write_settings(job, to, options["algorithm"])
+    job = best_split(found).best[0].job if found.is_open else found.job()
+    return write_settings(job, to, found.algorithm)
 
 
 def explain_rl(

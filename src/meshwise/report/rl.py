@@ -50,7 +50,7 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
         yield _phases(answer)
         idle = step.idle_frac
         yield (
-            f"generation alone {duration(step.generation_s)}: half of the samples after "
+            f"generation alone {duration(document['generation_s'])}: half of the samples after "
             f"{duration(document['half_of_samples_s'])}, the last tenth takes {duration(document['tail_s'])}"
         )
         stale = f"; staleness {step.staleness:.2g}" if step.staleness else ""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
-from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model
-from meshwise.rl.best_split import BestSplit, Hear, OpenJob, best_split, unheard
-from meshwise.rl.framework import RlFramework
-from meshwise.rl.job import ALGORITHMS, job
-from meshwise.rl.rollouts import Rollouts
+from meshwise.rl.best_split import BestSplit, Hear, best_split, unheard
+from meshwise.rl.job import OpenJob
 from meshwise.rl.step import RlStep, rl_step
 
 
@@ -56,40 +50,6 @@ class RlAnswer(Shown):
         return self.split.to_json()["best"] if self.split else [self.step.to_json()]
 
 
-def open_job(
-    model: Model,
-    cluster: Cluster,
-    rollouts: Rollouts,
-    framework: RlFramework,
-    *,
-    stated: Mapping[str, Any],
-    algorithm: str,
-    scorers: Mapping[str, Model],
-    reference: bool,
-    old_logprobs: bool | None,
-    updates: int,
-    **others: Any,
-) -> OpenJob:
-    """What is asked for. `stated`: mode, GPUs, plans, staleness and share of memory, None where open.
-
-    Raises:
-        WorkloadError: What is asked contradicts itself.
-    """
-    if algorithm not in ALGORITHMS:
-        raise WorkloadError(f"algorithm={algorithm!r} must be one of {', '.join(ALGORITHMS)}")
-    critic = model if algorithm == "ppo" else None
-    judges = ({"reference": model} if reference else {}) | dict(scorers)
-    judges |= {"critic": critic} if critic else {}
-    make = partial(
-        job, model, rollouts=rollouts, framework=framework, scorers=tuple(judges.items()), critic=critic,
-        scores_policy=old_logprobs, updates=updates, **others,
-    )  # fmt: skip
-    return OpenJob(
-        make=make, model=model, cluster=cluster, rollouts=rollouts, framework=framework, updates=updates,
-        **stated,
-    )  # fmt: skip
-
-
 def answer(
     asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None, on_candidate: Hear = unheard
 ) -> RlAnswer:
@@ -105,4 +65,4 @@ def answer(
     if asked.is_open:
         split = best_split(asked, on_candidate)
         return RlAnswer(split.best[0], split, num_steps, usd_per_gpu_hour)
-    return RlAnswer(rl_step(asked.stated_job()), None, num_steps, usd_per_gpu_hour)
+    return RlAnswer(rl_step(asked.job()), None, num_steps, usd_per_gpu_hour)

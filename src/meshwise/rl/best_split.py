@@ -19,16 +19,13 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError, PlanError
-from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.rl.engines import Drain, drain
-from meshwise.rl.framework import OVERLAPPED, RlFramework
-from meshwise.rl.job import RlJob
+from meshwise.rl.framework import OVERLAPPED
+from meshwise.rl.job import OpenJob, RlJob
 from meshwise.rl.layouts import engines
 from meshwise.rl.packing import num_bins
 from meshwise.rl.passes import trainer_bytes, trainer_times
-from meshwise.rl.rollouts import Rollouts
 from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
 from meshwise.search.search import search
 
@@ -59,34 +56,6 @@ LOOSER_BOUNDS = (2, 4)
 """Bounds on staleness that are shown beside the best where none is stated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenJob:
-    """What a user states of the layout of a job; None (and "" as the mode) is open. `make` makes the job."""
-
-    make: Callable[..., RlJob]
-    model: Model
-    cluster: Cluster
-    rollouts: Rollouts
-    framework: RlFramework
-    mode: str = ""
-    rollout_gpus: int | None = None
-    train_plan: Plan | None = None
-    rollout_plan: Plan | None = None
-    staleness: int | None = None
-    memory_frac: float | None = None
-    updates: int = 1
-
-    def stated_job(self) -> RlJob:
-        """The job, where nothing is open."""
-        names = ("mode", "rollout_gpus", "train_plan", "rollout_plan", "staleness", "memory_frac")
-        return self.make(self.cluster, **{name: getattr(self, name) for name in names})
-
-    @property
-    def is_open(self) -> bool:
-        """Whether anything is to be found."""
-        return not self.mode or self.train_plan is None or self.rollout_plan is None
-
-
 @dataclass(slots=True)
 class _Looks:
     """First looks, kept: training plans by GPUs, drains by engines, the trainer's seconds by plan."""
@@ -102,10 +71,14 @@ class _Looks:
         if asked.train_plan is not None:
             return asked.train_plan
         if gpus not in self.plans:
-            probe = asked.make(
-                asked.cluster, mode="colocated", train_plan=Plan(), rollout_plan=Plan(),
-                memory_frac=asked.memory_frac,
-            )  # fmt: skip
+            probe = replace(
+                asked,
+                mode="colocated",
+                rollout_gpus=None,
+                staleness=None,
+                train_plan=Plan(),
+                rollout_plan=Plan(),
+            ).job()
             lengths = asked.rollouts.sequences(asked.rollouts.draw(asked.rollouts.prompts, _rng()))
             bins = num_bins(lengths, probe.pack_length) / asked.updates
             cluster, batch = replace(asked.cluster, num_chips=gpus), math.ceil(bins / gpus) * gpus
@@ -165,25 +138,20 @@ def _splits(asked: OpenJob, mode: str) -> list[int | None]:
 def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
     """All jobs that what is stated leaves."""
     for mode, bound in _modes(asked):
-        split = mode != "colocated"
-        framework = asked.framework
-        default = framework.split_memory_frac if split else framework.colocated_memory_frac
-        frac = default if asked.memory_frac is None else asked.memory_frac
-        sizes = engines(asked.model, asked.cluster, asked.rollouts, frac)
-        layouts = (
-            [asked.rollout_plan]
-            if asked.rollout_plan
-            else [*chain.from_iterable(islice(sizes, ENGINE_SIZES))]
-        )
+        frac = replace(asked, mode=mode).usual_memory_frac
+        layouts = [asked.rollout_plan] if asked.rollout_plan else []
+        if not layouts:
+            sizes = engines(asked.model, asked.cluster, asked.rollouts, frac)
+            layouts = [*chain.from_iterable(islice(sizes, ENGINE_SIZES))]
         for gpus in _splits(asked, mode):
             train_gpus = asked.cluster.num_chips - (gpus or 0)
             plan = looks.train_plan(train_gpus)
             for layout in layouts if plan is not None else ():
                 try:
-                    yield asked.make(
-                        asked.cluster, mode=mode, rollout_gpus=gpus, train_plan=plan, rollout_plan=layout,
+                    yield replace(
+                        asked, mode=mode, rollout_gpus=gpus, train_plan=plan, rollout_plan=layout,
                         staleness=bound, memory_frac=frac,
-                    )  # fmt: skip
+                    ).job()  # fmt: skip
                 except PlanError:  # degrees do not divide the pool
                     continue
 

@@ -147,13 +147,14 @@ class Engines:
 class Drain:
     """A batch generated from an idle pool to its last answer.
 
-    `half_s`: when half of the samples were complete; `tail_s`: what the last tenth of them took.
+    `half_s`: when half of the samples were complete; `tail_s`: what the last tenth of them took; `busy_s`:
+    what engines worked.
     """
 
     seconds: float
     half_s: float
     tail_s: float
-    busy_frac: float
+    busy_s: float
     num_preemptions: int
 
 
@@ -174,6 +175,6 @@ def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator) -> Dr
         seconds=seconds,
         half_s=float(ends_s[len(ends_s) // 2]),
         tail_s=seconds - min(float(np.quantile(ends_s, 0.9)), seconds),
-        busy_frac=min(engines.busy_s / seconds, 1.0),
+        busy_s=min(engines.busy_s, seconds),
         num_preemptions=engines.num_preemptions,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.machine.hardware import Cluster
@@ -128,37 +127,76 @@ class RlJob:
         return rollout_pool(one, num, engine, rollouts, max(self.staleness, 1))
 
 
-def job(
-    model: Model, cluster: Cluster, *, rollouts: Rollouts, framework: RlFramework, mode: str,
-    rollout_gpus: int | None = None, train_plan: Plan, rollout_plan: Plan, transport: str = "",
-    memory_frac: float | None = None, pack_length: int | None = None, score_tokens: int | None = None,
-    staleness: int | None = None, in_flight: bool | None = None, scores_policy: bool | None = None,
-    updates: int = 1, **others: Any,
-) -> RlJob:  # fmt: skip
-    """A job with the defaults of its framework."""
-    if mode not in MODES:
-        raise WorkloadError(f"mode={mode!r} must be one of {', '.join(MODES)}")
-    split = mode != "colocated"
-    if split and rollout_gpus is None:
-        raise WorkloadError(f"mode={mode} needs rollout_gpus, the GPUs of the engines; or leave mode out")
-    if not split and rollout_gpus not in (None, cluster.num_chips):
-        raise WorkloadError("rollout_gpus is of two pools; leave it out where mode=colocated")
-    if staleness is not None and mode not in OVERLAPPED:
-        raise WorkloadError(f"staleness is of asynchronous steps; leave it out where mode={mode}")
-    if mode == "one_step_off" and staleness not in (None, 1):
-        raise WorkloadError("mode=one_step_off has staleness=1; use mode=async for more")
-    frac = framework.split_memory_frac if split else framework.colocated_memory_frac
-    pack = max(BIN_TOKENS, rollouts.longest) if pack_length is None else pack_length
-    if memory_frac is not None and not 0 < memory_frac <= 1:
-        raise WorkloadError(f"memory_frac={memory_frac:g} must be above 0 and at most 1")
-    default = framework.split_transport if split else framework.colocated_transport
-    return RlJob(
-        model=model, cluster=cluster, rollouts=rollouts, framework=framework, mode=mode,
-        rollout_gpus=rollout_gpus or cluster.num_chips, train_plan=train_plan, rollout_plan=rollout_plan,
-        transport=find_transport(transport or default), pack_length=pack,
-        score_tokens=framework.score_bins * pack if score_tokens is None else score_tokens,
-        memory_frac=frac if memory_frac is None else memory_frac,
-        staleness=staleness or (1 if mode in OVERLAPPED else 0),
-        in_flight=framework.in_flight if in_flight is None else in_flight, updates=updates,
-        scores_policy=updates > 1 or split if scores_policy is None else scores_policy, **others,
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenJob:
+    """What a user states of a job, by the options of `rl`; None, and "" as the mode, is open."""
+
+    model: Model
+    cluster: Cluster
+    rollouts: Rollouts
+    framework: RlFramework
+    mode: str = ""
+    rollout_gpus: int | None = None
+    train_plan: Plan | None = None
+    rollout_plan: Plan | None = None
+    staleness: int | None = None
+    memory_frac: float | None = None
+    updates: int = 1
+    partial: bool | None = None
+    algorithm: str = "grpo"
+    reference: bool = True
+    old_logprobs: bool | None = None
+    reward_model: Model | None = None
+    teacher: Model | None = None
+    engine: str = ""
+    transport: str = ""
+    pack_length: int | None = None
+    score_tokens: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything of the layout is to be found."""
+        return not self.mode or self.train_plan is None or self.rollout_plan is None
+
+    @property
+    def usual_memory_frac(self) -> float:
+        """The share of memory that engines have in this mode, unless another is stated."""
+        of = self.framework
+        usual = of.colocated_memory_frac if self.mode == "colocated" else of.split_memory_frac
+        return usual if self.memory_frac is None else self.memory_frac
+
+    def job(self) -> RlJob:
+        """The job with the defaults of its framework; WorkloadError where options contradict each other."""
+        mode, framework, critic = self.mode, self.framework, self.model if self.algorithm == "ppo" else None
+        if self.algorithm not in ALGORITHMS:
+            raise WorkloadError(f"algorithm={self.algorithm!r} must be one of {', '.join(ALGORITHMS)}")
+        if mode not in MODES or self.train_plan is None or self.rollout_plan is None:
+            raise WorkloadError(f"mode={mode!r} must be one of {', '.join(MODES)}")
+        split, overlapped = mode != "colocated", mode in OVERLAPPED
+        if split and self.rollout_gpus is None:
+            raise WorkloadError(f"mode={mode} needs rollout_gpus, the GPUs of the engines; or leave mode out")
+        if not split and self.rollout_gpus not in (None, self.cluster.num_chips):
+            raise WorkloadError("rollout_gpus is of two pools; leave it out where mode=colocated")
+        if self.staleness is not None and not overlapped:
+            raise WorkloadError(f"staleness is of asynchronous steps; leave it out where mode={mode}")
+        if mode == "one_step_off" and self.staleness not in (None, 1):
+            raise WorkloadError("mode=one_step_off has staleness=1; use mode=async for more")
+        if not 0 < self.usual_memory_frac <= 1:
+            raise WorkloadError(f"memory_frac={self.memory_frac:g} must be above 0 and at most 1")
+        pack = max(BIN_TOKENS, self.rollouts.longest) if self.pack_length is None else self.pack_length
+        transport = framework.split_transport if split else framework.colocated_transport
+        judges = {
+            "reference": self.model if self.reference else None, "reward": self.reward_model,
+            "teacher": self.teacher, "critic": critic,
+        }  # fmt: skip
+        return RlJob(
+            model=self.model, cluster=self.cluster, rollouts=self.rollouts, framework=framework, mode=mode,
+            rollout_gpus=self.rollout_gpus or self.cluster.num_chips, train_plan=self.train_plan,
+            rollout_plan=self.rollout_plan, transport=find_transport(self.transport or transport),
+            scorers=tuple((name, judge) for name, judge in judges.items() if judge is not None),
+            scores_policy=self.updates > 1 or split if self.old_logprobs is None else self.old_logprobs,
+            score_tokens=framework.score_bins * pack if self.score_tokens is None else self.score_tokens,
+            in_flight=framework.in_flight if self.partial is None else self.partial, pack_length=pack,
+            staleness=self.staleness or int(overlapped), memory_frac=self.usual_memory_frac,
+            critic=critic, updates=self.updates, engine=self.engine,
+        )  # fmt: skip

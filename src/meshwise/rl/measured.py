@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import DataError, PlanError
@@ -20,7 +21,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
 from meshwise.rl.framework import RlFramework, find_framework
-from meshwise.rl.job import MODES, RlJob, job
+from meshwise.rl.job import MODES, OpenJob, RlJob
 from meshwise.rl.layouts import smallest_engine
 from meshwise.rl.rollouts import Rollouts
 from meshwise.rl.step import RlStep
@@ -78,24 +79,22 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
     dtype = row.get("dtype") or "bf16"
     if dtype not in DTYPE_BYTES:
         raise PlanError(f"column dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
-    split = row["mode_kind"] != "colocated"
-    usual = framework.split_memory_frac if split else framework.colocated_memory_frac
-    frac = float(row.get("rollout_memory_frac") or 0) or usual
-    tp = _count(row, "rollout_tp")
+    split, overlapped = row["mode_kind"] != "colocated", row["mode_kind"] == "async"
+    asked = OpenJob(
+        model=model, cluster=cluster, rollouts=rollouts, framework=framework, mode=row["mode_kind"],
+        rollout_gpus=_count(row, "gpus_rollout") if split else None, reference=has_reference,
+        memory_frac=float(row.get("rollout_memory_frac") or 0) or None, old_logprobs=True,
+        train_plan=_train_plan(row, dtype, model.moe is not None),
+        updates=max(rollouts.num_samples // per_step, 1) if per_step else 1,
+        pack_length=pack, score_tokens=pack * scored if pack and scored else None,
+        staleness=max(math.ceil(float(row.get("staleness") or 1)), 1) if overlapped else None,
+        partial=row.get("partial_rollout") == "1" if overlapped else None,
+    )  # fmt: skip
+    frac, tp = asked.usual_memory_frac, _count(row, "rollout_tp")
     engine = smallest_engine(model, cluster, rollouts, frac, dtype) if tp is None else Plan(
         tp=tp, pp=_count(row, "rollout_pp") or 1, ep=_count(row, "rollout_ep") or 1, dtype=dtype
     )  # fmt: skip
-    updates = max(rollouts.num_samples // per_step, 1) if per_step else 1
-    overlapped = row["mode_kind"] == "async"
-    return job(
-        model, cluster, rollouts=rollouts, framework=framework, mode=row["mode_kind"],
-        rollout_gpus=_count(row, "gpus_rollout") if split else None,
-        train_plan=_train_plan(row, dtype, model.moe is not None), rollout_plan=engine, updates=updates,
-        memory_frac=frac, pack_length=pack, score_tokens=pack * scored if pack and scored else None,
-        staleness=max(math.ceil(float(row.get("staleness") or 1)), 1) if overlapped else None,
-        in_flight=row.get("partial_rollout") == "1" if overlapped else None,
-        scorers=(("reference", model),) * has_reference, scores_policy=True,
-    )  # fmt: skip
+    return replace(asked, rollout_plan=engine).job()
 
 
 def _rollouts(row: Mapping[str, str]) -> Rollouts:

@@ -11,9 +11,11 @@ waits for samples, so that phases still sum to the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +28,8 @@ from meshwise.rl.framework import interval_of
 from meshwise.rl.job import RlJob
 from meshwise.rl.passes import PERSISTENT, TrainerTimes, trainer_bytes, trainer_times
 from meshwise.serve.serving import memory_bytes, room_bytes
+
+Record = TypeVar("Record", TrainerTimes, Drain, Steady)
 
 DRAWS = 4
 """How often lengths are drawn."""
@@ -43,33 +47,31 @@ SYNC_BYTES = 2.0
 class RlStep:
     """What a step of `job` takes; made by `rl_step`.
 
-    `trainer_bytes`: memory of a training GPU in its fullest phase, by what it holds. Without `drains` not one
-    sample has room beside the weights of an engine. `steadies` are of asynchronous modes.
+    `trainer_bytes`: memory of a training GPU in its fullest phase, by what it holds. `trainer`, `drain` and
+    `steady` are means over draws of lengths; `draws_s`: what generation took, or was waited for, in each.
+    Without `drain` not one sample has room beside the weights of an engine; `steady` is of asynchronous
+    modes.
     """
 
     job: RlJob
     pool: RolloutPool
     trainer_bytes: dict[str, float]
-    trainer: tuple[TrainerTimes, ...]
-    drains: tuple[Drain, ...]
-    steadies: tuple[Steady, ...]
+    trainer: TrainerTimes
+    drain: Drain | None = None
+    steady: Steady | None = None
+    draws_s: tuple[float, ...] = ()
 
     # --- time --------------------------------------------------------------------------------------
 
     @property
-    def generation_s(self) -> float:
-        """Seconds of an idle pool from a batch to its last answer."""
-        return _mean([one.seconds for one in self.drains])
-
-    @property
     def phases_s(self) -> dict[str, float]:
         """Seconds of a step by phase; their sum is `step_s`."""
-        is_steady = bool(self.steadies)
+        steady, generation_s = self.steady, self.drain.seconds if self.drain else 0.0
         return {
-            "generation": _mean([one.wait_s for one in self.steadies]) if is_steady else self.generation_s,
-            "scoring": _mean([sum(one.scoring_s.values()) for one in self.trainer]),
-            "train": _mean([one.train_s for one in self.trainer]),
-            "sync": sync_s(self.job) + _mean([one.drain_s for one in self.steadies]) * is_steady,
+            "generation": steady.wait_s if steady else generation_s,
+            "scoring": sum(self.trainer.scoring_s.values()),
+            "train": self.trainer.train_s,
+            "sync": sync_s(self.job) + (steady.drain_s if steady else 0.0),
             "switch": switch_s(self.job, self.trainer_bytes),
             "wait": self.job.framework.step_s,
         }
@@ -77,7 +79,7 @@ class RlStep:
     @property
     def step_s(self) -> float | None:
         """Seconds of a step; None where engines have no room for a sample."""
-        return sum(self.phases_s.values()) if self.drains else None
+        return sum(self.phases_s.values()) if self.drain else None
 
     @property
     def step_s_interval(self) -> Interval | None:
@@ -87,16 +89,15 @@ class RlStep:
     @property
     def draws_frac(self) -> float | None:
         """Deviation of a step's time over its mean from one draw of the lengths to the next."""
-        each = [one.wait_s for one in self.steadies] or [one.seconds for one in self.drains]
-        return float(np.std(each, ddof=1)) / self.step_s if self.step_s else None
+        return float(np.std(self.draws_s, ddof=1)) / self.step_s if self.step_s else None
 
     @property
     def idle_frac(self) -> dict[str, float | None]:
         """Share of a step in which the GPUs of each pool do not work for it."""
-        if self.step_s is None:
+        works = self.steady or self.drain
+        if self.step_s is None or works is None:
             return {"rollout": None, "train": None}
-        of_drains = [one.busy_frac * one.seconds for one in self.drains]
-        own_s = _mean([one.busy_s for one in self.steadies] or of_drains)
+        own_s = works.busy_s
         trains_s = self.phases_s["scoring"] + self.phases_s["train"]
         busy_s = (own_s, trains_s) if self.job.is_split else (own_s + trains_s,) * 2
         return {"rollout": 1.0 - busy_s[0] / self.step_s, "train": 1.0 - busy_s[1] / self.step_s}
@@ -115,7 +116,7 @@ class RlStep:
     @property
     def staleness(self) -> float:
         """Mean number of versions from the weights of a group's first token to its update."""
-        return _mean([one.staleness for one in self.steadies]) if self.steadies else 0.0
+        return self.steady.staleness if self.steady else 0.0
 
     # --- memory ------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class RlStep:
         """What does not fit, in sentences."""
         chip, found = self.job.cluster.chip, []
         engine, trainer = sum(self.engine_bytes.values()), sum(self.trainer_bytes.values())
-        if not self.drains:
+        if self.drain is None:
             found.append(
                 f"the rollout plan does not fit: at memory_frac={self.job.memory_frac:g} one sample of "
                 f"{self.job.rollouts.longest} tokens has no room beside "
@@ -175,8 +176,8 @@ class RlStep:
         lengths = f"of {len(known)} in a file" if known else f"sigma {of.rollouts.sigma:g}"
         differs = f"one differs by {100 * (self.draws_frac or 0):.1f} %"
         found.append(f"lengths: {lengths}, mean of {DRAWS} draws; {differs}")
-        if preempted := _mean([one.num_preemptions for one in self.drains]):
-            found.append(f"the engines' cache is full: {preempted:.0f} samples a step are computed again")
+        if self.drain and (num := self.drain.num_preemptions):
+            found.append(f"the engines' cache is full: {num:.0f} samples a step are computed again")
         framework = of.framework
         found.append(f"constants of {framework.name} {framework.version}: {framework.source}")
         if (interval := self.step_s_interval) is not None:
@@ -185,9 +186,11 @@ class RlStep:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise rl --json` prints."""
-        of, step_s, each = self.job, self.step_s, self.trainer
+        of, step_s, interval = self.job, self.step_s, self.step_s_interval
         tokens_per_s = None if step_s is None else self.tokens / step_s / of.cluster.num_chips
-        interval = self.step_s_interval
+        figures = ("gpus", "step_s", "idle_frac", "staleness", "fits", "notes")
+        memory = ("memory_bytes", "engine_bytes", "trainer_bytes")
+        drained = {"generation_s": "seconds", "tail_s": "tail_s", "half_of_samples_s": "half_s"}
         return {
             "model": of.model.name,
             "cluster": of.cluster.to_json(),
@@ -195,32 +198,31 @@ class RlStep:
             "mode": of.mode,
             "train_plan": plan_text(of.train_plan),
             "rollout_plan": plan_text(of.rollout_plan),
-            "gpus": self.gpus,
             "engines": self.pool.num,
             "memory_frac": of.memory_frac,
-            "step_s": step_s,
+            **{name: getattr(self, name) for name in (*figures, *memory)},
             "step_s_interval": interval and interval.to_json(),
-            "phases_s": self.phases_s if self.drains else None,
-            "scoring_s": {name: _mean([one.scoring_s[name] for one in each]) for name in each[0].scoring_s},
-            "generation_s": self.generation_s if self.drains else None,
-            "tail_s": _mean([one.tail_s for one in self.drains]) if self.drains else None,
-            "half_of_samples_s": _mean([one.half_s for one in self.drains]) if self.drains else None,
-            "packed_fill_frac": _mean([one.fill_frac for one in self.trainer]),
+            "phases_s": self.phases_s if self.drain else None,
+            "scoring_s": self.trainer.scoring_s,
+            **{name: self.drain and getattr(self.drain, field) for name, field in drained.items()},
+            "packed_fill_frac": self.trainer.fill_frac,
             "tokens_per_step": self.tokens,
             "tokens_per_s_per_gpu": tokens_per_s,
-            "idle_frac": self.idle_frac,
-            "staleness": self.staleness,
-            "memory_bytes": self.memory_bytes,
-            "engine_bytes": self.engine_bytes,
-            "trainer_bytes": self.trainer_bytes,
             "cache_tokens": self.pool.worker.cache_tokens if self.pool.worker else 0,
-            "fits": self.fits,
-            "notes": self.notes,
         }
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(records: Sequence[Record]) -> Record:
+    """The mean of records, field by field."""
+    first, *_ = records
+    found: dict[str, Any] = {}
+    for name in (field.name for field in fields(first)):
+        values = [getattr(one, name) for one in records]
+        if isinstance(values[0], dict):
+            found[name] = {key: fmean(value[key] for value in values) for key in values[0]}
+        else:
+            found[name] = fmean(values)
+    return replace(first, **found)
 
 
 def sync_s(job: RlJob) -> float:
@@ -240,18 +242,18 @@ def rl_step(job: RlJob) -> RlStep:
     pool, held = job.pool(), trainer_bytes(job)
     rollouts, draws = job.rollouts, [np.random.default_rng(seed) for seed in range(DRAWS)]
     answers = [rollouts.draw(rollouts.prompts, rng) for rng in draws]
-    trainer = tuple(trainer_times(job, rollouts.sequences(each)) for each in answers)
+    times = [trainer_times(job, rollouts.sequences(each)) for each in answers]
     if pool.worker is None:
-        return RlStep(job, pool, held, trainer, (), ())
-    drains = tuple(drain(pool, rollouts, np.random.default_rng(seed)) for seed in range(DRAWS))
-    steadies: tuple[Steady, ...] = ()
-    if job.staleness:
-        pause_s, rest_s = sync_s(job), job.framework.step_s
-        steadies = tuple(
-            steady(
-                pool, rollouts, np.random.default_rng(seed), trains_s=times.seconds + rest_s,
-                sync_s=pause_s, staleness=job.staleness, in_flight=job.in_flight,
-            )
-            for seed, times in enumerate(trainer[:STEADY_DRAWS])
-        )  # fmt: skip
-    return RlStep(job, pool, held, trainer, drains, steadies)
+        return RlStep(job, pool, held, _mean(times))
+    drains = [drain(pool, rollouts, np.random.default_rng(seed)) for seed in range(DRAWS)]
+    step = RlStep(job, pool, held, _mean(times), _mean(drains), draws_s=tuple(one.seconds for one in drains))
+    if not job.staleness:
+        return step
+    steadies = [
+        steady(
+            pool, rollouts, np.random.default_rng(seed), trains_s=each.seconds + job.framework.step_s,
+            sync_s=sync_s(job), staleness=job.staleness, in_flight=job.in_flight,
+        )
+        for seed, each in enumerate(times[:STEADY_DRAWS])
+    ]  # fmt: skip
+    return replace(step, steady=_mean(steadies), draws_s=tuple(one.wait_s for one in steadies))

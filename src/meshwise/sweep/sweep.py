@@ -46,6 +46,7 @@ import msgspec
 
 from meshwise.core.each import Lost, each, last_line
 from meshwise.core.errors import DataError
+from meshwise.core.files import catalog_text, read_catalog
 from meshwise.core.toml import check_fields, read_toml
 
 ON_BY_DEFAULT = ("capped", "ledger", "run")
@@ -53,45 +54,13 @@ ON_BY_DEFAULT = ("capped", "ledger", "run")
 Scalar = str | int | float | bool
 MAX_POINTS = 10**6
 _LONG_FORMAT = re.compile(r"[{}]|[0-9]{3}")
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS points (
-    id INTEGER PRIMARY KEY,
-    command TEXT NOT NULL UNIQUE,
-    point TEXT NOT NULL,
-    status TEXT NOT NULL CHECK (status IN ('done', 'failed')),
-    finished_at TEXT NOT NULL,
-    seconds REAL NOT NULL,
-    document TEXT,
-    error TEXT
-)
-"""
 _Row = tuple[Literal["done", "failed"], float, str | None, str | None]
 _NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
 
 
-def _columns(text: str) -> dict[str, str]:
-    """Columns, each with its path into a document where it is not called as its key is."""
-    return {name: path or name for name, _, path in (word.partition("=") for word in text.split())}
-
-
-DEFAULT_RESULTS = {
-    "estimate": _columns("step_s mfu tokens_per_s memory_bytes=memory_bytes.total fits"),
-    "search": _columns(
-        "step_s=best.0.step_s mfu=best.0.mfu memory_bytes=best.0.memory_bytes.total plan=best.0.plan_text "
-        "plans_feasible"
-    ),
-    "serve": _columns(
-        "first_token_s max_sequences ttft_p50_s=ttft_s.p50 tpot_p50_s=tpot_s.p50 output_tokens_per_s_per_gpu"
-    ),
-    "collective": _columns("time_s=0.time_s bus_bytes_per_s=0.bus_bytes_per_s algorithm=0.algorithm"),
-    "frontier layer": _columns("fwd_bwd_s binds"),
-    "frontier run": _columns("plateau limit_80pct_flop wall_flop"),
-    "dryrun": _columns("peak_bytes"),
-    "run": _columns("time_s communication_s peak_bytes"),
-    "compare": _columns("agree"),
-}
-"""Columns where a file names none: paths into the documents of docs/reference/json.md."""
+DEFAULT_RESULTS: dict[str, dict[str, str]] = read_catalog("sweeps.toml")
+"""Columns where a file names none, by verb."""
 VERBS = tuple(DEFAULT_RESULTS)
 _PROGRAMS = ("dryrun", "run", "compare")
 """Verbs whose points run one at a time, each in a fresh process."""
@@ -225,8 +194,7 @@ class Store:
                 lock = opened.enter_context(path.open("ab"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                reason = "wait for it, name another file"
-                raise DataError(f"another sweep is writing to {path}; {reason}") from None
+                raise DataError(f"another sweep is writing to {path}; name another file") from None
             except OSError as error:
                 raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
             with self._told():
@@ -234,7 +202,7 @@ class Store:
                 tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
                 if tables and "points" not in tables:
                     raise ValueError(f"it holds {', '.join(map(str, tables))}")
-                self._database.execute(_SCHEMA)
+                self._database.execute(catalog_text("sweep.sql"))
             self._opened = opened.pop_all()
 
     @contextmanager
@@ -246,8 +214,9 @@ class Store:
             reason = " ".join(str(error).split())[:200]
             if getattr(error, "sqlite_errorname", "").startswith(_NO_ROOM):
                 raise DataError(f"cannot write {self.path}: {reason}; make room and start again") from None
-            text = f"{self.path} is not a results file of a sweep ({reason}); name another"
-            raise DataError(text) from None
+            raise DataError(
+                f"{self.path} is not a results file of a sweep ({reason}); name another"
+            ) from None
 
     def __enter__(self) -> Store:
         return self
@@ -317,8 +286,7 @@ def run_sweep(sweep: Sweep, store: Store, *, jobs: int = 0, retry: bool = False)
         for place, found in answers:
             answer = CommandAnswer(None, found.reason, found.seconds) if isinstance(found, Lost) else found
             if answer.error and _UNKNOWN_OPTION.search(answer.error):
-                reason = f"{answer.error}; correct the file"
-                raise DataError(f"an option of the sweep is unknown to its verb: {reason}")
+                raise DataError(f"an option of the sweep is unknown: {answer.error}; correct the file")
             store.add(todo[place], answer)
 
 
