@@ -470,6 +470,7 @@ def serve(
     Raises:
         MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
     """
+    asked = dict(locals())
     from meshwise.model.architecture import in_sequence, with_capacity, with_copies
     from meshwise.plan.plan import Plan
     from meshwise.plan.workload import FORMATS, as_released
@@ -503,14 +504,9 @@ def serve(
 
     runs = parse_engine(engine or "vllm")
     make = partial(
-        serving,
-        architecture,
-        prompt=prompt,
-        output=output,
-        engine=runs,
-        engine_s=engine_s,
+        serving, architecture, prompt=prompt, output=output, engine=runs, engine_s=engine_s,
         memory_frac=0.9 if memory_frac is None else memory_frac,
-    )
+    )  # fmt: skip
 
     def instance(machine: Cluster, plan: str | Path | Plan, engine: Engine = runs) -> Serving:
         one = _plan(plan or f"tp={machine.num_chips}")
@@ -531,17 +527,11 @@ def serve(
         shared_prefix=shared_prefix, turns=_turns(turns, turn_prompt, think_s),
         rates=None if rates is None else read_rates(Path(rates)),
     )  # fmt: skip
-    asked = {
-        "rate": rate, "concurrency": concurrency, "requests": requests or rates, "burstiness": burstiness,
-        "length_ratio": length_ratio, "length_sigma": length_sigma, "shared_prefix": shared_prefix,
-    }  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)
     usd = None if price is None else parse_prices(str(price))
     fixed, limits = _choices(plan), limits_of(ttft_s, token_s, percentile)
     arrives = load is not None and not load.concurrency
-    is_laid_out = (
-        workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1 or encoders is not None
-    )
+    is_laid_out = prefill_plan or prefill_cluster or encoders or (workers, prefill_workers) != (1, 1)
     if pareto or ("tp" not in fixed and arrives and limits.any and not is_laid_out):
         if is_laid_out:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
@@ -549,18 +539,13 @@ def serve(
             raise WorkloadError("autoscale is of one layout; state tp in the plan")
         if uneven or speculate or {"cp", "pp"} & set(fixed):
             raise WorkloadError("expert loads, speculate, cp and pp are of one layout; state tp in the plan")
-        fixed = {**fixed, **{key: (value,) for key, value in as_released(architecture, fixed).items()}}
+        released = {key: (value,) for key, value in as_released(architecture, fixed).items()}
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
-        clusters = [_cluster(name, collectives) for name in names]
-        sizing = size(
-            make,
-            clusters,
-            fixed,
-            runs,
-            Wanted(
-                requests=load, limits=limits, router=policy, offload=tiers, pools=pools, usd_per_gpu_hour=usd
-            ),
+        clusters, fixed = [_cluster(name, collectives) for name in names], {**fixed, **released}
+        wanted = Wanted(
+            requests=load, limits=limits, router=policy, offload=tiers, pools=pools, usd_per_gpu_hour=usd
         )
+        sizing = size(make, clusters, fixed, runs, wanted)
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd, has_details=pareto)
@@ -569,8 +554,7 @@ def serve(
         raise WorkloadError("pools is of a question for the fewest GPUs: give a rate and limits, and no tp")
     if isinstance(cluster, str) and "," in cluster:
         raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
-    machine = _cluster(cluster, collectives)
-    num_instances = 1
+    machine, num_instances = _cluster(cluster, collectives), 1
     if not fixed and not is_laid_out:
         whole = default_instance(instance, machine)
         num_instances = machine.num_chips // whole.num_chips
@@ -585,8 +569,8 @@ def serve(
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
     fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
     found = answer(
-        fleet, sequences, limits, requests=load, engine=engine, autoscale=autoscale, usd_per_gpu_hour=usd,
-    )  # fmt: skip
+        fleet, sequences, limits, requests=load, engine=engine, autoscale=autoscale, usd_per_gpu_hour=usd
+    )
     return _deployed(replace(found, num_instances=num_instances), to, asked)
 
 

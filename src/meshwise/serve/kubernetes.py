@@ -239,7 +239,11 @@ def _load(
 ) -> tuple[dict[str, str], str]:
     """The files and the command of a client that sends this load."""
     requests, prefix = load.requests, asked["shared_prefix"] or 0
-    if not requests.after and asked["length_sigma"] is None and asked["requests"] is None:
+    if (
+        not requests.after
+        and asked["length_sigma"] is None
+        and (asked["requests"], asked["rates"]) == (None, None)
+    ):
         return {}, shlex.join(_bench(load, asked, prefix))
     words = ["aiperf", "profile", "--model", name, "--endpoint-type", "chat", "--streaming"]
     words += ["--url", "http://localhost:8000", "--input-file", "load.jsonl"]

@@ -47,9 +47,8 @@ def traffic(
     """
     check_lengths(prompt, output)
     arrives = trace is not None and bool(trace.arrival_s)
-    loads = {
-        "rate": rate, "rates": rates, "concurrency": concurrency, "requests": trace if arrives else None,
-    }  # fmt: skip
+    requests = trace if arrives else None
+    loads = {"rate": rate, "rates": rates, "concurrency": concurrency, "requests": requests}
     stated = [name for name, load in loads.items() if load is not None]
     if len(stated) > 1:
         raise WorkloadError(f"{' and '.join(stated)} are two loads; give one of {', '.join(loads)}")
@@ -64,32 +63,32 @@ def traffic(
             raise WorkloadError(f"{name} needs a load; give rate or concurrency too")
     if trace is not None and not stated:
         raise WorkloadError("requests without arrivals are lengths alone; give rate or concurrency too")
-    drawn = [name for name, given in (("length_ratio", length_ratio), ("length_sigma", length_sigma),
-             ("requests", trace)) if given is not None and not arrives]  # fmt: skip
-    if len(drawn) > 1:
+    kinds = {"length_ratio": length_ratio, "length_sigma": length_sigma, "requests": trace}
+    drawn = [name for name, given in kinds.items() if given is not None]
+    if len(drawn) > 1 and not arrives:
         raise WorkloadError(f"{' and '.join(drawn)} are two kinds of lengths; give one")
-    ratio = 1.0 if length_ratio is None else length_ratio
-    if ratio > 1:
+    if (ratio := length_ratio or 1.0) > 1:
         raise WorkloadError(f"length_ratio={ratio:g} must be at most 1: lengths go from there to the stated")
     if arrives:
         return trace
     if burstiness is not None and rate is None:
         raise WorkloadError("burstiness is of arrivals at a rate; a closed loop has none")
-    pairs = tuple(zip(trace.prompt, trace.output, strict=True)) if trace else ()
-    lengths = Lengths(prompt, output, ratio, length_sigma or 0.0, pairs)
+    if rates is not None and num_requests is not None:
+        raise WorkloadError("rates say how many requests there are; leave num_requests out")
     if not stated:
         return None
-
+    pairs = tuple(zip(trace.prompt, trace.output, strict=True)) if trace else ()
+    lengths = Lengths(prompt, output, ratio, length_sigma or 0.0, pairs)
     each = turns.turns if turns else 1
 
     def draw(num: int) -> Requests:
+        num = -(-num // each)
         if rates is not None:
             found = rates.requests(lengths, each)
-        elif rate is None:
-            assert concurrency is not None
-            found = in_closed_loop(concurrency, lengths, num=-(-num // each))
+        elif rate is not None:
+            found = at_rate(rate / each, lengths, num=num, burstiness=burstiness or 1.0)
         else:
-            found = at_rate(rate / each, lengths, num=-(-num // each), burstiness=burstiness or 1.0)
+            found = in_closed_loop(concurrency or 0, lengths, num=num)
         if shared_prefix is not None and shared_prefix >= min(found.prompt):
             raise WorkloadError(f"shared_prefix={shared_prefix} leaves nothing of a prompt; make it shorter")
         if turns is not None:
@@ -98,8 +97,6 @@ def traffic(
             return found
         return replace(found, blocks=((0,),) * len(found.prompt), block_tokens=shared_prefix)
 
-    if rates is not None and num_requests is not None:
-        raise WorkloadError("rates say how many requests there are; leave num_requests out")
     return draw(num_requests or 1) if num_requests or rates else RequestStream(draw, rate, concurrency or 0)
 
 
