@@ -16,7 +16,7 @@ import typer
 
 from meshwise import api
 from meshwise.cli.command import command_options, flags
-from meshwise.cli.output import how_far, on_nodes, print_json, print_parts, show, write_rows
+from meshwise.cli.output import how_far, on_nodes, print_answer, print_parts, show, write_rows
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import check_writable, write_text
 from meshwise.core.options import options_in, options_of, stated_in, takes
@@ -285,10 +285,7 @@ def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: 
     from meshwise.report.catalog import catalog_rows, catalog_table
 
     rows = catalog_rows(what)
-    if json:
-        print_json({what: rows})
-    else:
-        print_parts([catalog_table(what, rows)])
+    print_answer({what: rows}, [catalog_table(what, rows)], json=json)
 
 
 # --- what they share ---------------------------------------------------------------------------

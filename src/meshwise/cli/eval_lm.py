@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Literal
 
-from meshwise.cli.output import print_json, print_parts
+from meshwise.cli.output import print_answer
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import Table
+from meshwise.report.table import Fields, Table, records_table
 
 TOKENS = "tokens scored or generated"
 Count = Annotated[int, range(1, 10**6 + 1)]
@@ -90,13 +91,9 @@ def eval_lm(
     programs = side_by_side(of, generation, rated)
     programs["generate"]["cache_bytes"] = generation.cache_bytes
     programs["generate"]["peak_bytes"] = float(peak_bytes(generation_events(generation)))
-    if json:
-        print_json(counts | {"what_ifs": what_ifs, "programs": programs})
-        return
     parts = {"counts": _counts(counts), "what-ifs": _what_ifs(what_ifs), "programs": _programs(programs)}
-    for name, tables in parts.items():
-        if show in (name, "all"):
-            print_parts(tables)
+    shown = chain.from_iterable(tables for name, tables in parts.items() if show in (name, "all"))
+    print_answer(counts | {"what_ifs": what_ifs, "programs": programs}, shown, json=json)
 
 
 def _share(text: str) -> float:
@@ -121,20 +118,18 @@ def _what_ifs(rows: list[dict[str, Any]]) -> Iterator[Table]:
             return "out of memory"
         return duration(row["total_s"][chip]) if chip in row["total_s"] else "no rate"
 
-    figures: dict[str, Callable[[dict[str, Any]], str]] = {
-        "": lambda row: row["name"],
+    columns: Fields = {
+        "": "name",
         "slots": lambda row: f"{row['capacity']:,.0f}",
         "exchange": lambda row: f"{row['exchange_bytes'] / 2**20:,.4g} MiB",
-        "FLOP": lambda row: with_prefix(row["flop"], "FLOP"),
+        "FLOP": "flop",
         "useful": lambda row: f"{row['useful_frac']:.0%}",
-        "peak": lambda row: with_prefix(row["peak_bytes"], "B"),
+        "peak": "peak_bytes",
         "launches": lambda row: f"{row['launches']:,.0f}",
     }
-    cells = [[text(row) for text in figures.values()] for row in rows]
-    yield Table("what if (one pass, one rank)", tuple(figures), cells)
-    chips = tuple(rows[0]["fits"])
-    times = [[row["name"], *(time_on(row, chip) for chip in chips)] for row in rows]
-    yield Table("what if: the time on other chips", ("", *chips), times)
+    yield records_table("what if (one pass, one rank)", rows, columns, no_wrap=False)
+    times: Fields = {"": "name", **{chip: partial(time_on, chip=chip) for chip in rows[0]["fits"]}}
+    yield records_table("what if: the time on other chips", rows, times, no_wrap=False)
 
 
 def _programs(programs: dict[str, dict[str, Any]]) -> Iterator[Table]:

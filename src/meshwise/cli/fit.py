@@ -45,10 +45,8 @@ def fit(
     if only == "all":
         found |= _fit_steps_afresh(data, write=write, ray=ray, quiet=json)
     if only == "steps":
-        from meshwise.calibrate.runs import published_runs
-
         with on_nodes(ray, "parts of the rows"):
-            found["steps"] = _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write, quiet=json)
+            found["steps"] = _fit_steps(_files(data, RUN_FILES), write=write, quiet=json)
     unfounded = any(each.get("problems") for each in found.values())
     if json:
         print_json(found | {"written": write and not unfounded})
@@ -64,17 +62,15 @@ def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
 
 
 def _catalog(name: str) -> Path:
-    import meshwise
-
-    return Path(meshwise.__file__).parent / "catalog" / name
+    return Path(__file__).parents[1] / "catalog" / name
 
 
 def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit import fit_all
     from meshwise.report.fit import op_fit
 
-    today = date.today().isoformat()
-    found = fit_all(paths, checked=today, write_to=_catalog("efficiency.toml") if write else None)
+    place = _catalog("efficiency.toml") if write else None
+    found = fit_all(paths, checked=date.today().isoformat(), write_to=place)
     if not quiet:
         print_parts(op_fit(found))
     if found.unbounded:
@@ -85,9 +81,11 @@ def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
 def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit_steps import fit_overheads, priced_runs
     from meshwise.calibrate.leave_one_source_out import intervals_toml, misses_by_others
+    from meshwise.calibrate.runs import published_runs
     from meshwise.core.files import write_text
     from meshwise.report.fit import step_fit
 
+    paths = [published_runs(), *paths]
     runs = priced_runs(paths)
     found = fit_overheads(runs, checked=date.today().isoformat(), data=[path.name for path in paths])
     if not quiet:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from meshwise import api
-from meshwise.cli.output import print_json, print_parts
+from meshwise.cli.output import print_answer
 from meshwise.core.errors import WorkloadError
 from meshwise.core.options import takes
 
@@ -47,20 +48,21 @@ def layer(
 
     rates = {"flop_per_s_8bit": flop_per_s_8bit, "memory_bytes_per_s": memory_bytes_per_s}
     rates["network_bytes_per_s"] = network_bytes_per_s
-    stated = {name: value for name, value in rates.items() if value is not None}
+    own = [f"--{name.replace('_', '-')}" for name, value in rates.items() if value is not None]
     if chip is not None:
-        for name in stated:
-            raise WorkloadError(f"--chip {chip} has its own rates; leave --{name.replace('_', '-')} out")
+        if own:
+            raise WorkloadError(f"--chip {chip} has its own rates; leave {own[0]} out")
         device = find_device(chip, utilization=utilization)
-    elif len(stated) < len(rates):
+    elif flop_per_s_8bit is None or memory_bytes_per_s is None or network_bytes_per_s is None:
         raise WorkloadError("give --chip, or --flop-per-s-8bit, --memory-bytes-per-s, --network-bytes-per-s")
     else:
-        network = stated.pop("network_bytes_per_s")
-        links = {"inner_bytes_per_s": network, "outer_bytes_per_s": network}
-        device = Device(name="given", utilization=utilization, **stated, **links)
+        device = Device(
+            name="given", utilization=utilization, flop_per_s_8bit=flop_per_s_8bit,
+            memory_bytes_per_s=memory_bytes_per_s, inner_bytes_per_s=network_bytes_per_s,
+            outer_bytes_per_s=network_bytes_per_s,
+        )  # fmt: skip
     layer = LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp, elem_bytes=elem_bytes)
-    document = layer_document(device, layer, batch)
-    _show(document, "layer", json)
+    _show([layer_document(device, layer, batch)], "layer", json)
 
 
 @takes(api.frontier)
@@ -82,33 +84,27 @@ def run(
         price: Dollars of a GPU-hour.
         plot: Draw to this .png, .svg, .pdf or .html file.
     """
-    pairs: dict[str, Any] = _pairs(settings)
+    pairs: dict[str, Any] = _pairs(settings or [])
     found = [api.frontier(name, **asked, **pairs) for name in chip]
     if plot is not None:
         from meshwise.report.frontier import draw_frontiers
 
         draw_frontiers(found, plot)
-    documents = [one.to_json(watts=watts, price_per_device_hour=api.usd_per_hour(price)) for one in found]
-    if json and len(documents) > 1:
-        _show({"runs": documents}, "run", json)
-        return
-    for document in documents:
-        _show(document, "run", json)
+    usd = api.usd_per_hour(price)
+    _show([one.to_json(watts=watts, price_per_device_hour=usd) for one in found], "run", json)
 
 
-def _show(document: dict[str, Any], what: str, json: bool) -> None:
-    if json:
-        print_json(document)
-    else:
-        from meshwise.report import frontier
+def _show(documents: list[dict[str, Any]], what: str, json: bool) -> None:
+    from meshwise.report import frontier
 
-        print_parts(getattr(frontier, f"{what}_parts")(document))
+    parts = chain.from_iterable(map(getattr(frontier, f"{what}_parts"), documents))
+    print_answer({f"{what}s": documents} if len(documents) > 1 else documents[0], parts, json=json)
 
 
-def _pairs(settings: list[str] | None) -> dict[str, str]:
+def _pairs(settings: list[str]) -> dict[str, str]:
     """`KEY=VALUE` texts as a dict; WorkloadError for one that is malformed or repeated."""
     pairs: dict[str, str] = {}
-    for text in settings or []:
+    for text in settings:
         key, equals, value = text.partition("=")
         if not equals:
             raise WorkloadError(f"--set {text!r} is not KEY=VALUE; write --set schedule=interleaved")

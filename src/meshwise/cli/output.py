@@ -64,6 +64,14 @@ def print_parts(parts: Iterable[Section]) -> None:
     printed(parts, console())
 
 
+def print_answer(document: Any, parts: Iterable[Section], *, json: bool) -> None:
+    """Print what is of no result: as JSON `document`, else sentences and tables."""
+    if json:
+        print_json(document)
+    else:
+        print_parts(parts)
+
+
 def write_rows(path: Path | None, rows: Iterable[Iterable[Any]]) -> None:
     """Write a table, its head first, to the file that `--csv` names, if it names one."""
     if path is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from meshwise import api
-from meshwise.cli.output import STDERR, console, print_json, print_parts, show
+from meshwise.cli.output import STDERR, console, print_answer, show
 from meshwise.core.errors import DataError, PlanError
-from meshwise.core.options import takes
+from meshwise.core.options import stated_in, takes
 
 if TYPE_CHECKING:
+    from meshwise.report.answer import Section
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
@@ -81,12 +83,7 @@ def dryrun(
 
 @takes(api.compare, optional=("program",))
 def compare(
-    context: typer.Context,
-    *,
-    stated: str = "",
-    json: bool = False,
-    show_help: bool = False,
-    **asked: Any,
+    context: typer.Context, *, stated: str = "", json: bool = False, show_help: bool = False, **asked: Any
 ) -> None:
     """Compare estimate, dry run and real run of a program, op by op.
 
@@ -111,6 +108,7 @@ def compare(
     show(result, of | result.to_json(), json=json, ok=result.agree)
 
 
+@takes(api.calibrate_server, without=("records",), optional=("model", "cluster"))
 def calibrate(
     *,
     device: str = "cpu",
@@ -120,15 +118,13 @@ def calibrate(
     source: list[Path] | None = None,
     steps: str = "",
     serving: list[Path] | None = None,
-    model: str = "",
-    cluster: str = "",
-    plan: str = "",
-    engine: str = "vllm",
     json: bool = False,
+    **asked: Any,
 ) -> None:
     """Write a cluster file of this machine.
 
-    Or, of a job, from its traces; or an engine file of a server, from its benchmark records.
+    Or, of a job, from its traces; or an engine file of a server, from its benchmark records, which needs to
+    know what was served: --model, --cluster, --plan and --engine.
 
     Args:
         device: cpu or cuda.
@@ -138,64 +134,45 @@ def calibrate(
         source: Traces of a job, instead of measuring this machine.
         steps: Of --from, only these steps: 3-7, or complete.
         serving: Records of vLLM's or SGLang's bench, GenAI-Perf or AIPerf, to fit an engine's constants to.
-        model: Of --serving, what was served.
-        cluster: Of --serving, the GPUs of the server.
-        plan: Of --serving, its plan, as for serve.
-        engine: Of --serving, vllm, sglang or trtllm, with version and settings: vllm@0.12.0.
     """
-    from meshwise.core.files import check_writable
+    from meshwise.core.files import check_writable, write_text
+    from meshwise.report import fit
 
     check_writable(out)
+    measures = stated_in({"device": device, "ranks": ranks, "quick": quick}, calibrate)
+    found: Any
+    parts: Callable[[Any], Iterable[Section]]
     if serving:
-        if source or steps or ranks or quick or device != "cpu":
+        if source or steps or measures:
             raise DataError("--serving reads records of a server; leave options of this machine out")
-        _calibrate_server(serving, model, cluster, plan, engine, out, json)
-        return
-    if model or cluster or plan:
+        if not (asked["model"] and asked["cluster"]):
+            raise DataError("--serving needs what was served and on what: --model, --cluster and --plan")
+        found, parts, use = api.calibrate_server(serving, **asked), fit.server_fit, "serve --engine"
+        write_text(out, found.toml)
+    elif asked["model"] or asked["cluster"] or asked["plan"]:
         raise DataError("--model, --cluster and --plan are of --serving RECORDS; name them too")
-    if source:
-        if device != "cpu" or ranks or quick:
+    else:
+        if source and measures:
             raise DataError("--from reads traces, it measures nothing; leave --device, --ranks, --quick out")
+        if steps and not source:
+            raise DataError("--steps chooses steps of traces; name them with --from DIR")
+        found, parts, use = _measured(source, steps, device, ranks, quick), fit.machine_fit, "--cluster"
+        found.write(out)
+    print_answer(found.to_json() | {"file": str(out)}, parts(found), json=json)
+    if not json:
+        print(f"wrote {out}; use it as {use} {out}")
+
+
+def _measured(source: list[Path] | None, steps: str, device: str, ranks: int, quick: bool) -> Any:
+    """The machine as traces show it, or as it is measured now."""
+    if source:
         from meshwise.calibrate.from_traces import calibrate_from
 
-        found = calibrate_from(source, steps=steps)
-    elif steps:
-        raise DataError("--steps chooses steps of traces; name them with --from DIR")
-    else:
-        api.need_torch()
-        from meshwise.runtime.calibrate import calibrate as measure
+        return calibrate_from(source, steps=steps)
+    api.need_torch()
+    from meshwise.runtime.calibrate import calibrate as measure
 
-        found = measure(device, ranks=ranks, quick=quick)
-    found.write(out)
-    if json:
-        print_json(found.to_json() | {"file": str(out)})
-        return
-    from meshwise.core.units import with_prefix
-    from meshwise.report.table import Fields, records_table
-
-    columns: Fields = {"what": "what", "shape": "shape", "dtype": "dtype", "time": "time_s"}
-    columns["rate"] = lambda one: with_prefix(one.rate, one.unit)
-    left = ("what", "shape", "dtype")
-    console().print(records_table(found.source, found.samples, columns, left=left, no_wrap=False))
-    print(f"wrote {out}; use it as --cluster {out}")
-
-
-def _calibrate_server(
-    records: list[Path], model: str, cluster: str, plan: str, engine: str, out: Path, json: bool
-) -> None:
-    from meshwise.core.files import write_text
-
-    if not (model and cluster):
-        raise DataError("--serving needs what was served and on what: --model, --cluster and --plan")
-    found = api.calibrate_server(records, model, cluster, plan, engine=engine)
-    write_text(out, found.toml)
-    if json:
-        print_json(found.to_json() | {"file": str(out)})
-        return
-    from meshwise.report.fit import server_fit
-
-    print_parts(server_fit(found))
-    print(f"wrote {out}; use it as serve --engine {out}")
+    return measure(device, ranks=ranks, quick=quick)
 
 
 def is_command(program: str) -> bool:
@@ -258,13 +235,10 @@ def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> N
     place = [asked.pop(name) for name in ("model", "cluster", "plan")]
     estimate, stdout = api.estimate(*place, **asked), STDERR if json else None
     found, outcome = api.compare_script(command, estimate, rank=rank, stdout=stdout)
-    if json:
-        of = {"program": outcome.program, "ranks": outcome.ranks, "rank": rank}
-        print_json(of | found.to_json() | {"peak_bytes": outcome.peak_bytes})
-    else:
-        from meshwise.report.script import difference_parts
+    from meshwise.report.script import difference_parts
 
-        print_parts(difference_parts(found))
+    document = {"program": outcome.program, "ranks": outcome.ranks, "rank": rank} | found.to_json()
+    print_answer(document | {"peak_bytes": outcome.peak_bytes}, difference_parts(found), json=json)
     if not found.agree:
         raise typer.Exit(1)
 

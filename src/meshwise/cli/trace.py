@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from meshwise import api
-from meshwise.cli.output import on_nodes, print_json, print_parts, show, write_rows
+from meshwise.cli.output import on_nodes, print_answer, print_json, show, write_rows
 from meshwise.core.errors import DataError
 from meshwise.core.options import stated_in, takes
 
@@ -244,12 +244,9 @@ def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: int = 1
     with on_nodes(ray, "ranks"):
         old, new = (_summarized([path]) for path in paths)
     rows = kernel_changes(old.kernels, new.kernels)
-    if json:
-        kernels = [asdict(row) | {"change_s": row.change_s} for row in rows]
-        sides = {"before": list(map(asdict, old.ranks)), "after": list(map(asdict, new.ranks))}
-        print_json({"kernels": kernels} | sides)
-    else:
-        print_parts([change_table(rows, limit=limit)])
+    document = {"kernels": [asdict(row) | {"change_s": row.change_s} for row in rows]}
+    document |= {"before": list(map(asdict, old.ranks)), "after": list(map(asdict, new.ranks))}
+    print_answer(document, [change_table(rows, limit=limit)], json=json)
 
 
 def ledger(
@@ -285,16 +282,12 @@ def query(
         raise DataError('name a folder of traces and a query: trace query DIR "SELECT ..."')
     with on_nodes(ray, "ranks"):
         found = rows_of(words[:-1], words[-1])
-    if csv is not None:
-        write_rows(csv, [found.columns, *found.iter_rows()])
-    if json:
-        print_json({"columns": found.columns, "rows": [list(row) for row in found.iter_rows()]})
-    elif csv is None:
-        rows = [
-            [cell_text(name, one) for name, one in zip(found.columns, row, strict=True)]
-            for row in found.head(limit).iter_rows()
-        ]
-        print_parts([Table(f"{min(limit, len(found))} of {len(found)} rows", found.columns, rows)])
+    write_rows(csv, [found.columns, *found.iter_rows()])
+    if json or csv is None:
+        shown = [[*map(cell_text, found.columns, row)] for row in found.head(limit).iter_rows()]
+        table = Table(f"{len(shown)} of {len(found)} rows", found.columns, shown)
+        document = {"columns": found.columns, "rows": [list(row) for row in found.iter_rows()]}
+        print_answer(document, [table], json=json)
 
 
 def _of_traces(work: Callable[..., Found]) -> Callable[..., None]:
@@ -313,10 +306,7 @@ def _of_traces(work: Callable[..., Found]) -> Callable[..., None]:
             found = _summarized(paths, steps)
             document, parts = work(found.of_ranks(_chosen(found, ranks)) if ranks else found, **asked)
             parts = list(parts)
-        if json:
-            print_json(document)
-        else:
-            print_parts(parts)
+        print_answer(document, parts, json=json)
 
     verb.__name__, verb.__doc__ = work.__name__, work.__doc__
     return takes(work, without=("found",))(verb)

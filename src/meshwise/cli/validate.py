@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,7 +12,7 @@ from meshwise import api
 from meshwise.cli.fit import OP_FILES, RUN_FILES
 from meshwise.cli.output import show
 from meshwise.core.errors import DataError
-from meshwise.core.options import takes
+from meshwise.core.options import stated_in, takes
 
 if TYPE_CHECKING:
     from meshwise.calibrate.mend import Mend
@@ -60,17 +60,19 @@ def validate(
         leave_one_source_out: Also predict each source from the others (two minutes).
         worst: How many of the worst rows to print.
     """
+    asked = dict(locals())
     if cases is not None:
-        others: dict[str, Any] = {"runs": runs, "serving": serving, "rl": rl, "power": power, "data": data}
-        others |= {"leave-one-source-out": leave_one_source_out, "board": board, "mend": mend}
-        others |= {"plot": plot, "write-docs": write_docs, "html": html}
-        if unused := [option for option, value in others.items() if value]:
-            raise DataError(f"--cases compares its own file only; leave --{unused[0]} out")
-        _validate_cases(cases, json=json)
+        if others := {*stated_in(asked, validate)} - {"cases", "json"}:
+            unused = min(others).replace("_", "-")
+            raise DataError(f"--cases compares its own file only; leave --{unused} out")
+        from meshwise.published.nersc import check_cases
+
+        checked = check_cases(cases)
+        show(checked, json=json, ok=checked.agrees)
         return
     from meshwise.calibrate.validate import validate as predict
 
-    files = _files(runs, [*(serving or ()), *(rl or ()), *(power or ())], data)
+    files = _files(runs or [], [*(serving or ()), *(rl or ()), *(power or ())], data)
     validation = predict(files)
     if leave_one_source_out:
         from meshwise.calibrate.leave_one_source_out import predicted_by_others
@@ -93,14 +95,12 @@ def _releases(validation: Validation, board: Path | None, release: str, docs: Pa
     from meshwise.calibrate.releases import read_board, with_release, write_board
 
     path = board or (docs / "board.csv" if docs else None)
+    if path is None and release:
+        raise DataError(f"--release {release} is the name of predictions on a board; add --board FILE")
+    if board is not None and not board.is_file() and not release:
+        raise DataError(f"{board}: no such file; name a board, or begin one with --release NAME")
     if path is None:
-        if release:
-            raise DataError(f"--release {release} is the name of predictions on a board; add --board FILE")
         return {}
-    if not path.is_file() and not release:
-        if board is None:
-            return {}
-        raise DataError(f"{path}: no such file; name a board, or begin one with --release NAME")
     known = read_board(path) if path.is_file() else {}
     if release:
         write_board(with_release(known, release, validation.rows), path)
@@ -117,19 +117,11 @@ def _mends(files: list[Path]) -> list[Mend]:
     return mends(runs)
 
 
-def _files(runs: list[Path] | None, others: list[Path], data: Path | None) -> list[Path]:
+def _files(runs: list[Path], others: list[Path], data: Path | None) -> list[Path]:
     """The files that the options name; without any, the runs that ship with the package."""
     from meshwise.calibrate.runs import published_runs
 
     tables = [data / name for name in DATA_FILES if (data / name).is_file()] if data else []
     if data and not tables:
         raise DataError(f"{data} has none of {', '.join(DATA_FILES)}; name the folder of these tables")
-    return [*(runs or ([] if others else [published_runs()])), *others, *tables]
-
-
-def _validate_cases(path: Path, *, json: bool) -> None:
-    """Print how far a published model's cases are from ours; exit code 1 where one differs."""
-    from meshwise.published.nersc import check_cases
-
-    checked = check_cases(path)
-    show(checked, json=json, ok=checked.agrees)
+    return [*runs, *others, *tables] if runs or others else [published_runs(), *tables]

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from meshwise.calibrate.cluster_file import Calibration
 from meshwise.calibrate.errors import grouped, summarize
 from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_server import ServerFit
 from meshwise.calibrate.fit_serving import Case, ServingFit
 from meshwise.calibrate.fit_steps import StepFit
-from meshwise.core.units import duration
+from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Section
 from meshwise.report.table import Fields, Table, percent, records_table
 
@@ -79,6 +80,14 @@ def server_fit(found: ServerFit) -> Iterator[Section]:
     for name, after in document["mean_abs_frac"]["after"].items():
         before = document["mean_abs_frac"]["before"][name]
         yield f"{name}: off by {after:.1%} in the mean, {before:.1%} before"
+
+
+def machine_fit(found: Calibration) -> Iterator[Section]:
+    """What was measured of a machine."""
+    columns: Fields = {"what": "what", "shape": "shape", "dtype": "dtype", "time": "time_s"}
+    columns["rate"] = lambda one: with_prefix(one.rate, one.unit)
+    left = ("what", "shape", "dtype")
+    yield records_table(found.source, found.samples, columns, left=left, no_wrap=False)
 
 
 def _constant(name: str, value: float) -> str:
