@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import whole_file
@@ -29,6 +28,7 @@ from meshwise.report.chart import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 FORMATS = (".png", ".svg", ".pdf")
 DOTS_PER_INCH, PX_PER_INCH = 160, 90
@@ -36,8 +36,6 @@ WIDTH_INCHES, CHARACTERS_PER_INCH = 12.0, 14.0
 MOST_NAMES = 33
 """Lanes that are named; of more, every second one, every third one and so on."""
 LINES = {"": "none", "solid": "-", "dash": "--", "dot": ":"}
-
-Floats = NDArray[np.float64]
 
 
 def check_format(path: Path, *, also: tuple[str, ...] = ()) -> None:
@@ -218,8 +216,6 @@ _DRAW: dict[type[Mark], Callable[[Any, Any, Sequence[Bars]], None]] = {
 _LEADER = {"arrowstyle": "-", "color": OTHER_COLOR, "lw": 0.5, "shrinkA": 0, "shrinkB": 0}
 _DIRECTIONS = np.radians([-45, -90, -135, -20, -160, 0, 180, -65, -115, 45, 135, 90])
 _WAYS = np.column_stack([np.cos(_DIRECTIONS), np.sin(_DIRECTIONS)])
-_APART = 6.0
-"""Pixels between two of the points that stand for a mark, a line or a name: less than a letter is high."""
 
 
 def _draw_names(axes: Axes, chart: Chart) -> None:
@@ -228,54 +224,41 @@ def _draw_names(axes: Axes, chart: Chart) -> None:
     Free means inside the axes, clear of marks and lines, of other names and the lines that lead to them. Near
     places come first, below before above.
     """
+    from matplotlib.path import Path as Outline
+    from matplotlib.transforms import Bbox
+
     figure: Any = axes.get_figure(root=True)
     pixels = figure.dpi / 72
-    taken = np.vstack([np.empty((0, 2)), *_marked(axes, chart, pixels)])
+    lines = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+    boxes = [box for marks in axes.collections for box in _boxes(axes, marks, pixels)]
     low, high = axes.bbox.min, axes.bbox.max
     distances = np.arange(5, 110, 5)[:, None, None] * pixels
     for names in (mark for mark in chart.marks if isinstance(mark, Names)):
         for x, y, text, color in zip(names.x, names.y, names.texts, names.colors, strict=True):
-            at = x, y
-            label = axes.annotate(text, at, (0, 0), textcoords="offset points", fontsize=8, ha="center",
+            label = axes.annotate(text, (x, y), (0, 0), textcoords="offset points", fontsize=8, ha="center",
                                   va="center", color=color, arrowprops=_LEADER)  # fmt: skip
             label.set_in_layout(False)
             half = np.array(label.get_window_extent().size) / 2 + pixels
-            center: Floats = axes.transData.transform(at)
+            center = axes.transData.transform((x, y))
             places = (center + _WAYS * (distances + half * np.abs(_WAYS))).reshape(-1, 2)
             inside = ((places - half >= low) & (places + half <= high)).all(axis=1)
-            free = (place for place in places[inside] if not (np.abs(taken - place) < half).all(axis=1).any())
-            if (place := next(free, None)) is None:
+            for place in places[inside]:
+                box = Bbox([place - half, place + half])
+                if not box.count_overlaps(boxes) and not any(
+                    line.intersects_bbox(box, False) for line in lines
+                ):
+                    label.set_position(tuple((place - center) / pixels))
+                    boxes.append(box)
+                    lines.append(Outline([center, place]))
+                    break
+            else:
                 label.remove()
-                continue
-            label.set_position(tuple((place - center) / pixels))
-            taken = np.vstack([taken, _box(place, half), _line(center, place)])
 
 
-def _marked(axes: Axes, chart: Chart, pixels: float) -> Iterator[Floats]:
-    """Points [pixels] where a name would hide marks or lines."""
-    for mark in chart.marks:
-        if isinstance(mark, Series) and len(mark.x):
-            at = axes.transData.transform(np.column_stack([mark.x, mark.y]))
-            radius = np.broadcast_to(np.asarray(mark.size) * 0.375 * pixels, len(at))
-            yield from map(_box, at, radius)
-            if mark.line:
-                stops = np.repeat(at, 2, axis=0)
-                corners = np.column_stack([stops[1:, 0], stops[:-1, 1]]) if mark.steps else at
-                yield from map(_line, corners[:-1], corners[1:])
-        elif isinstance(mark, Bound):
-            across = 0 if mark.axis == "x" else 1
-            ends = np.array([axes.bbox.min, axes.bbox.max])
-            ends[:, across] = axes.transData.transform((mark.value, mark.value))[across]
-            yield _line(*ends)
+def _boxes(axes: Axes, marks: Any, pixels: float) -> Iterator[Bbox]:
+    """The boxes [pixels] around marks."""
+    from matplotlib.transforms import Bbox
 
-
-def _box(center: Floats, half: Any) -> Floats:
-    """Points all over a box of half size `half`."""
-    sides = [np.linspace(-one, one, 2 + int(2 * one / _APART)) for one in np.broadcast_to(half, 2)]
-    return center + np.stack(np.meshgrid(*sides), axis=-1).reshape(-1, 2)
-
-
-def _line(start: Floats, end: Floats) -> Floats:
-    """Points all along a line."""
-    num = 2 + int(np.hypot(*(end - start)) / _APART)
-    return start + np.linspace(0, 1, num)[:, None] * (end - start)
+    centers = axes.transData.transform(marks.get_offsets())
+    halves = np.broadcast_to(np.sqrt(marks.get_sizes())[:, None] * pixels / 2, centers.shape)
+    yield from (Bbox([center - half, center + half]) for center, half in zip(centers, halves, strict=True))

@@ -62,8 +62,7 @@ def parts(
     following = next_text(estimate)
     yield Facts([*_facts(estimate, run), *([("next", following)] if following else [])])
     yield from (_time(estimate), _memory(estimate))
-    if len(estimate.step.stages) > 1:
-        yield stage_table(estimate)
+    yield from filter(None, [stage_table(estimate)])
     if per_layer:
         yield from layer_tables(estimate.layer())
     yield Text("Notes", estimate.notes(), "note: ")
@@ -92,10 +91,9 @@ def _facts(estimate: Estimate, run: Mapping[str, Any] | None) -> list[tuple[str,
 
 def op_sections(estimate: Estimate) -> list[Section]:
     """Where the time of one plan goes: the roofline of its ops, the pipeline over time, its stages."""
-    stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
     following = next_text(estimate)
     tried = Text("Try next", [following]) if following else None
-    sections = tried, _roofline(estimate), _pipeline(estimate), stages
+    sections = tried, _roofline(estimate), _pipeline(estimate), stage_table(estimate)
     return [section for section in sections if section is not None]
 
 
@@ -232,16 +230,12 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         return f"{show(run[key])} ({show(failing[key])} with failures)"
 
     hours = with_prefix(run["gpu_hours"], "", 3)
-    lines += [
-        (f"{with_prefix(run['tokens'], '')} tokens", f"{long_duration(run['run_s'])}, {hours} GPU-hours"),
-        (
-            "with failures",
-            f"{long_duration(failing['run_s'])} (goodput {failing['goodput_frac']:.1%}, "
-            f"{num_failures:{',.0f' if num_failures >= 10 else '.2g'}} failures, "
-            f"a checkpoint of {with_prefix(failing['checkpoint_bytes'], 'B')} every "
-            f"{duration(failing['checkpoint_every_s'])})",
-        ),
-    ]
+    taken, with_them = long_duration(run["run_s"]), long_duration(failing["run_s"])
+    size, every = with_prefix(failing["checkpoint_bytes"], "B"), duration(failing["checkpoint_every_s"])
+    failures = f"{num_failures:{',.0f' if num_failures >= 10 else '.2g'}} failures"
+    each = f"goodput {failing['goodput_frac']:.1%}, {failures}, a checkpoint of {size} every {every}"
+    lines.append((f"{with_prefix(run['tokens'], '')} tokens", f"{taken}, {hours} GPU-hours"))
+    lines.append(("with failures", f"{with_them} ({each})"))
     if "cost" in run:
         lines.append(("cost of the run", both("cost", dollars)))
     if "energy_joules" in run:
@@ -252,8 +246,10 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def stage_table(estimate: Estimate) -> Table:
-    """What each kind of stage holds, and its times for one microbatch."""
+def stage_table(estimate: Estimate) -> Table | None:
+    """What each kind of stage holds, and its times for one microbatch; None where there is one stage."""
+    if len(estimate.step.stages) == 1:
+        return None
 
     def layers(stage: Stage) -> str:
         first = "embedding + " if stage.embeddings else ""

@@ -27,8 +27,7 @@ _OF_PHASES = {
 def parts(answer: RlAnswer) -> Iterator[Section]:
     """The step, its phases, memory and cost, and all candidates of an open layout."""
     step, document = answer.step, answer.to_json()
-    of = step.job
-    pools = "shared in turn"
+    of, pools = step.job, "shared in turn"
     if of.is_split:
         pools = f"{of.rollout_gpus} for rollout, {of.train_gpus} for training"
     yield f"{of.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}, {of.mode}: GPUs {pools}"
@@ -42,11 +41,8 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
         yield f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): {rate}"
         if answer.split is not None and (staler := answer.split.staler) is not None:
             bound = staler.job.staleness
-            options, staler_s = (
-                f"--mode {staler.job.mode} --staleness {bound}",
-                duration(staler.step_s or 0.0),
-            )
-            yield f"with samples up to {bound} steps old it takes {staler_s} ({options})"
+            options = f"--mode {staler.job.mode} --staleness {bound}"
+            yield f"with samples up to {bound} steps old it takes {duration(staler.step_s)} ({options})"
         yield _phases(answer)
         idle = step.idle_frac
         yield (

@@ -79,10 +79,11 @@ def sized_lines(answer: ServingAnswer) -> Iterator[str]:
     assert sizing is not None and load is not None
     choice = sizing.best or sizing.nearest
     assert choice is not None
-    document, num = load.to_json(), choice.fleet.num_chips
-    gpus, verb = (f"{num} GPUs", "hold") if num > 1 else ("1 GPU", "holds")
+    document, several = load.to_json(), choice.fleet.num_chips > 1
+    gpus = f"{choice.fleet.num_chips} GPU{'s' * several}"
+    verb = "hold" if several else "holds"
     if sizing.best is None:
-        verb = "do not hold" if num > 1 else "does not hold"
+        verb = "do not hold" if several else "does not hold"
     of = f"{_pools(choice.fleet)}; {load.engine.title}, max_sequences={choice.sequences}"
     yield f"{gpus} {verb} {sizing.rate or 0.0:.4g} requests/s: {of}"
     yield from _within(load, document)
@@ -127,14 +128,7 @@ def _layout(of: Serving) -> str:
 
 def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section]:
     """One server, under its load if there is one; what memory and an idle engine give."""
-    cluster, plan = document["cluster"], document["plan"]
-    silent = {"imbalance": 1.0, "cp": 1, "pp": 1}
-    if answer.serving.model.moe is None:
-        silent |= {key: plan[key] for key in ("ep", "etp")}
-    shown = {name: value for name, value in plan.items() if value and value != silent.get(name)}
-    known = (f"{value:.4g}" if name == "imbalance" else str(value) for name, value in shown.items())
-    keys = ", ".join(f"{name}={value}" for name, value in zip(shown, known, strict=True))
-    yield f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}"
+    yield f"{document['model']} on {_name(answer)}"
     if answer.num_instances > 1:
         load = "which share the load" if answer.load else "of which this is one"
         yield f"no plan was stated: the cluster holds {answer.num_instances} such instances, {load}"
@@ -258,12 +252,10 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
         "first\ntoken ms": lambda row: mean_ms(row, "ttft_s"),
         "token\nms": lambda row: mean_ms(row, "tpot_s"),
         **{"tokens/s\na GPU": per_gpu, "binds": "binds"},
-        "within": lambda row: (
-            f"{within:.0%}" if (within := row.get("simulated_within_limits_frac")) is not None else ""
-        ),
+        "within": within,
     }
-    columns = {name: of for name, of in columns.items() if name not in without}
-    return records_table("", choices, columns, left=("workers", "prefill\nworkers"), no_wrap=False)
+    shown = {name: of for name, of in columns.items() if name not in without}
+    return records_table("", choices, shown, left=("workers", "prefill\nworkers"), no_wrap=False)
 
 
 def _load(load: LoadResult) -> Iterator[Section]:
@@ -349,22 +341,29 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
         )
     else:
         headline = _out_of_memory(answer.to_json()["memory_bytes"]).partition(" that may be used")[0]
-    bests = [one.to_json() for one in sizing.bests] if sizing and answer.sizing is None else []
-    table = replace(choices_table(bests), title="The best of each chip, of one pool and of two")
-    sections: list[Section] = [
-        *parts(answer),
-        *([table] if bests else []),
-        *([_latency(answer.load)] if answer.load is not None else []),
-        *([_trade(answer)] if answer.passes else []),
-        *([_layouts(sizing)] if sizing and sizing.trade_offs else []),
-    ]
+    sections = list(parts(answer))
+    if sizing and answer.sizing is None and (bests := [one.to_json() for one in sizing.bests]):
+        sections.append(replace(choices_table(bests), title="The best of each chip, of one pool and of two"))
+    if answer.load is not None:
+        sections.append(_latency(answer.load))
+    if answer.passes:
+        sections.append(_trade(answer))
+    if sizing and sizing.trade_offs:
+        sections.append(_layouts(sizing))
     return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, not answer.is_no)
 
 
 def _name(answer: ServingAnswer) -> str:
-    stated = (f"{key}={value}" for key, value in answer.serving.plan.items() if value not in (None, False, 1))
-    plan = ", ".join(stated) or "one GPU"
-    return f"{answer.serving.cluster.num_chips} x {answer.serving.cluster.chip.name}: {plan}"
+    """Where it is served, and the plan but for what needs no saying."""
+    of, plan = answer.serving, answer.serving.plan
+    silent = {"imbalance": 1.0, "cp": 1, "pp": 1}
+    if of.model.moe is None:
+        silent |= {key: plan[key] for key in ("ep", "etp")}
+    shown = {name: value for name, value in plan.items() if value and value != silent.get(name)}
+    keys = (
+        f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
+    )
+    return f"{of.num_chips} x {of.cluster.chip.name}: {', '.join(keys)}"
 
 
 _AXES = ChartAxis("output tokens/s a user", low=0.0), ChartAxis("output tokens/s a GPU", low=0.0)
