@@ -10,7 +10,6 @@ that differs, or a cell that we do not have, counts as 1. Numbers less than 1e-1
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,109 +34,43 @@ from meshwise.published.nersc.paper import (
     price,
 )
 from meshwise.published.nersc.paper_ops import PaperCut
+from meshwise.published.nersc.tables import NERSC_TABLES
 
 TOLERANCE = 1e-9
 _ROUNDING = 1e-18
 
-_Count = Annotated[float, msgspec.Meta(ge=1, le=1e12, multiple_of=1)]
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
-_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _KINDS = {paper_name(kind): kind for kind in COLLECTIVES if kind != "recv"}
 _STRATEGIES = {"1d": "1d", "2d": "2d", "seqp": "2d-seqp", "2d-seqp": "2d-seqp"}
+_HELD: dict[str, Any] = {
+    "text": str,
+    "texts": dict[str, str],
+    "switch": bool,
+    "off": Literal[False],
+    "count": Annotated[float, msgspec.Meta(ge=1, le=1e12, multiple_of=1)],
+    "positive": Annotated[float, msgspec.Meta(gt=0)],
+    "number": Annotated[float, msgspec.Meta(ge=0)],
+    "share": Annotated[float, msgspec.Meta(gt=0, le=1)],
+    "tera": Annotated[float, msgspec.Meta(ge=1e-12, le=1e-12)],
+    "strategy": Literal[tuple(_STRATEGIES)],
+    "attention": Literal["", "fused", "separate", "summa"],
+    "rows": Annotated[dict[str, Any], msgspec.Meta(min_length=1)],
+}
+"""What a key of a file may hold, by the name that the catalog has for it."""
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """An object of the file: a key that it does not name is refused, with its place."""
+def _entry(name: str) -> Any:
+    """What holds the object `name` of a file; a key that the catalog does not name is refused."""
+    found: list[Any] = []
+    for key, stated in NERSC_TABLES["cases"][name].items():
+        kind, *default = stated if isinstance(stated, list) else [stated]
+        held = _HELD[kind]
+        found.append((key, held | None, None) if default == ["none"] else (key, held, *default))
+    return msgspec.defstruct(name, found, kw_only=True, forbid_unknown_fields=True)
 
 
-class _ModelEntry(_Entry):
-    l: _Count  # noqa: E741  (the paper's names: sequence, width, heads, layers, MLP width)
-    e: _Count
-    h: _Count
-    depth: _Count
-    f: _Count
-
-
-class _SystemEntry(_Entry):
-    matrix_flops_fp16: _Positive
-    vector_flops_fp16: _Positive
-    hbm_bandwidth: _Positive
-    hbm_capacity: _Positive
-    nvlink_bandwidth: _Positive
-    nvlink_eff: _Share
-    nvlink_latency: Annotated[float, msgspec.Meta(ge=0)]
-    ib_bandwidth: _Positive
-    ib_eff: _Share
-    ib_latency: Annotated[float, msgspec.Meta(ge=0)]
-    nic_factor: _Positive
-    summa_nb: _Count = 4.0
-    element_size: _Positive = 2e-9
-    mask_element_size: _Positive = 1e-9
-    nvlink_size: _Count = math.inf
-    vector_flops_fp32: _Positive = 1.0  # the paper's model reads the fp16 rate only
-    flops_units: Annotated[float, msgspec.Meta(ge=1e-12, le=1e-12)] = 1e-12
-    empirical: Literal[False] = False
-
-
-class _Inside(_Entry):
-    dp: _Count
-    pp: _Count
-    tp: _Count | None = None
-    tp1: _Count | None = None
-    tp2: _Count | None = None
-
-
-class _Config(_Entry):
-    dp: _Count
-    pp: _Count
-    mbs: _Count
-    nv: _Inside
-    tp: _Count | None = None
-    m1: _Count | None = None
-    m2: _Count | None = None
-    nb: _Count | None = None
-    flash: bool | None = None
-    recompute: bool = False
-    attention_recompute: bool = False
-    attention: Literal["", "fused", "separate", "summa"] = ""
-
-
-class _Inputs(_Entry):
-    model: _ModelEntry
-    system: _SystemEntry
-    strategy: Literal["1d", "2d", "seqp", "2d-seqp"]
-    global_batch_size: _Count
-    config: _Config
-    model_name: str = ""
-    system_name: str = ""
-    n_gpus: _Count | None = None
-    n_microbatches: _Count | None = None
-    pp_p2p_volume_GB: float | None = None
-
-
-class _Case(_Entry):
-    name: str
-    inputs: _Inputs
-    outputs: Annotated[dict[str, Any], msgspec.Meta(min_length=1)]
-    note: str = ""
-
-
-class _Collective(_Entry):
-    system: str
-    op: str
-    n_gpus: _Count
-    in_fast_domain: _Count
-    volume_GB: Annotated[float, msgspec.Meta(ge=0)]
-    t_s: Annotated[float, msgspec.Meta(ge=0)]
-    nvlink_size: _Count = math.inf
-
-
-class _File(_Entry):
-    cases: list[_Case]
-    collectives: list[_Collective] = []
-    about: str = ""
-    units: dict[str, str] = {}
-    conventions: dict[str, str] = {}
+for _name in NERSC_TABLES["cases"]:  # each after those that it holds
+    _entry_of: Any = _entry(_name)
+    _HELD |= {_name: _entry_of, f"{_name}s": list[_entry_of]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +111,7 @@ class CaseCheck:
 
 def check_cases(path: Path) -> CaseCheck:
     """Compute every case and collective of `path` again; DataError says what is missing or not known."""
-    file = parse_file(path, "JSON", msgspec.json.Decoder(_File).decode)
+    file = parse_file(path, "JSON", msgspec.json.Decoder(_HELD["file"]).decode)
     cases = tuple(
         (case.name, _worst(_case_differences(case, f"{path}, case {case.name!r}"))) for case in file.cases
     )
@@ -195,7 +128,7 @@ def check_cases(path: Path) -> CaseCheck:
 # --- From a file's words to ours ----------------------------------------------------------------------
 
 
-def _case_differences(case: _Case, where: str) -> Iterator[Difference]:
+def _case_differences(case: Any, where: str) -> Iterator[Difference]:
     """Every number of the outputs, and those of the inputs that follow from the others."""
     inputs = case.inputs
     run = _run(inputs, where)
@@ -222,7 +155,7 @@ def _case_differences(case: _Case, where: str) -> Iterator[Difference]:
     yield from _differences(derived, stated, f"{where}: inputs", "inputs")
 
 
-def _run(inputs: _Inputs, where: str) -> PaperRun:
+def _run(inputs: Any, where: str) -> PaperRun:
     model, config, inside = inputs.model, inputs.config, inputs.config.nv
     cut = _cut(inputs, f"{where}: inputs.config")
     wanted = ("tp",) if cut.strategy == "1d" else ("tp1", "tp2")
@@ -239,7 +172,7 @@ def _run(inputs: _Inputs, where: str) -> PaperRun:
     )
 
 
-def _cut(inputs: _Inputs, where: str) -> PaperCut:
+def _cut(inputs: Any, where: str) -> PaperCut:
     """The layer as the strategy of a case cuts it; DataError for what does not go with the strategy."""
     model, config, system = inputs.model, inputs.config, inputs.system
     strategy = _STRATEGIES[inputs.strategy]
@@ -272,7 +205,7 @@ def _cut(inputs: _Inputs, where: str) -> PaperCut:
     )
 
 
-def _degrees(entry: _Config | _Inside, wanted: tuple[str, ...], where: str) -> tuple[float, float]:
+def _degrees(entry: Any, wanted: tuple[str, ...], where: str) -> tuple[float, float]:
     """The values of `wanted`, the second one 1 if it is not; no other degree may be given."""
     degrees = ((name, getattr(entry, name, None)) for name in ("tp", "m1", "m2", "tp1", "tp2"))
     stated = {name: float(value) for name, value in degrees if value is not None}
@@ -283,7 +216,7 @@ def _degrees(entry: _Config | _Inside, wanted: tuple[str, ...], where: str) -> t
     return first, second
 
 
-def _system(entry: _SystemEntry) -> PaperSystem:
+def _system(entry: Any) -> PaperSystem:
     return PaperSystem(
         matrix_flop_per_s=entry.matrix_flops_fp16 * TFLOP,
         vector_flop_per_s=entry.vector_flops_fp16 * TFLOP,
@@ -297,7 +230,7 @@ def _system(entry: _SystemEntry) -> PaperSystem:
     )
 
 
-def _collective_s(one: _Collective, systems: dict[str, PaperSystem], where: str) -> float:
+def _collective_s(one: Any, systems: dict[str, PaperSystem], where: str) -> float:
     """Seconds of `one` on the published machine of that name, else on that of a case of the file."""
     if one.op not in _KINDS:
         raise DataError(f"{where}: op {one.op!r} is unknown; choose one of {', '.join(_KINDS)}")
