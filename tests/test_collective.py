@@ -189,6 +189,13 @@ def test_an_oversubscribed_level_gives_each_rank_its_share():
     assert whole_pods_s == pytest.approx(1e12 / (8 * 50e9), rel=0.05)
 
 
+def test_two_ranks_of_a_mesh_have_one_link_of_those_to_their_peers():
+    links = (Link(448e9, 0.0, 8.0, mesh=True),)
+    for ranks, links_used in ((2, 1), (4, 3), (8, 7)):
+        seconds = collective_s("all_gather", 1e9, ranks, links=links)
+        assert seconds == pytest.approx((ranks - 1) / ranks / (links_used * 64))
+
+
 def test_more_than_two_gpus_on_pcie_go_through_their_host():
     """A way through it has 3/4 of a link; all eight links at once have 1/16 of what they carry."""
     links = {"links": (Link(32e9, 0.0, 8.0),)}

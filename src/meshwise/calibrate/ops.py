@@ -20,7 +20,7 @@ from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
 from meshwise.machine.efficiency import WITHOUT_PEERS, DispatchEfficiency, Efficiency, ExpertsEfficiency
-from meshwise.machine.hardware import Chip, Level, Link, find_cluster
+from meshwise.machine.hardware import Chip, Level, find_cluster, links_of
 
 Array = NDArray[np.float64]
 
@@ -153,11 +153,11 @@ def _dispatch_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 
 
 def _peer_all_reduce_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    size, ranks, link = batch.shape["bytes"], batch.shape["ranks"], chip.levels[0]
+    size, ranks, between = batch.shape["bytes"], batch.shape["ranks"], links_of(chip.levels)
     return peer_all_reduce_s(
-        size, ranks, link_bytes_per_s=efficiency.inner.among(ranks, link.ranks, link.bytes_per_s),
+        size, ranks, link_bytes_per_s=between[0].among(ranks),
         memory_bytes_per_s=chip.memory_bytes_per_s, graph=batch.shape["graph"], efficiency=efficiency.peer,
-        library_s=collective_s("all_reduce", size, ranks, links=_links(chip.levels), efficiency=efficiency),
+        library_s=collective_s("all_reduce", size, ranks, links=between, efficiency=efficiency),
     )  # fmt: skip
 
 
@@ -168,14 +168,10 @@ def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     several_nodes = shape["ranks"] > shape["ranks_per_node"]
     of_node = np.minimum(levels[0].ranks, shape["ranks_per_node"])
     node_ranks = np.where(several_nodes, of_node, levels[0].ranks)
-    first, *others = _links(levels)
+    first, *others = links_of(levels)
     between = (first._replace(ranks=node_ranks), *others)
     kind: Any = batch.first.variant
     return collective_s(kind, shape["bytes"], shape["ranks"], links=between, efficiency=efficiency)
-
-
-def _links(levels: Sequence[Level]) -> tuple[Link, ...]:
-    return tuple(Link(level.bytes_per_s, level.latency_s, level.ranks) for level in levels)
 
 
 def links(batch: Batch, chip: Chip) -> tuple[Level, ...]:

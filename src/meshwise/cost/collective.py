@@ -294,7 +294,7 @@ class _Step:
 def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Num:
     """What is left of a link for one of `ranks` ranks; more than two on PCIe go through their host."""
     if efficiency.host_frac == efficiency.host_shared_frac == 1.0:
-        return efficiency.among(ranks, link.ranks, link.bytes_per_s)
+        return link.among(ranks)
     through_host = np.minimum(efficiency.host_frac, efficiency.host_shared_frac * link.ranks / ranks)
     return link.bytes_per_s * np.where(np.asarray(ranks) > 2, through_host, 1.0)
 

@@ -37,7 +37,7 @@ from meshwise.cost.dispatch import deepep_copies, dispatch_s, launch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
-from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants, ideal_of
+from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
 from meshwise.machine.hardware import (
     Chip,
     Cluster,
@@ -211,7 +211,7 @@ def _machine(
         ),
         reduce_scatter=reduce_scatter,
         by_dtype={name: rates(cluster, name) for name in dtypes},
-        efficiency=ideal_of(own) if ideal else own,
+        efficiency=IDEAL if ideal else own,
         num_cores=float(num_cores(chip)),
         overheads=overheads,
         power_watts=chip.power_watts,
@@ -428,7 +428,7 @@ def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: St
     library_s = machine.collective_s("all_reduce", payload_bytes, ranks, stride)
     peer_s = peer_all_reduce_s(
         payload_bytes, ranks, memory_bytes_per_s=base.memory_bytes_per_s, library_s=library_s,
-        link_bytes_per_s=efficiency.inner.among(ranks, base.node_ranks, base.links[0].bytes_per_s),
+        link_bytes_per_s=base.links[0].among(ranks),
         coded=op.library == "peer-coded", efficiency=efficiency.peer,
     )  # fmt: skip
     is_switched = np.asarray(base.links[0].ways) == 0  # a peer must be reached directly

@@ -27,11 +27,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
-import numpy as np
-
 from meshwise.core.errors import ClusterError
 from meshwise.core.files import catalog_text
-from meshwise.core.units import Num
 from meshwise.machine.hardware import MEASURED, Chip, Level, chips, num_cores
 
 
@@ -180,7 +177,6 @@ class LinkEfficiency:
     host_frac: share of the bandwidth on a way through the host, which more than two GPUs on PCIe take.
     host_shared_frac: share of what the links of a whole domain carry that its host passes on for all; in a
         box whose GPUs cannot reach each other's memory (no peer access) little, as all passes its memory.
-    mesh: every pair of ranks has a link of its own, so that few ranks use few of them.
     """
 
     launch_s: float = 0.0
@@ -195,11 +191,6 @@ class LinkEfficiency:
     switch_latency: float = 0.0
     host_frac: float = 1.0
     host_shared_frac: float = 1.0
-    mesh: bool = False
-
-    def among(self, ranks: Num, domain_ranks: Num, bytes_per_s: Num) -> Num:
-        """What is left to `ranks` ranks of a domain of all links of one, which has `bytes_per_s`."""
-        return bytes_per_s * np.maximum(ranks - 1.0, 1.0) / (domain_ranks - 1.0) if self.mesh else bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,11 +242,6 @@ AS_MEASURED = {"fp16": "bf16", "int8": "fp8"}
 _IDEAL_GEMM = GemmEfficiency()
 _IDEAL_CAST = CastEfficiency()
 IDEAL = Efficiency()
-
-
-def ideal_of(own: Efficiency) -> Efficiency:
-    """The ideal of a chip: no promise broken, its ranks joined as they are (`LinkEfficiency.mesh`)."""
-    return replace(IDEAL, inner=replace(IDEAL.inner, mesh=own.inner.mesh))
 
 
 CLASSES: dict[str, type] = {

@@ -19,13 +19,14 @@ import datetime
 import itertools
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from meshwise.core.errors import ClusterError, did_you_mean
 from meshwise.core.files import read_catalog
@@ -45,7 +46,8 @@ class Level:
 
     `bytes_per_s` is what is left for a rank when all ranks use the level at once. `torus`: the chips along
     each axis (empty: switches); an axis closes to a ring where its size is a multiple of `ring_multiple`.
-    `rails`: switches join only ranks of the same place in their domains of the level inside.
+    `rails`: switches join only ranks of the same place in their domains of the level inside. `mesh`: in place
+    of switches every two ranks have a link of their own, so that few ranks use few of them.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Level:
     torus: tuple[int, ...] = ()
     ring_multiple: int = 1
     rails: bool = False
+    mesh: bool = False
 
 
 ReduceScatter = Literal["reduce_scatter", "all_reduce"]
@@ -229,6 +232,7 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
             (levels and levels[-1].ranks == math.inf, "only the last level may lack ranks"),
             (levels and level.ranks <= levels[-1].ranks, "ranks must grow outward"),
             (levels and level.torus, "only the innermost level can be a torus"),
+            (level.mesh and (levels or level.torus), "only the innermost level can be a mesh, and no torus is"),
             (level.rails and not levels, "the innermost level has no rails; list a node's links before it"),
             (not isinstance(shared, int | float) or not 1.0 <= shared <= 1e6,
              f"oversubscription is {shared}; it must be 1 or more"),
@@ -241,6 +245,8 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
         _positive(level.bytes_per_s, f"{at}: bytes_per_s")
         _positive(level.latency_s, f"{at}: latency_s", zero=True)
         levels.append(replace(level, bytes_per_s=level.bytes_per_s / shared))
+    if levels[-1].mesh:
+        raise ClusterError(f"{where}: a mesh joins the ranks of a node; add the level that joins nodes")
     levels[-1] = replace(levels[-1], ranks=math.inf)
     return tuple(levels)
 
@@ -409,6 +415,12 @@ class Link(NamedTuple):
     ranks: Num
     ways: Num = 0.0
     rails: Num = 0.0
+    mesh: bool = False
+
+    def among(self, ranks: Num) -> Num:
+        """What `ranks` ranks of a domain have of the links of one [bytes/s]."""
+        share: Num = np.maximum(ranks - 1.0, 1.0) / (self.ranks - 1.0) if self.mesh else 1.0
+        return self.bytes_per_s * share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -459,13 +471,19 @@ def _most_cubic(num_chips: int, num_axes: int) -> tuple[int, ...]:
 def _axes(level: Level) -> list[Link]:
     """The links of a level: switches as they are, a torus axis by axis."""
     if not level.torus:
-        return [Link(level.bytes_per_s, level.latency_s, level.ranks, rails=float(level.rails))]
+        link = Link(level.bytes_per_s, level.latency_s, level.ranks)
+        return [link._replace(rails=float(level.rails), mesh=level.mesh)]
     sizes = itertools.accumulate(level.torus, operator.mul)
     one_way = level.bytes_per_s / (2 * len(level.torus))
     ways = [2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0 for size in level.torus]
     return [
         Link(one_way, level.latency_s, float(ranks), both) for ranks, both in zip(sizes, ways, strict=True)
     ]
+
+
+def links_of(levels: Sequence[Level]) -> tuple[Link, ...]:
+    """The links of levels, innermost first."""
+    return tuple(link for level in levels for link in _axes(level))
 
 
 def rates(cluster: Cluster, dtype: str) -> Rates:
@@ -476,6 +494,6 @@ def rates(cluster: Cluster, dtype: str) -> Rates:
         vector_flop_per_s=cluster.chip.vector_peak(dtype),
         memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
         memory_bytes=cluster.chip.memory_bytes,
-        links=tuple(link for level in levels for link in _axes(level)),
+        links=links_of(levels),
         node_ranks=levels[0].ranks,
     )
