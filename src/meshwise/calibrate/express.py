@@ -144,7 +144,7 @@ def model_of(run: Run, defaults: Defaults) -> Model:
     mla = _latent(run, None)
     own: dict[str, Any] = {
         **{"name": run.model, "hidden": run.hidden, "num_heads": run.heads, "sliding_window": 0},
-        "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else run.hidden // run.heads,
+        "head_dim": mla.head_dim if mla else run.hidden // run.heads,
     }
     gpt = replace(find_model("gpt3-175b"), dropout_frac=defaults.dropout_frac, **own)
     llama = replace(find_model("llama2-7b"), **own)
@@ -200,18 +200,9 @@ def _experts(run: Run, known: MoE | None) -> MoE | None:
     if run.experts is None:
         return known
     base = known or MoE(num_experts=run.experts, top_k=1, ffn_hidden=run.ffn_hidden)
-    shared = base.shared_ffn_hidden if run.shared_expert_ffn is None else run.shared_expert_ffn
-    first = base.first_dense_layers if run.first_dense_layers is None else run.first_dense_layers
-    return replace(
-        base,
-        num_experts=run.experts,
-        top_k=run.topk or base.top_k,
-        ffn_hidden=run.expert_ffn or base.ffn_hidden,
-        first_dense_layers=first,
-        shared_ffn_hidden=shared,
-        num_shared_experts=(base.num_shared_experts or 1) if shared else 0,
-        capacity_factor=run.capacity_factor or base.capacity_factor,
-    )
+    columns = {field: getattr(run, column) for field, column in _NAMES["expert_columns"].items()}
+    moe = replace(base, **{field: value for field, value in columns.items() if value is not None})
+    return replace(moe, num_shared_experts=(base.num_shared_experts or 1) if moe.shared_ffn_hidden else 0)
 
 
 def _latent(run: Run, known: MLA | None) -> MLA | None:
@@ -240,35 +231,24 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     dtype = dtype_of(run)
     vpp = (run.virtual_pp or 1) if run.pp > 1 else 1
     narrow_head = defaults.graphed_narrow_head and run.cuda_graph == "full" and dtype in NARROW_DTYPES
+    columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
     plan = Plan(
         implementation=defaults.implementation,
-        tp=run.tp,
-        sp=bool(run.sequence_parallel) and run.tp > 1,
-        cp=run.cp or 1,
         cp_kind=defaults.cp_kind,
-        loss_fusion=run.loss_fusion or None,
         loss_chunks=defaults.loss_chunks,
-        pp=run.pp,
+        **{key: value for key, value in columns.items() if value not in (None, "")},
+        sp=bool(run.sequence_parallel) and run.tp > 1,
         vpp=vpp,
         schedule="interleaved" if vpp > 1 else "1f1b",
         stages=_stages(model.num_layers, run.pp * vpp, model.mtp_layers),
-        ep=run.ep or 1,
         dispatch=_DISPATCH.get(run.dispatcher or "", "per_rank") if model.moe is not None else "per_expert",
         etp=1 if model.moe is not None else None,
-        zero=run.zero_stage or 0,
-        zero_group=run.zero_group,
         dtype=dtype,
         optimizer=_NAMES["optimizer_states"].get(run.optimizer_dtype)
         or _NAMES["optimizers"].get(run.optimizer, run.optimizer or ""),
-        optimizer_in_bwd=bool(run.optimizer_in_bwd),
-        param_dtype=run.param_gather_dtype or "bf16",
-        offload_activations=run.offload_activations or 0.0,
         **_adapters(run, dtype),
         grad_dtype=grad_dtype_of(run, dtype),
         attention="unfused" if run.attention_kernel == "unfused" else "flash",
-        overlap_dp=bool(run.grad_reduce_overlap),
-        overlap_tp=bool(run.tp_comm_overlap),
-        overlap_ep=bool(run.moe_a2a_overlap),
         head_dtype="fp8" if narrow_head else "bf16",
         software=(run.cuda_graph == "full" and defaults.graphed_software) or defaults.software,
     )

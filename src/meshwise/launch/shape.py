@@ -84,9 +84,7 @@ def model_of(facts: Facts, tp: int, where: str) -> Model | None:
     norm, *has_bias = facts["norms"].split("+")
     biases: dict[str, Any] = {f"{name}_bias": name in facts["biases"].split("+") for name in _BIASES}
     mla = _mla(facts) if facts["mla"] else None
-    head_dim = (
-        mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else facts.get("channels") or hidden // heads
-    )
+    head_dim = mla.head_dim if mla else facts.get("channels") or hidden // heads
     if facts["padded"]:
         vocab = -(-vocab // (128 * tp)) * 128 * tp
     said = {name: facts[name] for name in _AS_SAID} | {"num_layers": layers, "hidden": hidden}

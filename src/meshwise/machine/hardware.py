@@ -232,7 +232,7 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
             (levels and levels[-1].ranks == math.inf, "only the last level may lack ranks"),
             (levels and level.ranks <= levels[-1].ranks, "ranks must grow outward"),
             (levels and level.torus, "only the innermost level can be a torus"),
-            (level.mesh and (levels or level.torus), "only the innermost level can be a mesh, and no torus is"),
+            (level.mesh and (levels or level.torus), "a mesh is the innermost level, without a torus"),
             (level.rails and not levels, "the innermost level has no rails; list a node's links before it"),
             (not isinstance(shared, int | float) or not 1.0 <= shared <= 1e6,
              f"oversubscription is {shared}; it must be 1 or more"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -41,6 +42,11 @@ class MLA:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -581,6 +587,12 @@ class Model:
         return 1 if self.gate_per_head else self.value_dim
 
     @property
+    def image_tokens(self) -> int:
+        """Tokens of an image, and of the text that joins it; 0 where the model reads none."""
+        joint = self.diffusion.joint_tokens if self.diffusion else 0
+        return self.patches.num_tokens + joint if self.patches else 0
+
+    @property
     def shares_table(self) -> bool:
         """Whether embeddings are read at both ends: by the head, or to predict further tokens."""
         return self.tied_embedding or self.mtp_layers > 0
@@ -684,32 +696,6 @@ def _check_counts(part: Any, where: str) -> None:
             check_count(value, f"{where}: {field.name}", zero=zero)
 
 
-def _check_moe(model: Model, moe: MoE, where: str) -> None:
-    if moe.top_groups > moe.expert_groups or (moe.expert_groups and moe.num_experts % moe.expert_groups):
-        raise ModelError(
-            f"{where}: expert_groups is {moe.expert_groups} and top_groups {moe.top_groups}; a divisor of "
-            f"the {moe.num_experts} experts is needed, and no more than that"
-        )
-    if (moe.shared_gate or moe.own_norms) and not moe.shared_ffn_hidden:
-        name = "shared_gate" if moe.shared_gate else "own_norms"
-        raise ModelError(f"{where}: {name} needs shared experts; give shared_ffn_hidden")
-    if moe.top_k > moe.num_experts:
-        raise ModelError(
-            f"{where}: top_k is {moe.top_k} of {moe.num_experts} experts; a token cannot visit more than all"
-        )
-    if moe.first_dense_layers > model.num_layers:
-        raise ModelError(
-            f"{where}: first_dense_layers is {moe.first_dense_layers}, but the model has {model.num_layers}"
-        )
-    if bool(moe.num_shared_experts) != bool(moe.shared_ffn_hidden):
-        raise ModelError(
-            f"{where}: {moe.num_shared_experts} shared experts of width {moe.shared_ffn_hidden} contradict "
-            "each other; give both numbers or neither"
-        )
-    if not (math.isfinite(moe.capacity_factor) and moe.capacity_factor >= 0):
-        raise ModelError(f"{where}: capacity_factor is {moe.capacity_factor}; it must be zero or more")
-
-
 def with_capacity(model: Model, factor: float | None) -> Model:
     """`model` with experts that take at most `factor` times an even share of the tokens (None: as it is)."""
     if factor is None:
@@ -744,81 +730,66 @@ def checked_model(model: Model, where: str) -> Model:
         for name, known in words.items() if stated is not None else ():
             if (value := getattr(stated, name)) not in known:
                 raise ModelError(f"{where}: {name} is {value!r}; known are {', '.join(known)}")
-    if model.num_heads % model.num_kv_heads:
-        raise ModelError(
-            f"{where}: {model.num_heads} query heads do not divide by {model.num_kv_heads} key-value heads"
-        )
-    if not 0 <= model.dropout_frac < 1:
-        raise ModelError(f"{where}: dropout is {model.dropout_frac}; it must be at least 0 and below 1")
-    _check_features(model, where)
-    if model.moe is not None:
-        _check_moe(model, model.moe, where)
-    if bool(model.vocab) + (model.patches is not None) + (model.frames is not None) != 1:
-        raise ModelError(f"{where}: a model reads tokens, patches or frames; give one of the three")
-    if model.patches is not None:
-        _check_patches(model, model.patches, where)
+    for name, is_there in _contradictions(model):
+        if is_there:
+            sentence = _CATALOG["contradictions"][name].format(model=model, moe=model.moe)
+            raise ModelError(f"{where}: {sentence}")
     return model
 
 
-def _check_features(model: Model, where: str) -> None:
-    """Features that only mean something beside another one."""
-    if model.num_norms not in (1, 2, 4):
-        raise ModelError(f"{where}: num_norms is {model.num_norms}; a block has 1, 2 or 4 norms")
-    learned, parallel = model.positions == "learned", model.parallel_block
-    mla_width = model.mla and model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
-    has_logits = model.lm_head and model.vocab > 0
-    has_pixels = model.patches is not None and model.patches.out_channels > 0
-    recurs, own = any(layer.mixer in ("recurrence", "beside") for layer in model.layers), model.recurrence
-    for what, contradicts, needs in (
-        ("layers", model.layers and len(model.layers) != model.num_layers, f"{model.num_layers} of them"),
-        ("recurrence", recurs != bool(model.recurrence), "layers that have it"),
-        ("keys", model.layers and model.layers[0].keys == "shared", "a first layer with keys of its own"),
-        ("gate_rank", own and own.gate_rank and own.kind != "delta", "the recurrence delta"),
-        ("attention_gate", model.attention_gate and parallel, "parallel_block off"),
-        ("gate_per_head", model.gate_per_head and not model.attention_gate, "attention_gate"),
-        ("layers", any(layer.moe for layer in model.layers) and not model.moe, "moe"),
-        ("full_attention_every", model.full_attention_every and not model.sliding_window, "a sliding_window"),
-        ("qk_norm_full", model.qk_norm_full and not model.qk_norm, "qk_norm"),
-        ("qk_norm_weight", model.qk_norm_full and not model.qk_norm_weight, "qk_norm_full off"),
-        ("relative_buckets", (model.positions == "relative") != bool(model.relative_buckets), "positions"),
-        ("key_bias", not model.key_bias and not model.qkv_bias, "qkv_bias"),
-        ("encoder", model.encoder and not model.num_layers - model.encoder.num_layers > 0, "a decoder too"),
-        ("encoder", model.encoder and (model.layers or parallel or model.mla), "blocks of plain attention"),
-        (
-            "distances",
-            model.distances and (parallel or model.mla or model.causal),
-            "an encoder of plain blocks",
-        ),
-        ("extra_position_rows", model.extra_position_rows and not learned, "learned positions"),
-        ("parallel_block", parallel and model.num_norms == 4, "1 or 2 norms"),
-        ("parallel_block", parallel and (model.moe or model.mla), "a block without experts or MLA"),
-        ("layer_scale", model.layer_scale and parallel, "parallel_block off"),
-        ("mla", mla_width and mla_width != model.head_dim, f"head_dim {mla_width}"),
-        ("mla", model.mla and model.num_kv_heads != model.num_heads, "num_kv_heads equal to num_heads"),
-        ("low_rank", model.low_rank and model.mla, "mla off"),
-        (
-            "low_rank",
-            model.low_rank and model.num_heads % model.low_rank.groups,
-            "groups that divide its heads",
-        ),
-        ("latent_norm", model.moe and model.moe.latent_norm and not model.moe.latent, "latent"),
-        ("v_head_dim", model.v_head_dim and model.mla, "mla off; it has its own"),
-        ("mla", model.mla and model.qk_norm, "qk_norm off; its latents have norms of their own"),
-        ("mlm_transform", model.mlm_transform and not has_logits, "an LM head"),
-        ("logit_softcap", model.logit_softcap and not has_logits, "an LM head"),
-        ("mtp_layers", model.mtp_layers and not has_logits, "an LM head"),
-        ("head_bias", model.head_bias and not (has_logits or has_pixels), "a head"),
-    ):
-        if contradicts:
-            raise ModelError(f"{where}: {what} needs {needs}; change one of the two")
+def _contradictions(model: Model) -> Iterator[tuple[str, Any]]:
+    """What may contradict each other in a model, by the name of its sentence, and whether it does."""
+    learned, parallel, layers = model.positions == "learned", model.parallel_block, model.layers
+    recurs, own = any(layer.mixer in ("recurrence", "beside") for layer in layers), model.recurrence
+    patches, encoder, mla, low_rank = model.patches, model.encoder, model.mla, model.low_rank
+    has_logits, has_pixels = model.lm_head and model.vocab > 0, patches and patches.out_channels > 0
+    yield "heads", model.num_heads % model.num_kv_heads
+    yield "dropout", not 0 <= model.dropout_frac < 1
+    yield "num_norms", model.num_norms not in (1, 2, 4)
+    yield "layers", layers and len(layers) != model.num_layers
+    yield "recurrence", recurs != bool(own)
+    yield "keys", layers and layers[0].keys == "shared"
+    yield "gate_rank", own and own.gate_rank and own.kind != "delta"
+    yield "attention_gate", model.attention_gate and parallel
+    yield "gate_per_head", model.gate_per_head and not model.attention_gate
+    yield "layers_moe", any(layer.moe for layer in layers) and not model.moe
+    yield "full_attention_every", model.full_attention_every and not model.sliding_window
+    yield "qk_norm_full", model.qk_norm_full and not model.qk_norm
+    yield "qk_norm_weight", model.qk_norm_full and not model.qk_norm_weight
+    yield "relative_buckets", (model.positions == "relative") != bool(model.relative_buckets)
+    yield "key_bias", not model.key_bias and not model.qkv_bias
+    yield "encoder", encoder and not model.num_layers - encoder.num_layers > 0
+    yield "encoder_blocks", encoder and (layers or parallel or mla)
+    yield "distances", model.distances and (parallel or mla or model.causal)
+    yield "extra_position_rows", model.extra_position_rows and not learned
+    yield "parallel_norms", parallel and model.num_norms == 4
+    yield "parallel_block", parallel and (model.moe or mla)
+    yield "layer_scale", model.layer_scale and parallel
+    yield "mla_width", mla and mla.head_dim != model.head_dim
+    yield "mla_heads", mla and model.num_kv_heads != model.num_heads
+    yield "low_rank", low_rank and mla
+    yield "low_rank_groups", low_rank and model.num_heads % low_rank.groups
+    yield "latent_norm", model.moe and model.moe.latent_norm and not model.moe.latent
+    yield "v_head_dim", model.v_head_dim and mla
+    yield "mla_qk_norm", mla and model.qk_norm
+    yield "mlm_transform", model.mlm_transform and not has_logits
+    yield "logit_softcap", model.logit_softcap and not has_logits
+    yield "mtp_layers", model.mtp_layers and not has_logits
+    yield "head_bias", model.head_bias and not (has_logits or has_pixels)
+    if model.moe is not None:
+        yield from _moe_contradictions(model, model.moe)
+    yield "input", bool(model.vocab) + (patches is not None) + (model.frames is not None) != 1
+    if patches is not None:
+        yield "patches", patches.height % patches.patch or patches.width % patches.patch
+        yield "image_tokens", model.image_tokens != model.max_seq
 
 
-def _check_patches(model: Model, patches: Patches, where: str) -> None:
-    if patches.height % patches.patch or patches.width % patches.patch:
-        raise ModelError(
-            f"{where}: an image of {patches.height} x {patches.width} does not divide into patches of "
-            f"{patches.patch}"
-        )
-    num_tokens = patches.num_tokens + (model.diffusion.joint_tokens if model.diffusion else 0)
-    if num_tokens != model.max_seq:
-        raise ModelError(f"{where}: max_seq is {model.max_seq}, but the image has {num_tokens} tokens")
+def _moe_contradictions(model: Model, moe: MoE) -> Iterator[tuple[str, Any]]:
+    groups, shared = moe.expert_groups, moe.shared_ffn_hidden
+    yield "expert_groups", moe.top_groups > groups or (groups and moe.num_experts % groups)
+    yield "shared_gate", moe.shared_gate and not shared
+    yield "own_norms", moe.own_norms and not shared
+    yield "top_k", moe.top_k > moe.num_experts
+    yield "first_dense_layers", moe.first_dense_layers > model.num_layers
+    yield "shared_experts", bool(moe.num_shared_experts) != bool(shared)
+    yield "capacity_factor", not (math.isfinite(moe.capacity_factor) and moe.capacity_factor >= 0)

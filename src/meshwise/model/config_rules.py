@@ -352,7 +352,7 @@ def mla(c: Config) -> Fields:
     )
     return _indexer(c) | {
         "mla": mla,
-        "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        "head_dim": mla.head_dim,
         "num_kv_heads": c.num_attention_heads,
     }
 

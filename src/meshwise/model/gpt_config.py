@@ -179,16 +179,14 @@ def with_vocab(config: GptConfig, vocab_size: int) -> GptConfig:
 
 def to_model(config: GptConfig) -> Model:
     """The same architecture as a `Model`, which knows its parameters."""
-    moe = None
-    if config.num_moe_layers:
-        moe = MoE(
-            num_experts=config.moe_expert_count,
-            top_k=config.top_k,
-            ffn_hidden=config.expert_ffn_dim,
-            every=config.moe_freq,
-        )
+    moe = MoE(
+        num_experts=config.moe_expert_count,
+        top_k=config.top_k,
+        ffn_hidden=config.expert_ffn_dim,
+        every=config.moe_freq,
+    )
     return Model(
-        name="transformer_lm_gpt",
+        **_catalog()["model"],
         num_layers=config.decoder_layers,
         hidden=config.decoder_embed_dim,
         ffn_hidden=config.decoder_ffn_embed_dim,
@@ -197,14 +195,5 @@ def to_model(config: GptConfig) -> Model:
         head_dim=config.head_dim,
         vocab=config.vocab_size,
         max_seq=config.tokens_per_sample,
-        activation="gelu",
-        norm="layernorm",
-        linear_bias=True,
-        qkv_bias=True,
-        out_bias=True,
-        positions="sinusoidal",
-        tied_embedding=True,
-        norm_bias=True,
-        final_norm=True,
-        moe=moe,
+        moe=moe if config.num_moe_layers else None,
     )

@@ -321,7 +321,7 @@ def _two_streams(model: Model, *, is_last: bool) -> Iterator[Weight]:
 
 def _latent_qkv(model: Model, mla: MLA) -> Iterator[Weight]:
     module, hidden, heads = "attention", model.hidden, model.num_heads
-    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    query = heads * mla.head_dim
 
     def down(name: str, rank: int) -> Iterator[Weight]:
         return _linear(module, name, hidden, rank, bias=model.qkv_bias, gradient="tokens")
