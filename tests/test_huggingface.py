@@ -22,7 +22,7 @@ import meshwise as mw
 from meshwise.core.errors import MeshwiseError, ModelError
 from meshwise.model import config_rules
 from meshwise.model.architecture import Model, is_moe_layer, layer_kind, num_moe_layers
-from meshwise.model.config_fields import DEFAULTS, spellings
+from meshwise.model.config_fields import DEFAULTS, NAMES, spellings
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
 from meshwise.model.weights import num_params
@@ -272,4 +272,8 @@ def test_every_field_that_a_rule_or_a_family_reads_is_stated() -> None:
             names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
             read |= names - {"every", "cycled", "renamed", "up", "int", "bool"}
         read |= {*spelling.derived}
+    for fields in NAMES["parts"].values():
+        trees = [ast.walk(ast.parse(text)) for text in fields.values()]
+        names = {node.id for tree in trees for node in tree if isinstance(node, ast.Name)}
+        read |= names - {*fields, "int", "bool", "str", "isinstance", "max"}
     assert read <= {*DEFAULTS}

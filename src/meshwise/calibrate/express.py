@@ -157,19 +157,12 @@ def model_of(run: Run, defaults: Defaults) -> Model:
 
 def _with_sizes(run: Run, base: Model, defaults: Defaults) -> Model:
     mla = _latent(run, base.mla)
-    model = replace(
-        base,
-        num_layers=run.layers,
-        ffn_hidden=run.ffn_hidden,
-        num_kv_heads=run.heads if mla else run.kv_heads,
-        head_dim=base.head_dim if mla else run.head_dim or base.head_dim,
-        sliding_window=run.window or base.sliding_window,
-        vocab=vocab_of(run, defaults),
-        max_seq=run.seq_len,
-        mla=mla,
-        moe=_experts(run, base.moe),
-    )
-    return checked_model(model, run.model)
+    heads = {"num_kv_heads": run.heads} if mla else {"num_kv_heads": run.kv_heads}
+    if run.head_dim and not mla:
+        heads["head_dim"] = run.head_dim
+    sizes = {"num_layers": run.layers, "ffn_hidden": run.ffn_hidden, "max_seq": run.seq_len} | heads
+    sizes |= {"sliding_window": run.window or base.sliding_window, "vocab": vocab_of(run, defaults)}
+    return checked_model(replace(base, **sizes, mla=mla, moe=_experts(run, base.moe)), run.model)
 
 
 def _predicts_further(run: Run, known: Model) -> bool:

@@ -636,22 +636,13 @@ def layer_kinds(model: Model) -> tuple[Layer, ...]:
 @lru_cache(maxsize=256)
 def of_layer(model: Model, layer: Layer) -> Model:
     """`model` with the sizes, the window and the mask of one of its layers, whose block is to be stated."""
+    names = ("head_dim", "num_heads", "num_kv_heads", "ffn_hidden", "keys", "sparse", "mla")
+    own: dict[str, Any] = {name: value for name in names if (value := getattr(layer, name))}
+    if layer.side == "single":
+        own |= {"parallel_block": True, "num_norms": 1, "out_bias": False}
+    causal = model.causal and layer.side != "encoder"
     return replace(
-        model,
-        sliding_window=layer.window,
-        full_attention_every=0,
-        layers=(),
-        causal=model.causal and layer.side != "encoder",
-        head_dim=layer.head_dim or model.head_dim,
-        num_heads=layer.num_heads or model.num_heads,
-        sparse=layer.sparse or model.sparse,
-        mla=layer.mla or model.mla,
-        num_kv_heads=layer.num_kv_heads or model.num_kv_heads,
-        ffn_hidden=layer.ffn_hidden or model.ffn_hidden,
-        keys=layer.keys or model.keys,
-        parallel_block=model.parallel_block or layer.side == "single",
-        num_norms=1 if layer.side == "single" else model.num_norms,
-        out_bias=model.out_bias and layer.side != "single",
+        model, sliding_window=layer.window, full_attention_every=0, layers=(), causal=causal, **own
     )
 
 

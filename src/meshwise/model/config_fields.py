@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -18,6 +18,7 @@ from meshwise.core.files import read_catalog
 from meshwise.model.architecture import InputSizing, check_count
 
 Fields = dict[str, Any]  # fields of Model
+Part = TypeVar("Part")
 
 
 class AttnConfig(msgspec.Struct):
@@ -182,8 +183,8 @@ def spellings() -> dict[str, Spelling]:
     return spellings
 
 
-def follows(text: str, c: Config) -> Any:
-    """What an expression of `catalog/huggingface.toml` makes of the fields of a config.
+def follows(text: str, c: Config, **others: Any) -> Any:
+    """What an expression of the catalog makes of the fields of a config, and of `others`.
 
     Besides Python's own: `every(n, one, others)`, a kind for each layer, `one` for each n-th of them;
     `cycled(kinds)`, the same in turn; `renamed(values, names)`; `up(value, unit)`, rounded up to a multiple.
@@ -204,10 +205,19 @@ def follows(text: str, c: Config) -> Any:
         check_count(unit, "unit of a width")
         return -(-value // unit) * unit
 
-    known = {"every": every, "cycled": cycled, "renamed": renamed, "up": up, "int": int, "bool": bool}
+    known: dict[str, Any] = {"every": every, "cycled": cycled, "renamed": renamed, "up": up}
+    known |= {"int": int, "bool": bool, "str": str, "isinstance": isinstance, "max": max}
     try:
-        return eval(text, {"__builtins__": {}} | known, structs.asdict(c))
+        return eval(text, {"__builtins__": {}} | known, structs.asdict(c) | others)
     except AttributeError as error:
         raise ModelError(f"{error.name} is missing; the model cannot be sized without it") from None
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ModelError(f"a size does not follow from the others: {error}") from None
+
+
+def part(kind: type[Part], c: Config) -> Part:
+    """A part of an architecture: its fields follow from the config, the later ones from the earlier too."""
+    said: Fields = {}
+    for name, text in NAMES["parts"][kind.__name__].items():
+        said[name] = follows(text, c, **said)
+    return kind(**said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from msgspec import structs
@@ -30,7 +30,7 @@ from meshwise.model.architecture import (
     Streams,
     check_count,
 )
-from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes
+from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes, part
 
 # --- blocks ------------------------------------------------------------------------------------
 
@@ -198,29 +198,11 @@ def experts(c: Config) -> Fields:
     """Experts in place of the MLP, shared ones beside them."""
     if not c.num_experts:
         return {}
-    width = c.intermediate_size if c.moe_intermediate_size is None else c.moe_intermediate_size
-    if width is None:
+    if c.moe_intermediate_size is None is c.intermediate_size:
         raise ModelError("the width of the experts is missing; an MoE config needs it")
     if not c.num_experts_per_tok:
         raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
-    num_shared = c.n_shared_experts or int(c.shared_expert_intermediate_size > 0)
-    shared_width = c.shared_expert_intermediate_size or width
-    is_limited = c.topk_method != "greedy" and 0 < (c.topk_group or 0) < (c.n_group or 0)
-    moe = MoE(
-        num_experts=c.num_experts,
-        top_k=c.num_experts_per_tok,
-        ffn_hidden=width,
-        num_shared_experts=num_shared,
-        shared_ffn_hidden=num_shared * shared_width,
-        balance_bias=c.topk_method == "noaux_tc" or c.moe_router_enable_expert_bias,
-        expert_groups=(c.n_group or 0) * is_limited,
-        top_groups=(c.topk_group or 0) * is_limited,
-        latent=c.moe_latent_size or 0,
-        latent_norm=c.moe_latent_size is not None and c.latent_moe_use_norm,
-        zero_experts=c.zero_expert_num or 0,
-        image_ffn_hidden=c.image_expert_width,
-    )
-    return {"moe": moe, "each": {"moe": _moe_layers(c)}}
+    return {"moe": part(MoE, c), "each": {"moe": _moe_layers(c)}}
 
 
 def low_rank(c: Config) -> Fields:
@@ -249,27 +231,8 @@ def hybrid(c: Config) -> Fields:
 
 
 def _recurrence(c: Config) -> Recurrence:
-    heads, dim = c.state_heads, c.state_head_dim
     inner = c.state_expand * c.hidden_size if c.state_inner is None else c.state_inner
-    if c.recurrence in ("scan", "conv"):  # no heads: every channel has a state of its own
-        heads, dim = inner, 1
-    rank = -(-c.hidden_size // 16) if isinstance(c.time_step_rank, str) else c.time_step_rank
-    return Recurrence(
-        kind=c.recurrence,
-        num_heads=heads,
-        head_dim=inner // max(heads, 1) if isinstance(dim, str) else dim,
-        num_groups=c.state_groups,
-        state_dim=c.state_size,
-        taps=c.conv_kernel,
-        conv_bias=c.conv_bias,
-        bias=c.state_bias,
-        norm=c.state_norm and c.recurrence in ("delta", "ssd", "linear", "wkv"),
-        gate_rank=c.gate_rank,
-        wide_gate=c.wide_gate,
-        wide_decay=c.wide_decay,
-        dt_rank=rank if c.recurrence == "scan" else 0,
-        inner_norms=c.inner_norms,
-    )
+    return part(Recurrence, structs.replace(c, state_inner=inner))
 
 
 def zamba2(c: Config) -> Fields:
@@ -343,34 +306,24 @@ def kimi_linear(c: Config) -> Fields:
 def mla(c: Config) -> Fields:
     if not c.use_mla:
         return {}
-    mla = MLA(
-        q_lora_rank=c.q_lora_rank or 0,
-        kv_lora_rank=c.kv_lora_rank,
-        qk_nope_head_dim=c.qk_nope_head_dim,
-        qk_rope_head_dim=c.qk_rope_head_dim,
-        v_head_dim=c.v_head_dim,
-    )
-    return _indexer(c) | {
-        "mla": mla,
-        "head_dim": mla.head_dim,
-        "num_kv_heads": c.num_attention_heads,
-    }
+    mla = MLA(**{field.name: getattr(c, field.name) or 0 for field in fields(MLA)})
+    return _indexer(c) | {"mla": mla, "head_dim": mla.head_dim, "num_kv_heads": c.num_attention_heads}
 
 
 def mistral_large4(c: Config) -> Fields:
     """Latent attention without positions in some layers, whose heads are as wide; some share latents."""
-    numbers, fields = range(c.num_hidden_layers), mla(c)
-    usual = fields["mla"]
-    plain = replace(usual, qk_nope_head_dim=fields["head_dim"], qk_rope_head_dim=0)
+    numbers, said = range(c.num_hidden_layers), mla(c)
+    usual = said["mla"]
+    plain = replace(usual, qk_nope_head_dim=said["head_dim"], qk_rope_head_dim=0)
     turned = _named(c, "no_rope_layers", c.no_rope_layers or [(i + 1) % 4 for i in numbers])
     sources = _named(c, "kv_source_layers", c.kv_source_layers or numbers)
-    sparse = fields.get("each", {}).get("sparse") or [fields["sparse"] for _ in numbers]
+    sparse = said.get("each", {}).get("sparse") or [said["sparse"] for _ in numbers]
     own = {
         "kind": tuple(("scored",) * bool(one.heads) for one in sparse),
         "mla": tuple(None if one else plain for one in turned),
         "keys": tuple("shared" * (source != i) for i, source in enumerate(sources)),
     }
-    return fields | {"each": fields.get("each", {}) | own}
+    return said | {"each": said.get("each", {}) | own}
 
 
 def _indexer(c: Config) -> Fields:
