@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError, did_you_mean
 from meshwise.core.files import read_catalog
@@ -122,8 +124,7 @@ class Plan:
         check_fields(self, KEYS, PlanError)
         for name, value in _implied(self):
             object.__setattr__(self, name, value)
-        for error in _conflicts(self):
-            raise error
+        _check(self)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -149,18 +150,8 @@ class Plan:
 
     def data_parallel(self, world_size: int) -> int:
         """The data-parallel degree in a world of `world_size` ranks; PlanError if it does not divide."""
-        if world_size % self.model_ranks:
-            raise PlanError(
-                f"{world_size} ranks do not divide by tp={self.tp} x cp={self.cp} x pp={self.pp}; "
-                f"use a multiple of {self.model_ranks}"
-            )
-        dp = world_size // self.model_ranks
-        if self.dp is not None and self.dp != dp:
-            raise PlanError(
-                f"dp={self.dp} contradicts {world_size} ranks / (tp={self.tp} x cp={self.cp} x pp={self.pp})"
-                f" = {dp}; leave dp out or change the number of ranks"
-            )
-        return dp
+        refuse(world_rules(world_size, numbers_of(self)))
+        return world_size // self.model_ranks
 
 
 KEYS = catalog_fields(_CATALOG, _NAMES)
@@ -261,7 +252,7 @@ class Rule:
 
     def error(self, names: Mapping[str, Any]) -> MeshwiseError:
         """What one plan is told; `names` are its numbers, shown as whole ones, and its choices."""
-        kinds = {key: values[int(names[key])] for key, values in KINDS.items()}
+        kinds = {key: values[int(names[key])] for key, values in KINDS.items() if key in names}
         return self.kind(_Whole().vformat(self.text, (), {**names, **kinds, **self.values}))
 
 
@@ -270,11 +261,27 @@ def rule(name: str, is_broken: Any, /, **values: Any) -> Rule:
     return Rule(is_broken, *_RULES[name], values)
 
 
+def refuse(rules: Iterable[Rule], names: Mapping[str, Any] | None = None) -> None:
+    """The error of the first of `rules` that one plan breaks; `names` are what it is told by."""
+    for one in rules:
+        if one.is_broken:
+            raise one.error(names or {})
+
+
 class _Whole(string.Formatter):
     """Numbers of a plan, which formulas take as floats, as whole numbers."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return super().format_field(int(value) if isinstance(value, float) else value, format_spec)
+
+
+def world_rules(world: Num, sizes: Mapping[str, Num]) -> Iterator[Rule]:
+    """Rules of the numbers `sizes` of one plan, or of a grid, in a world of so many ranks."""
+    tp, cp, pp, dp = (sizes[axis] for axis in ("tp", "cp", "pp", "dp"))
+    names: dict[str, Any] = {"world": world, "tp": tp, "cp": cp, "pp": pp}
+    found = np.maximum(world // (tp * cp * pp), 1.0)
+    yield rule("world", world % (tp * cp * pp) != 0, **names, least=tp * cp * pp)
+    yield rule("dp", (dp != 0) & (dp != found), **names, stated=dp, dp=found)
 
 
 def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
@@ -327,14 +334,13 @@ def grid_conflicts(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[s
         yield f"layout={layout}:{shape} needs a square, or a cube of 3d, as in 2.5d:2x2x4 or 3d:2x2x2"
 
 
-def _conflicts(plan: Plan) -> Iterator[MeshwiseError]:
-    """One sentence for each contradiction."""
+def _check(plan: Plan) -> None:
+    """Raises the first contradiction of a plan."""
     sizes = numbers_of(plan)
-    names = {"plan": plan, **sizes}
-    yield from (rule.error(names) for rule in number_rules(plan, sizes) if rule.is_broken)
-    if plan.grid:
-        yield from map(PlanError, grid_conflicts(plan.layout, plan.grid, plan.tp))
-    yield from (rule.error(names) for rule in _choice_rules(plan) if rule.is_broken)
+    refuse(number_rules(plan, sizes), {"plan": plan, **sizes})
+    for sentence in grid_conflicts(plan.layout, plan.grid, plan.tp) if plan.grid else ():
+        raise PlanError(sentence)
+    refuse(_choice_rules(plan), {"plan": plan})
 
 
 DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}

@@ -33,7 +33,9 @@ from meshwise.plan.plan import (
     number_of,
     number_rules,
     numbers_of,
+    refuse,
     rule,
+    world_rules,
 )
 from meshwise.plan.workload import Workload
 
@@ -57,11 +59,9 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> M
             f"steps follow each other, and the {workload.num_at_once} sequences of one do not divide by "
             f"dp={int(mesh.dp)} x microbatch={workload.microbatch}; use cp, or a larger batch"
         )
-    for one in rules(model, mesh, sizes, cluster):
-        if one.is_broken:
-            names = {item.name: getattr(mesh, item.name) for item in fields(mesh)}
-            names |= {"cp": mesh.cp, "needs": NEEDS[int(mesh.schedule)], "model": model, "chip": cluster.chip}
-            raise one.error(names)
+    names = {item.name: getattr(mesh, item.name) for item in fields(mesh)}
+    names |= {"cp": mesh.cp, "needs": NEEDS[int(mesh.schedule)], "model": model, "chip": cluster.chip}
+    refuse(rules(model, mesh, sizes, cluster), names)
     return mesh
 
 
@@ -72,7 +72,10 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     """
     yield from _kind_rules(model, mesh, sizes)
     yield from number_rules(mesh.plan, sizes)
-    yield from _world_rules(mesh, sizes)
+    yield from world_rules(mesh.world, sizes)
+    least = mesh.dp * mesh.microbatch
+    yield rule("batch", mesh.batch % mesh.microbatch != 0)
+    yield rule("batch_of_dp", mesh.batch % least != 0, least=least)
     if mesh.plan.layout == "1d":
         yield from _model_rules(model, mesh)
     else:
@@ -89,15 +92,6 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     yield from _stage_rules(model, mesh)
     is_offloaded = mesh.offload_optimizer + mesh.offload_activations > 0
     yield rule("no_host_link", is_offloaded & (cluster.chip.host_bytes_per_s == 0))
-
-
-def _world_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    tp, cp, pp, dp = (sizes[axis] for axis in ("tp", "cp", "pp", "dp"))
-    least = mesh.dp * mesh.microbatch
-    yield rule("world", mesh.world % (tp * cp * pp) != 0, tp=tp, cp=cp, least=tp * cp * pp)
-    yield rule("dp", (dp != 0) & (dp != mesh.dp), tp=tp, cp=cp, stated=dp)
-    yield rule("batch", mesh.batch % mesh.microbatch != 0)
-    yield rule("batch_of_dp", mesh.batch % least != 0, least=least)
 
 
 def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:

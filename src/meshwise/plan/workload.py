@@ -58,15 +58,6 @@ class Workload:
         """Tokens that one step processes in the whole world."""
         return self.batch * (1 if self.kind == "decode" else self.seq)
 
-    def num_microbatches(self, dp: int) -> int:
-        """Microbatches of one data-parallel rank; WorkloadError if the batch does not divide."""
-        if self.batch % (dp * self.microbatch):
-            raise WorkloadError(
-                f"batch {self.batch} does not divide by dp={dp} x microbatch={self.microbatch}; "
-                f"use a multiple of {dp * self.microbatch}"
-            )
-        return self.batch // (dp * self.microbatch)
-
 
 FORMATS = "dtype", "weight_dtype", "expert_dtype"
 """Plan keys that say in how many bits weights are kept."""

@@ -14,7 +14,7 @@ from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import Plan
+from meshwise.plan.plan import Plan, refuse, rule
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import Convention, Excerpt, PublishedStep
 from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
@@ -149,7 +149,9 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
         },
     )
     dp = plan.data_parallel(cluster.num_chips)
-    workload.num_microbatches(dp)
+    least, batch = dp * workload.microbatch, workload.batch
+    is_uneven, names = batch % least != 0, {"batch": batch, "dp": dp, "microbatch": workload.microbatch}
+    refuse([rule("batch_of_dp", is_uneven, least=least)], names)
     cut = PaperCut(
         strategy=strategy,
         microbatch=float(workload.microbatch),
