@@ -158,7 +158,7 @@ def test_a_chip_throttles_as_its_watts_and_its_peak_ask_for():
 
 
 def test_a_constant_that_does_not_exist_is_refused():
-    with pytest.raises(ClusterError, match=r"gemm.bf16 of h200-sxm has 'peak'"):
+    with pytest.raises(ClusterError, match=r"gemm.bf16 of h200-sxm: .*'peak'"):
         eff.read("[gemm.h200-sxm.bf16]\npeak = 0.4")
 
 

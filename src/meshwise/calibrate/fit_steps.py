@@ -29,7 +29,7 @@ from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.each import all_of
 from meshwise.core.errors import MeshwiseError
-from meshwise.core.toml import catalog_toml
+from meshwise.core.toml import catalog_toml, nested
 from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.overheads import Tables, tables
 
@@ -53,14 +53,7 @@ class StepFit:
 
 def as_tables(constants: Constants, changed: Constants | None = None) -> Tables:
     """Dotted names as tables: the fitted `constants`, what follows from them, and then `changed` ones."""
-    tables: dict[str, Any] = {}
-    for name, value in (every(constants) | (changed or {})).items():
-        *path, last = name.split(".")
-        table = tables
-        for key in path:
-            table = table.setdefault(key, {})
-        table[last] = value
-    return Tables(**tables)
+    return Tables(**nested(every(constants) | (changed or {})))
 
 
 def touches(name: str, expressed: Expressed) -> bool:

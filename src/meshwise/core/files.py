@@ -130,7 +130,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     A device, a pipe or /dev/stdout is written as it is: a file in its place would destroy it.
     """
     try:
-        if _is_stream(path):
+        is_stream = not path.is_file() or str(path).startswith(("/dev/", "/proc/"))
+        if path.exists() and is_stream:
             with path.open("wb") as file:
                 yield file
         else:
@@ -140,24 +141,15 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
 
 
-def _is_stream(path: Path) -> bool:
-    return path.exists() and (not path.is_file() or str(path).startswith(("/dev/", "/proc/")))
-
-
 @contextmanager
 def _moved_to(path: Path) -> Iterator[BinaryIO]:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        Path(temporary).chmod(0o666 & ~_umask())
+        os.umask(mask := os.umask(0))
+        Path(temporary).chmod(0o666 & ~mask)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -81,6 +81,18 @@ def _check_bounds(text: str, most_bytes: int) -> None:
             raise ValueError("its brackets are nested too deeply")
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return tree
+
+
 def toml_text(tables: Iterable[tuple[str, Mapping[str, Any]]], digits: int | None = None) -> str:
     """Each table under its head (`[chip]`, `[[levels]]`; of the first perhaps none), floats to `digits`."""
     blocks = (

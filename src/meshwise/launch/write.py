@@ -19,6 +19,7 @@ import msgspec
 from meshwise.core.errors import PlanError
 from meshwise.core.files import make_folder, whole_file
 from meshwise.core.notebook import Shown
+from meshwise.core.toml import nested
 from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
@@ -230,18 +231,6 @@ def _titan_words(settings: Settings) -> list[str]:
 
 def _override(value: Any) -> str:
     return msgspec.json.encode(value).decode() if isinstance(value, list | bool) else str(value)
-
-
-def nested(settings: Settings) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
-    tree: dict[str, Any] = {}
-    for name, value in settings.items():
-        *path, last = name.split(".")
-        place = tree
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return tree
 
 
 def yaml_text(tree: dict[str, Any], indent: str = "") -> str:

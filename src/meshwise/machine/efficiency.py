@@ -269,18 +269,12 @@ def read(text: str) -> dict[str, dict[str, Any]]:
             continue
         for chip, variants in by_chip.items():
             for variant, entry in variants.items():
-                key = f"{name}.{variant}"
-                tables.setdefault(key, {})[chip] = _entry(CLASSES[name], entry, f"{key} of {chip}")
+                values = {key: value for key, value in entry.items() if key not in ("fit", "source")}
+                try:
+                    tables.setdefault(f"{name}.{variant}", {})[chip] = CLASSES[name](**values)
+                except TypeError as error:
+                    raise ClusterError(f"efficiency.toml: {name}.{variant} of {chip}: {error}") from None
     return tables
-
-
-def _entry(kind: type[Constants], entry: dict[str, Any], where: str) -> Constants:
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    values = {key: value for key, value in entry.items() if key not in ("fit", "source")}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ClusterError(f"efficiency.toml: {where} has {unknown[0]!r}, which is no constant of this class")
-    return kind(**values)
 
 
 STATED = ("matrix_engines.toml", "rocm.toml")

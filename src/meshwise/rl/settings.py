@@ -16,8 +16,9 @@ import msgspec
 
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.files import catalog_text, read_catalog, read_text
+from meshwise.core.toml import nested
 from meshwise.launch.read import parse_yaml, shell_words
-from meshwise.launch.write import File, Launch, nested, yaml_text
+from meshwise.launch.write import File, Launch, yaml_text
 from meshwise.plan.plan import DEFAULTS, KEYS, Plan, plan_text
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import RlJob
