@@ -265,21 +265,25 @@ def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np
         return peak_without_pipeline(chunk, way.rounds, way.zero), kept
     schedule = SCHEDULES[way.layout]
     passing = orders[1] / (2.0 if schedule == "dualpipe" else 1.0)
+    alike: dict[Any, Chunk] = {}
     found = []
     for stage, layers in chunks_of_rank(model, way.pp, way.vpp, schedule, mesh.plan.stages, way.rank):
         has_embedding, has_head = bool(stage.embeddings), bool(stage.heads)
-        chunk = _chunk(model, way, sizes, layers, adapts, has_embedding=has_embedding, has_head=has_head)
-        # A chunk keeps its result until the backward; its input lies in the buffer that received it.
-        size = chunk.kept + (float(has_embedding) - float(has_head)) * sizes.one_input
-        received = (2.0 - has_embedding - has_head) * passing * sizes.one_input
-        found.append(chunk._replace(size=size, received=received))
+        key = has_embedding, has_head, *(layer_kind(model, layer) for layer in layers)
+        if key not in alike:
+            chunk = _chunk(model, way, sizes, layers, adapts, has_embedding=has_embedding, has_head=has_head)
+            # A chunk keeps its result until the backward; its input lies in the buffer that received it.
+            size = chunk.kept + (float(has_embedding) - float(has_head)) * sizes.one_input
+            received = (2.0 - has_embedding - has_head) * passing * sizes.one_input
+            alike[key] = chunk._replace(size=size, received=received)
+        found.append(alike[key])
     rank = PipelineRank(found, orders.shape[1])
     most, kept = np.empty((2, orders.shape[1]))
     first, which = distinct_columns(orders)
-    alike: dict[Moments, list[int]] = {}
+    of_moments: dict[Moments, list[int]] = {}
     for number, (order, num_microbatches) in enumerate(orders[:, first].T.astype(int).tolist()):
-        alike.setdefault(moments(order, way.pp, way.vpp, num_microbatches, way.rank), []).append(number)
-    for of_rank, numbers in alike.items():
+        of_moments.setdefault(moments(order, way.pp, way.vpp, num_microbatches, way.rank), []).append(number)
+    for of_rank, numbers in of_moments.items():
         here = np.isin(which, numbers)
         most[here], kept[here] = rank.peak(of_rank, here), rank.kept(of_rank, here)
     return most, kept

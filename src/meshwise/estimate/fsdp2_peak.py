@@ -13,9 +13,10 @@ Source: torch.distributed.fsdp._fully_shard and torch.distributed.pipelining, to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -320,22 +321,21 @@ class PipelineRank:
 
     def __init__(self, chunks: Sequence[Chunk], num_cells: int) -> None:
         self.chunks, self.num_cells = chunks, num_cells
-        self.held = self._column(chunk.total("sums") for chunk in chunks)
-        self.shards = self._column(chunk.total("shard") for chunk in chunks)
-        self.sizes = self._column(chunk.size for chunk in chunks)
-        self.received = self._column(chunk.received for chunk in chunks).sum(axis=0)
-        self.whole = min(ACTIVE_CHUNKS / len(chunks), 1.0) * self._column(
-            chunk.total("whole") for chunk in chunks
-        )
-        self.waiting = self._column(_waiting(chunk) for chunk in chunks)
-        self.first = self._column(self._first_forward(number) for number in range(len(chunks))).max(axis=0)
+        self.held = self._column(lambda chunk: chunk.total("sums"))
+        self.shards = self._column(lambda chunk: chunk.total("shard"))
+        self.sizes = self._column(lambda chunk: chunk.size)
+        self.received = self._column(lambda chunk: chunk.received).sum(axis=0)
+        self.active_frac = min(ACTIVE_CHUNKS / len(chunks), 1.0)
+        self.whole = self.active_frac * self._column(lambda chunk: chunk.total("whole"))
+        self.waiting = self._column(_waiting)
+        self.first = self._column(self._first_forward).max(axis=0)
         self.tops: dict[tuple[str, bool], NDArray[np.float64]] = {}
-        self.ends = self._column(_end(chunk) for chunk in chunks)
+        self.ends = self._column(_end)
 
     def kept(self, moments: Moments, cells: Any) -> Num:
         """The most that is kept for the backward at once; a backward that is split recomputes nothing."""
         kept, let_go, pieces, back = (
-            self._column(getattr(chunk, name) for chunk in self.chunks)[:, cells]
+            self._column(attrgetter(name))[:, cells]
             for name in ("kept", "let_go", "in_piece", "brought_back")
         )
         held = moments.alive @ kept - moments.turned @ let_go
@@ -375,19 +375,23 @@ class PipelineRank:
         """What the microbatch at work takes beyond its share of what is kept."""
         if (kind, is_summed) not in self.tops:
             self.tops[kind, is_summed] = self._column(
-                _top(chunk, kind, is_summed=is_summed) - chunk.size for chunk in self.chunks
+                lambda chunk: _top(chunk, kind, is_summed=is_summed) - chunk.size
             )
         return self.tops[kind, is_summed]
 
-    def _first_forward(self, number: int) -> Num:
+    def _first_forward(self, chunk: Chunk) -> Num:
         """The most while the weights of a chunk are gathered, those of the others there already."""
-        live = Live(gathered=self.whole.sum(axis=0) - self.whole[number])
-        self.chunks[number].forward(live, reshards=False)
+        live = Live(gathered=self.whole.sum(axis=0) - self.active_frac * chunk.total("whole"))
+        chunk.forward(live, reshards=False)
         return live.most
 
-    def _column(self, values: Iterable[Num]) -> NDArray[np.float64]:
-        """A number of each chunk, [chunk, cell]."""
-        return np.stack([np.broadcast_to(value, (self.num_cells,)) for value in values])
+    def _column(self, of: Callable[[Chunk], Num]) -> NDArray[np.float64]:
+        """A number of each chunk, [chunk, cell]; of chunks that are the same one, found once."""
+        found = {id(chunk): of(chunk) for chunk in {id(chunk): chunk for chunk in self.chunks}.values()}
+        table = np.empty((len(self.chunks), self.num_cells))
+        for row, chunk in zip(table, self.chunks, strict=True):
+            row[:] = found[id(chunk)]
+        return table
 
 
 def _waiting(chunk: Chunk) -> Num:

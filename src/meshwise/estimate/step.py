@@ -120,12 +120,12 @@ def price_step(
     memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     if wants is not None and not has_peak:
         wanted = wants(mesh, alone_s + straggler, memory_bytes)
-        peaks = []
-        for stage in (cost.stage for cost in costs):
+        for stage, is_there in zip(stages, exists, strict=True):
             units = fsdp2.units(model, stage, mesh)
             peak, _ = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads, wanted)
-            peaks.append(peak.total)
-        memory_bytes = np.where(wanted, _largest(peaks, exists), np.inf)
+            memory_bytes = np.maximum(memory_bytes, is_there * peak.total)
+            wanted = wanted & wants(mesh, alone_s + straggler, memory_bytes)
+        memory_bytes = np.where(wanted, memory_bytes, np.inf)
     return StepCost(
         mesh=mesh,
         step_s=alone_s + straggler,
