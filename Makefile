@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 OTHERS := .venv-frameworks$(TORCH:%=-torch-%)/bin
 FRAMEWORKS := $(OTHERS)/python -m pip install -qq $(if $(TORCH),torch===$(TORCH),--constraint constraints.txt)
 
-.PHONY: install demo test quick check network frameworks newest fuzz bench docs site lock audit package oldest pythons release clean
+.PHONY: install demo test quick check lint network frameworks newest fuzz bench docs site lock audit package oldest pythons release clean
 
 install: $(STAMP)
 
@@ -35,23 +35,22 @@ demo: install  # four commands, about ten seconds once installed
 	@echo "       meshwise run ulysses --ranks 4   a real torch program on four processes"
 	@echo "       meshwise --help                  all verbs; docs/index.md is next"
 
-check: install
+check: lint
+	$(BIN)/pytest tests/test_house.py tests/test_public.py tests/test_docs.py
+
+lint: install
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest $(CHECKED)
-
-CHECKED := tests/test_house.py tests/test_public.py tests/test_docs.py
-REST := --ignore tests/test_network.py $(CHECKED:%=--ignore %)
 
 quick: install  # all tests that are not marked as slow, for daily work: about a minute on two cores
 	$(BIN)/pytest -n 2 -m "not slow" --ignore tests/test_network.py
 
 test: install  # a file stays on one worker, which makes its ranks once; conftest.py puts the longest first
-	$(MAKE) -j 2 check network
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(REST)
+	$(MAKE) -j 2 lint network
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/test_network.py
 
-network: install  # measures time, which ranks that mostly wait for a slow cable can do beside the checks
+network: install  # measures time, which ranks that mostly wait for a slow cable can do beside lint and types
 	$(BIN)/pytest tests/test_network.py
 
 frameworks:  # the packages of others, in a .venv of their own, and the tests that need them; TORCH= as above

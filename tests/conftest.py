@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,34 +23,12 @@ settings.register_profile("shared", deadline=None, max_examples=40, derandomize=
 settings.load_profile("shared")
 
 
-SECONDS = "meshwise/seconds"
-"""Where pytest's cache keeps how long each file took when it last ran."""
-taken_s: Counter[str] = Counter()
+SECONDS = tomllib.loads((Path(__file__).parent / "data" / "seconds.toml").read_text())
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow files come first, the longest of them at the head, so that the workers end together.
-
-    What was never measured here goes by the size of its file.
-    """
-    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
-    known = cache.get(SECONDS, {}) if cache else {}
-
-    def place(item: pytest.Item) -> tuple[bool, float, int]:
-        slow = item.get_closest_marker("slow") is not None
-        return not slow, -known.get(item.path.name, 1e3), -item.path.stat().st_size
-
-    items.sort(key=place)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    taken_s[Path(report.location[0]).name] += report.duration
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    cache = getattr(session.config, "cache", None)
-    if cache and not hasattr(session.config, "workerinput"):
-        cache.set(SECONDS, cache.get(SECONDS, {}) | taken_s)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that the workers end together."""
+    items.sort(key=lambda item: -SECONDS.get(item.path.stem, 0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

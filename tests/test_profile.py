@@ -55,13 +55,6 @@ def test_spawned_ranks_and_one_that_is_killed(program, tmp_path):
         assert len(trace.memory.time_ns) > 0 and trace.shapes
 
 
-def test_torchrun(program, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = profile_command([*command, program, "-1"], tmp_path / "out", stdout=subprocess.DEVNULL)
-    assert done.exit_code == 0 and [file.name for file in done.files] == ["rank-0.json", "rank-1.json"]
-    assert {read_trace(file)[0].world_size for file in done.files} == {2}
-
-
 def test_the_sleeper_is_named(tmp_path):
     """Four real processes of which one sleeps 200 ms a step longer, as no busy machine does."""
     words = [sys.executable, str(SCRIPTS / "sleeper.py"), "4", "2", str(tmp_path / "meeting")]
@@ -90,7 +83,7 @@ def test_ranks_of_two_hosts_share_a_folder(program, tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_from_outside(tmp_path, how):
-    """The ranks end too, and leave what they have; it ends as a signalled program does, and nothing stays."""
+    """torchrun's ranks end too, and leave what they have; it ends as signalled programs do; nothing stays."""
     ranks = ["python", "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ranks += [str(SCRIPTS / "endless.py"), str(tmp_path)]
     words = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--", *ranks]
@@ -106,7 +99,8 @@ def test_stopped_from_outside(tmp_path, how):
     wait_until(lambda: len(list((tmp_path / "out").glob("rank-*.json"))) == 2)
     pids = [path.name.split("-")[2] for path in tmp_path.glob("running-*")]
     wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids))
-    assert {trace.rank for trace in summarize_paths([tmp_path / "out"]).traces} == {0, 1}
+    traces = summarize_paths([tmp_path / "out"]).traces
+    assert [(trace.rank, trace.world_size) for trace in traces] == [(0, 2), (1, 2)]
 
 
 def test_programs_that_do_as_they_please(tmp_path, monkeypatch):

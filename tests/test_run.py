@@ -100,10 +100,10 @@ def test_the_threads_of_a_call_end_with_it() -> None:
     )
     with Ranks(2) as ranks:
         found = []
-        for _ in range(4):
+        for _ in range(2):
             ranks.call(run_rank, "train", options, 0, True)
             found.append(max(ranks.call(on_ranks.num_threads)))
-    assert max(found) < found[0] + 9  # the groups of one call have nine
+    assert found[1] < found[0] + 9  # the groups of one call have nine
 
 
 def test_worlds_that_do_not_fit() -> None:
