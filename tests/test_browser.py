@@ -128,7 +128,8 @@ def show(page: Any, view: str, query: str = "") -> str:
 def until(page: Any, truth: str) -> None:
     """Wait until `truth` holds (Playwright's own waiting needs eval, which the page forbids)."""
     look = f"const look = () => {truth} ? done(true) : Date.now() > end ? done(false) : setTimeout(look, 20);"
-    assert page.evaluate(f"new Promise((done) => {{ const end = Date.now() + 120000; {look} look(); }})"), truth
+    waited = f"new Promise((done) => {{ const end = Date.now() + 120000; {look} look(); }})"
+    assert page.evaluate(waited), truth
 
 
 def settled(page: Any) -> str:
