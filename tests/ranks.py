@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,12 @@ def many_sums(place: RankPlace, num: int) -> int:
 NUM_GROUPS = {"1d": 1, "2d": 2, "2d-cp": 2, "2.5d": 5, "3d": 3}
 
 
-def run_on_first(place: RankPlace, ranks: int, options: Options) -> Outcome | None:
+def run_bare(place: RankPlace, name: str, options: Any) -> Outcome:
+    """This rank's outcome of a program of which nothing is recorded."""
+    return run_rank(place, name, options, quiet=True, recorded=False)
+
+
+def run_on_first(place: RankPlace, ranks: int, options: Options, recorded: bool = True) -> Outcome | None:
     """This rank's outcome in a tensor-parallel world of the first `ranks`; None on the others.
 
     torch names a group by how many the process has made before, so the idle ranks make as many.
@@ -94,4 +100,6 @@ def run_on_first(place: RankPlace, ranks: int, options: Options) -> Outcome | No
         for _ in range(NUM_GROUPS[options.layout]):
             dist.new_group([place.rank], use_local_synchronization=True)
         return None
-    return run_rank(replace(place, world_size=ranks), "tensor-parallel", options, quiet=True)
+    return run_rank(
+        replace(place, world_size=ranks), "tensor-parallel", options, quiet=True, recorded=recorded
+    )

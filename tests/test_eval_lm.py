@@ -18,6 +18,7 @@ from meshwise.runtime.programs.eval_lm import Options, check
 from meshwise.runtime.programs.text_data import PAD, read_blocks
 from meshwise.runtime.programs.transformer_lm import sinusoidal_positions
 from meshwise.runtime.run import run_rank
+from ranks import run_bare
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +49,13 @@ def alone(options: Options) -> Outcome:
     """The evaluation on one rank, in this process."""
     check(options, 1)
     with world_of_one() as place:
-        return run_rank(place, "eval-lm", options, 0, True)
+        return run_bare(place, "eval-lm", options)
 
 
 def together(pool: Ranks, options: Options) -> list[Outcome]:
     """The evaluation on all ranks of the pool."""
     check(options, 4)
-    return pool.call(run_rank, "eval-lm", options, 0, True)
+    return pool.call(run_bare, "eval-lm", options)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,8 @@ def test_loss_does_not_depend_on_the_world(ranks: Ranks, override: str, options:
 
 
 def test_bare_run_gives_the_same_and_records_nothing(ranks: Ranks) -> None:
-    recorded = together(ranks, BASE)[0]
-    bare = ranks.call(run_rank, "eval-lm", BASE, 0, True, None, False)[0]
+    recorded = ranks.call(run_rank, "eval-lm", BASE, 0, True)[0]
+    bare = together(ranks, BASE)[0]
     assert bare.result["loss"] == recorded.result["loss"]
     assert bare.result["routing"] == recorded.result["routing"]
     assert len(recorded.ledger) > 0

@@ -150,7 +150,7 @@ def words(draw: st.DrawFn) -> list[str]:
     return [*verb, *stated]
 
 
-@some(160)
+@some(100)
 @given(words())
 @example(["collective", "0", "--cluster", "h100-80g-sxm:64", "--stride", "65", "--data", "0"])
 @example(["frontier", "layer", *BASES["frontier", "layer"], "--tp-in", "1e-09"])
@@ -183,7 +183,7 @@ def as_file(document: dict[str, Any], text: Any) -> st.SearchStrategy[bytes]:
     return st.one_of(fields, damaged(text(document).encode()))
 
 
-@some(120)
+@some(80)
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), strange | strange_text, min_size=1, max_size=4))
 def test_strange_plans(keys: dict[str, Any]) -> None:
     plan = ",".join(f"{key}={value}" for key, value in keys.items())
@@ -290,7 +290,7 @@ def test_strange_serving_points(
     check_contract(["validate", "--serving", file_with(tmp_path_factory, "points.csv", table)])
 
 
-@some(60, share=0.5)
+@some(40, share=0.5)
 @given(st.data())
 def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(RUNS[1:])).split(",")
@@ -302,7 +302,7 @@ def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: 
     check_contract(["validate", "--runs", file_with(tmp_path_factory, "runs.csv", table)])
 
 
-@some(100)
+@some(60)
 @given(as_file(SWEEP, toml_text))
 def test_strange_sweeps(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     try:
@@ -456,7 +456,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
     return view, STATE[home(view)] | draw(st.dictionaries(names, values, max_size=3))
 
 
-@some(60, share=0.5)
+@some(40, share=0.5)
 @given(states())
 @example(("serve", STATE["serve"] | {"concurrency": "1e+18"}))
 @example(("serve", STATE["serve"] | {"concurrency": "1", "output": "1"}))

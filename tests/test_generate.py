@@ -23,6 +23,7 @@ from meshwise.runtime.programs.search import BeamSearch, GreedySearch, advance_a
 from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 from meshwise.runtime.run import run_rank
+from ranks import run_bare
 
 pytestmark = pytest.mark.slow
 
@@ -144,7 +145,7 @@ def generate(pool: Ranks) -> Callable[..., dict[str, Any]]:
     def call(**options: Any) -> dict[str, Any]:
         chosen = replace(base, **options)
         check(chosen, 2)
-        first, second = pool.call(run_rank, "generate", chosen, 0, True)
+        first, second = pool.call(run_bare, "generate", chosen)
         assert first.result["texts"] == second.result["texts"]
         return dict(first.result)
 

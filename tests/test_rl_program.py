@@ -13,6 +13,7 @@ from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, parse_options
 from meshwise.runtime.programs.rl_options import the_model
 from meshwise.runtime.run import run_rank
+from ranks import run_bare
 
 pytestmark = pytest.mark.slow
 RL = find_program("rl")
@@ -53,5 +54,5 @@ def test_the_weights_travel_as_the_estimate_of_a_step_prices_them(pool: Ranks) -
 def test_the_reward_rises(pool: Ranks) -> None:
     """The update is a real one: answers get more even tokens than chance has."""
     options = parse_options(RL, ["--steps", "12", "--lr", "0.01", "--samples", "8", "--layers", "1"])
-    rewards = pool.call(run_rank, "rl", options, 0, True)[0].result["rewards"]
+    rewards = pool.call(run_bare, "rl", options)[0].result["rewards"]
     assert sum(rewards[-4:]) / 4 > 0.7 > 0.6 > sum(rewards[:4]) / 4

@@ -62,7 +62,7 @@ def test_output_and_gradients_are_those_of_one_process(
     """float64; inputs and all weights (biases and norms too) random, in an order that shows a wrong piece."""
     chosen = Options(**options, dtype="fp64", check=True)
     check(chosen, ranks)
-    outcomes = pool.call(run_on_first, ranks, chosen)
+    outcomes = pool.call(run_on_first, ranks, chosen, False)
     differences = outcomes[0].result["max_abs_diff"]
     weights = 12 if chosen.style == "gpt" else 6
     assert len(differences) == weights + 2

@@ -24,6 +24,7 @@ from meshwise.runtime.programs.narrow import Product
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train_options import the_model
 from meshwise.runtime.run import run_rank
+from ranks import run_bare
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +119,7 @@ def test_losses_fall_alike_in_every_world(pool: Ranks) -> None:
 
     def losses(ranks: Ranks, plan: str) -> list[float]:
         options = train_options(plan=f"{plan},dtype=fp32", batch=4, steps=3)
-        return ranks.call(run_rank, "train", options, 0, True, None, False)[0].result["losses"]
+        return ranks.call(run_bare, "train", options)[0].result["losses"]
 
     with Ranks(1) as alone:
         expected = losses(alone, "tp=1")

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options
-from meshwise.runtime.run import run_rank
+from ranks import run_bare
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def differences(pool: Ranks, name: str, **values: Any) -> dict[str, float]:
     program = find_program(name)
     options = make_options(program, values)
     program.check(options, 4)
-    result: dict[str, float] = pool.call(run_rank, name, options, 0, True)[0].result["max_abs_diff"]
+    result: dict[str, float] = pool.call(run_bare, name, options)[0].result["max_abs_diff"]
     return result
 
 
