@@ -10,7 +10,7 @@ import pytest
 
 from jobs import Job, write_job
 from kineto import write_trace
-from meshwise.report.trace_page import trace_picture
+from meshwise.report.trace_page import picture
 from meshwise.trace import read
 from meshwise.trace.breakdown import PARTS, Partition
 from meshwise.trace.columns import FOLDER
@@ -167,7 +167,7 @@ def test_many_ranks_are_a_map_of_ranks_and_steps(many, tmp_path, meshwise):
     pytest.importorskip("matplotlib")
     pytest.importorskip("plotly")
     found = summarize_paths([many])
-    lanes = trace_picture(found).rows[0][0].marks[0]
+    lanes = picture(found).rows[0][0].marks[0]
     late = list(lanes.kinds)
     grid = lanes.grid[:, 1:]
     assert grid.shape == (40, 7)

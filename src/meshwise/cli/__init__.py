@@ -29,6 +29,7 @@ from meshwise.cli.complete import join_words_of_bash
 from meshwise.cli.defaults import read_defaults
 from meshwise.cli.examples import epilog
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.files import read_catalog
 
 
 class Command(typer.core.TyperCommand):
@@ -50,28 +51,10 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
-VERBS = {
-    **dict.fromkeys(("estimate", "search", "fit-card"), "answers"),
-    **dict.fromkeys(("run", "dryrun", "compare", "calibrate"), "programs"),
-    **{"validate": "validate", "fit": "fit", "list": "answers:list_catalog", "explain": "trace"},
-    **{"profile": "profile", "eval-lm": "eval_lm"},
-    **dict.fromkeys(("serve", "rl", "launch"), "answers"),
-    **{"sweep": "sweep", "collective": "answers", "web": "web", "frontier": "frontier", "trace": "trace"},
-}
-"""The module of each verb (and its function where it is not called so), in the order of the help."""
-GROUPS = {
-    "frontier": "The largest efficient training run, and what limits it.",
-    "trace": "Read, align, merge and analyse the traces of many ranks.",
-}
-_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-SETTINGS: dict[str, dict[str, Any]] = {
-    **{
-        name: {"context_settings": _ANY_OPTIONS, "add_help_option": False}
-        for name in ("run", "dryrun", "compare")
-    },
-    "profile": {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}},
-}
-"""How a verb reads its words, where that is not as usual."""
+_VERBS = read_catalog("verbs.toml")
+VERBS: dict[str, str] = _VERBS["modules"]
+"""The module of each verb, and its function where that is not called so, in the order of the help."""
+GROUPS, SETTINGS = _VERBS["groups"], _VERBS["settings"]
 
 
 class Verbs(Mapping[str, Any]):

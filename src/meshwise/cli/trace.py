@@ -130,9 +130,9 @@ def report(found: Summary, *, out: Path = Path("report.html"), cluster: str | No
         out: Where to write (.html).
     """
     from meshwise.report.html import write_page
-    from meshwise.report.trace_page import trace_page
+    from meshwise.report.trace_page import page
 
-    write_page(trace_page(found, _cluster(cluster)), out)
+    write_page(page(found, _cluster(cluster)), out)
     return {"file": str(out), "num_ranks": len(found.traces)}, [f"{out}: {len(found.traces)} ranks"]
 
 
@@ -213,8 +213,7 @@ def table(
         sort: cpu or cuda.
         rank: Only this rank [all, and their joint table].
     """
-    from meshwise.report.profile_table import profile_table
-    from meshwise.report.trace_table import joint_table
+    from meshwise.report.trace_table import joint_table, profile_table
     from meshwise.trace.operators import joint_operators, operator_totals
 
     ranks = ", ".join(str(trace.rank) for trace in found.traces)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import dollars, long_duration, with_prefix
 from meshwise.report.answer import Section, Text
 from meshwise.report.table import Table
 from meshwise.search.fit_card import CardFit, CardRun
 
-TITLES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
-MEANINGS = {
-    "full": "all weights; weights, gradients and Adam's states in bf16",
-    "lora": "adapters of rank 16 in all linear layers, weights in bf16",
-    "qlora": "the same adapters, the blocks' weights in 4 bits",
-}
+_WORDS = read_catalog("words.toml")
+TITLES, MEANINGS = _WORDS["methods"], _WORDS["method_meanings"]
 
 
 def parts(found: CardFit, *, everything: bool = False) -> Iterator[Section]:

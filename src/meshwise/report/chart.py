@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
+from meshwise.core.files import read_catalog
 from meshwise.report.table import Table
 
 if TYPE_CHECKING:
@@ -22,13 +23,7 @@ COLORS = ("#4a8fc2", "#e0812c", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da
 LIMIT_COLOR, FRONT_COLOR, SUM_COLOR, ROOF_COLOR = "#d62728", "#d62728", "#7f7f7f", "#7f7f7f"
 MORE_COLOR, LESS_COLOR = COLORS[4], COLORS[3]
 """What takes longer than expected, and what takes less."""
-PART_COLORS = {
-    **{"compute": "#4a8fc2", "memory": "#9ecae8", "host": "#c7b299"},
-    **{"comm_tp": "#f0913a", "comm_cp": "#fdb777", "comm_ep": "#e0762a", "comm_dp": "#d9a441"},
-    **{"comm_pp": "#fdd0a2", "bubble": "#c44e52", "optimizer": "#8172b2", "stragglers": "#e79a9a"},
-    **{"weights": "#4a8fc2", "gradients": "#9ecae8", "activations": "#4fa14a"},
-    **{"buffers": "#a8d8a0", "overhead": "#c7b299", "cache": "#dd8452"},
-}
+PART_COLORS: dict[str, str] = read_catalog("words.toml")["part_colors"]
 """The parts of a step's time and of a rank's memory."""
 OTHER_COLOR, INK, IDLE_COLOR = "#999999", "#333333", "#e9e9e9"
 Numbers = Sequence[Any] | NDArray[Any]

@@ -22,7 +22,7 @@ _MODULES = {
     **{"Estimate": "estimate", "Explanation": "explain", "Frontier": "frontier", "Launch": "launch"},
     **{"Outcome": "outcome", "PublishedStep": "published", "Result": "search", "RlAnswer": "rl"},
     **{"RlExplanation": "rl_log", "ScriptOutcome": "script", "ServingAnswer": "serve", "Study": "study"},
-    **{"Summary": "trace", "Validation": "validation"},
+    **{"Summary": "trace_page", "Validation": "validation"},
 }
 """The module of this folder that states what is shown of a result, by its class."""
 _WIDTH = 120

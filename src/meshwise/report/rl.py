@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.answer import Page, Section, Text
@@ -14,14 +15,7 @@ from meshwise.rl.answer import RlAnswer
 from meshwise.rl.best_split import BestSplit
 from meshwise.rl.step import PHASES, RlStep
 
-_OF_PHASES = {
-    "generation": "engines generate; the trainer waits",
-    "scoring": "log-probabilities and other passes",
-    "train": "optimizer steps on packed samples",
-    "sync": "weights travel to the engines",
-    "switch": "optimizer states to the host and back",
-    "wait": "data, rewards, logs",
-}
+_OF_PHASES: dict[str, str] = read_catalog("words.toml")["rl_phases"]
 
 
 def parts(answer: RlAnswer) -> Iterator[Section]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
@@ -104,12 +105,7 @@ def _within(load: LoadResult, document: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-_WHY = {
-    "memory": "the cache of a GPU has no room for more than {batch}",
-    "token": "with more than {batch} a token takes too long",
-    "first token": "with more than {batch} the first token takes too long",
-    "rate": "one such worker holds twice that and more; smaller ones keep the limits on no fewer GPUs",
-}
+_WHY: dict[str, str] = read_catalog("words.toml")["batch_binds"]
 """What keeps a batch from growing (`Choice.binds`), in words."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.plan.plan import plan_text
@@ -64,9 +65,7 @@ def _choice(study: Study, chosen: int | None, runs: Mapping[int, Mapping[str, st
     return f"chosen, {by}: {machine} ({taken}, failures included)"
 
 
-FRONTS = {
-    "num_chips": "GPUs", "gpu_s_per_token": "cost", "joules_per_token": "energy", "memory_bytes": "memory",
-}  # fmt: skip
+FRONTS: dict[str, str] = read_catalog("words.toml")["fronts"]
 """What the fronts are called in a table."""
 
 

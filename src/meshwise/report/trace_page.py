@@ -13,6 +13,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.report import trace_table as tables
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
+from meshwise.report.trace_table import summary_parts as parts
 from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.critical_path import critical_path
@@ -20,6 +21,8 @@ from meshwise.trace.intervals import covered
 from meshwise.trace.memory import memory_peaks, timeline
 from meshwise.trace.op_rates import op_rates
 from meshwise.trace.summary import Summary
+
+__all__ = ["page", "parts", "picture"]
 
 PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", "#e9e9e9"), strict=True))
 _LATE = (-np.inf, -1e9, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -35,7 +38,7 @@ MOST_POINTS = 2000
 MOST_LINES = 16
 
 
-def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
+def page(summary: Summary, cluster: Cluster | None = None) -> Page:
     """What the ranks of a job did, and why the slow one is slow; rates beside the peaks of `cluster`."""
     others = [one.text for one in summary.findings[1:]]
     sections: list[Section] = [Text("Findings", others)] if others else []
@@ -119,7 +122,7 @@ def _rank_names(summary: Summary, blocks: Sequence[Sequence[int]] = ()) -> list[
     return ["▸ " * (not named.isdisjoint(of)) + text for of, text in texts]
 
 
-def trace_picture(summary: Summary) -> Picture:
+def picture(summary: Summary) -> Picture:
     """All ranks over time, and beside them how long each did what in sum, under the first findings.
 
     Of many ranks, how late each is in each step, and the worst over time.

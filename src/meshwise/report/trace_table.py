@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwise.core.units import duration
 from meshwise.report.table import Fields, Table, cell_text, difference_text, percent, records_table, short
@@ -13,7 +13,7 @@ from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelChange
 from meshwise.trace.memory import MemoryPeak
 from meshwise.trace.op_rates import OpRate
-from meshwise.trace.operators import AcrossRanks
+from meshwise.trace.operators import AcrossRanks, OperatorTotal
 from meshwise.trace.summary import Summary
 
 NOTHING = "no rank, link or cause stands out"
@@ -147,6 +147,36 @@ def joint_table(rows: Sequence[AcrossRanks], title: str, *, limit: int) -> Table
         **{"max/mean": lambda row: f"{row.imbalance:.2f}", "straggler": "straggler"},
     }
     return records_table(title, rows[:limit], columns, left=("name", "quantity"))
+
+
+def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, limit: int) -> Table:
+    """PyTorch's table of one rank, the largest CPU (or device) total first.
+
+    It has fourteen columns at most: none of a device that did nothing, nor of memory where no allocation was
+    recorded. Percentages are of the sum of all self times.
+    """
+    cpu_s = sum(row.self_cpu_s for row in rows)
+    device_s = sum(row.self_device_s for row in rows if row.kind in ("compute", "communication", "memory"))
+    title += f": self CPU {duration(cpu_s)}, self CUDA {duration(device_s)}"
+
+    def share(field: str, whole_s: float) -> Callable[[OperatorTotal], str]:
+        return lambda row: percent(getattr(row, field) / whole_s if whole_s else 0.0)
+
+    def each(field: str) -> Callable[[OperatorTotal], str]:
+        return lambda row: duration(getattr(row, field) / row.count)
+
+    columns: Fields = {"Name": "name", "Self CPU %": share("self_cpu_s", cpu_s), "Self CPU": "self_cpu_s"}
+    columns |= {"CPU total %": share("cpu_s", cpu_s), "CPU total": "cpu_s", "CPU time avg": each("cpu_s")}
+    if device_s:
+        columns |= {"Self CUDA": "self_device_s", "Self CUDA %": share("self_device_s", device_s)}
+        columns |= {"CUDA total": "device_s", "CUDA time avg": each("device_s")}
+    if any(row.cpu_bytes for row in rows):
+        columns |= {"CPU Mem": "cpu_bytes", "Self CPU Mem": "self_cpu_bytes"}
+    if any(row.device_bytes for row in rows):
+        columns |= {"CUDA Mem": "device_bytes", "Self CUDA Mem": "self_device_bytes"}
+    columns["# of Calls"] = "count"
+    ordered = sorted(rows, key=lambda row: -(row.cpu_s if sort_by == "cpu" else row.device_s))
+    return records_table(title, ordered[:limit], columns)
 
 
 def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:

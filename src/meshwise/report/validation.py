@@ -14,17 +14,13 @@ from meshwise.calibrate.releases import Board, errors_by_release
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
 from meshwise.core.errors import DataError
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.chart import COLORS, LINES, SUM_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.table import Fields, Table, percent, records_table
 
-TITLES = {
-    **{"step_s": "Step time", "memory_bytes": "Memory per GPU", "ttft_s": "First token", "tpot_s": "Token"},
-    **{"gemm_s": "Matmul", "attention_s": "Attention", "decode_s": "Decode attention"},
-    **{"experts_s": "Experts", "collective_s": "Collective", "dispatch_s": "Dispatch and combine"},
-    **{"chip_watts": "Power of a chip", "node_watts": "Power of a node"},
-}
+TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
 """What a quantity is called."""
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")

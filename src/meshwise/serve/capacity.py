@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
-from meshwise.plan.fields import choice, number, read_words, whole
+from meshwise.core.files import read_catalog
+from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.engine import Engine
 from meshwise.serve.limits import LatencyLimits
@@ -26,12 +27,8 @@ SAMPLE = 1500
 STEPS = 9
 """Halvings of the interval of rates: to 0.2 % of the rate of saturation."""
 
-_SECONDS = number("time", 0.001, 1e9)
-RULES = {"sla": choice("the limits", ("",)), "utilization": number("share of saturation", 0.01, 1)}
-SETTINGS = {
-    **dict.fromkeys(("min", "max"), whole("replicas", 1, 10**9)),
-    **{"every_s": _SECONDS, "start_s": _SECONDS, "hold_s": _SECONDS},
-}
+_STATED = read_catalog("serve_settings.toml")
+RULES, SETTINGS = (catalog_fields(_STATED[name], {}) for name in ("autoscale_rules", "autoscale"))
 _NAMES = {"min": "least", "max": "most"}
 
 

@@ -24,7 +24,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
 from meshwise.machine.hardware import Chip
-from meshwise.plan.fields import number, read_words, whole
+from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.serve.fitted import fitted
 
 _CONSTANTS = fitted().constants
@@ -170,12 +170,7 @@ VERSIONS = {name: _versions(name) for name in ("vllm", "sglang", "trtllm")}
 ENGINES = {name: list(versions.values())[-1] for name, versions in VERSIONS.items()}
 """Engines by name: the last version that is listed."""
 
-_COUNT = whole("what a pass or the engine takes", 1, 2**31)
-_SHARE = number("of a pass, of a request's output", 0, 1)
-SETTINGS = {
-    **dict.fromkeys(("max_tokens", "max_sequences", "prompt_tokens", "prompt_sequences"), _COUNT),
-    **{"poll_passes": _COUNT, "align_passes": _COUNT, "fill_frac": _SHARE, "reserve_frac": _SHARE},
-}
+SETTINGS = catalog_fields(read_catalog("serve_settings.toml")["engine"], {})
 """What a user may set of an engine."""
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.files import read_catalog
 from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
@@ -28,7 +29,7 @@ from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.fields import number, read_words, whole
+from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan
 from meshwise.plan.rules import resolve
@@ -191,10 +192,7 @@ class Speculation:
         return float(sum(self.acceptance**i for i in range(self.drafts + 1)))
 
 
-GUESSES = {
-    "drafts": whole("tokens guessed for each pass", 1, 64),
-    "accept": number("chance that one is right", 1e-9, 1),
-}
+GUESSES = catalog_fields(read_catalog("serve_settings.toml")["speculate"], {})
 
 
 def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serving:
