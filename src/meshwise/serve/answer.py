@@ -25,7 +25,6 @@ from meshwise.serve.engine import Engine, parse_engine
 from meshwise.serve.limits import NO_LIMITS, LatencyLimits
 from meshwise.serve.load import Fleet, LoadResult, cost, under_load
 from meshwise.serve.pass_times import first_token_s, rows, sequences_within
-from meshwise.serve.records import records
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN
 from meshwise.serve.serving import Serving
@@ -126,7 +125,7 @@ class ServingAnswer(Shown):
     def columns(self) -> dict[str, list[Any]]:
         """A row for each layout considered, or for each request of the load, by column."""
         if self.sizing is None:
-            return records(self.load) if self.load else {}
+            return self.load.columns if self.load else {}
         rows = [choice.to_json() for choice in self.sizing.choices]
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 

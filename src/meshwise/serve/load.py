@@ -257,6 +257,28 @@ class LoadResult:
             **{name: getattr(run, name) for name in ("peak_sequences", "num_preemptions")},
         }
 
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """A row for each request, as benchmark clients write them: who, when [s], how long [s], tokens.
+
+        `counts`: whether it is in the figures, not in warm-up or end.
+        """
+        run, requests = self.simulated, self.requests
+        number = np.arange(len(run.output))
+        sent = self.served.sent_s
+        found: dict[str, Any] = {
+            "request": number,
+            "session": requests.sessions if requests.after else number,
+            **{name: getattr(run, name) for name in ("replica", "sent_s", "start_s")},
+            **{"first_token_s": run.first_s, "last_token_s": run.last_s, "prompt": requests.prompt},
+            **{name: getattr(run, name) for name in ("output", "found", "loaded", "ttft_s")},
+            "tpot_s": [s if num > 1 else None for s, num in zip(run.token_s, run.output, strict=True)],
+            "e2e_s": run.last_s - run.sent_s,
+            "within_limits": self.limits.kept(run),
+            "counts": (run.sent_s >= sent.min()) & (run.sent_s <= sent.max()),
+        }
+        return {name: np.asarray(column).tolist() for name, column in found.items()}
+
     def _interval(self, name: str, value: float | dict[str, float | None]) -> dict[str, float] | None:
         """Between which a measured mean would be, 8 times of 10."""
         mean = value["mean"] if isinstance(value, dict) else value
