@@ -204,21 +204,16 @@ def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 15) ->
     return {"collectives": list(map(asdict, rows))}, bandwidth_tables(rows, limit=limit)
 
 
-def table(
-    found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", rank: int | None = None, limit: int = 15
-) -> Found:
+def table(found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", limit: int = 15) -> Found:
     """Show the profiler's table of each rank, and of all.
 
     Args:
         sort: cpu or cuda.
-        rank: Only this rank [all, and their joint table].
     """
     from meshwise.report.trace_table import joint_table, profile_table
     from meshwise.trace.operators import joint_operators, operator_totals
 
-    ranks = ", ".join(str(trace.rank) for trace in found.traces)
-    chosen = [trace for trace in found.traces if rank in (None, trace.rank)]
-    rows = {t.rank: operator_totals(t) for t in _some(chosen, f"no trace of rank {rank}; there are {ranks}")}
+    rows = {trace.rank: operator_totals(trace) for trace in found.traces}
     joint = joint_operators(rows, sort_by=sort)
     title = f"{sort.upper()} time total"
     of_rank = partial(profile_table, sort_by=sort, limit=limit)

@@ -39,17 +39,11 @@ def card_table(found: CardFit, runs: list[CardRun]) -> Table:
     rows, last = [], ""
     for one in runs:
         row, name = one.to_json(found.tokens, found.price), one.run.model.name
-        hours = row.get("hours")
-        rows.append(
-            (
-                *((name, with_prefix(row["num_params"], "", 3)) if name != last else ("", "")),
-                TITLES[one.method],
-                with_prefix(row["memory_bytes"], "B", 3),
-                f"{row['tokens_per_s']:,.0f}" if one.fits else "does not fit",
-                None if hours is None else long_duration(3600 * hours),
-                dollars(row.get("cost")),
-            )
-        )
+        model = (name, with_prefix(row["num_params"], "", 3)) if name != last else ("", "")
+        rate = f"{row['tokens_per_s']:,.0f}" if one.fits else "does not fit"
+        taken = long_duration(3600 * row["hours"]) if "hours" in row else None
+        size = with_prefix(row["memory_bytes"], "B", 3)
+        rows.append((*model, TITLES[one.method], size, rate, taken, dollars(row.get("cost"))))
         last = name
     whole = "" if found.tokens is None else f"{with_prefix(found.tokens, '')} tokens"
     columns = ("model", "size", "method", "memory", "tokens/s", whole, "cost")

@@ -43,11 +43,8 @@ def _classes(found: Explanation) -> Table | Chart:
         return Table(title, (name, "measured"), [*rows, ("step", duration(found.measured_s))], no_wrap=True)
     changes = [row.more_s for row in found.classes]
     most_s = max(map(abs, changes), default=0.0) or 1.0
-    drawn = [bar(abs(change) / most_s, _BAR) for change in changes]
-    classes = [
-        (row.op, *_times(row), line and ("+" if row.more_s > 0 else "-") + line)
-        for row, line in zip(found.classes, drawn, strict=True)
-    ]
+    drawn = [f"{change:+.0f}"[0] + bar(abs(change) / most_s, _BAR) if change else "" for change in changes]
+    classes = [(row.op, *_times(row), line) for row, line in zip(found.classes, drawn, strict=True)]
     columns = (name, "predicted", "measured", "difference", "longer or shorter")
     first = ("predicted step", duration(found.predicted_s), "", "", "")
     last = ("measured step", "", duration(found.measured_s), "", "")

@@ -24,18 +24,13 @@ def parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Section]:
     runs = {i: study.goal.run(best, budget) for i, _, best in found}
     cells = {i: run_cells(run["with_failures"] if has_goal else run) for i, run in runs.items()}
     keys = list(study.points[0].changes) if study.points else []
-    figures = [
-        (
-            *point.changes.values(),
-            duration(best.step_s),
-            f"{best.mfu:.1%}",
-            with_prefix(best.tokens_per_s, "", 3),
-            "" if (per_gpu := study.speedup(i)) is None else f"{per_gpu:.1%}",
-            with_prefix(point.measures(budget)["joules_per_token"], "J", 3),
-            " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
-        )
-        for i, point, best in found
-    ]
+    figures = []
+    for i, point, plan in found:
+        rate, joules = plan.tokens_per_s, point.measures(budget)["joules_per_token"]
+        per_gpu = "" if (speedup := study.speedup(i)) is None else f"{speedup:.1%}"
+        named = " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure])
+        row = duration(plan.step_s), f"{plan.mfu:.1%}", with_prefix(rate, "", 3), per_gpu
+        figures.append((*point.changes.values(), *row, with_prefix(joules, "J", 3), named))
     columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", "front")
     yield Table("", columns, figures, left=("front",))
     run_columns = next(iter(cells.values()), {})

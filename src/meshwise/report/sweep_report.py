@@ -15,10 +15,9 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.core.errors import MissingExtraError
-from meshwise.core.units import duration, with_prefix
 from meshwise.report.chart import COLORS, LINES, Bars, Chart, ChartAxis, Picture, Series
 from meshwise.report.chart_picture import draw_picture
-from meshwise.report.table import Table, unit_of
+from meshwise.report.table import Table, cell_text, unit_of
 from meshwise.sweep.sweep import FinishedPoint, Sweep, csv_rows
 
 _MAX_PANELS = 4
@@ -81,13 +80,9 @@ def _chart(rows: Sequence[FinishedPoint], axis: str | None, name: str) -> Chart:
     return Chart(name.replace("_", " "), marks, along, result)
 
 
-def _text(name: str, cell: Any) -> str:
-    """A cell for people, in the unit that its name ends with; the CSV file has the plain number."""
-    if not isinstance(cell, float):
-        return "" if cell is None else str(cell)
-    if unit_of(name) == "s":
-        return duration(cell)
-    return with_prefix(cell, unit_of(name) or "") if abs(cell) >= 1 else f"{cell:.4g}"
+def _text(name: str, cell: Any) -> object:
+    """A cell for people; the CSV file has the plain number, and a plan is never cut."""
+    return cell if isinstance(cell, str) else cell_text(name, cell)
 
 
 def _is_number(value: Any) -> bool:

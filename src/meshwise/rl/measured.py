@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import DataError, PlanError
-from meshwise.core.units import DTYPE_BYTES, whole
+from meshwise.core.units import DTYPE_BYTES
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
@@ -25,6 +25,7 @@ from meshwise.rl.job import MODES, OpenJob, RlJob
 from meshwise.rl.layouts import smallest_engine
 from meshwise.rl.rollouts import Rollouts
 from meshwise.rl.step import RlStep
+from meshwise.serve.measured import count, positive
 
 COLUMNS = ("software", "mode_kind", "chip", "prompts_per_step", "samples_per_prompt", "step_s")
 """Columns that every table of steps has."""
@@ -40,7 +41,9 @@ def measured(row: Mapping[str, str]) -> dict[str, float]:
     """The seconds that a row states, by quantity."""
     several, names = {"scoring_s": ("logprob_s", "ref_s")}, ("step_s", "generation_s", "train_s", "sync_s")
     columns = {name: (name,) for name in names} | several
-    found = {name: sum(_seconds(row, column) for column in each) for name, each in columns.items()}
+    found = {
+        name: sum(positive(row.get(column) or "") or 0.0 for column in each) for name, each in columns.items()
+    }
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
@@ -123,16 +126,4 @@ def _train_plan(row: Mapping[str, str], dtype: str, has_experts: bool) -> Plan:
 
 def _count(row: Mapping[str, str], column: str) -> int | None:
     """The whole number of a cell; None where it is empty."""
-    text = row.get(column) or ""
-    if text and not (found := whole(text)):
-        raise DataError(f"column {column}: {text!r} is no count")
-    return found if text else None
-
-
-def _seconds(row: Mapping[str, str], column: str) -> float:
-    """The seconds of a cell; 0 where it is empty or none."""
-    try:
-        seconds = float(row.get(column) or 0)
-    except ValueError:
-        return 0.0
-    return seconds if 0 < seconds < math.inf else 0.0
+    return count(row, column) if row.get(column) else None

@@ -49,13 +49,13 @@ class MeasuredPoint:
 
 def point(row: Mapping[str, str]) -> MeasuredPoint:
     """A row in our words; a MeshwiseError says what is not expressed."""
-    prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
+    prompt, output, clients = (count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
     if bad := [name for name, value in measured(row, None).items() if value is None and row.get(name)]:
         raise DataError(f"column {bad[0]}: {row[bad[0]]!r} is not above 0")
     name, model = row["model"].lower().rpartition("/")[2], find_model(row["model"])
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
     layouts = [_layout(row, pool) for pool in pools]
-    workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
+    workers = [count(row, f"{pool}workers") if pool else 1 for pool in pools]
     scripts = [inferencex.script(row, name, layout, workers[-1]) for layout in layouts]
     instances = [_instance(row, pool, model, script) for pool, script in zip(pools, scripts, strict=True)]
     engine = _launched(row, scripts[-1])
@@ -108,7 +108,7 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
     if inferencex.is_row(row):
         return engine.having(**script.settings)
     batch = "max_batch" if row.get("max_batch") else "concurrency"
-    return aiconfigurator.launched(engine, _count(row, "input_tokens"), _count(row, batch))
+    return aiconfigurator.launched(engine, count(row, "input_tokens"), count(row, batch))
 
 
 def simulated(row: Mapping[str, str]) -> LoadResult:
@@ -130,14 +130,14 @@ def predicted(row: Mapping[str, str], load: LoadResult) -> dict[str, float]:
 
 def measured(row: Mapping[str, str], load: LoadResult | None) -> dict[str, float | None]:
     """What a row states, and its rate; None where it needs a missing `load`, or a cell is bad."""
-    found = {name: _positive(row[name]) for name in (*STATED, RATE) if row.get(name)}
+    found = {name: positive(row[name]) for name in (*STATED, RATE) if row.get(name)}
     ttft_s, tpot_s = (found.get(name) for name in STATED)
     if RATE not in found and ttft_s and tpot_s:
         found[RATE] = _rate(load, ttft_s, tpot_s) if load else None
     return found
 
 
-def _positive(text: str) -> float | None:
+def positive(text: str) -> float | None:
     """The positive number that `text` spells, if it does."""
     try:
         value = float(text)
@@ -162,9 +162,7 @@ def _rate(load: LoadResult, ttft_s: float, tpot_s: float) -> float:
 def _layout(row: Mapping[str, str], pool: str) -> inferencex.ServingLayout:
     """What the row says of its instance, or of its pool `prefill_` or `decode_`."""
     names = {"tp": "tp", "dp": "attention_dp", "ep": "moe_ep", "etp": "moe_tp"}
-    return inferencex.ServingLayout(
-        **{degree: _count(row, f"{pool}{name}") for degree, name in names.items()}
-    )
+    return inferencex.ServingLayout(**{degree: count(row, f"{pool}{name}") for degree, name in names.items()})
 
 
 def _instance(
@@ -172,7 +170,7 @@ def _instance(
 ) -> tuple[Cluster, Plan]:
     """The instance of a row, or of its pool, as it was started."""
     layout, dtype = script.layout, row["precision"]
-    pp = _count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
+    pp = count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
     cluster = find_cluster(f"{chip_of(row).name}:{layout.tp * pp * layout.dp}")
     plan = Plan(tp=layout.tp, pp=pp, dtype=dtype, **script.plan)
     if model.moe is not None and dtype == "fp4" and dtype not in cluster.chip.matrix_flop_per_s:
@@ -182,7 +180,8 @@ def _instance(
     return cluster, plan
 
 
-def _count(row: Mapping[str, str], column: str) -> int:
+def count(row: Mapping[str, str], column: str) -> int:
+    """The whole number of a cell; DataError where it is none."""
     found = whole(row.get(column, ""))
     if not found:
         raise DataError(f"column {column}: {row.get(column, '')!r} is no count")
