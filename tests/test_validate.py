@@ -39,8 +39,8 @@ from meshwise.calibrate.runs import PROSE, Run, read_runs
 from meshwise.calibrate.step_constants import LIMITS, START, TIED
 from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
 from meshwise.calibrate.validate import estimate_run, validate
-from meshwise.cli.fit import RUN_FILES
-from meshwise.cli.validate import validate as validate_command
+from meshwise.cli.measurements import RUN_FILES
+from meshwise.cli.measurements import validate as validate_command
 from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.intervals import aspects, unmeasured
 from meshwise.estimate.one_plan import estimate
@@ -49,7 +49,7 @@ from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE, find_overhead
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.report.accuracy import accuracy_markdown, write_accuracy
+from meshwise.report.validation import accuracy_markdown, write_accuracy
 
 WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
 

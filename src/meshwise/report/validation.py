@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from meshwise.calibrate import validate as held
 from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
@@ -14,10 +15,12 @@ from meshwise.calibrate.releases import Board, errors_by_release
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
 from meshwise.core.errors import DataError
-from meshwise.core.files import read_catalog
+from meshwise.core.files import make_folder, read_catalog, write_text
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.chart import COLORS, LINES, SUM_COLOR, Chart, ChartAxis, Picture, Series
+from meshwise.report.chart_picture import draw_picture
+from meshwise.report.html import static
 from meshwise.report.table import Fields, Table, percent, records_table
 
 TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
@@ -213,13 +216,10 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> Chart:
     known = [row for row in rows if row.error_frac is not None]
     values = [value for row in known for value in (row.measured, row.predicted) if value] or [1.0]
     ends = [min(values) / 1.2, 1.2 * max(values)]
+    factors = {"equal": 1.0, "10 % more": 1.1, "10 % less": 0.9}
     marks = [
-        Series(ends, [factor * end for end in ends], name, SUM_COLOR, line)
-        for name, factor, line in (
-            ("equal", 1.0, LINES[0]),
-            ("10 % more", 1.1, LINES[2]),
-            ("10 % less", 0.9, LINES[2]),
-        )
+        Series(ends, [factor * end for end in ends], name, SUM_COLOR, LINES[0 if factor == 1.0 else 2])
+        for name, factor in factors.items()
     ]
     by_chip = grouped(known, lambda row: row.chip)
     for (chip, members), color in zip(sorted(by_chip.items()), itertools.cycle(COLORS), strict=False):
@@ -266,3 +266,52 @@ def _where(source: str) -> PageLink:
         return PageLink(source, f"https://arxiv.org/abs/{paper[1]}")
     repository = re.match(r"[\w.-]+/[\w.-]+(?= )", source)
     return PageLink(source, f"https://github.com/{repository[0]}" if repository else "")
+
+
+# --- docs/accuracy.md ----------------------------------------------------------------------------
+#
+# Rows are split in halves by a hash of their id: constants are fitted on one, the other only judges, and both
+# are shown.
+
+FIGURE = "accuracy_{}.png"
+NUM_WORST = 10
+OF_RUNS = ("step_s", "memory_bytes")
+
+
+def write_accuracy(validation: Validation, folder: Path, board: Board | None = None) -> None:
+    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`; `board`: of earlier releases."""
+    make_folder(folder / "figures")
+    lead = [replace(row, predicted=row.left_out) for row in validation.of("step_s") if row.left_out]
+    runs = [row for row in validation.rows if row.quantity in OF_RUNS]
+    ops = [row for row in validation.rows if row.quantity in TITLES and row.quantity not in OF_RUNS]
+    figures: list[str] = []
+    for name, what, rows in (
+        ("left_out", "step times predicted by the other sources", lead),
+        ("runs", "predicted against measured", runs),
+        ("ops", "predicted against measured", ops),
+    ):
+        if any(row.expressed for row in rows):
+            draw_picture(picture(Validation(rows)), folder / "figures" / FIGURE.format(name))
+            figures.append(f"![{what}](figures/{FIGURE.format(name)})")
+    write_text(folder / "accuracy.md", accuracy_markdown(validation, figures, board or {}))
+
+
+def accuracy_markdown(validation: Validation, figures: Sequence[str] = (), board: Board | None = None) -> str:
+    """The page as text, its words from `static/accuracy.md`: step times in a table and a figure, then all."""
+    by_quantity = [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
+    blocks: list[Table | str] = [lead_table(validation.of("step_s")), *figures[:1]]
+    if board:
+        blocks += ["## Every release, on the same rows", board_table(board, validation.rows)]
+    blocks += ["## Every quantity", error_table("all rows", by_quantity), *figures[1:]]
+    for label, rows in by_quantity:
+        blocks += [f"## {label}", *group_tables(rows), worst_table(rows, NUM_WORST)]
+        blocks += filter(None, (coverage_text(rows), order_text(rows)))
+    blocks += ["## Rows that are not expressed", reasons_table(validation.rows)]
+    return static("accuracy.md").replace("<!-- tables -->", "\n\n".join(map(_markdown, blocks)) + "\n")
+
+
+def _markdown(block: Table | str) -> str:
+    if isinstance(block, str) or not block.rows:
+        return block if isinstance(block, str) else "None."
+    rows = [block.columns, ["---"] * len(block.columns), *block.rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)

@@ -78,6 +78,8 @@ class Instance:
     may hold, `context` those of running sequences, `left` what admitted requests have yet to generate.
     Sequences `leave` with their last token; where there are `only_prompts`, with their prompt computed.
     Those whose cache is brought back from below the chip are `loading`.
+    What a fleet knows of it: its `number` there, the requests that are `sent` to it and under way, the tokens
+    of their prompts (`sent_tokens`); when it was asked for and given back (`start_s`, `stop_s`).
     """
 
     def __init__(
@@ -95,6 +97,12 @@ class Instance:
             PrefixCache(requests.block_tokens, worker.tiers, requests.kept[rank :: worker.ranks])
             for rank in range(worker.ranks)
         ]
+        self.number = self.sent = self.sent_tokens = 0
+        self.start_s, self.bound_s = (
+            0.0,
+            math.inf,
+        )  # the latter: before it nothing happens that others hear of
+        self.stop_s: float | None = None
         self.turn, self.under_way = 0, [0] * worker.ranks  # requests of each rank
         self.links_s = [0.0] * worker.ranks  # when each rank's link to the tiers is free
         self.leave, self.only_prompts, self.reply_s = leave, only_prompts, reply_s

@@ -2,7 +2,7 @@
 
 A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths,
 concurrency. What it does not say is as InferenceX does it (`serve.inferencex`), whose points have one of
-three pairs of lengths, or else as aiconfigurator's client does (`serve.aiconfigurator`).
+three pairs of lengths, or else as aiconfigurator's client does.
 Disaggregated rows have two pools of instances. Where a chip has no units for fp4, experts are kept in mxfp4
 and computed in bf16, as gpt-oss is published.
 
@@ -21,7 +21,7 @@ from meshwise.machine.hardware import Chip, Cluster, find_chip, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
-from meshwise.serve import aiconfigurator, inferencex
+from meshwise.serve import inferencex
 from meshwise.serve.engine import ENGINES, Engine, of_version
 from meshwise.serve.load import Fleet, LoadResult, cache_tokens, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
@@ -69,7 +69,7 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO if inferencex.is_row(row) else 1.0)
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     if not inferencex.is_row(row) and engine.name == "vllm":
-        requests = aiconfigurator.repeated(requests)
+        requests = _repeated(requests)
     router = RouterPolicy(frontends=scripts[-1].frontends)
     fleet = Fleet(last, workers[-1], first[0] if first else None, workers[0], router=router)
     of = MeasuredPoint(fleet, requests, engine)
@@ -108,7 +108,44 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
     if inferencex.is_row(row):
         return engine.having(**script.settings)
     batch = "max_batch" if row.get("max_batch") else "concurrency"
-    return aiconfigurator.launched(engine, count(row, "input_tokens"), count(row, batch))
+    return _generated(engine, count(row, "input_tokens"), count(row, batch))
+
+
+# How the runs of aiconfigurator's gap analyses were made, where their rows do not say so: engines were
+# started, and measured, by what its generator writes (github.com/ai-dynamo/aiconfigurator,
+# `generator/config` and `generator/rule_plugin/benchmark`, read at git ad0e3e5e3).
+PROMPTS = 100
+"""Prompts that its client sends in turn (AIPerf's `--num-dataset-entries`), all of one length."""
+
+MORE_TOKENS = 1500
+"""Tokens that a pass takes more than a prompt."""
+
+
+def _generated(engine: Engine, prompt: int, batch: int) -> Engine:
+    """`engine` as the generator starts it for prompts of `prompt` tokens and `batch` sequences.
+
+    With vLLM and TensorRT-LLM a pass takes the tokens of the batch too; TensorRT-LLM captures powers of two
+    and pads no batch.
+    """
+    if engine.name == "sglang":
+        return engine.having(max_tokens=min(prompt + MORE_TOKENS, engine.max_tokens))
+    engine = engine.having(max_tokens=batch + prompt + MORE_TOKENS)
+    if engine.name != "trtllm":
+        return engine
+    return replace(engine, graph_sizes=tuple(2**i for i in range(9)), pads_batches=False)
+
+
+def _repeated(requests: Requests) -> Requests:
+    """`requests` with the first hundred prompts over and over.
+
+    The client begins with two requests of each client that it does not measure, and vLLM finds in its cache
+    what it has computed.
+    """
+    turn = [i % PROMPTS for i in range(len(requests.prompt))]
+    prompt, output = (tuple(tokens[i] for i in turn) for tokens in (requests.prompt, requests.output))
+    kept = tuple(range(min(2 * requests.concurrency, PROMPTS)))
+    blocks = tuple((i,) for i in turn)
+    return replace(requests, prompt=prompt, output=output, blocks=blocks, block_tokens=max(prompt), kept=kept)
 
 
 def simulated(row: Mapping[str, str]) -> LoadResult:

@@ -52,21 +52,6 @@ def parse_router(text: str) -> RouterPolicy:
     return RouterPolicy(policy, **numbers)
 
 
-class Replica:
-    """An instance and what a router knows of it: `num` requests under way, `tokens` of their prompts.
-
-    `start_s` and `stop_s`: when it was asked for, and when it was given back.
-    """
-
-    __slots__ = ("bound_s", "instance", "num", "number", "start_s", "stop_s", "tokens")
-
-    def __init__(self, number: int, instance: Instance, start_s: float = 0.0) -> None:
-        self.number, self.instance, self.start_s = number, instance, start_s
-        self.stop_s: float | None = None
-        self.bound_s = float("inf")  # before which nothing happens that others hear of
-        self.num = self.tokens = 0
-
-
 class Router:
     """Chooses replicas as `routing` says."""
 
@@ -74,9 +59,9 @@ class Router:
         self.routing, self.turn = routing, -1
         self.proxy = Random(0)
         self.counts: dict[int, int] = {}  # of each frontend, the requests that it has passed on
-        self.of_session: dict[int, Replica] = {}
+        self.of_session: dict[int, Instance] = {}
 
-    def choose(self, replicas: Sequence[Replica], sequence: EngineSequence, session: int) -> Replica:
+    def choose(self, replicas: Sequence[Instance], sequence: EngineSequence, session: int) -> Instance:
         """One of `replicas` for a request; equal ones take turns."""
         self.turn += 1
         num, turn = len(replicas), self.turn
@@ -89,9 +74,9 @@ class Router:
             known = self.of_session.get(session)
             if known in in_turn:
                 return known
-            self.of_session[session] = found = min(in_turn, key=attrgetter("num"))
+            self.of_session[session] = found = min(in_turn, key=attrgetter("sent"))
             return found
-        return min(in_turn, key=attrgetter("num"))
+        return min(in_turn, key=attrgetter("sent"))
 
     def _counted(self) -> int:
         """How many requests the frontend that the proxy chose has passed on; the first has a random count."""
@@ -100,16 +85,15 @@ class Router:
         self.counts[frontend] = count + 1
         return count
 
-    def _cheapest(self, replicas: Sequence[Replica], sequence: EngineSequence) -> Replica:
+    def _cheapest(self, replicas: Sequence[Instance], sequence: EngineSequence) -> Instance:
         cheapest, least = replicas[0], float("inf")
         for one in replicas:
-            if one.tokens >= least:  # no cache makes it cheaper
+            if one.sent_tokens >= least:  # no cache makes it cheaper
                 continue
-            instance = one.instance
-            waits = instance.pending_tokens if instance.queue or instance.prefilling else 0
-            rank, found = instance.best_rank(sequence)
+            waits = one.pending_tokens if one.queue or one.prefilling else 0
+            rank, found = one.best_rank(sequence)
             missing = sequence.total - found
-            cost = self.routing.weight * (waits + missing) + one.tokens
+            cost = self.routing.weight * (waits + missing) + one.sent_tokens
             if cost < least:
                 cheapest, least, sequence.missing, sequence.rank = one, cost, missing, rank
         return cheapest

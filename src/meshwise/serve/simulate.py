@@ -24,7 +24,7 @@ from meshwise.serve.autoscale import Autoscaler, Autoscaling
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.instance import NO_RANK, EngineSequence, Instance, ServingWorker
 from meshwise.serve.requests import Requests
-from meshwise.serve.router import ROUND_ROBIN, Replica, Router, RouterPolicy
+from meshwise.serve.router import ROUND_ROBIN, Router, RouterPolicy
 
 Seconds = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -109,11 +109,13 @@ class _Pool:
 
     def __init__(self, router: Router, make: Callable[[], Instance], num: int) -> None:
         self.router, self.make = router, make
-        self.all: list[Replica] = []
+        self.all: list[Instance] = []
         self.ready = [self.start(0.0) for _ in range(num)]
 
-    def start(self, second: float) -> Replica:
-        self.all.append(replica := Replica(len(self.all), self.make(), second))
+    def start(self, second: float) -> Instance:
+        replica = self.make()
+        replica.number, replica.start_s = len(self.all), second
+        self.all.append(replica)
         return replica
 
 
@@ -123,10 +125,10 @@ class _Run:
     def __init__(self, requests: Requests, pools: Pools) -> None:
         self.requests, self.pools = requests, pools
         self.sequences: list[EngineSequence | None] = [None] * len(requests.prompt)
-        self.home: list[Replica | None] = [None] * len(requests.prompt)
+        self.home: list[Instance | None] = [None] * len(requests.prompt)
         self.order = count()
         self.free_s = [0.0] * (pools.encoders.workers if pools.encoders else 0)
-        self.bounds: list[tuple[float, int, Replica]] = []  # a heap; older ones of a replica are stale
+        self.bounds: list[tuple[float, int, Instance]] = []  # a heap; older ones of a replica are stale
         first = pools.prefill or pools.worker
         self.front, reply_s = first.engine, pools.num * first.engine.reply_s
         self.last = _Pool(
@@ -184,9 +186,9 @@ class _Run:
         index, sequence.rank = sequence.index, NO_RANK
         replica = pool.router.choose(pool.ready, sequence, self.sessions[index] if self.sessions else index)
         self.home[index] = replica
-        replica.num += 1
-        replica.tokens += sequence.total
-        replica.instance.put(sequence)
+        replica.sent += 1
+        replica.sent_tokens += sequence.total
+        replica.put(sequence)
         self._bound(replica)
 
     def _computed(self, sequence: EngineSequence, second: float) -> None:
@@ -207,10 +209,10 @@ class _Run:
             self._at(second, self._send, self.heads[self.next_head])
             self.next_head += 1
 
-    def _left(self, second: float, of: tuple[Replica, int]) -> None:
+    def _left(self, second: float, of: tuple[Instance, int]) -> None:
         replica, tokens = of
-        replica.num -= 1
-        replica.tokens -= tokens
+        replica.sent -= 1
+        replica.sent_tokens -= tokens
         self._stop_if_idle(replica, second)
 
     # --- scaling ---------------------------------------------------------------------------------
@@ -219,31 +221,33 @@ class _Run:
         """Start or stop replicas as the load of the last interval asks for."""
         pool, scaling = self.last, self.pools.scaling
         assert self.scaler and scaling
-        waiting = sum(len(one.instance.queue) for one in pool.ready)
-        alive = [one for one in pool.all if one.stop_s is None and (one in pool.ready or one.num == 0)]
+        waiting = sum(len(one.queue) for one in pool.ready)
+        alive = [one for one in pool.all if one.stop_s is None and (one in pool.ready or one.sent == 0)]
         num = self.scaler.wanted(second, self.num_sent, waiting)
         for new in [pool.start(second) for _ in range(num - len(alive))]:
             self._at(second + scaling.start_s, self._is_ready, new)
-        for replica in sorted(pool.ready, key=lambda one: (one.num, -one.number))[: max(len(alive) - num, 0)]:
+        for replica in sorted(pool.ready, key=lambda one: (one.sent, -one.number))[
+            : max(len(alive) - num, 0)
+        ]:
             if len(pool.ready) > scaling.least:
                 pool.ready.remove(replica)
                 self._stop_if_idle(replica, second)
         if self.num_ended < len(self.sequences):
             self._at(second + scaling.every_s, self._scale, None)
 
-    def _is_ready(self, second: float, replica: Replica) -> None:
-        replica.instance.now = replica.instance.seen = second
+    def _is_ready(self, second: float, replica: Instance) -> None:
+        replica.now = replica.seen = second
         self.last.ready.append(replica)
 
-    def _stop_if_idle(self, replica: Replica, second: float) -> None:
-        if not replica.num and self.scaler and replica not in self.last.ready:
+    def _stop_if_idle(self, replica: Instance, second: float) -> None:
+        if not replica.sent and self.scaler and replica not in self.last.ready:
             replica.stop_s = second
 
     # --- time ------------------------------------------------------------------------------------
 
-    def _bound(self, replica: Replica) -> None:
+    def _bound(self, replica: Instance) -> None:
         """Note when a replica may next have something to say."""
-        bound_s = replica.instance.next_s
+        bound_s = replica.next_s
         if bound_s != replica.bound_s:
             replica.bound_s = bound_s
             if bound_s < math.inf:
@@ -263,7 +267,7 @@ class _Run:
                 continue
             others_s = bounds[0][0] if bounds else math.inf
             replica.bound_s = math.inf
-            replica.instance.go_on(min(until_s, others_s))
+            replica.go_on(min(until_s, others_s))
             self._bound(replica)
 
 
@@ -277,7 +281,7 @@ def simulate(requests: Requests, pools: Pools) -> Served:
         return np.array([getattr(sequence, name) for sequence in run.sequences])
 
     def total(name: str) -> Any:
-        return sum(getattr(one.instance, name) for one in replicas)
+        return sum(getattr(one, name) for one in replicas)
 
     times = {name: column(name) for name in ("start_s", "first_s", "last_s", "found", "loaded")}
     ends_s = float(times["last_s"].max())
@@ -290,7 +294,7 @@ def simulate(requests: Requests, pools: Pools) -> Served:
         **times,
         output=np.array(requests.output),
         loaded_from={
-            tier.name: sum(one.instance.loaded_from[i] for one in replicas)
+            tier.name: sum(one.loaded_from[i] for one in replicas)
             for i, tier in enumerate(pools.worker.tiers)
         },
         replica=np.array([one.number for one in run.home if one is not None]),
@@ -298,7 +302,7 @@ def simulate(requests: Requests, pools: Pools) -> Served:
         busy_s=total("busy_s") * span_s / alive_s,
         num_tokens=total("num_tokens"),
         num_preemptions=total("num_preemptions"),
-        peak_cache_tokens=max(one.instance.peak_cache for one in run.last.all),
-        peak_sequences=sum(one.instance.peak_sequences for one in run.last.all),
-        was_full=any(one.instance.was_full for one in replicas),
+        peak_cache_tokens=max(one.peak_cache for one in run.last.all),
+        peak_sequences=sum(one.peak_sequences for one in run.last.all),
+        was_full=any(one.was_full for one in replicas),
     )
