@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.cost.simulate import Timeline
@@ -29,13 +30,7 @@ from meshwise.search.next_step import NextStep, largest_cost, next_step, other_p
 
 MAX_ACTIONS = 20_000
 """A pipeline that cannot be shown with fewer actions is not drawn."""
-_ACTIONS = {
-    "forward": plot.COLORS[0],
-    "backward": plot.COLORS[3],
-    "input gradient": plot.COLORS[3],
-    "weight gradient": plot.COLORS[2],
-    "waits": plot.IDLE_COLOR,
-}
+_ACTIONS: dict[str, str] = read_catalog("words.toml")["action_colors"]
 _PHASES: dict[str, tuple[str, Any]] = {
     "forward": (plot.COLORS[0], "circle"), "backward": (plot.COLORS[3], "triangle-up"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from meshwise.launch.settings import training_on
 from meshwise.plan.plan import plan_text
 from meshwise.report import chart as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import Fields, Table, difference_text, records_table
+from meshwise.report.table import Fields, Table, difference_text, pair_row, records_table
 from meshwise.search.assumptions import Assumption, hurts_most
 from meshwise.search.basis import Basis
 from meshwise.search.cloud import Sampled, cloud
@@ -224,12 +224,9 @@ def _term_by_term(best: Estimate, beside: Estimate) -> Table | str:
     seconds = {"step": (best.step_s, beside.step_s)}
     seconds |= {name: (best.time_s[name], beside.time_s[name]) for name in terms}
     sizes = (best.memory_bytes["total"], beside.memory_bytes["total"])
-
-    def row(name: str, pair: tuple[float, float], show: Callable[[float], str] = duration) -> tuple[str, ...]:
-        return name, *map(show, pair), difference_text(pair[1] - pair[0], show)
-
-    rows = [row(name, pair) for name, pair in seconds.items() if max(pair) > 1e-3 * best.step_s]
-    rows.insert(1, row("memory needed", sizes, lambda size: with_prefix(size, "B")))
+    known = {name: pair for name, pair in seconds.items() if max(pair) > 1e-3 * best.step_s}
+    rows = [pair_row(name, *pair, duration) for name, pair in known.items()]
+    rows.insert(1, pair_row("memory needed", *sizes, lambda size: with_prefix(size, "B")))
     title = f"the best plan beside the one asked for ({asked})"
     return Table(title, ("", "best", "asked for", "more"), rows)
 

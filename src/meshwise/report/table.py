@@ -224,6 +224,11 @@ def difference_text(value: float, show: Callable[[float], str] = duration) -> st
     return ("+" if value >= 0 else "-") + show(abs(value))
 
 
+def pair_row(name: str, a: float, b: float, show: Callable[[float], str]) -> tuple[str, ...]:
+    """The cells of a row: two values, and by how much the second is more."""
+    return name, show(a), show(b), difference_text(b - a, show)
+
+
 def percent(frac: float | None, *, sign: bool = False) -> str:
     """`0.0423` as `4.2 %`; no number as the empty text."""
     if frac is None:

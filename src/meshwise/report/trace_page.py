@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
 from meshwise.report import trace_table as tables
@@ -26,10 +27,7 @@ __all__ = ["page", "parts", "picture"]
 
 PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", "#e9e9e9"), strict=True))
 _LATE = (-np.inf, -1e9, 0.02, 0.05, 0.1, 0.2, 0.5)
-_LATE_COLORS = {
-    "not recorded": "#ffffff", "below 2 %": "#e9eef3", "2 to 5 %": "#fbe3c0", "5 to 10 %": "#f6b873",
-    "10 to 20 %": "#e8853f", "20 to 50 %": "#c9452f", "50 % and more": "#7d1128",
-}  # fmt: skip
+_LATE_COLORS: dict[str, str] = read_catalog("words.toml")["lateness_colors"]
 _MOST_LANES = 64
 NUM_BINS = 1200
 _NUM_FINDINGS = 3

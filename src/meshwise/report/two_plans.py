@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis
 from meshwise.report.estimate import plan_words
-from meshwise.report.table import Table, difference_text
+from meshwise.report.table import Table, pair_row
 
 COLUMNS = ("", "A", "B", "B - A", "change")
 
@@ -50,8 +50,8 @@ def _terms(left: dict[str, float], right: dict[str, float]) -> list[tuple[str, f
     return [(name, left[name], right[name]) for name in left if left[name] or right[name]]
 
 
-def _both(name: str, a: float, b: float, show: Any) -> tuple[str, ...]:
-    return name, show(a), show(b), difference_text(b - a, show), f"{b / a - 1:+.1%}" if a else ""
+def _both(name: str, a: float, b: float, show: Callable[[float], str]) -> tuple[str, ...]:
+    return *pair_row(name, a, b, show), f"{b / a - 1:+.1%}" if a else ""
 
 
 def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str) -> Chart:
@@ -60,10 +60,10 @@ def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str
     table = Table("", COLUMNS, [_both(name, a, b, show) for name, a, b in _terms(left, right)])
     terms = [term for term in _terms(left, right) if term[0] != "total"]
     terms.sort(key=lambda term: -abs(term[2] - term[1]))
-    names = [term[0] for term in terms]
+    names, *sides = zip(*terms, strict=True)
     bars = [
-        Bars(names, [term[i] for term in terms], [color] * len(terms), name=side)
-        for side, i, color in (("A", 1, COLORS[0]), ("B", 2, COLORS[1]))
+        Bars(names, values, [color] * len(terms), name=side)
+        for side, values, color in zip("AB", sides, COLORS, strict=False)
     ]
     name, a, b = terms[0]
     finding = f"The largest difference is {name}: {show(a)} in A, {show(b)} in B."

@@ -182,10 +182,8 @@ def answer(
             fleet = autoscaled(fleet, requests, runs, autoscale, limits)
         load = under_load(fleet, requests, runs, limits)
     token_s = limits.tpot_s if limits.tpot_s < math.inf else None
-    return ServingAnswer(
-        serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour,
-        encoders=fleet.encoders,
-    )  # fmt: skip
+    shown, usd = _counts(serving, sequences), usd_per_gpu_hour
+    return ServingAnswer(serving, shown, token_s, load, usd_per_gpu_hour=usd, encoders=fleet.encoders)
 
 
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:

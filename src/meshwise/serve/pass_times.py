@@ -185,7 +185,7 @@ def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = Non
     def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
 
-    moe, found = serving.model.moe, []
+    moe, found = serving.model.moe, list[dict[str, Any]]()
     checked = 1 + (serving.speculation.drafts if serving.speculation else 0)
     for i, count in enumerate(sequences):
         time_s, used = of(i, time), of(i, memory)
@@ -194,22 +194,13 @@ def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = Non
         routed = count * checked // int(serving.mesh.pp)
         experts = moe and summary(moe, routed, serving.expert_shares)
         with_prefill_per_s = count * serving.output / (each[i] * prompt + serving.output * token_s)
-        found.append(
-            {
-                "sequences": count,
-                "token_s": token_s,
-                "tokens_per_s_per_sequence": 1.0 / token_s,
-                "tokens_per_s": tokens_per_s,
-                "tokens_per_s_per_gpu": tokens_per_s / num_chips,
-                "with_prefill_per_s": float(with_prefill_per_s),
-                "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
-                "memory_bytes": used | {"total": total},
-                "time_s": time_s,
-                "distinct_experts": experts and experts["distinct_experts"],
-                "experts": experts,
-                "fits": total <= room,
-            }
-        )
+        rates = {"tokens_per_s": tokens_per_s, "with_prefill_per_s": float(with_prefill_per_s)}
+        row: dict[str, Any] = {"sequences": count, "token_s": token_s, **rates}
+        row |= {f"{name}_per_gpu": rate / num_chips for name, rate in rates.items()}
+        row["tokens_per_s_per_sequence"] = 1.0 / token_s
+        row |= {"memory_bytes": used | {"total": total}, "time_s": time_s, "fits": total <= room}
+        row |= {"experts": experts, "distinct_experts": experts and experts["distinct_experts"]}
+        found.append(row)
     return found
 
 

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -131,24 +132,15 @@ class _Run:
         self.bounds: list[tuple[float, int, Instance]] = []  # a heap; older ones of a replica are stale
         first = pools.prefill or pools.worker
         self.front, reply_s = first.engine, pools.num * first.engine.reply_s
-        self.last = _Pool(
-            Router(pools.router),
-            lambda: Instance(pools.worker, requests, self._ended, reply_s=reply_s),
-            pools.num,
-        )
-        self.first = self.last if pools.prefill is None else _Pool(
-            Router(pools.router),
-            lambda: Instance(first, requests, self._computed, only_prompts=True),
-            pools.num_prefill,
-        )  # fmt: skip
+        make = partial(Instance, pools.worker, requests, self._ended, reply_s=reply_s)
+        self.last = self.first = _Pool(Router(pools.router), make, pools.num)
+        if pools.prefill is not None:
+            make = partial(Instance, first, requests, self._computed, only_prompts=True)
+            self.first = _Pool(Router(pools.router), make, pools.num_prefill)
         self.followers, self.sessions = requests.followers, requests.sessions
         self.heads = [i for i in range(len(requests.prompt)) if not requests.after or requests.after[i] < 0]
         self.num_sent, self.num_ended = 0, 0
-        begin = (
-            [0.0] * requests.concurrency
-            if requests.concurrency
-            else [requests.arrival_s[i] for i in self.heads]
-        )
+        begin = [0.0] * requests.concurrency or [requests.arrival_s[i] for i in self.heads]
         self.events: list[tuple[float, int, Callable[[float, Any], None], Any]] = [
             (second, next(self.order), self._send, i) for second, i in zip(begin, self.heads, strict=False)
         ]
@@ -226,9 +218,8 @@ class _Run:
         num = self.scaler.wanted(second, self.num_sent, waiting)
         for new in [pool.start(second) for _ in range(num - len(alive))]:
             self._at(second + scaling.start_s, self._is_ready, new)
-        for replica in sorted(pool.ready, key=lambda one: (one.sent, -one.number))[
-            : max(len(alive) - num, 0)
-        ]:
+        least_busy = sorted(pool.ready, key=lambda one: (one.sent, -one.number))
+        for replica in least_busy[: max(len(alive) - num, 0)]:
             if len(pool.ready) > scaling.least:
                 pool.ready.remove(replica)
                 self._stop_if_idle(replica, second)
