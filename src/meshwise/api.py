@@ -736,13 +736,9 @@ def _open_rl_job(
         shape.max_seq, sigma=length_sigma, lengths=None if lengths is None else Path(lengths),
         oversample=oversample, **{name: asked.pop(name) for name in of_work},
     )  # fmt: skip
-    for name, read in (
-        ("reward_model", _model),
-        ("teacher", _model),
-        ("train_plan", _plan),
-        ("rollout_plan", _plan),
-    ):
-        asked[name] = read(asked[name]) if asked[name] else None
+    readers: dict[str, Callable[..., Any]] = {"reward_model": _model, "teacher": _model}
+    readers |= {"train_plan": _plan, "rollout_plan": _plan}
+    asked |= {name: read(asked[name]) if asked[name] else None for name, read in readers.items()}
     machine, runs = _cluster(cluster), find_framework(framework)
     return OpenJob(model=shape, cluster=machine, rollouts=work, framework=runs, **asked)
 
@@ -807,10 +803,10 @@ def _launch_rl(
         raise WorkloadError("plan and train_plan are the same; give one")
     if missing := [name for name in ("prompts", "samples", "max_output") if name not in asked]:
         raise WorkloadError(f"{missing[0]} is missing; {to} needs prompts, samples and max_output")
-    options = {name: option.default for name, option in options_of(rl).items()} | {"framework": to}
-    options |= {"output": asked["max_output"], "train_plan": plan} | asked
-    names = set(options) - {"train_steps", "price", "model", "cluster", "on_candidate"}
-    found = _open_rl_job(model, cluster, **{name: options[name] for name in names})
+    others = ("train_steps", "price", "model", "cluster", "on_candidate")
+    options = {name: of.default for name, of in options_of(rl).items() if name not in others}
+    options |= {"framework": to, "output": asked["max_output"], "train_plan": plan} | asked
+    found = _open_rl_job(model, cluster, **options)
     job = best_split(found).best[0].job if found.is_open else found.job()
     return write_settings(job, to, found.algorithm)
 
@@ -1106,10 +1102,8 @@ def explain(
         return join(summary)
     note = ""
     if isinstance(plan, str) and "zero" not in plan and not plan.endswith(".toml") and reduces_all(summary):
-        plan, note = (
-            ",".join(filter(None, (plan, "zero=0"))),
-            "gradients are all-reduced: priced with zero=0 (DDP)",
-        )
+        plan = ",".join(filter(None, (plan, "zero=0")))
+        note = "gradients are all-reduced: priced with zero=0 (DDP)"
     predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     if timeline is not None:
         from meshwise.report.timelines import write_both

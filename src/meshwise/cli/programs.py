@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from meshwise import api
-from meshwise.cli.output import STDERR, console, print_answer, show
+from meshwise.cli.output import STDERR, print_answer, print_parts, show
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.options import stated_in, takes
 
@@ -205,17 +205,14 @@ def _parse(context: typer.Context, name: str, show_help: bool) -> tuple[Program,
 
 
 def _print_options(program: Program) -> None:
-    from rich.table import Table
-
+    from meshwise.report.table import Facts
     from meshwise.runtime.programs import option_help
 
-    table = Table.grid(padding=(0, 2))
-    for row in option_help(program):
-        default = f"[{row.default}]" if row.default else ""
-        table.add_row(f"  {row.flag} {row.kind}".rstrip(), row.doc, default)
-    out = console()
-    out.print(f"\n{program.doc}\n\nOptions of {program.name}:")
-    out.print(table)
+    rows = [
+        (f"  {row.flag} {row.kind}".rstrip(), row.doc + f" [{row.default}]" * bool(row.default))
+        for row in option_help(program)
+    ]
+    print_parts([f"\n{program.doc}\n\nOptions of {program.name}:", Facts(rows)])
 
 
 def _show(outcome: Outcome | ScriptOutcome, csv: Path | None, json: bool, **shown: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from meshwise.cli.output import console, on_nodes, print_json, write_rows
+from meshwise.cli.output import on_nodes, print_answer, write_rows
 from meshwise.core.errors import DataError
 
 
@@ -50,20 +52,17 @@ def sweep(
         rows = store.rows(wanted)
     table = csv or database.with_suffix(".csv")
     write_rows(table, csv_rows(wanted, rows))
-    from meshwise.report.sweep_report import draw_sweep, print_sweep
+    from meshwise.report.answer import Text
+    from meshwise.report.sweep_report import draw_sweep, parts
 
     figure = draw_sweep(wanted, rows, plot or database.with_suffix(".png"))
     num_failed = sum(row.status == "failed" for row in rows)
-    if json:
-        from dataclasses import asdict
-
-        files = {"database": str(database), "csv": str(table), "figure": figure and str(figure)}
-        numbers = {"num_done": len(rows) - num_failed, "num_failed": num_failed}
-        points = [asdict(row) for row in rows]
-        print_json(files | {"num_points": len(wanted.points)} | numbers | {"points": points})
-    else:
-        print_sweep(wanted, rows, console())
-        counts = f"{len(rows) - num_failed} done, {num_failed} failed"
-        print(f"{counts}; {database}, {table}, {figure or 'no figure'}")
+    document: dict[str, Any] = {"database": str(database), "csv": str(table)}
+    document |= {"figure": figure and str(figure), "num_points": len(wanted.points)}
+    document |= {"num_done": len(rows) - num_failed, "num_failed": num_failed}
+    document["points"] = list(map(asdict, rows))
+    counts = f"{len(rows) - num_failed} done, {num_failed} failed"
+    end = f"{counts}; {database}, {table}, {figure or 'no figure'}"
+    print_answer(document, [*parts(wanted, rows), Text("", [end], verbatim=True)], json=json)
     if num_failed:
         raise typer.Exit(1)

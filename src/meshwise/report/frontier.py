@@ -128,18 +128,13 @@ def draw_frontiers(frontiers: Sequence[Frontier], path: Path) -> None:
         draw_picture(picture(frontiers), path)
 
 
-def _split(point: Point) -> str:
-    plan = point.plan or {}
-    degrees = "tp {tp_in:.0f} x {tp_out:.0f}, pp {pp:.0f}, dp {dp:.0f}, ep {ep:.0f}"
-    return degrees.format(**plan)
-
-
 def _hover(point: Point) -> str:
     plan = point.plan or {}
+    degrees = "tp {tp_in:.0f} x {tp_out:.0f}, pp {pp:.0f}, dp {dp:.0f}, ep {ep:.0f}".format(**plan)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in point.time_frac.items() if share > 0.005)
     return (
         f"{point.training_flop:.2e} FLOP, {point.utilization:.1%}<br>"
-        f"{point.params:.2e} parameters, {point.devices:.3g} devices<br>{_split(point)}<br>"
+        f"{point.params:.2e} parameters, {point.devices:.3g} devices<br>{degrees}<br>"
         f"{plan['microbatches']:.0f} microbatches of {plan['microbatch_tokens']:.0f} tokens per device<br>"
         f"{shares}"
     )

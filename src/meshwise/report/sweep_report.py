@@ -8,13 +8,12 @@ points are bars in order, named by what differs between them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from meshwise.core.errors import MissingExtraError
+from meshwise.report.answer import Section
 from meshwise.report.chart import COLORS, LINES, Bars, Chart, ChartAxis, Picture, Series
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.table import Table, cell_text, unit_of
@@ -25,15 +24,15 @@ _MAX_LINES = 20
 _MAX_TICKS = 8
 
 
-def print_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], console: Console) -> None:
-    """Print the table of all finished points, and under it why others failed, each sentence once."""
+def parts(sweep: Sweep, rows: Sequence[FinishedPoint]) -> Iterator[Section]:
+    """The table of all finished points, and under it why others failed, each sentence once."""
     head, *lines = csv_rows(sweep, rows)
     shown = [name for name in head if name not in ("status", "seconds", "error")]
     texts = [[_text(name, cell) for name, cell in zip(shown, line, strict=False)] for line in lines]
     columns = [name.replace("_", " ") for name in shown]
-    console.print(Table("", columns, texts, left=columns))
+    yield Table("", columns, texts, left=columns)
     for sentence, number in Counter(row.error for row in rows if row.error).items():
-        console.print(f"{number} failed: {sentence}", markup=False)
+        yield f"{number} failed: {sentence}"
 
 
 def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path | None:
