@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from meshwise.plan.workload import Workload
     from meshwise.published.convention import PublishedStep
     from meshwise.published.frontier import Frontier
-    from meshwise.rl.answer import RlAnswer
+    from meshwise.rl.best_split import RlAnswer
     from meshwise.rl.job import OpenJob
     from meshwise.rl.step_log import RlExplanation
     from meshwise.runtime.outcome import Outcome
@@ -711,7 +711,7 @@ def rl(
         MeshwiseError: A name is unknown, or numbers contradict each other.
     """
     asked = dict(locals())
-    from meshwise.rl.answer import answer
+    from meshwise.rl.best_split import answer
 
     for name in ("train_steps", "price", "on_candidate"):
         del asked[name]

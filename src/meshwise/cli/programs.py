@@ -232,7 +232,7 @@ def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> N
     place = [asked.pop(name) for name in ("model", "cluster", "plan")]
     estimate, stdout = api.estimate(*place, **asked), STDERR if json else None
     found, outcome = api.compare_script(command, estimate, rank=rank, stdout=stdout)
-    from meshwise.report.script import difference_parts
+    from meshwise.report.programs import difference_parts
 
     document = {"program": outcome.program, "ranks": outcome.ranks, "rank": rank} | found.to_json()
     print_answer(document | {"peak_bytes": outcome.peak_bytes}, difference_parts(found), json=json)

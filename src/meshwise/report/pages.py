@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MODULES = {
-    **{"CaseCheck": "cases", "CardFit": "card", "CollectiveTimes": "collective", "Comparison": "compare"},
-    **{"Estimate": "estimate", "Explanation": "explain", "Frontier": "frontier", "Launch": "launch"},
-    **{"Outcome": "outcome", "PublishedStep": "published", "Result": "search", "RlAnswer": "rl"},
-    **{"RlExplanation": "rl_log", "ScriptOutcome": "script", "ServingAnswer": "serve", "Study": "study"},
-    **{"Summary": "trace_page", "Validation": "validation"},
+    **{"CardFit": "card", "CaseCheck": "published:case_", "CollectiveTimes": "collective"},
+    **{"Comparison": "programs:comparison_", "Estimate": "estimate", "Explanation": "explain"},
+    **{"Frontier": "frontier", "Launch": "launch", "Outcome": "programs:rank_", "PublishedStep": "published"},
+    **{"Result": "search", "RlAnswer": "rl", "RlExplanation": "rl:log_", "ScriptOutcome": "programs:script_"},
+    **{
+        "ServingAnswer": "serve",
+        "Study": "search:study_",
+        "Summary": "trace_page",
+        "Validation": "validation",
+    },
 }
-"""The module of this folder that states what is shown of a result, by its class."""
+"""The module of this folder that states what is shown of a result, by its class; how its functions begin."""
 _WIDTH = 120
 """Characters of a line, as of a command in a pipe."""
 _MOST_ROWS = 15
@@ -33,11 +38,12 @@ _MOST_ROWS = 15
 
 def page_of(result: Any, **shown: Any) -> Page:
     """The page of a result of `estimate`, `search`, `serve`, `frontier`, `explain`, `validate`, of traces."""
-    return _module(result).page(result, **shown)
+    return _stated(result, "page")(result, **shown)
 
 
-def _module(result: Any) -> Any:
-    return import_module(f"meshwise.report.{_MODULES[type(result).__name__]}")
+def _stated(result: Any, what: str) -> Any:
+    module, _, begins = _MODULES[type(result).__name__].partition(":")
+    return getattr(import_module(f"meshwise.report.{module}"), f"{begins}{what}")
 
 
 def write_html(result: Any, path: str | Path, **shown: Any) -> None:
@@ -62,12 +68,12 @@ def draw(result: Any, path: str | Path, **shown: Any) -> None:
 
 def picture_of(result: Any, **shown: Any) -> Picture:
     """The charts of `result` that a file shows."""
-    return _module(result).picture(result, **shown)
+    return _stated(result, "picture")(result, **shown)
 
 
 def parts_of(result: Any, **shown: Any) -> Iterable[Section]:
     """The parts of `result` that `shown` asks for."""
-    return _module(result).parts(result, **shown)
+    return _stated(result, "parts")(result, **shown)
 
 
 def print_result(result: Any, console: Console, **shown: Any) -> None:

@@ -11,9 +11,9 @@ from meshwise.plan.plan import plan_text
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Picture
 from meshwise.report.table import Fields, Table, percent, records_table
-from meshwise.rl.answer import RlAnswer
-from meshwise.rl.best_split import BestSplit
+from meshwise.rl.best_split import BestSplit, RlAnswer
 from meshwise.rl.step import PHASES, RlStep
+from meshwise.rl.step_log import RlExplanation
 
 _OF_PHASES: dict[str, str] = read_catalog("words.toml")["rl_phases"]
 
@@ -113,3 +113,17 @@ def _phases(answer: RlAnswer) -> Chart:
 def _name(step: RlStep) -> str:
     split = f"{step.gpus['rollout']} + {step.gpus['train']}" if step.job.is_split else "shared"
     return f"{step.job.mode}, {split}"
+
+
+# --- a step log beside the prediction ------------------------------------------------------------
+
+
+def log_parts(found: RlExplanation) -> Iterator[Section]:
+    """Each phase as measured and as predicted, and findings."""
+    rows = [row for row in found.rows if row["measured_s"] or row["predicted_s"]]
+    step_s = found.step.step_s if found.step else None
+    rows.append({"phase": "step", "measured_s": found.log.step_s, "predicted_s": step_s})
+    yield f"{found.log.num_steps} steps"
+    columns: Fields = {"phase": "phase", "measured": "measured_s", "predicted": "predicted_s"}
+    yield records_table("", rows, columns, no_wrap=False)
+    yield from found.findings

@@ -1,4 +1,4 @@
-"""The best way to share GPUs between rollout and training, where a job leaves it open.
+"""The best way to share GPUs between rollout and training, where a job leaves it open; the answer of `rl`.
 
 What is stated stays. Of what is open, modes, splits in eighths of the cluster and engines of up to four times
 the fewest GPUs are tried; the training plan is the fastest of `search` for its GPUs. A first look prices
@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
+from meshwise.core.notebook import Shown
 from meshwise.plan.plan import Plan
 from meshwise.rl.engines import Drain, drain
 from meshwise.rl.framework import OVERLAPPED
@@ -277,3 +278,62 @@ def _larger_share(asked: OpenJob, top: RlJob) -> RlStep | None:
     except MeshwiseError:
         return None
     return found if found.fits else None
+
+
+# --- the answer of `rl` --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class RlAnswer(Shown):
+    """`step` is what was asked for, or the best of `split`; `usd_per_gpu_hour`, `num_steps` are of a run."""
+
+    step: RlStep
+    split: BestSplit | None = None
+    num_steps: int | None = None
+    usd_per_gpu_hour: float | None = None
+
+    @property
+    def is_no(self) -> bool:
+        """Whether nothing fits."""
+        return not self.step.fits
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """Dollars of a step, and days and dollars of a run, as far as they were asked for."""
+        step_s, found = self.step.step_s, dict[str, float]()
+        if step_s is None:
+            return found
+        hours = self.step.job.cluster.num_chips * step_s / 3600.0
+        if self.usd_per_gpu_hour is not None:
+            found["usd_per_step"] = hours * self.usd_per_gpu_hour
+        if self.num_steps is not None:
+            found["run_days"] = self.num_steps * step_s / 86400.0
+            if self.usd_per_gpu_hour is not None:
+                found["run_usd"] = self.num_steps * found["usd_per_step"]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise rl --json` prints."""
+        return self.step.to_json() | self.cost | (self.split.to_json() if self.split else {})
+
+    def records(self) -> list[dict[str, Any]]:
+        """The candidates, or the one step that was asked for."""
+        return self.split.to_json()["best"] if self.split else [self.step.to_json()]
+
+
+def answer(
+    asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None, on_candidate: Hear = unheard
+) -> RlAnswer:
+    """The answer; `on_candidate` hears how far the search for the best split is, and may end it by raising.
+
+    Raises:
+        WorkloadError: A number makes no sense.
+        PlanError: No layout fits, or a stated one does not divide.
+    """
+    for name, number in (("train_steps", num_steps), ("price", usd_per_gpu_hour)):
+        if number is not None and not 0 < number < 1e15:
+            raise WorkloadError(f"{name}={number:g} must be above zero")
+    if asked.is_open:
+        split = best_split(asked, on_candidate)
+        return RlAnswer(split.best[0], split, num_steps, usd_per_gpu_hour)
+    return RlAnswer(rl_step(asked.job()), None, num_steps, usd_per_gpu_hour)

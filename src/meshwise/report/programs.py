@@ -1,0 +1,107 @@
+"""What programs did: a rank of ours, a dry run of a user's script, and how instruments compare, as text.
+
+Of a script: the peak and what held it, collectives, and guesses. Of a comparison: where instruments differ,
+and the seconds of a cluster beside those of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from meshwise.core.compare import TIME, Comparison, Row
+from meshwise.core.units import duration, with_prefix
+from meshwise.report.answer import Section, Text
+from meshwise.report.table import Fields, Table, records_table
+
+if TYPE_CHECKING:
+    from meshwise.runtime.outcome import Outcome
+    from meshwise.runtime.script.start import ScriptOutcome
+
+_ROWS = 12
+_MOST_ROWS, _MOST_DIFFERENCES = 20, 50
+
+
+def rank_parts(outcome: Outcome, *, says_result: bool = False) -> Iterator[Section]:
+    """What a rank returned (unless the program `says_result`), and its peak."""
+    if outcome.result is not None and not says_result:
+        yield Text("Result", [f"result: {outcome.result}"], verbatim=True)
+    peak = with_prefix(outcome.peak_bytes, "B") if outcome.peak_bytes else "not recorded"
+    steps = "" if not outcome.num_steps else f" of {outcome.num_steps} step{'s' * (outcome.num_steps > 1)}"
+    yield f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{steps} {peak}"
+    if outcome.capture is not None:
+        yield f"overhead of the capture: {outcome.capture}"
+
+
+def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
+    """The peak with the op that made it, then tables."""
+    place = " ".join(filter(None, (outcome.peak_row.get(name, "") for name in ("phase", "module", "op"))))
+    peak = with_prefix(outcome.peak_bytes, "B")
+    rank = f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}"
+    yield f"{rank}: peak memory {peak}, reached in {place}"
+    alive = list(outcome.alive_at_peak.items())
+    rest = sum(size for _, size in alive[_ROWS:])
+    rows = [(what, with_prefix(size, "B")) for what, size in alive[:_ROWS]]
+    rows += [(f"{len(alive) - _ROWS} more", with_prefix(rest, "B"))] if rest else []
+    machine_bytes = outcome.peak_bytes - sum(outcome.alive_at_peak.values())
+    rows.append(("allocator and workspace", with_prefix(machine_bytes, "B")))
+    yield Table("Alive at the peak", ("what", "bytes"), rows)
+    step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
+    flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
+    if exchanged := outcome.collectives():
+        columns: Fields = {
+            **{"axis": "axis", "ranks": "group_size", "collective": "collective", "count": "count"},
+            "payload": "payload_bytes",
+        }
+        left = ("axis", "collective", "payload")
+        yield records_table(f"Collectives of {step}", exchanged, columns, left=left, no_wrap=False)
+    yield f"matmuls and attention of {step}: {flop}"
+    if outcome.guesses:
+        asked: Fields = {"where": "place", "asked for": "what", "got": "assumed", "times": "count"}
+        title, left = "What a fake rank cannot know", ("where", "asked for", "got")
+        yield records_table(title, outcome.guesses, asked, left=left, no_wrap=False)
+
+
+def difference_parts(comparison: Comparison) -> Iterator[Section]:
+    """All totals of a step, and by how much a script's differ from the closed form's."""
+    rows = []
+    for row in comparison.rows:
+        stated, found = row.values["estimate"] or 0.0, row.values["script"] or 0.0
+        ratio = "" if row.agrees else f"x {found / stated:.4g}" if stated else "not stated"
+        rows.append((row.module, row.op, row.phase, row.column, f"{stated:,.10g}", f"{found:,.10g}", ratio))
+    columns = ("module", "op", "phase", "column", "estimate", "script", "differs")
+    yield Table("A step of one rank", columns, rows, left=columns[:4])
+    yield f"{len(comparison.differences())} of {len(rows)} numbers differ"
+
+
+def comparison_parts(result: Comparison) -> Iterator[Section]:
+    """Whether all numbers agree, or those that do not; the seconds of a cluster where it has them."""
+    differing = result.differences()
+    if times := [row for row in result.rows if row.column == TIME]:
+        yield times_table(times)
+    num_counts = len(result.rows) - len(times)
+    instruments = list(result.rows[0].values) if result.rows else []
+    if not differing:
+        yield f"all {num_counts} numbers agree: {', '.join(instruments)}"
+        return
+    place = ("module", "op", "phase", "shape", "column")
+    yield _table("Where they differ", differing[:_MOST_DIFFERENCES], place, lambda value: f"{value:,.10g}")
+    yield f"{len(differing)} of {num_counts} numbers differ"
+
+
+def times_table(times: Sequence[Row]) -> Table:
+    """The longest ops; instruments as columns."""
+    longest = sorted(times, key=lambda row: -max(value or 0.0 for value in row.values.values()))[:_MOST_ROWS]
+    title = f"The {len(longest)} longest ops of {len(times)}"
+    return _table(title, longest, ("module", "op", "phase", "shape"), duration)
+
+
+def _table(title: str, rows: Sequence[Row], place: Sequence[str], show: Callable[[float], str]) -> Table:
+    """Where in the program each row is, and what each instrument says."""
+    instruments = list(rows[0].values)
+    cells = [
+        [getattr(row, name) for name in place]
+        + ["-" if (value := row.values.get(one)) is None else show(value) for one in instruments]
+        for row in rows
+    ]
+    return Table(title, (*place, *instruments), cells, left=place)
