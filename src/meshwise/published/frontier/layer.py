@@ -54,10 +54,8 @@ def all_reduce_words_by_level(
     words: Num, ranks: Num, inner: Num, pattern: str = "multicast"
 ) -> tuple[Num, Num]:
     """Words of an all-reduce inside a domain and between domains; `inner` of the ranks share one."""
-    return (
-        all_reduce_words(words, inner, pattern),
-        all_reduce_words(words / inner, ranks / inner, pattern),
-    )
+    inside = all_reduce_words(words, inner, pattern)
+    return inside, all_reduce_words(words / inner, ranks / inner, pattern)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,30 +119,21 @@ class LayerTimes:
 
 
 def layer_times(
-    device: Device,
-    layer: LinearLayer,
-    batch: Num,
-    *,
-    inner_in: Num | None = None,
-    inner_out: Num | None = None,
-    experts_per_rank: Num = 1.0,
-    pattern: str = "multicast",
-) -> LayerTimes:
+    device: Device, layer: LinearLayer, batch: Num, *, inner_in: Num | None = None,
+    inner_out: Num | None = None, experts_per_rank: Num = 1.0, pattern: str = "multicast",
+) -> LayerTimes:  # fmt: skip
     """Times of a microbatch of `batch` tokens (over all dp ranks) through `layer` on `device`.
 
     `inner_in` of the tp_in ranks of a group share a domain, likewise `inner_out`; by default all do.
     A device with `experts_per_rank` experts holds that many copies of the map and moves all their
     weights, but its tokens pass through one each.
     """
-    tokens = batch / layer.dp
-    weights = layer.local_weights
-    inner_fwd, outer_fwd = all_reduce_words_by_level(
-        layer.local_out * tokens, layer.tp_in, layer.tp_in if inner_in is None else inner_in, pattern
-    )
-    inner_bwd, outer_bwd = all_reduce_words_by_level(
-        layer.local_in * tokens, layer.tp_out, layer.tp_out if inner_out is None else inner_out, pattern
-    )
-    inner, outer = inner_fwd + inner_bwd, outer_fwd + outer_bwd
+    tokens, weights = batch / layer.dp, layer.local_weights
+    inner_in = layer.tp_in if inner_in is None else inner_in
+    inner_out = layer.tp_out if inner_out is None else inner_out
+    forward = all_reduce_words_by_level(layer.local_out * tokens, layer.tp_in, inner_in, pattern)
+    backward = all_reduce_words_by_level(layer.local_in * tokens, layer.tp_out, inner_out, pattern)
+    inner, outer = (fwd + bwd for fwd, bwd in zip(forward, backward, strict=True))
     flop = 6 * weights * tokens
     memory = 4 * weights * experts_per_rank + layer.local_in * tokens + inner + outer
     return LayerTimes(
@@ -180,18 +169,10 @@ def share_domain(
 
 
 def gradient_reduction_s(
-    device: Device,
-    weights: Num,
-    ranks: Num,
-    *,
-    inner: Num | None = None,
-    elem_bytes: Num = 2.0,
-    pattern: str = "multicast",
+    device: Device, weights: Num, ranks: Num, inner: Num, elem_bytes: Num, pattern: str = "multicast"
 ) -> Num:
     """Seconds to all-reduce the gradients of `weights` over `ranks`: the longer of memory and network."""
-    inner_words, outer_words = all_reduce_words_by_level(
-        weights, ranks, ranks if inner is None else inner, pattern
-    )
+    inner_words, outer_words = all_reduce_words_by_level(weights, ranks, inner, pattern)
     memory_s = (inner_words + outer_words) * elem_bytes / (device.utilization * device.memory_bytes_per_s)
     inner_s = inner_words * elem_bytes / device.inner_bytes_per_s
     outer_s = outer_words * elem_bytes / device.outer_bytes_per_s
@@ -200,7 +181,7 @@ def gradient_reduction_s(
 
 def end_of_batch_s(device: Device, layer: LinearLayer) -> Num:
     """Seconds of the gradient all-reduce of `layer` over dp, once per batch; the optimizer is free."""
-    return gradient_reduction_s(device, layer.local_weights, layer.dp, elem_bytes=layer.elem_bytes)
+    return gradient_reduction_s(device, layer.local_weights, layer.dp, layer.dp, layer.elem_bytes)
 
 
 def layer_what_ifs(device: Device, layer: LinearLayer, batch: Num) -> dict[str, Num]:
@@ -239,27 +220,18 @@ def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str
             raise WorkloadError(f"layer: {name} is {value:g}; it must be from {least:g} to {most:g}")
     flat = device.flat()
     times = layer_times(flat, layer, batch)
+    what_ifs = layer_what_ifs(flat, layer, batch).items()
     document: dict[str, Any] = {
         "device": device.to_json(),
-        "fwd_bwd_s": float(times.fwd_bwd_s),
-        "flop_s": float(times.flop_s),
-        "memory_s": float(times.memory_s),
-        "network_s": float(times.network_s),
+        **{name: float(getattr(times, name)) for name in ("fwd_bwd_s", "flop_s", "memory_s", "network_s")},
         "binds": str(times.binds),
         "end_of_batch_s": float(end_of_batch_s(flat, layer)),
-        "what_ifs": {
-            name: finite_or_none(float(value)) for name, value in layer_what_ifs(flat, layer, batch).items()
-        },
+        "what_ifs": {name: finite_or_none(float(value)) for name, value in what_ifs},
     }
     if not math.isinf(device.domain_ranks):
         inner_in, inner_out = share_domain(device, layer.d_in, layer.d_out, layer.tp_in, layer.tp_out)
         two = layer_times(device, layer, batch, inner_in=inner_in, inner_out=inner_out)
-        document["two_level"] = {
-            "fwd_bwd_s": float(two.fwd_bwd_s),
-            "inner_s": float(two.inner_s),
-            "outer_s": float(two.outer_s),
-            "inner_in": float(inner_in),
-            "inner_out": float(inner_out),
-            "binds": str(two.binds),
-        }
+        seconds = {name: float(getattr(two, name)) for name in ("fwd_bwd_s", "inner_s", "outer_s")}
+        shared = {"inner_in": float(inner_in), "inner_out": float(inner_out)}
+        document["two_level"] = seconds | shared | {"binds": str(two.binds)}
     return document

@@ -96,11 +96,8 @@ def _best(
 ) -> _Choice | None:
     """The plan with the highest utilization among those whose step takes at most `budget_s`."""
     room = (budget_s - parts.bubble_s - parts.gradient_s) / parts.microbatch_s
-    fits = (
-        (room >= 1)
-        & (parts.critical_s + parts.gradient_s <= budget_s)
-        & (split.pp * split.interleave <= model.layers)
-    )
+    in_time = (room >= 1) & (parts.critical_s + parts.gradient_s <= budget_s)
+    fits = in_time & (split.pp * split.interleave <= model.layers)
     # The fewest replicas: as many microbatches on each as there is room for.
     tokens = model.batch_tokens / split.tokens
     dp = split.ep * np.ceil(tokens / (np.floor(np.where(fits, room, 1.0)) * split.ep))
@@ -167,9 +164,8 @@ def _time_frac(streams: LayerStreams, model: Sizes, choice: _Choice, parts: Step
             times[arithmetic] = passes * busy_s
             times["latency"] = passes * float(streams.kernel_latency_s)
         else:
-            times["network inside" if inner_s >= outer_s else "network between"] = passes * max(
-                inner_s, outer_s
-            )
+            level = "network inside" if inner_s >= outer_s else "network between"
+            times[level] = passes * max(inner_s, outer_s)
             times["latency"] = passes * float(streams.collective_latency_s)
         times["bubble"] = float(parts.bubble_s)
     times["gradients"] = float(parts.gradient_s)
@@ -184,21 +180,17 @@ def _busy_frac(streams: LayerStreams, model: Sizes, choice: _Choice, seconds: fl
 
 
 def _point(device: Device, run: Assumptions, model: Sizes, choice: _Choice, goodput: float) -> Point:
-    split = choice.split
+    split, devices = choice.split, choice.devices
     parts = step_parts(device, run, model, split, choice.dp)
     seconds = float(step_s(parts, choice.microbatches))
-    devices = choice.devices
     streams = layer_streams(device, run, model, split)
     shares = _time_frac(streams, model, choice, parts)
+    plan = {name: float(getattr(split, name)) for name in PLAN_FIELDS} | {"dp": choice.dp}
+    plan |= {"microbatches": choice.microbatches, "microbatch_tokens": float(split.tokens)}
     return Point(
         training_flop=float(model.training_flop),
         utilization=goodput * float(utilization(device, run, model, devices, seconds)),
-        plan={
-            **{name: float(getattr(split, name)) for name in PLAN_FIELDS},
-            "dp": choice.dp,
-            "microbatches": choice.microbatches,
-            "microbatch_tokens": float(split.tokens),
-        },
+        plan=plan,
         binds=max(shares, key=lambda name: shares[name]),
         lost_to=max((name for name in shares if name != "compute"), key=lambda name: shares[name]),
         time_frac=shares,
@@ -284,14 +276,10 @@ class Limits:
         def shown(point: Point | None) -> dict[str, Any] | None:
             return None if point is None else asdict(point) | power_and_cost(point, watts, price)
 
-        return {
-            "plateau": self.plateau,
-            "limit_80pct_flop": self.limit_80pct_flop,
-            "wall_flop": self.wall_flop,
-            "limit": shown(self.limit),
-            "wall": shown(self.wall),
-            "curve": [shown(point) for point in self.curve],
-        }
+        names = ("plateau", "limit_80pct_flop", "wall_flop")
+        ends = {"limit": shown(self.limit), "wall": shown(self.wall)}
+        curve = [shown(point) for point in self.curve]
+        return {name: getattr(self, name) for name in names} | ends | {"curve": curve}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -310,7 +298,7 @@ class Frontier(Shown):
     ) -> dict[str, Any]:
         """The limits without failures, and under `with_failures` the same with them."""
         watts = self.device.power_watts or None if watts is None else watts
-        price = 0.0 if price_per_device_hour is None else price_per_device_hour
+        price = price_per_device_hour or 0.0
         failures, laws = self.failures, {kind: getattr(self.run, kind) for kind in KINDS}
         return {
             "device": self.device.to_json(),
@@ -320,9 +308,7 @@ class Frontier(Shown):
             },
             "failures": {
                 "device_hours_between_interruptions": failures.device_s_between_interruptions / 3600,
-                "storage_bytes_per_s": failures.storage_bytes_per_s,
-                "restart_s": failures.restart_s,
-                "source": failures.source,
+                **{name: getattr(failures, name) for name in ("storage_bytes_per_s", "restart_s", "source")},
             },
             "power_and_cost": {"watts_per_device": watts, "price_per_device_hour": price},
             **self.ideal.to_json(watts, price),
@@ -342,27 +328,19 @@ def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tu
 
 
 def frontier(
-    device: Device,
-    run: Assumptions | None = None,
-    failures: Failures | None = None,
+    device: Device, run: Assumptions | None = None, failures: Failures | None = None,
     training_flop: Num = CURVE_FLOP,
-) -> Frontier:
+) -> Frontier:  # fmt: skip
     """Utilization against training compute for `device`, where it ends, and the same with failures.
 
     `training_flop` are the computes of the curve; a limit is found to a tenth of their spacing.
     """
-    run = Assumptions() if run is None else run
-    failures = Failures.llama3() if failures is None else failures
+    run, failures = run or Assumptions(), failures or Failures.llama3()
     flop = np.sort(np.ravel(np.asarray(training_flop, dtype=np.float64)))
     require_positive(flop, "training_flop")
     ideal, failing = zip(*_best_runs(device, run, flop, (None, failures)), strict=True)
-    return Frontier(
-        device=device,
-        run=run,
-        failures=failures,
-        ideal=_limits(device, run, ideal, None),
-        with_failures=_limits(device, run, failing, failures),
-    )
+    without, under = _limits(device, run, ideal, None), _limits(device, run, failing, failures)
+    return Frontier(device=device, run=run, failures=failures, ideal=without, with_failures=under)
 
 
 def _limits(device: Device, run: Assumptions, curve: tuple[Point, ...], failures: Failures | None) -> Limits:
@@ -380,11 +358,9 @@ def _limits(device: Device, run: Assumptions, curve: tuple[Point, ...], failures
     return Limits(curve=curve, plateau=plateau, limit=last(LIMIT_FRAC * plateau), wall=last(0.0))
 
 
-def power_and_cost(
-    point: Point, watts: float | None, price_per_device_hour: float
-) -> dict[str, float | None]:
+def power_and_cost(point: Point, watts: float | None, price_per_hour: float) -> dict[str, float | None]:
     """Power [W], energy [J] (None without watts), device-hours and price of a run; both rates per device."""
-    for what, value in (("watts", watts or 0.0), ("price per device-hour", price_per_device_hour)):
+    for what, value in (("watts", watts or 0.0), ("price per device-hour", price_per_hour)):
         if not 0 <= value <= MOST_STATED:
             raise WorkloadError(f"{what} is {value}; it must be from 0 to {MOST_STATED:g}")
     device_hours = point.devices * point.training_s / 3600
@@ -392,5 +368,5 @@ def power_and_cost(
         "power_watts": point.devices * watts if watts else None,
         "energy_j": point.devices * watts * point.training_s if watts else None,
         "device_hours": device_hours,
-        "price": device_hours * price_per_device_hour,
+        "price": device_hours * price_per_hour,
     }

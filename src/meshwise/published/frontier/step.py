@@ -98,41 +98,30 @@ def all_reduce_latency_s(run: Assumptions, ranks: Num, inner: Num) -> Num:
 
 
 def _local_layer(run: Assumptions, model: Sizes, split: Split) -> LinearLayer:
-    return LinearLayer(
-        d_in=model.width,
-        d_out=WIDENING * model.width,
-        tp_in=split.tp_in,
-        tp_out=split.tp_out,
-        elem_bytes=run.elem_bytes,
-    )
+    sizes = {"d_in": model.width, "d_out": WIDENING * model.width}
+    return LinearLayer(**sizes, tp_in=split.tp_in, tp_out=split.tp_out, elem_bytes=run.elem_bytes)
 
 
 def layer_streams(device: Device, run: Assumptions, model: Sizes, split: Split) -> LayerStreams:
     # The second map is the first one turned around, so both cost the same.
     times = layer_times(
-        device,
-        _local_layer(run, model, split),
-        split.tokens,
-        inner_in=split.inner_in,
-        inner_out=split.inner_out,
-        experts_per_rank=run.num_experts / split.ep,
-        pattern=run.all_reduce,
-    )
+        device, _local_layer(run, model, split), split.tokens, inner_in=split.inner_in,
+        inner_out=split.inner_out, experts_per_rank=run.num_experts / split.ep, pattern=run.all_reduce,
+    )  # fmt: skip
     # Activations between layers: sent on to the next stage and received from it, in both directions
     # of the pass (4 times); exchanged between experts and back, likewise (8 times).
     activations = model.width * split.tokens / (split.tp_in * split.tp_out)
     stage_words = np.where(split.pp > 1, 4 * split.interleave * split.pp / model.layers, 0.0) * activations
     expert_words = 8 * (split.ep - 1) / split.ep * activations
-    collectives = all_reduce_latency_s(run, split.tp_in, split.inner_in) + all_reduce_latency_s(
-        run, split.tp_out, split.inner_out
-    )
+    collectives = all_reduce_latency_s(run, split.tp_in, split.inner_in)
+    collectives = collectives + all_reduce_latency_s(run, split.tp_out, split.inner_out)
+    exchanged = (stage_words + expert_words) * run.elem_bytes / device.outer_bytes_per_s
     on_stream = run.sequential_maps * (run.latency == "on-stream")
     return LayerStreams(
         flop_s=MAPS * times.flop_s,
         memory_s=MAPS * times.memory_s,
         inner_s=MAPS * times.inner_s,
-        outer_s=MAPS * times.outer_s
-        + (stage_words + expert_words) * run.elem_bytes / device.outer_bytes_per_s,
+        outer_s=MAPS * times.outer_s + exchanged,
         kernel_latency_s=on_stream * 3 * run.kernel_s,
         collective_latency_s=on_stream * collectives,
         waiting_latency_s=run.sequential_maps * (2 * run.kernel_s + collectives),
@@ -148,18 +137,12 @@ def step_parts(device: Device, run: Assumptions, model: Sizes, split: Split, dp:
     weights = MAPS * layer.local_weights * stage_layers * run.num_experts / split.ep
     ranks = np.maximum(dp / split.ep, 1.0)
     free_ranks = np.maximum(device.domain_ranks / (split.inner_in * split.inner_out), 1.0)
+    inner = np.minimum(free_ranks, ranks)
     return StepParts(
         microbatch_s=stage_layers * streams.steady_s,
         bubble_s=fill_stages * stage_layers * streams.alone_s,
         critical_s=model.layers * streams.alone_s + 2 * (split.pp * split.interleave - 1) * run.outer_step_s,
-        gradient_s=gradient_reduction_s(
-            device,
-            weights,
-            ranks,
-            inner=np.minimum(free_ranks, ranks),
-            elem_bytes=run.elem_bytes,
-            pattern=run.all_reduce,
-        ),
+        gradient_s=gradient_reduction_s(device, weights, ranks, inner, run.elem_bytes, run.all_reduce),
         weights=weights,
         activation_bytes=(layer.local_in + layer.local_out) * stage_layers * split.tokens * run.elem_bytes,
     )

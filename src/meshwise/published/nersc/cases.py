@@ -80,6 +80,10 @@ class Difference:
     rel: float
     where: str
 
+    def to_json(self) -> dict[str, Any]:
+        """What a document says of the largest difference."""
+        return {"max_rel_diff": self.rel, "worst": self.where}
+
 
 @dataclass(frozen=True, slots=True)
 class CaseCheck:
@@ -96,33 +100,24 @@ class CaseCheck:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise validate --cases FILE --json` prints."""
-        return {
-            "agree": self.agrees,
-            "cases": [
-                {"name": name, "max_rel_diff": worst.rel, "worst": worst.where} for name, worst in self.cases
-            ],
-            "collectives": {
-                "num": self.num_collectives,
-                "max_rel_diff": self.collectives.rel,
-                "worst": self.collectives.where,
-            },
-        }
+        cases = [{"name": name} | worst.to_json() for name, worst in self.cases]
+        collectives = {"num": self.num_collectives} | self.collectives.to_json()
+        return {"agree": self.agrees, "cases": cases, "collectives": collectives}
 
 
 def check_cases(path: Path) -> CaseCheck:
     """Compute every case and collective of `path` again; DataError says what is missing or not known."""
     file = parse_file(path, "JSON", msgspec.json.Decoder(_HELD["file"]).decode)
-    cases = tuple(
+    found = [
         (case.name, _worst(_case_differences(case, f"{path}, case {case.name!r}"))) for case in file.cases
-    )
-    systems = {case.inputs.system_name: _system(case.inputs.system) for case in file.cases}
-    times = [
-        _difference(
-            _collective_s(one, systems, f"{path}, collectives[{i}]"), one.t_s, f"collectives[{i}].t_s"
-        )
-        for i, one in enumerate(file.collectives)
     ]
-    return CaseCheck(cases, len(times), _worst(times))
+    systems = {case.inputs.system_name: _system(case.inputs.system) for case in file.cases}
+    times = []
+    for i, one in enumerate(file.collectives):
+        where = f"collectives[{i}]"
+        ours = _collective_s(one, systems, f"{path}, {where}")
+        times.append(_difference(ours, one.t_s, f"{where}.t_s"))
+    return CaseCheck(tuple(found), len(times), _worst(times))
 
 
 # --- From a file's words to ours ----------------------------------------------------------------------
@@ -137,14 +132,9 @@ def _case_differences(case: Any, where: str) -> Iterator[Difference]:
             priced = price(run, _system(inputs.system))
     except ArithmeticError:
         raise DataError(f"{where}: inputs.model or the batch is cut in more parts than it has") from None
-    outputs = {
-        "mlp_ops": priced.tables["mlp"],
-        "sa_ops": priced.tables["sa"],
-        "dp_comm": priced.dp_comm,
-        "pp_comm": priced.pp_comm,
-        "totals": priced.totals,
-        "fits": bool(priced.fits),
-    }
+    outputs: dict[str, Any] = {f"{name}_ops": table for name, table in priced.tables.items()}
+    outputs |= {name: getattr(priced, name) for name in ("dp_comm", "pp_comm", "totals")}
+    outputs |= {"fits": bool(priced.fits)}
     yield from _differences(outputs, case.outputs, f"{where}: outputs")
     derived = {
         "n_gpus": run.cut.m1 * run.cut.m2 * run.dp * run.pp,
@@ -163,13 +153,9 @@ def _run(inputs: Any, where: str) -> PaperRun:
     if tp1 * tp2 * inside.dp * inside.pp > inputs.system.nvlink_size:
         raise DataError(f"{where}: inputs.system.nvlink_size is smaller than the parts of config.nv")
     return PaperRun(
-        cut=cut,
-        num_layers=model.depth,
-        batch=inputs.global_batch_size,
-        dp=config.dp,
-        pp=config.pp,
+        cut=cut, num_layers=model.depth, batch=inputs.global_batch_size, dp=config.dp, pp=config.pp,
         inside={"tp1": tp1, "tp2": tp2, "dp": inside.dp, "pp": inside.pp},
-    )
+    )  # fmt: skip
 
 
 def _cut(inputs: Any, where: str) -> PaperCut:
@@ -189,20 +175,11 @@ def _cut(inputs: Any, where: str) -> PaperCut:
                 f"{inputs.strategy} and attention {attention}; leave it out"
             )
     return PaperCut(
-        strategy=strategy,
-        microbatch=config.mbs,
-        seq=model.l,
-        hidden=model.e,
-        ffn=model.f,
-        heads=model.h,
-        m1=m1,
-        m2=m2,
-        panels=config.nb or system.summa_nb,
-        attention=attention,
+        strategy=strategy, microbatch=config.mbs, seq=model.l, hidden=model.e, ffn=model.f, heads=model.h,
+        m1=m1, m2=m2, panels=config.nb or system.summa_nb, attention=attention,
         recompute=config.recompute or config.attention_recompute,
-        elem_bytes=system.element_size * GB,
-        mask_bytes=system.mask_element_size * GB,
-    )
+        elem_bytes=system.element_size * GB, mask_bytes=system.mask_element_size * GB,
+    )  # fmt: skip
 
 
 def _degrees(entry: Any, wanted: tuple[str, ...], where: str) -> tuple[float, float]:

@@ -19,27 +19,15 @@ def work_row(
     flop: Num, traffic_bytes: Num, compute_s: Num, memory_s: Num, time_s: Num, write_bytes: float = math.nan
 ) -> LedgerRow:
     """The ledger row of an op in one direction; all traffic counts as read where `write_bytes` is NaN."""
-    return {
-        "flop": flop,
-        "read_bytes": traffic_bytes - (0.0 if math.isnan(write_bytes) else write_bytes),
-        "write_bytes": write_bytes,
-        "compute_s": compute_s,
-        "memory_s": memory_s,
-        "time_s": time_s,
-    }
+    read_bytes = traffic_bytes - (0.0 if math.isnan(write_bytes) else write_bytes)
+    times = {"compute_s": compute_s, "memory_s": memory_s, "time_s": time_s}
+    return {"flop": flop, "read_bytes": read_bytes, "write_bytes": write_bytes} | times
 
 
 def comm_row(kind: str, axis: str, ranks: Num, payload_bytes: Num, comm_s: Num, exposed_s: Num) -> LedgerRow:
     """The ledger row of a communication."""
-    return {
-        "collective": kind,
-        "axis": axis,
-        "group_size": ranks,
-        "payload_bytes": payload_bytes,
-        "comm_s": comm_s,
-        "exposed_s": exposed_s,
-        "time_s": exposed_s,
-    }
+    row: LedgerRow = {"collective": kind, "axis": axis, "group_size": ranks, "payload_bytes": payload_bytes}
+    return row | {"comm_s": comm_s, "exposed_s": exposed_s, "time_s": exposed_s}
 
 
 def op_rows(

@@ -53,6 +53,10 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         return sum(totals[table][name] for name in names for table in TABLES)
 
     shares = {name: _comm_frac(rows) for name, rows in tables.items()}
+    results = {
+        name: {"rows": rows, "totals": totals[name], "comm_frac": shares[name]}
+        for name, rows in tables.items()
+    }
     return PublishedStep(
         convention=SCOPE.convention,
         model=model,
@@ -63,12 +67,7 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         columns=("table", *COLUMNS),
         rows=[{"table": name, **row} for name in TABLES for row in tables[name]],
         tables=tables,
-        results={
-            "tables": {
-                name: {"rows": tables[name], "totals": totals[name], "comm_frac": shares[name]}
-                for name in TABLES
-            }
-        },
+        results={"tables": results},
         excerpts=[_excerpt(name, tables[name], totals[name], shares[name]) for name in TABLES],
         step_s=total("t_total_fwd", "t_total_bwd") * _MS,
         flop=total("flops_fwd", "flops_bwd") * _TFLOP,
@@ -79,9 +78,7 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
             "activations": total("activation_buffer") * _GB,
         },
         comm_s={"comm_tp": total("t_comm_fwd", "t_comm_bwd") * _MS},
-        ledger=Ledger.from_rows(
-            row for name in TABLES for cells in tables[name] for row in _ledger_rows(name, cells)
-        ),
+        ledger=Ledger.from_rows(_ledger_rows(tables)),
         notes=["the notebook's own counting and timing: blocks only, one flat bandwidth, no optimizer"],
     )
 
@@ -89,13 +86,11 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
 def _check_known(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> None:
     SCOPE.check(model, plan, workload)
     SCOPE.check_links(cluster)
-    SCOPE.check_divides(
-        model, {name: (getattr(model, name), plan.tp) for name in ("num_heads", "hidden", "ffn_hidden")}
-    )
+    sizes = {name: (getattr(model, name), plan.tp) for name in ("num_heads", "hidden", "ffn_hidden")}
+    SCOPE.check_divides(model, sizes)
     if plan.data_parallel(cluster.num_chips) > 1:
-        raise SCOPE.refusal(
-            f"{cluster.num_chips} chips of which tp={plan.tp} are used, only one tensor-parallel group"
-        )
+        used = f"{cluster.num_chips} chips of which tp={plan.tp} are used"
+        raise SCOPE.refusal(f"{used}, only one tensor-parallel group")
     if workload.microbatch not in (1, workload.batch):
         raise SCOPE.refusal(f"microbatches of {workload.microbatch}, only a batch in one piece")
 
@@ -160,28 +155,19 @@ def _row(op: NotebookOp, cluster: Cluster) -> dict[str, Any]:
     return row
 
 
-def _ledger_rows(table: str, cells: dict[str, Any]) -> Iterator[LedgerRow]:
-    """One op in both directions, and its communications."""
-    kept = {
-        "saved_bytes": cells["activation_buffer"] * _GB,
-        "weight_bytes": cells["weights_mem"] * _GB,
-    }
-    for way, phase in WAYS:
-        rows = [
-            work_row(
-                flop=cells[f"flops_{way}"] * _TFLOP,
-                traffic_bytes=cells[f"total_mem_{way}"] * _GB,
-                compute_s=cells[f"t_comp_{way}"] * _MS,
-                memory_s=cells[f"t_mem_{way}"] * _MS,
-                time_s=cells[f"t_{way}"] * _MS,
-                write_bytes=cells["activation_out_mem"] * _GB if way == "fwd" else math.nan,
-            )
-        ]
-        if payload_gb := cells[f"comm_{way}"]:
-            kind = _COLLECTIVES[cells[f"comm_{way}_type"]]
-            comm_s = cells[f"t_comm_{way}"] * _MS
-            rows.append(comm_row(kind, "tp", cells["comm_size"], payload_gb * _GB, comm_s, comm_s))
-        yield from op_rows(table, cells["layer"], phase, kept, rows)
+def _ledger_rows(tables: dict[str, list[dict[str, Any]]]) -> Iterator[LedgerRow]:
+    """Each op in both directions, and its communications."""
+    for table, cells in ((name, row) for name in TABLES for row in tables[name]):
+        kept = {"saved_bytes": cells["activation_buffer"] * _GB, "weight_bytes": cells["weights_mem"] * _GB}
+        for way, phase in WAYS:
+            flop, traffic_bytes = cells[f"flops_{way}"] * _TFLOP, cells[f"total_mem_{way}"] * _GB
+            compute_s, memory_s, time_s = (cells[f"{name}_{way}"] * _MS for name in ("t_comp", "t_mem", "t"))
+            write_bytes = cells["activation_out_mem"] * _GB if way == "fwd" else math.nan
+            rows = [work_row(flop, traffic_bytes, compute_s, memory_s, time_s, write_bytes)]
+            if payload_gb := cells[f"comm_{way}"]:
+                kind, comm_s = _COLLECTIVES[cells[f"comm_{way}_type"]], cells[f"t_comm_{way}"] * _MS
+                rows.append(comm_row(kind, "tp", cells["comm_size"], payload_gb * _GB, comm_s, comm_s))
+            yield from op_rows(table, cells["layer"], phase, kept, rows)
 
 
 CONVENTION = Convention(

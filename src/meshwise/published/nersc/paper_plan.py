@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
@@ -35,6 +36,8 @@ from meshwise.published.nersc.tables import GPT_BLOCKS
 from meshwise.published.scope import ANY, Scope
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
+_MEMORY = {"weights": "wts", "gradients": "wts_grad", "optimizer": "wts_optimizer_states"}
+"""What the paper calls the memory that goes with weights."""
 _ATTENTION = {"flash": "fused", "unfused": "separate", "grid": "summa"}
 SCOPE = Scope(
     convention="nersc-2024-10",
@@ -56,6 +59,9 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
     totals = {name: float(value) for name, value in priced.totals.items()}
     others = [{"table": "other"} | row for row in (priced.dp_comm, priced.pp_comm)]
     rows = [{"table": name} | row for name in TABLES for row in priced.tables[name]] + others
+    shown_plan: dict[str, Any] = {"strategy": cut.strategy, "attention": cut.attention, "inside": run.inside}
+    results = {"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm}
+    memory = _MEMORY | {"activations": "acts"}
     shown = {"memory": "mem", "comm_tp": "tp_comm", "comm_dp": "dp_comm", "comm_pp": "pp_comm"}
     notes = ["the paper's own counting and timing, its known errors included: blocks only, no embeddings"]
     if cut.strategy == "2d":
@@ -75,27 +81,16 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
         model=model,
         cluster=cluster,
         workload=workload,
-        plan={
-            **{"strategy": cut.strategy, "attention": cut.attention, "inside": run.inside},
-            **{"m1": int(cut.m1), "m2": int(cut.m2), "pp": plan.pp, "dp": int(run.dp)},
-        },
+        plan=shown_plan | {"m1": int(cut.m1), "m2": int(cut.m2), "pp": plan.pp, "dp": int(run.dp)},
         ranks=plan.model_ranks * float(run.dp),
         columns=("table", *COLUMNS),
         rows=rows,
         tables=priced.tables,
-        results={
-            **{"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm},
-            "totals": totals,
-        },
+        results=results | {"totals": totals},
         excerpts=[excerpt],
         step_s=totals["t"],
         flop=totals["flops_per_gpu"] * TFLOP,
-        memory_bytes={
-            "weights": totals["wts_mem"] * GB,
-            "gradients": totals["wts_grad_mem"] * GB,
-            "optimizer": totals["wts_optimizer_states_mem"] * GB,
-            "activations": totals["acts_mem"] * GB,
-        },
+        memory_bytes={name: totals[f"{part}_mem"] * GB for name, part in memory.items()},
         comm_s={name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()},
         ledger=Ledger.from_rows(_ledger_rows(run, cluster, priced)),
         notes=notes,
@@ -119,9 +114,8 @@ def _op_ledger_rows(
     work = op.forward if way == "fwd" else op.backward
     compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
     memory_s = compute_s / cells[f"intensity_{way}"]
-    yield work_row(
-        cells[f"flops_{way}"] * TFLOP, work.traffic_bytes, compute_s, memory_s, cells[f"t_{way}"] - wait_s
-    )
+    flop, time_s = cells[f"flops_{way}"] * TFLOP, cells[f"t_{way}"] - wait_s
+    yield work_row(flop, work.traffic_bytes, compute_s, memory_s, time_s)
     seconds = comm_seconds(work, op.panels, run, system)
     for comm, comm_s in zip(work.comms, seconds, strict=True):
         if comm_s > 0:
@@ -152,19 +146,12 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
     least, batch = dp * workload.microbatch, workload.batch
     is_uneven, names = batch % least != 0, {"batch": batch, "dp": dp, "microbatch": workload.microbatch}
     refuse([rule("batch_of_dp", is_uneven, least=least)], names)
+    lengths = {"hidden": model.hidden, "ffn": model.ffn_hidden, "heads": model.num_heads, "seq": workload.seq}
+    lengths |= {"microbatch": workload.microbatch, "m1": m1, "m2": m2, "panels": plan.panels * max(m1, m2)}
     cut = PaperCut(
-        strategy=strategy,
-        microbatch=float(workload.microbatch),
-        seq=float(workload.seq),
-        hidden=float(model.hidden),
-        ffn=float(model.ffn_hidden),
-        heads=float(model.num_heads),
-        m1=float(m1),
-        m2=float(m2),
-        panels=float(plan.panels * max(m1, m2)),
-        attention=_ATTENTION[plan.attention],
-        recompute=plan.recompute == "selective",
-    )
+        strategy=strategy, attention=_ATTENTION[plan.attention], recompute=plan.recompute == "selective",
+        **{name: float(length) for name, length in lengths.items()},
+    )  # fmt: skip
     sizes = {"tp1": m1, "tp2": m2, "dp": dp, "pp": plan.pp}
     order = [axis for name in plan.placement for axis in {"tp": ("tp1", "tp2"), "cp": ()}.get(name, (name,))]
     return PaperRun(
