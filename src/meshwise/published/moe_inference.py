@@ -11,6 +11,7 @@ printed profile is held against these functions in `tests/test_moe.py`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,11 +68,11 @@ def _count(ops: Iterable[Op], name: str) -> Num:
 
 def flop_by_role(of: Pass) -> dict[str, Num]:
     """FLOP of one pass on one rank, by what they are for."""
-    parts: dict[str, Num] = {}
+    parts: dict[str, Num] = defaultdict(float)
     for op in ops_of(evaluation(of)):
         if op.kind == "matmul":
-            parts[op.part] = parts.get(op.part, 0.0) + op.count * op.cost.flop
-    return parts
+            parts[op.part] += op.count * op.cost.flop
+    return dict(parts)
 
 
 def total_flop(of: Pass) -> Num:
@@ -118,25 +119,19 @@ def decoder_kept_bytes(of: Pass) -> Num:
 def profiled_bytes(of: Pass, passes: int = 1) -> dict[str, Num]:
     """Bytes that a memory profile of `passes` dense passes gives: sections their net, ops their outputs."""
     config = of.config
-    written: dict[str, Num] = {}
-    moves: Num = 0.0
-    chunks: Num = 0.0
-    narrowed: Num = 0.0
+    written: dict[str, Num] = defaultdict(float)
     for op in ops_of(evaluation(of)):
-        part = op.part
-        size_bytes = op.count * op.cost.write_bytes
-        written[op.name] = written.get(op.name, 0.0) + size_bytes
-        moves = moves + size_bytes * (part in ("dispatch", "combine"))
-        chunks = chunks + size_bytes * (part == "chunks")
-        is_narrowed = op.name == "_to_copy" and part in ("dense_ffn", "experts") and op.dtype == of.dtype
-        narrowed = narrowed + size_bytes * is_narrowed
+        is_narrowed = op.name == "_to_copy" and op.part in ("dense_ffn", "experts") and op.dtype == of.dtype
+        for what in (op.name, f"part {op.part}", "narrowed" if is_narrowed else "others"):
+            written[what] += op.count * op.cost.write_bytes
+    moves = written["part dispatch"] + written["part combine"]
     residuals = 2 * config.decoder_layers * of.tokens * config.decoder_embed_dim * of.elem_bytes
     figures = {
         "MoELayer": config.num_moe_layers * moe_layer_kept_bytes(of),
         "TransformerDecoder": decoder_kept_bytes(of),
-        "aten::add": written.get("add", 0.0) + residuals,
-        "aten::reshape": chunks,
-        "aten::type_as": narrowed,
+        "aten::add": written["add"] + residuals,
+        "aten::reshape": written["part chunks"],
+        "aten::type_as": written["narrowed"],
         "aten::matmul": written["mm"] - moves,
     }
     figures |= {f"aten::{name}": written[name] for name in ("addmm", "bmm", "gelu", "mm") if name in written}
@@ -252,9 +247,7 @@ def what_if(name: str, of: Pass, clusters: Mapping[str, Cluster]) -> dict[str, A
 # --- evaluating beside generating ---------------------------------------------------------------
 
 
-def side_by_side(
-    evaluated: Pass, of: Generation, clusters: Mapping[str, Cluster]
-) -> dict[str, dict[str, Any]]:
+def side_by_side(evaluated: Pass, of: Generation, clusters: Mapping[str, Cluster]) -> dict[str, Any]:
     """One pass of eval_lm, and of generate its first pass, those after it, and all.
 
     Their tokens are those that are scored, and those that are decided on; a text counts once, whatever beams
@@ -277,10 +270,10 @@ def side_by_side(
 
 def _work(ops: Sequence[Op], clusters: Mapping[str, Cluster], dtype: str) -> dict[str, Any]:
     """What `ops` cost one rank: calls by op, FLOP, all-to-alls, and seconds on each cluster."""
-    calls: dict[str, float] = {}
+    calls: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.kind == "matmul" or op.name == "gelu":
-            calls[op.name] = calls.get(op.name, 0.0) + float(op.count)
+            calls[op.name] += float(op.count)
     exchanges = [op for op in ops if op.collective == "all_to_all"]
     return {
         "calls": calls,
