@@ -215,9 +215,14 @@ def follows(text: str, c: Config, **others: Any) -> Any:
         raise ModelError(f"a size does not follow from the others: {error}") from None
 
 
-def part(kind: type[Part], c: Config) -> Part:
-    """A part of an architecture: its fields follow from the config, the later ones from the earlier too."""
+def said_of(name: str, c: Config) -> Fields:
+    """The fields of a part of an architecture that a config says, the later from the earlier too."""
     said: Fields = {}
-    for name, text in NAMES["parts"][kind.__name__].items():
-        said[name] = follows(text, c, **said)
-    return kind(**said)
+    for field, text in NAMES["parts"][name].items():
+        said[field] = follows(text, c, **said)
+    return said
+
+
+def part(kind: type[Part], c: Config) -> Part:
+    """The part of an architecture that a config says."""
+    return kind(**said_of(kind.__name__, c))

@@ -30,7 +30,7 @@ from meshwise.model.architecture import (
     Streams,
     check_count,
 )
-from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes, part
+from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes, part, said_of
 
 # --- blocks ------------------------------------------------------------------------------------
 
@@ -46,22 +46,9 @@ def _activation(name: str, *, gated: bool) -> str:
 
 def block_fields(c: Config, kind: str) -> Fields:
     """What every model states (its sizes, its heads, its dropout), and what blocks of its kind share."""
-    heads, kv_heads, shared = c.num_attention_heads, c.num_key_value_heads, dict(NAMES["blocks"][kind])
-    gated = shared.pop("gated")
-    return shared | {
-        "activation": _activation(c.hidden_activation or c.hidden_act, gated=gated),
-        "num_layers": c.num_hidden_layers,
-        "hidden": c.hidden_size,
-        "ffn_hidden": 4 * c.hidden_size if c.intermediate_size is None else c.intermediate_size,
-        "num_heads": heads,
-        "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": c.head_dim,
-        "vocab": c.vocab_size,
-        "max_seq": c.max_position_embeddings,
-        "tied_embedding": c.tie_word_embeddings,
-        "causal": c.is_causal and c.use_bidirectional_attention is not True,
-        "dropout_frac": c.dropout,
-    }
+    shared = dict(NAMES["blocks"][kind])
+    activation = _activation(c.hidden_activation or c.hidden_act, gated=shared.pop("gated"))
+    return shared | {"activation": activation} | said_of("Model", c)
 
 
 # --- which layers have experts, and a window ---------------------------------------------------
@@ -446,14 +433,11 @@ def encoder(c: Config) -> Fields:
     """An encoder, then a decoder of the same width, heads and MLP."""
     number = c.num_hidden_layers
     check_count(c.num_decoder_layers or number, "decoder_layers")
-    for name, own in (
-        ("num_attention_heads", "decoder_attention_heads"),
-        ("intermediate_size", "decoder_ffn_dim"),
-    ):
-        if getattr(c, own) not in (None, getattr(c, name)):
+    both = {"decoder_attention_heads": c.num_attention_heads, "decoder_ffn_dim": c.intermediate_size}
+    for name, size in both.items():
+        if (own := getattr(c, name)) not in (None, size):
             raise ModelError(
-                f"{own} is {getattr(c, own)}, but the encoder has {getattr(c, name)}; only one "
-                "size for both is expressed"
+                f"{name} is {own}, but the encoder has {size}; only one size for both is expressed"
             )
     return {
         "num_layers": number + (c.num_decoder_layers or number),
@@ -585,11 +569,14 @@ def patch_windows(c: Config) -> Fields:
     return {"layers": tuple(Layer(window=reach * (i not in c.fullatt_block_indexes)) for i in numbers)}
 
 
+_WITHOUT_TEXT = {"causal": False, "vocab": 0, "lm_head": False}
+
+
 def frames(c: Config) -> Fields:
     """An encoder of sound: tokens from the frames of a spectrogram, 100 a second."""
     number, channels = c.max_source_positions, c.num_mel_bins
     frames = Frames(number=number, channels=channels, seconds=number * c.frames_per_token / 100)
-    return {"frames": frames, "max_seq": frames.number, "causal": False, "vocab": 0, "lm_head": False}
+    return {"frames": frames, "max_seq": number} | _WITHOUT_TEXT
 
 
 def chunked_frames(c: Config) -> Fields:
@@ -597,8 +584,9 @@ def chunked_frames(c: Config) -> Fields:
     check_count(c.n_window, "n_window")
     chunk = 2 * c.n_window
     chunks = max(c.n_window_infer // chunk, 1)
-    frames = Frames(number=chunks * -(-chunk // 8), seconds=chunks * chunk / 100)
-    return {"frames": frames, "max_seq": frames.number, "causal": False, "vocab": 0, "lm_head": False}
+    number = chunks * -(-chunk // 8)
+    frames = Frames(number=number, seconds=chunks * chunk / 100)
+    return {"frames": frames, "max_seq": number} | _WITHOUT_TEXT
 
 
 def conformer(c: Config) -> Fields:
