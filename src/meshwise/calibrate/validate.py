@@ -186,34 +186,29 @@ def _unread(row: BadRow) -> Prediction:
 def predict_run(run: Run) -> list[Prediction]:
     """The predictions of one run: its step time, and its memory where that was measured."""
     chip = ""
+    known: dict[str, tuple[Any, Any, Any]] = dict.fromkeys(("step_s", "memory_bytes"), (None, None, {}))
+    shared: dict[str, Any] = {"regime": regime_of(run), "group": tuple(getattr(run, x) for x in COMPETING)}
     try:
         chip = find_chip(run.chip).name
         expressed = express(run)
         found = estimate_run(expressed)
+        bytes_ = reported_bytes(expressed, found)
+        known = {
+            "step_s": (found.step_s, found.step_s_interval, found.time_s),
+            "memory_bytes": (bytes_, found.interval("memory_bytes", bytes_), found.memory_bytes),
+        }
+        shared |= {"fits": could_run(expressed, found), "approximations": expressed.approximations}
     except MeshwiseError as error:
         column = ", column chip" if isinstance(error, ClusterError) and not chip else ""
-        reason = f"{run.where}{column}: {error}"
-        return list(_predictions(run, chip, reason=reason))
-    bytes_ = reported_bytes(expressed, found)
-    known: dict[str, tuple[Any, ...]] = {
-        "step_s": (found.step_s, found.step_s_interval, found.time_s),
-        "memory_bytes": (bytes_, found.interval("memory_bytes", bytes_), found.memory_bytes),
-    }
-    rows = _predictions(run, chip, fits=could_run(expressed, found), approximations=expressed.approximations)
+        shared["reason"] = f"{run.where}{column}: {error}"
     return [
-        replace(row, predicted=value, interval=between, parts=parts)
-        for row in rows
-        for value, between, parts in (known[row.quantity],)
-    ]
-
-
-def _predictions(run: Run, chip: str, **shared: Any) -> Iterator[Prediction]:
-    """What was measured, each still without a prediction."""
-    group = tuple(getattr(run, name) for name in COMPETING)
-    for quantity in ("step_s", "memory_bytes"):
-        if (measured := getattr(run, quantity)) is not None:
-            values: dict[str, Any] = {"measured": measured, "regime": regime_of(run), "group": group} | shared
-            yield Prediction(id=run.id, source=run.source, chip=chip, quantity=quantity, **values)
+        Prediction(
+            id=run.id, source=run.source, chip=chip, quantity=quantity, measured=measured,
+            predicted=value, interval=between, parts=parts, **shared,
+        )
+        for quantity, (value, between, parts) in known.items()
+        if (measured := getattr(run, quantity)) is not None
+    ]  # fmt: skip
 
 
 def regime_of(run: Run) -> dict[str, str]:

@@ -141,18 +141,11 @@ def _adapters(weight: Weight, rank: int) -> Iterator[Weight]:
     d_in, d_out = weight.shape
     # Beside a cut layer, the adapter that is not cut sees the rank's part of the other one.
     gradient = "part" if weight.cut else weight.gradient
+    adapter = replace(weight, gradient=gradient, is_adapter=True)
     for side, shape, cut in (("a", (d_in, rank), ROWS), ("b", (rank, d_out), COLUMNS)):
-        mine = cut if weight.cut == cut else WHOLE
-        yield replace(
-            weight,
-            op=f"{weight.name}_lora_{side}",
-            name=f"{weight.name}_lora_{side}",
-            shape=shape,
-            cut=mine,
-            units=weight.units if mine else 0,
-            gradient=gradient,
-            is_adapter=True,
-        )
+        name, is_cut = f"{weight.name}_lora_{side}", weight.cut == cut
+        whole = replace(adapter, op=name, name=name, shape=shape, cut=WHOLE, units=0)
+        yield replace(whole, cut=cut, units=weight.units) if is_cut else whole
 
 
 def _linear(
@@ -386,16 +379,10 @@ def _feed_forward(
     model: Model, module: str, width: int, *, prefix: str = "", experts: int = 0, hidden: int = 0
 ) -> Iterator[Weight]:
     hidden = hidden or model.hidden
-    for name, op, d_in, d_out, cut in (
-        ("gate", "fc1", hidden, width, COLUMNS),
-        ("up", "fc1", hidden, width, COLUMNS),
-        ("down", "fc2", width, hidden, ROWS),
-    ):
-        if model.gated or name != "gate":
-            yield from _linear(
-                module, f"{prefix}{name}", d_in, d_out, op=f"{prefix}{op}", bias=model.linear_bias, cut=cut,
-                experts=experts,
-            )  # fmt: skip
+    linear = partial(_linear, module, bias=model.linear_bias, experts=experts)
+    for name in ("gate", "up") if model.gated else ("up",):
+        yield from linear(f"{prefix}{name}", hidden, width, op=f"{prefix}fc1", cut=COLUMNS)
+    yield from linear(f"{prefix}down", width, hidden, op=f"{prefix}fc2", cut=ROWS)
 
 
 def _per_layer(model: Model, own: PerLayer) -> Iterator[Weight]:
