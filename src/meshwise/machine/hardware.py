@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,7 +36,9 @@ from meshwise.core.units import DTYPE_BYTES, Num
 MAX_CHIPS = 10**9
 """No cluster is larger: a count above this is a typing error, and the cost model stays exact below it."""
 
-RANGE = (1e-30, 1e30)
+_Positive = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
+_FromZero = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 """Every rate, size and latency lies between these, so that products and ratios of them stay finite."""
 
 
@@ -51,11 +53,11 @@ class Level:
     """
 
     name: str
-    bytes_per_s: float
-    latency_s: float
+    bytes_per_s: _Positive
+    latency_s: _FromZero
     ranks: float = math.inf
-    torus: tuple[int, ...] = ()
-    ring_multiple: int = 1
+    torus: tuple[_Count, ...] = ()
+    ring_multiple: _Count = 1
     rails: bool = False
     mesh: bool = False
 
@@ -81,17 +83,17 @@ class Chip:
     name: str
     vendor: str
     generation: str
-    memory_bytes: float
-    memory_bytes_per_s: float
+    memory_bytes: _Positive
+    memory_bytes_per_s: _Positive
     matrix_flop_per_s: dict[str, float]
     vector_flop_per_s: dict[str, float]
     levels: tuple[Level, ...]
-    num_cores: int = 0
-    cache_bytes: float = 0.0
-    power_watts: float = 0.0
-    host_bytes_per_s: float = 0.0
-    op_host_s: float = 0.0
-    host_chips: int = 8
+    num_cores: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHIPS)] = 0
+    cache_bytes: _FromZero = 0.0
+    power_watts: _FromZero = 0.0
+    host_bytes_per_s: _FromZero = 0.0
+    op_host_s: _FromZero = 0.0
+    host_chips: _Count = 8
     aliases: tuple[str, ...] = ()
     source: str = ""
     checked: str = ""
@@ -137,7 +139,7 @@ class Cluster:
 
     name: str
     chip: Chip
-    num_chips: int
+    num_chips: _Count
     levels: tuple[Level, ...]
     reduce_scatter: ReduceScatter = "reduce_scatter"
     collectives: tuple[MeasuredCollective, ...] = ()
@@ -199,13 +201,6 @@ def _date(stated: dict[str, Any]) -> str:
         raise msgspec.ValidationError("checked is no date; write one as in 2026-11-20") from None
 
 
-def _positive(value: float, what: str, *, zero: bool = False) -> None:
-    least, most = RANGE
-    if not (least <= value <= most or (value == 0 and zero)):
-        kind = f"{'0 or ' * zero}a number from {least:g} to {most:g}"
-        raise ClusterError(f"{what} is {value}; it must be {kind}")
-
-
 def _count(value: float, what: str) -> None:
     if not 1 <= value <= MAX_CHIPS or value % 1:
         shown = value if abs(value) < 10**18 else "too large"
@@ -221,8 +216,6 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
         stated = dict(table) if isinstance(table, dict) else {}
         at, shared = f"{where}, level {stated.get('name')!r}", stated.pop("oversubscription", 1.0)
         level = _record(Level, stated, at)
-        for size in level.torus:
-            _count(size, f"{at}: torus")
         if level.torus and stated.get("ranks", math.prod(level.torus)) != math.prod(level.torus):
             shape, ranks = " x ".join(map(str, level.torus)), math.prod(level.torus)
             raise ClusterError(f"{at}: ranks is {level.ranks:g}, but torus {shape} has {ranks}; leave it out")
@@ -241,9 +234,6 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
                 raise ClusterError(f"{at}: {reason}")
         if "ranks" in stated:
             _count(level.ranks, f"{at}: ranks")
-        _count(level.ring_multiple, f"{at}: ring_multiple")
-        _positive(level.bytes_per_s, f"{at}: bytes_per_s")
-        _positive(level.latency_s, f"{at}: latency_s", zero=True)
         levels.append(replace(level, bytes_per_s=level.bytes_per_s / shared))
     if levels[-1].mesh:
         raise ClusterError(f"{where}: a mesh joins the ranks of a node; add the level that joins nodes")
@@ -262,14 +252,10 @@ def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
             if dtype not in DTYPE_BYTES:
                 known = ", ".join(DTYPE_BYTES)
                 raise ClusterError(f"{at}: {what} names the unknown dtype {dtype!r}; use {known}")
-            _positive(rate, f"{at}: {what}.{dtype}")
+            if not 1e-30 <= rate <= 1e30:
+                raise ClusterError(f"{at}: {what}.{dtype} is {rate}; it must be a number above zero")
     if "fp32" not in chip.vector_flop_per_s:
         raise ClusterError(f"{at}: vector_flop_per_s lacks fp32; every chip needs that rate")
-    for what in ("memory_bytes", "memory_bytes_per_s"):
-        _positive(getattr(chip, what), f"{at}: {what}")
-    for what in ("cache_bytes", "power_watts", "host_bytes_per_s", "op_host_s", "num_cores"):
-        _positive(getattr(chip, what), f"{at}: {what}", zero=True)
-    _count(chip.host_chips, f"{at}: host_chips")
     return chip
 
 
@@ -289,9 +275,7 @@ def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
     if isinstance(chip, Chip):
         stated["levels"] = chip.levels if levels is None else _levels(levels, at)
     stated.setdefault("levels", ())  # those of the chip that is missing
-    cluster = _record(Cluster, stated, at)
-    _count(cluster.num_chips, f"{at}: num_chips")
-    return cluster
+    return _record(Cluster, stated, at)
 
 
 @cache
