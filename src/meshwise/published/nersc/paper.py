@@ -101,11 +101,8 @@ class PaperRun:
     @property
     def groups(self) -> dict[str, tuple[Num, Num]]:
         """Ranks of a tensor-parallel axis, and how many of them share a fast domain."""
-        return {
-            "": (1.0, 1.0),
-            "tp1": (self.cut.m1, self.inside["tp1"]),
-            "tp2": (self.cut.m2, self.inside["tp2"]),
-        }
+        tp1, tp2 = (self.cut.m1, self.inside["tp1"]), (self.cut.m2, self.inside["tp2"])
+        return {"": (1.0, 1.0), "tp1": tp1, "tp2": tp2}
 
     @property
     def weight_group(self) -> tuple[Num, Num]:
@@ -252,10 +249,8 @@ def _dp_row(rows: list[Row], run: PaperRun, system: PaperSystem) -> Row:
     """Weights gathered beside the first forward, gradients scattered beside the last backward."""
     volume_bytes = _sum(rows, "weights_mem") * GB
     group = run.weight_group
-    comms: dict[str, _Placed] = {
-        "fwd": ("all_gather", volume_bytes, *group),
-        "bwd": ("reduce_scatter", volume_bytes, *group),
-    }
+    gather: _Placed = ("all_gather", volume_bytes, *group)
+    comms: dict[str, _Placed] = {"fwd": gather, "bwd": ("reduce_scatter", *gather[1:])}
     seconds = {}
     for way, comm in comms.items():
         one = collective_s(*comm, system)
@@ -284,22 +279,20 @@ def _totals(rows: list[Row], dp_comm: Row, pp_comm: Row, run: PaperRun) -> dict[
     busy_s = _sum(rows, "t_fwd", "t_bwd") * per_iteration + pp_comm["t"]
     bubble_s = (run.pp - 1.0) * busy_s / run.num_microbatches
     step_s = busy_s + bubble_s + dp_comm["t"]
+    in_rows = {"comp": "comp", "mem": "mem", "tp_comm": "comm"}
     parts = {
-        "comp": _sum(rows, "t_fwd_comp", "t_bwd_comp") * per_iteration,
-        "mem": _sum(rows, "t_fwd_mem", "t_bwd_mem") * per_iteration,
-        "tp_comm": _sum(rows, "t_fwd_comm", "t_bwd_comm") * per_iteration,
-        "dp_comm": dp_comm["t"],
-        "pp_comm": pp_comm["t"],
-        "bubble": bubble_s,
+        name: _sum(rows, f"t_fwd_{part}", f"t_bwd_{part}") * per_iteration for name, part in in_rows.items()
     }
-    weights = _sum(rows, "weights_mem") * run.stage_layers
+    parts |= {"dp_comm": dp_comm["t"], "pp_comm": pp_comm["t"], "bubble": bubble_s}
+    weights, in_flight = (
+        _sum(rows, "weights_mem") * run.stage_layers,
+        np.minimum(run.pp, run.num_microbatches),
+    )
     memory = {
         "wts_mem": weights,
         "wts_grad_mem": weights,
         "wts_optimizer_states_mem": OPTIMIZER_FACTOR * weights / run.weight_group[0],
-        "acts_mem": _sum(rows, "activation_buffer")
-        * run.stage_layers
-        * np.minimum(run.pp, run.num_microbatches),
+        "acts_mem": _sum(rows, "activation_buffer") * run.stage_layers * in_flight,
     }
     return {
         "t": step_s,

@@ -56,7 +56,7 @@ class Direction:
     vector_flop: Num = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PaperOp:
     """A row of the paper's tables, for one microbatch.
 
@@ -179,23 +179,15 @@ def _linear(name: str, cut: PaperCut, d_in: Num, d_out: Num, *, by_rows: bool = 
     if cut.strategy == "2d":
         product = _Product(cut.rows, d_out // m1, d_in)
         x, w, y = (s * size for size in product.sizes)
-        op = _summa_op(
-            name, cut, product, matmul_flop(cut.rows, product.n, d_in), (x, w, y), _summa_comms(x, w)
-        )
-        return replace(
-            op, saved_bytes=s * cut.rows * (d_in // m1), weight_bytes=s * (d_in // cut.m2) * product.n
-        )
+        flop, weight_bytes = matmul_flop(cut.rows, product.n, d_in), s * (d_in // cut.m2) * product.n
+        op = _summa_op(name, cut, product, flop, (x, w, y), _summa_comms(x, w))
+        return replace(op, saved_bytes=s * cut.rows * (d_in // m1), weight_bytes=weight_bytes)
     product = _Product(cut.rows, d_out, d_in // m1) if by_rows else _Product(cut.rows, d_out // m1, d_in)
     x, w, y = (s * size for size in product.sizes)
     summed: Comms = (Comm("reduce_scatter", "tp1", s * cut.rows * cut.hidden),)
-    return PaperOp(
-        name=name,
-        forward=Direction(product.flop, x + w + y, summed if by_rows else _NOTHING),
-        backward=Direction(product.backward_flop, 2.0 * (x + w + y), _NOTHING if by_rows else summed),
-        saved_bytes=x,
-        weight_bytes=w,
-        matmul=True,
-    )
+    forward = Direction(product.flop, x + w + y, summed if by_rows else _NOTHING)
+    backward = Direction(product.backward_flop, 2.0 * (x + w + y), _NOTHING if by_rows else summed)
+    return PaperOp(name, forward, backward, saved_bytes=x, weight_bytes=w, matmul=True)
 
 
 def _summa_op(
@@ -203,12 +195,9 @@ def _summa_op(
 ) -> PaperOp:
     """A product in panels: bytes of its blocks A, B, C are `moved`, the last once a panel."""
     traffic = moved[0] + moved[1] + moved[2] * cut.panels
+    forward, backward = Direction(flop, traffic, comms[0]), product.backward_flop
     return PaperOp(
-        name=name,
-        forward=Direction(flop, traffic, comms[0]),
-        backward=Direction(product.backward_flop, 2.0 * traffic, comms[1]),
-        matmul=True,
-        panels=cut.panels,
+        name, forward, Direction(backward, 2.0 * traffic, comms[1]), matmul=True, panels=cut.panels
     )
 
 
@@ -237,9 +226,8 @@ def _attention(cut: PaperCut) -> list[PaperOp]:
         return [_fused(cut, logits, attend)]
     if summa:
         attend_flop, moved = matmul_flop(attend.m, attend.n, attend.k, batch=heads), (score, key, query)
-        first = _summa_op(
-            "logits", cut, logits, logits.flop, moved, _summa_comms(score, key, transposed=True)
-        )
+        comms = _summa_comms(score, key, transposed=True)
+        first = _summa_op("logits", cut, logits, logits.flop, moved, comms)
         last = _summa_op("attend", cut, attend, attend_flop, moved, _summa_comms(score, key))
         softmax_comm: Comms = (Comm("all_reduce", "tp1", cut.elem_bytes * rows),) * 2
         width, redone = cut.seq // cut.m1, False
@@ -247,13 +235,9 @@ def _attention(cut: PaperCut) -> list[PaperOp]:
         traffic, backward_traffic = query + key + score, 3.0 * query + key + 2.0 * score
         gather, backward_gather = _gather(cut, key)
         first, last = (
-            PaperOp(
-                name=name,
-                forward=Direction(product.flop, traffic, gather),
-                backward=Direction(product.backward_flop, backward_traffic, backward_gather),
-                matmul=True,
-            )
+            PaperOp(name, Direction(product.flop, traffic, gather), backward, matmul=True)
             for name, product in (("logits", logits), ("attend", attend))
+            for backward in (Direction(product.backward_flop, backward_traffic, backward_gather),)
         )
         softmax_comm, width, redone = (), cut.seq, cut.recompute
     kept_scores = 0.0 if redone else cut.elem_bytes * rows * width
@@ -272,15 +256,10 @@ def _fused(cut: PaperCut, logits: _Product, attend: _Product) -> PaperOp:
     gather, backward_gather = _gather(cut, 2.0 * key)
     moved, backward_moved = 2.0 * (query + key), 6.0 * query + 2.0 * key
     row_bytes, flop = cut.elem_bytes * rows, logits.backward_flop + attend.backward_flop + logits.flop
-    return PaperOp(
-        name="fusedla",
-        forward=Direction(logits.flop + attend.flop, moved + row_bytes, gather, 4.0 * num_scores - rows),
-        backward=Direction(
-            flop, backward_moved + 2.0 * row_bytes, backward_gather, 9.0 * num_scores - 2.0 * rows
-        ),
-        saved_bytes=4.0 * query + 2.0 * row_bytes,
-        matmul=True,
-    )
+    forward = Direction(logits.flop + attend.flop, moved + row_bytes, gather, 4.0 * num_scores - rows)
+    backward_moved = backward_moved + 2.0 * row_bytes
+    backward = Direction(flop, backward_moved, backward_gather, 9.0 * num_scores - 2.0 * rows)
+    return PaperOp("fusedla", forward, backward, saved_bytes=4.0 * query + 2.0 * row_bytes, matmul=True)
 
 
 def _gather(cut: PaperCut, volume_bytes: Num) -> tuple[Comms, Comms]:
@@ -305,14 +284,11 @@ def _kernel(
         of_elements, of_rows, of_width = of[what]
         return of_elements * rows * width + of_rows * rows + of_width * width
 
-    return PaperOp(
-        name=name,
-        forward=Direction(total("flop"), s * total("moved") + mask_bytes, comms[:1]),
-        backward=Direction(total("backward_flop"), s * total("backward_moved") + mask_bytes, comms[1:]),
-        saved_bytes=0.0 if recompute else of["kept"] * s * rows * width + mask_bytes,
-        weight_bytes=of["weights"] * s * width,
-        recompute=recompute,
-    )
+    forward = Direction(total("flop"), s * total("moved") + mask_bytes, comms[:1])
+    backward = Direction(total("backward_flop"), s * total("backward_moved") + mask_bytes, comms[1:])
+    saved_bytes = 0.0 if recompute else of["kept"] * s * rows * width + mask_bytes
+    weight_bytes = of["weights"] * s * width
+    return PaperOp(name, forward, backward, saved_bytes, weight_bytes, recompute=recompute)
 
 
 def _norm(name: str, cut: PaperCut) -> PaperOp:
