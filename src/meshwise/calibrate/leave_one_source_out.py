@@ -9,7 +9,7 @@ the intervals of `meshwise.estimate.intervals`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,36 +80,28 @@ def misses_by_others(runs: Sequence[Expressed], constants: Constants) -> MissesB
     by_source: dict[str, Misses] = {}
     by_aspect: dict[str, dict[str, Misses]] = {}
     for name, quantity in QUANTITIES.items():
-        measured = [each for each in runs if getattr(each.run, name)]
-        training = fit_steps.fitting_half(runs, quantity)
-        linear = fit_steps.linearize(constants, training, quantity)
-        known = (measured, training, linear, constants, quantity)
-        by_source[name] = _misses(_source, *known)
-        by_aspect[name] = {
-            aspect: _misses(lambda each, aspect=aspect: aspects_of(each)[aspect], *known, aspect=aspect)  # type: ignore[misc]
-            for aspect in aspects_of(measured[0])
-        }
+        linear = fit_steps.linearize(constants, fit_steps.fitting_half(runs, quantity), quantity)
+        known = (runs, linear, constants, quantity)
+        by_source[name] = _misses(*known)
+        by_aspect[name] = {aspect: _misses(*known, aspect) for aspect in aspects_of(runs[0])}
     return MissesByOthers(runs, by_source, by_aspect)
 
 
-def _source(expressed: Expressed) -> str:
-    return publication(expressed.run.source)
-
-
 def _misses(
-    key: Callable[[Expressed], str],
-    measured: Sequence[Expressed],
-    training: Sequence[Expressed],
-    linear: LinearMisses,
-    constants: Constants,
-    quantity: fit_steps.Quantity,
-    *,
+    runs: Sequence[Expressed], linear: LinearMisses, constants: Constants, quantity: fit_steps.Quantity,
     aspect: str = "",
-) -> Misses:
-    """Misses of all `measured` runs, each group of the same `key` without its own runs in `training`.
+) -> Misses:  # fmt: skip
+    """Misses of all runs that measured a quantity, each without those of its source in the fitting half.
 
-    Nor do the kernels of their chips help, where these are what the group has in common.
+    In place of its source: of all that are like it in `aspect`. Nor do the kernels of their chips help, where
+    these are what they have in common.
     """
+
+    def key(each: Expressed) -> str:
+        return aspects_of(each)[aspect] if aspect else publication(each.run.source)
+
+    measured = [each for each in runs if getattr(each.run, quantity.name)]
+    training = fit_steps.fitting_half(runs, quantity)
     found: Misses = {}
     for group, members in grouped(measured, key).items():
         others = np.array([key(each) != group for each in training])
