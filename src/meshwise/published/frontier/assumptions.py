@@ -7,7 +7,6 @@ The run takes D / B steps and has to end within its duration T, so a step may ta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import Num, require_positive, to_number
+from meshwise.core.units import Num
+from meshwise.plan.fields import catalog_fields, read_field
 from meshwise.published.frontier.laws import KINDS, Law, catalog, find_law, law_names
 
 MAPS = 2
@@ -25,11 +25,9 @@ WIDENING = 5.0
 """Inner width over model width: 4 for the feed-forward part, 1 for the heads."""
 MONTH_S = 30 * 86400.0
 
-NUMBERS = ("duration_s", "elem_bytes", "num_experts", "sequential_maps")
-"""Numbers of `Assumptions`."""
-LATENCIES = ("kernel_s", "base_s", "inner_step_s", "outer_step_s")
-"""Latencies of `Assumptions`: a kernel, an all-reduce, one step inside a domain, one between domains."""
-OPTIONS: dict[str, tuple[str, ...]] = {key: tuple(names) for key, names in catalog()["options"].items()}
+FIELDS = catalog_fields(catalog()["fields"], {})
+"""What the choices and numbers of `Assumptions` may be."""
+OPTIONS = {key: field.names for key, field in FIELDS.items() if field.names}
 """Named choices, the default first; their meanings are at `Assumptions`."""
 
 
@@ -77,35 +75,19 @@ class Assumptions:
     outer_step_s: float = _latency("outer_step_s")
 
     def __post_init__(self) -> None:
-        for what in NUMBERS:
-            require_positive(getattr(self, what), f"run: {what}")
-        if self.num_experts < 1:
-            raise WorkloadError(f"run: num_experts is {self.num_experts}; a model has at least one")
-        for what in LATENCIES:
-            value = getattr(self, what)
-            if not (math.isfinite(value) and value >= 0):
-                raise WorkloadError(f"run: {what} is {value}; a latency must be finite and zero or more")
-        for what, known in OPTIONS.items():
-            if getattr(self, what) not in known:
-                raise WorkloadError(
-                    f"run: {what} is {getattr(self, what)!r}; it must be one of {', '.join(known)}"
-                )
+        for name in FIELDS:
+            read_field(name, getattr(self, name), FIELDS, WorkloadError)
 
 
 def assumptions(**settings: str | float) -> Assumptions:
     """`Assumptions` from plain values: a law by name or as `COEFFICIENT,EXPONENT`, numbers as text or not."""
-    numbers = (*NUMBERS, *LATENCIES)
     values: dict[str, Any] = {}
     for key, value in settings.items():
-        if key in KINDS:
-            values[key] = find_law(key, str(value))
-        elif key in OPTIONS:
-            values[key] = str(value)
-        elif key in numbers:
-            values[key] = to_number(value, f"run: {key}")
-        else:
-            known = ", ".join([*KINDS, *OPTIONS, *numbers])
+        if key not in (*KINDS, *FIELDS):
+            known = ", ".join([*KINDS, *FIELDS])
             raise WorkloadError(f"run: there is no choice called {key!r}; choices: {known}")
+        is_law = key in KINDS
+        values[key] = find_law(key, str(value)) if is_law else read_field(key, value, FIELDS, WorkloadError)
     return Assumptions(**values)
 
 

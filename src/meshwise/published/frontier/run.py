@@ -21,10 +21,8 @@ from meshwise.core.notebook import Shown
 from meshwise.core.units import MOST_STATED, Num, require_positive, to_number
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import (
-    LATENCIES,
+    FIELDS,
     MONTH_S,
-    NUMBERS,
-    OPTIONS,
     WIDENING,
     Assumptions,
     Sizes,
@@ -304,7 +302,7 @@ class Frontier(Shown):
             "device": self.device.to_json(),
             "assumptions": {
                 **{kind: {"name": law.name, "source": law.source} for kind, law in laws.items()},
-                **{name: getattr(self.run, name) for name in (*OPTIONS, *NUMBERS, *LATENCIES)},
+                **{name: getattr(self.run, name) for name in FIELDS},
             },
             "failures": {
                 "device_hours_between_interruptions": failures.device_s_between_interruptions / 3600,
