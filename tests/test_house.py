@@ -11,25 +11,11 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "meshwise"
 
 # Top to bottom; a module may import from its own layer and from those below.
-LAYERS = [
-    ("__main__",),
-    ("cli",),
-    ("web",),
-    ("api",),
-    ("report", "sweep"),
-    ("runtime",),
-    ("trace", "calibrate", "published"),
-    ("rl",),
-    ("search", "serve"),
-    ("launch",),
-    ("estimate",),
-    ("program",),
-    ("plan",),
-    ("cost",),
-    ("model", "machine"),
-    ("core",),
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LAYERS = (
+    "__main__ > cli > web > api > report sweep > runtime > trace calibrate published > rl > search serve > "
+    "launch > estimate > program > plan > cost > model machine > core"
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS.split(" > ")) for name in names.split()}
 TORCH_ROOMS = ("runtime",)
 
 

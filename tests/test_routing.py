@@ -59,9 +59,6 @@ def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Any) -> None:
     assert even["token_s"] == bare[0]["token_s"]
     assert "dropped" in meshwise(*served, "--capacity-factor", "1").out
     assert "dropped" not in meshwise(*served).out
-    for verb in ("estimate", "serve"):
-        assert meshwise(verb, *base, "--capacity-factor", "-1").code == 2
-        assert meshwise(verb, "llama3-8b", *base[1:], "--capacity-factor", "1").code == 2
 
 
 def test_measured_loads_are_a_skew_of_their_own(meshwise: Any, tmp_path: Path) -> None:
@@ -94,10 +91,7 @@ def test_copies_of_experts_spread_their_load_and_take_memory(meshwise: Any) -> N
     assert copied["first_token_s"] < alone["first_token_s"]
     assert copied["weight_bytes"] - alone["weight_bytes"] == 4 * 58 * 3 * 7168 * 2048
     rack = ("serve", "deepseek-v3", "--cluster", "gb200:72", "--plan", "dp=72,ep=72,dtype=fp8")
-    assert "use a divisor" in meshwise(*rack).err
     assert "imbalance=1.125" in meshwise(*rack, "--redundant-experts", "32").out  # 36 of 32 choices a rank
-    for model, copies in (("deepseek-v3", "257"), ("deepseek-v3", "-1"), ("llama3-8b", "8")):
-        assert meshwise("serve", model, "--cluster", "h200-sxm:8", "--redundant-experts", copies).code == 2
 
 
 # --- as DeepSeek-V3 trains them ---------------------------------------------------------------------

@@ -257,8 +257,6 @@ def test_a_job_stays_in_its_framework_and_in_its_types(meshwise, tmp_path) -> No
         kept = {one["plan"]["dtype"] for one in found["best"]}
         assert (found["to"], kept) == (to, {"bf16" if "--plan" in more else "fp8"})
         assert {one["plan"]["grad_dtype"] for one in found["best"]} == {"bf16"}
-    refused = meshwise("search", "gpt3-175b", *words, "--batch", "8", "--to", "torchtitan")
-    assert refused.code == 2 and "torchtitan has no settings for all of gpt3-175b" in refused.err
 
 
 MOST_PLANS = int(os.environ.get("MESHWISE_SEARCH_PLANS", "200"))
@@ -327,9 +325,6 @@ def test_a_key_is_left_free_and_a_file_says_the_same(meshwise, tmp_path) -> None
     assert by_file["best"] == by_text["best"]
     one_dim = meshwise(*arguments, "--plan", text.replace("layout=*,grid=*,", ""), "--json").document
     assert by_text["plans_considered"] > one_dim["plans_considered"] > 0
-    refused = meshwise(*arguments, "--plan", "dtype=*")
-    assert refused.code == 2
-    assert "dtype=* cannot be searched" in refused.err
 
 
 def test_what_would_fit_where_nothing_does(meshwise) -> None:
@@ -413,8 +408,6 @@ def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
         assert alone["best"][0]["step_s"] == version["best"]["step_s"] <= version["step_s"]
     steps = [version["step_s"] for version in document["versions"]]
     assert document["versions"][1]["gain_frac"] == pytest.approx(1 - steps[1] / steps[0]) != 0
-    both = meshwise(*ARGUMENTS, "--software", names[0], "--plan", f"software={names[1]}")
-    assert both.code == 2 and "--software names the versions" in both.err
 
 
 def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise) -> None:
@@ -434,7 +427,6 @@ def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise) -> None:
     assert days[chosen] == min(d for c, d in zip(cost, days, strict=True) if c <= middle)
     none = meshwise(*job, *few, "--spend", "1")
     assert none.code == 1 and none.document["chosen"] is None
-    assert meshwise(*job, "--vary", "gpus=16", "--deadline", "3").code == 2
 
 
 def test_nothing_fits_is_exit_1(meshwise) -> None:
@@ -476,7 +468,6 @@ def test_weak_scaling_grows_the_batch(meshwise) -> None:
     few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1", "--vary", "gpus=8|16|64", "--weak")
     study = meshwise(*arguments, *few, "--json").document
     assert [one["batch"] for one in study["points"]] == [16, 32, 128]
-    assert meshwise(*arguments[:5], "33", *few).code == 2
 
 
 def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:

@@ -371,8 +371,6 @@ def test_speculation_on_the_command_line(meshwise: Any) -> None:
     fast, slow = (meshwise(*base, *more).document for more in (words, ("--json",)))
     assert fast["tpot_s"]["mean"] < slow["tpot_s"]["mean"]
     assert any("2.95 a pass" in note for note in fast["notes"])
-    assert "drafts=0 must be a whole number from 1 to 64" in meshwise(*base, "--speculate", "drafts=0").err
-    assert "needs speculate" in meshwise(*base, "--draft-model", "llama3-8b").err
 
 
 @pytest.mark.parametrize(("model", "inherits"), [("deepseek-v3", False), ("llama3-70b", True)])

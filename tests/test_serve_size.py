@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.serve import serving as est
@@ -138,21 +137,6 @@ def test_prices_pay_for_all_gpus() -> None:
         total += 128 * 300 * paid["usd_per_million_output_tokens"]
         assert total / 1e6 == pytest.approx(paid["usd_per_hour"] * load.served.span_s / 3600)
     assert parse_prices("h100-80g-sxm=2.5,b200-sxm=4") == {"h100-80g-sxm": 2.5, "b200-sxm": 4.0}
-    with pytest.raises(WorkloadError, match="states two of every chip"):
-        parse_prices("3,6")
-
-
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ("offload", "host=64GiB,host=1GiB"),
-        ("speculate", "accept=0.8,accept=0.9"),
-        ("engine", "vllm,poll_passes=1,poll_passes=2"),
-    ],
-)
-def test_no_setting_is_given_twice(option: str, text: str, meshwise: Any) -> None:
-    done = meshwise("serve", "llama3-8b", "--cluster", "h100:1", "--rate", "1", f"--{option}", text)
-    assert (done.code, "twice; give it once" in done.err) == (2, True)
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -173,11 +173,6 @@ def test_one_writer_at_a_time(tmp_path):
         Store(tmp_path / "nowhere" / "a.sqlite")
 
 
-def test_processes_of_this_machine_are_not_those_of_a_cluster(meshwise, tmp_path):
-    done = meshwise("sweep", str(_file(tmp_path, GRID)), "--ray", "a:1", "--jobs", "2")
-    assert done.code == 2 and "leave it out with --ray" in done.err
-
-
 def test_command_line(meshwise, tmp_path, monkeypatch):
     """Estimates through the sweep are the estimates of the command line; pp=7 fails and is told."""
     pytest.importorskip("matplotlib")

@@ -248,11 +248,9 @@ def test_the_command_prints_an_address_that_answers(host: str, has_token: bool) 
             server.terminate()
 
 
-def test_a_port_that_is_taken_and_a_folder_that_is_none(meshwise: Any, tmp_path: Path) -> None:
+def test_a_port_that_is_taken(meshwise: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = meshwise("web", "--port", str(taken.getsockname()[1]))
     assert done.code == 2 and "choose another --port" in done.err
-    done = meshwise("web", "--traces", str(tmp_path / "none"))
-    assert done.code == 2 and "is no folder" in done.err
