@@ -155,6 +155,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     nested: dict[str, Any] = {}
     optional: list[str] = []
     block: Literal["", "llama", "plain", "gpt", "none"] = ""
+    refused: dict[str, str] = {}
     derived: dict[str, str] = {}
     rules: list[str] = []
     fields: Fields = {}

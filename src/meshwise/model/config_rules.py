@@ -214,7 +214,7 @@ def hybrid(c: Config) -> Fields:
         each["window"] = tuple((c.sliding_window or 0) * (kind == "sliding_attention") for kind in kinds)
     if "none" in mixers:
         each["moe"] = tuple(kind in ("moe", "E") for kind in kinds)
-    return {"each": each, "recurrence": _recurrence(c) if "recurrence" in mixers else None}
+    return {"each": each, "recurrence": _recurrence(c) if {"recurrence", "beside"} & {*mixers} else None}
 
 
 def _recurrence(c: Config) -> Recurrence:
@@ -229,8 +229,6 @@ def zamba2(c: Config) -> Fields:
     matmul is a side.
     """
     number = 0
-    if c.num_key_value_heads not in (None, c.num_attention_heads):
-        raise ModelError("num_key_value_heads differs from the heads, which shared blocks do not express")
     each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "shares": []}
     for kind in _named(c, "layers_block_type", c.layer_types or (), ("mamba", "linear_attention", "hybrid")):
         if kind == "hybrid":
@@ -263,13 +261,6 @@ def only_recurrence(c: Config) -> Fields:
     heads = dict.fromkeys(("num_heads", "num_kv_heads"), own.num_heads)
     mixers = ("recurrence",) * c.num_hidden_layers
     return heads | {"head_dim": own.head_dim, "each": {"mixer": mixers}, "recurrence": own, "ffn_hidden": 0}
-
-
-def falcon_h1(c: Config) -> Fields:
-    """Attention and a recurrence side by side in every block."""
-    if c.out_bias != c.state_bias:
-        raise ModelError("projectors_bias and mamba_proj_bias differ; only one answer for both is expressed")
-    return {"each": {"mixer": ("beside",) * c.num_hidden_layers}, "recurrence": _recurrence(c)}
 
 
 def kimi_linear(c: Config) -> Fields:
@@ -396,8 +387,6 @@ def mllama_vision(c: Config) -> Fields:
 
 def searched(c: Config) -> Fields:
     """Nemotron-NAS (arXiv 2411.19146): attention and MLP differ by layer, or are missing."""
-    if c.block_configs is None:
-        raise ModelError("block_configs is missing; it says what each layer is")
     each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "num_kv_heads": [], "ffn_hidden": [], "kind": []}
     for own in _named(c, "block_configs", c.block_configs):
         attention, ffn = own.get("attention") or {}, own.get("ffn") or {}
@@ -433,12 +422,6 @@ def encoder(c: Config) -> Fields:
     """An encoder, then a decoder of the same width, heads and MLP."""
     number = c.num_hidden_layers
     check_count(c.num_decoder_layers or number, "decoder_layers")
-    both = {"decoder_attention_heads": c.num_attention_heads, "decoder_ffn_dim": c.intermediate_size}
-    for name, size in both.items():
-        if (own := getattr(c, name)) not in (None, size):
-            raise ModelError(
-                f"{name} is {own}, but the encoder has {size}; only one size for both is expressed"
-            )
     return {
         "num_layers": number + (c.num_decoder_layers or number),
         "encoder": Encoder(num_layers=number, seq=c.max_source_positions, channels=c.num_mel_bins),
@@ -452,10 +435,6 @@ def t5(c: Config) -> Fields:
 
 def deberta(c: Config) -> Fields:
     """Positions by a table of distances, by learned positions, or by both."""
-    if c.conv_kernel_size or c.embedding_size not in (None, c.hidden_size):
-        raise ModelError(
-            "conv_kernel_size or embedding_size is given; convolutions and narrow embeddings are not read"
-        )
     fields: Fields = {"positions": "learned" if c.position_biased_input else "none"}
     if not c.relative_attention:
         return fields
@@ -529,15 +508,6 @@ def gemma3n(c: Config) -> Fields:
 def _per_layer(c: Config) -> PerLayer | None:
     width = c.hidden_size_per_layer_input
     return PerLayer(rows=c.vocab_size_per_layer_input, width=width) if width else None
-
-
-def opt(c: Config) -> Fields:
-    if c.word_embed_proj_dim not in (None, c.hidden_size):
-        raise ModelError(
-            f"word_embed_proj_dim is {c.word_embed_proj_dim}; only embeddings as wide as hidden_size "
-            f"({c.hidden_size}) are expressed"
-        )
-    return {}
 
 
 def patches(c: Config) -> Fields:

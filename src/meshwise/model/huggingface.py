@@ -128,6 +128,9 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             f"{family} is a part of a model that is counted and not priced; give the whole config"
         )
     c = _typed(raw, spelling, nested=nested)
+    for what, sentence in spelling.refused.items():
+        if follows(what, c):
+            raise ModelError(sentence.format(**structs.asdict(c)))
     for name, text in spelling.derived.items():
         c = structs.replace(c, **{name: follows(text, c)})
     fields = block_fields(c, spelling.block)
