@@ -184,7 +184,7 @@ def spellings() -> dict[str, Spelling]:
     return spellings
 
 
-def follows(text: str, c: Config, **others: Any) -> Any:
+def follows(text: str, c: Config, /, **others: Any) -> Any:
     """What an expression of the catalog makes of the fields of a config, and of `others`.
 
     Besides Python's own: `every(n, one, others)`, a kind for each layer, `one` for each n-th of them;
@@ -216,12 +216,15 @@ def follows(text: str, c: Config, **others: Any) -> Any:
         raise ModelError(f"a size does not follow from the others: {error}") from None
 
 
-def said_of(name: str, c: Config) -> Fields:
-    """The fields of a part of an architecture that a config says, the later from the earlier too."""
+def said_of(name: str, c: Config, /, **others: Any) -> Fields:
+    """The fields of a part of an architecture that a config says, the later from the earlier too.
+
+    Names that begin with `is_` are no fields: others follow from them.
+    """
     said: Fields = {}
-    for field, text in NAMES["parts"][name].items():
-        said[field] = follows(text, c, **said)
-    return said
+    for field, text in NAMES["parts"].get(name, {}).items():
+        said[field] = follows(text, c, **others | said)
+    return {field: value for field, value in said.items() if not field.startswith("is_")}
 
 
 def part(kind: type[Part], c: Config) -> Part:

@@ -7,7 +7,7 @@ several of the config. A *head* is what the class in `architectures` ends with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshwise.model.architecture import (
     Frames,
     Layer,
     LowRank,
+    Model,
     MoE,
     Patches,
     PerLayer,
@@ -568,80 +569,24 @@ def conformer(c: Config) -> Fields:
 
 # --- heads -------------------------------------------------------------------------------------
 
-_PURPOSES = NAMES["purposes"]
-_NO_LOGITS = {"lm_head": False, "head_bias": False, "logit_softcap": False, "mtp_layers": 0}
+_USUAL = {field.name: field.default for field in fields(Model)}
 
 
-def _purpose(c: Config) -> str:
-    """What the class in `architectures` is for: CausalLM of `LlamaForCausalLM`, nothing of `LlamaModel`."""
-    name = c.architectures[0] if c.architectures else ""
+def head_fields(c: Config, kind: str, said: Fields) -> Fields:
+    """The fields of `Model` that follow from what the class in `architectures` is for, beside those `said`.
+
+    That is CausalLM of `LlamaForCausalLM`, nothing of `LlamaModel`.
+    """
+    name, purposes = c.architectures[0] if c.architectures else "", NAMES["purposes"]
     found = re.search(r"(?:For|With)([A-Z].*)$|(LMHeadModel)$", name)
-    return (found[1] or found[2]) if found else ""
-
-
-def _classifier(c: Config, purpose: str) -> Fields:
-    return {
-        "num_classes": NAMES["num_classes"].get(purpose, _num_labels(c)),
-        "classifies_tokens": purpose in _PURPOSES["of_tokens"],
-    }
-
-
-def _decoder_head(c: Config, purpose: str) -> Fields:
-    """The LM head, unless the class is a bare model; a classifier (its bias is for tokens only); or none."""
-    name = c.architectures[0] if c.architectures else ""
-    is_bare = name.endswith("Model") and not name.endswith(("VLChatModel", "OmniModel"))
-    if purpose in _PURPOSES["predicts"] or not (purpose or is_bare):
-        return {}
-    bias = {"classifier_bias": purpose in _PURPOSES["of_tokens"] and c.token_classification_bias}
-    return _NO_LOGITS | (_classifier(c, purpose) | bias if purpose else {})
-
-
-def _encoder_head(c: Config, purpose: str) -> Fields:
-    """BERT and its like: words are predicted through one more layer, most classes through a pooler."""
-    predicts = dict.fromkeys(("lm_head", "mlm_transform", "head_bias"), purpose in _PURPOSES["words"])
-    classifies = _classifier(c, purpose) if purpose in (*_PURPOSES["pooled"], *_PURPOSES["of_tokens"]) else {}
-    return predicts | {"pooler": purpose in c.pools} | classifies
-
-
-def _seq2seq_head(c: Config, purpose: str) -> Fields:
-    """The LM head of a decoder behind an encoder, or a classifier, behind one more layer for sequences."""
-    if c.architectures and c.architectures[0].endswith("EncoderModel"):
-        raise ModelError(
-            f"architectures names {c.architectures[0]}; an encoder without its decoder is not read"
-        )
-    generates = not c.architectures or c.architectures[0].endswith("MTModel")
-    if generates or purpose == "ConditionalGeneration":
-        return {}
-    pools = purpose == "SequenceClassification"
-    return _NO_LOGITS | {"pooler": pools} | (_classifier(c, purpose) if purpose else {})
-
-
-def _image_head(c: Config, purpose: str) -> Fields:
-    """A classifier, or the pooler of the bare model."""
-    return _classifier(c, purpose) if purpose else {"pooler": True}
-
-
-_HEADS: dict[str, Callable[[Config, str], Fields]] = {
-    "decoder": _decoder_head,
-    "encoder": _encoder_head,
-    "seq2seq": _seq2seq_head,
-    "image": _image_head,
-}
-"""Fields of `Model` that follow from a head's purpose, by the kind of heads."""
-
-
-def head_fields(c: Config, kind: str) -> Fields:
-    purpose = _purpose(c)
-    known = [one for group in NAMES["heads"][kind] for one in _PURPOSES.get(group, [group])]
+    purpose = (found[1] or found[2]) if found else ""
+    known = [one for group in NAMES["heads"][kind] for one in purposes.get(group, [group])]
     if purpose not in ("", *known):
         raise ModelError(
-            f"architectures names {c.architectures[0]}, a head that is not known for this family; known are "
+            f"architectures names {name}, a head that is not known for this family; known are "
             f"{', '.join(('none', *known))}"
         )
-    return _HEADS[kind](c, purpose) if kind in _HEADS else {}
-
-
-def _num_labels(c: Config) -> int:
-    if c.id2label is not None:
-        return len(c.id2label)
-    return 2 if c.num_labels is None else c.num_labels
+    labels = 2 if c.num_labels is None else c.num_labels
+    labels = NAMES["num_classes"].get(purpose, labels if c.id2label is None else len(c.id2label))
+    others = _USUAL | said | purposes | {"architecture": name, "purpose": purpose, "classes": labels}
+    return said_of(f"{kind} head", c, **others)

@@ -149,7 +149,7 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             )
     sides = _sides(spelling.sides, raw | structs.asdict(c) | fields)
     blocks = [(on, side) for on, side in sides if side.module not in ENDS]
-    fields = with_layers(fields | head_fields(c, spelling.head), blocks)
+    fields = with_layers(fields | head_fields(c, spelling.head, fields), blocks)
     fields["sides"] = tuple(side for _, side in sides if side.module in ENDS)
     return fields | {"left_out": _left_out("merger", spelling.joints, raw | {"tower": fields["hidden"]})}
 
