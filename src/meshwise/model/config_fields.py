@@ -219,14 +219,17 @@ def follows(text: str, c: Config, /, **others: Any) -> Any:
 def said_of(name: str, c: Config, /, **others: Any) -> Fields:
     """The fields of a part of an architecture that a config says, the later from the earlier too.
 
-    Names that begin with `is_` are no fields: others follow from them.
+    Names that begin with `is_` are no fields: others follow from them; no field does unless it `is_there`.
     """
     said: Fields = {}
     for field, text in NAMES["parts"].get(name, {}).items():
         said[field] = follows(text, c, **others | said)
+        if field == "is_there" and not said[field]:
+            return {}
     return {field: value for field, value in said.items() if not field.startswith("is_")}
 
 
-def part(kind: type[Part], c: Config) -> Part:
-    """The part of an architecture that a config says."""
-    return kind(**said_of(kind.__name__, c))
+def part(kind: type[Part], c: Config) -> Part | None:
+    """The part of an architecture that a config says, if it has one."""
+    said = said_of(kind.__name__, c)
+    return kind(**said) if said else None

@@ -179,7 +179,11 @@ def _with_sides(
     return tuple(own(layer, kind) for layer, kind in zip(layers, kinds, strict=True))
 
 
-# --- rules, by the name of their function ------------------------------------------------------
+# --- rules, by the name of their function or part -----------------------------------------------
+
+
+PARTS = {"low_rank": LowRank, "streams": Streams, "encoder": Encoder, "distances": Distances}
+"""Rules that say no more than a part of an architecture."""
 
 
 def experts(c: Config) -> Fields:
@@ -191,12 +195,6 @@ def experts(c: Config) -> Fields:
     if not c.num_experts_per_tok:
         raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
     return {"moe": part(MoE, c), "each": {"moe": _moe_layers(c)}}
-
-
-def low_rank(c: Config) -> Fields:
-    """Queries, and results, through latents (Step 3, DeepSeek-V4)."""
-    own = LowRank(query=c.q_lora_rank or 0, out=c.o_lora_rank, groups=c.o_groups)
-    return {"low_rank": own if own.query or own.out else None}
 
 
 def hybrid(c: Config) -> Fields:
@@ -218,7 +216,7 @@ def hybrid(c: Config) -> Fields:
     return {"each": each, "recurrence": _recurrence(c) if {"recurrence", "beside"} & {*mixers} else None}
 
 
-def _recurrence(c: Config) -> Recurrence:
+def _recurrence(c: Config) -> Any:
     inner = c.state_expand * c.hidden_size if c.state_inner is None else c.state_inner
     return part(Recurrence, structs.replace(c, state_inner=inner))
 
@@ -340,11 +338,6 @@ def compressed(c: Config) -> Fields:
     return {"each": each}
 
 
-def streams(c: Config) -> Fields:
-    """Hyper-connections."""
-    return {"streams": Streams(number=c.hc_mult, between=c.hc_between) if c.hc_mult > 1 else None}
-
-
 def minimax_m3(c: Config) -> Fields:
     """Sparse attention, by blocks of tokens, in some layers."""
     own = c.sparse_attention_config
@@ -419,34 +412,9 @@ def longcat(c: Config) -> Fields:
     return {"num_layers": number, "each": {"moe": tuple(layer % 2 == 0 for layer in range(number))}}
 
 
-def encoder(c: Config) -> Fields:
-    """An encoder, then a decoder of the same width, heads and MLP."""
-    number = c.num_hidden_layers
-    check_count(c.num_decoder_layers or number, "decoder_layers")
-    return {
-        "num_layers": number + (c.num_decoder_layers or number),
-        "encoder": Encoder(num_layers=number, seq=c.max_source_positions, channels=c.num_mel_bins),
-    }
-
-
 def t5(c: Config) -> Fields:
     gate, _, name = c.feed_forward_proj.rpartition("-")
     return {"activation": _activation(name, gated=gate == "gated")}
-
-
-def deberta(c: Config) -> Fields:
-    """Positions by a table of distances, by learned positions, or by both."""
-    fields: Fields = {"positions": "learned" if c.position_biased_input else "none"}
-    if not c.relative_attention:
-        return fields
-    scores = [score for score in ("c2p", "p2c") if score in (c.pos_att_type or ())]
-    if scores not in (["c2p"], ["c2p", "p2c"]):
-        raise ModelError(f"pos_att_type is {c.pos_att_type!r}; known are c2p, alone or with p2c")
-    longest = c.max_relative_positions if c.max_relative_positions > 0 else c.max_position_embeddings
-    rows = 2 * (c.position_buckets if c.position_buckets > 0 else longest)
-    has_norm = "layer_norm" in c.norm_rel_ebd.lower()
-    own = Distances(rows=rows, num_scores=len(scores), norm=has_norm, shared=c.share_att_key)
-    return fields | {"distances": own}
 
 
 def gemma4(c: Config) -> Fields:
@@ -479,7 +447,7 @@ def gemma4(c: Config) -> Fields:
             keys="shared" if shares else "values" if is_full and c.attention_k_eq_v else "",
         )
 
-    fields = {"layers": tuple(map(layer, range(number))), "per_layer": _per_layer(c)}
+    fields = {"layers": tuple(map(layer, range(number))), "per_layer": part(PerLayer, c)}
     if not c.enable_moe_block:
         return fields
     moe = experts(structs.replace(c, shared_expert_intermediate_size=c.intermediate_size or 0)).get("moe")
@@ -503,12 +471,7 @@ def gemma3n(c: Config) -> Fields:
 
     streams = Streams(number=c.altup_num_inputs, laurel_rank=c.laurel_rank)
     layers = tuple(map(layer, range(number)))
-    return {"layers": layers, "ffn_hidden": widths[0], "per_layer": _per_layer(c), "streams": streams}
-
-
-def _per_layer(c: Config) -> PerLayer | None:
-    width = c.hidden_size_per_layer_input
-    return PerLayer(rows=c.vocab_size_per_layer_input, width=width) if width else None
+    return {"layers": layers, "ffn_hidden": widths[0], "per_layer": part(PerLayer, c), "streams": streams}
 
 
 def patches(c: Config) -> Fields:

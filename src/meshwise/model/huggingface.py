@@ -46,6 +46,7 @@ from meshwise.model.config_fields import (
     TowerConfig,
     WholeConfig,
     follows,
+    part,
     spellings,
 )
 from meshwise.model.config_rules import block_fields, head_fields, with_layers
@@ -135,7 +136,8 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
         c = structs.replace(c, **{name: follows(text, c)})
     fields = block_fields(c, spelling.block)
     for rule in spelling.rules:
-        said = getattr(config_rules, rule)(c)
+        one = config_rules.PARTS.get(rule)
+        said = {rule: part(one, c)} if one else getattr(config_rules, rule)(c)
         each = fields.get("each", {}) | said.get("each", {})
         fields |= said | ({"each": each} if each else {})
     if fields.get("moe") is not None:
