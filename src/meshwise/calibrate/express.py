@@ -81,14 +81,11 @@ def express(run: Run) -> Expressed:
 
 def approximations(run: Run) -> Iterator[str]:
     """What the row states and the plan can only say nearly."""
-    if run.fp8_recipe == "rowwise":
-        yield "fp8_recipe rowwise is priced as bf16 matmuls"
+    for column, said in _NAMES["approximations"].items():
+        if (value := getattr(run, column)) in said:
+            yield f"{column} {value} is priced as {said[value]}"
     if None is not run.param_gather_overlap != run.grad_reduce_overlap:
         yield "param_gather_overlap is priced like grad_reduce_overlap"
-    if run.cuda_graph == "partial":
-        yield "cuda_graph partial is priced as one of the routing of tokens alone"
-    if run.dispatcher == "allgather":
-        yield "dispatcher allgather is priced as alltoall"
 
 
 # --- hardware ----------------------------------------------------------------------------------

@@ -343,8 +343,8 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
         found = replace(found, tile_s=found.tile_s / _ratio(chip, donors, _core_flop_per_s))
         if family and chip.power_watts:
             found = replace(found, throttle_frac=_throttle_frac(found, chip, donors))
-        if family and _has_large_cores(chip.name):
-            larger = _ratio(chip, donors, _core_cache_bytes)
+        if family and chip.name in chips() and num_cores(chip) <= LARGE_CORES:
+            larger = _ratio(chip, donors, lambda one: one.cache_bytes / num_cores(one))
             found = replace(found, cache_speedup=found.cache_speedup * math.sqrt(larger))
     return found, f"{source} ({', '.join(donors)})"
 
@@ -372,10 +372,6 @@ LARGE_CORES = 32
 """Cores up to which a chip is a few systolic arrays, fed from a scratchpad that software manages."""
 
 
-def _has_large_cores(chip: str) -> bool:
-    return chip in chips() and num_cores(chips()[chip]) <= LARGE_CORES
-
-
 def _ratio(chip: Chip, donors: Sequence[str], of: Callable[[Chip], float]) -> float:
     """What `chip` has more of than its `donors`, in the geometric mean."""
     ratios = [of(chip) / of(chips()[name]) for name in donors if name in chips()]
@@ -385,10 +381,6 @@ def _ratio(chip: Chip, donors: Sequence[str], of: Callable[[Chip], float]) -> fl
 def _core_flop_per_s(chip: Chip) -> float:
     """Peak of one core at 16 bits."""
     return chip.matrix_peak("bf16" if "bf16" in chip.matrix_flop_per_s else "fp16") / num_cores(chip)
-
-
-def _core_cache_bytes(chip: Chip) -> float:
-    return chip.cache_bytes / num_cores(chip)
 
 
 def on_pcie(levels: Sequence[Level]) -> bool:

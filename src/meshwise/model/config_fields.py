@@ -160,6 +160,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     rules: list[str] = []
     fields: Fields = {}
     taken: dict[str, str] = {}
+    each: dict[str, str] = {}
     experts: Fields = {}
     sides: list[SideLayer] = []
     joints: list[Joint] = []

@@ -241,11 +241,6 @@ def zamba2(c: Config) -> Fields:
     return {"each": each, "num_layers": len(each["mixer"]), "recurrence": _recurrence(c)}
 
 
-def rwkv7(c: Config) -> Fields:
-    """All blocks but the first mix their values with those of the first."""
-    return {"each": {"kind": (("first",), *((("later",),) * (c.num_hidden_layers - 1)))}}
-
-
 def heads_by_layer(c: Config) -> Fields:
     """Layers with numbers of heads of their own (Laguna)."""
     heads = c.num_attention_heads_per_layer
@@ -373,12 +368,6 @@ def mllama(c: Config) -> Fields:
     return {"each": {"mixer": tuple("cross" if i in cross else "attention" for i in range(number))}}
 
 
-def mllama_vision(c: Config) -> Fields:
-    """Layers behind the others, whose additions are gated."""
-    local, own = c.num_hidden_layers, c.num_global_layers
-    return {"num_layers": local + own, "each": {"kind": (*((("local",),) * local), *((("global",),) * own))}}
-
-
 def searched(c: Config) -> Fields:
     """Nemotron-NAS (arXiv 2411.19146): attention and MLP differ by layer, or are missing."""
     each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "num_kv_heads": [], "ffn_hidden": [], "kind": []}
@@ -401,15 +390,6 @@ def searched(c: Config) -> Fields:
         each["kind"].append(tuple(f"linear_{half}" for half, here in linear.items() if here))
     heads, widths = max(each["num_kv_heads"]), max(each["ffn_hidden"])
     return {"each": each, "num_kv_heads": heads or c.num_attention_heads, "ffn_hidden": widths}
-
-
-def longcat(c: Config) -> Fields:
-    """Each layer is two blocks; beside the MLP of the first, stated as a shared expert, are the experts.
-
-    Their result is added behind the second one, so that they may run beside it, which is not priced.
-    """
-    number = 2 * c.num_hidden_layers
-    return {"num_layers": number, "each": {"moe": tuple(layer % 2 == 0 for layer in range(number))}}
 
 
 def t5(c: Config) -> Fields:
@@ -521,13 +501,6 @@ def chunked_frames(c: Config) -> Fields:
     number = chunks * -(-chunk // 8)
     frames = Frames(number=number, seconds=chunks * chunk / 100)
     return {"frames": frames, "max_seq": number} | _WITHOUT_TEXT
-
-
-def conformer(c: Config) -> Fields:
-    """Each layer is an MLP, then attention and MLP, with sides between them (arXiv 2005.08100)."""
-    number, window = c.num_hidden_layers, c.sliding_window or 0
-    each = {"mixer": ("none", "attention"), "mlp": (True, True), "window": (0, window)}
-    return {"num_layers": 2 * number, "each": {name: number * values for name, values in each.items()}}
 
 
 # --- heads -------------------------------------------------------------------------------------

@@ -135,11 +135,14 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
     for name, text in spelling.derived.items():
         c = structs.replace(c, **{name: follows(text, c)})
     fields = block_fields(c, spelling.block)
+    each: Fields = {}
     for rule in spelling.rules:
         one = config_rules.PARTS.get(rule)
-        said = {rule: part(one, c)} if one else getattr(config_rules, rule)(c)
-        each = fields.get("each", {}) | said.get("each", {})
-        fields |= said | ({"each": each} if each else {})
+        said: Fields = {rule: part(one, c)} if one else getattr(config_rules, rule)(c)
+        each |= said.get("each", {})
+        fields |= said
+    each |= {name: follows(text, c) for name, text in spelling.each.items()}
+    fields |= {"each": each} if each else {}
     if fields.get("moe") is not None:
         fields["moe"] = replace(fields["moe"], **spelling.experts)
     fields |= spelling.fields | {name: follows(text, c) for name, text in spelling.taken.items()}
