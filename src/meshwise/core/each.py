@@ -252,10 +252,8 @@ class Worker:
         with self._starting:
             if self._is_closed:
                 raise OSError("closed")
-            return self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+            if self._process is not None and self._process.poll() is None:
+                return self._process
             self.end()
             self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
             self._calls, theirs = Pipe()
@@ -269,7 +267,7 @@ class Worker:
                 start_new_session=True,
             )
             theirs.close()
-        return self._process
+            return self._process
 
     def _cause_of_death(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()

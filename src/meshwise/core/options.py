@@ -180,7 +180,8 @@ def _kind(annotation: Any, names: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]
             annotation = get_type_hints(stated, names, include_extras=True)["it"]
         except NameError:  # a class of ours, imported when it is needed; it is named or described by a text
             return str, ()
-    kinds = [kind for kind in _parts(annotation) if kind is not type(None)]
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] if is_union else [annotation]
     for kind in kinds:
         if get_origin(kind) is Annotated:
             bare, *rest = get_args(kind)
@@ -190,7 +191,3 @@ def _kind(annotation: Any, names: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]
             one, notes = _kind(get_args(kind)[0], names)
             return list[one], notes  # type: ignore[valid-type]
     return Path if Path in kinds else kinds[0], ()
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

@@ -45,6 +45,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     commands: dict[str, str]
     programs: dict[str, str]
     scripts: dict[str, str]
+    model_elsewhere: dict[str, tuple[str, str]]
     torchtitan_models: dict[str, tuple[str, str]]
     torchtune_models: dict[str, tuple[str, str]]
 

@@ -151,18 +151,14 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
 
 
 def _model_not_expressed(framework: str, model: Model, plan: Plan) -> dict[str, str]:
-    if framework.startswith("megatron"):
-        lost = {field: f"{field}: no argument says it" for field in unsaid(model)}
-        if framework == "megatron-bridge":
-            lost["recipe"] = "recipe: name one to start from in RECIPE; the shape of the model is overridden"
-        return lost
-    if framework == "torchtitan" and model.name not in launch_tables().torchtitan_models:
-        what = f"model={model.name}: torchtitan registers models in Python; add --module and --config"
-        return {"module": what}
-    if framework in ("deepspeed", "accelerate"):
-        how = f"the training script builds it from its config.json, as implementation={plan.implementation}"
-        return {"model": f"model={model.name}: {how}"}
-    return {}
+    """What is not said of a model, by its name: no argument does, or a script, a recipe or a registry."""
+    fields, tables = unsaid(model) if framework.startswith("megatron") else [], launch_tables()
+    lost = {field: f"{field}: no argument says it" for field in fields}
+    is_registered = framework == "torchtitan" and model.name in tables.torchtitan_models
+    if framework in tables.model_elsewhere and not is_registered:
+        key, sentence = tables.model_elsewhere[framework]
+        lost[key] = sentence % {"model": model.name, "implementation": plan.implementation}
+    return lost
 
 
 # --- forms -------------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
         found = replace(found, tile_s=found.tile_s / _ratio(chip, donors, _core_flop_per_s))
         if family and chip.power_watts:
             found = replace(found, throttle_frac=_throttle_frac(found, chip, donors))
-        if family and chip.name in chips() and num_cores(chip) <= LARGE_CORES:
+        if family and chip.name in chips() and num_cores(chips()[chip.name]) <= LARGE_CORES:
             larger = _ratio(chip, donors, lambda one: one.cache_bytes / num_cores(one))
             found = replace(found, cache_speedup=found.cache_speedup * math.sqrt(larger))
     return found, f"{source} ({', '.join(donors)})"
