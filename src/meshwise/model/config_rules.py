@@ -182,7 +182,8 @@ def _with_sides(
 # --- rules, by the name of their function or part -----------------------------------------------
 
 
-PARTS = {"low_rank": LowRank, "streams": Streams, "encoder": Encoder, "distances": Distances}
+PARTS: dict[str, type] = {"low_rank": LowRank, "streams": Streams, "per_layer": PerLayer}
+PARTS |= {"encoder": Encoder, "distances": Distances}
 """Rules that say no more than a part of an architecture."""
 
 
@@ -403,8 +404,6 @@ def gemma4(c: Config) -> Fields:
     kinds = _named(c, "layer_types", c.layer_types)
     if not all(layer.isdecimal() for layer in own):
         raise ModelError("per_layer_config must name layers by number")
-    if c.enable_moe_block and c.use_double_wide_mlp:
-        raise ModelError("enable_moe_block and use_double_wide_mlp are both true; only one is expressed")
     heads = c.num_global_key_value_heads if c.attention_k_eq_v else None
     usual = LayerSizes(c.global_head_dim, heads or 0)
     for sizes in (usual, *own.values()):
@@ -427,13 +426,7 @@ def gemma4(c: Config) -> Fields:
             keys="shared" if shares else "values" if is_full and c.attention_k_eq_v else "",
         )
 
-    fields = {"layers": tuple(map(layer, range(number))), "per_layer": part(PerLayer, c)}
-    if not c.enable_moe_block:
-        return fields
-    moe = experts(structs.replace(c, shared_expert_intermediate_size=c.intermediate_size or 0)).get("moe")
-    if moe is None:
-        raise ModelError("num_experts is missing; enable_moe_block needs it")
-    return fields | {"moe": replace(moe, own_norms=True)}
+    return {"layers": tuple(map(layer, range(number)))}
 
 
 def gemma3n(c: Config) -> Fields:
@@ -451,7 +444,7 @@ def gemma3n(c: Config) -> Fields:
 
     streams = Streams(number=c.altup_num_inputs, laurel_rank=c.laurel_rank)
     layers = tuple(map(layer, range(number)))
-    return {"layers": layers, "ffn_hidden": widths[0], "per_layer": part(PerLayer, c), "streams": streams}
+    return {"layers": layers, "ffn_hidden": widths[0], "streams": streams}
 
 
 def patches(c: Config) -> Fields:

@@ -116,13 +116,10 @@ def _sized(tower: Tower, inputs: Inputs) -> Tower:
     cut = cut_image(sizing, encoder.patches, math.isqrt(tower.merge), inputs.width, inputs.height)
     patch = encoder.patches.patch
     patches = replace(encoder.patches, height=cut.rows * patch, width=cut.columns * patch)
-    return replace(
-        tower,
-        encoder=replace(encoder, patches=patches),
-        num_inputs=inputs.images * cut.num_inputs,
-        num_tokens=inputs.images
-        * (cut.num_tokens or cut.num_inputs * (cut.rows * cut.columns // tower.merge + cut.row_ends)),
-    )
+    of_image = cut.num_tokens or cut.num_inputs * (cut.rows * cut.columns // tower.merge + cut.row_ends)
+    num_inputs, num_tokens = inputs.images * cut.num_inputs, inputs.images * of_image
+    encoder = replace(encoder, patches=patches)
+    return replace(tower, encoder=encoder, num_inputs=num_inputs, num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +142,8 @@ def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, he
     if sizing.kind.startswith("native"):
         pixels = math.prod(max(round(one / square) * square, patches.patch) for one in (width, height))
         if sizing.kind != "native" and pixels > 2 * sizing.max_pixels:
-            tiles, along = (
-                math.prod(_nearest_ratio(width, height, sizing.side, sizing.max_tiles)),
-                sizing.side,
-            )
+            along = sizing.side
+            tiles = math.prod(_nearest_ratio(width, height, along, sizing.max_tiles))
             whole = math.prod(_rounded(height, width, square, sizing.min_pixels, sizing.max_pixels))
             tokens, along = (tiles * along**2 + whole) // square**2, along // patches.patch
             return CutImage(tiles + 1, along, along, num_tokens=tokens)
