@@ -9,20 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwise.cli.complete import clusters, frameworks, machines, methods, models, plans
+from meshwise.cli import complete
 from meshwise.core.files import read_catalog
 from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
 _TEXTS = read_catalog("options.toml")
-
-COMPLETED = {
-    **dict.fromkeys(("plan", "beside", "prefill_plan", "rollout_plan", "train_plan"), plans),
-    **dict.fromkeys(("card", "chip"), machines),
-    **dict.fromkeys(("cluster", "prefill_cluster"), clusters),
-    **dict.fromkeys(("model", "draft_model"), models),
-    **{"methods": methods, "to": frameworks},
-}
-"""What a shell completes beside verbs and options."""
 
 
 def command_options(function: Callable[..., Any]) -> dict[str, Option]:
@@ -75,7 +66,9 @@ def _value(option: Option, value: Any) -> Any:
 
 
 def _annotation(option: Option) -> Any:
-    settings: dict[str, Any] = {"help": option.help, "autocompletion": COMPLETED.get(option.name)}
+    settings: dict[str, Any] = {"help": option.help}
+    if (names := _TEXTS["completed"].get(option.name)) is not None:
+        settings["autocompletion"] = getattr(complete, names)
     if option.bounds is not None:
         settings |= {"min": option.bounds.start, "max": option.bounds.stop - 1}
     if (reader := option.reader) is not None:

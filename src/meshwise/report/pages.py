@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwise.core.files import read_catalog
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import Chart, Picture
 from meshwise.report.table import Table, wrapped
@@ -17,18 +18,7 @@ from meshwise.report.table import Table, wrapped
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MODULES = {
-    **{"CardFit": "card", "CaseCheck": "published:case_", "CollectiveTimes": "collective"},
-    **{"Comparison": "programs:comparison_", "Estimate": "estimate", "Explanation": "explain"},
-    **{"Frontier": "frontier", "Launch": "launch", "Outcome": "programs:rank_", "PublishedStep": "published"},
-    **{"Result": "search", "RlAnswer": "rl", "RlExplanation": "rl:log_", "ScriptOutcome": "programs:script_"},
-    **{
-        "ServingAnswer": "serve",
-        "Study": "search:study_",
-        "Summary": "trace_page",
-        "Validation": "validation",
-    },
-}
+_MODULES: dict[str, str] = read_catalog("words.toml")["modules"]
 """The module of this folder that states what is shown of a result, by its class; how its functions begin."""
 _WIDTH = 120
 """Characters of a line, as of a command in a pipe."""

@@ -19,19 +19,14 @@ import msgspec
 import numpy as np
 
 from meshwise.core.errors import DataError, WorkloadError
-from meshwise.core.files import read_csv, read_text
+from meshwise.core.files import read_catalog, read_csv, read_text
 
 SEED = 0
 """Of the random numbers: the same question has the same answer."""
 MOST_REQUESTS = 1_000_000
 """That are drawn: beyond it a simulation takes minutes and gigabytes."""
 
-CSV_COLUMNS = {
-    "csv": ("arrival", "prompt", "output"),
-    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
-    "lengths": ("prompt", "output"),
-}
+CSV_COLUMNS: dict[str, list[str]] = read_catalog("serve_settings.toml")["trace_columns"]
 """Columns of a trace [seconds or a time of day, tokens, tokens], ours and others'; of lengths alone."""
 
 MOONCAKE_BLOCK_TOKENS = 512
