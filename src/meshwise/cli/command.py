@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwise.cli import complete
+import meshwise.cli.complete as complete
 from meshwise.core.files import read_catalog
 from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
