@@ -193,12 +193,11 @@ def _stated(row: dict[str, str], ranks: float) -> Stated:
     if op.startswith(("deepep_", "trtllm_alltoall_")):
         return "dispatch", *_dispatch(op, dtype, library, ranks, text), ""
     if op == "custom_allreduce":
-        (size,) = _shape(text, "shape", "bytes")
-        graph = float(library.endswith("_graph"))
-        return "peer_all_reduce", "all_reduce", {"bytes": size, "ranks": ranks, "graph": graph}, ""
+        shape = {"bytes": next(_shape(text, "shape", "bytes")), "ranks": ranks}
+        return "peer_all_reduce", "all_reduce", shape | {"graph": float(library.endswith("_graph"))}, ""
     if op.startswith("nccl_"):
         kind = {"alltoall": "all_to_all", "send_recv": "send"}.get(op[5:], op[5:])
-        (size,) = _shape(text, "shape", "bytes")
+        size = next(_shape(text, "shape", "bytes"))
         per_node = next(_shape(text, "shape", "gpus_per_node")) if "gpus_per_node=" in text else ranks
         shape = {"bytes": size, "ranks": ranks, "ranks_per_node": min(per_node, ranks)}
         return "collective", kind, shape, "torch" if library.startswith("torch.") else ""
@@ -219,10 +218,8 @@ def _grouped(op: str, text: str) -> dict[str, float]:
 
 
 def _elements(text: str) -> float:
-    if "elements=" in text:
-        return next(_shape(text, "shape", "elements"))
-    rows, columns = _shape(text, "shape", "rows", "cols")
-    return rows * columns
+    names = ("elements",) if "elements=" in text else ("rows", "cols")
+    return math.prod(_shape(text, "shape", *names))
 
 
 # --- experts: one rank of an expert-parallel group ----------------------------------------------
@@ -412,7 +409,7 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
         shape = sizes | {"batch": 1.0, "cast": float(variant == "fp8")}
         return ("gemm", variant, shape, "trtllm" if variant == "fp8" else ""), value * 1e-6
     if op.startswith("GEMM ") and "best shape found" in op and unit == "TFLOP/s":
-        m, n, k = _dimensions(size)
+        m, n, k = _three(r"^(\d+)x(\d+)x(\d+) \(MxNxK\)\Z", size, "MxNxK", "shape_or_size")
         shape = {"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0}
         return ("gemm", _dtype(op.split()[1].lower()), shape, BEST), 2.0 * m * n * k / (value * 1e12)
     if op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
@@ -429,11 +426,6 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
         raise _Unmodelled(f"no formula times {op!r} in {unit}")
     seconds = _collective_seconds(kind, value, unit, shape)
     return ("collective", kind, shape, "" if op == kind else "ring"), seconds
-
-
-def _dimensions(text: str) -> tuple[float, float, float]:
-    """M, N and K of a cell like `1024x10240x5120 (MxNxK)`."""
-    return _three(r"^(\d+)x(\d+)x(\d+) \(MxNxK\)\Z", text, "MxNxK", "shape_or_size")
 
 
 def _published_chip(hardware: str, software: str) -> tuple[str, str]:

@@ -45,13 +45,10 @@ def torchtune_words(settings: dict[str, Any], model: Model, facts: Facts) -> tup
     method = "full" if not facts["lora_rank"] else "qlora" if facts.get("frozen_dtype") else "lora"
     place, has = launch_tables().torchtune_models.get(model.name, ("MODEL", ""))
     recipe = "full_finetune_single_device" if method == "full" else "lora_finetune_single_device"
-    words = [f"{name}={_word(value)}" for name, value in settings.items()]
+    texts = {name: f"[{','.join(one)}]" if isinstance(one, list) else one for name, one in settings.items()}
+    words = [f"{name}={text}" for name, text in texts.items()]
     lacks = "" if method in has.split() else f"model={model.name}: torchtune has no config of {method} for it"
     return [recipe, "--config", f"{place}_{method}_single_device", *words], lacks
-
-
-def _word(value: Any) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 
 def _arguments(settings: dict[str, Any], callee: str) -> dict[str, Any]:

@@ -102,10 +102,8 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         model=model,
         plan=plan,
         batch=_batch(facts),
-        seq=facts.get("seq"),
-        microbatch=facts.get("microbatch"),
-        num_gpus=facts.get("num_gpus"),
         unread=tuple(unread),
+        **{name: facts.get(name) for name in ("seq", "microbatch", "num_gpus")},
     )
 
 
@@ -349,9 +347,7 @@ def _titan_words(words: list[str]) -> Settings:
 
 def _gpus(words: list[str]) -> int | None:
     """GPUs of all nodes, where torchrun's words say how many."""
-    sizes = {name.replace("_", "-"): values for name, values in _options(words).items()}
-    nodes, node = (
-        whole((sizes.get(name) or [least])[0])
-        for name, least in (("--nnodes", "1"), ("--nproc-per-node", ""))
-    )
+    said = {name.replace("_", "-"): values for name, values in _options(words).items()}
+    nodes = whole((said.get("--nnodes") or ["1"])[0])
+    node = whole((said.get("--nproc-per-node") or [""])[0])
     return nodes * node if nodes and node else None

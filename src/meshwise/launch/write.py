@@ -26,14 +26,7 @@ from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
 from meshwise.launch.finetune import peft_script, torchtune_words, unsloth_script
 from meshwise.launch.refusals import check
-from meshwise.launch.settings import (
-    FINETUNING,
-    FRAMEWORKS,
-    TRAINING,
-    Settings,
-    training_on,
-    write_settings,
-)
+from meshwise.launch.settings import FINETUNING, FRAMEWORKS, TRAINING, Settings, training_on, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
@@ -118,11 +111,9 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     if mesh.trains:  # layers are placed by what they cost
         mesh = estimate(model, cluster, plan, workload).mesh
     node = math.gcd(cluster.num_chips, cluster.chips_per_host)  # as many on each host
-    facts = facts_of(model, mesh, cluster) | {
-        "num_nodes": cluster.num_chips // node,
-        "kv_heads": model.num_kv_heads,
-    }
-    facts = shape_of(model, workload.seq) | facts | {"mtp_layers": model.mtp_layers}
+    facts = shape_of(model, workload.seq) | facts_of(model, mesh, cluster)
+    facts |= {"num_nodes": cluster.num_chips // node, "kv_heads": model.num_kv_heads}
+    facts["mtp_layers"] = model.mtp_layers
     check(framework, facts)
     settings, lost = write_settings(framework, facts)
     settings = launch_tables().constants.get(framework, {}) | settings
@@ -189,10 +180,8 @@ def _words_and_files(framework: str, settings: Settings, model: Model) -> tuple[
         return overrides, [File("overrides.yaml", yaml_text(nested(dotted)))]
     words = [word for name, value in dashed.items() for word in _flag(name, value)]
     if framework == "megatron-lm":
-        lines = "\n".join(
-            shlex.join(_flag(name, value)) for name, value in dashed.items() if value is not False
-        )
-        return words, [File("megatron_args.txt", lines + "\n")]
+        flags = (_flag(name, value) for name, value in dashed.items() if value is not False)
+        return words, [File("megatron_args.txt", "\n".join(map(shlex.join, flags)) + "\n")]
     if framework == "deepspeed":
         text = msgspec.json.format(msgspec.json.encode(nested(dotted)), indent=2).decode() + "\n"
         return ["--deepspeed", "ds_config.json", *words], [File("ds_config.json", text)]

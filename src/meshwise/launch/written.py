@@ -31,23 +31,9 @@ def as_written(job: Launch, model: Model, cluster: Cluster, plan: Plan, workload
         found = read_job(script, cluster.num_chips)
     asked = estimate(model, cluster, plan, workload)
     read = replace(found.plan, imbalance=plan.imbalance)  # which the data decide
-    work = replace(
-        workload,
-        batch=found.batch or workload.batch,
-        seq=found.seq or workload.seq,
-        microbatch=found.microbatch or workload.microbatch,
-    )
+    sizes = {name: getattr(found, name) for name in ("batch", "seq", "microbatch")}
+    work = replace(workload, **{name: size for name, size in sizes.items() if size})
     priced = estimate(found.model or model, cluster, read, work)
-    off = max(
-        abs(priced.step_s / asked.step_s - 1.0),
-        abs(priced.memory_bytes["total"] / asked.memory_bytes["total"] - 1.0),
-    )
-    return replace(
-        job,
-        as_written=AsWritten(
-            step_s=priced.step_s,
-            memory_bytes=priced.memory_bytes["total"],
-            fits=priced.fits,
-            is_asked=off <= NOISE,
-        ),
-    )
+    memory_bytes, asked_bytes = (one.memory_bytes["total"] for one in (priced, asked))
+    off = max(abs(priced.step_s / asked.step_s - 1.0), abs(memory_bytes / asked_bytes - 1.0))
+    return replace(job, as_written=AsWritten(priced.step_s, memory_bytes, priced.fits, off <= NOISE))

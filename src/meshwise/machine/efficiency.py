@@ -450,20 +450,17 @@ def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mappi
         if origin:
             inherited[key] = origin
 
-    def by_variant(name: str) -> dict[str, Any]:
-        return {key[len(name) + 1 :]: entry for key, entry in found.items() if key.startswith(f"{name}.")}
+    variants: dict[str, Any] = {
+        field: {key[len(name) + 1 :]: entry for key, entry in found.items() if key.startswith(f"{name}.")}
+        for field, name in _BY_VARIANT.items()
+    }
+    single = {field: found[key] for field, key in _SINGLE.items() if key in found}
+    return Efficiency(**variants, **single, inherited_from=inherited)
 
-    return Efficiency(
-        gemms=by_variant("gemm"),
-        casts=by_variant("cast"),
-        experts=by_variant("experts"),
-        dispatches=by_variant("dispatch"),
-        peer=found.get("peer.all_reduce", PeerEfficiency()),
-        attention=found.get("attention.flash", AttentionEfficiency()),
-        decode=found.get("decode.flash", DecodeEfficiency()),
-        latent_decode=found.get("decode.mla", DecodeEfficiency()),
-        memory=found.get("memory.kernel", MemoryEfficiency()),
-        inner=found.get("inner.link", LinkEfficiency()),
-        outer=found.get("outer.link", LinkEfficiency()),
-        inherited_from=inherited,
-    )
+
+_BY_VARIANT = {"gemms": "gemm", "casts": "cast", "experts": "experts", "dispatches": "dispatch"}
+_SINGLE = {
+    **{"attention": "attention.flash", "decode": "decode.flash", "latent_decode": "decode.mla"},
+    **{"peer": "peer.all_reduce", "memory": "memory.kernel", "inner": "inner.link", "outer": "outer.link"},
+}
+"""Fields of `Efficiency` by the tables of the catalog: all variants of a class, or one."""

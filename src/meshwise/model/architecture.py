@@ -668,11 +668,8 @@ def check_count(value: int, what: str, *, zero: bool = False) -> None:
     """Raises `ModelError` unless `value` is a count above zero (or zero, if allowed) of a sensible size."""
     most = _MAX_LAYERS if what.endswith("layers") else _MAX_COUNT
     if not (0 if zero else 1) <= value <= most:
-        raise ModelError(f"{what} is {_shown(value)}; it must be from {0 if zero else 1} to {most}")
-
-
-def _shown(value: int) -> str:
-    return str(value) if abs(value) < 10**18 else "too large"
+        shown = value if abs(value) < 10**18 else "too large"
+        raise ModelError(f"{what} is {shown}; it must be from {0 if zero else 1} to {most}")
 
 
 _MAY_BE_ZERO = ("vocab", "q_lora_rank", "qk_rope_head_dim", "taps")
@@ -702,10 +699,8 @@ def with_copies(model: Model, copies: int) -> Model:
         return model
     if model.moe is None:
         raise ModelError(f"redundant_experts={copies}: {model.name} has no experts; leave it out")
-    if not 0 < copies <= model.moe.num_experts:
-        raise ModelError(
-            f"redundant_experts={copies} must be from 0 to the number of experts, {model.moe.num_experts}"
-        )
+    if not 0 < copies <= (most := model.moe.num_experts):
+        raise ModelError(f"redundant_experts={copies} must be from 0 to the number of experts, {most}")
     return replace(model, moe=replace(model.moe, copies=copies))
 
 

@@ -270,18 +270,15 @@ def _cross_attention(model: Model) -> Iterator[Weight]:
     """Queries of the decoder; keys and values of what the encoder gives."""
     module, hidden, heads = "cross_attention", model.hidden, model.num_kv_heads
     query, key, bias = model.num_heads * model.head_dim, heads * model.head_dim, model.qkv_bias
-    yield from _norm(_with_norm_weights(model), module, "norm", hidden)
+    # Of a diffusion transformer, only the norms learn that the condition does not scale.
+    norms = replace(model, norm_weight=True, norm_bias=True) if model.diffusion else model
+    yield from _norm(norms, module, "norm", hidden)
     for name, width in (("q_norm", query), ("k_norm", key)) if model.qk_norm_full else ():
         yield _learned(module, name, width, op="qk_norm", cut=COLUMNS)
     yield from _linear(module, "q", hidden, query, bias=bias, cut=COLUMNS)
     for name, has_bias in (("k", bias and model.key_bias), ("v", bias)):
         yield from _linear(module, name, hidden, key, op="kv", bias=has_bias, cut=COLUMNS, units=heads)
     yield from _linear(module, "o", query, hidden, op="out_proj", bias=model.out_bias, cut=ROWS)
-
-
-def _with_norm_weights(model: Model) -> Model:
-    """Of a diffusion transformer, only the norms learn that the condition does not scale."""
-    return replace(model, norm_weight=True, norm_bias=True) if model.diffusion else model
 
 
 def modulated(layer: Layer) -> int:

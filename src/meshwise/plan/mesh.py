@@ -17,13 +17,7 @@ import numpy as np
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.plan.layouts import default_grid
-from meshwise.plan.plan import (
-    CP_KINDS,
-    NUMBERS,
-    Plan,
-    chunks_of_rank,
-    is_paired,
-)
+from meshwise.plan.plan import CP_KINDS, NUMBERS, Plan, chunks_of_rank, is_paired
 from meshwise.plan.workload import Workload
 
 SERVING = ("prefill", "decode")

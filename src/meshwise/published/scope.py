@@ -35,9 +35,8 @@ class Scope:
         """Raise PlanError for the first field whose value the published model does not know."""
         self._check_fields(model, self.model, f" of {model.name}")
         if model.num_kv_heads != model.num_heads or model.num_heads * model.head_dim != model.hidden:
-            raise self.refusal(
-                f"the heads of {model.name}, only heads with keys of their own that fill the width"
-            )
+            only = "only heads with keys of their own that fill the width"
+            raise self.refusal(f"the heads of {model.name}, {only}")
         self._check_fields(workload, self.workload)
         known: dict[str, Values] = {key: (value,) for key, value in DEFAULTS.items()}
         known["recompute_modules"] = ((), CORE_ATTENTION)  # implied by `recompute`, which speaks for itself
@@ -61,15 +60,11 @@ class Scope:
         """The error that says what this published model does not know."""
         return PlanError(f"convention {self.convention} does not price {choice}; use convention default")
 
-    def _check_fields(
-        self, record: Model | Plan | Workload, known: Mapping[str, Values], of: str = ""
-    ) -> None:
+    def _check_fields(self, record: Any, known: Mapping[str, Values], of: str = "") -> None:
         for item in fields(record):
             value, values = getattr(record, item.name), known.get(item.name, (item.default,))
             if values is not ANY and value not in values:
-                allowed = " or ".join(
-                    f"{item.name}={known_value}" for known_value in values if known_value is not None
-                )
+                allowed = " or ".join(f"{item.name}={one}" for one in values if one is not None)
                 only = f", only {allowed}" if allowed else ""
                 shown = item.name if is_dataclass(value) else f"{item.name}={_text(value)}"
                 raise self.refusal(f"{shown}{of}{only}")

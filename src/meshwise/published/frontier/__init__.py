@@ -8,14 +8,7 @@
 from meshwise.published.frontier.assumptions import OPTIONS
 from meshwise.published.frontier.device import Device, find_device
 from meshwise.published.frontier.layer import LinearLayer, layer_document
-from meshwise.published.frontier.run import (
-    RESOURCES,
-    Frontier,
-    Limits,
-    Point,
-    frontier,
-    settings_of,
-)
+from meshwise.published.frontier.run import RESOURCES, Frontier, Limits, Point, frontier, settings_of
 
 __all__ = [
     "OPTIONS",

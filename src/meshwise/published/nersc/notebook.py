@@ -18,7 +18,7 @@ from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import Convention, Excerpt, PublishedStep
 from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
-from meshwise.published.nersc.notebook_ops import NotebookOp, mlp, self_attention
+from meshwise.published.nersc.notebook_ops import NotebookOp, block
 from meshwise.published.nersc.tables import GPT_BLOCKS, NERSC_TABLES
 from meshwise.published.scope import ANY, Scope
 
@@ -40,12 +40,9 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
 def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PublishedStep:
     """Price one layer as the notebook does; PlanError for what it does not know."""
     _check_known(model, cluster, plan, workload)
-    sizes = (float(workload.batch), float(workload.seq), float(model.hidden))
+    sizes = (workload.batch, workload.seq, model.hidden, model.ffn_hidden, model.num_heads, plan.tp)
     sp = plan.sequence_parallel
-    ops = {
-        "mlp": mlp(*sizes, float(model.ffn_hidden), float(plan.tp), sequence_parallel=sp),
-        "sa": self_attention(*sizes, float(model.num_heads), float(plan.tp), sequence_parallel=sp),
-    }
+    ops = block(*map(float, sizes), sequence_parallel=sp)
     tables = {name: [_row(op, cluster) for op in table] for name, table in ops.items()}
     totals = {name: _totals(rows, model.num_layers) for name, rows in tables.items()}
 

@@ -101,36 +101,28 @@ def _kernel(layer: str, kind: str, rows: Num, width: Num, **comm: Any) -> Notebo
     )
 
 
-def mlp(batch: Num, seq: Num, hidden: Num, ffn: Num, tp: Num, *, sequence_parallel: bool) -> list[NotebookOp]:
-    """Table `mlp`: fc1, act, dpr1, fc2, dpr2 of one layer on one rank."""
-    rows, width = batch * seq, ffn / tp
-    shard_rows = rows / tp if sequence_parallel else rows
-    group: dict[str, Any] = {"comm_bytes": ELEM_BYTES * rows * hidden, "comm_size": tp}
-    gather = {"backward_comm": "allgather", **group} if sequence_parallel else {}
-    return [
-        _linear("fc1", rows, hidden, width, backward_comm="reducescatter", **group),
-        _kernel("act", "activation", rows, width),
-        _kernel("dpr1", "dropout", rows, width),
-        _linear("fc2", rows, width, hidden, forward_comm="reducescatter", **group),
-        _kernel("dpr2", "dropout", shard_rows, hidden, **gather),
-    ]
-
-
-def self_attention(
-    batch: Num, seq: Num, hidden: Num, heads: Num, tp: Num, *, sequence_parallel: bool
-) -> list[NotebookOp]:
-    """Table `sa`: both norms, qkv, the four ops of the scores, the output projection, its dropout."""
-    rows, dim, local_heads = batch * seq, hidden / heads, batch * heads / tp
+def block(
+    batch: Num, seq: Num, hidden: Num, ffn: Num, heads: Num, tp: Num, *, sequence_parallel: bool
+) -> dict[str, list[NotebookOp]]:
+    """The tables of one layer on one rank: `mlp`, and `sa` (both norms, qkv, scores, projection, dropout)."""
+    rows, dim, local_heads, width = batch * seq, hidden / heads, batch * heads / tp, ffn / tp
     shard_rows = rows / tp if sequence_parallel else rows
     group: dict[str, Any] = {"comm_bytes": ELEM_BYTES * rows * hidden, "comm_size": tp}
     enter = {"forward_comm": "allgather", **group} if sequence_parallel else {}
     gather = {"backward_comm": "allgather", **group} if sequence_parallel else {}
     leave = {"backward_comm": "reducescatter", **group}
+    mlp = [
+        _linear("fc1", rows, hidden, width, **leave),
+        _kernel("act", "activation", rows, width),
+        _kernel("dpr1", "dropout", rows, width),
+        _linear("fc2", rows, width, hidden, forward_comm="reducescatter", **group),
+        _kernel("dpr2", "dropout", shard_rows, hidden, **gather),
+    ]
     head = ELEM_BYTES * local_heads * seq * dim
     score = ELEM_BYTES * local_heads * seq * seq
     qk = product_flop(seq, seq, dim, batch=local_heads)
     mix = product_flop(seq, dim, seq, batch=local_heads)
-    return [
+    attention = [
         _kernel("layer_norm_1", "layer_norm", shard_rows, hidden, **enter),
         _linear("qkv_proj", rows, hidden, 3.0 * hidden / tp, bias=False, **leave),
         NotebookOp(
@@ -147,3 +139,4 @@ def self_attention(
         _kernel("dropout", "dropout", shard_rows, hidden, **gather),
         _kernel("layer_norm_2", "layer_norm", shard_rows, hidden, **enter),
     ]  # fmt: skip
+    return {"mlp": mlp, "sa": attention}

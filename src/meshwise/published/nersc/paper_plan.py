@@ -107,20 +107,19 @@ def _ledger_rows(run: PaperRun, cluster: Cluster, priced: Iteration) -> Iterator
                 yield from op_rows(table, op.name, phase, kept, _op_ledger_rows(op, cells, way, run, system))
 
 
-def _op_ledger_rows(
-    op: PaperOp, cells: Row, way: str, run: PaperRun, system: PaperSystem
-) -> Iterator[LedgerRow]:
+def _op_ledger_rows(op: PaperOp, cells: Row, way: str, run: PaperRun, system: PaperSystem) -> list[LedgerRow]:
     """One direction of an op, and its communications, which share what the op waits for them."""
     work = op.forward if way == "fwd" else op.backward
     compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
     memory_s = compute_s / cells[f"intensity_{way}"]
     flop, time_s = cells[f"flops_{way}"] * TFLOP, cells[f"t_{way}"] - wait_s
-    yield work_row(flop, work.traffic_bytes, compute_s, memory_s, time_s)
+    rows = [work_row(flop, work.traffic_bytes, compute_s, memory_s, time_s)]
     seconds = comm_seconds(work, op.panels, run, system)
     for comm, comm_s in zip(work.comms, seconds, strict=True):
         if comm_s > 0:
             ranks, exposed_s = run.groups[comm.axis][0], wait_s * comm_s / sum(seconds)
-            yield comm_row(comm.kind, comm.axis, ranks, comm.volume_bytes, comm_s, exposed_s)
+            rows.append(comm_row(comm.kind, comm.axis, ranks, comm.volume_bytes, comm_s, exposed_s))
+    return rows
 
 
 def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PaperRun:
