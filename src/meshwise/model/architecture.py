@@ -699,7 +699,8 @@ def with_copies(model: Model, copies: int) -> Model:
         return model
     if model.moe is None:
         raise ModelError(f"redundant_experts={copies}: {model.name} has no experts; leave it out")
-    if not 0 < copies <= (most := model.moe.num_experts):
+    most = model.moe.num_experts
+    if not 0 < copies <= most:
         raise ModelError(f"redundant_experts={copies} must be from 0 to the number of experts, {most}")
     return replace(model, moe=replace(model.moe, copies=copies))
 
