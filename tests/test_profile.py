@@ -104,10 +104,10 @@ def test_stopped_from_outside(tmp_path, how):
 
 
 def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
-    """Forked ranks, a profiler of their own, two process groups in turn, no ordinary exit: all is there."""
+    """Forked ranks, two process groups, no ordinary exit: all is there but what they profile themselves."""
     monkeypatch.chdir(tmp_path)
     done = profile_command([sys.executable, str(SCRIPTS / "awkward.py")], tmp_path / "out")
-    assert done.exit_code == 0 and len(done.files) == 10
+    assert done.exit_code == 0 and len(done.files) == 6
     for path in (own := list(tmp_path.glob("own-*.json.gz"))):
         trace, _ = read_trace(path)
         assert "aten::exp" in {trace.name(i) for i in range(len(trace))}
@@ -116,10 +116,10 @@ def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
     assert [trace.rank for trace in found.traces] == [0, 1]
     for trace in found.traces:
         names = [trace.name(i) for i in range(len(trace))]
-        assert names.count("aten::mm") == 2 and names.count("gloo:all_reduce") == 4
-        assert (np.diff(trace.start_ns) >= 0).all() and names.count("aten::exp") == 2
+        assert names.count("aten::mm") == 2 and names.count("gloo:all_reduce") == 2
+        assert (np.diff(trace.start_ns) >= 0).all() and "aten::exp" not in names
     reduced = [one for one in found.collectives if one.name == "all_reduce"]
-    assert [(one.bytes, one.num_ranks) for one in reduced] == [(64, 2), (12, 2)] * 2
+    assert [(one.bytes, one.num_ranks) for one in reduced] == [(64, 2)] * 2
     assert all("further part" in problem.reason for problem in found.problems)
 
 
@@ -134,15 +134,10 @@ def test_capture_around_ones_own_code(tmp_path, monkeypatch):
     assert "aten::mm" in {trace.name(i) for i in range(len(trace))}
 
 
-def test_run_states_what_its_profile_costs(meshwise, tmp_path):
+def test_run_writes_a_profile_a_rank(meshwise, tmp_path):
     small = ("--seq", "64", "--hidden", "32", "--heads", "4")
     done = meshwise("run", "ulysses", "--ranks", "2", *small, "--profile", str(tmp_path / "out"), "--json")
     assert done.code == 0 and len(list((tmp_path / "out").iterdir())) == 2
-    found = done.document["capture"]
-    traces = [read_trace(path)[0] for path in sorted((tmp_path / "out").iterdir())]
-    assert found["num_events"] == len(traces[0]) + len(traces[0].memory.time_ns)
-    assert 0 < found["event_s"] < 1e-3 and found["stop_s"] > 0
-    assert found["inside_s"] == pytest.approx(min(found["run_s"], found["num_events"] * found["event_s"]))
 
 
 def test_full_disk_leaves_nothing(tmp_path):

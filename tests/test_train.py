@@ -22,7 +22,7 @@ from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.cut_on_demand import Parts
 from meshwise.runtime.programs.narrow import Product
 from meshwise.runtime.programs.ring import own_places
-from meshwise.runtime.programs.train_options import the_model
+from meshwise.runtime.programs.train import the_model
 from meshwise.runtime.run import run_rank
 from ranks import run_bare
 
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.slow
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
 MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token
-MODELS["further"] = str(DATA / "tiny_deepseek3.json")  # the same, and predicts one token more
 MODELS["mla"] = str(DATA / "tiny_deepseek.json")  # a dense layer, two of routed and shared experts
 MODELS["latent"] = str(DATA / "tiny_minicpm3.json")  # latent attention without experts
 TRAIN = find_program("train")

@@ -29,8 +29,6 @@ def rank_parts(outcome: Outcome, *, says_result: bool = False) -> Iterator[Secti
     peak = with_prefix(outcome.peak_bytes, "B") if outcome.peak_bytes else "not recorded"
     steps = "" if not outcome.num_steps else f" of {outcome.num_steps} step{'s' * (outcome.num_steps > 1)}"
     yield f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{steps} {peak}"
-    if outcome.capture is not None:
-        yield f"overhead of the capture: {outcome.capture}"
 
 
 def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:

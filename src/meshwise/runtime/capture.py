@@ -13,8 +13,8 @@ collective that will never finish, the group is aborted to free it. A rank kille
 nothing; the others do. Writing takes time, so it waits until the process ends: a program that destroys its
 process group and makes another must not find its ranks apart by that.
 
-PyTorch has one profiler. Where the program starts its own, the capture gives way: it writes what it has,
-keeps a copy of the program's trace when that has ended (`rank-N-again-1.json`), and goes on in a third file.
+PyTorch has one profiler. Where the program starts its own, the capture gives way: it writes what it has, and
+goes on in a further file (`rank-N-again-1.json`) when that has ended. The program's own trace has the rest.
 
 Kineto writes without checking, so the file is written beside its place, its end is looked at, and only a
 complete one is moved to `rank-N.json`. A full disk leaves no file and one sentence.
@@ -27,7 +27,6 @@ import importlib
 import json
 import multiprocessing.util
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -36,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 FLIGHT_RECORDER_CALLS = "100000"
@@ -50,7 +49,7 @@ class CaptureError(OSError):
 
 
 class Capture:
-    """The profiler of one rank. Use as a context manager, or `start` and `stop`."""
+    """The profiler of one rank: `start` it and `stop` it."""
 
     def __init__(
         self,
@@ -66,27 +65,14 @@ class Capture:
         self.rank = rank
         self.world_size = world_size
         self.options = {"shapes": shapes, "memory": memory, "stacks": stacks}
-        self.path: Path | None = None
-        self.start_s = self.run_s = self.stop_s = 0.0
-        """How long starting took, what lay between, and ending with all its writing."""
         self._groups: dict[str, list[int]] = {}
         self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._profiler: Any = None
-        self._started_ns, self._started_s = 0, 0.0
+        self._started_ns = 0
         self._core_wait_s = _core_wait_s()
-
-    def __enter__(self) -> Capture:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Begin to record; CaptureError if the folder cannot be made."""
-        begin = time.perf_counter()
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -110,12 +96,6 @@ class Capture:
         self._started_ns, self._core_wait_s = time.time_ns(), _core_wait_s()
         with _compiler_unloaded():
             self._profiler.start()
-        self._started_s = time.perf_counter()
-        self.start_s = self._started_s - begin
-
-    def adopt(self, profiler: Any, started_ns: int) -> None:
-        """Take a profiler that somebody else has started (then, at the latest), to stop and write it."""
-        self._profiler, self._started_ns = profiler, started_ns
 
     def stop(self) -> Path | None:
         """Stop and write the trace; its path, or None when already stopped. CaptureError if not written."""
@@ -126,8 +106,6 @@ class Capture:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        stopped_s = time.perf_counter()
-        self.run_s = stopped_s - self._started_s
         rank, world_size = self._place()
         self.remember()
         about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
@@ -135,9 +113,7 @@ class Capture:
         profiler.add_metadata_json("meshwise", json.dumps(about | {"groups": self._groups}))
         profiler.add_metadata_json("meshwise_collectives", json.dumps(list(self._calls.values())))
         profiler.stop()
-        self.path = _write(profiler, self.directory, rank)
-        self.stop_s = time.perf_counter() - stopped_s
-        return self.path
+        return _write(profiler, self.directory, rank)
 
     def remember(self) -> None:
         """Keep what is known of groups and collectives by now; to be called before they are destroyed."""
@@ -236,98 +212,56 @@ def capture_modules(directory: str, **options: Any) -> None:
     handle = sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(begin)
 
 
-class _Guest:
-    """A profiler that the program itself has started, with the methods that a capture needs of one."""
-
-    def __init__(self, profile: Any, leave: Callable[[], Any]) -> None:
-        self.profile = profile
-        self.leave = leave
-        self.has_ended = False
-        self.result: Any = None
-
-    def add_metadata_json(self, key: str, value: str) -> None:
-        """Into the running trace."""
-        _torch_private().add_metadata_json(key, value)
-
-    def stop(self) -> None:
-        """Let it end as it would have."""
-        self.has_ended = True
-        self.result = self.leave()
-
-    def export_chrome_trace(self, path: str) -> None:
-        """Write its trace; PyTorch does that once only (see `share`)."""
-        self.profile.kineto_results.save(path)
-
-    def share(self, path: Path) -> None:
-        """Give the program its trace from our copy whenever it asks for it."""
-        self.profile.kineto_results = _Saved(self.profile.kineto_results, path)
-
-
-class _Saved:
-    """Results of a profiler whose trace is written already."""
-
-    def __init__(self, results: Any, path: Path) -> None:
-        self._results = results
-        self._path = path
-
-    def save(self, path: str) -> None:
-        """A copy of the trace."""
-        shutil.copyfile(self._path, path)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._results, name)
-
-
 class _Life:
     """The capture of this process from its start to its one end, whoever brings the end about."""
 
     def __init__(self) -> None:
         self.capture: Capture | None = None
-        self.has_begun = False
-        self.is_at_work = False
-        self.is_waiting = False
-        self.waiting_since_ns = 0
-        self.must_die = False
+        self.has_begun = self.is_at_work = self.is_waiting = self.must_die = False
         self.is_done = threading.Event()
 
     def begin(self, make: Callable[[], Capture]) -> None:
         """Start the capture that `make` makes, and see to it that it ends before the process does."""
         self.has_begun = True
         self.make = make
-        self.is_waiting, self.waiting_since_ns = _torch_private().profiler_enabled(), time.time_ns()
+        self.is_waiting = _torch_private().profiler_enabled()
         if not self.is_waiting:
             self.resume()
         atexit.register(self.finish)
         multiprocessing.util.Finalize(None, self.finish, exitpriority=100)
-        leave = os._exit
+        self.leave = leave = os._exit
 
         def finish_and_leave(status: int) -> NoReturn:
             self.finish()
             leave(status)
 
         os._exit = finish_and_leave
-        self.leave = leave
         self.heed_sigterm()
         self.give_way()
 
-    def resume(self) -> None:
-        """Start a capture; what goes wrong is said, the program goes on."""
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The profiler is ours inside: what goes wrong is said, the program goes on, and SIGTERM waits."""
         self.is_at_work = True
         with _said():
+            yield
+        self.is_at_work = False
+        if self.must_die:
+            self.finish()
+
+    def resume(self) -> None:
+        """Start a capture."""
+        with self.at_work():
             capture = self.make()
             capture.start()
             self.capture = capture
-        self.is_at_work = False
 
     def pause(self) -> None:
-        """Write the trace so far, if there is one to write; what goes wrong is said, the program goes on."""
+        """Write the trace so far, if there is one to write."""
         capture, self.capture = self.capture, None
-        if capture is None:
-            return
-        self.is_at_work = True
-        with _said():
-            capture.stop()
-        self.is_at_work = False
+        if capture is not None:
+            with self.at_work():
+                capture.stop()
 
     def finish(self) -> None:
         """Write the trace and, if the process was told to terminate, end it."""
@@ -335,12 +269,7 @@ class _Life:
             return
         self.pause()
         self.is_done.set()
-        self.die_if_told()
-
-    def die_if_told(self) -> None:
-        """End the process if SIGTERM has come, the trace written."""
         if self.must_die:
-            self.pause()
             self.leave(128 + signal.SIGTERM)
 
     def give_way(self) -> None:
@@ -352,34 +281,18 @@ class _Life:
         def prepare_trace(profile: Any) -> None:
             if not self.is_at_work and self.capture is not None:
                 self.pause()
-                self.is_waiting, self.waiting_since_ns = True, time.time_ns()
-                self.die_if_told()
+                self.is_waiting = True
             prepare(profile)
 
         def exit_profile(profile: Any, *error: Any) -> Any:
-            if self.is_at_work or not self.is_waiting:
-                return leave(profile, *error)
-            guest = _Guest(profile, lambda: leave(profile, *error))
-            self.is_at_work = True
-            self.keep(guest)
-            self.is_waiting = False
-            self.resume()
-            self.die_if_told()
-            return guest.result
+            result = leave(profile, *error)
+            if self.is_waiting and not self.is_at_work:
+                self.is_waiting = False
+                self.resume()
+            return result
 
         module.profile._prepare_trace = prepare_trace
         module.profile.__exit__ = exit_profile
-
-    def keep(self, guest: _Guest) -> None:
-        """End the program's own profiler and keep a copy of its trace as a part of ours."""
-        capture = self.make()
-        capture.adopt(guest, self.waiting_since_ns)
-        with _said():
-            path = capture.stop()
-            if path is not None:
-                guest.share(path)
-        if not guest.has_ended:
-            guest.stop()
 
     def heed_sigterm(self) -> None:
         """Finish, then end, when SIGTERM comes; a program with its own handler keeps it."""

@@ -44,9 +44,8 @@ def compare_program(
         with nullcontext(pool) if pool is not None else Ranks(ranks, port=port) as started:
             ledgers["run"] = started.call(run_rank, program.name, options, rank, True)[rank].ledger
     timed = cluster is not None
-    if program.states_work_only:
-        return compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK, timed=timed)
-    if program.states_totals_only:
-        return compare({name: totals_of(ledger) for name, ledger in ledgers.items()}, TOTALS, timed=timed)
+    if program.states != "all":
+        part_of, columns = {"work": (work_of, WORK), "totals": (totals_of, TOTALS)}[program.states]
+        return compare({name: part_of(ledger) for name, ledger in ledgers.items()}, columns, timed=timed)
     peaks = {name: float(np.nanmax(ledger["peak_bytes"])) for name, ledger in ledgers.items()}
     return compare(ledgers, partial=partial, timed=timed, peaks=peaks if partial else None)

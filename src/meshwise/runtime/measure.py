@@ -12,11 +12,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -34,25 +33,12 @@ _MOST_CALLS = 1 << 16
 _MOST_OPERANDS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How much is measured on a kind of device. A batch takes `batch_s` at least, all of them `total_s`."""
-
-    batch_s: float
-    total_s: float
-    gemm_sides: tuple[int, ...]
-    copy_bytes: int
-    tokens: tuple[int, ...]
-    payload_bytes: tuple[int, ...]
-    collectives_in_a_row: int
-
-
 EFFORTS = {
-    (device, pace == "quick"): msgspec.convert(effort, Effort)
+    (device, pace == "quick"): SimpleNamespace(**effort)
     for device, paces in read_catalog("efforts.toml").items()
     for pace, effort in paces.items()
 }
-"""By device and whether it is to be quick."""
+"""How much is measured, by device and whether it is to be quick; the catalog says what its fields mean."""
 
 
 def gemm_dtypes(device: str) -> tuple[str, ...]:
@@ -78,7 +64,7 @@ def op_samples(device: str, quick: bool) -> list[Sample]:
     return [*samples, cast_sample(device, effort), floor]
 
 
-def gemm_samples(dtype: str, device: str, effort: Effort) -> list[Sample]:
+def gemm_samples(dtype: str, device: str, effort: Any) -> list[Sample]:
     """Square GEMMs, one with a short sum, one with few rows."""
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     last = effort.gemm_sides[-1]
@@ -93,7 +79,7 @@ def gemm_samples(dtype: str, device: str, effort: Effort) -> list[Sample]:
 
 def sample(
     what: str, shape: str, dtype: str, call: Callable[[], Any], work: float, unit: str, device: str,
-    effort: Effort,
+    effort: Any,
 ) -> Sample:  # fmt: skip
     """The time of `call`, which does `work`, and its rate in `unit`."""
     seconds = fastest_s(call, device, effort)
@@ -126,7 +112,7 @@ def rotating(calls: Iterator[Callable[[], Any]]) -> Callable[[], Any]:
     return lambda: next(turns)()
 
 
-def memory_samples(device: str, effort: Effort) -> list[Sample]:
+def memory_samples(device: str, effort: Any) -> list[Sample]:
     """A copy beyond the caches, counted as bytes read plus written; on a CPU a multiply-add inside them."""
     source = torch.ones(effort.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -140,7 +126,7 @@ def memory_samples(device: str, effort: Effort) -> list[Sample]:
     return samples
 
 
-def attention_samples(device: str, effort: Effort) -> list[Sample]:
+def attention_samples(device: str, effort: Any) -> list[Sample]:
     """Fused causal attention of 16 heads of 128, forward and backward."""
     heads, width = 16, 128
     samples = []
@@ -161,7 +147,7 @@ def attention_samples(device: str, effort: Effort) -> list[Sample]:
     return samples
 
 
-def cast_sample(device: str, effort: Effort) -> Sample:
+def cast_sample(device: str, effort: Any) -> Sample:
     """fp32 to bf16 beyond the caches, counted as bytes read plus written."""
     wide = torch.ones(effort.copy_bytes // 4, device=device)
     cast, num = partial(wide.to, torch.bfloat16), wide.numel()
@@ -214,7 +200,7 @@ def collective_time_s(
     return float(slowest.min())
 
 
-def fastest_s(call: Callable[[], Any], device: str, effort: Effort) -> float:
+def fastest_s(call: Callable[[], Any], device: str, effort: Any) -> float:
     """Seconds of one call in the fastest of at least five batches."""
     call()
     num = 1

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.program.tape import Step, Tape
-from meshwise.runtime.capture_cost import CaptureCost
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -23,27 +22,21 @@ class Outcome(Shown):
     steps: tuple[Step, ...]
     ledger: Ledger
     result: Any = None
-    capture: CaptureCost | None = None
-    """What its profile cost, of a run with `--profile`."""
     num_steps: int | None = None
     """How many steps the program took, of a program that trains: its peak is that of all of them."""
     rows_in: ClassVar[str] = "ledger"
 
     @classmethod
-    def from_tape(
-        cls, tape: Tape, program: str, device: str, options: Any, result: Any = None,
-        capture: CaptureCost | None = None,
-    ) -> Outcome:  # fmt: skip
+    def from_tape(cls, tape: Tape, program: str, device: str, options: Any, result: Any = None) -> Outcome:
         """The outcome that `tape` has recorded of a program with `options`."""
         steps, num_steps = tuple(tape.steps), getattr(options, "steps", None)
         place = (program, tape.world_size, tape.rank, device)
-        return cls(*place, tape.peak_booked_bytes, steps, tape.ledger(), result, capture, num_steps)
+        return cls(*place, tape.peak_booked_bytes, steps, tape.ledger(), result, num_steps)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `dryrun --json` and `run --json` print."""
         ledger = self.ledger.to_json()
         timed = [row for row in ledger if row["time_s"] is not None]
-        extra = {"num_steps": self.num_steps, "capture": self.capture and self.capture.to_json()}
         return {
             **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device")},
             "peak_bytes": self.peak_bytes or None,  # nobody looked
@@ -52,7 +45,7 @@ class Outcome(Shown):
             "steps": [step.to_json() for step in self.steps],
             "ledger": ledger,
             "result": self.result,
-            **{name: value for name, value in extra.items() if value is not None},
+            **({} if self.num_steps is None else {"num_steps": self.num_steps}),
         }
 
 

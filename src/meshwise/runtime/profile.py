@@ -39,7 +39,7 @@ _GRACE_S = 40
 @contextmanager
 def capture(
     directory: str | Path, rank: int | None = None, world_size: int | None = None, **options: bool
-) -> Iterator[Capture]:
+) -> Iterator[None]:
     """Record this rank while the block runs and write `directory/rank-N.json`.
 
     `rank` and `world_size` default to those of the process group, else of torchrun's environment. Options:
@@ -48,8 +48,11 @@ def capture(
     """
     recorder = Capture(directory, rank, world_size, **options)
     try:
-        with recorder:
-            yield recorder
+        recorder.start()
+        try:
+            yield
+        finally:
+            recorder.stop()
     except CaptureError as error:
         raise DataError(str(error)) from None
 

@@ -31,22 +31,9 @@ from meshwise.core.ledger import Collective
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Step, Tape
+from meshwise.runtime import torch_private as private
 from meshwise.runtime.fakes import DeviceFakes
 from meshwise.runtime.saved_tensors import Kept, SavedTensor, seen_through, watched_checkpoints
-from meshwise.runtime.torch_private import (
-    AsyncCollectiveTensor,
-    FakeTensor,
-    FakeWork,
-    ShardingPropagator,
-    TorchDispatchMode,
-    autograd_sequence_nr,
-    current_autograd_node,
-    current_dispatch_mode,
-    current_graph_task_id,
-    disable_current_modes,
-    tree_leaves,
-    tree_map,
-)
 
 aten = torch.ops.aten
 
@@ -80,7 +67,7 @@ def _total_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class OpRecorder(TorchDispatchMode):
+class OpRecorder(private.TorchDispatchMode):
     """Writes a `Tape` while torch runs; use it as a context manager around the program.
 
     `device_type` limits it to tensors on that kind of device. `is_timed` measures each op on the host's
@@ -168,7 +155,7 @@ class OpRecorder(TorchDispatchMode):
         return False  # torch would wrap each call of `__torch_dispatch__`
 
     def __enter__(self) -> OpRecorder:
-        resize, infer = Storage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        resize, infer = Storage.resize_, private.ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
             self._resized(storage, size_bytes)
@@ -176,14 +163,14 @@ class OpRecorder(TorchDispatchMode):
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
             # DTensor tries an op's full shape on fake tensors, once
-            with disable_current_modes(), self._shapes:
+            with private.disable_current_modes(), self._shapes:
                 return infer(*args, **kwargs)
 
         for patch in (
             saved_tensors_hooks(seen_through(self._keep), lambda held: held.tensor),
             watched_checkpoints(self.hold),
             mock.patch.object(Storage, "resize_", resize_),
-            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+            mock.patch.object(private.ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
         ):
             self._patches.enter_context(patch)
         super().__enter__()
@@ -197,16 +184,16 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # let it come back as ops on its local tensors
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is _DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].fake_device  # half of all calls
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        inputs = _tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         if _is_bookkeeping(inputs):
-            with disable_current_modes():
+            with private.disable_current_modes():
                 return func(*args, **kwargs)
         kind = _collective(func)
-        if kind is not None and AsyncCollectiveTensor in types:
+        if kind is not None and private.AsyncCollectiveTensor in types:
             return NotImplemented  # of the result of another one, which is waited for first
         inputs = self._recorded(inputs)
         begin_s = time.perf_counter()
@@ -215,7 +202,7 @@ class OpRecorder(TorchDispatchMode):
         else:  # a send may have to wait for a receive that is yet to be posted
             result = func(*args, **kwargs)
         elapsed_s = time.perf_counter() - begin_s
-        outputs = self._recorded(_tensors_in(result))
+        outputs = self._recorded(tensors_in(result))
         for tensor in outputs:
             self._track(tensor)
         if self._pauses or func._opname in _NO_WORK:
@@ -260,10 +247,10 @@ class OpRecorder(TorchDispatchMode):
         # c10d takes the result first, where it is not the argument itself
         given, made = (args[0], result) if namespace == "_c10d_functional" else (args[1], args[0])
         is_one = namespace == "c10d" and kind not in ("reduce_scatter", "all_to_all")
-        tensors = tree_leaves(made if is_one or kind == "all_gather" else given)
+        tensors = private.tree_leaves(made if is_one or kind == "all_gather" else given)
         payload_bytes = _total_bytes(tensors)
         if kind == "all_to_all":  # of parts that are not alike the busier way
-            payload_bytes = max(payload_bytes, _total_bytes(tree_leaves(made)))
+            payload_bytes = max(payload_bytes, _total_bytes(private.tree_leaves(made)))
         size = group.size()
         return {
             "op": kind,
@@ -278,12 +265,12 @@ class OpRecorder(TorchDispatchMode):
 
     def _write(self, row: dict[str, Any]) -> None:
         """Put a row on the tape under the names of its place in the program."""
-        node = current_autograd_node()
-        in_backward = current_graph_task_id() != -1
+        node = private.current_autograd_node()
+        in_backward = private.current_graph_task_id() != -1
         module, named = self._label()
         op = named or row["op"]
         phase = self._phases[-1] if self._phases else "backward" if in_backward else "forward"
-        number = autograd_sequence_nr() - 1
+        number = private.autograd_sequence_nr() - 1
         if in_backward and phase == "backward":
             # what adds to a parameter's gradient has no place of its own; it belongs to the op before it
             place = None if node is None else node._sequence_nr()
@@ -350,7 +337,7 @@ class OpRecorder(TorchDispatchMode):
         A node that keeps its own result would be kept by it, so its hold is on the numbers alone.
         """
         storage = _local(tensor).untyped_storage()
-        key, number = storage._cdata, autograd_sequence_nr() - 1
+        key, number = storage._cdata, private.autograd_sequence_nr() - 1
         is_result = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == number
         held = SavedTensor(tensor.detach() if is_result else tensor)
         self.hold(tensor, held)
@@ -419,7 +406,7 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among its arguments that an op writes into."""
     named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
     names = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-    return [leaf for name in names for leaf in tree_leaves(named.get(name)) if isinstance(leaf, torch.Tensor)]
+    return [tensor for name in names for tensor in tensors_in(named.get(name))]
 
 
 def _collective(func: Any) -> Collective | None:
@@ -446,7 +433,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results of an op; pytree takes longer than most ops do on fakes."""
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -455,15 +442,15 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
         if isinstance(branch, torch.Tensor):
             found.append(branch)
         elif isinstance(branch, list | tuple | dict):
-            found += _tensors_in(branch)
+            found += tensors_in(branch)
     return found
 
 
 def _is_bookkeeping(inputs: list[torch.Tensor]) -> bool:
     """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
-    if type(current_dispatch_mode()) is not DeviceFakes:  # a user's program decides for itself
+    if type(private.current_dispatch_mode()) is not DeviceFakes:  # a user's program decides for itself
         return False
-    return bool(inputs) and not any(isinstance(tensor, FakeTensor) for tensor in inputs)
+    return bool(inputs) and not any(isinstance(tensor, private.FakeTensor) for tensor in inputs)
 
 
 def _complete(func: Any, args: Any, kwargs: Any) -> Any:
@@ -490,7 +477,7 @@ def _complete(func: Any, args: Any, kwargs: Any) -> Any:
     def finished(leaf: Any) -> Any:
         if isinstance(leaf, torch.ScriptObject):
             dist.Work.unbox(leaf).wait()
-            return FakeWork().boxed()
+            return private.FakeWork().boxed()
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if func.namespace == "_c10d_functional":
@@ -498,8 +485,8 @@ def _complete(func: Any, args: Any, kwargs: Any) -> Any:
             return originals[id(leaf)] if id(leaf) in originals else leaf.clone()
         return originals.get(id(leaf), leaf)
 
-    stand_ins = tree_map(stand_in, (args, kwargs))
-    return tree_map(finished, func(*stand_ins[0], **stand_ins[1]))
+    stand_ins = private.tree_map(stand_in, (args, kwargs))
+    return private.tree_map(finished, func(*stand_ins[0], **stand_ins[1]))
 
 
 def _unowned(storage: torch.UntypedStorage) -> torch.UntypedStorage:

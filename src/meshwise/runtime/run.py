@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from meshwise.program.tape import Tape
-from meshwise.runtime.capture_cost import capture_cost
 from meshwise.runtime.launch import RankPlace
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.profile import capture
@@ -23,8 +22,8 @@ def run_rank(
 ) -> Outcome:  # fmt: skip
     """Run program `name` on this rank of an initialised world; what `launch` calls on every rank.
 
-    With a `folder`, the rank's profile is written there, and what that cost is told. Profiled ops are not
-    timed one by one. Not `recorded`: nothing is counted, and the program runs at the speed it has without us.
+    With a `folder`, the rank's profile is written there, and ops are not timed one by one. Not `recorded`:
+    nothing is counted, and the program runs at the speed it has without us.
     """
     on_cpu = place.device_type == "cpu"
     tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
@@ -33,11 +32,10 @@ def run_rank(
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
     profile = nullcontext() if folder is None else capture(folder, place.rank, place.world_size)
-    with profile as captured, recorder if recorded else nullcontext():
+    with profile, recorder if recorded else nullcontext():
         result = find_program(name).main(options, context)
-    cost = None if captured is None else capture_cost(captured)
     device = "cpu" if on_cpu else torch.cuda.get_device_name(place.device)
-    return Outcome.from_tape(tape, name, device, options, result, cost)
+    return Outcome.from_tape(tape, name, device, options, result)
 
 
 def _cuda_bytes() -> tuple[float, float]:

@@ -7,10 +7,11 @@ What `torch.utils.checkpoint` computes again is kept by it, from then until the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint as checkpointing
@@ -58,16 +59,10 @@ def seen_through(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor]
     return hook
 
 
-@contextmanager
-def watched_checkpoints(keep: Callable[[torch.Tensor, object], None]) -> Iterator[None]:
+def watched_checkpoints(keep: Callable[[torch.Tensor, object], None]) -> AbstractContextManager[Any]:
     """Tells `keep` what `torch.utils.checkpoint` holds beside its inputs, and what holds it."""
-    hook, result = checkpointing._recomputation_hook, checkpointing._VersionWrapper
-    checkpointing._recomputation_hook = _recomputation_hook(keep)
-    checkpointing._VersionWrapper = _kept_result(keep)
-    try:
-        yield
-    finally:
-        checkpointing._recomputation_hook, checkpointing._VersionWrapper = hook, result
+    holders: Any = {"_recomputation_hook": _recomputation_hook(keep), "_VersionWrapper": _kept_result(keep)}
+    return mock.patch.multiple(checkpointing, **holders)
 
 
 def _kept_result(keep: Callable[[torch.Tensor, object], None]) -> type:

@@ -30,7 +30,8 @@ HOMES: dict[str, str] = {name: home for group in _GROUPS.values() for name, home
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"torch_private has no {name!r}")
-    return resolve_name(HOMES[name])
+    globals()[name] = found = resolve_name(HOMES[name])  # asked for once: some are called at every op
+    return found
 
 
 def release(version: str) -> tuple[int, ...]:

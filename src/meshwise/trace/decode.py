@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from meshwise.trace.events import NAMES
+
 _BLOCK_BYTES = 1 << 20
 _MOST_EVENT_BYTES = 1 << 23
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 1 << 30, 400
@@ -43,35 +45,13 @@ _BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 NOTHING = msgspec.Raw(b"")
 
 
-class Args(msgspec.Struct, gc=False):
-    """The arguments that an analysis uses; `Any` where writers disagree about the type."""
+def _arguments(table: str, kind: Any, missing: Any) -> list[Any]:
+    return [(name, kind, msgspec.field(name=said, default=missing)) for name, said in NAMES[table].items()]
 
-    stream: Any = None
-    device: Any = None
-    correlation: Any = None
-    external: Any = msgspec.field(name="External id", default=None)
-    external_old: Any = msgspec.field(name="external id", default=None)
-    size: Any = msgspec.field(name="bytes", default=None)
-    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=NOTHING)
-    types: msgspec.Raw = msgspec.field(name="Input type", default=NOTHING)
-    concrete: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=NOTHING)
-    collective: Any = msgspec.field(name="Collective name", default=None)
-    in_elements: Any = msgspec.field(name="In msg nelems", default=None)
-    out_elements: Any = msgspec.field(name="Out msg nelems", default=None)
-    source: Any = msgspec.field(name="Src Rank", default=None)
-    destination: Any = msgspec.field(name="Dst Rank", default=None)
-    dtype: Any = None
-    group: Any = msgspec.field(name="Process Group Name", default=None)
-    group_size: Any = msgspec.field(name="Group size", default=None)
-    ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
-    sequence: Any = msgspec.field(name="Seq", default=None)
-    delta: Any = msgspec.field(name="Bytes", default=None)
-    total: Any = msgspec.field(name="Total Allocated", default=None)
-    reserved: Any = msgspec.field(name="Total Reserved", default=None)
-    address: Any = msgspec.field(name="Addr", default=None)
-    device_type: Any = msgspec.field(name="Device Type", default=None)
-    device_id: Any = msgspec.field(name="Device Id", default=None)
-    label: Any = msgspec.field(name="name", default=None)
+
+_INPUTS = _arguments("inputs", msgspec.Raw, NOTHING)
+Args: Any = msgspec.defstruct("Args", [*_arguments("arguments", Any, None), *_INPUTS], gc=False)
+"""The arguments that an analysis uses; `Any` where writers disagree about the type."""
 
 
 class TraceEvent(msgspec.Struct, gc=False):

@@ -46,7 +46,7 @@ from meshwise.trace.events import (
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _MAX_US = 2.0**52
 _NO_TIME = np.iinfo(np.int64).min
-_NO_ARGS = Args()
+_NO_ARGS: Any = Args()
 _MOST_RANKS = 1 << 17  # collectives of the world list them
 KEPT_BYTES = 1e8
 """From this size of all traces on, columns are kept and processes read."""
@@ -70,11 +70,10 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[Traces, list[FileProblem]]
     size_bytes = sum(size * (10 if suffix == ".gz" else 1) for size, suffix in sizes)
     if (size_bytes >= KEPT_BYTES or is_on_cluster()) and importlib.util.find_spec("polars"):
         return kept_traces(captures)
-    found = [read_trace(*files) for files in captures]
-    ranks = [-1 if trace is None else trace.rank for trace, _ in found]
-    numbers, problems = _numbered(captures, ranks, found)
-    traces = {rank: found[place][0] for rank, place in numbers.items()}
-    return Traces([RankTrace(rank, replace(one, rank=rank)) for rank, one in traces.items() if one]), problems
+    traces, reasons = zip(*(read_trace(*files) for files in captures), strict=True)
+    ranks = [None if trace is None else trace.rank for trace in traces]
+    numbers, problems = _numbered(captures, list(zip(ranks, reasons, strict=True)))
+    return Traces([RankTrace(rank, replace(traces[at], rank=rank)) for rank, at in numbers.items()]), problems
 
 
 def kept_traces(captures: Sequence[tuple[Path, ...]]) -> tuple[Traces, list[FileProblem]]:
@@ -89,7 +88,7 @@ def kept_traces(captures: Sequence[tuple[Path, ...]]) -> tuple[Traces, list[File
         found[missing[place]] = answer
     for place in set(range(len(captures))) - set(missing):
         found[place] = read_reasons(files[place])
-    numbers, problems = _numbered(captures, [-1 if rank is None else rank for rank, _ in found], found)
+    numbers, problems = _numbered(captures, found)
     return Traces([RankTrace(rank, file=files[place]) for rank, place in numbers.items()]), problems
 
 
@@ -104,17 +103,20 @@ def _keep(asked: tuple[tuple[Path, ...], Path]) -> tuple[int | None, list[str]]:
 
 
 def _numbered(
-    captures: Sequence[tuple[Path, ...]], ranks: Sequence[int], found: Sequence[tuple[object, list[str]]]
+    captures: Sequence[tuple[Path, ...]], found: Sequence[tuple[int | None, list[str]]]
 ) -> tuple[dict[int, int], list[FileProblem]]:
-    """The place of the capture of each rank, in the order of ranks (-1: not told), and all problems."""
+    """The place of the capture of each rank, in the order of ranks, and all problems.
+
+    Of each capture its rank (-1: not told; None: nothing is left of it) is `found`, and what is wrong.
+    """
     places: dict[int, int] = {}
     nameless: list[int] = []
     problems: list[FileProblem] = []
-    for place, (files, rank, (one, reasons)) in enumerate(zip(captures, ranks, found, strict=True)):
+    for place, (files, (rank, reasons)) in enumerate(zip(captures, found, strict=True)):
         problems += [FileProblem(str(files[0]), reason) for reason in reasons]
-        if one is not None and rank < 0:
+        if rank == -1:
             nameless.append(place)
-        elif one is not None and places.setdefault(rank, place) != place:
+        elif rank is not None and places.setdefault(rank, place) != place:
             reason = f"rank {rank} is already read from another file; skipped, read it on its own"
             problems.append(FileProblem(str(files[0]), reason))
     for place in nameless:
@@ -244,7 +246,7 @@ class _Columns:
         )
         self.num_events += len(spans)
 
-    def _shape(self, name: Any, args: Args) -> int:
+    def _shape(self, name: Any, args: Any) -> int:
         if args.dims is NOTHING:
             return -1
         values = bytes(args.concrete) if "attention" in str(name) else b""
@@ -319,7 +321,7 @@ def _memory(parts: list[tuple[Ints, ...]]) -> MemoryEvents:
     return MemoryEvents(time, *others)
 
 
-def _communication(args: Args) -> CommunicationArgs:
+def _communication(args: Any) -> CommunicationArgs:
     texts, sizes = ("collective", "dtype", "group"), ("in_elements", "out_elements", "group_size", "sequence")
     told: dict[str, Any] = {name: getattr(args, name) for name in texts}
     told = {name: None if text is None else str(text) for name, text in told.items()}

@@ -2,14 +2,12 @@
 
 A program is a module that can be imported without torch and has
 
-    Options                     a frozen dataclass; each field is `Annotated[type, Meta(description=...)]`
-                                with a default, and becomes an option of the command line
+    Options                     a frozen dataclass (`program_options`), whose fields become options of the
+                                command line
     check(options, ranks)       raises a MeshwiseError for what does not fit, before anything starts
     main(options, context)      runs on every rank (imports torch inside); may return JSON values
     estimate(options, tape)     optional: writes the closed form of the same program on a tape
-    STATES_TOTALS_ONLY          optional: True if it states matmuls, attention, collectives and weights,
-                                gradients and moments alone, not where in the program they are
-    STATES_WORK_ONLY            optional: True if that closed form is the ops of a layout (see `Program`)
+    STATES                      optional: what that closed form states, `all` (see `Program`)
     SAYS_RESULT                 optional: True if it prints what `main` returns itself
 
 `PROGRAMS` names them; a module is imported when its program is asked for.
@@ -18,14 +16,14 @@ A program is a module that can be imported without torch and has
 from __future__ import annotations
 
 import importlib
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, make_dataclass
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from meshwise.core.errors import PlanError, WorkloadError, did_you_mean
+from meshwise.core.files import read_catalog
 
 PROGRAMS = ("ulysses", "model-2d", "train", "tensor-parallel", "eval-lm", "generate", "rl")
 """Each is a module of this folder, with `_` for `-`."""
@@ -33,27 +31,24 @@ MOST_RANKS = 1 << 24
 """A mesh lists its ranks one by one."""
 _MOST = 1 << 53
 
-Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
-"""Element types that the programs compute in."""
+_TABLES = read_catalog("program_options.toml")
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A program's name and the functions of its module.
 
-    `states_work_only` (STATES_WORK_ONLY of the module): its closed form is the ops of a layout, which name
-    matmuls, collectives and what is kept, but not every copy in between. `states_totals_only`: it states
-    matmuls, attention, collectives and states, without their modules.
+    What its closed form `states`: `all`; `work`, the ops of a layout, which name matmuls, collectives and
+    what is kept, but not every copy in between; `totals` of matmuls, attention, collectives and states.
     """
 
     name: str
-    options: type
+    options: Any
     fits: Callable[[Any, int], None]
     main: Callable[[Any, Any], Any]
     estimate: Callable[..., None]
     doc: str
-    states_work_only: bool = False
-    states_totals_only: bool = False
+    states: Literal["all", "work", "totals"] = "all"
     says_result: bool = False
 
     def check(self, options: Any, ranks: int) -> None:
@@ -88,10 +83,31 @@ def find_program(name: str) -> Program:
         main=module.main,
         estimate=module.estimate,
         doc=(module.__doc__ or "").split("\n\n")[0],
-        states_work_only=getattr(module, "STATES_WORK_ONLY", False),
-        states_totals_only=getattr(module, "STATES_TOTALS_ONLY", False),
+        states=getattr(module, "STATES", "all"),
         says_result=getattr(module, "SAYS_RESULT", False),
     )
+
+
+def program_options(module: str, *tables: str, **properties: property) -> Any:
+    """The class `Options` of a `module`: the options of `tables` of the catalog, and what follows of them."""
+    rows = {name: row for table in tables for name, row in _TABLES[table].items()}
+    options = [(name, _type_of(row), field(default=row.get("default"))) for name, row in rows.items()]
+    namespace = {"rows": rows, **properties}
+    made = make_dataclass("Options", options, frozen=True, slots=True, kw_only=True, namespace=namespace)
+    made.__module__ = module  # where pickle looks for it
+    return made
+
+
+def _type_of(row: Mapping[str, Any]) -> Any:
+    """The type of an option, within its limits; one without a default may be None."""
+    limits = {name: row[name] for name in ("ge", "gt", "le") if name in row}
+    kind: Any = Literal[tuple(row["names"])] if "names" in row else _plain_type(row)
+    kind = Annotated[kind, msgspec.Meta(**limits)] if limits else kind
+    return kind if "default" in row else kind | None
+
+
+def _plain_type(row: Mapping[str, Any]) -> type:
+    return type(row["default"]) if "default" in row else {"int": int, "str": str}[row.get("type", "str")]
 
 
 def parse_options(program: Program, words: Sequence[str]) -> Any:
@@ -99,8 +115,7 @@ def parse_options(program: Program, words: Sequence[str]) -> Any:
 
     WorkloadError names the option that is unknown, malformed, or out of its range.
     """
-    hints = get_type_hints(program.options, include_extras=True)
-    kinds = {name: _bare(hint) for name, hint in hints.items()}
+    kinds = {name: _plain_type(row) for name, row in program.options.rows.items()}
     values: dict[str, Any] = {}
     rest = list(words)
     while rest:
@@ -129,15 +144,15 @@ def parse_options(program: Program, words: Sequence[str]) -> Any:
 def make_options(program: Program, values: Mapping[str, Any]) -> Any:
     """The options of `program` from `values` by field name, checked; texts are converted."""
     for name, value in values.items():  # one at a time, so that the message names the option
-        kind = get_type_hints(program.options, include_extras=True).get(name)
-        if kind is None:
+        row = program.options.rows.get(name)
+        if row is None:
             raise WorkloadError(f"{program.name} has no option {name!r}")
         try:
-            number = msgspec.convert(value, kind, strict=False)
+            number = msgspec.convert(value, _type_of(row), strict=False)
         except msgspec.ValidationError as error:
             text = str(error).replace("Expected", "expected")
-            if get_origin(_bare(kind)) is Literal:
-                text = f"choose one of {', '.join(map(str, get_args(_bare(kind))))}"
+            if "names" in row:
+                text = f"choose one of {', '.join(row['names'])}"
             raise WorkloadError(f"{program.name}: {_flag(name)} {value}: {text}") from None
         except UnicodeEncodeError:
             raise WorkloadError(f"{program.name}: the value of {_flag(name)} is not text in UTF-8") from None
@@ -148,27 +163,13 @@ def make_options(program: Program, values: Mapping[str, Any]) -> Any:
 
 def option_help(program: Program) -> list[OptionHelp]:
     """What the options of `program` are called, take, default to and mean."""
-    hints = get_type_hints(program.options, include_extras=True)
     rows = []
-    for field in fields(program.options):
-        hint = hints[field.name]
-        doc = next(
-            (meta.description or "" for meta in hint.__metadata__ if isinstance(meta, msgspec.Meta)), ""
-        )
-        kind = _bare(hint)
-        text = "|".join(map(str, get_args(kind))) or ("" if kind is bool else kind.__name__)
-        default = "" if field.default is MISSING or field.default in (None, "", False) else str(field.default)
-        rows.append(OptionHelp(_flag(field.name), text, default, doc))
+    for name, row in program.options.rows.items():
+        kind, default = _plain_type(row), row.get("default")
+        text = "|".join(row.get("names", ())) or ("" if kind is bool else kind.__name__)
+        shown = "" if default in (None, "", False) else str(default)
+        rows.append(OptionHelp(_flag(name), text, shown, row["doc"]))
     return rows
-
-
-def _bare(hint: Any) -> Any:
-    """The type under Annotated and Optional."""
-    if get_origin(hint) is Annotated:
-        return _bare(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return _bare(next(arg for arg in get_args(hint) if arg is not type(None)))
-    return hint
 
 
 def _flag(name: str) -> str:

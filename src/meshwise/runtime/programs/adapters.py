@@ -9,14 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, parallel
 from torch.nn import functional as F
 
 from meshwise.runtime.programs.local import local
@@ -47,15 +40,15 @@ def is_adapter(name: str) -> bool:
 
 def cut_as(style: Any, name: str, rows: Shard | Replicate) -> dict[str, Any]:
     """The styles of the adapted layer `name` that `style` would cut; `rows`: how activations are cut."""
-    whole = SequenceParallel()  # on every rank, each for its own tokens
-    if isinstance(style, RowwiseParallel):
-        inner = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
-        around = {name: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=rows)}
+    whole = parallel.SequenceParallel()  # on every rank, each for its own tokens
+    if isinstance(style, parallel.RowwiseParallel):
+        inner = parallel.RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        around = {name: parallel.PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=rows)}
         return around | {f"{name}.layer": inner, f"{name}.lora_a": inner, f"{name}.lora_b": whole}
-    if isinstance(style, ColwiseParallel):
-        inner = ColwiseParallel()
+    if isinstance(style, parallel.ColwiseParallel):
+        inner = parallel.ColwiseParallel()
         gathers = style.input_layouts == (rows,)
-        gather = PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(Replicate(),))
+        gather = parallel.PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(Replicate(),))
         around = {name: gather} if gathers else {}
         return around | {f"{name}.layer": inner, f"{name}.lora_a": whole, f"{name}.lora_b": inner}
     return {f"{name}.layer": whole, f"{name}.lora_a": whole, f"{name}.lora_b": whole}

@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,16 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwise.core.errors import PlanError
 from meshwise.program.tape import Step
-from meshwise.runtime.torch_private import (
-    clear_fast_sharding_cache,
-    clear_redistribute_planner_cache,
-    disable_current_modes,
-    dtensor_dispatcher,
-    gen_transform_infos,
-)
-
-if TYPE_CHECKING:
-    from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime import torch_private as private
+from meshwise.runtime.recorder import OpRecorder
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 TORCH_DTYPES |= {"tf32": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -98,7 +89,7 @@ class Context:
     def grid(self, of_ranks: Sequence[int], **axes: int) -> DeviceMesh:
         """A mesh with named axes of some ranks, this rank among them; `copies` of dp's shards are dp too."""
         forget_groups()
-        with disable_current_modes():  # the recorder and fake tensors have no part in this
+        with private.disable_current_modes():  # the recorder and fake tensors have no part in this
             ranks = torch.tensor(of_ranks).view(tuple(axes.values()))
             place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
             groups = []
@@ -117,10 +108,10 @@ class Context:
 
 def forget_groups() -> None:
     """DTensor remembers by a mesh's shape how it redistributes; a new mesh of that shape has new groups."""
-    dtensor_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    clear_fast_sharding_cache()
-    clear_redistribute_planner_cache()
-    gen_transform_infos.cache_clear()
+    private.dtensor_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    private.clear_fast_sharding_cache()
+    private.clear_redistribute_planner_cache()
+    private.gen_transform_infos.cache_clear()
 
 
 def _seed(key: tuple[int, ...]) -> int:

@@ -5,13 +5,8 @@ In a dry run of a large world, all those views of every weight take longer than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
-
-from meshwise.runtime.torch_private import fsdp_param
 
 
 class Parts:
@@ -29,14 +24,3 @@ class Parts:
         begin = min(range(self._number)[place] * size, rows)
         part = self._whole.narrow(self._dim, begin, min(size, rows - begin))
         return part if part.shape[self._dim] else torch.empty_like(part).view(-1)
-
-
-@contextmanager
-def cut_on_demand() -> Iterator[None]:
-    """FSDP2 makes only the parts that it takes."""
-    before = fsdp_param._chunk_with_empty
-    fsdp_param._chunk_with_empty = Parts
-    try:
-        yield
-    finally:
-        fsdp_param._chunk_with_empty = before

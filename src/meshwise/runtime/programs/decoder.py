@@ -6,19 +6,13 @@ decoder is cut over ranks is applied from outside (`meshwise.runtime.programs.pa
 
 The first piece of a decoder has the embedding, the last one the head and the loss; such a piece may have no
 layers. It takes token numbers or activations, and gives activations or the loss.
-
-Behind the last block a module may say the token after the next (multi-token prediction, arXiv 2412.19437).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model, is_moe_layer
@@ -57,45 +51,6 @@ class Block(nn.Module):
             return x + self.setting.redone(kind, self.mlp, self.norm2(x))
 
 
-LOSS_WEIGHT = 0.3
-"""Of the mean loss of all modules, beside the model's (DeepSeek-V3's for its first ten trillion tokens)."""
-
-
-class Further(nn.Module):
-    """One module; `number` of those of the model."""
-
-    def __init__(self, model: Model, setting: Setting) -> None:
-        super().__init__()
-        self.embedding_norm, self.hidden_norm = DecoderNorm(model), DecoderNorm(model)
-        self.projection = nn.Linear(2 * model.hidden, model.hidden, bias=False)
-        has_experts = is_moe_layer(model, model.num_layers - 1)
-        plain = replace(setting, redone_modules=())  # of recomputation only the model's blocks know
-        self.block = Block(model, plain, has_experts=has_experts, is_redone=False)
-        self.norm = DecoderNorm(model)
-
-    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
-        """[batch, own tokens, hidden] x 2 -> the same, before `norm`."""
-        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(x)], dim=-1)
-        joined = self.projection(both)
-        if isinstance(joined, DTensor):
-            rows = Shard(1) if x.shape[1] < joined.shape[1] else Replicate()
-            joined = joined.redistribute(placements=[rows]).to_local()
-        return self.block(joined)
-
-    @property
-    def outside_block(self) -> list[nn.Module]:
-        """What is not the block."""
-        return [self.embedding_norm, self.hidden_norm, self.projection, self.norm]
-
-
-def further_styles(rows: Shard | Replicate) -> dict[str, Any]:
-    """How what is not the block is cut; `rows`: how activations between matmuls are."""
-    columns = ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
-    names = ("embedding_norm", "hidden_norm", "norm") if isinstance(rows, Shard) else ()
-    norms = dict.fromkeys(names, SequenceParallel())
-    return {"projection": columns, **norms}
-
-
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
 
 
@@ -129,10 +84,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> what the loss is computed of."""
-        return self.read(self.norm(x))
-
-    def read(self, normed: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> [batch, tokens, vocabulary], or what it was."""
+        normed = self.norm(x)
         return self.logits(normed) if self.is_whole else normed
 
 
@@ -143,8 +95,7 @@ class Decoder(nn.Module):
         self, model: Model, setting: Setting, layers: range, *, is_first: bool = True, is_last: bool = True
     ) -> None:
         super().__init__()
-        looks_up = is_first or (is_last and model.mtp_layers > 0)
-        self.embedding = Embedding(model, setting) if looks_up else None
+        self.embedding = Embedding(model, setting) if is_first else None
         self.layers = nn.ModuleDict(
             {
                 str(number): Block(
@@ -157,53 +108,29 @@ class Decoder(nn.Module):
             }
         )
         self.head = Head(model, setting) if is_last else None
-        self.further = nn.ModuleList(Further(model, setting) for _ in range(model.mtp_layers * is_last))
-        self.is_first, self.is_last = is_first, is_last
-        self.is_tied, self.shares_table, self.setting = model.tied_embedding, model.shares_table, setting
+        self.is_tied, self.setting = model.tied_embedding, setting
         self.tie()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Token numbers or activations [batch, tokens, hidden] -> activations, or the tokens' mean loss.
 
-        `labels` [batch, 1 + modules of multi-token prediction, tokens]: the next tokens, and later ones.
+        `labels` [batch, tokens]: the next tokens.
         """
         section = self.setting.recorder.section
-        if self.is_first:
-            assert self.embedding is not None
-            with section("embedding"):
-                x = self._for_blocks(self.embedding(x))
+        if self.embedding is not None:
+            with section("embedding"):  # beside adapters it is frozen, but the blocks pass gradients on
+                x = self.embedding(x).requires_grad_() if self.setting.lora_rank else self.embedding(x)
         for block in self.layers.values():
             x = block(x)
         if self.head is None:
             return x
         assert labels is not None
         with section("head"):
-            loss = self._loss(self.head(x), labels[:, 0])
-        for number, further in enumerate(self.further):
-            with section("further"):
-                assert self.embedding is not None
-                table = self.embedding.tokens if self.is_first else self.embedding  # used as it was gathered
-                x = further(x, self._for_blocks(table(labels[:, number])))
-                further_loss = self._loss(self.head.read(further.norm(x)), labels[:, number + 1])
-            loss = loss + LOSS_WEIGHT / len(self.further) * further_loss
-        return loss
-
-    def _loss(self, found: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of what the head gives."""
-        assert self.head is not None
-        with self.setting.recorder.section("/loss"):
-            if self.setting.loss_chunks == 1:
-                return mean_loss(found, labels)
-            return loss_in_chunks(found, self.head.logits.weight, labels, self.setting.loss_chunks, mean_loss)
-
-    def _for_blocks(self, embedded: Tensor) -> Tensor:
-        """Beside adapters an embedding is frozen, but the blocks that read it pass gradients on."""
-        return embedded.requires_grad_() if self.setting.lora_rank else embedded
-
-    @property
-    def blocks(self) -> list[Block]:
-        """All blocks, those of multi-token prediction last."""
-        return [*self.layers.values(), *(further.block for further in self.further)]
+            found, chunks = self.head(x), self.setting.loss_chunks
+            with section("/loss"):
+                if chunks == 1:
+                    return mean_loss(found, labels)
+                return loss_in_chunks(found, self.head.logits.weight, labels, chunks, mean_loss)
 
     def tie(self) -> bool:
         """Make embedding and head one table where the model says so and both are here; whether they are."""
@@ -222,11 +149,11 @@ class Decoder(nn.Module):
 
     def tied(self) -> nn.Parameter | None:
         """This piece's copy of a table that both ends of the model read, if it has one end only."""
-        if (self.is_first and self.is_last) or self.setting.lora_rank or not self.shares_table:
+        if self.setting.lora_rank or not self.is_tied:
             return None
-        if self.embedding is not None:
-            return self.embedding.tokens.weight
-        return None if self.head is None else self.head.logits.weight
+        ends = (self.embedding and self.embedding.tokens), (self.head and self.head.logits)
+        tables = [end for end in ends if end is not None]
+        return tables[0].weight if len(tables) == 1 else None
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,10 @@ from meshwise.runtime.programs.heads import deal_back, deal_heads
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.narrow import NarrowLinear
 from meshwise.runtime.programs.norm import Norm
+from meshwise.runtime.programs.routes import Routes
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
+from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.torch_private import current_graph_task_id
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.routes import Routes
-    from meshwise.runtime.recorder import OpRecorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

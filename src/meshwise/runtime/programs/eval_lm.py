@@ -13,16 +13,15 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import DataError, WorkloadError
 from meshwise.program.expert_parallel import num_slots
 from meshwise.program.expert_pass import evaluation, new_pass, num_passes
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs.lm_setting import LanguageModelOptions, LanguageModelSetting, setting
+from meshwise.runtime.programs import program_options
+from meshwise.runtime.programs.lm_setting import LanguageModelSetting, setting
 from meshwise.runtime.programs.text_data import Blocks, read_blocks, text_files
 
 if TYPE_CHECKING:
@@ -34,29 +33,17 @@ if TYPE_CHECKING:
 SAYS_RESULT = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationOptions(LanguageModelOptions):
-    """What the command line may choose."""
-
-    max_blocks: Annotated[int, Meta(ge=0, description="blocks of the text to take (0: all)")] = 64
-    max_valid_steps: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(description="last step of a rank, from 0 as fairseq counts: 4 is five steps"),
-    ] = None
-    grouped_gemm: Annotated[bool, Meta(description="all experts of a rank in one batched GEMM")] = False
+Options = program_options(__name__, "language-model", "eval-lm")
 
 
-Options = EvaluationOptions
-
-
-def check(options: EvaluationOptions, ranks: int) -> None:
+def check(options: Any, ranks: int) -> None:
     """A MeshwiseError for what does not fit, before anything starts."""
     setting(options, ranks)
     if not any(file.stat().st_size for file in text_files(options.text)):
         raise WorkloadError(f"{options.text} is empty; name a file or folder with text")
 
 
-def estimate(options: EvaluationOptions, tape: Tape) -> None:
+def estimate(options: Any, tape: Tape) -> None:
     """Write the passes of rank `tape.rank` on `tape`: what `program.expert_pass` states of them."""
     found = setting(options, tape.world_size)
     config, placement = found.config, found.placement
@@ -66,7 +53,7 @@ def estimate(options: EvaluationOptions, tape: Tape) -> None:
     write_ops(evaluation(of), tape, times=num_passes(num_batches, placement.dp, options.max_valid_steps))
 
 
-def main(options: EvaluationOptions, context: Context) -> dict[str, Any] | None:
+def main(options: Any, context: Context) -> dict[str, Any] | None:
     """Evaluate on this rank; the figures of all ranks, equal on each (None: fake tensors have none)."""
     import numpy as np
     import torch
@@ -111,13 +98,13 @@ class Totals:
     model_s: float = 0.0
 
 
-def _blocks(options: EvaluationOptions, found: LanguageModelSetting) -> Blocks:
+def _blocks(options: Any, found: LanguageModelSetting) -> Blocks:
     """The blocks to evaluate."""
     return read_blocks(options.text, found.config.tokens_per_sample, options.max_blocks)
 
 
 def _evaluate(
-    model: TransformerDecoder, blocks: Blocks, options: EvaluationOptions, found: LanguageModelSetting,
+    model: TransformerDecoder, blocks: Blocks, options: Any, found: LanguageModelSetting,
     context: Context,
 ) -> Totals:  # fmt: skip
     import torch

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from msgspec import Meta
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.program.generation import Generation, generation_events
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs.lm_setting import LanguageModelOptions, LanguageModelSetting, setting
+from meshwise.runtime.programs import program_options
+from meshwise.runtime.programs.lm_setting import LanguageModelSetting, setting
 from meshwise.runtime.programs.text_data import EOS, decode, encode, read_blocks
 
 if TYPE_CHECKING:
@@ -33,30 +32,10 @@ if TYPE_CHECKING:
 SAYS_RESULT = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOptions(LanguageModelOptions):
-    """What the command line may choose."""
-
-    prompt: Annotated[str, Meta(description="text to go on from (default: pieces of --text)")] = ""
-    num_prompts: Annotated[int, Meta(ge=1, description="prompts to cut from the text")] = 4
-    prompt_tokens: Annotated[int, Meta(ge=1, description="tokens of each of them")] = 32
-    max_tokens: Annotated[int, Meta(ge=1, description="tokens to generate at most, the end included")] = 32
-    min_tokens: Annotated[int, Meta(ge=0, description="tokens before the end may come")] = 0
-    search: Annotated[Literal["greedy", "beam"], Meta(description="how to choose")] = "greedy"
-    beam: Annotated[int, Meta(ge=1, description="sequences that live side by side in beam search")] = 5
-    length_penalty: Annotated[
-        float, Meta(ge=0, description="a beam's score is its log-probability / length^this")
-    ] = 1.0
-    cache: Annotated[bool, Meta(description="keep keys and values, or compute all tokens anew")] = True
-    capacity_fraction: Annotated[
-        float, Meta(ge=0, le=1, description="slots of an expert, as a share of a step's tokens (0: config's)")
-    ] = 1.0
+Options = program_options(__name__, "language-model", "generate")
 
 
-Options = GenerationOptions
-
-
-def check(options: GenerationOptions, ranks: int) -> None:
+def check(options: Any, ranks: int) -> None:
     """A MeshwiseError for what does not fit, before anything starts."""
     if options.min_tokens > options.max_tokens:
         raise WorkloadError(
@@ -66,12 +45,12 @@ def check(options: GenerationOptions, ranks: int) -> None:
     _prompts(options)
 
 
-def estimate(options: GenerationOptions, tape: Tape) -> None:
+def estimate(options: Any, tape: Tape) -> None:
     """Write the closed form of rank `tape.rank` on `tape`: what `program.generation` states of every pass."""
     write_ops(generation_events(generation(options, tape.world_size, tape.rank)), tape)
 
 
-def generation(options: GenerationOptions, ranks: int, rank: int = 0) -> Generation:
+def generation(options: Any, ranks: int, rank: int = 0) -> Generation:
     """What `options` mean for rank `rank` of `ranks`, in the words of the closed form."""
     found = _setting(options, ranks)
     prompts = _prompts(options)
@@ -90,7 +69,7 @@ def generation(options: GenerationOptions, ranks: int, rank: int = 0) -> Generat
     )
 
 
-def main(options: GenerationOptions, context: Context) -> dict[str, Any] | None:
+def main(options: Any, context: Context) -> dict[str, Any] | None:
     """Generate on this rank; all texts, equal on each rank (None: fake tensors have none)."""
     import torch
     import torch.distributed as dist
@@ -138,7 +117,7 @@ def main(options: GenerationOptions, context: Context) -> dict[str, Any] | None:
     return result
 
 
-def _setting(options: GenerationOptions, ranks: int) -> LanguageModelSetting:
+def _setting(options: Any, ranks: int) -> LanguageModelSetting:
     """The setting, with the capacity of generation, and its dispatch: small batches are copied."""
     found = setting(options, ranks)
     config = replace(found.config, use_tutel_moe=True)
@@ -147,7 +126,7 @@ def _setting(options: GenerationOptions, ranks: int) -> LanguageModelSetting:
     return replace(found, config=config)
 
 
-def _prompts(options: GenerationOptions) -> list[list[int]]:
+def _prompts(options: Any) -> list[list[int]]:
     """The prompts as tokens, each behind an end of sentence, as texts are in training."""
     if options.prompt:
         return [[EOS, *encode(options.prompt.encode()).tolist()]]
@@ -161,7 +140,7 @@ def _prompts(options: GenerationOptions) -> list[list[int]]:
 
 
 def _result(
-    options: GenerationOptions, found: LanguageModelSetting, prompts: list[list[int]],
+    options: Any, found: LanguageModelSetting, prompts: list[list[int]],
     hypotheses: dict[int, list[Hypothesis]], model_s: float, load_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     texts = [

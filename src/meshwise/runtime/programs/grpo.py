@@ -20,7 +20,6 @@ from meshwise.rl.packing import PackedBatch
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.functions import Rotate, turns
-from meshwise.runtime.programs.rl_options import RlOptions
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, block, shapes
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
 
@@ -96,7 +95,7 @@ class Policy:
 class _PoolRank:
     """What ranks of both pools do: hand samples round, and bring the trainers' weights to the engines."""
 
-    def __init__(self, options: RlOptions, model: Model, context: Context, packed: PackedBatch) -> None:
+    def __init__(self, options: Any, model: Model, context: Context, packed: PackedBatch) -> None:
         self.options, self.context, self.packed = options, context, packed
         engines = options.rollout_ranks
         with context.recorder.setup():
@@ -176,7 +175,7 @@ class GrpoEngine(_PoolRank):
 class GrpoTrainer(_PoolRank):
     """A data-parallel rank of the trainers; it updates its shard of the weights."""
 
-    def __init__(self, options: RlOptions, model: Model, context: Context, packed: PackedBatch) -> None:
+    def __init__(self, options: Any, model: Model, context: Context, packed: PackedBatch) -> None:
         super().__init__(options, model, context, packed)
         engines = options.rollout_ranks
         self.dp = MeshAxis(self.pool, context.world_size - engines, context.rank - engines)

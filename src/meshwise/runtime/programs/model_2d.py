@@ -10,16 +10,13 @@ as in a transformer. Source: Megatron-LM, arXiv 1909.08053, with sequence parall
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import PlanError
 from meshwise.program.lifetime import play
 from meshwise.program.model_2d import Model2D, model_2d_program
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs import Dtype, ulysses
+from meshwise.runtime.programs import program_options, ulysses
 
 if TYPE_CHECKING:
     import torch
@@ -27,28 +24,10 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model2DOptions:
-    """What the command line may choose."""
-
-    seq: Annotated[int, Meta(ge=1, description="tokens in the whole sequence, N")] = 4096
-    hidden: Annotated[int, Meta(ge=1, description="width of the model, d")] = 1024
-    ffn_hidden: Annotated[int, Meta(ge=0, description="inner width f (0: 4 x hidden)")] = 0
-    layers: Annotated[int, Meta(ge=1, le=100_000, description="layers, L")] = 2
-    tp: Annotated[int, Meta(ge=0, description="tensor-parallel ranks (0: what dp leaves)")] = 0
-    dp: Annotated[int, Meta(ge=0, description="data-parallel ranks (0: what tp leaves)")] = 0
-    dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
-    after_ulysses: Annotated[bool, Meta(description="run Ulysses attention before it, forward only")] = True
-    heads: Annotated[int, Meta(ge=0, description="attention heads (0: of size 128, at least one a rank)")] = 0
-    backward: Annotated[bool, Meta(description="run the backward too, and all-reduce its gradients")] = False
-    check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
-    seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
+Options = program_options(__name__, "model-2d")
 
 
-Options = Model2DOptions
-
-
-def check(options: Model2DOptions, ranks: int) -> None:
+def check(options: Any, ranks: int) -> None:
     """PlanError for what does not divide."""
     tp, dp = degrees(options, ranks)
     if tp * dp != ranks:
@@ -63,28 +42,28 @@ def check(options: Model2DOptions, ranks: int) -> None:
         ulysses.check(attention_options(options, ranks), ranks)
 
 
-def degrees(options: Model2DOptions, ranks: int) -> tuple[int, int]:
+def degrees(options: Any, ranks: int) -> tuple[int, int]:
     """(tp, dp); where both are left out, all ranks are tensor-parallel."""
     tp = options.tp or max(1, ranks // (options.dp or 1))
     return tp, options.dp or max(1, ranks // tp)
 
 
-def inner_width(options: Model2DOptions) -> int:
+def inner_width(options: Any) -> int:
     """f, the width between W1 and W2."""
     return options.ffn_hidden or 4 * options.hidden
 
 
-def attention_options(options: Model2DOptions, ranks: int) -> ulysses.UlyssesOptions:
+def attention_options(options: Any, ranks: int) -> ulysses.Options:
     """The Ulysses attention that goes before."""
     heads = options.heads or max(1, options.hidden // 128)
     if not options.heads and heads % ranks:
         heads = ranks
-    return ulysses.UlyssesOptions(
+    return ulysses.Options(
         seq=options.seq, hidden=options.hidden, heads=heads, dtype=options.dtype, seed=options.seed
     )
 
 
-def estimate(options: Model2DOptions, tape: Tape) -> None:
+def estimate(options: Any, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`."""
     tp, dp = degrees(options, tape.world_size)
     before = ulysses.sizes(attention_options(options, tape.world_size), tape.world_size)
@@ -102,7 +81,7 @@ def estimate(options: Model2DOptions, tape: Tape) -> None:
     play(model_2d_program(sizes, tape.rank), tape)
 
 
-def main(options: Model2DOptions, context: Context) -> dict[str, Any] | None:
+def main(options: Any, context: Context) -> dict[str, Any] | None:
     """Forward, and backward if asked; with `--check`, the largest difference to a single process."""
     import torch
 
@@ -131,7 +110,7 @@ def main(options: Model2DOptions, context: Context) -> dict[str, Any] | None:
         return {"max_abs_diff": model_2d_difference(start, shards, column, grads, parts, output)}
 
 
-def _start(options: Model2DOptions, context: Context) -> torch.Tensor:
+def _start(options: Any, context: Context) -> torch.Tensor:
     """This rank's N/P tokens: what attention leaves, or made up."""
     import torch
 
@@ -144,9 +123,7 @@ def _start(options: Model2DOptions, context: Context) -> torch.Tensor:
         return ulysses.forward(attention, context, ulysses.make_inputs(attention, context))
 
 
-def local_weights(
-    options: Model2DOptions, context: Context, tp: int, place: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def local_weights(options: Any, context: Context, tp: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     """W1 [L, d, f/TP] and W2 [L, f/TP, d] of tensor-parallel rank `place`."""
     dtype, inner = context.dtype(options.dtype), inner_width(options) // tp
     shapes = (options.layers, options.hidden, inner), (options.layers, inner, options.hidden)
@@ -202,7 +179,7 @@ def forward(
 
 
 def backward(
-    options: Model2DOptions, context: Context, output: torch.Tensor, grads: list[torch.Tensor], group: Any
+    options: Any, context: Context, output: torch.Tensor, grads: list[torch.Tensor], group: Any
 ) -> None:
     """Gradients for a made-up gradient of the output; weights' are summed over the DP ranks of `group`."""
     import torch.distributed as dist
@@ -218,8 +195,6 @@ def backward(
     context.step("backward", {"dW1 [L, d, d'/TP]": grads[0], "dW2 [L, d'/TP, d]": grads[1]})
 
 
-def output_gradient(
-    options: Model2DOptions, context: Context, rank: int, output: torch.Tensor
-) -> torch.Tensor:
+def output_gradient(options: Any, context: Context, rank: int, output: torch.Tensor) -> torch.Tensor:
     """The made-up gradient of the tokens of `rank`."""
     return context.normal(*output.shape, dtype=output.dtype, key=(options.seed, 13, rank))

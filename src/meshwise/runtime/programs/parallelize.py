@@ -12,26 +12,21 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 
 from meshwise.runtime.programs.adapters import Adapted, cut_as
-from meshwise.runtime.programs.cut_on_demand import cut_on_demand
-from meshwise.runtime.programs.decoder import Block, Decoder, further_styles
+from meshwise.runtime.programs.cut_on_demand import Parts
+from meshwise.runtime.programs.decoder import Block, Decoder
 from meshwise.runtime.programs.decoder_attention import LatentAttention
 from meshwise.runtime.programs.mixture import Experts, Mixture
 from meshwise.runtime.programs.routes import WHOLE, ExpertPlace, cut_dim
+from meshwise.runtime.torch_private import fsdp_param
 
 
 def cut_tensors(decoder: Decoder, mesh: DeviceMesh, rows: Shard | Replicate) -> None:
@@ -41,28 +36,26 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh, rows: Shard | Replicate) -> 
     """
     is_split = isinstance(rows, Shard)
     ends: dict[str, Any] = {
-        "embedding.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
-        "head.norm": SequenceParallel(),
-        "head.logits": ColwiseParallel(input_layouts=rows, use_local_output=False),
+        "embedding.tokens": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
+        "head.norm": parallel.SequenceParallel(),
+        "head.logits": parallel.ColwiseParallel(input_layouts=rows, use_local_output=False),
     }
     if not is_split:
         del ends["head.norm"]
     held = {name for name in ends if getattr(decoder, name.split(".")[0]) is not None}
-    parallelize_module(decoder, mesh, {name: style for name, style in ends.items() if name in held})
+    parallel.parallelize_module(decoder, mesh, {name: style for name, style in ends.items() if name in held})
     decoder.tie()
     if is_split and decoder.embedding is not None and decoder.embedding.positions is not None:
         whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
         decoder.embedding.positions = nn.Parameter(whole)
-    for further in decoder.further:
-        parallelize_module(further, mesh, further_styles(rows))
-    for layer in decoder.blocks:
+    for layer in decoder.layers.values():
         styles: dict[str, Any] = {}
         for name, style in block_plan(rows, layer).items():
-            if isinstance(style, SequenceParallel) and not is_split:
+            if isinstance(style, parallel.SequenceParallel) and not is_split:
                 continue
             is_adapted = isinstance(layer.get_submodule(name), Adapted)
             styles |= cut_as(style, name, rows) if is_adapted else {name: style}
-        parallelize_module(layer, mesh, styles)
+        parallel.parallelize_module(layer, mesh, styles)
         if isinstance(layer.mlp, Mixture):
             for module in (layer.mlp, layer.mlp.router):
                 for name, parameter in list(module.named_parameters(recurse=False)):
@@ -77,26 +70,27 @@ def block_plan(rows: Shard | Replicate, layer: Block) -> dict[str, Any]:
     """
     gather = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
     plan: dict[str, Any] = {
-        "norm1": SequenceParallel(),
-        "attention.out": RowwiseParallel(output_layouts=rows),
-        "norm2": SequenceParallel(),
+        "norm1": parallel.SequenceParallel(),
+        "attention.out": parallel.RowwiseParallel(output_layouts=rows),
+        "norm2": parallel.SequenceParallel(),
     }
     if isinstance(layer.attention, LatentAttention):
-        plan |= {f"attention.{name}": ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
-        plan |= {f"attention.{name}": SequenceParallel() for name in ("kv_down", "kv_norm")}
+        plan |= {f"attention.{name}": parallel.ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
+        plan |= {f"attention.{name}": parallel.SequenceParallel() for name in ("kv_down", "kv_norm")}
         if not isinstance(layer.attention.q_down, nn.Identity):
-            plan |= {f"attention.{name}": SequenceParallel() for name in ("q_down", "q_norm")}
-        plan["attention.shared_key"] = PrepareModuleInput(**gather)
+            plan |= {f"attention.{name}": parallel.SequenceParallel() for name in ("q_down", "q_norm")}
+        plan["attention.shared_key"] = parallel.PrepareModuleInput(**gather)
     else:
-        plan |= {"attention": PrepareModuleInput(**gather)}
-        plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+        plan |= {"attention": parallel.PrepareModuleInput(**gather)}
+        plan |= {f"attention.{name}": parallel.ColwiseParallel() for name in "qkv"}
     is_mixture = isinstance(layer.mlp, Mixture)
     mlp, name = (layer.mlp.shared, "mlp.shared") if is_mixture else (layer.mlp, "mlp")
     if mlp is None:
         return plan
     columns = [f"{name}.up"] if mlp.gate is None else [f"{name}.gate", f"{name}.up"]
-    plan |= {name: PrepareModuleInput(**gather), **{column: ColwiseParallel() for column in columns}}
-    return plan | {f"{name}.down": RowwiseParallel(output_layouts=rows)}
+    plan |= {name: parallel.PrepareModuleInput(**gather)}
+    plan |= {column: parallel.ColwiseParallel() for column in columns}
+    return plan | {f"{name}.down": parallel.RowwiseParallel(output_layouts=rows)}
 
 
 def shard_states(
@@ -119,7 +113,7 @@ def shard_states(
     for modules in _groups(decoder):
         _materialize(modules, names, device, kept, seed)
         is_block = isinstance(modules[0], Block)
-        with cut_on_demand():
+        with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
             if isinstance(modules[0], Block) and isinstance(modules[0].mlp, Mixture):
                 experts = modules[0].mlp.experts
                 fully_shard(
@@ -136,8 +130,7 @@ def shard_states(
 def _groups(decoder: Decoder) -> list[list[nn.Module]]:
     """What is gathered together; a table that is embedding and head at once makes them one group."""
     ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
-    others: list[list[nn.Module]] = [[layer] for layer in decoder.blocks]
-    others += [further.outside_block for further in decoder.further]
+    others: list[list[nn.Module]] = [[layer] for layer in decoder.layers.values()]
     return [ends, *others] if decoder.tie() else [*([end] for end in ends), *others]
 
 

@@ -9,37 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 from torch.distributed.pipelining.stage import InferenceMode
 
+from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.dualpipe import ScheduleDualPipe, StageOfOneWay
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Context
-    from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.recorder import OpRecorder
 
 SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zb-h1": ScheduleInterleavedZeroBubble,
-    "zb-v": ScheduleZBVZeroBubble,
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zb-h1": pipelining.ScheduleInterleavedZeroBubble,
+    "zb-v": pipelining.ScheduleZBVZeroBubble,
     "dualpipe": ScheduleDualPipe,
-    "dualpipe-v": ScheduleDualPipeV,
+    "dualpipe-v": pipelining.ScheduleDualPipeV,
 }
 """torch's schedules, and one on its runtime, by the names of a `Plan`."""
 REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad", "start_gradient_reduction")
@@ -62,7 +52,7 @@ def make_schedule(
     between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     tokens = torch.empty(shape[:2], dtype=torch.int64, device="meta")
     loss = torch.empty((), device="meta", requires_grad=True)
-    ways, stage_type = (2, StageOfOneWay) if name == "dualpipe" else (1, PipelineStage)
+    ways, stage_type = (2, StageOfOneWay) if name == "dualpipe" else (1, pipelining.PipelineStage)
     num_each_way = num_microbatches // ways
     stages = [
         stage_type(
@@ -99,7 +89,7 @@ def make_schedule(
     return step
 
 
-def _end_backward_of_weights(stage: PipelineStage) -> None:
+def _end_backward_of_weights(stage: pipelining.PipelineStage) -> None:
     """FSDP adds up gradients in fp32, or reduces them, behind a backward of weights alone: it misses it."""
     backward_of_weights = stage.backward_weight_one_chunk
 

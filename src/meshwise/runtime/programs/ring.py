@@ -10,9 +10,9 @@ that all work alike. Source: arXiv 2310.01889; torch/distributed/tensor/experime
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -63,15 +63,12 @@ class RingAttend(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-@contextmanager
-def _options(q: Tensor, kind: str) -> Iterator[None]:
+def _options(q: Tensor, kind: str) -> AbstractContextManager[Any]:
     """torch's options of context parallelism, for this call."""
-    options = ring_attention._cp_options
-    before = options.convert_to_f32, options.enable_load_balance, options.rotate_method
-    options.convert_to_f32, options.enable_load_balance = q.dtype != torch.float64, True
     method = ring_attention._RotateMethod
-    options.rotate_method = method.ALL_GATHER if kind == ALL_AT_ONCE else method.ALL_TO_ALL
-    try:
-        yield
-    finally:
-        options.convert_to_f32, options.enable_load_balance, options.rotate_method = before
+    return mock.patch.multiple(
+        ring_attention._cp_options,
+        convert_to_f32=q.dtype != torch.float64,
+        enable_load_balance=True,
+        rotate_method=method.ALL_GATHER if kind == ALL_AT_ONCE else method.ALL_TO_ALL,
+    )

@@ -14,27 +14,84 @@ passes, tokens, matmuls, attention, payloads, and what both pools hold.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from meshwise.core.errors import WorkloadError
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.one_plan import estimate as price
 from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import Model
+from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
-from meshwise.rl.packing import PackedBatch
+from meshwise.rl.packing import PackedBatch, pack
 from meshwise.rl.step import SYNC_BYTES
-from meshwise.runtime.programs.rl_options import RlOptions, bins_of, check, the_model
+from meshwise.runtime.programs import program_options
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
 
-__all__ = ["Options", "check", "estimate", "main"]
 
-Options = RlOptions
-STATES_TOTALS_ONLY = True
+Options = program_options(
+    __name__,
+    "rl",
+    num_samples=property(lambda options: options.prompts * options.samples, doc="Answers of a step."),
+    length=property(lambda options: options.prompt + options.output, doc="Tokens of a sample."),
+)
+STATES = "totals"
+
+
+def check(options: Any, ranks: int) -> None:
+    """WorkloadError for what does not divide."""
+    engines, trainers = options.rollout_ranks, ranks - options.rollout_ranks
+    if trainers < 1:
+        raise WorkloadError(
+            f"rl: --rollout-ranks {engines} of {ranks} ranks leaves no trainer; use at most {ranks - 1}"
+        )
+    for what, number, divisor in (
+        ("prompts", options.prompts, engines),
+        ("hidden width", options.hidden, options.heads),
+        ("samples of a step", options.num_samples, options.updates),
+        ("weights", num_params(the_model(options)), trainers),
+    ):
+        if number % divisor:
+            raise WorkloadError(f"rl: {number} {what} do not divide by {divisor}; use a multiple")
+    if 0 < options.pack_length < options.length:
+        raise WorkloadError(
+            f"rl: --pack-length {options.pack_length} holds no sample of {options.length} tokens; raise it"
+        )
+    if (options.hidden // options.heads) % 2:
+        raise WorkloadError(
+            f"rl: heads of {options.hidden // options.heads} numbers cannot be rotated in pairs"
+        )
+    bins = bins_of(options, trainers)
+    if bins.bins * bins.samples * trainers * options.updates != options.num_samples:
+        raise WorkloadError(
+            f"rl: {options.num_samples} samples do not fill the bins of {trainers} trainers, {bins.samples} "
+            f"samples each; change --samples, --pack-length or --updates"
+        )
+
+
+def the_model(options: Any) -> Model:
+    """The policy: a small Llama with as many key-value heads as heads."""
+    return replace(
+        find_model("llama2-7b"), name="rl-policy", num_layers=options.layers, hidden=options.hidden,
+        ffn_hidden=options.ffn, num_heads=options.heads, num_kv_heads=options.heads,
+        head_dim=options.hidden // options.heads, vocab=options.vocab, max_seq=options.length,
+    )  # fmt: skip
+
+
+def bins_of(options: Any, trainers: int) -> PackedBatch:
+    """How the samples of an update are packed."""
+    lengths = np.full(options.num_samples // options.updates, options.length)
+    return pack(lengths, options.pack_length or 2 * options.length, ranks=trainers)
+
 
 TOKEN_BYTES = 8.0
 """Of a token number on its way from an engine (int64)."""
@@ -45,7 +102,7 @@ _CHIP = "h100-80g-sxm"  # counts depend on no chip
 # --- closed form -------------------------------------------------------------------------------
 
 
-def estimate(options: RlOptions, tape: Tape) -> None:
+def estimate(options: Any, tape: Tape) -> None:
     """Write on `tape` what `meshwise estimate` says of this rank's passes, and what the pools exchange."""
     engines, trainers = options.rollout_ranks, tape.world_size - options.rollout_ranks
     share = options.num_samples // engines
@@ -78,14 +135,14 @@ def estimate(options: RlOptions, tape: Tape) -> None:
     _states(tape, held, {"tokens": tokens * options.steps, "passes": passes * options.steps})
 
 
-def _generation(options: RlOptions, sequences: int) -> Iterator[Estimate]:
+def _generation(options: Any, sequences: int) -> Iterator[Estimate]:
     """The passes of an engine: the prompts, then each token but the last."""
     for seq in range(options.prompt, options.length):
         kind = "prefill" if seq == options.prompt else "decode"
         yield _price(options, 1, Plan(), batch=sequences, seq=seq, microbatch=sequences, kind=kind)
 
 
-def _training(options: RlOptions, packed: PackedBatch, trainers: int, kind: str, bins: int) -> Estimate:
+def _training(options: Any, packed: PackedBatch, trainers: int, kind: str, bins: int) -> Estimate:
     """Passes of the trainers over so many bins each."""
     plan = Plan(zero=1) if kind == "train" else Plan()
     return _price(
@@ -94,12 +151,12 @@ def _training(options: RlOptions, packed: PackedBatch, trainers: int, kind: str,
     )  # fmt: skip
 
 
-def _price(options: RlOptions, ranks: int, plan: Plan, **work: Any) -> Estimate:
+def _price(options: Any, ranks: int, plan: Plan, **work: Any) -> Estimate:
     return price(the_model(options), find_cluster(f"{_CHIP}:{ranks}"), plan, Workload(**work))
 
 
 def _broadcast(
-    tape: Tape, axis: str, group_size: int, payload_bytes: float, times: int, options: RlOptions
+    tape: Tape, axis: str, group_size: int, payload_bytes: float, times: int, options: Any
 ) -> None:
     tape.op(
         "broadcast", collective="broadcast", axis=axis, group_size=group_size, payload_bytes=payload_bytes,
@@ -117,7 +174,7 @@ def _states(tape: Tape, held: dict[str, float], counted: dict[str, int]) -> None
 # --- run ---------------------------------------------------------------------------------------
 
 
-def main(options: RlOptions, context: Context) -> dict[str, Any]:
+def main(options: Any, context: Context) -> dict[str, Any]:
     """`steps` steps; the mean reward of each (none on fake tensors)."""
     from meshwise.runtime.programs.grpo import GrpoEngine, GrpoTrainer
 

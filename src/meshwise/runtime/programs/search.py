@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from torch import Tensor
 
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum
 from meshwise.runtime.programs.text_data import EOS, PAD, UNK
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.transformer_lm import KVCache, TransformerDecoder
+from meshwise.runtime.programs.transformer_lm import KVCache, TransformerDecoder
 
 
 @dataclass(frozen=True, slots=True)

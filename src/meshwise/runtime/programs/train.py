@@ -1,34 +1,138 @@
 """A training step of a model like GPT, Llama, Mixtral or DeepSeek-V2 on torch's own parts, cut by a `Plan`.
 
-`train_options` says which plans; `meshwise estimate` prices them under implementation=fsdp2.
+Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism by FSDP2 (`zero`,
+`zero_group`), pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by
+torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
+by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules, of the first layers
+of each chunk, or of ops whose results are not kept (`recompute`), adapters beside frozen weights
+(`lora_rank`), AdamW or SGD.
+Gradients of several microbatches add up before the optimizer steps. Dropout and multi-token prediction are
+left out. Layouts beyond 1d, and what `catalog/train.toml` leaves out, are priced by `meshwise estimate` under
+implementation=fsdp2 and refused here.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from meshwise.core.errors import ModelError, PlanError
+from meshwise.core.files import read_catalog
 from meshwise.estimate.one_plan import estimate as price
+from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.machine.overheads import find_overheads
+from meshwise.model.architecture import Model, checked_model, layer_kinds
+from meshwise.model.find import find_model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import DEFAULTS, KEYS, Plan, plan_keys
+from meshwise.plan.rules import resolve
+from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs.train_options import (
-    Options,
-    check,
-    the_cluster,
-    the_model,
-    the_plan,
-    the_workload,
-)
+from meshwise.runtime.programs import program_options
+from meshwise.runtime.torch_private import release
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
 
-__all__ = ["Options", "check", "estimate", "main"]
+_CATALOG = read_catalog("train.toml")
+_PARTS = _CATALOG["parts"]
 
-STATES_TOTALS_ONLY = True
+
+Options = program_options(__name__, "train")
+STATES = "totals"
 
 
-def estimate(options: Options, tape: Tape) -> None:
+def check(options: Any, ranks: int) -> None:
+    """PlanError, ModelError or WorkloadError for what does not fit or is not built."""
+    model, mesh = the_model(options), the_mesh(options, ranks)
+    if model.moe is None:
+        return
+    alike = int(mesh.shard_ranks(mesh.expert_replicas))
+    has_ring = mesh.plan.cp_kind != "ulysses" and mesh.plan.cp > mesh.plan.ulysses
+    run = options.seq // mesh.plan.tp // mesh.plan.cp // (1 + has_ring)  # a ring rank has two such parts
+    for what, number, divisor in (
+        ("hidden width", model.hidden, alike),
+        ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
+        (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
+         model.moe.num_experts),
+    ):  # fmt: skip
+        if number % divisor:
+            raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
+
+
+def the_plan(options: Any) -> Plan:
+    """The plan; FSDP2 of the torch at hand, and so ZeRO 3, unless it says otherwise. PlanError for what does
+    not run.
+    """
+    software = "torch-2026" if release(version("torch")) >= (2, 15) else "torch-2024"
+    keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3, "software": software}
+    plan = Plan(**keys | plan_keys(options.plan))
+    for key, own in _CATALOG["plan"].items():
+        value = getattr(plan, key)
+        if value is not None and value not in own.get("run", [DEFAULTS[key]]):
+            raise PlanError(
+                f"the program train does not run {key}={KEYS[key].show(value)}, "
+                f"which meshwise estimate prices; {own['hint']}"
+            )
+    recomputed = _PARTS["recompute_modules"]
+    if others := set(plan.recompute_modules).difference(recomputed):
+        raise PlanError(
+            f"the program train does not run recompute_modules={'+'.join(sorted(others))}, which meshwise "
+            f"estimate prices; torch.utils.checkpoint runs {', '.join(recomputed)}"
+        )
+    return plan
+
+
+def the_model(options: Any) -> Model:
+    """The model without dropout and multi-token prediction, cut to its first layers where asked.
+
+    ModelError for one of another shape.
+    """
+    model = find_model(options.model)
+    stated = list(_beside(model, _PARTS["model"]))
+    for kind in layer_kinds(model):
+        stated += _beside(kind, _PARTS["layer"])
+    if model.moe is not None:
+        stated += [*_beside(model.moe, _PARTS["moe"]), *("experts with biases",) * model.linear_bias]
+    stated += [f"the activation {model.activation}"] * (model.activation not in _PARTS["activation"])
+    stated += [f"positions {model.positions}"] * (model.positions not in _PARTS["positions"])
+    if stated:
+        raise ModelError(
+            f"train: {model.name} has {stated[0]}; choose one shaped like GPT, Llama, Mixtral or DeepSeek-V2"
+        )
+    layers = options.layers or model.num_layers
+    return checked_model(replace(model, num_layers=layers, dropout_frac=0.0, mtp_layers=0), model.name)
+
+
+def _beside(part: Any, built: Sequence[str]) -> Iterator[str]:
+    """What is stated of a part of a model beside what is `built`."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.name not in built and value != field.default:
+            yield f"{field.name}={value}" if isinstance(value, int | str) else field.name
+
+
+def the_workload(options: Any, ranks: int) -> Workload:
+    """Batch, sequence and microbatch; by default as many microbatches as stages a replica."""
+    plan = the_plan(options)
+    dp = plan.data_parallel(ranks)
+    batch = options.batch or dp * plan.pp * options.microbatch
+    return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
+
+
+def the_mesh(options: Any, ranks: int) -> Mesh:
+    """The plan resolved on `ranks` ranks; what chip they are does not matter here."""
+    return resolve(the_model(options), the_plan(options), the_workload(options, ranks), the_cluster(ranks))
+
+
+def the_cluster(ranks: int) -> Cluster:
+    """So many ranks."""
+    return find_cluster(f"b200-sxm:{ranks}")
+
+
+def estimate(options: Any, tape: Tape) -> None:
     """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over."""
     ranks, plan = tape.world_size, the_plan(options)
     cluster, workload = the_cluster(ranks), the_workload(options, ranks)
@@ -42,7 +146,7 @@ def estimate(options: Options, tape: Tape) -> None:
     tape.op("activations", module="states", phase="step", saved_bytes=float(of_rank.kept_bytes))
 
 
-def main(options: Options, context: Context) -> dict[str, Any]:
+def main(options: Any, context: Context) -> dict[str, Any]:
     """`steps` steps; returns the losses and the bytes of parameters, gradients and optimizer states.
 
     With `--check` also how far the first loss and its gradients are from one process that holds everything.
@@ -55,7 +159,8 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     from meshwise.runtime.programs.training import Trainer
 
     recorder = context.recorder
-    trainer = Trainer(options, context)
+    mesh = the_mesh(options, context.world_size)
+    trainer = Trainer(options, the_plan(options), the_model(options), mesh, context)
     torch.set_float32_matmul_precision("high" if trainer.plan.dtype == "tf32" else "highest")
     with recorder.setup():
         parameters = trainer.parameters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,7 @@ from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.parallelize import fill
 from meshwise.runtime.programs.routes import part_of, routes
-from meshwise.runtime.programs.training import with_labels
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.training import Trainer
+from meshwise.runtime.programs.training import Trainer
 
 
 def differences(trainer: Trainer, loss: float) -> dict[str, float]:
@@ -72,7 +69,7 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     total = 0.0
     batch = trainer.all_tokens().flatten(0, 1)
     for sequence in batch.split(1):
-        loss = decoder(*with_labels(sequence, options.seq)) / len(batch)
+        loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
         loss.backward()
         total += float(loss.detach())
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}

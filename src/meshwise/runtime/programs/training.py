@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.plan.plan import number_of
-from meshwise.plan.stages import V_SHAPED
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import Plan, number_of
+from meshwise.plan.stages import V_SHAPED, chunks_of_rank
 from meshwise.runtime.programs.attention_kernels import Attend
+from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.functions import turned_width, turns
@@ -28,10 +31,6 @@ from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.routes import routes
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
-from meshwise.runtime.programs.train_options import Options, rank_layers, the_mesh, the_model, the_plan
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Context
 
 
 class Place(NamedTuple):
@@ -46,12 +45,10 @@ class Place(NamedTuple):
 class Trainer:
     """The modules, groups and tokens of a rank, and how it runs a step."""
 
-    def __init__(self, options: Options, context: Context) -> None:
+    def __init__(self, options: Any, plan: Plan, model: Model, on: Mesh, context: Context) -> None:
         self.options, self.context = options, context
-        self.plan, self.model = the_plan(options), the_model(options)
-        on = the_mesh(options, context.world_size)
+        self.plan, self.model, self.rank = plan, model, context.rank
         self.dp, self.num = int(on.dp), int(on.num_microbatches)
-        plan, self.rank = self.plan, context.rank
         axes = plan.pp, self.dp, plan.cp, plan.tp
         self.place = place = Place(*map(int, np.unravel_index(self.rank, axes)))
         replicas = self.dp * plan.cp
@@ -70,8 +67,8 @@ class Trainer:
             places = own_places(options.seq, int(on.ring), ring_rank, context.device)
             self.places = places.chunk(int(on.ulysses))[part]
             self.setting = self._setting()
-            layers = rank_layers(options, context.world_size, place.pp)
-            self.pieces = {stage: self._piece(stage, held) for stage, held in layers.items()}
+            held = chunks_of_rank(model, plan.pp, plan.vpp, plan.schedule, plan.stages, place.pp)
+            self.pieces = {int(chunk.index): self._piece(int(chunk.index), layers) for chunk, layers in held}
             self.tokens, self.labels = self._tokens()
             context.recorder.weights(self.tokens, self.labels)  # inputs, not activations
         self._step = self._alone if plan.pp == 1 else self._pipeline()
@@ -162,7 +159,7 @@ class Trainer:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.place.pp
         has_both = self.plan.schedule in (*V_SHAPED, "dualpipe")  # a rank with one end has the other
-        if num == 1 or has_both or not self.model.shares_table or place not in (0, num - 1):
+        if num == 1 or has_both or not self.model.tied_embedding or place not in (0, num - 1):
             return None
         per_stage = self.context.world_size // num
         first = self.rank - place * per_stage
@@ -246,26 +243,15 @@ class Trainer:
         return decoder
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """This rank's tokens [microbatches x sequences, own tokens], and their labels (`with_labels`).
-
-        Labels of one kind lie together, so that a loss reads them as they are.
-        """
+        """This rank's tokens [microbatches x sequences, own tokens], and the next ones, their labels."""
         mine = self.all_tokens()[self.place.dp]
-        tokens, labels = with_labels(mine, self.options.seq)
-        by_kind = labels[..., self.places].transpose(0, 1).contiguous()
-        return tokens[:, self.places].contiguous(), by_kind.transpose(0, 1)
+        return mine[:, self.places].contiguous(), mine[:, 1:][:, self.places].contiguous()
 
     def all_tokens(self) -> Tensor:
         """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens]."""
         torch.manual_seed(self.options.seed)
-        length = self.options.seq + 1 + self.model.mtp_layers
-        shape = self.dp, self.num * self.options.microbatch, length
+        shape = self.dp, self.num * self.options.microbatch, self.options.seq + 1
         return torch.randint(self.model.vocab, shape).to(self.context.device)
-
-
-def with_labels(sequences: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The first tokens of each sequence, and for each the next ones, [sequences, number, tokens]."""
-    return sequences[:, :num_tokens], sequences[:, 1:].unfold(1, num_tokens, 1)
 
 
 def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +28,13 @@ from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import Placement
+from meshwise.runtime.programs.context import Context
+from meshwise.runtime.programs.lm_setting import LanguageModelSetting
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_sum, axis
 from meshwise.runtime.programs.text_data import PAD
 from meshwise.runtime.programs.vocabulary import Vocabulary
 from meshwise.runtime.torch_private import disable_current_modes
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Context
-    from meshwise.runtime.programs.lm_setting import LanguageModelOptions, LanguageModelSetting
 
 
 @dataclass(slots=True, eq=False)
@@ -306,7 +304,7 @@ def sections(context: Context) -> Callable[[str], Any]:
 
 
 def new_model(
-    options: LanguageModelOptions, found: LanguageModelSetting, shard: Shard, context: Context, *,
+    options: Any, found: LanguageModelSetting, shard: Shard, context: Context, *,
     grouped: bool = False, max_positions: int | None = None,
 ) -> TransformerDecoder:  # fmt: skip
     """The model as this rank holds it, filled at random from the options' seed."""

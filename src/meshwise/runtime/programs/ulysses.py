@@ -10,16 +10,13 @@ Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import PlanError
 from meshwise.program.lifetime import play
 from meshwise.program.tape import Tape
 from meshwise.program.ulysses import Ulysses, ulysses_program
-from meshwise.runtime.programs import Dtype
+from meshwise.runtime.programs import program_options
 
 if TYPE_CHECKING:
     import torch
@@ -27,27 +24,10 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UlyssesOptions:
-    """What the command line may choose."""
-
-    seq: Annotated[int, Meta(ge=1, description="tokens in the whole sequence, N")] = 4096
-    hidden: Annotated[int, Meta(ge=1, description="width of the model, d")] = 1024
-    heads: Annotated[int, Meta(ge=1, description="attention heads, h")] = 16
-    dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
-    attention: Annotated[
-        Literal["scores", "flash"], Meta(description="keep the N x N score matrix, or never make it")
-    ] = "scores"
-    causal: Annotated[bool, Meta(description="a token sees only those before it")] = False
-    backward: Annotated[bool, Meta(description="run the backward too, and all-reduce its gradients")] = False
-    check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
-    seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
+Options = program_options(__name__, "ulysses")
 
 
-Options = UlyssesOptions
-
-
-def check(options: UlyssesOptions, ranks: int) -> None:
+def check(options: Any, ranks: int) -> None:
     """PlanError for what does not divide or does not go together."""
     for name, number, divisor, what in (
         ("seq", options.seq, ranks, f"{ranks} ranks; use a multiple of {ranks}"),
@@ -58,7 +38,7 @@ def check(options: UlyssesOptions, ranks: int) -> None:
             raise PlanError(f"ulysses: --{name} {number} does not divide by {what}")
 
 
-def sizes(options: UlyssesOptions, ranks: int) -> Ulysses:
+def sizes(options: Any, ranks: int) -> Ulysses:
     """The numbers that the closed form takes."""
     return Ulysses(
         ranks=ranks,
@@ -72,12 +52,12 @@ def sizes(options: UlyssesOptions, ranks: int) -> Ulysses:
     )
 
 
-def estimate(options: UlyssesOptions, tape: Tape) -> None:
+def estimate(options: Any, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`."""
     play(ulysses_program(sizes(options, tape.world_size), tape.rank), tape)
 
 
-def main(options: UlyssesOptions, context: Context) -> dict[str, Any] | None:
+def main(options: Any, context: Context) -> dict[str, Any] | None:
     """Forward, and backward if asked; with `--check`, the largest difference to a single process."""
     import torch
 
@@ -105,13 +85,13 @@ _INPUT, _GRADIENT = 0, 5
 
 
 def _tokens(
-    options: UlyssesOptions, context: Context, shape: tuple[int, ...], key: int, rank: int, **how: Any
+    options: Any, context: Context, shape: tuple[int, ...], key: int, rank: int, **how: Any
 ) -> torch.Tensor:
     """The made-up tokens, or their gradient, of `rank`."""
     return context.normal(*shape, dtype=context.dtype(options.dtype), key=(options.seed, key, rank), **how)
 
 
-def make_inputs(options: UlyssesOptions, context: Context) -> dict[str, torch.Tensor]:
+def make_inputs(options: Any, context: Context) -> dict[str, torch.Tensor]:
     """This rank's tokens, and the four weights that every rank holds."""
     tokens, width = options.seq // context.world_size, options.hidden // options.heads
     shared: dict[str, Any] = {"dtype": context.dtype(options.dtype), "requires_grad": options.backward}
@@ -128,7 +108,7 @@ def make_inputs(options: UlyssesOptions, context: Context) -> dict[str, torch.Te
     return {"input": x, **weights}
 
 
-def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The steps of the program; nothing that it names is freed before it returns."""
     import torch
     from torch import bmm
@@ -217,7 +197,7 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
 
 
 def backward(
-    options: UlyssesOptions, context: Context, inputs: Mapping[str, torch.Tensor], output: torch.Tensor
+    options: Any, context: Context, inputs: Mapping[str, torch.Tensor], output: torch.Tensor
 ) -> None:
     """Gradients of the inputs for a made-up gradient of the output; weights' are summed over all ranks."""
     import torch.distributed as dist

@@ -116,18 +116,7 @@ class _Report:
             if self._failure is not None:
                 (self._folder / FAILED.format(tape.rank)).touch()
             signal.pause()  # the ranks that this one has started end with it
-        report = {
-            "peak_bytes": tape.peak_booked_bytes,
-            "tensors_peak_bytes": tape.peak_bytes,
-            "peak_row": tape.peak_row,
-            "alive_at_peak": tape.alive_at_peak(),
-            "states_bytes": tape.states_bytes,
-            "num_steps": len(tape.step_ends),
-            "ledger": tape.ledger().to_json(),
-            "step_ledger": tape.last_step().ledger().to_json(),
-            "guesses": self._guesses.to_json(),
-            "failure": self._failure,
-        }
+        report = tape.report() | {"guesses": self._guesses.to_json(), "failure": self._failure}
         (self._folder / REPORT).write_text(json.dumps(report))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,21 @@ _PACKAGES = {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), syscon
 _OURS = str(Path(__file__).parents[2])
 
 
-@dataclass(slots=True)
-class Guess:
-    """`what` happened `count` times at `place` (file:line); `assumed` is what the program got."""
-
-    what: str
-    place: str
-    assumed: str
-    remedy: str = ""
-    count: int = 0
-
-
 class Guesses:
-    """All guesses of a run, by what and where."""
+    """All guesses of a run, by what happened and where: what the program got, a way round, and how often."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Guess] = {}
+        self._found: dict[tuple[str, str], dict[str, Any]] = {}
 
     def add(self, what: str, assumed: str, remedy: str = "") -> None:
         """The program, where it stands now, did `what` and got `assumed`."""
         place = place_of(sys._getframe(1))
-        guess = self._found.setdefault((what, place), Guess(what, place, assumed, remedy))
-        guess.count += 1
+        guess = {"what": what, "place": place, "assumed": assumed, "remedy": remedy, "count": 0}
+        self._found.setdefault((what, place), guess)["count"] += 1
 
     def to_json(self) -> list[dict[str, Any]]:
         """The guesses, in the order of their first."""
-        return [asdict(guess) for guess in self._found.values()]
+        return list(self._found.values())
 
 
 def place_of(frame: Any) -> str:

@@ -74,17 +74,23 @@ class ScriptTape(Tape):
             self.step_ends.pop()
         self.step_ends.append(len(self._rows))
 
-    def last_step(self) -> Tape:
-        """The rows of the last whole step; all rows of a program without an optimizer."""
-        start, end = ([0, *self.step_ends] if self.step_ends else [0, len(self._rows)])[-2:]
-        return Tape(self.origin, self.rank, self.world_size, _rows=self._rows[start:end])
-
-    def alive_at_peak(self) -> dict[str, float]:
-        """Bytes of what was alive at the peak, by what it is; the largest first."""
+    def report(self) -> dict[str, Any]:
+        """What is told of the program: its peak, what was alive then, its ledger, that of its last step."""
         alive: Counter[str] = Counter()
         for comes, tensor in self._log[: self._peak_at]:
             alive[tensor["what"]] += tensor["bytes"] if comes else -tensor["bytes"]
-        return {what: size for what, size in alive.most_common() if size}
+        start, end = ([0, *self.step_ends] if self.step_ends else [0, len(self._rows)])[-2:]
+        last_step = Tape(self.origin, self.rank, self.world_size, _rows=self._rows[start:end])
+        return {
+            "peak_bytes": self.peak_booked_bytes,
+            "tensors_peak_bytes": self.peak_bytes,
+            "peak_row": self.peak_row,
+            "alive_at_peak": {what: size for what, size in alive.most_common() if size},
+            "states_bytes": self.states_bytes,
+            "num_steps": len(self.step_ends),
+            "ledger": self.ledger().to_json(),
+            "step_ledger": last_step.ledger().to_json(),
+        }
 
 
 def folded(module: str) -> str:

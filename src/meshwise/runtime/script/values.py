@@ -11,20 +11,16 @@ asks for one it gets 1 (False for a bool), and the question is noted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from meshwise.runtime.recorder import mutated
+from meshwise.core.files import read_catalog
+from meshwise.runtime import torch_private as private
+from meshwise.runtime.recorder import mutated, tensors_in
 from meshwise.runtime.script.guesses import Guesses
-from meshwise.runtime.torch_private import (
-    FakeTensor,
-    FakeTensorMode,
-    disable_current_modes,
-    tree_leaves,
-    tree_map,
-)
 
 LARGE_BYTES = 4 << 20
 """A factory on the CPU makes a fake tensor from here on."""
@@ -33,19 +29,12 @@ aten = torch.ops.aten
 
 _KEEPS_VALUE = ("c10d", "_c10d_functional")
 """Collectives leave a value as it is on this rank."""
-_DATA_DEPENDENT = (
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "nonzero_static",
-    "bincount",
-)
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_DATA_DEPENDENT = read_catalog("scripts.toml")["data_dependent"]
+"""Ops whose results have a shape that depends on values."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
 
 
-class ScriptMode(FakeTensorMode):
+class ScriptMode(private.FakeTensorMode):
     """The mode in which a user's program runs; `device` stands for every CUDA device that it names."""
 
     avoid_device_init = True
@@ -62,16 +51,16 @@ class ScriptMode(FakeTensorMode):
     ) -> Any:  # fmt: skip
         """Run an op of the program: really, or on shapes."""
         kwargs = dict(kwargs or {})
-        if getattr(func, "_opname", "") in _DATA_DEPENDENT and isinstance(args[0], FakeTensor):
+        if getattr(func, "_opname", "") in _DATA_DEPENDENT and isinstance(args[0], private.FakeTensor):
             return self._chosen(func, args, kwargs)
         if self._depth:  # an op of torch's own rules
             return super().__torch_dispatch__(func, types, args, kwargs)
-        args, kwargs = tree_map(self._placed, (tuple(args), kwargs))
-        leaves = tree_leaves((args, kwargs))
+        args, kwargs = private.tree_map(self._placed, (tuple(args), kwargs))
+        leaves = private.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(type(tensor) not in _PLAIN for tensor in tensors):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        fakes = [tensor for tensor in tensors if isinstance(tensor, private.FakeTensor)]
         if not fakes and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
             if tensors or not _is_large(args, kwargs):
                 return func(*args, **kwargs)
@@ -95,7 +84,7 @@ class ScriptMode(FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._depth -= 1
-        if isinstance(result, FakeTensor):
+        if isinstance(result, private.FakeTensor):
             value = _absorbed(func, tensors, result) if value is _Unknown else value
             if isinstance(value, torch.Tensor):
                 result.shadow = value
@@ -111,16 +100,16 @@ class ScriptMode(FakeTensorMode):
                 return shadow_of(leaf)
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
-        args, kwargs = tree_map(real, (args, kwargs))
+        args, kwargs = private.tree_map(real, (args, kwargs))
         if kwargs.get("device", 0) is None:
             kwargs["device"] = torch.device("cpu")
         try:
-            with disable_current_modes():
+            with private.disable_current_modes():
                 value = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             return _Unknown
         is_small = all(
-            leaf.numel() <= SHADOW_ELEMENTS for leaf in tree_leaves(value) if hasattr(leaf, "numel")
+            leaf.numel() <= SHADOW_ELEMENTS for leaf in private.tree_leaves(value) if hasattr(leaf, "numel")
         )
         return value if is_small else _Unknown
 
@@ -134,18 +123,18 @@ class ScriptMode(FakeTensorMode):
     def _chosen(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op whose shape depends on values; of unknown ones all are chosen, or differ."""
         value = _Unknown
-        if all(shadow_of(leaf) is not None for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
+        if all(shadow_of(tensor) is not None for tensor in tensors_in(args)):
             value = self._value(func, args, kwargs)
         if value is _Unknown and func._opname == "bincount":
             self.guesses.add("counts of unknown values", "the same of each")
             kinds = kwargs.get("minlength") or (*args, None, 0)[2] or 1
             each, more = divmod(args[0].numel(), kinds)  # as tokens among balanced experts
-            with disable_current_modes():
+            with private.disable_current_modes():
                 value = each + (torch.arange(kinds) < more).long()
         elif value is _Unknown:
             self.guesses.add(f"{func._opname} of unknown values", "every element")
             value = _every_element(func._opname, args)
-        made = [self._fake(each) for each in tree_leaves(value)]
+        made = [self._fake(each) for each in private.tree_leaves(value)]
         return tuple(made) if isinstance(value, tuple) else made[0]
 
     def _fake(self, value: torch.Tensor) -> torch.Tensor:
@@ -177,7 +166,7 @@ class _Unknown:
 
 def shadow_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of `tensor` on the CPU, where it is known; of small tensors only."""
-    if not isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, private.FakeTensor):
         return tensor if tensor.device.type == "cpu" and tensor.numel() <= SHADOW_ELEMENTS else None
     shadow = getattr(tensor, "shadow", None)
     return None if shadow is None or getattr(shadow.untyped_storage(), "is_stale", False) else shadow
@@ -195,7 +184,7 @@ def _absorbed(func: Any, tensors: Sequence[torch.Tensor], result: torch.Tensor) 
         kind == "and" or (kind == "or" and result.dtype is torch.bool)
     ):
         return _Unknown
-    with disable_current_modes():
+    with private.disable_current_modes():
         known = [shadow.bool() for shadow in map(shadow_of, tensors) if shadow is not None]
         if any((shadow == (kind == "or")).all() for shadow in known):
             return torch.full(result.shape, kind == "or", dtype=result.dtype)
@@ -219,7 +208,4 @@ def _is_large(args: Any, kwargs: Any) -> bool:
     size = next((arg for arg in args if isinstance(arg, (list, tuple, torch.Size))), ())
     if (device is not None and device.type == "meta") or not all(isinstance(n, int) for n in size):
         return False
-    count = 1
-    for n in size:
-        count *= n
-    return bool(size) and 4 * count >= LARGE_BYTES
+    return bool(size) and 4 * math.prod(size) >= LARGE_BYTES

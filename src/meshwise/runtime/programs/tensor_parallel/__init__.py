@@ -9,10 +9,8 @@ closed forms price.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from msgspec import Meta
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model, checked_model
@@ -25,7 +23,7 @@ from meshwise.program.op import precision
 from meshwise.program.row import op_row
 from meshwise.program.tape import Tape
 from meshwise.program.walk import with_saved_bytes
-from meshwise.runtime.programs import Dtype
+from meshwise.runtime.programs import program_options
 
 if TYPE_CHECKING:
     import torch
@@ -34,37 +32,13 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs.tensor_parallel.layouts import TensorLayout
 
 
-STATES_WORK_ONLY = True
+STATES = "work"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorParallelOptions:
-    """What the command line may choose."""
-
-    layout: Annotated[
-        Literal["1d", "2d", "2d-cp", "2.5d", "3d"], Meta(description="how the ranks cut a matrix")
-    ] = "1d"
-    grid: Annotated[str, Meta(description="ranks along each axis, as 4x2 (empty: the squarest)")] = ""
-    seq: Annotated[int, Meta(ge=1, description="tokens of a sequence, s")] = 1024
-    microbatch: Annotated[int, Meta(ge=1, description="sequences, b")] = 1
-    hidden: Annotated[int, Meta(ge=1, description="width of the model, h")] = 1024
-    heads: Annotated[int, Meta(ge=1, description="attention heads")] = 16
-    kv_heads: Annotated[int, Meta(ge=0, description="key and value heads (0: as many)")] = 0
-    ffn_hidden: Annotated[int, Meta(ge=0, description="inner width of the MLP (0: 4 x hidden)")] = 0
-    style: Annotated[
-        Literal["gpt", "llama"],
-        Meta(description="gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none"),
-    ] = "gpt"
-    causal: Annotated[bool, Meta(description="a token sees only those before it")] = True
-    dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
-    check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
-    seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
+Options = program_options(__name__, "tensor-parallel")
 
 
-Options = TensorParallelOptions
-
-
-def check(options: TensorParallelOptions, ranks: int) -> None:
+def check(options: Any, ranks: int) -> None:
     """PlanError for a grid or a size that does not divide."""
     checked_model(model_of(options), "tensor-parallel")
     if options.hidden % options.heads:
@@ -75,7 +49,7 @@ def check(options: TensorParallelOptions, ranks: int) -> None:
     check_grid(model_of(options), cut.layout, tuple(map(int, cut.grid)), ranks, seq=options.seq)
 
 
-def model_of(options: TensorParallelOptions) -> Model:
+def model_of(options: Any) -> Model:
     """A model of one block."""
     return replace(
         find_model("gpt3-175b" if options.style == "gpt" else "llama2-7b"),
@@ -95,7 +69,7 @@ def model_of(options: TensorParallelOptions) -> Model:
     )
 
 
-def cut_of(options: TensorParallelOptions, ranks: int) -> Cut:
+def cut_of(options: Any, ranks: int) -> Cut:
     """How `ranks` ranks cut the block; PlanError for a grid that is not one."""
     grid = default_grid(options.layout, ranks)
     if options.grid and options.layout != "1d":
@@ -118,7 +92,7 @@ def cut_of(options: TensorParallelOptions, ranks: int) -> Cut:
     )
 
 
-def estimate(options: TensorParallelOptions, tape: Tape) -> None:
+def estimate(options: Any, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`: each op of the layout, as often as it occurs."""
     model, cut = model_of(options), cut_of(options, tape.world_size)
     for op in [*with_saved_bytes(block_ops(model, cut)), *shared_gradients(model, cut)]:
@@ -130,7 +104,7 @@ def estimate(options: TensorParallelOptions, tape: Tape) -> None:
         tape.op(is_matmul=op.kind == "matmul", **row)
 
 
-def main(options: TensorParallelOptions, context: Context) -> dict[str, Any]:
+def main(options: Any, context: Context) -> dict[str, Any]:
     """Forward, backward, and the sum of shared gradients; with `--check`, the differences to one process."""
     from meshwise.runtime.programs.tensor_parallel.block import block
     from meshwise.runtime.programs.tensor_parallel.layouts import new_layout, sum_shared_gradients
@@ -157,7 +131,7 @@ def main(options: TensorParallelOptions, context: Context) -> dict[str, Any]:
 
 
 def _inputs(
-    options: TensorParallelOptions, on: TensorLayout, context: Context
+    options: Any, on: TensorLayout, context: Context
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """x, the gradient of the output, and the weights: with `--check` cut from whole ones, else local ones."""
     from meshwise.runtime.programs.tensor_parallel.reference import (

@@ -8,7 +8,7 @@ backward; what is kept are the own ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from torch import Tensor
 from meshwise.runtime.programs.attention_kernels import attention, attention_backward
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
 from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, rank_spans
-
-if TYPE_CHECKING:
-    from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.recorder import OpRecorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)

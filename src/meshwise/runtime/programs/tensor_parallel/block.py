@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,9 +21,7 @@ from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 from meshwise.runtime.programs.tensor_parallel.product import DistributedProduct, Gathered, linear
-
-if TYPE_CHECKING:
-    from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.recorder import OpRecorder
 
 Weights = Mapping[str, Tensor]
 WHOLE = Gathered(ALONE, ALONE, ALONE)

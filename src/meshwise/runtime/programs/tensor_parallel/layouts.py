@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
+from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.heads import deal
 from meshwise.runtime.programs.tensor_parallel.attention import FusedAttention, LocalHeads
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Weights, shapes
@@ -26,9 +26,6 @@ from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, 
 from meshwise.runtime.programs.tensor_parallel.product import Gathered
 from meshwise.runtime.programs.tensor_parallel.spans import Index, part, split
 from meshwise.runtime.programs.tensor_parallel.summa import Summa, SummaGrid
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Context
 
 Pieces = Mapping[str, tuple[Index, ...]]
 

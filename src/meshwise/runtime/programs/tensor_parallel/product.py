@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
-
-if TYPE_CHECKING:
-    from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.recorder import OpRecorder
 
 
 class DistributedProduct(Protocol):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwise.model.architecture import Model
+from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.norm import EPSILON
 from meshwise.runtime.programs.reference import largest_differences
 from meshwise.runtime.programs.tensor_parallel.block import Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.layouts import TensorLayout
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Context
 
 
 def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
