@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from meshwise.runtime.programs.rl_options import the_model
 
 from meshwise.model.weights import num_params
 from meshwise.rl.step import SYNC_BYTES
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, parse_options
+from meshwise.runtime.programs.rl import the_model
 from meshwise.runtime.run import run_rank
 from ranks import run_bare
 

@@ -26,14 +26,13 @@ believed if the ends then lie half as far apart; the times of the traces are div
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import Ints, Trace
+from meshwise.trace.events import Ints, Trace, grouped
 from meshwise.trace.match import Match, linked
 from meshwise.trace.transfers import SYNCHRONISING
 
@@ -137,10 +136,8 @@ _Blocks = list[tuple[Ints, Floats]]
 def _blocks(shared: Sequence[Match], ranks: Sequence[int]) -> _Blocks:
     column = {rank: i for i, rank in enumerate(ranks)}
     origin = min(t.end_ns for m in shared for t in m.by_rank.values())
-    ends: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
-    for one in shared:
-        members = sorted(one.by_rank)
-        ends[tuple(members)].append([one.by_rank[rank].end_ns - origin for rank in members])
+    by_rank = (sorted(one.by_rank.items()) for one in shared)
+    ends = grouped((tuple(r for r, _ in of), [t.end_ns - origin for _, t in of]) for of in by_rank)
     return [(np.array([column[r] for r in of]), np.array(found, float)) for of, found in ends.items()]
 
 
@@ -197,10 +194,10 @@ def _thinned(matches: Sequence[Match]) -> list[Match]:
     """Some calls of every group, as many as the offsets need."""
     num_ends = sum(len(one.by_rank) for one in matches)
     every = 1 + max(len(matches) // _MAX_COLLECTIVES, num_ends // _MAX_ENDS)
-    groups: dict[tuple[object, ...], list[Match]] = defaultdict(list)
-    for one in matches if every > 1 else ():
-        groups[one.group, one.group_name].append(one)
-    return [one for found in groups.values() for one in found[::every]] if every > 1 else list(matches)
+    if every == 1:
+        return list(matches)
+    groups = grouped(((one.group, one.group_name), one) for one in matches)
+    return [one for found in groups.values() for one in found[::every]]
 
 
 def _residual(ends: _Ends, offset: Floats) -> float:

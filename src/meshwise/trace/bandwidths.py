@@ -10,7 +10,6 @@ model gives for the same call on that cluster.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -23,6 +22,7 @@ from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import NONE
 from meshwise.trace.collectives import Collective
+from meshwise.trace.events import grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,8 @@ class Bandwidth:
 
 def bandwidths(found: Sequence[Collective], cluster: Cluster | None = None) -> list[Bandwidth]:
     """One row for each kind, group and size that several ranks recorded, the longest in sum first."""
-    calls: dict[tuple[str, str, float], list[Collective]] = defaultdict(list)
-    for one in found:
-        if one.bytes and one.wire_s and one.num_ranks > 1:
-            calls[one.name, one.group, one.bytes].append(one)
+    known = [one for one in found if one.bytes and one.wire_s and one.num_ranks > 1]
+    calls = grouped(((one.name, one.group, one.bytes), one) for one in known)
     ordered = sorted(calls.values(), key=lambda same: -sum(one.wire_s for one in same))
     return [_row(same, cluster) for same in ordered]
 

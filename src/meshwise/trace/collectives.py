@@ -30,6 +30,7 @@ import numpy as np
 from meshwise.core.ledger import Collective as Kind
 from meshwise.cost.collective import sent_bytes
 from meshwise.trace.align import Alignment
+from meshwise.trace.events import grouped
 from meshwise.trace.match import Match
 from meshwise.trace.transfers import SYNCHRONISING, times
 
@@ -112,9 +113,7 @@ def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:
 
     Where all that have a trace wait for one that has none, their waiting looks like time on the wire.
     """
-    alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
-    for one in found:
-        alike[one.name, one.group, one.bytes].append(one.wire_s)
+    alike = grouped(((one.name, one.group, one.bytes), one.wire_s) for one in found)
     fastest = {key: float(np.quantile(wires, _FASTEST_FRAC)) for key, wires in alike.items()}
 
     def split(one: Collective) -> Collective:

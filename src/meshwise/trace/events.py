@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -29,6 +29,8 @@ from meshwise.core.files import read_catalog
 
 Ints = NDArray[np.int64]
 Result = TypeVar("Result")
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 NAMES = read_catalog("trace_names.toml")
 """How traces name what they show."""
 KERNEL_CLASSES, MODULE_PARTS = (
@@ -229,6 +231,14 @@ def once_a_trace(function: Callable[[Trace], Result]) -> Callable[[Trace], Resul
         return known[trace]
 
     return kept
+
+
+def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The items of each key, in their order."""
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found
 
 
 COLUMNS = (

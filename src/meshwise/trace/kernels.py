@@ -6,14 +6,13 @@ that only one set has stands with a zero on the other side, so changes add up to
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwise.trace.breakdown import work
-from meshwise.trace.events import Kind, Trace
+from meshwise.trace.events import Kind, Trace, grouped
 from meshwise.trace.operators import self_time
 
 
@@ -63,9 +62,7 @@ def kernel_runs(trace: Trace) -> list[KernelRuns]:
 
 def kernel_totals(runs: Iterable[KernelRuns]) -> list[KernelTotal]:
     """Kernels by name over all ranks whose `runs` are given, the longest total first."""
-    alike: dict[tuple[str, str], list[KernelRuns]] = defaultdict(list)
-    for one in runs:
-        alike[one.name, one.kind].append(one)
+    alike = grouped(((one.name, one.kind), one) for one in runs)
     whole_s = sum(one.total_ns for same in alike.values() for one in same) / 1e9
     totals = [_total(*key, same, whole_s) for key, same in alike.items()]
     return sorted(totals, key=lambda kernel: (-kernel.total_s, kernel.name))

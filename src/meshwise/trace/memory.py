@@ -8,13 +8,12 @@ alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.trace.events import Ints, Kind, Trace
+from meshwise.trace.events import Ints, Kind, Trace, grouped
 from meshwise.trace.nesting import enclosing, parents
 from meshwise.trace.steps import PROFILER_STEP
 
@@ -71,9 +70,8 @@ def _peak(trace: Trace, rows: Ints, device: int) -> MemoryPeak:
     allocated = memory.delta_bytes[by_address] > 0
     held = by_address[allocated & (by_address <= at) & (ends > at)]
     event = enclosing(trace, memory.track[held], memory.time_ns[held])
-    by_name: dict[str, list[int]] = defaultdict(list)
-    for place, size in zip(event.tolist(), memory.delta_bytes[held].tolist(), strict=True):
-        by_name[_owner(trace, place)].append(size)
+    owners = (_owner(trace, one) for one in event.tolist())
+    by_name = grouped(zip(owners, memory.delta_bytes[held].tolist(), strict=True))
     holders = [Holder(name, float(sum(sizes)), len(sizes)) for name, sizes in by_name.items()]
     now = enclosing(trace, memory.track[at : at + 1], memory.time_ns[at : at + 1])
     total, reserved = float(memory.total_bytes[at]), float(memory.reserved_bytes[at])

@@ -22,7 +22,7 @@ from meshwise.core.units import DTYPE_BYTES
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward, matmul
 from meshwise.machine.hardware import Chip
 from meshwise.trace.breakdown import work
-from meshwise.trace.events import NAMES, Ints, Kind, Trace
+from meshwise.trace.events import NAMES, Ints, Kind, Trace, grouped
 from meshwise.trace.nesting import added_at, around, launchers
 from meshwise.trace.operators import self_time
 from meshwise.trace.transfers import element_bytes
@@ -103,10 +103,9 @@ def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     owner = _callers(trace, done, known)
     spent = trace.duration_ns if trace.has_device else self_time(trace)
     seconds = added_at(owner, spent[done] / 1e9, len(trace))
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for i in np.flatnonzero(known & (seconds > 0)).tolist():
-        found[int(trace.label[i]), int(trace.shape[i])].append(float(seconds[i]))
-    return found
+    calls = np.flatnonzero(known & (seconds > 0))
+    kinds = zip(trace.label[calls].tolist(), trace.shape[calls].tolist(), strict=True)
+    return grouped(zip(kinds, seconds[calls].tolist(), strict=True))
 
 
 def _of_names(trace: Trace, is_known: Callable[[str], bool]) -> NDArray[np.bool_]:

@@ -12,7 +12,6 @@ groups than `_SPREADS` (six standard deviations of the groups' medians, by their
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from meshwise.trace.breakdown import PARTS, Partition
 from meshwise.trace.collectives import Collective
+from meshwise.trace.events import grouped
 from meshwise.trace.match import linked
 
 _SPREADS, _SPAN_FRAC, _MOSTLY = 6 * 1.4826, 0.02, 0.8
@@ -49,18 +49,13 @@ class Outlier:
 
 def groupings(hosts: Mapping[int, str], found: Sequence[Collective]) -> dict[str, dict[str, list[int]]]:
     """The ranks of every node, rail and stage, by its name."""
-    nodes: dict[str, list[int]] = defaultdict(list)
-    for rank, host in sorted(hosts.items()):  # blocks of 8 where no trace names one
-        nodes[host if any(hosts.values()) else str(rank // _RANKS_PER_NODE)].append(rank)
-    rails: dict[str, list[int]] = defaultdict(list)
-    for members in nodes.values():
-        for place, rank in enumerate(members):
-            rails[str(place)].append(rank)
-    stages: dict[str, list[int]] = defaultdict(list)
-    for pipeline in linked({one.members for one in found if one.name == "send_recv"}):
-        for place, rank in enumerate(sorted(pipeline)):
-            stages[str(place)].append(rank)
-    return {"node": dict(nodes), "rail": dict(rails), "stage": dict(stages)}
+    if not any(hosts.values()):  # blocks of 8 where no trace names one
+        hosts = {rank: str(rank // _RANKS_PER_NODE) for rank in hosts}
+    nodes = grouped((host, rank) for rank, host in sorted(hosts.items()))
+    rails = grouped((str(place), rank) for of in nodes.values() for place, rank in enumerate(of))
+    pipelines = linked({one.members for one in found if one.name == "send_recv"})
+    stages = grouped((str(place), rank) for of in pipelines for place, rank in enumerate(sorted(of)))
+    return {"node": nodes, "rail": rails, "stage": stages}
 
 
 def outliers(

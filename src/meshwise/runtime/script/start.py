@@ -22,6 +22,11 @@ from meshwise.runtime.profile import HOOK, run_command
 OWNER = "MESHWISE_SCRIPT_PROCESS"
 """The variable that names the process which is the rank; those that it starts are not."""
 REPORT, REFUSED, BEGUN = "report.json", "refused", "begun"
+_AS_THEY_ARE = (
+    *("program", "ranks", "rank", "device", "peak_bytes", "tensors_peak_bytes", "states_bytes", "num_steps"),
+    "guesses",
+)
+"""Fields of an outcome that its document has under their names."""
 _PACKAGE = Path(__file__).parents[3]
 
 
@@ -64,15 +69,11 @@ class ScriptOutcome(Shown):
     def to_json(self) -> dict[str, Any]:
         """The document that `dryrun --json -- COMMAND` prints."""
         return {
-            **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device", "peak_bytes")},
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "steps": [],
-            "tensors_peak_bytes": self.tensors_peak_bytes,
             "peak": {name: self.peak_row.get(name) for name in ("module", "op", "phase", "shape")},
             "alive_at_peak": [{"what": what, "bytes": size} for what, size in self.alive_at_peak.items()],
-            "states_bytes": self.states_bytes,
-            "num_steps": self.num_steps,
             "collectives": self.collectives(),
-            "guesses": self.guesses,
             "ledger": self.ledger.to_json(),
             "step_ledger": self.step_ledger.to_json(),
         }
