@@ -20,14 +20,12 @@ from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.generate import Options, check, generation
 from meshwise.runtime.programs.search import BeamSearch, GreedySearch, advance_all
-from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL
+from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL, PAD
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 from meshwise.runtime.run import run_rank
 from ranks import run_bare
 
 pytestmark = pytest.mark.slow
-
-CPU = torch.device("cpu")
 
 
 @cache
@@ -45,9 +43,10 @@ def model(vocab: int = 9, seed: int = 0, sparse: bool = True) -> TransformerDeco
 
 def search_of(kind: str, prompts: list[list[int]], max_tokens: int, **options: Any) -> GreedySearch:
     width = max(map(len, prompts)) + max_tokens
-    if kind == "beam":
-        return BeamSearch(prompts, max_tokens, CPU, width=width, **options)
-    return GreedySearch(prompts, max_tokens, CPU, width=width, **options)
+    tokens = torch.tensor([[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts])
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    search = BeamSearch if kind == "beam" else GreedySearch
+    return search(tokens, lengths, max_tokens=max_tokens, **options)
 
 
 def run(made: TransformerDecoder, search: GreedySearch, first: int, *, cached: bool = True) -> GreedySearch:

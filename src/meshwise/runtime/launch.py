@@ -159,9 +159,9 @@ class Ranks:
             failures = self._listen(results, timeout_s=_LOOK_S)
             if failures:
                 time.sleep(_COLLECT_S)
-                failures = self._listen(results, timeout_s=0.0) | failures
+                failures += self._listen(results, timeout_s=0.0)
                 self.kill()
-                raise _first(failures)
+                raise min(failures, key=lambda one: one[0])[1]
         return [results[rank] for rank in sorted(results)]
 
     def _name_stopped(self, ranks: int) -> None:
@@ -179,12 +179,12 @@ class Ranks:
                     file=sys.stderr,
                 )
 
-    def _listen(self, results: dict[int, Any], timeout_s: float | None) -> dict[int, _Failure]:
-        """Take in what ranks have answered; those that failed or died, by rank."""
+    def _listen(self, results: dict[int, Any], timeout_s: float | None) -> list[_Failure]:
+        """Take in what ranks have answered; what those say that failed, or died."""
         waiting = [rank for rank in range(len(self._pipes)) if rank not in results]
         handles: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
         handles |= {self._processes[rank].sentinel: rank for rank in waiting}
-        failures: dict[int, _Failure] = {}
+        failures: list[_Failure] = []
         for rank in {handles[ready] for ready in wait(list(handles), timeout_s)}:
             try:
                 answer = self._pipes[rank].recv() if self._pipes[rank].poll() else None
@@ -192,22 +192,19 @@ class Ranks:
                 answer = None
             if answer is None:
                 self._processes[rank].join(timeout=5)
-                failures[rank] = _Failure(rank, 0.0, _death(self._processes[rank].exitcode), None)
-            elif isinstance(answer, _Failure):
-                failures[rank] = answer
+                death = _death(self._processes[rank].exitcode)
+                failures.append(
+                    (0.0, RankError(f"rank {rank} failed: {death}"))
+                )  # it had no time to say when
+            elif isinstance(answer[-1], MeshwiseError):
+                failures.append(answer)
             else:
                 results[rank] = answer[0]
         return failures
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What a rank says when it fails; `known` is a MeshwiseError, else `text` is a traceback."""
-
-    rank: int
-    at_s: float
-    text: str
-    known: MeshwiseError | None
+_Failure = tuple[float, MeshwiseError]
+"""When a rank failed, and its error."""
 
 
 def _server_pid() -> int:
@@ -224,29 +221,17 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _failure(rank: int, error: Exception) -> _Failure:
-    """What `rank` says of the error that it is handling."""
-    known = error if isinstance(error, MeshwiseError) else None
-    text = f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}"
-    return _Failure(rank, time.monotonic(), text, known)
-
-
-def _explained(error: Exception) -> Exception:
-    """`error` in a sentence, if it is one that needs no traceback."""
+def _failure(rank: int, error: Exception) -> MeshwiseError:
+    """What `rank` says of the error that it is handling: a sentence, or a traceback if none explains it."""
     text = str(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return PlanError("its memory does not hold the tensors; use smaller sizes or more ranks, or dryrun")
-    if any(sign in text for sign in _LOST):
-        return RankError("it lost the connection to another rank, whose error says why")
-    return error
-
-
-def _first(failures: Mapping[int, _Failure]) -> MeshwiseError:
-    """The error of the rank that failed first; a rank that was killed had no time to say when."""
-    first = min(failures.values(), key=lambda failure: failure.at_s)
-    if first.known is not None:
-        return type(first.known)(f"rank {first.rank}: {first.known}")
-    return RankError(f"rank {first.rank} failed: {first.text}")
+        error = PlanError("its memory does not hold the tensors; use smaller sizes or more ranks, or dryrun")
+    elif any(sign in text for sign in _LOST):
+        error = RankError("it lost the connection to another rank, whose error says why")
+    if isinstance(error, MeshwiseError):
+        return type(error)(f"rank {rank}: {error}")
+    trace = traceback.format_exc().strip()
+    return RankError(f"rank {rank} failed: {type(error).__name__}: {error}\n{trace}")
 
 
 def _death(exit_code: int | None) -> str:
@@ -259,10 +244,8 @@ def _death(exit_code: int | None) -> str:
 
 def _try_send(pipe: Connection, message: Any) -> None:
     """Send; a rank that is gone is noticed where its answer is awaited."""
-    try:
+    with suppress(OSError):
         pipe.send(message)
-    except OSError:
-        return
 
 
 def _meeting_store(port: int) -> dist.TCPStore:
@@ -333,7 +316,7 @@ def _serve(place: RankPlace, port: int, threads: int, pipe: Connection) -> None:
     except EOFError:
         return
     except Exception as error:
-        _try_send(pipe, _failure(place.rank, _explained(error)))
+        _try_send(pipe, (time.monotonic(), _failure(place.rank, error)))
         sys.stdout.flush()
         os._exit(1)
 
@@ -426,7 +409,7 @@ def _call_here(function: Callable[..., Any], place: RankPlace, *args: Any) -> li
         results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
         dist.gather_object(result, results)
     except Exception as error:
-        raise _first({place.rank: _failure(place.rank, _explained(error))}) from None
+        raise _failure(place.rank, error) from None
     dist.destroy_process_group()
     return results
 

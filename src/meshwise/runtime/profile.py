@@ -74,25 +74,18 @@ class Profiled:
 
 
 def profile_command(
-    command: Sequence[str],
-    directory: Path,
-    *,
-    shapes: bool = True,
-    memory: bool = True,
-    stacks: bool = False,
-    compare: bool = False,
-    stdout: Any = None,
+    command: Sequence[str], directory: Path, *, compare: bool = False, stdout: Any = None, **options: bool
 ) -> Profiled:
     """Run `command` with every rank captured into `directory`; `compare` runs it bare first, for comparison.
 
-    Raises DataError if the folder already holds profiles, MissingExtraError if the command does not exist or
-    its torch is too old.
+    Options are `capture`'s. Raises DataError if the folder already holds profiles, MissingExtraError if the
+    command does not exist or its torch is too old.
     """
     if directory.is_dir() and any(directory.glob("rank-*.json*")):
         raise DataError(f"{directory} already holds profiles; name another folder or empty it")
     make_folder(directory)
     bare_s = run_command(command, dict(os.environ), stdout)[1] if compare else None
-    environment = capture_environment(directory, shapes=shapes, memory=memory, stacks=stacks)
+    environment = capture_environment(directory, **options)
     exit_code, wall_s = run_command(command, dict(os.environ) | environment, stdout)
     refused = directory / "refused"
     if refused.exists():
@@ -103,10 +96,9 @@ def profile_command(
     return Profiled(tuple(command), exit_code, wall_s, bare_s, files)
 
 
-def capture_environment(directory: Path, *, shapes: bool, memory: bool, stacks: bool) -> dict[str, str]:
+def capture_environment(directory: Path, **options: bool) -> dict[str, str]:
     """The environment variables that make every rank of a program capture itself."""
     search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    options = {"shapes": shapes, "memory": memory, "stacks": stacks}
     return {
         "PYTHONPATH": os.pathsep.join(search),
         CAPTURE: json.dumps({"directory": str(directory.resolve()), **options}),

@@ -28,20 +28,10 @@ from numpy.typing import NDArray
 
 from meshwise.core.each import Lost, each, is_on_cluster
 from meshwise.core.errors import DataError
+from meshwise.trace import events
 from meshwise.trace.columns import RankTrace, Traces, columns_file, read_reasons, write_columns
 from meshwise.trace.decode import NOTHING, Args, Notes, decoded_pieces
-from meshwise.trace.events import (
-    COLUMNS,
-    POINT_TO_POINT_CALLS,
-    CommunicationArgs,
-    FileProblem,
-    Ints,
-    Kind,
-    MemoryEvents,
-    Trace,
-    inputs,
-    kind_of,
-)
+from meshwise.trace.events import CommunicationArgs, FileProblem, Ints, Kind, MemoryEvents, Trace
 
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _MAX_US = 2.0**52
@@ -165,8 +155,8 @@ def read_trace(path: Path, *further: Path) -> _Found:
     reasons = [f"{len(further)} further parts; what lies between the parts was not recorded"] * bool(further)
     for part in (path, *further):
         own, about = Notes(), dict[str, Any]()
-        for events in decoded_pieces(part, own, about):
-            columns.add(events, own)
+        for piece in decoded_pieces(part, own, about):
+            columns.add(piece, own)
         columns.end_part(about)
         groups |= _groups(_said(about))
         calls = [*(metadata.get(_CALLS) or []), *(about.get(_CALLS) or [])]
@@ -205,10 +195,10 @@ class _Columns:
     ended: tuple[int, int] = (0, 0)
     """How many of `parts` and of `memory` are of files that were read to their end."""
 
-    def add(self, events: list[Any], notes: Notes) -> None:
+    def add(self, piece: list[Any], notes: Notes) -> None:
         """Take in a piece; complete events without a usable time are counted as lost."""
         by_phase: dict[str, list[Any]] = collections.defaultdict(list)
-        for e in events:
+        for e in piece:
             by_phase[e.ph].append(e)
         self.num_unpaired += len(by_phase["B"]) + len(by_phase["E"])
         self._add_memory([e for e in by_phase["i"] if e.name == "[memory]" and e.args and e.ts is not None])
@@ -230,7 +220,7 @@ class _Columns:
         for i, (e, a) in enumerate(zip(spans, args, strict=True)):
             if a.collective is not None or a.group is not None:
                 self.communications[self.num_events + i] = _communication(a)
-            elif e.name in POINT_TO_POINT_CALLS:
+            elif e.name in events.POINT_TO_POINT_CALLS:
                 peer = _peer(a.concrete)
                 self.communications[self.num_events + i] = CommunicationArgs(source=peer, destination=peer)
         self.parts.append(
@@ -266,16 +256,16 @@ class _Columns:
         self.ended = len(self.parts), len(self.memory)
         self.num_parts += 1
 
-    def _add_memory(self, events: list[Any]) -> None:
-        if not events:
+    def _add_memory(self, piece: list[Any]) -> None:
+        if not piece:
             return
-        time = _nanoseconds([e.ts for e in events])
+        time = _nanoseconds([e.ts for e in piece])
         numbers = ("delta", "total", "reserved", "address")
         columns = (
             time,
-            _ints([self.tracks[e.pid, e.tid] for e in events]),
-            *(_whole([getattr(e.args, name) for e in events]) for name in numbers),
-            _whole([-1 if e.args.device_type in (0, None) else _size(e.args.device_id) or 0 for e in events]),
+            _ints([self.tracks[e.pid, e.tid] for e in piece]),
+            *(_whole([getattr(e.args, name) for e in piece]) for name in numbers),
+            _whole([-1 if e.args.device_type in (0, None) else _size(e.args.device_id) or 0 for e in piece]),
         )
         self.memory.append(tuple(column[time != _NO_TIME] for column in columns))
 
@@ -285,13 +275,14 @@ class _Columns:
         if self.num_unpaired:
             notes.others.append(f"{self.num_unpaired} begin/end events are left out; complete ones are read")
         columns = [np.concatenate(column) for column in zip(*self.parts, strict=True)]
-        events = dict(zip(COLUMNS, columns or [_ints([])] * len(COLUMNS), strict=True))
-        duration = events["duration_ns"]
+        names = events.COLUMNS
+        found = dict(zip(names, columns or [_ints([])] * len(names), strict=True))
+        duration = found["duration_ns"]
         if (duration < 0).any():
             notes.others.append(f"{(duration < 0).sum()} events end before they start; taken as empty")
-            events["duration_ns"] = duration = np.maximum(duration, 0)
-        order = np.lexsort((-duration, events["start_ns"]))
-        in_order: dict[str, Any] = {name: column[order] for name, column in events.items()}
+            found["duration_ns"] = duration = np.maximum(duration, 0)
+        order = np.lexsort((-duration, found["start_ns"]))
+        in_order: dict[str, Any] = {name: column[order] for name, column in found.items()}
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         labels = tuple((category or "", str(name)) for category, name in self.labels)
@@ -304,7 +295,7 @@ class _Columns:
             host=str(metadata.get("host_name") or ""),
             groups=groups,
             labels=labels,
-            label_kind=np.array([kind_of(*label) for label in labels] or [Kind.OTHER], dtype=np.int8),
+            label_kind=np.array([events.kind_of(*label) for label in labels] or [Kind.OTHER], dtype=np.int8),
             tracks=tuple(self.tracks),
             track_names={i: self.track_names[t] for t, i in self.tracks.items() if t in self.track_names},
             **in_order,
@@ -331,7 +322,7 @@ def _communication(args: Any) -> CommunicationArgs:
 
 def _peer(concrete: msgspec.Raw) -> int | None:
     """The other rank of a send or receive, from the operator's concrete inputs."""
-    values = inputs(bytes(concrete))
+    values = events.inputs(bytes(concrete))
     return _size(values[2]) if len(values) > 2 else None
 
 

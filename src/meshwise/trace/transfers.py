@@ -19,16 +19,8 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from meshwise.trace.events import (
-    NAMES,
-    POINT_TO_POINT_CALLS,
-    CommunicationArgs,
-    Ints,
-    Kind,
-    Trace,
-    collective_kind,
-    is_shape,
-)
+from meshwise.trace import events
+from meshwise.trace.events import CommunicationArgs, Ints, Kind, Trace, collective_kind, is_shape
 from meshwise.trace.nesting import around, launchers
 from meshwise.trace.steps import Marks, launched_ns
 
@@ -37,7 +29,7 @@ _NAMED = ("nccl:", "rccl:", "c10d::")
 """How events that name the collective of a kernel begin."""
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "send_recv")
 """Collectives that no rank can leave before every rank has entered."""
-_ELEMENT_BYTES: dict[str, int] = NAMES["element_bytes"]
+_ELEMENT_BYTES: dict[str, int] = events.NAMES["element_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +136,10 @@ def _host(trace: Trace) -> list[Transfer]:
     recorded, end_ns, launcher = _flight_record(trace), trace.end_ns, launchers(trace)
     peers, stages = _peers(trace), _stages(trace, recorded)
     found = []
-    events = trace.where(Kind.HOST_COMMUNICATION).tolist()
-    unrecorded = Counter(trace.name(i) for i in events)  # the recorder keeps the last calls only
+    moved = trace.where(Kind.HOST_COMMUNICATION).tolist()
+    unrecorded = Counter(trace.name(i) for i in moved)  # the recorder keeps the last calls only
     unrecorded.subtract({name: len(calls) for name, calls in recorded.items()})
-    for i in events:
+    for i in moved:
         name = trace.name(i)
         unrecorded[name] -= 1
         call = recorded[name].popleft() if unrecorded[name] < 0 and recorded[name] else None
@@ -209,7 +201,7 @@ def _peers(trace: Trace) -> dict[str, deque[CommunicationArgs]]:
     """The other rank of every send and receive, in order: gloo's events do not know it, their calls do."""
     peers: dict[str, deque[CommunicationArgs]] = defaultdict(deque)
     for i in sorted(trace.communications):
-        if trace.label_kind[trace.label[i]] == Kind.CPU_OP and trace.name(i) in POINT_TO_POINT_CALLS:
+        if trace.label_kind[trace.label[i]] == Kind.CPU_OP and trace.name(i) in events.POINT_TO_POINT_CALLS:
             peers[collective_kind(trace.name(i))].append(trace.communications[i])
     return peers
 

@@ -47,12 +47,12 @@ class Setting:
     loss_chunks: int = 1
     is_narrow: bool = False
     routes: Routes | None = None
-    heads: MeshAxis | None = None
+    heads: MeshAxis = ALONE
     lora_rank: int = 0
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
-        if self.heads is None:
+        if self.heads.size == 1:
             mixed: Tensor = self.redone("core_attn", self.attend, q, k, v)
             return mixed
         return deal_back(self.heads, self.redone("core_attn", self.attend, *deal_heads(self.heads, q, k, v)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import DataError, WorkloadError
@@ -60,42 +60,40 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     import torch.distributed as dist
 
     from meshwise.runtime.programs import transformer_lm as lm_model
+    from meshwise.runtime.programs.moe import metric_names
     from meshwise.runtime.programs.tensor_parallel.exchange import all_max, all_sum
 
     begin_s = time.perf_counter()
     found = setting(options, context.world_size)
     shard, dp = lm_model.join(found.placement, context)
     model = lm_model.new_model(options, found, shard, context, grouped=options.grouped_gemm)
-    blocks = _blocks(options, found)
+    blocks, size = _blocks(options, found), found.config.batch_size_valid
+    num_batches = -(-len(blocks) // size)
+    num_steps = num_passes(num_batches, dp.size, options.max_valid_steps)
+    with context.recorder.setup():  # nats and routing metrics, in sum over batches and layers
+        totals = context.empty(1 + len(metric_names(found.config.top_k)), dtype=torch.float64).zero_()
     dist.barrier()
     load_s = time.perf_counter() - begin_s
+    begin_s = time.perf_counter()
     with shard.section("eval_lm"), torch.no_grad():
-        totals = _evaluate(model, blocks, options, found, context)
-    counted = np.array([totals.num_tokens, totals.num_blocks, totals.num_batches])
-    counts = lm_model.on_device(counted, context).double()
-    figures = all_sum(torch.cat([totals.nats.view(1), totals.metrics, counts]), dp)
-    model_us = all_max(lm_model.on_device(np.array([round(totals.model_s * 1e6)]), context), dp)
+        for number in range(dp.index, num_steps * dp.size, dp.size):
+            if number < num_batches:
+                _pass(model, blocks.batch(number, size), totals, context)
+            else:  # so that the other ranks can go on
+                _pass(model, blocks.batch(0, size), None, context)
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+    own_us = np.array([round((time.perf_counter() - begin_s) * 1e6)])
+    model_us = all_max(lm_model.on_device(own_us, context), dp)
+    all_sum(totals, dp)
     if context.is_fake:
         return None
-    result = _result(found, figures.tolist(), model_us.item() / 1e6, load_s)
+    num_batches = min(num_batches, num_steps * dp.size)
+    lengths, model_s = blocks.lengths[: num_batches * size], model_us.item() / 1e6
+    result = _result(found, lengths, num_batches, totals.tolist(), model_s) | {"load_s": load_s}
     for line in _lines(result):
         context.say(line)
     return result
-
-
-@dataclass(slots=True, eq=False)
-class Totals:
-    """What this rank has counted so far; tensors stay on the device.
-
-    `nats` and `metrics` (the routing metrics) are sums over its batches, the latter over layers too.
-    """
-
-    nats: Tensor
-    metrics: Tensor
-    num_tokens: int = 0
-    num_blocks: int = 0
-    num_batches: int = 0
-    model_s: float = 0.0
 
 
 def _blocks(options: Any, found: LanguageModelSetting) -> Blocks:
@@ -103,34 +101,7 @@ def _blocks(options: Any, found: LanguageModelSetting) -> Blocks:
     return read_blocks(options.text, found.config.tokens_per_sample, options.max_blocks)
 
 
-def _evaluate(
-    model: TransformerDecoder, blocks: Blocks, options: Any, found: LanguageModelSetting,
-    context: Context,
-) -> Totals:  # fmt: skip
-    import torch
-
-    from meshwise.runtime.programs.moe import metric_names
-
-    size, dp = found.config.batch_size_valid, found.placement.dp
-    num_batches = -(-len(blocks) // size)
-    double = {"dtype": torch.float64, "device": context.device}
-    num_metrics = len(metric_names(found.config.top_k))
-    with context.recorder.setup():
-        totals = Totals(torch.zeros((), **double), torch.zeros(num_metrics, **double))
-    begin_s = time.perf_counter()
-    for step in range(num_passes(num_batches, dp, options.max_valid_steps)):
-        number = step * dp + context.rank // found.placement.tp
-        if number < num_batches:
-            _pass(model, blocks.batch(number, size), totals, context)
-        else:  # so that the other ranks can go on
-            _pass(model, blocks.batch(0, size), None, context)
-    if context.device.type == "cuda":
-        torch.cuda.synchronize(context.device)
-    totals.model_s = time.perf_counter() - begin_s
-    return totals
-
-
-def _pass(model: TransformerDecoder, batch: Blocks, totals: Totals | None, context: Context) -> None:
+def _pass(model: TransformerDecoder, batch: Blocks, totals: Tensor | None, context: Context) -> None:
     """One batch through the model, into `totals`; None: it does not count."""
     import torch
 
@@ -143,42 +114,37 @@ def _pass(model: TransformerDecoder, batch: Blocks, totals: Totals | None, conte
     del inputs, output
     if totals is None:
         return
-    totals.nats -= logprobs.sum(dtype=torch.float64)
+    nats, metrics = totals[0], totals[1:]
+    nats -= logprobs.sum(dtype=torch.float64)
     for layer_metrics in routing:
-        totals.metrics += layer_metrics
-    totals.num_tokens += sum(batch.lengths)
-    totals.num_blocks += sum(length > 0 for length in batch.lengths)
-    totals.num_batches += 1
+        metrics += layer_metrics
 
 
 def _result(
-    found: LanguageModelSetting, figures: list[float], model_s: float, load_s: float
+    found: LanguageModelSetting, lengths: list[int], num_batches: int, totals: list[float], model_s: float
 ) -> dict[str, Any]:
+    """What is said of the `totals` of batches with blocks of these `lengths`."""
     from meshwise.runtime.programs.moe import metric_names
 
-    config, placement = found.config, found.placement
+    config = found.config
     names = metric_names(config.top_k) if config.num_moe_layers else []
-    nats, num_tokens, num_blocks, num_batches = figures[0], *figures[-3:]
-    loss = nats / max(num_tokens, 1) / math.log(2)
+    nats, *metrics = totals
+    loss = nats / max(sum(lengths), 1) / math.log(2)
     if not math.isfinite(loss):
         raise DataError(f"the loss is {loss}; use another dtype")
     times = num_batches * config.num_moe_layers
     return {
         "loss": loss,
         "perplexity": 2.0**loss,
-        "num_tokens": int(num_tokens),
-        "num_blocks": int(num_blocks),
-        "num_batches": int(num_batches),
-        "tokens_per_s": num_tokens / model_s,
+        "num_tokens": sum(lengths),
+        "num_blocks": len(lengths),
+        "num_batches": num_batches,
+        "tokens_per_s": sum(lengths) / model_s,
         "model_s": model_s,
-        "load_s": load_s,
-        "dtype": found.dtype,
-        "tp": placement.tp,
-        "dp": placement.dp,
-        "ep": placement.ep,
+        **found.to_json(),
         "dispatch": "sparse" if config.use_tutel_moe else "dense",
         "capacity": num_slots(config) if names else None,
-        "routing": {name: total / times for name, total in zip(names, figures[1:-3], strict=False)},
+        "routing": {name: total / times for name, total in zip(names, metrics, strict=False)},
     }
 
 

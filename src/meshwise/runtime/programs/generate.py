@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import WorkloadError
@@ -23,7 +24,7 @@ from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import program_options
 from meshwise.runtime.programs.lm_setting import LanguageModelSetting, setting
-from meshwise.runtime.programs.text_data import EOS, decode, encode, read_blocks
+from meshwise.runtime.programs.text_data import EOS, PAD, decode, encode, read_blocks
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -71,6 +72,7 @@ def generation(options: Any, ranks: int, rank: int = 0) -> Generation:
 
 def main(options: Any, context: Context) -> dict[str, Any] | None:
     """Generate on this rank; all texts, equal on each rank (None: fake tensors have none)."""
+    import numpy as np
     import torch
     import torch.distributed as dist
 
@@ -86,16 +88,13 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     mine = list(range(dp.index, len(prompts), dp.size))
     num_rows = -(-len(prompts) // dp.size)
     rows = [prompts[number] for number in mine + [0] * (num_rows - len(mine))]  # who has fewer repeats one
+    padded, lengths = [[*row, *[PAD] * (columns - len(row))] for row in rows], [len(row) for row in rows]
     with context.recorder.setup():
-        size: dict[str, Any] = {
-            "width": columns,
-            "min_tokens": options.min_tokens,
-            "is_fake": context.is_fake,
-        }
-        search = GreedySearch(rows, options.max_tokens, context.device, **size)
+        given = (lm_model.on_device(np.array(numbers), context) for numbers in (padded, lengths))
+        kind: Any = GreedySearch
         if options.search == "beam":
-            size |= {"beam": options.beam, "length_penalty": options.length_penalty}
-            search = BeamSearch(rows, options.max_tokens, context.device, **size)
+            kind = partial(BeamSearch, beam=options.beam, length_penalty=options.length_penalty)
+        search = kind(*given, max_tokens=options.max_tokens, min_tokens=options.min_tokens)
     dist.barrier()
     load_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
@@ -153,7 +152,7 @@ def _result(
         }
         for number in sorted(hypotheses)
     ]
-    num_tokens = sum(len(found[0].tokens) for found in hypotheses.values())
+    num_tokens = sum(len(best.tokens) for best, *_ in hypotheses.values())
     return {
         "texts": texts,
         "num_tokens": num_tokens,
@@ -161,10 +160,7 @@ def _result(
         "model_s": model_s,
         "load_s": load_s,
         "search": options.search,
-        "dtype": found.dtype,
-        "tp": found.placement.tp,
-        "dp": found.placement.dp,
-        "ep": found.placement.ep,
+        **found.to_json(),
     }
 
 

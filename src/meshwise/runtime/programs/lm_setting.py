@@ -18,6 +18,10 @@ class LanguageModelSetting:
     placement: Placement
     dtype: str
 
+    def to_json(self) -> dict[str, Any]:
+        """What a program's result says of it."""
+        return {"dtype": self.dtype, **{name: getattr(self.placement, name) for name in ("tp", "dp", "ep")}}
+
 
 def setting(options: Any, ranks: int) -> LanguageModelSetting:
     """The setting of `options` on `ranks`; a MeshwiseError if it has none."""

@@ -11,7 +11,6 @@ Routing is balanced by force (`routes`); the router still learns, through the we
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +18,7 @@ from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import FeedForward, Setting, activated
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.routes import ExpertPlace
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 from meshwise.runtime.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
 
@@ -28,7 +28,7 @@ class Experts(nn.Module):
     def __init__(self, model: Model, place: ExpertPlace) -> None:
         super().__init__()
         assert model.moe is not None
-        number, width = model.moe.num_experts // place.ranks, model.moe.ffn_hidden // place.parts
+        number, width = model.moe.num_experts // place.ranks.size, model.moe.ffn_hidden // place.parts.size
         self.number, self.place = number, place
         self.gate = nn.Parameter(torch.empty(number, model.hidden, width)) if model.gated else None
         self.up = nn.Parameter(torch.empty(number, model.hidden, width))
@@ -63,32 +63,33 @@ class Mixture(nn.Module):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
         copies = tokens.index_select(0, way.sources)
-        arrived = self._by_expert(_gathered(_exchanged(copies, way.group), way.parts))
-        answers = _exchanged(_added(self._by_rank(self.experts(arrived)), way.parts), way.group)
+        ranks, parts = way.place
+        arrived = self._by_expert(_gathered(_exchanged(copies, ranks), parts))
+        answers = _exchanged(_added(self._by_rank(self.experts(arrived)), parts), ranks)
         weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
         mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
         return mixed if self.shared is None else mixed + self.setting.redone("shared_experts", self.shared, x)
 
     def _by_expert(self, copies: Tensor) -> Tensor:
         """Copies as they arrived, [sources x experts x rows, hidden] -> [experts, sources x rows, hidden]."""
-        by_source = copies.view(self.routes.place.sources, self.experts.number, -1, copies.shape[-1])
+        by_source = copies.view(self.routes.place.num_sources, self.experts.number, -1, copies.shape[-1])
         return by_source.transpose(0, 1).flatten(1, 2)
 
     def _by_rank(self, answers: Tensor) -> Tensor:
         """The inverse of `_by_expert`."""
-        return answers.unflatten(1, (self.routes.place.sources, -1)).transpose(0, 1).flatten(0, 2)
+        return answers.unflatten(1, (self.routes.place.num_sources, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _exchanged(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _exchanged(rows: Tensor, along: MeshAxis) -> Tensor:
     """Equal parts of the rows to the ranks that hold the experts: copies there, answers back."""
-    return rows if group is None else all_to_all_single(rows, None, None, group)
+    return rows if along.size == 1 else all_to_all_single(rows, None, None, along.group)
 
 
-def _gathered(copies: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gathered(copies: Tensor, along: MeshAxis) -> Tensor:
     """The copies that came to any of the ranks that hold parts of the same experts."""
-    return copies if group is None else all_gather_single(copies, 0, group)
+    return copies if along.size == 1 else all_gather_single(copies, 0, along.group)
 
 
-def _added(answers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _added(answers: Tensor, along: MeshAxis) -> Tensor:
     """The sum of what parts of experts answer, of the copies that came to this rank."""
-    return answers if group is None else reduce_scatter_single(answers, "sum", 0, group)
+    return answers if along.size == 1 else reduce_scatter_single(answers, "sum", 0, along.group)

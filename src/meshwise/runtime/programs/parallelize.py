@@ -179,10 +179,10 @@ def fill(name: str, tensor: Tensor, seed: int, place: ExpertPlace = WHOLE) -> No
     """
     if tensor.dim() == 3:
         dim = cut_dim(name) - 1
-        for number, mine in enumerate(tensor, place.rank * len(tensor)):
-            expert = torch.cat([mine] * place.parts, dim)
+        for number, mine in enumerate(tensor, place.ranks.index * len(tensor)):
+            expert = torch.cat([mine] * place.parts.size, dim)
             fill(f"{name}.{number}", expert, seed)
-            mine.copy_(expert.chunk(place.parts, dim)[place.part])
+            mine.copy_(expert.chunk(place.parts.size, dim)[place.parts.index])
         return
     if tensor.dim() == 1:
         tensor.fill_(float(name.endswith("weight")))

@@ -8,12 +8,29 @@ and every world computes the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.model.architecture import Model, MoE
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
+
+
+class ExpertPlace(NamedTuple):
+    """A rank among the `ranks` that hold the experts, and among those that hold `parts` of the same ones."""
+
+    ranks: MeshAxis = ALONE
+    parts: MeshAxis = ALONE
+
+    @property
+    def num_sources(self) -> int:
+        """Ranks whose tokens come to the experts of one."""
+        return self.ranks.size * self.parts.size
+
+
+WHOLE = ExpertPlace()
+"""One rank that holds all experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,40 +38,14 @@ class Routes:
     """Where the tokens of a microbatch go, constants all.
 
     `experts` [tokens, k]: of each token's copies; `sources` [k tokens]: whose copies they are, sorted by
-    expert; `back` [k tokens]: where each token's copies stand in that order. `group`: the ranks that hold the
-    experts, None where this rank holds all; `parts`: those that hold parts of the same ones, None where they
-    are whole.
+    expert; `back` [k tokens]: where each token's copies stand in that order. `place`: which experts, and
+    which part of them, this rank has.
     """
 
     experts: Tensor
     sources: Tensor
     back: Tensor
-    group: dist.ProcessGroup | None = None
-    parts: dist.ProcessGroup | None = None
-
-    @property
-    def place(self) -> ExpertPlace:
-        """Which experts, and which part of them, this rank has."""
-        return ExpertPlace(*_place(self.group), *_place(self.parts))
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertPlace:
-    """A rank among the `ranks` that hold the experts, and among the `parts` that each is cut into."""
-
-    ranks: int
-    rank: int
-    parts: int
-    part: int
-
-    @property
-    def sources(self) -> int:
-        """Ranks whose tokens come to the experts of one."""
-        return self.ranks * self.parts
-
-
-WHOLE = ExpertPlace(1, 0, 1, 0)
-"""One rank that holds all experts."""
+    place: ExpertPlace = WHOLE
 
 
 def cut_dim(name: str) -> int:
@@ -64,22 +55,16 @@ def cut_dim(name: str) -> int:
 
 def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
     """Of the matrices `name` of all experts, those at `place`."""
-    return experts.chunk(place.ranks)[place.rank].chunk(place.parts, cut_dim(name))[place.part]
+    mine = experts.chunk(place.ranks.size)[place.ranks.index]
+    return mine.chunk(place.parts.size, cut_dim(name))[place.parts.index]
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def routes(
-    places: Tensor, sequences: int, model: Model, group: dist.ProcessGroup | None = None,
-    parts: dist.ProcessGroup | None = None,
-) -> Routes:  # fmt: skip
+def routes(places: Tensor, sequences: int, model: Model, place: ExpertPlace = WHOLE) -> Routes:
     """The routes of tokens at `places` of each of `sequences` sequences."""
     assert model.moe is not None
     experts = _in_turn(places, model.moe).repeat(sequences, 1)
     order = experts.flatten().argsort(stable=True)
-    return Routes(experts, order // model.moe.top_k, order.argsort(), group, parts)
+    return Routes(experts, order // model.moe.top_k, order.argsort(), place)
 
 
 def _in_turn(places: Tensor, moe: MoE) -> Tensor:

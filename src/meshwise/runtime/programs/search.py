@@ -14,11 +14,9 @@ it is in fairseq's SequenceGenerator.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,25 +37,17 @@ class Hypothesis:
 class GreedySearch:
     """B prompts with K sequences each, of which the greedy search has one; see also `BeamSearch`.
 
-    `width`: columns of the buffer, enough for the longest prompt of all ranks and `max_tokens`. `min_tokens`:
-    so many come before the end may. `is_fake`: on a device without memory, which nothing is copied to.
+    `prompts` [B, columns] of the given `lengths` are padded: the columns are enough for the longest prompt of
+    all ranks and `max_tokens`. `min_tokens`: so many come before the end may.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, *, width: int,
-        num_live: int = 1, min_tokens: int = 0, is_fake: bool = False,
-    ) -> None:  # fmt: skip
-        def placed(values: Any) -> Tensor:
-            if is_fake:
-                return torch.empty(np.shape(values), dtype=torch.int64, device=device)
-            return torch.tensor(values, device=device)
-
-        self.lengths = placed([len(prompt) for prompt in prompts])
-        self.max_tokens, self.min_tokens = max_tokens, min_tokens
-        rows = [[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts]
-        self.tokens = placed(rows).unsqueeze(1).repeat(1, num_live, 1)
-        self.logprob = torch.zeros(len(prompts), num_live, device=device)
-        self.done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self, prompts: Tensor, lengths: Tensor, *, max_tokens: int, min_tokens: int = 0, num_live: int = 1
+    ) -> None:
+        self.lengths, self.max_tokens, self.min_tokens = lengths, max_tokens, min_tokens
+        self.tokens = prompts.unsqueeze(1).repeat(1, num_live, 1)
+        self.logprob = torch.zeros(len(prompts), num_live, device=prompts.device)
+        self.done = torch.zeros_like(lengths, dtype=torch.bool)
 
     def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
         """Decide on `column` from log-probabilities [B, K, V]; which rows live on, if not each its own."""
@@ -87,8 +77,8 @@ class GreedySearch:
 class BeamSearch(GreedySearch):
     """Beam search with K = `beam`."""
 
-    def __init__(self, *prompts: Any, beam: int, length_penalty: float, **size: Any) -> None:
-        super().__init__(*prompts, num_live=beam, **size)
+    def __init__(self, *prompts: Tensor, beam: int, length_penalty: float, **sizes: Any) -> None:
+        super().__init__(*prompts, num_live=beam, **sizes)
         self.beam, self.length_penalty = beam, length_penalty
         self.logprob[:, 1:] = -math.inf  # so far, all live sequences are one
         self.ended = self.tokens.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ from meshwise.runtime.programs.mixture import Experts
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
-from meshwise.runtime.programs.routes import routes
-from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
+from meshwise.runtime.programs.routes import WHOLE, ExpertPlace, routes
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 
 
 class Place(NamedTuple):
@@ -61,7 +61,7 @@ class Trainer:
         self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
         self.ends = self._ends()
         self.ep, self.etp = plan.ep, int(on.etp)
-        self.experts, self.parts, self.experts_mesh = self._expert_groups()
+        self.experts, self.experts_mesh = self._expert_groups()
         with context.recorder.setup():
             ring_rank, part = divmod(place.cp, int(on.ulysses))
             places = own_places(options.seq, int(on.ring), ring_rank, context.device)
@@ -129,31 +129,31 @@ class Trainer:
             stages.add(self.plan.pp - 1 - self.place.pp)
         return [stage * per_stage + rank for stage in sorted(stages) for rank in range(per_stage)]
 
-    def _context_groups(self, ring: int, ulysses: int) -> tuple[dist.ProcessGroup | None, MeshAxis | None]:
-        """The ranks whose keys come round, and, neighbours, those that exchange heads (None: one rank)."""
-        rank, (ring_rank, part) = self.rank, divmod(self.place.cp, ulysses)
+    def _along(self, axis: str, ranks: Sequence[int]) -> MeshAxis:
+        """This rank's place among `ranks`, which form a group if they are several."""
+        if len(ranks) == 1:
+            return ALONE
+        return MeshAxis(self.context.group(axis, ranks), len(ranks), ranks.index(self.rank))
 
-        def line(number: int, own: int, stride: int) -> dist.ProcessGroup:
-            ranks = [rank + (other - own) * stride for other in range(number)]
-            return self.context.group("cp", ranks)
+    def _context_groups(self, ring: int, ulysses: int) -> tuple[MeshAxis, MeshAxis]:
+        """The ranks whose keys come round, and, neighbours, those that exchange heads."""
+        ring_rank, part = divmod(self.place.cp, ulysses)
+        first, around = self.rank - part * self.plan.tp, self.plan.tp * ulysses
+        of_ring = range(self.rank - ring_rank * around, self.rank + (ring - ring_rank) * around, around)
+        of_heads = range(first, first + around, self.plan.tp)
+        return self._along("cp", of_ring), self._along("cp", of_heads)
 
-        around = line(ring, ring_rank, self.plan.tp * ulysses) if ring > 1 else None
-        heads = MeshAxis(line(ulysses, part, self.plan.tp), ulysses, part) if ulysses > 1 else None
-        return around, heads
-
-    def _expert_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, DeviceMesh | None]:
-        """Ranks that share the experts, those that hold parts of the same, and those with the same parts."""
-        ep, etp = self.ep, self.etp
+    def _expert_groups(self) -> tuple[ExpertPlace, DeviceMesh | None]:
+        """This rank's place among those that hold experts, and the ranks that hold the same parts of them."""
         if self.model.moe is None:
-            return None, None, None
-        both = ep * etp
+            return WHOLE, None
+        etp, both = self.etp, self.ep * self.etp
         own, part = self.rank // both * both, self.rank % etp
-        sharing = self.context.group("ep", range(own + part, own + both, etp)) if ep > 1 else None
-        of_one = self.rank - part
-        parts = self.context.group("tp", range(of_one, of_one + etp)) if etp > 1 else None
+        sharing = self._along("ep", range(own + part, own + both, etp))
+        parts = self._along("tp", range(self.rank - part, self.rank - part + etp))
         alike = [rank for rank in self.holders if rank % both == self.rank % both]
         same_parts = self.context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
-        return sharing, parts, same_parts
+        return ExpertPlace(sharing, parts), same_parts
 
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
@@ -195,7 +195,7 @@ class Trainer:
         context.recorder.weights(*angles, own)  # constants
         way = None
         if self.model.moe is not None:
-            way = routes(own, self.options.microbatch, self.model, self.experts, self.parts)
+            way = routes(own, self.options.microbatch, self.model, self.experts)
             context.recorder.weights(way.experts, way.sources, way.back)
         redone = plan.recompute_modules if plan.recompute == "selective" else ()
         if "moe" in redone:  # covers what is inside
@@ -210,9 +210,9 @@ class Trainer:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, to the keys of all ranks of a ring."""
-        if self.ring is None:
+        if self.ring.size == 1:
             return Attend.apply(q, k, v, True)
-        return RingAttend.apply(q, k, v, self.ring, self.plan.cp_kind)
+        return RingAttend.apply(q, k, v, self.ring.group, self.plan.cp_kind)
 
     def _piece(self, stage: int, layers: range) -> Decoder:
         """Some layers of the model, cut by tp and spread over the replicas."""

@@ -135,16 +135,8 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
         with op(f"{name} transpose"):
             return tensor.transpose(0, 1).contiguous().view(local_heads, seq, width)
 
-    step(
-        "inputs",
-        {
-            "input [N/P, d]": x,
-            "Q [h, d, d/h]": weight_q,
-            "K [h, d, d/h]": weight_k,
-            "V [h, d, d/h]": weight_v,
-            "O [h, d/h, d]": weight_o,
-        },
-    )
+    symbols = ("input [N/P, d]", "Q [h, d, d/h]", "K [h, d, d/h]", "V [h, d, d/h]", "O [h, d/h, d]")
+    step("inputs", dict(zip(symbols, inputs.values(), strict=True)))
     projected = []
     for name, weight in zip("qkv", (weight_q, weight_k, weight_v), strict=True):
         with op(name):
@@ -158,13 +150,9 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
     sent = [to_heads(name, tensor) for name, tensor in zip("qkv", projected, strict=True)]
     step("all-to-all q, k, v", shown(spread, sent, "_"))
     # what was sent is let go of one by one, as it is laid out anew
-    joined = [join_tokens(name, sent.pop(0)) for name in "qkv"]
-    step(
-        "transpose and reshape q_, k_, v_",
-        shown(gathered, joined, "_"),
-        "transpose(0, 1) q_, k_, v_ & reshape",
-    )
-    q_, k_, v_ = joined
+    q_, k_, v_ = joined = [join_tokens(name, sent.pop(0)) for name in "qkv"]
+    note = "transpose(0, 1) q_, k_, v_ & reshape"
+    step("transpose and reshape q_, k_, v_", shown(gathered, joined, "_"), note)
 
     if options.attention == "scores":
         with op("A"):

@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,26 +124,22 @@ class _Report:
 def _supply_launchers(ranks: int, device: int) -> None:
     """torchrun and mp.spawn start this one rank only."""
 
-    class Launch:
-        """In place of torch's launcher: starts the one rank."""
+    def launch(config: Any, entrypoint: str) -> Callable[..., None]:
+        started = config.max_nodes * config.nproc_per_node
+        if started != ranks:
+            raise PlanError(f"the launcher starts {started} ranks, but --ranks is {ranks}; make them equal")
 
-        def __init__(self, config: Any, entrypoint: str) -> None:
-            started = config.max_nodes * config.nproc_per_node
-            if started != ranks:
-                raise PlanError(
-                    f"the launcher starts {started} ranks, but --ranks is {ranks}; make them equal"
-                )
-            self.command = str(entrypoint)
-
-        def __call__(self, *words: str) -> None:
+        def start(*words: str) -> None:
             del os.environ[OWNER]
             sys.stdout.flush()
-            code = subprocess.call([self.command, *words])
+            code = subprocess.call([str(entrypoint), *words])
             os.environ[OWNER] = ""
             os._exit(code)
+
+        return start
 
     def spawn(fn: Any, args: Any = (), *_: Any, **__: Any) -> None:
         fn(device, *args)
 
-    torch.distributed.launcher.api.elastic_launch = Launch
+    torch.distributed.launcher.api.elastic_launch = launch
     torch.multiprocessing.spawn = torch.multiprocessing.spawn.spawn = spawn

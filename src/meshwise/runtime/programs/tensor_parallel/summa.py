@@ -12,13 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.runtime.programs.tensor_parallel.exchange import (
-    Finish,
-    MeshAxis,
-    all_sum,
-    start_broadcast,
-    start_reduce,
-)
+from meshwise.runtime.programs.tensor_parallel import exchange
+from meshwise.runtime.programs.tensor_parallel.exchange import Finish, MeshAxis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +31,11 @@ class SummaGrid:
 
     def fetched(self, x: Tensor, dim: int, along: MeshAxis) -> Iterator[Tensor]:
         """All panels of the blocks x, one after the other, the next on its way while one is used."""
-        coming = start_broadcast(*self.panel(x, 0, dim, along), along)
+        coming = exchange.start_broadcast(*self.panel(x, 0, dim, along), along)
         for number in range(1, self.panels + 1):
             panel = coming()
             if number < self.panels:
-                coming = start_broadcast(*self.panel(x, number, dim, along), along)
+                coming = exchange.start_broadcast(*self.panel(x, number, dim, along), along)
             yield panel
 
     def delivered(self, panels: Iterator[Tensor], block: Tensor, dim: int, along: MeshAxis) -> Tensor:
@@ -48,7 +43,7 @@ class SummaGrid:
         going: list[tuple[int, Finish]] = []
         for number, panel in enumerate(panels):
             owner = self.panel(block, number, dim, along)[1]
-            going.append((number, start_reduce(panel, owner, along)))
+            going.append((number, exchange.start_reduce(panel, owner, along)))
             if len(going) > 1:
                 self._put(*going.pop(0), block, dim, along)
         self._put(*going.pop(), block, dim, along)
@@ -101,4 +96,4 @@ class Summa:
     def backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dA = dC B', dB = A' dC: one operand travels, and the result."""
         da, db = abt(self.grid, grad, b), atb(self.grid, a, grad)
-        return da, all_sum(db, self.depths), grad
+        return da, exchange.all_sum(db, self.depths), grad
