@@ -159,9 +159,9 @@ class Ranks:
             failures = self._listen(results, timeout_s=_LOOK_S)
             if failures:
                 time.sleep(_COLLECT_S)
-                failures += self._listen(results, timeout_s=0.0)
+                failures = self._listen(results, timeout_s=0.0) | failures
                 self.kill()
-                raise min(failures, key=lambda one: one[0])[1]
+                raise min(failures.values(), key=lambda failure: failure[0])[1]
         return [results[rank] for rank in sorted(results)]
 
     def _name_stopped(self, ranks: int) -> None:
@@ -179,12 +179,12 @@ class Ranks:
                     file=sys.stderr,
                 )
 
-    def _listen(self, results: dict[int, Any], timeout_s: float | None) -> list[_Failure]:
-        """Take in what ranks have answered; what those say that failed, or died."""
+    def _listen(self, results: dict[int, Any], timeout_s: float | None) -> dict[int, _Failure]:
+        """Take in what ranks have answered; those that failed or died, by rank."""
         waiting = [rank for rank in range(len(self._pipes)) if rank not in results]
         handles: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
         handles |= {self._processes[rank].sentinel: rank for rank in waiting}
-        failures: list[_Failure] = []
+        failures: dict[int, _Failure] = {}
         for rank in {handles[ready] for ready in wait(list(handles), timeout_s)}:
             try:
                 answer = self._pipes[rank].recv() if self._pipes[rank].poll() else None
@@ -193,11 +193,9 @@ class Ranks:
             if answer is None:
                 self._processes[rank].join(timeout=5)
                 death = _death(self._processes[rank].exitcode)
-                failures.append(
-                    (0.0, RankError(f"rank {rank} failed: {death}"))
-                )  # it had no time to say when
+                failures[rank] = 0.0, RankError(f"rank {rank} failed: {death}")  # it cannot say when
             elif isinstance(answer[-1], MeshwiseError):
-                failures.append(answer)
+                failures[rank] = answer
             else:
                 results[rank] = answer[0]
         return failures
