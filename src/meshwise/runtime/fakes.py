@@ -1,4 +1,4 @@
-"""The mode of fake tensors in which a program runs dry, and kernels of devices that are not there."""
+"""The mode of fake tensors in which a program runs dry, and kernels and streams of absent devices."""
 
 from __future__ import annotations
 
@@ -38,3 +38,47 @@ class DeviceFakes(FakeTensorMode):
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
         return self.dispatch(func, types, args, kwargs or {})
+
+
+class Stream:
+    """A stream or an event: everything happens at once."""
+
+    def __init__(self, *_: Any, **how: Any) -> None:
+        self.device = how.get("device")
+        self.device_index = self.cuda_stream = self.cuda_event = self.stream_id = self.priority = 0
+        self.device_type = 1
+
+    def record_event(self, event: Any = None) -> Any:
+        """The event itself, passed."""
+        return event or Stream()
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No CUDA graph is."""
+        return False
+
+    def elapsed_time(self, end: Any) -> float:
+        """A millisecond, since no time passes."""
+        return 1.0
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    wait = wait_event = wait_stream = record = synchronize = _nothing
+    __exit__ = _nothing
+
+    def __enter__(self) -> Stream:
+        return self
+
+
+class DeviceEvent(Stream):
+    """An event that has passed."""
+
+
+class Silent:
+    """Whatever is called of it does nothing and returns 0."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: 0

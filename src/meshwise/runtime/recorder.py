@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from meshwise.core.ledger import Collective
+from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Step, Tape
@@ -40,7 +40,6 @@ aten = torch.ops.aten
 DTYPE_NAMES = {
     **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"},
     **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), "fp8"),
-    **{torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8", torch.bool: "bool"},
 }
 
 _DEVICE = torch.ops.prim.device.default
@@ -48,11 +47,7 @@ _NO_WORK = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "wait_tensor")
 )
 
-_COLLECTIVES: dict[str, Collective] = {
-    **{"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"},
-    **{"alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce"},
-    **{"send": "send", "recv": "recv"},
-}
+_COLLECTIVES = {kind.replace("_", ""): kind for kind in sorted(COLLECTIVES, key=len, reverse=True)}
 """Kinds by how torch's names of them begin, without the underscores."""
 
 Storage = torch.UntypedStorage

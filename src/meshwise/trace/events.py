@@ -15,7 +15,7 @@ import enum
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -241,10 +241,7 @@ def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
     return found
 
 
-COLUMNS = (
-    *("start_ns", "duration_ns", "label", "track", "stream", "device", "correlation", "external_id"),
-    *("size_bytes", "shape"),
-)
+COLUMNS = tuple(column.name for column in fields(Trace) if column.type == "Ints")
 """The columns of `Trace` that have a number for each event."""
 
 

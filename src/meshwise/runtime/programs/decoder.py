@@ -1,8 +1,16 @@
-"""A GPT- or Llama-shaped decoder, or some consecutive layers of one, plain: nothing here knows of ranks.
+"""A GPT-, Llama-, Mixtral- or DeepSeek-shaped decoder, or some layers of one, plain: it knows of no ranks.
 
 Blocks are norm, attention, residual, norm, feed-forward, residual; norms are RMSNorm or LayerNorm, the
-feed-forward is SwiGLU or GELU, positions are rotary or learned, linear layers have biases or not. How the
-decoder is cut over ranks is applied from outside (`meshwise.runtime.programs.parallelize`).
+feed-forward is SwiGLU or GELU, positions are rotary or learned, linear layers have biases or not. Heads of
+keys and values are shared by groups of queries, or made of latents. How the decoder is cut over ranks is
+applied from outside (`meshwise.runtime.programs.parallelize`).
+
+A mixture of experts stands in place of a block's MLP, its experts spread over ranks, each cut over others.
+Each rank routes its own tokens: a router gives every expert a probability, each token visits k experts, and
+what they answer is weighed by theirs. Copies of the tokens go to the ranks that hold their experts by all-
+to-all and come back by another. Ranks that hold parts of the same experts gather what came to any of them,
+and add up what they answer. Routing is balanced by force (`routes`); the router still learns, through the
+weights of the answers.
 
 The first piece of a decoder has the embedding, the last one the head and the loss; such a piece may have no
 layers. It takes token numbers or activations, and gives activations or the loss.
@@ -10,19 +18,288 @@ layers. It takes token numbers or activations, and gives activations or the loss
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model, is_moe_layer
-from meshwise.runtime.programs.adapters import is_adapter
+from meshwise.runtime import torch_private as private
+from meshwise.runtime.programs.adapters import Adapted, is_adapter
+from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.chunked_loss import loss_in_chunks
-from meshwise.runtime.programs.decoder_attention import Attention, LatentAttention
-from meshwise.runtime.programs.decoder_parts import DecoderNorm, FeedForward, Setting
+from meshwise.runtime.programs.functions import Rotate, SwiGLU
+from meshwise.runtime.programs.heads import deal_back, deal_heads
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.mixture import Mixture
+from meshwise.runtime.programs.narrow import NarrowLinear
+from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.per_op import per_op_contexts
+from meshwise.runtime.programs.routes import ExpertPlace, Routes
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
+from meshwise.runtime.recorder import OpRecorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """What the modules of a decoder share: the tokens they see, how they attend, what they keep.
+
+    `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
+    `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
+    `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
+    `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
+    recomputed whole, the first ones. `loss_chunks`: in how many pieces the loss is computed. `is_narrow`:
+    linear layers of blocks compute in fp8. `lora_rank`: of adapters beside frozen weights (0: all train).
+    """
+
+    turns: tuple[Tensor, Tensor]
+    own_places: Tensor
+    recorder: OpRecorder
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda q, k, v: Attend.apply(q, k, v, True)
+    redone_modules: tuple[str, ...] = ()
+    redone_layers: float = 0
+    loss_chunks: int = 1
+    is_narrow: bool = False
+    routes: Routes | None = None
+    heads: MeshAxis = ALONE
+    lora_rank: int = 0
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
+        if self.heads.size == 1:
+            mixed: Tensor = self.redone("core_attn", self.attend, q, k, v)
+            return mixed
+        return deal_back(self.heads, self.redone("core_attn", self.attend, *deal_heads(self.heads, q, k, v)))
+
+    def redone(self, module: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """`function(*inputs)`; where `module` is recomputed, the backward runs it again from its inputs."""
+        return self.again(function, *inputs) if module in self.redone_modules else function(*inputs)
+
+    def again(
+        self, function: Callable[..., Any], *inputs: Tensor,
+        keeps: Callable[[], tuple[Any, Any]] = noop_context_fn,
+    ) -> Any:  # fmt: skip
+        """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then.
+
+        All of it again, as Megatron-LM does, but for the ops whose results torch's contexts `keeps` hold.
+        """
+
+        def run(*args: Tensor) -> Any:
+            in_backward = private.current_graph_task_id() != -1
+            with self.recorder.phase("recompute") if in_backward else nullcontext():
+                return function(*args)
+
+        with set_checkpoint_early_stop(False):
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keeps)
+
+    def planned(self, layer: nn.Linear) -> nn.Module:
+        """`layer` as the plan has it: its product in fp8, or with adapters, whose are not."""
+        if self.is_narrow:
+            layer = NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        return Adapted(layer, self.lora_rank) if self.lora_rank else layer
+
+
+class DecoderNorm(nn.Module):
+    """RMSNorm, or LayerNorm with a bias, of each token's `width` numbers (0: the hidden ones)."""
+
+    def __init__(self, model: Model, width: int = 0) -> None:
+        super().__init__()
+        width = width or model.hidden
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if model.norm_bias else None
+        self.is_centered = model.norm == "layernorm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        bias = None if self.bias is None else local(self.bias)
+        return Norm.apply(local(x), local(self.weight), bias, self.is_centered, x.shape[-1], ALONE)
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), of inner width `width`."""
+
+    def __init__(self, model: Model, setting: Setting, width: int) -> None:
+        super().__init__()
+        bias = model.linear_bias
+        wide = [setting.planned(nn.Linear(model.hidden, width, bias=bias)) for _ in range(1 + model.gated)]
+        self.gate = wide[1] if model.gated else None
+        self.up = wide[0]
+        self.down = setting.planned(nn.Linear(width, model.hidden, bias=bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        layers = [self.up] if self.gate is None else [self.gate, self.up]
+        return self.down(activated(*(layer(x) for layer in layers)))
+
+
+def activated(*wide: Tensor) -> Tensor:
+    """SwiGLU of gate and up, or GELU of up."""
+    return SwiGLU.apply(*wide) if len(wide) == 2 else F.gelu(*wide)
+
+
+class Attention(nn.Module):
+    """Causal attention, query heads in groups that share a key head; local heads are what q, k, v leave."""
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        self.head_dim, self.setting = model.head_dim, setting
+        wide, narrow = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.q = setting.planned(nn.Linear(model.hidden, wide, bias=model.qkv_bias))
+        self.k = setting.planned(nn.Linear(model.hidden, narrow, bias=model.qkv_bias))
+        self.v = setting.planned(nn.Linear(model.hidden, narrow, bias=model.qkv_bias))
+        self.out = setting.planned(nn.Linear(wide, model.hidden, bias=model.out_bias))
+        self.is_rotary = model.positions == "rotary"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        setting = self.setting
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
+        if self.is_rotary:
+            q, k = (Rotate.apply(part, *setting.turns) for part in (q, k))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return self.out(setting.mixed(q, k, v).flatten(2))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values made of one latent.
+
+    Latents are of the tokens that a rank has between the matmuls; under tensor parallelism they are gathered
+    where heads are made of them. Positions turn a part of each query, and one key that all heads share.
+    """
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        mla = model.mla
+        assert mla is not None
+        self.setting = setting
+        self.parts_of_query = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
+        self.parts_of_pair = [mla.qk_nope_head_dim, mla.v_head_dim]  # of a head's key and value
+        self.parts_of_latents = [mla.kv_lora_rank, mla.qk_rope_head_dim]
+        self.q_down: nn.Module = nn.Identity()
+        self.q_norm: nn.Module = nn.Identity()
+        if mla.q_lora_rank:
+            self.q_down = setting.planned(Latents(model, mla.q_lora_rank))
+            self.q_norm = DecoderNorm(model, mla.q_lora_rank)
+        heads = model.num_heads
+        self.q = setting.planned(
+            nn.Linear(mla.q_lora_rank or model.hidden, heads * sum(self.parts_of_query), bias=False)
+        )
+        self.kv_down = setting.planned(Latents(model, sum(self.parts_of_latents)))
+        self.kv_norm = DecoderNorm(model, mla.kv_lora_rank)
+        self.kv = setting.planned(nn.Linear(mla.kv_lora_rank, heads * sum(self.parts_of_pair), bias=False))
+        self.shared_key = nn.Identity()
+        self.out = setting.planned(nn.Linear(heads * mla.v_head_dim, model.hidden, bias=model.out_bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        q = self._queries(self.q_norm(self.q_down(x)))
+        latents, key = (part.contiguous() for part in self.kv_down(x).split(self.parts_of_latents, dim=-1))
+        mixed = self.setting.mixed(q, *self._keys_values(self.kv_norm(latents), local(self.shared_key(key))))
+        return self.out(mixed.flatten(2))
+
+    def _queries(self, latents: Tensor) -> Tensor:
+        """[batch, own tokens, latent] -> [batch, heads, tokens, width]."""
+        q = self.q(latents).unflatten(-1, (-1, sum(self.parts_of_query)))
+        own, turned = q.split(self.parts_of_query, dim=-1)
+        q = torch.cat([own, Rotate.apply(turned, *self.setting.turns)], dim=-1)
+        return q.transpose(1, 2)
+
+    def _keys_values(self, latents: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, own tokens, latent], [batch, tokens, width] -> [batch, heads, tokens, width] x 2."""
+        kv = self.kv(latents).unflatten(-1, (-1, sum(self.parts_of_pair)))
+        own, v = kv.split(self.parts_of_pair, dim=-1)
+        turned = Rotate.apply(key.unsqueeze(2), *self.setting.turns)
+        k = torch.cat([own, turned.expand(-1, -1, own.shape[2], -1)], dim=-1)
+        return k.transpose(1, 2), v.contiguous().transpose(1, 2)
+
+
+class Latents(nn.Linear):
+    """From hidden numbers to latents, for the tokens that a rank has."""
+
+    def __init__(self, model: Model, width: int) -> None:
+        super().__init__(model.hidden, width, bias=model.qkv_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, own tokens, hidden] -> [batch, own tokens, width]."""
+        return F.linear(local(x), local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class Experts(nn.Module):
+    """The MLPs of this rank's experts, a matrix each in three (or two) stacks, or its parts of them."""
+
+    def __init__(self, model: Model, place: ExpertPlace) -> None:
+        super().__init__()
+        assert model.moe is not None
+        number, width = model.moe.num_experts // place.ranks.size, model.moe.ffn_hidden // place.parts.size
+        self.number, self.place = number, place
+        self.gate = nn.Parameter(torch.empty(number, model.hidden, width)) if model.gated else None
+        self.up = nn.Parameter(torch.empty(number, model.hidden, width))
+        self.down = nn.Parameter(torch.empty(number, width, model.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[experts, rows, hidden] -> the same, or this rank's part of their sum."""
+        matrices = [self.up] if self.gate is None else [self.gate, self.up]
+        return torch.bmm(activated(*(torch.bmm(x, matrix) for matrix in matrices)), self.down)
+
+
+class Mixture(nn.Module):
+    """Router and experts, and the MLP that all tokens visit, where there is one."""
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        moe, routes = model.moe, setting.routes
+        assert moe is not None and routes is not None
+        self.router = nn.Linear(model.hidden, moe.num_experts, bias=moe.router_bias)
+        if moe.balance_bias:  # moves the choice of experts, which is forced here, by a rule
+            self.balance_bias = nn.Parameter(torch.empty(moe.num_experts))
+        self.experts = Experts(model, routes.place)
+        self.shared = FeedForward(model, setting, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
+        self.setting, self.routes = setting, routes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, own tokens, hidden] -> the same."""
+        bias = None if self.router.bias is None else local(self.router.bias)
+        logits = F.linear(x.flatten(0, 1), local(self.router.weight), bias)
+        way = self.routes
+        tokens, num_choices = x.flatten(0, 1), way.experts.shape[1]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
+        copies = tokens.index_select(0, way.sources)
+        ranks, parts = way.place
+        arrived = self._by_expert(_gathered(_exchanged(copies, ranks), parts))
+        answers = _exchanged(_added(self._by_rank(self.experts(arrived)), parts), ranks)
+        weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
+        mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
+        return mixed if self.shared is None else mixed + self.setting.redone("shared_experts", self.shared, x)
+
+    def _by_expert(self, copies: Tensor) -> Tensor:
+        """Copies as they arrived, [sources x experts x rows, hidden] -> [experts, sources x rows, hidden]."""
+        by_source = copies.view(self.routes.place.num_sources, self.experts.number, -1, copies.shape[-1])
+        return by_source.transpose(0, 1).flatten(1, 2)
+
+    def _by_rank(self, answers: Tensor) -> Tensor:
+        """The inverse of `_by_expert`."""
+        return answers.unflatten(1, (self.routes.place.num_sources, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _exchanged(rows: Tensor, along: MeshAxis) -> Tensor:
+    """Equal parts of the rows to the ranks that hold the experts: copies there, answers back."""
+    return rows if along.size == 1 else private.all_to_all_single(rows, None, None, along.group)
+
+
+def _gathered(copies: Tensor, along: MeshAxis) -> Tensor:
+    """The copies that came to any of the ranks that hold parts of the same experts."""
+    return copies if along.size == 1 else private.all_gather_single(copies, 0, along.group)
+
+
+def _added(answers: Tensor, along: MeshAxis) -> Tensor:
+    """The sum of what parts of experts answer, of the copies that came to this rank."""
+    return answers if along.size == 1 else private.reduce_scatter_single(answers, "sum", 0, along.group)
 
 
 class Block(nn.Module):

@@ -22,9 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshwise.runtime.programs.adapters import Adapted, cut_as
 from meshwise.runtime.programs.cut_on_demand import Parts
-from meshwise.runtime.programs.decoder import Block, Decoder
-from meshwise.runtime.programs.decoder_attention import LatentAttention
-from meshwise.runtime.programs.mixture import Experts, Mixture
+from meshwise.runtime.programs.decoder import Block, Decoder, Experts, LatentAttention, Mixture
 from meshwise.runtime.programs.routes import WHOLE, ExpertPlace, cut_dim
 from meshwise.runtime.torch_private import fsdp_param
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder
-from meshwise.runtime.programs.decoder_parts import Setting
+from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.parallelize import fill
 from meshwise.runtime.programs.routes import part_of, routes

@@ -22,10 +22,8 @@ from meshwise.plan.plan import Plan, number_of
 from meshwise.plan.stages import V_SHAPED, chunks_of_rank
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.decoder import Decoder
-from meshwise.runtime.programs.decoder_parts import Setting
+from meshwise.runtime.programs.decoder import Decoder, Experts, Setting
 from meshwise.runtime.programs.functions import turned_width, turns
-from meshwise.runtime.programs.mixture import Experts
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
@@ -63,9 +61,8 @@ class Trainer:
         self.ep, self.etp = plan.ep, int(on.etp)
         self.experts, self.experts_mesh = self._expert_groups()
         with context.recorder.setup():
-            ring_rank, part = divmod(place.cp, int(on.ulysses))
-            places = own_places(options.seq, int(on.ring), ring_rank, context.device)
-            self.places = places.chunk(int(on.ulysses))[part]
+            places = own_places(options.seq, self.ring.size, self.ring.index, context.device)
+            self.places = places.chunk(self.heads.size)[self.heads.index]
             self.setting = self._setting()
             held = chunks_of_rank(model, plan.pp, plan.vpp, plan.schedule, plan.stages, place.pp)
             self.pieces = {int(chunk.index): self._piece(int(chunk.index), layers) for chunk, layers in held}

@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from meshwise.runtime.programs.cut_on_demand import Parts
 from meshwise.runtime.script.cuda_module import supply_cuda_module
 from meshwise.runtime.script.cuda_objects import supply_cuda_objects
 from meshwise.runtime.script.files import Files
-from meshwise.runtime.script.guesses import Guesses, place_of_error
+from meshwise.runtime.script.guesses import Guesses, place_of
 from meshwise.runtime.script.letters import FAILED, Letters
 from meshwise.runtime.script.process_group import supply_process_groups
 from meshwise.runtime.script.recording import ScriptRecorder, ScriptTape
@@ -98,7 +99,7 @@ class _Report:
             with_remedy = (remedy for pattern, remedy in known if re.search(pattern, text))
             self._failure = {
                 "error": text.splitlines()[0][:300],
-                "place": place_of_error(error.with_traceback(trace)),
+                "place": place_of(reversed([*traceback.walk_tb(trace)])),
                 "remedy": next(with_remedy, ""),
             }
             hook(kind, error, trace)

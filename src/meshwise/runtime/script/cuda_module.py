@@ -22,7 +22,7 @@ import torch.cuda.random
 from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip
 from meshwise.program.tape import Tape
-from meshwise.runtime.streams import DeviceEvent, Silent, Stream
+from meshwise.runtime.fakes import DeviceEvent, Silent, Stream
 
 
 def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> None:

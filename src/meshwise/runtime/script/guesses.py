@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+_PACKAGES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 _OURS = str(Path(__file__).parents[2])
 
 
@@ -20,7 +21,7 @@ class Guesses:
 
     def add(self, what: str, assumed: str, remedy: str = "") -> None:
         """The program, where it stands now, did `what` and got `assumed`."""
-        place = place_of(sys._getframe(1))
+        place = place_of(traceback.walk_stack(sys._getframe(1)))
         guess = {"what": what, "place": place, "assumed": assumed, "remedy": remedy, "count": 0}
         self._found.setdefault((what, place), guess)["count"] += 1
 
@@ -29,25 +30,12 @@ class Guesses:
         return list(self._found.values())
 
 
-def place_of(frame: Any) -> str:
-    """File and line of the innermost frame of the user's own code; else of a package's."""
-    frames = [(step.f_code.co_filename, line) for step, line in traceback.walk_stack(frame)]
-    return _innermost(frames)
-
-
-def place_of_error(error: BaseException) -> str:
-    """File and line where the user's own code met `error`."""
-    frames = [(step.f_code.co_filename, line) for step, line in traceback.walk_tb(error.__traceback__)]
-    return _innermost(frames[::-1])
-
-
-def _innermost(frames: list[tuple[str, int]]) -> str:
+def place_of(steps: Iterable[tuple[Any, int]]) -> str:
+    """File and line of the innermost of these frames that is the user's own code; else of a package's."""
+    frames = [(step.f_code.co_filename, line) for step, line in steps]
     outside = [frame for frame in frames if not frame[0].startswith((_OURS, "<"))]
-    own = [frame for frame in outside if not _is_packaged(frame[0])]
+    packaged = [frame for frame in outside if frame[0].startswith(_PACKAGES) or "site-packages" in frame[0]]
+    own = [frame for frame in outside if frame not in packaged]
     torchless = [frame for frame in outside if "/torch/" not in frame[0]]
     found = next((f"{file}:{line}" for file, line in (*own, *torchless, *outside)), "?")
     return found.rpartition("site-packages/")[2]
-
-
-def _is_packaged(file: str) -> bool:
-    return "site-packages" in file or any(file.startswith(folder) for folder in _PACKAGES if folder)

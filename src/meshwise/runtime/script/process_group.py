@@ -18,10 +18,10 @@ import torch.distributed.distributed_c10d as c10d
 import torch.nn.parallel.distributed as ddp
 
 from meshwise.core.errors import PlanError
+from meshwise.runtime.fakes import Silent
 from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.letters import Letters
-from meshwise.runtime.streams import Silent
 from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch, fsdp1_states, set_default_backend
 
 BACKEND = "cpu:fake,cuda:fake"
