@@ -3,9 +3,9 @@
 Run: python -m benchmarks profiling
 
 Capture: the time of one small matrix product (five profiler events) bare and under the capture, its start
-and its end; then training steps of a small MLP, bare and captured in turns. Reading: a synthetic trace of the
-given size, in the layout that Kineto writes, read in a process of its own. All in CPU time of one thread, so that
-what else the machine does counts little.
+and its end; then training steps of a small MLP, bare and captured in turns. Reading: a synthetic trace of
+the given size, in the layout that Kineto writes, read in a process of its own. All in CPU time of one
+thread, so that what else the machine does counts little.
 """
 
 from __future__ import annotations

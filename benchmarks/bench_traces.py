@@ -24,7 +24,7 @@ NUM_RANKS, NUM_STEPS, KERNELS_PER_STEP = 8, 20, 1000
 OURS = """
 import json, sys
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.kernels import kernel_runs, kernel_totals
+from meshwise.trace.operators import kernel_runs, kernel_totals
 from meshwise.trace.read import read_traces
 traces, _ = read_traces([sys.argv[1]])
 rows = [breakdown(trace) for trace in traces]

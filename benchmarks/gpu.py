@@ -66,7 +66,7 @@ def fp4(out: Path, device: str) -> Any:
     """A matmul in NVFP4, where the GPU has it."""
     import torch
 
-    from meshwise.runtime.measure import EFFORTS, fastest_s
+    from meshwise.runtime.calibrate import EFFORTS, fastest_s
     from meshwise.runtime.torch_private import scaled_mm
 
     if device == "cpu" or torch.cuda.get_device_capability() < (10, 0):
@@ -91,7 +91,7 @@ def decode(out: Path, device: str) -> Any:
     import torch
     import torch.nn.functional as F
 
-    from meshwise.runtime.measure import EFFORTS, fastest_s
+    from meshwise.runtime.calibrate import EFFORTS, fastest_s
 
     found = []
     for batch, tokens in ((1, 256),) if device == "cpu" else ((1, 8192), (32, 8192)):

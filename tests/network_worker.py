@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from meshwise.core.ledger import Ledger
 from meshwise.runtime import run
+from meshwise.runtime.calibrate import collective_time_s
 from meshwise.runtime.launch import RankPlace, launch
-from meshwise.runtime.measure import collective_time_s
 from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.recorder import OpRecorder
 

@@ -19,10 +19,9 @@ from meshwise.core.errors import PlanError
 from meshwise.cost.collective import collective_s
 from meshwise.machine.efficiency import IDEAL, constants
 from meshwise.machine.hardware import Link, find_cluster
-from meshwise.runtime import measure
-from meshwise.runtime.calibrate import calibrate, fit_link, from_samples
+from meshwise.runtime import calibrate as measure
+from meshwise.runtime.calibrate import COLLECTIVES, Sample, calibrate, fit_link, from_samples
 from meshwise.runtime.launch import Ranks
-from meshwise.runtime.measure import COLLECTIVES, Sample
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 from meshwise.runtime import torch_private
-from meshwise.runtime.script.cuda_objects import HOOK_NAMES
+from meshwise.runtime.script.cuda import HOOK_NAMES
 
 SOURCE = Path(torch_private.__file__).parents[1]
 PRIVATE = (  # names of ops (torch.ops, aten) are torch's public names of kernels

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from jobs import Job, write_job
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.machine.hardware import find_chip
-from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.breakdown import CAUSES
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import length
 from meshwise.trace.memory import memory_peaks
-from meshwise.trace.op_rates import op_rates
+from meshwise.trace.rates import bandwidths, op_rates
 from meshwise.trace.summary import summarize_paths
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"

@@ -8,8 +8,13 @@ import pytest
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.core.ledger import Ledger
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.kernels import kernel_changes, kernel_runs, kernel_totals
-from meshwise.trace.operators import joint_sections, operator_totals
+from meshwise.trace.operators import (
+    joint_sections,
+    kernel_changes,
+    kernel_runs,
+    kernel_totals,
+    operator_totals,
+)
 from meshwise.trace.read import read_trace
 from meshwise.trace.rows import profile_ledger
 from meshwise.trace.summary import all_sections, summarize_paths

@@ -20,7 +20,7 @@ from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.cut_on_demand import Parts
-from meshwise.runtime.programs.narrow import Product
+from meshwise.runtime.programs.linear_layers import Product
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train import the_model
 from meshwise.runtime.run import run_rank

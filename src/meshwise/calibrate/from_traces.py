@@ -30,10 +30,9 @@ from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.cost.collective import carried_out, collective_s
 from meshwise.machine.hardware import Level, Link
-from meshwise.trace.bandwidths import Bandwidth, bandwidths
 from meshwise.trace.collectives import Collective as Seen
 from meshwise.trace.events import Trace
-from meshwise.trace.op_rates import OpRate, op_rates
+from meshwise.trace.rates import Bandwidth, OpRate, bandwidths, op_rates
 from meshwise.trace.summary import Summary, summarize_paths
 
 _MIN_CALLS = 5

@@ -181,7 +181,7 @@ def rates(found: Summary, *, cluster: str | None = None, limit: int = 15) -> Fou
     FLOP and bytes a second of operators of known work; the roof is that of --cluster's chip.
     """
     from meshwise.report.trace_table import rate_tables
-    from meshwise.trace.op_rates import op_rates
+    from meshwise.trace.rates import op_rates
 
     where = _cluster(cluster)
     missing = "no operator of known work has its shapes recorded; capture with record_shapes=True"
@@ -197,7 +197,7 @@ def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 15) ->
     Algorithm and bus bandwidth, against the links of --cluster.
     """
     from meshwise.report.trace_table import bandwidth_tables
-    from meshwise.trace.bandwidths import bandwidths
+    from meshwise.trace.rates import bandwidths
 
     missing = "no collective of known size was recorded by two ranks; give the traces of all ranks"
     rows = _some(bandwidths(found.collectives, _cluster(cluster)), missing)
@@ -231,7 +231,7 @@ def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: int = 1
         paths: Two trace files or folders, the earlier one first.
     """
     from meshwise.report.trace_table import change_table
-    from meshwise.trace.kernels import kernel_changes
+    from meshwise.trace.operators import kernel_changes
 
     if len(paths) != 2:
         raise DataError(f"a difference is of two traces or folders of them, not of {len(paths)}; name two")

@@ -15,12 +15,11 @@ from meshwise.report import trace_table as tables
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
 from meshwise.report.trace_table import summary_parts as parts
-from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import covered
 from meshwise.trace.memory import memory_peaks, timeline
-from meshwise.trace.op_rates import op_rates
+from meshwise.trace.rates import bandwidths, op_rates
 from meshwise.trace.summary import Summary
 
 __all__ = ["page", "parts", "picture"]

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from meshwise.core.units import duration
 from meshwise.report.table import Fields, Table, cell_text, difference_text, percent, records_table, short
-from meshwise.trace.bandwidths import Bandwidth
 from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath
 from meshwise.trace.findings import Finding
-from meshwise.trace.kernels import KernelChange
 from meshwise.trace.memory import MemoryPeak
-from meshwise.trace.op_rates import OpRate
-from meshwise.trace.operators import AcrossRanks, OperatorTotal
+from meshwise.trace.operators import AcrossRanks, KernelChange, OperatorTotal
+from meshwise.trace.rates import Bandwidth, OpRate
 from meshwise.trace.summary import Summary
 
 NOTHING = "no rank, link or cause stands out"

@@ -5,25 +5,240 @@ write). Its vector rate on a CPU is that of a multiply-add inside the cache; on 
 which run on the ordinary units (on AMD's matrix units: there it is a bound). Bandwidth and latency of the
 link are fitted to the collectives (least squares of the relative error), with the same formulas that
 `estimate` uses. As these rates are what kernels reach, `estimate` takes no efficiency off them.
+
+Each time of an op or a collective is that of the fastest of several batches of calls, for interference only
+ever adds time. A GPU is timed between two events on its stream, a CPU by the host's clock. Batches are long
+enough for the clock, and the first ones, which find out how many calls that takes, warm the machine up.
+Operands are random (on zeros and ones a GPU draws less power and clocks higher), and there are so many of
+them that none is left in the last cache from the call before.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from meshwise.calibrate.cluster_file import Calibration, Sample
 from meshwise.calibrate.cluster_file import fit_link as fit_calls
 from meshwise.core.errors import PlanError
+from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
-from meshwise.runtime.launch import Ranks, check_world
-from meshwise.runtime.measure import COLLECTIVES, collective_samples, op_samples
+from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
+from meshwise.runtime.launch import RankPlace, Ranks, check_world
+from meshwise.runtime.programs import attention_kernels as kernels
+from meshwise.runtime.programs.context import TORCH_DTYPES
+from meshwise.runtime.torch_private import scaled_mm
+
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
+_MOST_CALLS = 1 << 16
+_MOST_OPERANDS = 64
+
+
+EFFORTS = {
+    (device, pace == "quick"): SimpleNamespace(**effort)
+    for device, paces in read_catalog("efforts.toml").items()
+    for pace, effort in paces.items()
+}
+"""How much is measured, by device and whether it is to be quick; the catalog says what its fields mean."""
+
+
+def gemm_dtypes(device: str) -> tuple[str, ...]:
+    """The dtypes whose matmuls are measured: on NVIDIA's GPUs those that their matrix units have."""
+    if device == "cpu":
+        return ("fp32", "bf16", "fp64")
+    if torch.version.hip is not None:
+        return ("bf16", "fp16", "fp32", "fp64")
+    capability = torch.cuda.get_device_capability()
+    needs = {"fp8": (8, 9), "bf16": (8, 0), "fp16": (0, 0), "tf32": (8, 0), "fp32": (0, 0), "fp64": (0, 0)}
+    return tuple(dtype for dtype, least in needs.items() if capability >= least)
+
+
+def op_samples(device: str, quick: bool) -> list[Sample]:
+    """Everything that one rank measures alone."""
+    effort = EFFORTS[device, quick]
+    samples = [one for dtype in gemm_dtypes(device) for one in gemm_samples(dtype, device, effort)]
+    samples += memory_samples(device, effort)
+    if device == "cpu" or "bf16" in gemm_dtypes(device):  # flash attention needs what bf16 needs
+        samples += attention_samples(device, effort)
+    one = torch.ones(1, device=device)  # the floor: an op on one element
+    floor = sample("launch", "1", "fp32", partial(one.add_, 1), 1, "1/s", device, effort)
+    return [*samples, cast_sample(device, effort), floor]
+
+
+def gemm_samples(dtype: str, device: str, effort: Any) -> list[Sample]:
+    """Square GEMMs, one with a short sum, one with few rows."""
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    last = effort.gemm_sides[-1]
+    shapes = [*((side, side, side) for side in effort.gemm_sides), (last, last, 128), (64, last, last)]
+    samples = []
+    for m, n, k in shapes:
+        call = rotating(gemm(dtype, m, n, k, device))
+        work = float(matmul_flop(m, n, k))
+        samples.append(sample("gemm", f"{m}x{n}x{k}", dtype, call, work, "FLOP/s", device, effort))
+    return samples
+
+
+def sample(
+    what: str, shape: str, dtype: str, call: Callable[[], Any], work: float, unit: str, device: str,
+    effort: Any,
+) -> Sample:  # fmt: skip
+    """The time of `call`, which does `work`, and its rate in `unit`."""
+    seconds = fastest_s(call, device, effort)
+    return Sample(what, shape, dtype, seconds, work / seconds, unit)
+
+
+def gemm(dtype: str, m: int, n: int, k: int, device: str) -> Iterator[Callable[[], Any]]:
+    """Calls of C[m,n] = A[m,k] B[k,n], each on operands of its own; as many as the cache does not hold."""
+    elem = torch.float8_e4m3fn if dtype == "fp8" else TORCH_DTYPES["fp32" if dtype == "tf32" else dtype]
+    operand_bytes = (m * k + k * n) * elem.itemsize
+    for _ in range(_num_operands(operand_bytes, device)):
+        a = torch.randn(m, k, device=device).to(elem)
+        b = torch.randn(n, k, device=device).to(elem).t()  # fp8 takes it column by column
+        if dtype == "fp8":
+            one = torch.ones((), device=device)
+            yield partial(scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        else:
+            yield partial(torch.mm, a, b.contiguous())
+
+
+def _num_operands(operand_bytes: int, device: str) -> int:
+    """So many sets of operands that the last cache holds half of them at most."""
+    cache_bytes = 0 if device == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
+    return min(1 + 2 * cache_bytes // operand_bytes, _MOST_OPERANDS)
+
+
+def rotating(calls: Iterator[Callable[[], Any]]) -> Callable[[], Any]:
+    """A call that is each of `calls` in turn, over and over."""
+    turns = itertools.cycle(list(calls))
+    return lambda: next(turns)()
+
+
+def memory_samples(device: str, effort: Any) -> list[Sample]:
+    """A copy beyond the caches, counted as bytes read plus written; on a CPU a multiply-add inside them."""
+    source = torch.ones(effort.copy_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    size_bytes, copy = source.numel() * 4, partial(target.copy_, source)
+    samples = [sample("copy", str(size_bytes), "fp32", copy, 2 * size_bytes, "B/s", device, effort)]
+    if device == "cpu":
+        num = 1 << 15
+        x, y, z = (torch.ones(num) for _ in range(3))
+        add = partial(z.addcmul_, x, y)
+        samples.append(sample("multiply-add", str(num), "fp32", add, 2 * num, "FLOP/s", device, effort))
+    return samples
+
+
+def attention_samples(device: str, effort: Any) -> list[Sample]:
+    """Fused causal attention of 16 heads of 128, forward and backward."""
+    heads, width = 16, 128
+    samples = []
+    for tokens in effort.tokens:
+        q, k, v, grad = (
+            torch.randn(1, heads, tokens, width, device=device).to(torch.bfloat16) for _ in range(4)
+        )
+        out, lse = kernels.flash_attention(q, k, v, True)
+        forward = partial(kernels.flash_attention, q, k, v, True)
+        backward = partial(kernels.flash_attention_backward, grad, q, k, v, out, lse, True)
+        sizes = (attended_pairs(tokens, tokens, causal=True), heads, heads, tokens, tokens, width, width)
+        for name, call, work in (
+            ("attention", forward, flash_attention),
+            ("attention backward", backward, flash_attention_backward),
+        ):
+            flop, shape = float(work(*sizes, batch=1, elem_bytes=2).flop), f"{heads}x{tokens}x{width}"
+            samples.append(sample(name, shape, "bf16", call, flop, "FLOP/s", device, effort))
+    return samples
+
+
+def cast_sample(device: str, effort: Any) -> Sample:
+    """fp32 to bf16 beyond the caches, counted as bytes read plus written."""
+    wide = torch.ones(effort.copy_bytes // 4, device=device)
+    cast, num = partial(wide.to, torch.bfloat16), wide.numel()
+    return sample("cast", f"{num} to bf16", "fp32", cast, num * (4 + 2), "B/s", device, effort)
+
+
+def collective_samples(place: RankPlace, quick: bool) -> list[Sample]:
+    """Runs on every rank: each kind at several payloads; the time is that of the slowest rank."""
+    effort = EFFORTS[place.device_type, quick]
+    samples = []
+    for kind in COLLECTIVES:
+        for size in effort.payload_bytes:
+            size_bytes = size - size % (4 * place.world_size)
+            seconds = collective_time_s(place, kind, size_bytes, in_a_row=effort.collectives_in_a_row)
+            samples.append(Sample(kind, str(size_bytes), "fp32", seconds, size_bytes / seconds, "B/s"))
+    return samples
+
+
+def collective_time_s(
+    place: RankPlace,
+    kind: Collective,
+    payload_bytes: int,
+    *,
+    repeats: int = 5,
+    in_a_row: int = 1,
+    meet: Callable[[], Any] = dist.barrier,
+) -> float:
+    """Seconds of one collective over `payload_bytes`, the fastest repetition of the slowest rank.
+
+    `meet` brings the ranks together before each repetition, which is `in_a_row` collectives; the first
+    repetition is not counted.
+    """
+    num = payload_bytes // 4 // place.world_size
+    full = torch.ones(num * place.world_size, device=place.device)
+    other = torch.empty_like(full)
+    part = torch.ones(num, device=place.device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(full),
+        "all_gather": lambda: dist.all_gather_single(full, part),
+        "all_to_all": lambda: dist.all_to_all_single(other, full),
+        "broadcast": lambda: dist.broadcast(full, 0),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, full),
+    }
+    times = []
+    for _ in range(repeats + 1):
+        meet()
+        times.append(elapsed_s(calls[kind], in_a_row, place.device_type))
+    slowest = torch.tensor(times[1:], device=place.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.min())
+
+
+def fastest_s(call: Callable[[], Any], device: str, effort: Any) -> float:
+    """Seconds of one call in the fastest of at least five batches."""
+    call()
+    num = 1
+    while (seconds := elapsed_s(call, num, device)) * num < effort.batch_s and num < _MOST_CALLS:
+        num *= 2
+    spent_s, batches = seconds * num, 1
+    while batches < 5 or spent_s < effort.total_s:
+        taken_s = elapsed_s(call, num, device)
+        seconds, spent_s, batches = min(seconds, taken_s), spent_s + taken_s * num, batches + 1
+    return seconds
+
+
+def elapsed_s(call: Callable[[], Any], num: int, device: str) -> float:
+    """Seconds of one of `num` calls in a row."""
+    if device == "cpu":
+        begin_s = time.perf_counter()
+        for _ in range(num):
+            call()
+        return (time.perf_counter() - begin_s) / num
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(num):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3 / num
 
 
 def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Calibration:

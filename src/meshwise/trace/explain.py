@@ -49,8 +49,8 @@ from meshwise.trace.events import KERNEL_CLASSES, Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
 from meshwise.trace.nesting import around, launchers
-from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
+from meshwise.trace.rates import matmul_shape, matmul_shapes
 from meshwise.trace.stated_job import contradictions
 from meshwise.trace.steps import Marks, chosen_steps, marks, whole_steps
 from meshwise.trace.summary import Summary, waits_ns

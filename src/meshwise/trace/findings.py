@@ -28,7 +28,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
 from meshwise.trace.collectives import Collective, ranks_text, split_by_fastest, stragglers
 from meshwise.trace.events import Trace
-from meshwise.trace.kernels import KernelRuns, kernel_runs
+from meshwise.trace.operators import KernelRuns, kernel_runs
 from meshwise.trace.steps import Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
 from meshwise.trace.transfers import Transfer, transfers

@@ -15,7 +15,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import MEASURED, Chip, chips
 from meshwise.plan.plan import plan_text
 from meshwise.trace.events import Kind, Trace
-from meshwise.trace.op_rates import op_rates
+from meshwise.trace.rates import op_rates
 from meshwise.trace.summary import Summary
 
 _LEAST_FRAC = 0.5

@@ -21,9 +21,8 @@ from meshwise.trace.collectives import Collective, RankWaiting, collectives, ran
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import FileProblem
 from meshwise.trace.findings import Finding, RankFacts, findings, rank_facts
-from meshwise.trace.kernels import KernelTotal, kernel_totals
 from meshwise.trace.match import Match, match
-from meshwise.trace.operators import Section, sections
+from meshwise.trace.operators import KernelTotal, Section, kernel_totals, sections
 from meshwise.trace.outliers import Outlier, outliers
 from meshwise.trace.read import read_traces
 from meshwise.trace.steps import Marks, RankStep, marks, with_steps

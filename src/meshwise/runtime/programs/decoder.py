@@ -9,8 +9,10 @@ A mixture of experts stands in place of a block's MLP, its experts spread over r
 Each rank routes its own tokens: a router gives every expert a probability, each token visits k experts, and
 what they answer is weighed by theirs. Copies of the tokens go to the ranks that hold their experts by all-
 to-all and come back by another. Ranks that hold parts of the same experts gather what came to any of them,
-and add up what they answer. Routing is balanced by force (`routes`); the router still learns, through the
-weights of the answers.
+and add up what they answer. Which
+experts a token visits is set by its place in the sequence, not by the router, so that all get the same number
+(Megatron-LM's `--moe-router-force-load-balancing`): every rank's shapes are known beforehand, and every world
+computes the same. The router still learns, through the weights of the answers.
 
 The first piece of a decoder has the embedding, the last one the head and the loss; such a piece may have no
 layers. It takes token numbers or activations, and gives activations or the loss.
@@ -21,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +31,74 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from meshwise.model.architecture import Model, is_moe_layer
+from meshwise.model.architecture import Model, MoE, is_moe_layer
 from meshwise.runtime import torch_private as private
-from meshwise.runtime.programs.adapters import Adapted, is_adapter
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.chunked_loss import loss_in_chunks
 from meshwise.runtime.programs.functions import Rotate, SwiGLU
 from meshwise.runtime.programs.heads import deal_back, deal_heads
+from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, is_adapter
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.narrow import NarrowLinear
 from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.per_op import per_op_contexts
-from meshwise.runtime.programs.routes import ExpertPlace, Routes
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 from meshwise.runtime.recorder import OpRecorder
+
+
+class ExpertPlace(NamedTuple):
+    """A rank among the `ranks` that hold the experts, and among those that hold `parts` of the same ones."""
+
+    ranks: MeshAxis = ALONE
+    parts: MeshAxis = ALONE
+
+    @property
+    def num_sources(self) -> int:
+        """Ranks whose tokens come to the experts of one."""
+        return self.ranks.size * self.parts.size
+
+
+WHOLE = ExpertPlace()
+"""One rank that holds all experts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Where the tokens of a microbatch go, constants all.
+
+    `experts` [tokens, k]: of each token's copies; `sources` [k tokens]: whose copies they are, sorted by
+    expert; `back` [k tokens]: where each token's copies stand in that order. `place`: which experts, and
+    which part of them, this rank has.
+    """
+
+    experts: Tensor
+    sources: Tensor
+    back: Tensor
+    place: ExpertPlace = WHOLE
+
+
+def cut_dim(name: str) -> int:
+    """The dim of a stack of experts' matrices `name` [experts, d_in, d_out] along which parts are cut."""
+    return 1 if name.endswith("down") else 2
+
+
+def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
+    """Of the matrices `name` of all experts, those at `place`."""
+    mine = experts.chunk(place.ranks.size)[place.ranks.index]
+    return mine.chunk(place.parts.size, cut_dim(name))[place.parts.index]
+
+
+def routes(places: Tensor, sequences: int, model: Model, place: ExpertPlace = WHOLE) -> Routes:
+    """The routes of tokens at `places` of each of `sequences` sequences."""
+    assert model.moe is not None
+    experts = _in_turn(places, model.moe).repeat(sequences, 1)
+    order = experts.flatten().argsort(stable=True)
+    return Routes(experts, order // model.moe.top_k, order.argsort(), place)
+
+
+def _in_turn(places: Tensor, moe: MoE) -> Tensor:
+    """[tokens] -> [tokens, k]: the experts one after the other."""
+    choices = torch.arange(moe.top_k, device=places.device)
+    return (places[:, None] * moe.top_k + choices).remainder(moe.num_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

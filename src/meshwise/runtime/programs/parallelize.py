@@ -20,10 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 
-from meshwise.runtime.programs.adapters import Adapted, cut_as
 from meshwise.runtime.programs.cut_on_demand import Parts
-from meshwise.runtime.programs.decoder import Block, Decoder, Experts, LatentAttention, Mixture
-from meshwise.runtime.programs.routes import WHOLE, ExpertPlace, cut_dim
+from meshwise.runtime.programs.decoder import (
+    WHOLE,
+    Block,
+    Decoder,
+    ExpertPlace,
+    Experts,
+    LatentAttention,
+    Mixture,
+    cut_dim,
+)
+from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.torch_private import fsdp_param
 
 

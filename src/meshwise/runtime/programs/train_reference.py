@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting
+from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting, part_of, routes
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.parallelize import fill
-from meshwise.runtime.programs.routes import part_of, routes
 from meshwise.runtime.programs.training import Trainer
 
 

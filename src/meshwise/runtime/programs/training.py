@@ -22,12 +22,11 @@ from meshwise.plan.plan import Plan, number_of
 from meshwise.plan.stages import V_SHAPED, chunks_of_rank
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.decoder import Decoder, Experts, Setting
+from meshwise.runtime.programs.decoder import WHOLE, Decoder, ExpertPlace, Experts, Setting, routes
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
-from meshwise.runtime.programs.routes import WHOLE, ExpertPlace, routes
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 
 

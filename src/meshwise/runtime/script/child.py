@@ -31,8 +31,7 @@ from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import booked_by
 from meshwise.runtime.launch import die_with_parent
 from meshwise.runtime.programs.cut_on_demand import Parts
-from meshwise.runtime.script.cuda_module import supply_cuda_module
-from meshwise.runtime.script.cuda_objects import supply_cuda_objects
+from meshwise.runtime.script.cuda import supply_cuda_module, supply_cuda_objects
 from meshwise.runtime.script.files import Files
 from meshwise.runtime.script.guesses import Guesses, place_of
 from meshwise.runtime.script.letters import FAILED, Letters

@@ -21,9 +21,8 @@ from meshwise.program.cut import Cut
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.heads import deal
 from meshwise.runtime.programs.tensor_parallel.attention import FusedAttention, LocalHeads
-from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Gathered, Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, axis
-from meshwise.runtime.programs.tensor_parallel.product import Gathered
 from meshwise.runtime.programs.tensor_parallel.spans import Index, part, split
 from meshwise.runtime.programs.tensor_parallel.summa import Summa, SummaGrid
 

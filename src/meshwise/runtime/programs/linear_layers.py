@@ -1,8 +1,12 @@
-"""Linear layers that compute in fp8.
+"""Linear layers of other kinds than torch's: with adapters beside frozen weights, and with products in fp8.
 
-Operands of a matmul are cast, each with a scale for the whole tensor, and sums are in the type of the input:
-weights and inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is kept as it
-is and cast again in the backward, as torchao's Float8Linear does; all else stays as it is.
+LoRA: a frozen linear layer, and beside it two thin ones that train (arXiv 2106.09685). Under tensor
+parallelism the adapters are cut as the layer is, one of them whole: beside columns the second is cut, beside
+rows the first, whose partial result the second passes on, so that one exchange adds up both.
+
+In fp8 operands of a matmul are cast, each with a scale for the whole tensor, and sums are in the type of the
+input: weights and inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is
+kept as it is and cast again in the backward, as torchao's Float8Linear does; all else stays as it is.
 """
 
 from __future__ import annotations
@@ -11,10 +15,51 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
+from torch.nn import functional as F
 
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import scaled_mm, will_engine_execute_node
+
+
+class Adapted(nn.Module):
+    """layer(x) + b(a(x)), of inner width `rank`."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.lora_a = nn.Linear(layer.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d_in] -> [..., d_out]."""
+        y = self.layer(x)
+        thin = F.linear(F.linear(local(x), local(self.lora_a.weight)), local(self.lora_b.weight))
+        if isinstance(y, DTensor):
+            thin = DTensor.from_local(thin, y.device_mesh, y.placements, run_check=False)
+        return y + thin
+
+
+def is_adapter(name: str) -> bool:
+    """Whether `name` is that of an adapter's weight."""
+    return ".lora_" in name
+
+
+def cut_as(style: Any, name: str, rows: Shard | Replicate) -> dict[str, Any]:
+    """The styles of the adapted layer `name` that `style` would cut; `rows`: how activations are cut."""
+    whole = parallel.SequenceParallel()  # on every rank, each for its own tokens
+    if isinstance(style, parallel.RowwiseParallel):
+        inner = parallel.RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        around = {name: parallel.PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=rows)}
+        return around | {f"{name}.layer": inner, f"{name}.lora_a": inner, f"{name}.lora_b": whole}
+    if isinstance(style, parallel.ColwiseParallel):
+        inner = parallel.ColwiseParallel()
+        gathers = style.input_layouts == (rows,)
+        gather = parallel.PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(Replicate(),))
+        around = {name: gather} if gathers else {}
+        return around | {f"{name}.layer": inner, f"{name}.lora_a": whole, f"{name}.lora_b": inner}
+    return {f"{name}.layer": whole, f"{name}.lora_a": whole, f"{name}.lora_b": whole}
+
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -1,11 +1,21 @@
-"""What operators of known work reach: FLOP and bytes over time, for each operator, shape and dtype.
+"""What kernels and collectives reach: FLOP and bytes a second, for each operator and each collective.
 
-Matmuls and attention have the FLOP and bytes of `cost.op`; of elementwise operators and norms the inputs are
-read once and one result as large as the largest is written once. The time is that of the kernels which the
-operator launched (on a rank without a device, of itself), each counted for the innermost such operator around
-it. Shapes must have been recorded (`record_shapes=True`; `meshwise profile` does).
+Operators of known work, for each shape and dtype: matmuls and attention have the FLOP and bytes of
+`cost.op`; of elementwise operators and norms the inputs are read once and one result as large as the largest
+is written once. The time is that of the kernels which the operator launched (on a rank without a device, of
+itself), each counted for the innermost such operator around it. Shapes must have been recorded
+(`record_shapes=True`; `meshwise profile` does).
 
     roof_s = max(flop / matrix peak, bytes / memory bandwidth)      roof_frac = roof_s / time
+
+Collectives, by kind, group and size, against the links:
+
+    algorithm bandwidth    bytes of the full tensor / seconds on the wire
+    bus bandwidth          bytes that leave a rank / seconds on the wire (as in nccl-tests)
+
+Seconds on the wire are without the waiting for the last rank (see `collectives`), the median over the calls.
+The link is that of the cluster's innermost level that joins the whole group; `predicted_s` is what the cost
+model gives for the same call on that cluster.
 """
 
 from __future__ import annotations
@@ -13,15 +23,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.ledger import shape_text
+from meshwise.core.ledger import COLLECTIVES, shape_text
+from meshwise.core.ledger import Collective as CollectiveKind
 from meshwise.core.units import DTYPE_BYTES
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward, matmul
-from meshwise.machine.hardware import Chip
+from meshwise.estimate.timing import machine
+from meshwise.machine.hardware import Chip, Cluster
+from meshwise.machine.overheads import NONE
 from meshwise.trace.breakdown import work
+from meshwise.trace.collectives import Collective
 from meshwise.trace.events import NAMES, Ints, Kind, Trace, grouped
 from meshwise.trace.nesting import added_at, around, launchers
 from meshwise.trace.operators import self_time
@@ -164,3 +179,46 @@ def _work(name: str, tensors: Tensors, causal: bool) -> tuple[str, str, str, Cos
     largest = max(range(len(moved)), key=lambda i: moved[i])
     reads, writes = (moved[1:2], moved[0]) if name == "aten::copy_" else (moved, moved[largest])
     return "elementwise", shape_text(dims[largest]), dtype, Cost(0.0, float(sum(reads)), writes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """All calls of one collective in one group on one size."""
+
+    name: str
+    group: str
+    group_size: int | None
+    bytes: float
+    count: int
+    wire_s: float
+    algorithm_bytes_per_s: float
+    bus_bytes_per_s: float | None
+    link: str = ""
+    link_frac: float | None = None
+    predicted_s: float | None = None
+
+
+def bandwidths(found: Sequence[Collective], cluster: Cluster | None = None) -> list[Bandwidth]:
+    """One row for each kind, group and size that several ranks recorded, the longest in sum first."""
+    known = [one for one in found if one.bytes and one.wire_s and one.num_ranks > 1]
+    calls = grouped(((one.name, one.group, one.bytes), one) for one in known)
+    ordered = sorted(calls.values(), key=lambda same: -sum(one.wire_s for one in same))
+    return [_row(same, cluster) for same in ordered]
+
+
+def _row(calls: Sequence[Collective], cluster: Cluster | None) -> Bandwidth:
+    one, wire_s = calls[0], float(np.median([call.wire_s for call in calls]))
+    speeds = [call.sent_bytes_per_s for call in calls if call.sent_bytes_per_s]
+    bus, size = float(np.median(speeds)) if speeds else None, one.bytes or 0.0
+    link, frac, predicted_s = "", None, None
+    if cluster is not None and bus:
+        ranks = sorted(one.wait_s)
+        level = next(level for level in cluster.levels if ranks[0] // level.ranks == ranks[-1] // level.ranks)
+        link, frac = level.name, bus / level.bytes_per_s
+        kind = "send" if one.name == "send_recv" else one.name
+        if kind in COLLECTIVES:
+            known, stride = cast(CollectiveKind, kind), float(ranks[1] - ranks[0])
+            machine_s = machine(cluster, "fp32", overheads=NONE).collective_s
+            predicted_s = float(machine_s(known, size, one.group_size or len(ranks), stride))
+    rates = size / wire_s, bus, link, frac, predicted_s
+    return Bandwidth(one.name, one.group, one.group_size, size, len(calls), wire_s, *rates)
