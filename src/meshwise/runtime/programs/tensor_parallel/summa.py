@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.runtime.programs.tensor_parallel import exchange
+import meshwise.runtime.programs.tensor_parallel.exchange as exchange
 from meshwise.runtime.programs.tensor_parallel.exchange import Finish, MeshAxis
 
 
