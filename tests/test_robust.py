@@ -171,17 +171,18 @@ def test_a_stopped_rank_is_named_and_can_go_on(
             said.append(capfd.readouterr().err)
             time.sleep(0.1)
         time.sleep(1.0)  # the launcher looks again
-        os.kill(ranks.pids[1], signal.SIGCONT)
+        os.kill(ranks._processes[1].pid, signal.SIGCONT)
 
     with Ranks(2) as ranks:
         ranks.call(on_ranks.total_of_ranks, 1)  # both are up
-        os.kill(ranks.pids[1], signal.SIGSTOP)
+        os.kill(ranks._processes[1].pid, signal.SIGSTOP)
         watcher = threading.Thread(target=go_on)
         watcher.start()
         ranks.call(on_ranks.total_of_ranks, 1)
         watcher.join()
         text = "".join([*said, capfd.readouterr().err])
-        assert text.count("rank 1 is stopped by a signal") == 1 and f"kill -CONT {ranks.pids[1]}" in text
+        assert text.count("rank 1 is stopped by a signal") == 1
+        assert f"kill -CONT {ranks._processes[1].pid}" in text
 
 
 def test_only_this_machine_reaches_the_meeting_point() -> None:

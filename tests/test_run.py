@@ -60,7 +60,7 @@ def test_first_failure_is_reported_and_all_end(
 ) -> None:
     """The other rank waits in a barrier and would wait for half an hour."""
     with Ranks(2) as ranks:
-        pids = ranks.pids
+        pids = [process.pid for process in ranks._processes]
         with pytest.raises(error, match="^" + message.replace(".", r"\.")):
             ranks.call(function, failing)
         assert not any(map(is_running, pids))

@@ -1088,7 +1088,7 @@ def explain(
     """
     from meshwise.core.errors import DataError
     from meshwise.trace.explain import explain as join
-    from meshwise.trace.stated_job import reduces_all
+    from meshwise.trace.explain import reduces_all
     from meshwise.trace.summary import summarize_paths
 
     job = (model, cluster, plan or None, batch, seq, microbatch, timeline)

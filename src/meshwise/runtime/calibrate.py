@@ -72,7 +72,7 @@ def op_samples(device: str, quick: bool) -> list[Sample]:
         samples += attention_samples(device, effort)
     one = torch.ones(1, device=device)  # the floor: an op on one element
     floor = sample("launch", "1", "fp32", partial(one.add_, 1), 1, "1/s", device, effort)
-    return [*samples, cast_sample(device, effort), floor]
+    return [*samples, floor]
 
 
 def gemm_samples(dtype: str, device: str, effort: Any) -> list[Sample]:
@@ -124,11 +124,13 @@ def rotating(calls: Iterator[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def memory_samples(device: str, effort: Any) -> list[Sample]:
-    """A copy beyond the caches, counted as bytes read plus written; on a CPU a multiply-add inside them."""
+    """A copy and a cast beyond the caches, in bytes read plus written; on a CPU multiply-adds inside them."""
     source = torch.ones(effort.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
     size_bytes, copy = source.numel() * 4, partial(target.copy_, source)
     samples = [sample("copy", str(size_bytes), "fp32", copy, 2 * size_bytes, "B/s", device, effort)]
+    cast, num = partial(source.to, torch.bfloat16), source.numel()
+    samples.append(sample("cast", f"{num} to bf16", "fp32", cast, num * (4 + 2), "B/s", device, effort))
     if device == "cpu":
         num = 1 << 15
         x, y, z = (torch.ones(num) for _ in range(3))
@@ -156,13 +158,6 @@ def attention_samples(device: str, effort: Any) -> list[Sample]:
             flop, shape = float(work(*sizes, batch=1, elem_bytes=2).flop), f"{heads}x{tokens}x{width}"
             samples.append(sample(name, shape, "bf16", call, flop, "FLOP/s", device, effort))
     return samples
-
-
-def cast_sample(device: str, effort: Any) -> Sample:
-    """fp32 to bf16 beyond the caches, counted as bytes read plus written."""
-    wide = torch.ones(effort.copy_bytes // 4, device=device)
-    cast, num = partial(wide.to, torch.bfloat16), wide.numel()
-    return sample("cast", f"{num} to bf16", "fp32", cast, num * (4 + 2), "B/s", device, effort)
 
 
 def collective_samples(place: RankPlace, quick: bool) -> list[Sample]:

@@ -132,11 +132,6 @@ class Ranks:
                 process.join(timeout=5)
         self.kill()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [process.pid or 0 for process in self._processes]
-
     def kill(self) -> None:
         """Stop every rank at once."""
         self._ended.set()

@@ -117,11 +117,6 @@ class OpRecorder(private.TorchDispatchMode):
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
         self._weights.update(_local(tensor).untyped_storage()._cdata for tensor in tensors)
 
-    def track(self, *tensors: torch.Tensor) -> None:
-        """Count tensors that were made outside the recorder as alive."""
-        for tensor in tensors:
-            self._track(tensor)
-
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Collectives of `group` run along the mesh axis `axis`."""
         self._axes[group.group_name] = axis

@@ -23,6 +23,11 @@ Within a class, work joins the ops of the estimate that look the same in a trace
 
 Ops that look the same share their measured time as the estimate has it. What joins no op is one row of its
 class, on either side.
+
+Before that it is asked whether the traces are of the job that the user states: its device, number of ranks,
+phase and model. A model and plan show in the matmuls: a weight of [d_in, d_out] in those of which two sizes
+are d_in and d_out, forward and in both backward products. Most FLOP of a job are in such matmuls, however
+the framework fuses or splits them, unless another model ran, or another plan cut it.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,14 +49,15 @@ from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
+from meshwise.machine.hardware import MEASURED, Chip, chips
+from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
 from meshwise.trace.events import KERNEL_CLASSES, Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
 from meshwise.trace.nesting import around, launchers
 from meshwise.trace.operators import self_time
-from meshwise.trace.rates import matmul_shape, matmul_shapes
-from meshwise.trace.stated_job import contradictions
+from meshwise.trace.rates import matmul_shape, matmul_shapes, op_rates
 from meshwise.trace.steps import Marks, chosen_steps, marks, whole_steps
 from meshwise.trace.summary import Summary, waits_ns
 from meshwise.trace.transfers import POINT_TO_POINT
@@ -115,13 +121,9 @@ class Explanation(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {
-            "step_s": {"predicted": self.predicted_s, "measured": self.measured_s},
-            "rows": [asdict(row) for row in self.rows],
-            "classes": [asdict(row) for row in self.classes],
-            "findings": self.findings,
-            "mismatches": self.mismatches,
-        }
+        document: dict[str, Any] = asdict(self)
+        step_s = {side: document.pop(f"{side}_s") for side in ("predicted", "measured")}
+        return {"step_s": step_s} | document
 
 
 def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
@@ -227,7 +229,7 @@ def _telling(of: str, *, is_backward: bool) -> tuple[str, ...]:
 
 def _sizes(shape: str) -> tuple[int, ...]:
     """Batch, rows and columns of the result (the smaller first), and inner size of a matmul."""
-    sizes = [int(float(size)) for size in re.findall(r"[\d.e+]+", shape)]
+    sizes = _numbers(shape)
     *batch, rows, columns, inner = sizes if len(sizes) in (3, 4) else (0, 0, 0)
     return math.prod(batch), min(rows, columns), max(rows, columns), inner
 
@@ -358,3 +360,86 @@ def _in_words(
         text += f" instead of {duration(rows[0].predicted_s or 0.0)}" * is_predicted
         text += f": {late.pop(0)}" if rows[0].op == "waiting" and late else ""
     return [text, *late]
+
+
+_LEAST_FRAC = 0.5
+_OF_A_BACKWARD = re.compile(r"^autograd::engine|^Optimizer\.step|backward|bwd", re.IGNORECASE)
+
+
+def contradictions(summary: Summary, stated: Estimate) -> list[str]:
+    """What of the stated job the traces contradict, a sentence each."""
+    num_ranks = max([len(summary.traces), *(trace.world_size or 0 for trace in summary.traces)])
+    traces, chip = summary.traces, stated.cluster.chip
+    found = _device(traces, chip), _ranks(summary, num_ranks, stated), _phase(traces, stated)
+    return list(itertools.chain(*found, _model(summary, stated)))
+
+
+def reduces_all(summary: Summary) -> bool:
+    """Whether the ranks all-reduce and neither gather nor scatter, as data parallelism without ZeRO does."""
+    names = {one.name for one in summary.collectives}
+    return "all_reduce" in names and names.isdisjoint(("all_gather", "reduce_scatter"))
+
+
+def _device(traces: Iterable[Trace], chip: Chip) -> Iterator[str]:
+    """The traces are of another chip of the catalog, or of ranks without a device."""
+    devices = {str(one.device_properties.get("name") or "") if one.has_device else "CPUs" for one in traces}
+    models = {word for device in devices for word in re.findall(r"\w+", device.lower())}
+    others = {model for name in chips() if (model := _model_number(name)) in models}
+    if (devices == {"CPUs"} and chip.vendor != MEASURED) or (
+        others and _model_number(chip.name) not in others
+    ):
+        yield f"the traces are of {' and '.join(sorted(devices))}, the stated cluster is of {chip.name}"
+
+
+def _model_number(chip: str) -> str:
+    """`h100` of `h100-80g-sxm`, `4090` of `rtx-4090`."""
+    return next((word for word in chip.split("-") if re.search(r"\d", word)), chip)
+
+
+def _ranks(summary: Summary, num_ranks: int, stated: Estimate) -> Iterator[str]:
+    known = any(trace.world_size for trace in summary.traces)
+    if num_ranks > stated.cluster.num_chips or (known and num_ranks != stated.cluster.num_chips):
+        yield f"the job has {num_ranks} ranks, the stated cluster {stated.cluster.num_chips} chips"
+
+
+def _phase(traces: Iterable[Trace], stated: Estimate) -> Iterator[str]:
+    """Operators were recorded and none of them is of a backward, or some are and none is stated."""
+    labels = [label for trace in traces for label in zip(trace.labels, trace.label_kind, strict=False)]
+    recorded = any(kind == Kind.CPU_OP and name.startswith("aten::") for (_, name), kind in labels)
+    trained = any(_OF_A_BACKWARD.search(name) for (_, name), _ in labels)
+    if recorded and stated.trains and not trained:
+        yield "the traces show a forward pass alone, and a training step is stated; state the kind of pass"
+    elif trained and not stated.trains:
+        yield f"the traces show a backward, which the stated {stated.workload.kind} has none of"
+
+
+def _model(summary: Summary, stated: Estimate) -> Iterator[str]:
+    """Less than half of the FLOP of recorded matmuls is of weights of the stated model."""
+    matmuls = [one for one in op_rates(summary.traces) if one.kind == "matmul"]
+    seen = [(_numbers(one.shape), one.count * one.flop) for one in matmuls]
+    forward = stated.ledger.where(phase="forward")
+    ops = [sizes for row in forward.rows() if len(sizes := _numbers(row["shape"])) == 4]
+    weights = {frozenset(sizes[2:]) for sizes in ops}
+    total = sum(flop for _, flop in seen)
+    fitting = sum(flop for sizes, flop in seen if not weights.isdisjoint(_pairs(sizes)))
+    if total and fitting < _LEAST_FRAC * total:
+        largest = max(seen, key=lambda one: one[1])[0]
+        of_stated = max(ops, key=lambda sizes: sizes[1] * sizes[2] * sizes[3])[1:]
+        yield (
+            f"{fitting / total:.0%} of the matmul FLOP in the traces has sizes of {stated.model.name} under "
+            f"{plan_text(stated.plan) or 'tp=1'}: the largest there is {_text(largest)}, of the stated job "
+            f"{_text(of_stated)}"
+        )
+
+
+def _pairs(sizes: Iterable[int]) -> Iterator[frozenset[int]]:
+    return map(frozenset, itertools.combinations(sizes, 2))
+
+
+def _numbers(shape: str) -> list[int]:
+    """The numbers of a text like 1x512x4096x1024."""
+    return [int(float(size)) for size in re.findall(r"[\d.e+]+", shape)]
+
+
+def _text(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))

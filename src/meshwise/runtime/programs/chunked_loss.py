@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.linear_layers import local
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Mean loss of the logits [tokens, vocabulary] of the labels [tokens]."""

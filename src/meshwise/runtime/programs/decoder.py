@@ -37,8 +37,7 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.chunked_loss import loss_in_chunks
 from meshwise.runtime.programs.functions import Rotate, SwiGLU
 from meshwise.runtime.programs.heads import deal_back, deal_heads
-from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, is_adapter
-from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, is_adapter, local
 from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.per_op import per_op_contexts
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -145,10 +145,7 @@ def _result(
     texts = [
         {
             "prompt": decode(prompts[number]),
-            "hypotheses": [
-                {"text": decode(h.tokens), "tokens": h.tokens, "logprob": h.logprob, "score": h.score}
-                for h in hypotheses[number]
-            ],
+            "hypotheses": [{"text": decode(one.tokens)} | asdict(one) for one in hypotheses[number]],
         }
         for number in sorted(hypotheses)
     ]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwise.runtime.programs.gradient_collectives import all_to_all
-from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, swap_parts
 
 
 def deal(x: Tensor, heads: Sequence[int], batch: int, dim: int, along: MeshAxis, *, to_heads: bool) -> Tensor:
@@ -20,8 +19,8 @@ def deal(x: Tensor, heads: Sequence[int], batch: int, dim: int, along: MeshAxis,
     if to_heads:
         by_kind = x.view(-1, batch, num * sum(heads), dim).split([num * number for number in heads], dim=2)
         dealt = torch.cat([part.unflatten(2, (num, -1)).movedim(2, 0) for part in by_kind], dim=3)
-        return all_to_all(dealt, along.group).reshape(-1, sum(heads) * dim)
-    by_rank = all_to_all(x.view(num, -1, batch, sum(heads), dim), along.group)
+        return swap_parts(dealt, along.group).reshape(-1, sum(heads) * dim)
+    by_rank = swap_parts(x.view(num, -1, batch, sum(heads), dim), along.group)
     parts = [part.movedim(0, 2).flatten(2, 3) for part in by_rank.split(list(heads), dim=3)]
     return torch.cat(parts, dim=2).view(-1, num * sum(heads) * dim)
 

@@ -18,8 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
 from torch.nn import functional as F
 
-from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import scaled_mm, will_engine_execute_node
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part; of a weight that several ranks hold, each finds its own part of the gradient."""
+    if not isinstance(x, DTensor):
+        return x
+    if not any(placement.is_replicate() for placement in x.placements):
+        return x.to_local()
+    return x.to_local(grad_placements=[Partial()] * len(x.placements))
 
 
 class Adapted(nn.Module):

@@ -125,15 +125,13 @@ def _start(options: Any, context: Context) -> torch.Tensor:
 
 def local_weights(options: Any, context: Context, tp: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     """W1 [L, d, f/TP] and W2 [L, f/TP, d] of tensor-parallel rank `place`."""
-    dtype, inner = context.dtype(options.dtype), inner_width(options) // tp
-    shapes = (options.layers, options.hidden, inner), (options.layers, inner, options.hidden)
-    keys = (options.seed, 11, place), (options.seed, 12, place)
-    stds = options.hidden**-0.5, inner_width(options) ** -0.5
-    first, second = (
-        context.normal(*shape, dtype=dtype, key=key, std=std)
-        for shape, key, std in zip(shapes, keys, stds, strict=True)
-    )
-    return first, second
+    hidden, inner = options.hidden, inner_width(options) // tp
+
+    def weight(number: int, *shape: int, fan_in: int) -> torch.Tensor:
+        dtype, key = context.dtype(options.dtype), (options.seed, number, place)
+        return context.normal(options.layers, *shape, dtype=dtype, key=key, std=fan_in**-0.5)
+
+    return weight(11, hidden, inner, fan_in=hidden), weight(12, inner, hidden, fan_in=inner * tp)
 
 
 def _leaves(weight: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,12 +153,12 @@ def forward(
     """
     import torch
 
-    from meshwise.runtime.programs.gradient_collectives import all_gather, reduce_scatter
+    from meshwise.runtime.programs.tensor_parallel.exchange import gather_parts, scatter_sums
 
     op = context.recorder.op
     for number, (weight_in, weight_out) in enumerate(layers):
         with op("input"):
-            gathered = all_gather(x, group)
+            gathered = gather_parts(x, group)
         if number == 0:
             weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
             context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
@@ -170,7 +168,7 @@ def forward(
             context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
         with op("output"):
             partial = torch.mm(inter, weight_out)
-            summed = reduce_scatter(partial, group)
+            summed = scatter_sums(partial, group)
         with op("residual"):
             x = x + summed
         del gathered, inter, partial, summed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshwise.runtime.programs import attention_kernels
-from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.linear_layers import local
 from meshwise.runtime.torch_private import TorchDispatchMode, disable_current_modes
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -3,11 +3,18 @@
 A rank holds one stage, or several that take turns (interleaved), or the first half of the model down and
 the second back up (zb-v), or a stage for each of two ways (dualpipe). The stages state the shapes they pass
 on, so nothing is exchanged to find them.
+
+Under DualPipe half of the microbatches enter at each end (arXiv 2412.19437, section 3.2.1). Rank i holds
+stage i for those that enter at the first rank, and stage pp - 1 - i for those that enter at the last. torch
+has its V-shaped relative only, but torch's runtime takes any order of actions on numbered stages. Here the
+order is that of `meshwise.cost.simulate`, and stages of the way back have numbers of their own, one beyond
+those of the way there, so that no stage takes the other way's end for its neighbour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,11 +23,116 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import InferenceMode
 
+from meshwise.cost.simulate import KINDS, rank_order
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.dualpipe import ScheduleDualPipe, StageOfOneWay
 from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.torch_private import PipelineAction, PipelineRuntime, pipelining_schedules
+
+Orders = dict[int, list[Any]]
+"""The actions of each rank of a pipeline."""
+_MESSAGES = {"F": ("SEND_F", "RECV_F", 1), "B": ("SEND_B", "RECV_B", -1), "I": ("SEND_B", "RECV_B", -1)}
+"""What hands on the result of an action, and what takes it how many stages further."""
+
+
+class StageOfOneWay(PipelineStage):
+    """A stage of one of the two ways; its neighbours are the numbers that some rank has."""
+
+    stage_index: int
+
+    def __init__(
+        self, module: nn.Module, index: int, num_stages: int, device: torch.device, *,
+        group: dist.ProcessGroup, **passed: Any,
+    ) -> None:  # fmt: skip
+        number = index if index == dist.get_rank(group) else index + num_stages + 1
+        super().__init__(module, number, 3 * num_stages, device, group=group, **passed)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether microbatches enter here."""
+        return self.stage_index - 1 not in self.stage_index_to_group_rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether their losses are computed here."""
+        return self.stage_index + 1 not in self.stage_index_to_group_rank
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """torch's; it knows the first stage by the number 0."""
+        number = self.stage_index
+        self.stage_index = 0 if self.is_first else number
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.stage_index = number
+
+
+class ScheduleDualPipe(PipelineRuntime):
+    """Runs `n_microbatches` each way."""
+
+    def __init__(self, stages: list[StageOfOneWay], n_microbatches: int, **how: Any) -> None:
+        super().__init__(stages, n_microbatches, **how)
+        num_ranks = self.pp_group_size
+        ranks = {rank: rank for rank in range(num_ranks)}
+        ranks |= {num_ranks + 1 + stage: num_ranks - 1 - stage for stage in range(num_ranks)}
+        for stage in stages:
+            stage.stage_index_to_group_rank = ranks
+        orders = {rank: list(_actions(rank, num_ranks, n_microbatches)) for rank in range(num_ranks)}
+        with_waits = getattr(pipelining_schedules, "_add_wait_send", dict)  # torch 2.15 wants them stated
+        self.pipeline_order_with_comms = with_waits(_with_messages(orders, ranks))
+
+
+def _actions(rank: int, num_ranks: int, microbatches_each_way: int) -> Iterator[Any]:
+    """What a rank computes, and when it gathers weights and reduces gradients."""
+    stages = rank, 2 * num_ranks - rank
+    pending: tuple[deque[int], deque[int]] = deque(), deque()  # gradients of weights, by chunk
+    passed = {"F": [0, 0], "B": [0, 0]}
+    computed = []
+    for kind, chunk in zip(*rank_order("dualpipe", rank, num_ranks, 2 * microbatches_each_way), strict=True):
+        name = KINDS[kind]
+        if name == "W":
+            number = pending[chunk].popleft()
+        else:
+            way = passed["F" if name == "F" else "B"]
+            number, way[chunk] = way[chunk], way[chunk] + 1
+        if name == "I":
+            pending[chunk].append(number)
+        computed.append(PipelineAction.from_str(f"{stages[chunk]}{name}{number}"))
+    with_gathers = pipelining_schedules._add_unshard_reshard(computed)
+    yield from pipelining_schedules._add_reduce_grad(with_gathers, microbatches_each_way)
+
+
+def _with_messages(orders: Orders, ranks: Mapping[int, int]) -> Orders:
+    """The same with messages; `ranks`: of stages by number.
+
+    Each is sent behind the action that makes it, and its receipt is posted there and then, as torch does it:
+    two ranks agree on the order of what is between them, and none waits for what is not sent.
+    """
+    complete: Orders = {rank: [] for rank in orders}
+    received: set[str] = set()
+    waiting = {rank: deque(order) for rank, order in orders.items()}
+    while any(waiting.values()):
+        for rank, order in waiting.items():
+            if not order or not _is_ready(order[0], received, ranks):
+                continue
+            action = order.popleft()
+            complete[rank].append(action)
+            stage, kind, number = action.stage_index, action.computation_type.value, action.microbatch_index
+            send, receive, step = _MESSAGES.get(kind, ("", "", 0))
+            if step and stage + step in ranks:
+                complete[rank].append(PipelineAction.from_str(f"{stage}{send}{number}"))
+                arrival = f"{stage + step}{receive}{number}"
+                complete[ranks[stage + step]].append(PipelineAction.from_str(arrival))
+                received.add(arrival)
+    return complete
+
+
+def _is_ready(action: Any, received: set[str], ranks: Mapping[int, int]) -> bool:
+    """Whether what an action computes with has come, or comes from nowhere."""
+    _, receive, step = _MESSAGES.get(action.computation_type.value, ("", "", 0))
+    from_outside = step and action.stage_index - step in ranks
+    return not from_outside or f"{action.stage_index}{receive}{action.microbatch_index}" in received
+
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,

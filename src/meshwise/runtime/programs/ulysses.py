@@ -115,7 +115,7 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
 
     from meshwise.runtime.programs.attention_kernels import Attend, SoftmaxInPlace
     from meshwise.runtime.programs.functions import Project
-    from meshwise.runtime.programs.gradient_collectives import all_to_all
+    from meshwise.runtime.programs.tensor_parallel.exchange import swap_parts
 
     op, step, num = context.recorder.op, context.step, context.world_size
     exchange = context.mesh(ulysses=num).get_group("ulysses")
@@ -125,7 +125,7 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
     spread, gathered = "[P, h/P, N/P, d/h]", "[h/P, N, d/h]"
 
     def dealt(tensor: torch.Tensor) -> torch.Tensor:
-        return all_to_all(tensor, exchange)
+        return swap_parts(tensor, exchange)
 
     def to_heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(name):

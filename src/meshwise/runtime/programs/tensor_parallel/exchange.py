@@ -2,19 +2,22 @@
 
 What can run beside a product is started first and finished later: `start_gather(...)` returns the function
 that waits and hands over the result.
+
+Collectives with gradients (`swap_parts`, `gather_parts`, `scatter_sums`) are for programs whose memory is
+compared to the digit: torch's functional ones leave it to gloo's threads when their input is let go of;
+these wait first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-
-from meshwise.runtime.programs.gradient_collectives import exchange_parts
 
 Finish = Callable[[], Tensor]
 
@@ -104,3 +107,55 @@ def start_reduce(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     if along.size == 1:
         return lambda: panel
     return _after(dist.reduce(panel, group=along.group, group_dst=owner, async_op=True), panel)
+
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+def swap_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Part i of dim 0 goes to rank i of `group`; the part from rank i comes to place i. Its own inverse."""
+    return _Differentiable.apply(x, exchange_parts, exchange_parts, group)
+
+
+def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Parts of dim 0 from all ranks, in their order: [n, ...] -> [n x ranks, ...]."""
+    return _Differentiable.apply(x, _all_gather, _reduce_scatter, group)
+
+
+def scatter_sums(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of dim 0 of the sum over all ranks: [n x ranks, ...] -> [n, ...]."""
+    return _Differentiable.apply(x, _reduce_scatter, _all_gather, group)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The collective `there`, whose gradient is the collective `back`: a gather and a scatter, say."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, group: dist.ProcessGroup) -> Tensor:
+        """`there` of x, which is contiguous."""
+        ctx.back, ctx.group = back, group
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """`back` of the gradient."""
+        return ctx.back(grad.contiguous(), ctx.group), None, None, None
+
+
+def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The all-to-all of a contiguous x, without a gradient."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_single(out, x, group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_single(out, x, group=group)
+    return out
