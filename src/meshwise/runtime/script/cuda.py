@@ -112,26 +112,18 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
     capability = tuple(known["capabilities"].get(chip.generation, (9, 0)))
     properties = SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=memory_bytes,
-        multi_processor_count=chip.num_cores, L2_cache_size=int(chip.cache_bytes), is_integrated=False,
-        warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, gcnArchName="",
-        shared_memory_per_block_optin=232448,
+        multi_processor_count=chip.num_cores, L2_cache_size=int(chip.cache_bytes), **known["properties"],
     )  # fmt: skip
-
     memory, state = _memory(tape, memory_bytes), torch.zeros(16, dtype=torch.uint8)
     states = {"get_rng_state": _always(state), "get_rng_state_all": _always([state] * devices)}
-    yes = ("is_available", "is_initialized", "_is_compiled", "is_bf16_supported", "can_device_access_peer")
-    here = ("current_device", "_exchange_device", "_maybe_exchange_device")
     queries = {
-        **dict.fromkeys(yes, True),
-        **dict.fromkeys(here, device),
+        **known["queries"],
+        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), device),
         "device_count": devices,
         "get_device_name": name,
         "get_device_capability": capability,
         "get_device_properties": properties,
-        "is_current_stream_capturing": False,
         "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
-        "utilization": 100,
-        "current_blas_handle": 0,
         "cudart": Silent(),
     }
     streams = {
