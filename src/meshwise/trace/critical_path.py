@@ -37,6 +37,7 @@ from meshwise.trace.straggler import median_of_others
 from meshwise.trace.summary import Summary
 
 Floats = NDArray[np.float64]
+_Parts = Mapping[int, RankIntervals]
 _SLACK_NS = 500
 """By how much work may seem to begin before what it waited for was over."""
 _FASTER_FRAC = 0.1
@@ -152,10 +153,7 @@ def _ended_before(time: Ints, end: Ints) -> Ints:
 
 
 def _walk(
-    summary: Summary,
-    ranks: Mapping[int, _Rank],
-    parts: Mapping[int, RankIntervals],
-    shared: Sequence[Collective],
+    summary: Summary, ranks: Mapping[int, _Rank], parts: _Parts, shared: Sequence[Collective]
 ) -> Iterator[tuple[int, str, str, int]]:
     """(rank, kind, name, ns) of every piece, the last first."""
     place = {(rank, call): at for rank, one in ranks.items() for at, call in enumerate(one.call.tolist())}
@@ -279,10 +277,7 @@ def _replay(network: _Network, own_s: Floats, wire_s: Floats) -> Floats:
 
 
 def _what_if(
-    summary: Summary,
-    ranks: Mapping[int, _Rank],
-    parts: Mapping[int, RankIntervals],
-    shared: Sequence[Collective],
+    summary: Summary, ranks: Mapping[int, _Rank], parts: _Parts, shared: Sequence[Collective]
 ) -> list[FasterJob]:
     """What would shorten the job, the largest gain first; nothing where the calls cannot be put in order."""
     names = list(ranks)

@@ -75,6 +75,8 @@ Looks = tuple[Look, Look, Look, Look]
 _NUM_LOOKS = 4
 Place = tuple[str, str, str]
 """Module, op and phase."""
+_Calls = list[tuple[Looks, float, int]]
+"""How collectives of a rank look, their seconds on the wire, and their events."""
 
 
 class _StepWork(NamedTuple):
@@ -269,7 +271,7 @@ def _measured(summary: Summary) -> list[_StepWork]:
         whole = whole[:-1] if len(whole) > 2 and whole[-1] == numbers[-1] else whole
         num_steps, steps = len(whole), f"{whole[0]}-{whole[-1]}"
         following = str(whole[-1] + 1) if whole[-1] + 1 in numbers else ""
-    calls: dict[int, list[tuple[Looks, float, int]]] = defaultdict(list)
+    calls: dict[int, _Calls] = defaultdict(list)
     for one in summary.collectives:
         looks = _looks(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
         for rank, event in one.events.items():
@@ -282,13 +284,7 @@ def _measured(summary: Summary) -> list[_StepWork]:
 
 
 def _spent(
-    trace: Trace,
-    marked: Marks,
-    calls: Sequence[tuple[Looks, float, int]],
-    wait_ns: Mapping[int, int],
-    *,
-    steps: str,
-    following: str,
+    trace: Trace, marked: Marks, calls: _Calls, wait_ns: Mapping[int, int], *, steps: str, following: str
 ) -> dict[Looks, float]:
     """Seconds of one rank by looks in `steps`, which the step `following` ends; all of its work for none."""
     inside = chosen_steps(trace, marked, steps) if steps else trace

@@ -99,7 +99,7 @@ def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False
             among: tuple[Group, str] = (group, name if num_names[group] > 1 else "")
             if len(apart) > 1:
                 among = tuple(part), str(group)
-            matches += _matches(*among, part, _by_call(part, one_host), is_counted=_is_counted(part))
+            matches += _matches(*among, part, _by_call(part, one_host))
     return matches
 
 
@@ -129,12 +129,7 @@ def _can_meet(a: Sequence[Transfer], b: Sequence[Transfer], one_host: bool) -> b
 
 
 def _matches(
-    group: Group,
-    name: str,
-    members: Mapping[int, list[Transfer]],
-    numbers: Mapping[int, Sequence[int]],
-    *,
-    is_counted: bool = False,
+    group: Group, name: str, members: Mapping[int, list[Transfer]], numbers: Mapping[int, Sequence[int]]
 ) -> list[Match]:
     """Calls of equal numbers as one, in the order of time (of their numbers where every call has one)."""
     slots: dict[tuple[int, str, int], dict[int, Transfer]] = defaultdict(dict)
@@ -144,15 +139,15 @@ def _matches(
             key = number, "" if transfer.is_message else transfer.kind
             slots[*key, seen[key]][rank] = transfer
             seen[key] += 1
-    if is_counted:
+    if _is_counted(members):
         return [Match(group, name, number, by_rank) for (number, _, _), by_rank in sorted(slots.items())]
     in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
     return [Match(group, name, index, by_rank) for index, by_rank in enumerate(in_time)]
 
 
 def _is_counted(members: Mapping[int, list[Transfer]]) -> bool:
-    """Whether every call has a sequence number."""
-    return all(t.sequence is not None for found in members.values() for t in found)
+    """Whether every call has a sequence number of its group: of messages each rank counts its own."""
+    return all(t.sequence is not None and not t.is_message for found in members.values() for t in found)
 
 
 def _by_call(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int, list[int]]:

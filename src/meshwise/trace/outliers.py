@@ -26,6 +26,8 @@ from meshwise.trace.match import linked
 _SPREADS, _SPAN_FRAC, _MOSTLY = 6 * 1.4826, 0.02, 0.8
 _LEAST_GROUPS = 3
 _RANKS_PER_NODE = 8
+Groups = dict[str, dict[str, list[int]]]
+"""Ranks by the kind of group, and its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Outlier:
         return self.seconds - self.usual_s
 
 
-def groupings(hosts: Mapping[int, str], found: Sequence[Collective]) -> dict[str, dict[str, list[int]]]:
+def groupings(hosts: Mapping[int, str], found: Sequence[Collective]) -> Groups:
     """The ranks of every node, rail and stage, by its name."""
     if not any(hosts.values()):  # blocks of 8 where no trace names one
         hosts = {rank: str(rank // _RANKS_PER_NODE) for rank in hosts}
@@ -75,11 +77,7 @@ def outliers(
 
 
 def _of_part(
-    part: str,
-    seconds: NDArray[np.float64],
-    place: Mapping[int, int],
-    groups: Mapping[str, Mapping[str, Sequence[int]]],
-    span_s: float,
+    part: str, seconds: NDArray[np.float64], place: Mapping[int, int], groups: Groups, span_s: float
 ) -> Iterator[Outlier]:
     usual_s = float(np.median(seconds))
     left = seconds - usual_s

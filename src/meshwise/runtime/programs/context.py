@@ -50,24 +50,17 @@ class Context:
         if self.rank == self.root and not self.quiet:
             print(text, flush=True)
 
-    def empty(self, *shape: int, dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on this rank's device, its elements not set."""
-        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def normal(
-        self,
-        *shape: int,
-        dtype: torch.dtype,
-        key: tuple[int, ...],
-        std: float = 1.0,
-        requires_grad: bool = False,
-    ) -> torch.Tensor:
+    def normal(self, *shape: int, dtype: torch.dtype, key: tuple[int, ...], std: float = 1.0) -> torch.Tensor:
         """A tensor of normal numbers that depend on `key` alone: the same on any rank of any world."""
         tensor = self.empty(*shape, dtype=dtype)
         if not self.is_fake:
             generator = torch.Generator(device=self.device).manual_seed(_seed(key))
             tensor.normal_(std=std, generator=generator)
-        return tensor.requires_grad_(requires_grad)
+        return tensor
 
     def step(self, name: str, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
         """Record a step and print it: `step("compute q", {"q [h, N/P, d/h]": q}, "q = input x Q")`."""

@@ -11,6 +11,8 @@ Source: the tensor-parallel tutorial, `fully_shard`, and torchtitan's `paralleli
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -117,7 +119,7 @@ def shard_states(
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(decoder.trains(name))
     for modules in _groups(decoder):
-        _materialize(modules, names, device, kept, seed)
+        _materialize(modules, names, partial(_made, device=device, dtype=kept, seed=seed))
         is_block = isinstance(modules[0], Block)
         with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
             if isinstance(modules[0], Block) and isinstance(modules[0].mlp, Mixture):
@@ -140,30 +142,27 @@ def _groups(decoder: Decoder) -> list[list[nn.Module]]:
     return [ends, *others] if decoder.tie() else [*([end] for end in ends), *others]
 
 
-def _materialize(
-    modules: list[nn.Module],
-    names: dict[int, str],
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int | None,
-) -> None:
-    """Give the parameters of `modules` storage, and numbers that depend on their name and `seed` alone."""
+def _materialize(modules: list[nn.Module], names: dict[int, str], make: Callable[..., Tensor]) -> None:
+    """Give the parameters of `modules` storage and numbers: what `make` makes of each, its name and place."""
     made: dict[int, nn.Parameter] = {}  # a tied one is made once
     owners = [owner for module in modules for owner in module.modules()]
     for owner in owners:
         for key, parameter in list(owner.named_parameters(recurse=False)):
             if id(parameter) not in made:
                 place = owner.place if isinstance(owner, Experts) else WHOLE
-                whole = _made(parameter, names[id(parameter)], device, dtype, seed, place)
+                whole = make(parameter, names[id(parameter)], place)
                 made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             setattr(owner, key, made[id(parameter)])
 
 
 def _made(
-    parameter: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype, seed: int | None,
-    place: ExpertPlace,
+    parameter: nn.Parameter, name: str, place: ExpertPlace, *, device: torch.device, dtype: torch.dtype,
+    seed: int | None,
 ) -> Tensor:  # fmt: skip
-    """A weight whole, and then cut as `parameter` is; one that has no numbers needs its own part alone."""
+    """A weight whole, of numbers that depend on its name and `seed` alone, and then cut as `parameter` is.
+
+    One that has no numbers needs its own part alone.
+    """
     cut = parameter if isinstance(parameter, DTensor) else None
     if cut is not None and seed is None:
         own = torch.empty(cut.to_local().shape, dtype=dtype, device=device)

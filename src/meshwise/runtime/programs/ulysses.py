@@ -84,26 +84,24 @@ _INPUT, _GRADIENT = 0, 5
 """Keys of the random numbers of tokens; those of the weights lie between."""
 
 
-def _tokens(
-    options: Any, context: Context, shape: tuple[int, ...], key: int, rank: int, **how: Any
-) -> torch.Tensor:
+def _tokens(options: Any, context: Context, shape: tuple[int, ...], key: int, rank: int) -> torch.Tensor:
     """The made-up tokens, or their gradient, of `rank`."""
-    return context.normal(*shape, dtype=context.dtype(options.dtype), key=(options.seed, key, rank), **how)
+    return context.normal(*shape, dtype=context.dtype(options.dtype), key=(options.seed, key, rank))
 
 
 def make_inputs(options: Any, context: Context) -> dict[str, torch.Tensor]:
     """This rank's tokens, and the four weights that every rank holds."""
     tokens, width = options.seq // context.world_size, options.hidden // options.heads
-    shared: dict[str, Any] = {"dtype": context.dtype(options.dtype), "requires_grad": options.backward}
+    dtype, std = context.dtype(options.dtype), options.hidden**-0.5
     with context.recorder.setup():
-        shape, grad = (tokens, options.hidden), options.backward
-        x = _tokens(options, context, shape, _INPUT, context.rank, requires_grad=grad)
-        std = options.hidden**-0.5
+        x = _tokens(options, context, (tokens, options.hidden), _INPUT, context.rank)
         shapes = dict.fromkeys("QKV", (options.hidden, width)) | {"O": (width, options.hidden)}  # of a head
         weights = {
-            name: context.normal(options.heads, *shape, key=(options.seed, place), std=std, **shared)
+            name: context.normal(options.heads, *shape, dtype=dtype, key=(options.seed, place), std=std)
             for place, (name, shape) in enumerate(shapes.items(), start=1)
         }
+        for leaf in (x, *weights.values()):
+            leaf.requires_grad_(options.backward)
     context.recorder.weights(*weights.values())
     return {"input": x, **weights}
 

@@ -155,8 +155,8 @@ def _inputs(
     weights = {
         name: context.normal(
             *(len(index) for index in piece), dtype=dtype, key=(options.seed, 2, place),
-            std=len(piece[0]) ** -0.5, requires_grad=True,
-        )
+            std=len(piece[0]) ** -0.5,
+        ).requires_grad_()
         for place, (name, piece) in enumerate(on.pieces.items())
     }  # fmt: skip
     return x.requires_grad_(), gradient, weights
