@@ -84,11 +84,10 @@ class Capture:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        config = _torch_private().ProfilerConfig(profile_all_threads=not self.options["memory"])
         self._profiler = profile(
             activities=activities,
-            experimental_config=_torch_private().ProfilerConfig(
-                profile_all_threads=not self.options["memory"]
-            ),
+            experimental_config=config,
             record_shapes=self.options["shapes"],
             profile_memory=self.options["memory"],
             with_stack=self.options["stacks"],

@@ -128,16 +128,11 @@ def breakdown(trace: Trace) -> Breakdown:
 
 def split(rank: int, device: str, spans: Mapping[Kind, Spans]) -> Breakdown:
     """The breakdown of what one rank did in `spans` (merged sets of intervals by kind)."""
-    compute, communication = spans[Kind.COMPUTE], spans[Kind.COMMUNICATION]
-    both = joined(*(spans[kind] for kind in DEVICE_KINDS))
+    compute, communication, memory = (spans[kind] for kind in DEVICE_KINDS)
+    both = joined(compute, communication, memory)
     span, busy = (int(both[1][-1] - both[0][0]) if len(both[0]) else 0), length(both)
     hidden, total = length(intersection(compute, communication)), length(communication)
-    ns = {
-        "span": span,
-        "compute": length(compute),
-        "communication": total,
-        "memory": length(spans[Kind.MEMORY]),
-    }
+    ns = {"span": span, "compute": length(compute), "communication": total, "memory": length(memory)}
     ns |= {"busy": busy, "idle": span - busy, "non_compute": busy - length(compute)}
     ns |= {"exposed_communication": total - hidden}
     seconds = {f"{name}_s": one / 1e9 for name, one in ns.items()}

@@ -48,7 +48,7 @@ class Program:
     main: Callable[[Any, Any], Any]
     estimate: Callable[..., None]
     doc: str
-    states: Literal["all", "work", "totals"] = "all"
+    states: str = "all"
     says_result: bool = False
 
     def check(self, options: Any, ranks: int) -> None:
@@ -76,16 +76,10 @@ def find_program(name: str) -> Program:
     if name not in PROGRAMS:
         raise PlanError(f"no program is called {name!r}; choose one of {', '.join(PROGRAMS)}")
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-    return Program(
-        name=name,
-        options=module.Options,
-        fits=module.check,
-        main=module.main,
-        estimate=module.estimate,
-        doc=(module.__doc__ or "").split("\n\n")[0],
-        states=getattr(module, "STATES", "all"),
-        says_result=getattr(module, "SAYS_RESULT", False),
-    )
+    doc = (module.__doc__ or "").split("\n\n")[0]
+    states, says_result = getattr(module, "STATES", "all"), getattr(module, "SAYS_RESULT", False)
+    functions = module.check, module.main, module.estimate
+    return Program(name, module.Options, *functions, doc, states=states, says_result=says_result)
 
 
 def program_options(module: str, *tables: str, **properties: property) -> Any:

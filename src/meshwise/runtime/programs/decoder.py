@@ -428,17 +428,10 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = Embedding(model, setting) if is_first else None
-        self.layers = nn.ModuleDict(
-            {
-                str(number): Block(
-                    model,
-                    setting,
-                    has_experts=is_moe_layer(model, number),
-                    is_redone=place < setting.redone_layers,
-                )
-                for place, number in enumerate(layers)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for place, number in enumerate(layers):
+            has_experts, is_redone = is_moe_layer(model, number), place < setting.redone_layers
+            self.layers[str(number)] = Block(model, setting, has_experts=has_experts, is_redone=is_redone)
         self.head = Head(model, setting) if is_last else None
         self.is_tied, self.setting = model.tied_embedding, setting
         self.tie()

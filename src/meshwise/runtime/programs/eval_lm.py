@@ -66,7 +66,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     begin_s = time.perf_counter()
     found = setting(options, context.world_size)
     shard, dp = lm_model.join(found.placement, context)
-    model = lm_model.new_model(options, found, shard, context, grouped=options.grouped_gemm)
+    model = lm_model.new_model(options.seed, found, shard, context, grouped=options.grouped_gemm)
     blocks, size = _blocks(options, found), found.config.batch_size_valid
     num_batches = -(-len(blocks) // size)
     num_steps = num_passes(num_batches, dp.size, options.max_valid_steps)

@@ -84,7 +84,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     shard, dp = lm_model.join(found.placement, context)
     prompts = _prompts(options)
     columns = max(map(len, prompts)) + options.max_tokens
-    model = lm_model.new_model(options, found, shard, context, max_positions=columns)
+    model = lm_model.new_model(options.seed, found, shard, context, max_positions=columns)
     mine = list(range(dp.index, len(prompts), dp.size))
     num_rows = -(-len(prompts) // dp.size)
     rows = [prompts[number] for number in mine + [0] * (num_rows - len(mine))]  # who has fewer repeats one

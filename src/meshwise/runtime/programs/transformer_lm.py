@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -366,24 +366,16 @@ def sections(context: Context) -> Callable[[str], Any]:
 
 
 def new_model(
-    options: Any, found: LanguageModelSetting, shard: Shard, context: Context, *,
-    grouped: bool = False, max_positions: int | None = None,
-) -> TransformerDecoder:  # fmt: skip
-    """The model as this rank holds it, filled at random from the options' seed."""
+    seed: int, found: LanguageModelSetting, shard: Shard, context: Context, **how: Any
+) -> TransformerDecoder:
+    """The model as this rank holds it, filled at random from a seed; `how` as for `TransformerDecoder`."""
+    dtype = context.dtype(found.dtype)
     with context.recorder.setup():
-        model = TransformerDecoder(
-            found.config,
-            shard,
-            grouped=grouped,
-            max_positions=max_positions,
-            device=context.device,
-            dtype=context.dtype(found.dtype),
-        )
+        model = TransformerDecoder(found.config, shard, device=context.device, dtype=dtype, **how)
         context.recorder.weights(*model.parameters())
-        # The whole tensors that pieces are cut from lie on the host and are no memory of the program's.
-        with nullcontext() if context.is_fake else disable_current_modes():
-            if not context.is_fake:
-                init_parameters(model, options.seed)
+        if not context.is_fake:
+            with disable_current_modes():  # whole tensors, of which pieces are cut, are not the program's
+                init_parameters(model, seed)
     return model.eval()
 
 

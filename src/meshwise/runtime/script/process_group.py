@@ -132,12 +132,8 @@ def _objects(rank: int, guesses: Guesses) -> dict[str, Callable[..., None]]:
             place = dist.get_rank() % len(scatter_object_input_list)
             scatter_object_output_list[0] = scatter_object_input_list[place]
 
-    return {
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "broadcast_object_list": broadcast_object_list,
-        "scatter_object_list": scatter_object_list,
-    }
+    stand_ins = all_gather_object, gather_object, broadcast_object_list, scatter_object_list
+    return {function.__name__: function for function in stand_ins}
 
 
 def _supply_ddp() -> None:
