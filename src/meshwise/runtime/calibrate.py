@@ -144,9 +144,8 @@ def attention_samples(device: str, effort: Any) -> list[Sample]:
     heads, width = 16, 128
     samples = []
     for tokens in effort.tokens:
-        q, k, v, grad = (
-            torch.randn(1, heads, tokens, width, device=device).to(torch.bfloat16) for _ in range(4)
-        )
+        whole = 1, heads, tokens, width
+        q, k, v, grad = (torch.randn(whole, device=device).to(torch.bfloat16) for _ in range(4))
         out, lse = kernels.flash_attention(q, k, v, True)
         forward = partial(kernels.flash_attention, q, k, v, True)
         backward = partial(kernels.flash_attention_backward, grad, q, k, v, out, lse, True)
@@ -248,9 +247,8 @@ def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Ca
     try:
         samples = op_samples(device, quick)
     except torch.OutOfMemoryError:
-        raise PlanError(
-            "the GPU's free memory does not hold the operands; free some, or use --quick"
-        ) from None
+        reason = "the GPU's free memory does not hold the operands"
+        raise PlanError(f"{reason}; free some, or use --quick") from None
     if device == "cuda":
         torch.cuda.empty_cache()  # the first rank measures on the same GPU
     if ranks > 1:
@@ -297,7 +295,6 @@ def _memory_bytes(device: str) -> float:
 
 
 def _machine_name(device: str) -> str:
-    name = (
-        f"{platform.machine()}-{os.cpu_count()}-cores" if device == "cpu" else torch.cuda.get_device_name(0)
-    )
+    cores = f"{platform.machine()}-{os.cpu_count()}-cores"
+    name = cores if device == "cpu" else torch.cuda.get_device_name(0)
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()

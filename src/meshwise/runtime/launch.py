@@ -115,9 +115,7 @@ class Ranks:
                 process.start()
             except (EOFError, OSError):
                 self.kill()
-                raise RankError(
-                    f"rank {rank} did not start: what starts it was ended; run it again"
-                ) from None
+                raise RankError(f"rank {rank} did not start: its server was ended; run it again") from None
             theirs.close()
             self._processes.append(process)
 
@@ -169,10 +167,8 @@ class Ranks:
             for pid in filter(_is_stopped, waited.keys() - named):
                 named.add(pid)
                 how = f"continue it (kill -CONT {pid}) or end it (kill -KILL {pid})"
-                print(
-                    f"meshwise: {waited[pid]} is stopped by a signal, and all wait for it; {how}",
-                    file=sys.stderr,
-                )
+                text = f"meshwise: {waited[pid]} is stopped by a signal, and all wait for it; {how}"
+                print(text, file=sys.stderr)
 
     def _listen(self, results: dict[int, Any], timeout_s: float | None) -> dict[int, _Failure]:
         """Take in what ranks have answered; those that failed or died, by rank."""
@@ -245,9 +241,8 @@ def _meeting_store(port: int) -> dist.TCPStore:
     """The store where the ranks of this machine meet; only this machine reaches it."""
     listening = socket.create_server((LOOPBACK, port))  # left to itself, the store listens on all interfaces
     port = listening.getsockname()[1]
-    return dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
+    how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}
+    return dist.TCPStore(LOOPBACK, port, **how)
 
 
 def check_world(ranks: int, device_type: str) -> None:
@@ -259,9 +254,7 @@ def check_world(ranks: int, device_type: str) -> None:
         if count == 0:
             raise MissingExtraError("this machine has no CUDA device; run with --device cpu, or use dryrun")
         if ranks > count:
-            raise PlanError(
-                f"{ranks} ranks on {count} GPUs; run at most {count} here, or use srun or torchrun"
-            )
+            raise PlanError(f"{ranks} ranks on {count} GPUs; run at most {count}, or use srun or torchrun")
         return
     most = RANKS_PER_CORE * (os.cpu_count() or 1)
     if ranks > most:

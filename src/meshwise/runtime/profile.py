@@ -124,9 +124,8 @@ def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any
                 [program, *command[1:]], env=environment, stdout=stdout, start_new_session=True
             )
         except FileNotFoundError:
-            raise MissingExtraError(
-                f"no such command: {command[0]}; give it as python script.py ..."
-            ) from None
+            reason = f"no such command: {command[0]}"
+            raise MissingExtraError(f"{reason}; give it as python script.py ...") from None
         guard.stdin.write(f"{process.pid}\n".encode())
         guard.stdin.flush()
         signals.go_to(process)

@@ -55,11 +55,11 @@ Storage = torch.UntypedStorage
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the distinct elements of `tensor`: an expanded tensor counts what it expands."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _total_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class OpRecorder(private.TorchDispatchMode):
@@ -133,9 +133,7 @@ class OpRecorder(private.TorchDispatchMode):
 
     def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
-        sizes = {
-            label: (tuple(one.shape), one.numel() * one.element_size()) for label, one in tensors.items()
-        }
+        sizes = {label: (tuple(one.shape), one.nbytes) for label, one in tensors.items()}
         return self.tape.step(name, sizes)
 
     # --- the dispatcher ----------------------------------------------------------------------

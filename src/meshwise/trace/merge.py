@@ -60,9 +60,8 @@ def write_merged(
     """
     done = Counter[str]()
     least_ns = _least_ns(summary.traces, max_slices)
-    events = itertools.chain(
-        _of_ranks(summary, least_ns, done), _collective_lanes(summary.collectives), beside
-    )
+    lanes = _collective_lanes(summary.collectives)
+    events = itertools.chain(_of_ranks(summary, least_ns, done), lanes, beside)
     with whole_file(path) as file, ExitStack() as opened:
         out: Any = file
         if path.name.endswith(".gz"):

@@ -225,9 +225,8 @@ def median_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
     order = np.argsort(values, axis=-1, kind="stable")
     place, last = np.argsort(order, axis=-1, kind="stable"), values.shape[-1] - 2
     ordered = np.take_along_axis(values, order, axis=-1)
-    low, high = (
-        np.take_along_axis(ordered, at + (place <= at), axis=-1) for at in (last // 2, (last + 1) // 2)
-    )
+    middle = last // 2, (last + 1) // 2
+    low, high = (np.take_along_axis(ordered, at + (place <= at), axis=-1) for at in middle)
     return np.asarray((low + high) / 2)
 
 

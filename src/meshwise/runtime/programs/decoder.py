@@ -241,9 +241,8 @@ class LatentAttention(nn.Module):
             self.q_down = setting.planned(Latents(model, mla.q_lora_rank))
             self.q_norm = DecoderNorm(model, mla.q_lora_rank)
         heads = model.num_heads
-        self.q = setting.planned(
-            nn.Linear(mla.q_lora_rank or model.hidden, heads * sum(self.parts_of_query), bias=False)
-        )
+        width = mla.q_lora_rank or model.hidden
+        self.q = setting.planned(nn.Linear(width, heads * sum(self.parts_of_query), bias=False))
         self.kv_down = setting.planned(Latents(model, sum(self.parts_of_latents)))
         self.kv_norm = DecoderNorm(model, mla.kv_lora_rank)
         self.kv = setting.planned(nn.Linear(mla.kv_lora_rank, heads * sum(self.parts_of_pair), bias=False))

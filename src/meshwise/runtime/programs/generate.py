@@ -99,9 +99,8 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     load_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
     with shard.section("generate"), torch.no_grad():
-        advance_all(
-            model, search, first=min(map(len, prompts)), cached=options.cache, dp=dp, is_fake=context.is_fake
-        )
+        first = min(map(len, prompts))
+        advance_all(model, search, first=first, cached=options.cache, dp=dp, is_fake=context.is_fake)
     if context.is_fake:
         return None
     texts = search.hypotheses()[: len(mine)]

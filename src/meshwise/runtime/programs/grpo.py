@@ -68,9 +68,8 @@ class Policy:
             q, k = (Rotate.apply(one, *angles) for one in (q, k))
             q, k, v = (one.transpose(1, 2) for one in (q, k, v))
             if cache is not None and past:
-                k, v = cache[layer] = tuple(
-                    torch.cat(both, dim=2) for both in zip(cache[layer], (k, v), strict=True)
-                )
+                pairs = zip(cache[layer], (k, v), strict=True)
+                k, v = cache[layer] = tuple(torch.cat(both, dim=2) for both in pairs)
             elif cache is not None:
                 cache.append((k.contiguous(), v.contiguous()))
             return Attend.apply(q, k, v, past == 0).reshape(len(qkv), -1)

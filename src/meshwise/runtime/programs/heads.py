@@ -35,10 +35,8 @@ def deal_heads(along: MeshAxis, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     widths = [x.shape[1] * x.shape[3] // along.size for x in (q, k, v)]
     qkv = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in (q, k, v)], dim=2).view(tokens * batch, -1)
     parts = deal(qkv, widths, batch, 1, along, to_heads=True).unflatten(0, (-1, batch)).split(widths, dim=2)
-    return tuple(
-        part.unflatten(2, (-1, x.shape[3])).permute(1, 2, 0, 3)
-        for part, x in zip(parts, (q, k, v), strict=True)
-    )
+    kinds = zip(parts, (q, k, v), strict=True)
+    return tuple(part.unflatten(2, (-1, x.shape[3])).permute(1, 2, 0, 3) for part, x in kinds)
 
 
 def deal_back(along: MeshAxis, mixed: Tensor) -> Tensor:

@@ -58,9 +58,8 @@ def attention_options(options: Any, ranks: int) -> ulysses.Options:
     heads = options.heads or max(1, options.hidden // 128)
     if not options.heads and heads % ranks:
         heads = ranks
-    return ulysses.Options(
-        seq=options.seq, hidden=options.hidden, heads=heads, dtype=options.dtype, seed=options.seed
-    )
+    same = {name: getattr(options, name) for name in ("seq", "hidden", "dtype", "seed")}
+    return ulysses.Options(heads=heads, **same)
 
 
 def estimate(options: Any, tape: Tape) -> None:

@@ -80,14 +80,9 @@ def route(logits: Tensor, num_slots: int, top_k: int) -> Routing:
     if top_k > 1:
         experts.append(logits.masked_fill(_one_hot(experts[0], num_experts), -math.inf).argmax(dim=1))
     masks = [_one_hot(expert, num_experts) for expert in experts]
-    slots = [
-        place.gather(1, expert[:, None]).squeeze(1)
-        for place, expert in zip(_places(masks), experts, strict=True)
-    ]
+    slots = [_picked(place, expert) for place, expert in zip(_places(masks), experts, strict=True)]
     kept = [slot < num_slots for slot in slots]
-    weights = [
-        gates.gather(1, expert[:, None]).squeeze(1) * fits for expert, fits in zip(experts, kept, strict=True)
-    ]
+    weights = [_picked(gates, expert) * fits for expert, fits in zip(experts, kept, strict=True)]
     if top_k > 1:
         total = (weights[0] + weights[1]).clamp_min(torch.finfo(gates.dtype).eps)
         weights = [weight / total for weight in weights]
@@ -97,9 +92,13 @@ def route(logits: Tensor, num_slots: int, top_k: int) -> Routing:
 
 def _one_hot(index: Tensor, width: int) -> Tensor:
     """[S] numbers -> bool [S, width]; the same as F.one_hot, which would look at the values first."""
-    return torch.zeros(len(index), width, dtype=torch.bool, device=index.device).scatter_(
-        1, index[:, None], True
-    )
+    mask = torch.zeros(len(index), width, dtype=torch.bool, device=index.device)
+    return mask.scatter_(1, index[:, None], True)
+
+
+def _picked(table: Tensor, column: Tensor) -> Tensor:
+    """Of each row of `table` the number in its `column`."""
+    return table.gather(1, column[:, None]).squeeze(1)
 
 
 def _places(masks: Sequence[Tensor]) -> list[Tensor]:

@@ -66,10 +66,9 @@ def check(options: Any, ranks: int) -> None:
         raise WorkloadError(
             f"rl: --pack-length {options.pack_length} holds no sample of {options.length} tokens; raise it"
         )
-    if (options.hidden // options.heads) % 2:
-        raise WorkloadError(
-            f"rl: heads of {options.hidden // options.heads} numbers cannot be rotated in pairs"
-        )
+    head_dim = options.hidden // options.heads
+    if head_dim % 2:
+        raise WorkloadError(f"rl: heads of {head_dim} numbers cannot be rotated in pairs")
     bins = bins_of(options, trainers)
     if bins.bins * bins.samples * trainers * options.updates != options.num_samples:
         raise WorkloadError(
@@ -118,10 +117,8 @@ def estimate(options: Any, tape: Tape) -> None:
         assert last is not None
         whole = _price(options, 1, Plan(), batch=share, seq=options.length, kind="prefill")
         cached = (options.length - 1.0) / options.length  # the last token is not read
-        held = {
-            "engine weights": last.memory_bytes["weights"],
-            "cache": cached * whole.memory_bytes["cache"],
-        }
+        weights_bytes = last.memory_bytes["weights"]
+        held = {"engine weights": weights_bytes, "cache": cached * whole.memory_bytes["cache"]}
         tokens, passes = share * options.output, options.output
     else:
         packed = bins_of(options, trainers)

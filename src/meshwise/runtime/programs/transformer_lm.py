@@ -217,10 +217,9 @@ class TransformerDecoder(nn.Module):
     def _build(self, config: GptConfig, shard: Shard, grouped: bool, num_rows: int) -> None:
         width = config.decoder_embed_dim
         self.embed_tokens = Vocabulary(config.vocab_size, width, shard.tp)
-        self.layers = nn.ModuleList(
-            TransformerDecoderLayer(config, layer, shard, grouped=grouped)
-            for layer in range(config.decoder_layers)
-        )
+        self.layers = nn.ModuleList()
+        for layer in range(config.decoder_layers):
+            self.layers.append(TransformerDecoderLayer(config, layer, shard, grouped=grouped))
         self.layer_norm = nn.LayerNorm(width)
         positions = sinusoidal_positions(num_rows, width).to(self.layer_norm.weight.dtype)
         self.register_buffer("positions", positions, persistent=False)
@@ -252,10 +251,8 @@ class TransformerDecoder(nn.Module):
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         weight = self.embed_tokens.weight
         heads = self.config.decoder_attention_heads // self.shard.tp.size
-        keys, values = (
-            [weight.new_empty(batch, heads, capacity, self.config.head_dim) for _ in self.layers]
-            for _ in "kv"
-        )
+        shape = batch, heads, capacity, self.config.head_dim
+        keys, values = ([weight.new_empty(shape) for _ in self.layers] for _ in "kv")
         return KVCache(keys, values)
 
     def _embedded(self, tokens: Tensor, past: int) -> Tensor:

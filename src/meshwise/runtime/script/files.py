@@ -191,9 +191,8 @@ def _stored(leaf: Any) -> Any:
         return _SavedTensor(torch.empty(leaf.size(), dtype=leaf.dtype, device="meta"), leaf.device)
     value = shadow_of(leaf)
     with torch.no_grad():
-        return _SavedTensor(
-            torch.empty_like(leaf, device="meta") if value is None else value.clone(), leaf.device
-        )
+        kept = torch.empty_like(leaf, device="meta") if value is None else value.clone()
+    return _SavedTensor(kept, leaf.device)
 
 
 def _read(load: Any, file: Any, device: Any, *args: Any, **how: Any) -> Any:
@@ -240,8 +239,7 @@ def _accept_others_files(kind: Any) -> None:
     load = kind.load_state_dict
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **how: Any) -> Any:
-        return load(
-            self, self.state_dict() if isinstance(state_dict, OthersFile) else state_dict, *args, **how
-        )
+        known = self.state_dict() if isinstance(state_dict, OthersFile) else state_dict
+        return load(self, known, *args, **how)
 
     kind.load_state_dict = load_state_dict

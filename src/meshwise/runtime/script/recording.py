@@ -157,9 +157,8 @@ class ScriptRecorder(OpRecorder):
             self._phases.pop()
             self._modules.pop()
             states = (state.values() for state in optimizer.state.values())
-            tape.label(
-                "optimizer states", [one for each in states for one in each if isinstance(one, torch.Tensor)]
-            )
+            held = [one for each in states for one in each if isinstance(one, torch.Tensor)]
+            tape.label("optimizer states", held)
             tape.end_step()
 
         register_module_forward_pre_hook(enter)

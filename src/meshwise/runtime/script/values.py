@@ -108,9 +108,7 @@ class ScriptMode(private.FakeTensorMode):
                 value = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             return _Unknown
-        is_small = all(
-            leaf.numel() <= SHADOW_ELEMENTS for leaf in private.tree_leaves(value) if hasattr(leaf, "numel")
-        )
+        is_small = all(tensor.numel() <= SHADOW_ELEMENTS for tensor in tensors_in(value))
         return value if is_small else _Unknown
 
     def _scalar(self, tensor: torch.Tensor) -> float | int | bool:

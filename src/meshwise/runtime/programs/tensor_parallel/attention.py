@@ -80,13 +80,10 @@ class FusedAttention(torch.autograd.Function):
         on, (qkv, result, lse) = ctx.on, ctx.saved_tensors
         query, keys_values = _views(qkv, on)
         key, value = on.gathered(keys_values)
+        shape, spans = (-1, on.batch, on.heads, on.head_dim), sum(on.spans, ())
         with on.recorder.op("flash"):
-            out, grad = (
-                x.view(-1, on.batch, on.heads, on.head_dim).permute(1, 2, 0, 3) for x in (result, grad)
-            )
-            dq, dk, dv = attention_backward(
-                grad, query, key, value, out, lse, sum(on.spans, ()), on.is_causal
-            )
+            out, grad = (x.view(shape).permute(1, 2, 0, 3) for x in (result, grad))
+            dq, dk, dv = attention_backward(grad, query, key, value, out, lse, spans, on.is_causal)
         return torch.cat([dq.permute(2, 0, 1, 3), on.scattered(dk, dv)], dim=2).view_as(qkv), None
 
 

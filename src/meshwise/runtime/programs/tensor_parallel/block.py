@@ -92,9 +92,8 @@ def linear(
 ) -> Tensor:
     """The linear layer `name` of x [rows, K]."""
     with recorder.op(name):
-        return DistributedLinear.apply(
-            x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), product, recorder, name
-        )
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        return DistributedLinear.apply(x, weight, bias, product, recorder, name)
 
 
 Weights = Mapping[str, Tensor]

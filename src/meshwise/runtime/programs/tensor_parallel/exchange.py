@@ -37,9 +37,8 @@ ALONE = MeshAxis(None, 1, 0)
 
 def axis(mesh: DeviceMesh, name: str) -> MeshAxis:
     """The axis of `mesh` called `name`."""
-    return MeshAxis(
-        mesh.get_group(name), mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name)
-    )
+    group = mesh.get_group(name)
+    return MeshAxis(group, dist.get_world_size(group), dist.get_rank(group))
 
 
 def _after(work: dist.Work, result: Tensor) -> Finish:
