@@ -346,11 +346,8 @@ def _flight_record(since_ns: int) -> list[dict[str, Any]]:
         *("profiling_name", "process_group", "collective_seq_id", "time_created_ns"),
         *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes"),
     ]
-    return [
-        {name: entry.get(name) for name in fields}
-        for entry in entries
-        if entry.get("time_created_ns", since_ns) >= since_ns
-    ]
+    recent = (entry for entry in entries if entry.get("time_created_ns", since_ns) >= since_ns)
+    return [{name: entry.get(name) for name in fields} for entry in recent]
 
 
 def _write(profiler: Any, directory: Path, rank: int) -> Path:

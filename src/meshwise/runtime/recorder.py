@@ -370,10 +370,9 @@ def _attention_work(named: Mapping[str, Any], *, is_backward: bool) -> tuple[Any
     is_causal = bool(named.get("is_causal", False))
     # Queries that are not the last of the sequence say which they are: begin, end, begin, end, ...
     spans = named.get("query_spans") or [seq_k - seq_q, seq_k]
-    pairs = sum(
-        attended_pairs(end - begin, end if is_causal else seq_k, causal=is_causal)
-        for begin, end in zip(spans[::2], spans[1::2], strict=True)
-    )
+    pairs: Any = 0
+    for begin, end in zip(spans[::2], spans[1::2], strict=True):
+        pairs += attended_pairs(end - begin, end if is_causal else seq_k, causal=is_causal)
     work = flash_attention_backward if is_backward else flash_attention
     sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
     cost = work(pairs, *sizes, batch=batch, elem_bytes=query.element_size())

@@ -78,10 +78,9 @@ def write_columns(trace: Trace, reasons: Sequence[str], path: Path) -> None:
     """Keep a trace, and what is wrong with its file, at `path`; events also by name, for queries."""
     pl = polars_module()
     ranks: dict[tuple[int, ...] | None, int] = {}
-    communications = {
-        event: replace(args, ranks=(ranks.setdefault(args.ranks, len(ranks)),))
-        for event, args in trace.communications.items()
-    }
+    communications = {}
+    for event, args in trace.communications.items():
+        communications[event] = replace(args, ranks=(ranks.setdefault(args.ranks, len(ranks)),))
     told = {name: getattr(trace, name) for name in _TOLD} | {"communications": communications}
     about = _About(**told, ranks=list(ranks))
     frame = pl.DataFrame({name: getattr(trace, name) for name in COLUMNS})

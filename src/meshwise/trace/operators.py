@@ -66,10 +66,8 @@ def operator_totals(trace: Trace) -> list[OperatorTotal]:
         column[kernels] = trace.duration_ns[kernels]
     shown = np.concatenate([host, kernels])
     once = shown[~_is_repeated(trace, parent)[shown]]
-    sums = [
-        np.bincount(trace.label[events], weights=column[events], minlength=len(trace.labels))
-        for column, events in zip(columns, [shown, once] * 4, strict=True)
-    ]
+    num, sides = len(trace.labels), zip(columns, [shown, once] * 4, strict=True)
+    sums = [np.bincount(trace.label[at], weights=column[at], minlength=num) for column, at in sides]
     counts = np.bincount(trace.label[once], minlength=len(trace.labels))
     rows = [
         OperatorTotal(

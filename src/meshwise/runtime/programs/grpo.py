@@ -33,11 +33,8 @@ class Policy:
 
     def __init__(self, model: Model, context: Context, seed: int) -> None:
         self.model, self.recorder = model, context.recorder
-        blocks = {
-            f"{layer}.{name}": shape
-            for layer in range(model.num_layers)
-            for name, shape in shapes(model).items()
-        }
+        layers, of_one = range(model.num_layers), shapes(model).items()
+        blocks = {f"{layer}.{name}": shape for layer in layers for name, shape in of_one}
         last = {"norm": (model.hidden,), "logits": (model.hidden, model.vocab)}
         self.shapes: dict[str, tuple[int, ...]] = {"table": (model.vocab, model.hidden)} | blocks | last
         self.flat = context.empty(sum(map(prod, self.shapes.values())), dtype=DTYPE)
@@ -209,11 +206,8 @@ class GrpoTrainer(_PoolRank):
     def _bins(self) -> list[slice]:
         """The samples of each bin of this rank, of all updates."""
         size, own = self.packed.samples, self.packed.bins
-        starts = [
-            ((update * self.dp.size + self.dp.index) * own + number) * size
-            for update in range(self.options.updates)
-            for number in range(own)
-        ]
+        firsts = [(update * self.dp.size + self.dp.index) * own for update in range(self.options.updates)]
+        starts = [(first + number) * size for first in firsts for number in range(own)]
         return [slice(start, start + size) for start in starts]
 
     def _logprobs(self, samples: Tensor) -> Tensor:
@@ -235,11 +229,8 @@ class GrpoTrainer(_PoolRank):
         """Weights, gradients, and the optimizer's copy and moments of a shard."""
         states: dict[str, Any] = self.optimizer.state[self.master]
         moments = sum(value.nbytes for name, value in states.items() if name != "step")
-        return {
-            "weights": self.policy.flat.nbytes,
-            "gradients": self.gradients.nbytes,
-            "optimizer": self.master.nbytes + moments,
-        }
+        held = {"weights": self.policy.flat.nbytes, "gradients": self.gradients.nbytes}
+        return held | {"optimizer": self.master.nbytes + moments}
 
 
 def _numbers(context: Context, shape: tuple[int, ...], key: tuple[int, ...], below: int) -> Tensor:

@@ -173,10 +173,8 @@ class SparseDispatch:
     def of(cls, routing: Routing, num_experts: int, num_slots: int, dtype: torch.dtype) -> SparseDispatch:
         """Dropped tokens go to one more row, which no expert sees."""
         num_rows = num_experts * num_slots
-        rows = [
-            torch.where(kept, expert * num_slots + slot, num_rows)
-            for expert, slot, kept in zip(routing.expert, routing.slot, routing.kept, strict=True)
-        ]
+        choices = zip(routing.expert, routing.slot, routing.kept, strict=True)
+        rows = [torch.where(kept, expert * num_slots + slot, num_rows) for expert, slot, kept in choices]
         return cls(rows, [weight.to(dtype) for weight in routing.weight], num_rows)
 
     def scatter(self, tokens: Tensor) -> Tensor:

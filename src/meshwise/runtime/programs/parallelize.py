@@ -77,11 +77,8 @@ def block_plan(rows: Shard | Replicate, layer: Block) -> dict[str, Any]:
     Latents and routed experts take each rank's own tokens, as they are.
     """
     gather = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
-    plan: dict[str, Any] = {
-        "norm1": parallel.SequenceParallel(),
-        "attention.out": parallel.RowwiseParallel(output_layouts=rows),
-        "norm2": parallel.SequenceParallel(),
-    }
+    plan: dict[str, Any] = dict.fromkeys(("norm1", "norm2"), parallel.SequenceParallel())
+    plan["attention.out"] = parallel.RowwiseParallel(output_layouts=rows)
     if isinstance(layer.attention, LatentAttention):
         plan |= {f"attention.{name}": parallel.ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
         plan |= {f"attention.{name}": parallel.SequenceParallel() for name in ("kv_down", "kv_norm")}

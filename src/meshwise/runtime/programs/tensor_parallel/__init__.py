@@ -134,27 +134,18 @@ def _inputs(
     options: Any, on: TensorLayout, context: Context
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """x, the gradient of the output, and the weights: with `--check` cut from whole ones, else local ones."""
-    from meshwise.runtime.programs.tensor_parallel.reference import (
-        my_part,
-        my_pieces,
-        whole_activations,
-        whole_weights,
-    )
+    import meshwise.runtime.programs.tensor_parallel.reference as reference
 
-    dtype = context.dtype(options.dtype)
+    dtype, seed = context.dtype(options.dtype), options.seed
     if options.check and not context.is_fake:
-        weights = my_pieces(on, whole_weights(on.parts.model, context, dtype, options.seed))
-        x, gradient = (
-            my_part(on, whole_activations(on, context, dtype, options.seed, place)) for place in (0, 1)
-        )
+        weights = reference.my_pieces(on, reference.whole_weights(on.parts.model, context, dtype, seed))
+        x, gradient = (reference.my_activations(on, context, dtype, seed, place) for place in (0, 1))
         return x.requires_grad_(), gradient, {name: w.requires_grad_() for name, w in weights.items()}
     shape = len(on.tokens) * on.heads.batch, len(on.columns)
-    x, gradient = (
-        context.normal(*shape, dtype=dtype, key=(options.seed, place, context.rank)) for place in (0, 1)
-    )
+    x, gradient = (context.normal(*shape, dtype=dtype, key=(seed, place, context.rank)) for place in (0, 1))
     weights = {
         name: context.normal(
-            *(len(index) for index in piece), dtype=dtype, key=(options.seed, 2, place),
+            *(len(index) for index in piece), dtype=dtype, key=(seed, 2, place),
             std=len(piece[0]) ** -0.5,
         ).requires_grad_()
         for place, (name, piece) in enumerate(on.pieces.items())
