@@ -110,9 +110,7 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
     return stragglers, reason
 
 
-def _by_linked_ranks(
-    found: Sequence[Collective],
-) -> Iterator[tuple[tuple[int, ...], list[Collective]]]:
+def _by_linked_ranks(found: Sequence[Collective]) -> Iterator[tuple[tuple[int, ...], list[Collective]]]:
     """Sets of ranks that meet in collectives, directly or through others, with their calls."""
     for ranks in linked(one.wait_s for one in found):
         if len(ranks) > 1:

@@ -16,9 +16,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 _HERE = str(Path(__file__).parent)
 
@@ -59,16 +60,11 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-class _Fallback:
-    """Finds meshwise where this file lies, and what it needs there, where the program's Python has none."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a package of meshwise's own environment."""
-        if name not in ("meshwise", "msgspec", "numpy"):
-            return None
+def _find_beside(name: str, *_: Any) -> Any:
+    """Where meshwise lies, and what it needs, for a program whose Python has none."""
+    if name in ("meshwise", "msgspec", "numpy"):
         return importlib.machinery.PathFinder.find_spec(name, json.loads(_SCRIPT)["search"])
+    return None
 
 
 def _dry_run(_: ModuleType) -> None:
@@ -79,7 +75,8 @@ def _dry_run(_: ModuleType) -> None:
         return
     if "MESHWISE_LAUNCHED" in os.environ and os.environ["RANK"] != str(settings["rank"]):
         os._exit(0)
-    sys.meta_path.append(_Fallback())
+    finder: Any = SimpleNamespace(find_spec=_find_beside)
+    sys.meta_path.append(finder)
     gc.disable()  # nothing that is imported is garbage, and the search for it takes a fifth of the time
     try:
         _beside("torch_private").need_torch("dry runs of scripts", "2.13")

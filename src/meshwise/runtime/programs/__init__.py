@@ -71,6 +71,12 @@ class OptionHelp:
     doc: str
 
 
+def check_divides(what: str, number: int, divisor: int, parts: str = "") -> None:
+    """PlanError for a `number` of `what` that does not divide by the `divisor`, in words `parts`."""
+    if number % divisor:
+        raise PlanError(f"{what} {number} does not divide by {parts or divisor}; use a multiple of {divisor}")
+
+
 def find_program(name: str) -> Program:
     """The program called `name`; PlanError names the ones there are."""
     if name not in PROGRAMS:

@@ -16,7 +16,7 @@ from meshwise.core.errors import PlanError
 from meshwise.program.lifetime import play
 from meshwise.program.model_2d import Model2D, model_2d_program
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs import program_options, ulysses
+from meshwise.runtime.programs import check_divides, program_options, ulysses
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +32,8 @@ def check(options: Any, ranks: int) -> None:
     tp, dp = degrees(options, ranks)
     if tp * dp != ranks:
         raise PlanError(f"model-2d: --tp {tp} x --dp {dp} is {tp * dp}, but there are {ranks} ranks")
-    for name, number, divisor, what in (
-        ("seq", options.seq, ranks, f"{ranks} ranks; use a multiple of {ranks}"),
-        ("ffn-hidden", inner_width(options), tp, f"--tp {tp}"),
-    ):
-        if number % divisor:
-            raise PlanError(f"model-2d: --{name} {number} does not divide by {what}")
+    check_divides("model-2d: --seq", options.seq, ranks, f"{ranks} ranks")
+    check_divides("model-2d: --ffn-hidden", inner_width(options), tp, f"--tp {tp}")
     if options.after_ulysses:
         ulysses.check(attention_options(options, ranks), ranks)
 

@@ -32,7 +32,7 @@ from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
 from meshwise.rl.packing import PackedBatch, pack
 from meshwise.rl.step import SYNC_BYTES
-from meshwise.runtime.programs import program_options
+from meshwise.runtime.programs import check_divides, program_options
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -48,20 +48,16 @@ STATES = "totals"
 
 
 def check(options: Any, ranks: int) -> None:
-    """WorkloadError for what does not divide."""
+    """PlanError or WorkloadError for what does not divide."""
     engines, trainers = options.rollout_ranks, ranks - options.rollout_ranks
     if trainers < 1:
         raise WorkloadError(
             f"rl: --rollout-ranks {engines} of {ranks} ranks leaves no trainer; use at most {ranks - 1}"
         )
-    for what, number, divisor in (
-        ("prompts", options.prompts, engines),
-        ("hidden width", options.hidden, options.heads),
-        ("samples of a step", options.num_samples, options.updates),
-        ("weights", num_params(the_model(options)), trainers),
-    ):
-        if number % divisor:
-            raise WorkloadError(f"rl: {number} {what} do not divide by {divisor}; use a multiple")
+    check_divides("rl: --prompts", options.prompts, engines, f"{engines} rollout ranks")
+    check_divides("rl: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
+    check_divides("rl: samples", options.num_samples, options.updates, f"--updates {options.updates}")
+    check_divides("rl: weights", num_params(the_model(options)), trainers, f"{trainers} trainers")
     if 0 < options.pack_length < options.length:
         raise WorkloadError(
             f"rl: --pack-length {options.pack_length} holds no sample of {options.length} tokens; raise it"

@@ -30,7 +30,7 @@ from meshwise.plan.plan import DEFAULTS, KEYS, Plan, plan_keys
 from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs import program_options
+from meshwise.runtime.programs import check_divides, program_options
 from meshwise.runtime.torch_private import release
 
 if TYPE_CHECKING:
@@ -52,14 +52,10 @@ def check(options: Any, ranks: int) -> None:
     alike = int(mesh.shard_ranks(mesh.expert_replicas))
     has_ring = mesh.plan.cp_kind != "ulysses" and mesh.plan.cp > mesh.plan.ulysses
     run = options.seq // mesh.plan.tp // mesh.plan.cp // (1 + has_ring)  # a ring rank has two such parts
-    for what, number, divisor in (
-        ("hidden width", model.hidden, alike),
-        ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
-        (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
-         model.moe.num_experts),
-    ):  # fmt: skip
-        if number % divisor:
-            raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
+    choices = f"train: seq {options.seq} leaves each rank {run} tokens in a row, whose choices"
+    check_divides("train: hidden width", model.hidden, alike)
+    check_divides("train: experts' width", model.moe.ffn_hidden // int(mesh.etp), alike)
+    check_divides(choices, run * model.moe.top_k, model.moe.num_experts)
 
 
 def the_plan(options: Any) -> Plan:

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshwise.core.errors import PlanError
 from meshwise.program.lifetime import play
 from meshwise.program.tape import Tape
 from meshwise.program.ulysses import Ulysses, ulysses_program
-from meshwise.runtime.programs import program_options
+from meshwise.runtime.programs import check_divides, program_options
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +28,9 @@ Options = program_options(__name__, "ulysses")
 
 def check(options: Any, ranks: int) -> None:
     """PlanError for what does not divide or does not go together."""
-    for name, number, divisor, what in (
-        ("seq", options.seq, ranks, f"{ranks} ranks; use a multiple of {ranks}"),
-        ("heads", options.heads, ranks, f"the {ranks} ranks that exchange heads; use a multiple of {ranks}"),
-        ("hidden", options.hidden, options.heads, f"--heads {options.heads}"),
-    ):
-        if number % divisor:
-            raise PlanError(f"ulysses: --{name} {number} does not divide by {what}")
+    check_divides("ulysses: --seq", options.seq, ranks, f"{ranks} ranks")
+    check_divides("ulysses: --heads", options.heads, ranks, f"the {ranks} ranks that exchange heads")
+    check_divides("ulysses: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
 
 
 def sizes(options: Any, ranks: int) -> Ulysses:

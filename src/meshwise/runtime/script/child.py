@@ -82,9 +82,7 @@ def install(settings: dict[str, Any]) -> None:
 class _Report:
     """Writes what was found, once, from the process that is the rank."""
 
-    def __init__(
-        self, settings: dict[str, Any], tape: ScriptTape, guesses: Guesses, modes: list[Any]
-    ) -> None:
+    def __init__(self, settings: dict[str, Any], tape: ScriptTape, guesses: Guesses, modes: Any) -> None:
         self._folder, self._is_asked = Path(settings["folder"]), settings["rank"] == settings["asked"]
         self._tape, self._guesses, self._modes = tape, guesses, modes
         self._failure: dict[str, str] | None = None

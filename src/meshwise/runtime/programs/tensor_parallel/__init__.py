@@ -23,7 +23,7 @@ from meshwise.program.op import precision
 from meshwise.program.row import op_row
 from meshwise.program.tape import Tape
 from meshwise.program.walk import with_saved_bytes
-from meshwise.runtime.programs import program_options
+from meshwise.runtime.programs import check_divides, program_options
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +41,7 @@ Options = program_options(__name__, "tensor-parallel")
 def check(options: Any, ranks: int) -> None:
     """PlanError for a grid or a size that does not divide."""
     checked_model(model_of(options), "tensor-parallel")
-    if options.hidden % options.heads:
-        raise PlanError(
-            f"tensor-parallel: --hidden {options.hidden} does not divide by --heads {options.heads}"
-        )
+    check_divides("tensor-parallel: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
     cut = cut_of(options, ranks)
     check_grid(model_of(options), cut.layout, tuple(map(int, cut.grid)), ranks, seq=options.seq)
 
