@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
-from meshwise.core.ledger import Ledger
+from meshwise.core.ledger import Ledger, shape_text
 from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
@@ -381,9 +381,8 @@ def _device(traces: Iterable[Trace], chip: Chip) -> Iterator[str]:
     devices = {str(one.device_properties.get("name") or "") if one.has_device else "CPUs" for one in traces}
     models = {word for device in devices for word in re.findall(r"\w+", device.lower())}
     others = {model for name in chips() if (model := _model_number(name)) in models}
-    if (devices == {"CPUs"} and chip.vendor != MEASURED) or (
-        others and _model_number(chip.name) not in others
-    ):
+    has_none = devices == {"CPUs"} and chip.vendor != MEASURED
+    if has_none or (others and _model_number(chip.name) not in others):
         yield f"the traces are of {' and '.join(sorted(devices))}, the stated cluster is of {chip.name}"
 
 
@@ -421,11 +420,9 @@ def _model(summary: Summary, stated: Estimate) -> Iterator[str]:
     if total and fitting < _LEAST_FRAC * total:
         largest = max(seen, key=lambda one: one[1])[0]
         of_stated = max(ops, key=lambda sizes: sizes[1] * sizes[2] * sizes[3])[1:]
-        yield (
-            f"{fitting / total:.0%} of the matmul FLOP in the traces has sizes of {stated.model.name} under "
-            f"{plan_text(stated.plan) or 'tp=1'}: the largest there is {_text(largest)}, of the stated job "
-            f"{_text(of_stated)}"
-        )
+        job = f"{stated.model.name} under {plan_text(stated.plan) or 'tp=1'}"
+        compared = f"the largest there is {shape_text(largest)}, of the stated job {shape_text(of_stated)}"
+        yield f"{fitting / total:.0%} of the matmul FLOP in the traces has sizes of {job}: {compared}"
 
 
 def _pairs(sizes: Iterable[int]) -> Iterator[frozenset[int]]:
@@ -435,7 +432,3 @@ def _pairs(sizes: Iterable[int]) -> Iterator[frozenset[int]]:
 def _numbers(shape: str) -> list[int]:
     """The numbers of a text like 1x512x4096x1024."""
     return [int(float(size)) for size in re.findall(r"[\d.e+]+", shape)]
-
-
-def _text(sizes: Iterable[int]) -> str:
-    return "x".join(map(str, sizes))

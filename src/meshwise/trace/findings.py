@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
 from meshwise.trace.collectives import Collective, ranks_text, split_by_fastest, stragglers
@@ -33,6 +34,8 @@ from meshwise.trace.steps import Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
 from meshwise.trace.transfers import Transfer, transfers
 
+_TEXTS = read_catalog("findings.toml")
+_CAUSES = _TEXTS["causes"]
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""
 _SLOW_LINK, _SLOW_LINK_OF_TWO = 0.8, 0.67
@@ -157,20 +160,14 @@ def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
     """That nobody is named although ranks wait: steps are too few, or messages do not tell their ends."""
     if reason and (waited_s := job.mean_s("wait")) >= _EXPOSED_FRAC * job.span_s:
         most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
-        text = (
-            f"ranks wait {duration(waited_s)} on average, longest for rank {most.rank} (last in "
-            f"{most.num_last} collectives, {duration(most.awaited_s)} of all waiting), but {reason}: too few "
-            "to tell a slow rank from chance; record more steps"
-        )
+        waited, awaited = duration(waited_s), duration(most.awaited_s)
+        text = _TEXTS["few_steps"].format(waited=waited, most=most, awaited=awaited, reason=reason)
         return [job.finding("undecided", text, waited_s)]
     unnamed = any(one.name == "send_recv" and "->" not in one.group for one in job.collectives)
     exposed_s = job.mean_s("wait", "transfer")
     if len(job.partitions) < 2 or not unnamed or exposed_s < _EXPOSED_FRAC * job.span_s:
         return []
-    text = (
-        f"ranks spend {duration(exposed_s)} on average in messages whose sender and receiver the traces do "
-        "not name: whether one rank is late cannot be told; record with PyTorch 2.4 or later"
-    )
+    text = _TEXTS["unnamed_ends"].format(exposed=duration(exposed_s))
     return [job.finding("undecided", text, exposed_s)]
 
 
@@ -187,13 +184,12 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     who = f"rank {worst} is" if len(late.ranks) == 1 else f"ranks {ranks_text(late.ranks)} are"
     seconds = min(late.seconds, job.span_s)
     if late.is_pause:
-        kind, why = "pause", f"in the step that began {duration(late.start_s)} after the job's beginning"
-        text = f"{who} late once, by {duration(seconds)} ({seconds / job.span_s:.1%} of the span), {why}"
+        frac, start = seconds / job.span_s, duration(late.start_s)
+        kind, text = "pause", _TEXTS["pause"].format(who=who, late=duration(seconds), frac=frac, start=start)
     else:
         kind, why = _cause(job, index[worst])
-        each_s = min(late.each_s, late.step_s)
-        steps = f"{duration(each_s)} of each {duration(late.step_s)} step"
-        text = f"{who} late in {late.num_late} of {late.num_steps} steps: {steps}, {why}"
+        each, step = duration(min(late.each_s, late.step_s)), duration(late.step_s)
+        text = _TEXTS["late"].format(who=who, late=late, each=each, step=step, why=why)
         text += f"; most of all rank {worst}" * (len(late.ranks) > 1)
     return job.finding(kind, text, seconds, late.ranks)
 
@@ -206,13 +202,9 @@ def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
         return _why_compute(job.facts, i)
     one = job.partitions[i]
     if part == "idle" and (one.host_bound_s or 0.0) > _MOSTLY * one.seconds["idle"]:
-        return "slow host", "host side: its host launches late (a busy CPU, data loading, Python)"
-    if part == "idle":
-        longer = f"{duration(more_s[part])} longer than the median rank"
-        return "idle", f"host side: it is idle {longer} (input, locks, a busy machine)"
-    if part == "transfer":
-        return "slow transfer", "link side: its communication takes longer on the wire than the median rank's"
-    return "copies", "device side: it copies more than the median rank"
+        return "slow host", _CAUSES["slow_host"]
+    kinds = {"idle": "idle", "transfer": "slow transfer", "memory": "copies"}
+    return kinds[part], _CAUSES[part].format(more=duration(more_s[part]))
 
 
 def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
@@ -230,18 +222,16 @@ def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
     more_s = own_s[is_new].sum() + (mean_s * (own - usual))[is_more].sum()
     slower_s = (own_s - mean_s * own)[~is_more & ~is_new].sum()
     if more_s > slower_s:
-        why = f"it runs {duration(float(more_s))} more kernels than the median rank"
-        return "more work", f"device side: {why}, so its share is larger"
+        return "more work", _CAUSES["more_work"].format(more=duration(float(more_s)))
     usual_s = (mean_s * np.minimum(usual, own)).sum()
     ratio = 1 + slower_s / usual_s if usual_s else 1.0
     is_large = (own_s >= _MIN_FRAC * own_s.sum()) & ~is_new & (own > 0)
     ratios = own_s[is_large] / own[is_large] / mean_s[is_large]
     if len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1):
-        why = f"all its kernels take {ratio:.2f} times as long as on the median rank, as many as there"
-        return "slow device", f"device side: {why} (clocks, power, temperature, a neighbour)"
+        return "slow device", _CAUSES["slow_device"].format(ratio=ratio)
     name = names[int((own_s - np.median(others_s, axis=0)).argmax())]
     name = name if len(name) <= 50 else f"{name[:49]}…"
-    return "larger work", f"device side: its {name} takes longer than on the median rank, its others do not"
+    return "larger work", _CAUSES["larger_work"].format(name=name)
 
 
 def _shared_cores(facts: Sequence[RankFacts], rank: int, late: LateRanks) -> str:
@@ -257,11 +247,9 @@ def _shared_cores(facts: Sequence[RankFacts], rank: int, late: LateRanks) -> str
     own_s, others_s = lacked_s.pop(rank), min(lacked_s.values())
     if (own_s if late.is_pause else (own_s - others_s) / _SHARED_CORES) < late.seconds:
         return ""
-    return (
-        f"rank {rank} was late by {duration(late.seconds)}, but ready to run without a core for "
-        f"{duration(own_s)} (other ranks for {duration(others_s)} or more): {len(noted)} ranks and whatever "
-        f"else runs share {noted[rank]['num_cores']} cores, so no rank is named; give each its own cores"
-    )
+    told: dict[str, Any] = {"rank": rank, "ranks": len(noted), "cores": noted[rank]["num_cores"]}
+    told |= {"late": duration(late.seconds), "own": duration(own_s), "others": duration(others_s)}
+    return str(_TEXTS["shared_cores"].format(**told))
 
 
 def _slow_links(job: _TracedJob) -> list[Finding]:
@@ -294,12 +282,9 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
     for group, (lost, speed, usual, one) in found.items():
         cost = min(lost, max(exposed[rank] for rank in one.wait_s))
         unseen = sorted(set(one.members) - set(one.wait_s))
-        why = f"rank {ranks_text(unseen)} (without a trace) comes late, or " if unseen else ""
-        text = (
-            f"{one.name} of group {group} moves {with_prefix(speed, 'B/s')} where other groups of "
-            f"{one.group_size} move {with_prefix(usual, 'B/s')} with calls of the same size: {why}a slow "
-            f"link among these ranks costs {duration(cost)} ({cost / job.span_s:.1%} of the span)"
-        )
+        missing = f"rank {ranks_text(unseen)} (without a trace) comes late, or " if unseen else ""
+        told = {"speed": with_prefix(speed, "B/s"), "usual": with_prefix(usual, "B/s"), "missing": missing}
+        text = _TEXTS["slow_link"].format(call=one, cost=duration(cost), frac=cost / job.span_s, **told)
         if cost >= _MIN_FRAC * job.span_s:
             kind = _UNCERTAIN_LINK if unseen else "slow link"
             findings.append(job.finding(kind, text, cost, sorted(one.wait_s), group))
@@ -326,11 +311,7 @@ def _host_bound(job: _TracedJob) -> list[Finding]:
     seconds, span_s = float(np.mean(bound)) if bound else 0.0, job.mean_s(*PARTS)
     if seconds < _HOST_BOUND_FRAC * span_s:
         return []
-    text = (
-        f"devices idle {duration(seconds)} ({seconds / span_s:.1%} of the span) before kernels that "
-        "their hosts had not launched yet: fuse or compile operators, use CUDA graphs, remove "
-        "synchronisations, feed data sooner"
-    )
+    text = _TEXTS["host_bound"].format(idle=duration(seconds), frac=seconds / span_s)
     return [job.finding("host bound", text, seconds, (one.rank for one in job.partitions))]
 
 
@@ -342,10 +323,8 @@ def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:
     wait, transfer, span_s = job.mean_s("wait"), job.mean_s("transfer"), job.mean_s(*PARTS)
     if wait + transfer < _EXPOSED_FRAC * span_s:
         return []
-    text = (
-        f"communication that no compute hides takes {(wait + transfer) / span_s:.1%} of the span: "
-        f"{duration(transfer)} on the wire, {duration(wait)} waiting for late ranks"
-    )
+    frac = (wait + transfer) / span_s
+    text = _TEXTS["exposed"].format(frac=frac, transfer=duration(transfer), wait=duration(wait))
     awaited = [row for row in stragglers(job.collectives) if row.awaited_s]
     if awaited and not named:
         most, num = max(awaited, key=lambda row: row.awaited_s), sum(row.num_last for row in awaited)

@@ -123,7 +123,7 @@ def parse_options(program: Program, words: Sequence[str]) -> Any:
         flag, has_value, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
-            raise WorkloadError(f"{program.name}: {word!r} is no option; options are written --name value")
+            raise WorkloadError(f"{program.name}: {word!r} is not an option; write --name value")
         if name.startswith("no_") and kinds.get(name[3:]) is bool and not has_value:
             values[name[3:]] = False
         elif name not in kinds:

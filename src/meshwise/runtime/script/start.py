@@ -87,16 +87,10 @@ def dry_run_script(
         raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
     chip, text = find_chip(device), shlex.join(command)
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "command": list(command),
-            "asked": rank,
-            "rank": rank,
-            "ranks": ranks,
-            "devices": int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1,
-            "folder": folder,
-            "chip": chip.name,
-            "search": [str(_PACKAGE), *sys.path],
-        }
+        devices = int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1
+        place = {"asked": rank, "rank": rank, "ranks": ranks, "devices": devices}
+        search = [str(_PACKAGE), *sys.path]
+        settings = {"command": list(command), "search": search, "folder": folder, "chip": chip.name, **place}
         (Path(folder) / f"started-{rank}").touch()
         exit_code, _ = run_command(command, rank_environment(settings), stdout)
         path = Path(folder) / REPORT

@@ -69,15 +69,15 @@ class ScriptMode(private.FakeTensorMode):
 
     def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
         known = func.namespace == "aten" and all(shadow_of(tensor) is not None for tensor in tensors)
-        value = _Unknown
+        value = None
         if known and _has_value(func) and not _is_large(args, kwargs):
             value = self._value(func, args, kwargs)
         elif func._schema.is_mutable and func.namespace not in _KEEPS_VALUE and "amp" not in func._opname:
             for tensor in mutated(func, args, kwargs):
                 forget(tensor)
         if func is aten._local_scalar_dense.default:
-            return self._scalar(fakes[0]) if value is _Unknown else value
-        if func is aten._to_copy.default and _leaves_device(kwargs) and value is not _Unknown:
+            return self._scalar(fakes[0]) if value is None else value
+        if func is aten._to_copy.default and _leaves_device(kwargs) and value is not None:
             return value
         self._depth += 1
         try:
@@ -85,7 +85,7 @@ class ScriptMode(private.FakeTensorMode):
         finally:
             self._depth -= 1
         if isinstance(result, private.FakeTensor):
-            value = _absorbed(func, tensors, result) if value is _Unknown else value
+            value = _absorbed(func, tensors, result) if value is None else value
             if isinstance(value, torch.Tensor):
                 result.shadow = value
         return result
@@ -95,6 +95,8 @@ class ScriptMode(private.FakeTensorMode):
         return self.device if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
     def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op on known values; None if it has none or a large one."""
+
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 return shadow_of(leaf)
@@ -107,9 +109,9 @@ class ScriptMode(private.FakeTensorMode):
             with private.disable_current_modes():
                 value = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            return _Unknown
+            return None
         is_small = all(tensor.numel() <= SHADOW_ELEMENTS for tensor in tensors_in(value))
-        return value if is_small else _Unknown
+        return value if is_small else None
 
     def _scalar(self, tensor: torch.Tensor) -> float | int | bool:
         assumed = torch.ones((), dtype=tensor.dtype).item() if tensor.dtype is not torch.bool else False
@@ -120,16 +122,16 @@ class ScriptMode(private.FakeTensorMode):
 
     def _chosen(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op whose shape depends on values; of unknown ones all are chosen, or differ."""
-        value = _Unknown
+        value: Any = None
         if all(shadow_of(tensor) is not None for tensor in tensors_in(args)):
             value = self._value(func, args, kwargs)
-        if value is _Unknown and func._opname == "bincount":
+        if value is None and func._opname == "bincount":
             self.guesses.add("counts of unknown values", "the same of each")
             kinds = kwargs.get("minlength") or (*args, None, 0)[2] or 1
             each, more = divmod(args[0].numel(), kinds)  # as tokens among balanced experts
             with private.disable_current_modes():
                 value = each + (torch.arange(kinds) < more).long()
-        elif value is _Unknown:
+        elif value is None:
             self.guesses.add(f"{func._opname} of unknown values", "every element")
             value = _every_element(func._opname, args)
         made = [self._fake(each) for each in private.tree_leaves(value)]
@@ -158,10 +160,6 @@ def _every_element(op: str, args: Any) -> Any:
     return chosen, places, places.flatten()
 
 
-class _Unknown:
-    """No value is known."""
-
-
 def shadow_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of `tensor` on the CPU, where it is known; of small tensors only."""
     if not isinstance(tensor, private.FakeTensor):
@@ -178,15 +176,14 @@ def _has_value(func: Any) -> bool:
 def _absorbed(func: Any, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> Any:
     """False and anything is False, True or anything is True."""
     kind = func._opname.removesuffix("_").removeprefix("bitwise_").removeprefix("logical_")
-    if result.numel() > SHADOW_ELEMENTS or not (
-        kind == "and" or (kind == "or" and result.dtype is torch.bool)
-    ):
-        return _Unknown
+    decides = kind == "and" or (kind == "or" and result.dtype is torch.bool)
+    if not decides or result.numel() > SHADOW_ELEMENTS:
+        return None
     with private.disable_current_modes():
         known = [shadow.bool() for shadow in map(shadow_of, tensors) if shadow is not None]
         if any((shadow == (kind == "or")).all() for shadow in known):
             return torch.full(result.shape, kind == "or", dtype=result.dtype)
-    return _Unknown
+    return None
 
 
 def forget(tensor: torch.Tensor) -> None:
