@@ -34,12 +34,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 FLIGHT_RECORDER_CALLS = "100000"
 """Calls that the flight recorder keeps; must be in the environment before torch is imported."""
+_RECORDED = ["profiling_name", "process_group", "collective_seq_id", "time_created_ns"]
+_RECORDED += ["input_sizes", "input_dtypes", "output_sizes", "output_dtypes"]
 _QUIET = "99"
 _GRACE_S = 5.0
 
@@ -48,28 +51,22 @@ class CaptureError(OSError):
     """A trace could not be written; the message is one sentence."""
 
 
+@dataclass(eq=False)
 class Capture:
     """The profiler of one rank: `start` it and `stop` it."""
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        rank: int | None = None,
-        world_size: int | None = None,
-        *,
-        shapes: bool = True,
-        memory: bool = True,
-        stacks: bool = False,
-    ) -> None:
-        self.directory = Path(directory)
-        self.rank = rank
-        self.world_size = world_size
-        self.options = {"shapes": shapes, "memory": memory, "stacks": stacks}
+    directory: Path
+    rank: int | None = None
+    world_size: int | None = None
+    shapes: bool = True
+    memory: bool = True
+    stacks: bool = False
+
+    def __post_init__(self) -> None:
         self._groups: dict[str, list[int]] = {}
         self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._profiler: Any = None
-        self._started_ns = 0
-        self._core_wait_s = _core_wait_s()
+        self._started_ns, self._core_wait_s = 0, _core_wait_s()
 
     def start(self) -> None:
         """Begin to record; CaptureError if the folder cannot be made."""
@@ -84,13 +81,13 @@ class Capture:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        config = _torch_private().ProfilerConfig(profile_all_threads=not self.options["memory"])
+        config = _torch_private().ProfilerConfig(profile_all_threads=not self.memory)
         self._profiler = profile(
             activities=activities,
             experimental_config=config,
-            record_shapes=self.options["shapes"],
-            profile_memory=self.options["memory"],
-            with_stack=self.options["stacks"],
+            record_shapes=self.shapes,
+            profile_memory=self.memory,
+            with_stack=self.stacks,
         )
         self._started_ns, self._core_wait_s = time.time_ns(), _core_wait_s()
         with _compiler_unloaded():
@@ -182,7 +179,7 @@ def capture_process_group(directory: str, **options: Any) -> None:
             if _LIFE.capture is not None:
                 _LIFE.capture.rank, _LIFE.capture.world_size = place
             if not _LIFE.has_begun:
-                _LIFE.begin(lambda: Capture(directory, *place, **options))
+                _LIFE.begin(lambda: Capture(Path(directory), *place, **options))
         return result
 
     def destroy_process_group(group: Any = None) -> Any:
@@ -206,7 +203,7 @@ def capture_modules(directory: str, **options: Any) -> None:
         handle.remove()
         with _said():
             if not _LIFE.has_begun and os.getpid() == owner:
-                _LIFE.begin(lambda: Capture(directory, **options))
+                _LIFE.begin(lambda: Capture(Path(directory), **options))
 
     handle = sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(begin)
 
@@ -342,12 +339,8 @@ def _flight_record(since_ns: int) -> list[dict[str, Any]]:
         entries = json.loads(_torch_private().dump_flight_recorder_json()).get("entries") or []
     except (ImportError, AttributeError, RuntimeError, ValueError):
         return []
-    fields = [
-        *("profiling_name", "process_group", "collective_seq_id", "time_created_ns"),
-        *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes"),
-    ]
     recent = (entry for entry in entries if entry.get("time_created_ns", since_ns) >= since_ns)
-    return [{name: entry.get(name) for name in fields} for entry in recent]
+    return [{name: entry.get(name) for name in _RECORDED} for entry in recent]
 
 
 def _write(profiler: Any, directory: Path, rank: int) -> Path:

@@ -46,7 +46,7 @@ def capture(
     `shapes`, `memory` (on) and `stacks` (off). DataError if the trace cannot be written; nothing is then
     left half-written.
     """
-    recorder = Capture(directory, rank, world_size, **options)
+    recorder = Capture(Path(directory), rank, world_size, **options)
     try:
         recorder.start()
         try:

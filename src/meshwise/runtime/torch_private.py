@@ -41,12 +41,10 @@ def release(version: str) -> tuple[int, ...]:
 
 def need_torch(feature: str, least: str) -> None:
     """ImportError in one sentence where the torch at hand is older than `feature` needs, or there is none."""
+    need = f"{feature} need torch {least} or newer"
     try:
         import torch
     except ImportError as error:
-        raise ImportError(
-            f"{feature} need torch {least} or newer, which cannot be imported: {error}"
-        ) from None
-    have = torch.__version__
-    if release(have) < release(least):
-        raise ImportError(f"{feature} need torch {least} or newer, and this is {have}")
+        raise ImportError(f"{need}, which cannot be imported: {error}") from None
+    if release(torch.__version__) < release(least):
+        raise ImportError(f"{need}, and this is {torch.__version__}")

@@ -199,9 +199,7 @@ def joint_sections(found: Sequence[Section]) -> list[AcrossRanks]:
     return [row for row in joint(values) if row.max_s > 0]
 
 
-def joint_operators(
-    rows: Mapping[int, Sequence[OperatorTotal]], *, sort_by: str = "cpu"
-) -> list[AcrossRanks]:
+def joint_operators(rows: Mapping[int, list[OperatorTotal]], *, sort_by: str = "cpu") -> list[AcrossRanks]:
     """The joint table of the operators of all ranks: their CPU (or device) time, the largest mean first."""
     values: dict[tuple[str, str], dict[int, float]] = {}
     for rank, found in rows.items():

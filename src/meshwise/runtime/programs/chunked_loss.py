@@ -28,7 +28,7 @@ class LossInChunks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, number: int, loss_of: Loss) -> Tensor:
         """`loss_of` takes the logits of one of `number` chunks."""
         grad = torch.empty_like(x)
-        of_weight: list[Tensor] = []
+        sums: list[Tensor] = []
         losses: list[Tensor] = []
         num_trained = sum(ctx.needs_input_grad[:2])  # a frozen matrix has no gradient
         for mine, part, targets in zip(*(one.chunk(number) for one in (grad, x, labels)), strict=True):
@@ -38,12 +38,10 @@ class LossInChunks(torch.autograd.Function):
                 loss = loss_of(F.linear(*leaves), targets) / number
             of_part, *more = torch.autograd.grad(loss, trained)
             mine.copy_(of_part)
-            of_weight = (
-                [total.add_(one) for total, one in zip(of_weight, more, strict=True)] if losses else more
-            )
+            sums = [total.add_(one) for total, one in zip(sums, more, strict=True)] if losses else more
             losses.append(loss.detach())
             del loss, of_part, more  # before the next chunk makes its own
-        ctx.save_for_backward(grad, *of_weight)
+        ctx.save_for_backward(grad, *sums)
         return torch.stack(losses).sum()
 
     @staticmethod

@@ -398,10 +398,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, tokens] -> [batch, own tokens, hidden]."""
-        x = self.tokens(tokens)
-        return (
-            x if self.positions is None else x + F.embedding(self.setting.own_places, local(self.positions))
-        )
+        x, learned = self.tokens(tokens), self.positions
+        return x if learned is None else x + F.embedding(self.setting.own_places, local(learned))
 
 
 class Head(nn.Module):

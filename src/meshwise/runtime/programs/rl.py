@@ -148,13 +148,10 @@ def _price(options: Any, ranks: int, plan: Plan, **work: Any) -> Estimate:
     return price(the_model(options), find_cluster(f"{_CHIP}:{ranks}"), plan, Workload(**work))
 
 
-def _broadcast(
-    tape: Tape, axis: str, group_size: int, payload_bytes: float, times: int, options: Any
-) -> None:
-    tape.op(
-        "broadcast", collective="broadcast", axis=axis, group_size=group_size, payload_bytes=payload_bytes,
-        sent_bytes=float(sent_bytes("broadcast", payload_bytes, group_size)), count=times * options.steps,
-    )  # fmt: skip
+def _broadcast(tape: Tape, axis: str, size: int, payload_bytes: float, times: int, options: Any) -> None:
+    sent = float(sent_bytes("broadcast", payload_bytes, size))
+    told: dict[str, Any] = {"collective": "broadcast", "axis": axis, "group_size": size, "sent_bytes": sent}
+    tape.op("broadcast", payload_bytes=payload_bytes, count=times * options.steps, **told)
 
 
 def _states(tape: Tape, held: dict[str, float], counted: dict[str, int]) -> None:

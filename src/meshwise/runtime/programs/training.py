@@ -185,9 +185,7 @@ class Trainer:
     def _setting(self) -> Setting:
         plan, context = self.plan, self.context
         angles = turns(self.places, turned_width(self.model), context.dtype(plan.dtype))
-        own = (
-            self.places.chunk(plan.tp)[self.place.tp].contiguous() if plan.sequence_parallel else self.places
-        )
+        own = self.places.chunk(plan.tp)[self.place.tp] if plan.sequence_parallel else self.places
         context.recorder.weights(*angles, own)  # constants
         way = None
         if self.model.moe is not None:

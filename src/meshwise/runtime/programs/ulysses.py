@@ -177,9 +177,7 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
     return output
 
 
-def backward(
-    options: Any, context: Context, inputs: Mapping[str, torch.Tensor], output: torch.Tensor
-) -> None:
+def backward(options: Any, context: Context, inputs: Mapping[str, Any], output: torch.Tensor) -> None:
     """Gradients of the inputs for a made-up gradient of the output; weights' are summed over all ranks."""
     import torch.distributed as dist
 

@@ -65,9 +65,7 @@ def supply_process_groups(
         size: int, place: int, members: Any, backend: Any, store: Any, name: Any, **how: Any
     ) -> Any:
         if not members and (size, place) != (ranks, rank):
-            raise PlanError(
-                f"the program asks for rank {place} of {size}, but --ranks is {ranks} and --rank {rank}"
-            )
+            raise PlanError(f"the program is rank {place} of {size}; --ranks is {ranks} and --rank {rank}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
         group, store = make_group(size, place, members, BACKEND, FakeStore(), name, **how)

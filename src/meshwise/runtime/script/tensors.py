@@ -41,9 +41,7 @@ def supply_tensors(guesses: Guesses) -> None:
         value = shadow_of(self)
         if value is None:
             guesses.add("the values of a tensor", "1 everywhere (0 for bools)")
-            value = torch.ones(self.shape, dtype=self.dtype) if self.dtype != torch.bool else torch.zeros(
-                self.shape, dtype=torch.bool
-            )  # fmt: skip
+            value = torch.full(self.shape, self.dtype != torch.bool, dtype=self.dtype)
         return value
 
     to_list, to_numpy = tensor.tolist, tensor.numpy
@@ -93,9 +91,7 @@ def _supply_triton(guesses: Guesses) -> None:
         while not hasattr(kernel, "__name__"):
             kernel = kernel.fn
         what, got = f"the Triton kernel {kernel.__name__}", "no work, and results that nobody knows"
-        guesses.add(
-            what, got, "make it a torch.library.triton_op and state its work by register_flop_formula"
-        )
+        guesses.add(what, got, "make it a torch.library.triton_op, its work by register_flop_formula")
         for leaf in tree_leaves((args, how)):
             if isinstance(leaf, FakeTensor):
                 forget(leaf)
@@ -127,9 +123,7 @@ _BATCH_NORM: dict[str, Any] = {
 def _swap(one: Any, other: Any) -> None:
     """Each tensor takes the place of the other, whoever refers to it."""
     slots = {*copyreg._slotnames(type(one)), *copyreg._slotnames(type(other))}  # type: ignore[attr-defined]
-    held = [
-        {slot: getattr(tensor, slot) for slot in slots if hasattr(tensor, slot)} for tensor in (one, other)
-    ]
+    held = [{slot: getattr(of, slot) for slot in slots if hasattr(of, slot)} for of in (one, other)]
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     for tensor, values in ((other, held[0]), (one, held[1])):

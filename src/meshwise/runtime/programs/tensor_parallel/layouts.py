@@ -139,10 +139,8 @@ def sum_shared_gradients(on: TensorLayout, weights: Weights) -> None:
     recorder = on.parts.recorder
     with recorder.section("block"), recorder.op("shared_gradients"), recorder.phase("step"):
         for begin, along in on.sums:
-            names = [
-                n for n, w in weights.items() if (w.dim() == 1 if begin is None else n.startswith(begin))
-            ]
-            grads = [grad for name in names if (grad := weights[name].grad) is not None]
+            held = [w for n, w in weights.items() if (w.dim() == 1 if begin is None else n.startswith(begin))]
+            grads = [weight.grad for weight in held if weight.grad is not None]
             if along.size == 1 or not grads:
                 continue
             total = all_sum(torch.cat([grad.flatten() for grad in grads]), along)

@@ -24,12 +24,10 @@ def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int)
     return found
 
 
-def whole_activations(
-    on: TensorLayout, context: Context, dtype: torch.dtype, seed: int, place: int
-) -> Tensor:
+def whole_activations(on: TensorLayout, context: Context, dtype: torch.dtype, seed: int, nth: int) -> Tensor:
     """[seq, batch, hidden] random numbers, the same on every rank."""
     shape = on.heads.seq, on.heads.batch, on.parts.model.hidden
-    return context.normal(*shape, dtype=dtype, key=(seed, 2, place))
+    return context.normal(*shape, dtype=dtype, key=(seed, 2, nth))
 
 
 def my_part(on: TensorLayout, whole: Tensor) -> Tensor:
