@@ -258,10 +258,8 @@ def check_world(ranks: int, device_type: str) -> None:
         return
     most = RANKS_PER_CORE * (os.cpu_count() or 1)
     if ranks > most:
-        raise PlanError(
-            f"{ranks} ranks are more than this machine takes ({RANKS_PER_CORE} a core, {most}); "
-            "use dryrun, or start them on several machines with srun or torchrun"
-        )
+        text = f"{ranks} ranks are more than this machine takes ({RANKS_PER_CORE} a core, {most})"
+        raise PlanError(f"{text}; use dryrun, or start them on several machines with srun or torchrun")
 
 
 def _context(device_type: str) -> Any:

@@ -52,10 +52,8 @@ def check_memory(program: Program, options: Any, ranks: int) -> None:
     program.estimate(options, tape)
     if ranks * tape.peak_bytes > available_bytes:
         need, have = (with_prefix(size, "B") for size in (ranks * tape.peak_bytes, available_bytes))
-        raise PlanError(
-            f"{program.name} on {ranks} ranks needs {need}, this machine has {have} free; "
-            "use dryrun, or smaller sizes"
-        )
+        text = f"{program.name} on {ranks} ranks needs {need}, this machine has {have} free"
+        raise PlanError(f"{text}; use dryrun, or smaller sizes")
 
 
 def _available_bytes() -> float | None:

@@ -35,6 +35,10 @@ def _beside(name: str) -> ModuleType:
     return sys.modules[name]
 
 
+def _when_imported(name: str, install: Callable[[ModuleType], None]) -> None:
+    _beside("when_imported").when_imported(name, install)
+
+
 def _capture_from(what: str) -> Callable[[ModuleType], None]:
     """What to do once the module is imported in which captures of this process may begin."""
 
@@ -92,11 +96,8 @@ def _dry_run(_: ModuleType) -> None:
 
 _SCRIPT = os.environ.get("MESHWISE_SCRIPT", "")
 if os.environ.get("PYTHON_MESHWISE_CAPTURE"):
-    for _module, _what in (
-        ("torch.distributed.distributed_c10d", "capture_process_group"),
-        ("torch.nn.modules.module", "capture_modules"),
-    ):
-        _beside("when_imported").when_imported(_module, _capture_from(_what))
+    _when_imported("torch.distributed.distributed_c10d", _capture_from("capture_process_group"))
+    _when_imported("torch.nn.modules.module", _capture_from("capture_modules"))
 if _SCRIPT and not os.environ.get("MESHWISE_SCRIPT_PROCESS"):
-    _beside("when_imported").when_imported("torch", _dry_run)
+    _when_imported("torch", _dry_run)
 _run_hidden()

@@ -130,10 +130,8 @@ def _prompts(options: Any) -> list[list[int]]:
         return [[EOS, *encode(options.prompt.encode()).tolist()]]
     blocks = read_blocks(options.text, options.prompt_tokens, options.num_prompts)
     if len(blocks) < options.num_prompts:
-        raise WorkloadError(
-            f"the text is too short for {options.num_prompts} prompts of {options.prompt_tokens} tokens; "
-            "lower --num-prompts or --prompt-tokens"
-        )
+        asked = f"{options.num_prompts} prompts of {options.prompt_tokens} tokens"
+        raise WorkloadError(f"the text is too short for {asked}; lower --num-prompts or --prompt-tokens")
     return [[EOS, *block[:n]] for block, n in zip(blocks.targets.tolist(), blocks.lengths, strict=True)]
 
 

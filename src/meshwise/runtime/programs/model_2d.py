@@ -171,9 +171,7 @@ def forward(
     return x
 
 
-def backward(
-    options: Any, context: Context, output: torch.Tensor, grads: list[torch.Tensor], group: Any
-) -> None:
+def backward(options: Any, context: Context, output: torch.Tensor, grads: list[Any], group: Any) -> None:
     """Gradients for a made-up gradient of the output; weights' are summed over the DP ranks of `group`."""
     import torch.distributed as dist
 

@@ -51,9 +51,7 @@ def check(options: Any, ranks: int) -> None:
     """PlanError or WorkloadError for what does not divide."""
     engines, trainers = options.rollout_ranks, ranks - options.rollout_ranks
     if trainers < 1:
-        raise WorkloadError(
-            f"rl: --rollout-ranks {engines} of {ranks} ranks leaves no trainer; use at most {ranks - 1}"
-        )
+        raise WorkloadError(f"rl: --rollout-ranks {engines} of {ranks} ranks leaves no trainer; use fewer")
     check_divides("rl: --prompts", options.prompts, engines, f"{engines} rollout ranks")
     check_divides("rl: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
     check_divides("rl: samples", options.num_samples, options.updates, f"--updates {options.updates}")
@@ -67,10 +65,9 @@ def check(options: Any, ranks: int) -> None:
         raise WorkloadError(f"rl: heads of {head_dim} numbers cannot be rotated in pairs")
     bins = bins_of(options, trainers)
     if bins.bins * bins.samples * trainers * options.updates != options.num_samples:
-        raise WorkloadError(
-            f"rl: {options.num_samples} samples do not fill the bins of {trainers} trainers, {bins.samples} "
-            f"samples each; change --samples, --pack-length or --updates"
-        )
+        filled = f"fill the bins of {trainers} trainers, {bins.samples} samples each"
+        hint = "change --samples, --pack-length or --updates"
+        raise WorkloadError(f"rl: {options.num_samples} samples do not {filled}; {hint}")
 
 
 def the_model(options: Any) -> Model:

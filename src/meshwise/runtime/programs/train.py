@@ -65,19 +65,14 @@ def the_plan(options: Any) -> Plan:
     software = "torch-2026" if release(version("torch")) >= (2, 15) else "torch-2024"
     keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3, "software": software}
     plan = Plan(**keys | plan_keys(options.plan))
-    for key, own in _CATALOG["plan"].items():
-        value = getattr(plan, key)
-        if value is not None and value not in own.get("run", [DEFAULTS[key]]):
-            raise PlanError(
-                f"the program train does not run {key}={KEYS[key].show(value)}, "
-                f"which meshwise estimate prices; {own['hint']}"
-            )
+    run = {key: (None, *own.get("run", [DEFAULTS[key]])) for key, own in _CATALOG["plan"].items()}
+    hints = {key: _CATALOG["plan"][key]["hint"] for key in run if getattr(plan, key) not in run[key]}
     recomputed = _PARTS["recompute_modules"]
-    if others := set(plan.recompute_modules).difference(recomputed):
-        raise PlanError(
-            f"the program train does not run recompute_modules={'+'.join(sorted(others))}, which meshwise "
-            f"estimate prices; torch.utils.checkpoint runs {', '.join(recomputed)}"
-        )
+    if not set(plan.recompute_modules).issubset(recomputed):
+        hints["recompute_modules"] = f"torch.utils.checkpoint runs {', '.join(recomputed)}"
+    for key, hint in hints.items():
+        told = f"{key}={KEYS[key].show(getattr(plan, key))}, which meshwise estimate prices"
+        raise PlanError(f"the program train does not run {told}; {hint}")
     return plan
 
 

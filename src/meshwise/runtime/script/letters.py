@@ -37,18 +37,14 @@ class Letters:
         self._folder = Path(settings["folder"])
         self._counts: Counter[tuple[int, int]] = Counter()
 
-    def send(
-        self, objects: list[Any], dst: int | None = None, group: Any = None, *_: Any, **how: Any
-    ) -> None:
+    def send(self, given: list[Any], dst: int | None = None, group: Any = None, *_: Any, **how: Any) -> None:
         """In place of `send_object_list`."""
         path = self._next(self._rank, _peer(dst, group, how.get("group_dst")))
         partial = path.with_suffix(".partial")
-        save(objects, partial)
+        save(given, partial)
         partial.rename(path)
 
-    def receive(
-        self, objects: list[Any], src: int | None = None, group: Any = None, *_: Any, **how: Any
-    ) -> int:
+    def receive(self, into: list[Any], src: int | None = None, group: Any = None, *_: Any, **how: Any) -> int:
         """In place of `recv_object_list`."""
         sender = _peer(src, group, how.get("group_src"))
         path = self._next(sender, self._rank)
@@ -60,7 +56,7 @@ class Letters:
             if time.monotonic() - begin > _WAIT_S:
                 raise RuntimeError(f"rank {sender} has sent no object within {_WAIT_S:.0f} s")
             time.sleep(_POLL_S)
-        objects[:] = _read(path, sender)
+        into[:] = _read(path, sender)
         return sender
 
     def _next(self, sender: int, receiver: int) -> Path:

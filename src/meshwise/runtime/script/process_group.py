@@ -61,17 +61,15 @@ def supply_process_groups(
     named: dict[str, str] = {}
     make_group = c10d._new_process_group_helper
 
-    def new_group(
-        size: int, place: int, members: Any, backend: Any, store: Any, name: Any, **how: Any
-    ) -> Any:
-        if not members and (size, place) != (ranks, rank):
+    def new_group(size: int, place: int, among: Any, backend: Any, store: Any, name: Any, **how: Any) -> Any:
+        if not among and (size, place) != (ranks, rank):
             raise PlanError(f"the program is rank {place} of {size}; --ranks is {ranks} and --rank {rank}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
-        group, store = make_group(size, place, members, BACKEND, FakeStore(), name, **how)
+        group, store = make_group(size, place, among, BACKEND, FakeStore(), name, **how)
         if isinstance(group, dist.ProcessGroup):
             set_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
-            recorder.name_axis(group, _axis(how.get("group_desc"), members))
+            recorder.name_axis(group, _axis(how.get("group_desc"), among))
         return group, store
 
     def rendezvous(url: str, place: int = -1, size: int = -1, **_: Any) -> Iterator[Any]:

@@ -102,11 +102,11 @@ def dry_run_script(
         moment = "before its end" if has_begun else "before it imported torch"
         raise ScriptError(f"{text} {_ended(exit_code)} {moment}")
     failure = report.pop("failure")
-    if failure is not None or exit_code != 0:
-        remedy = f"; {failure['remedy']}" if failure and failure["remedy"] else ""
-        raise ScriptError(
-            f"{failure['place']}: {failure['error']}{remedy}" if failure else f"{text} {_ended(exit_code)}"
-        )
+    if failure is not None:
+        remedy = f"; {failure['remedy']}" if failure["remedy"] else ""
+        raise ScriptError(f"{failure['place']}: {failure['error']}{remedy}")
+    if exit_code != 0:
+        raise ScriptError(f"{text} {_ended(exit_code)}")
     ledgers = {name: Ledger.from_rows(report.pop(name)) for name in ("ledger", "step_ledger")}
     found = report | ledgers
     return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=device, **found)

@@ -115,9 +115,8 @@ class ScriptMode(private.FakeTensorMode):
 
     def _scalar(self, tensor: torch.Tensor) -> float | int | bool:
         assumed = torch.ones((), dtype=tensor.dtype).item() if tensor.dtype is not torch.bool else False
-        self.guesses.add(
-            "the value of a tensor", f"{assumed}", "results that branch on it follow this value, not the data"
-        )
+        remedy = "results that branch on it follow this value, not the data"
+        self.guesses.add("the value of a tensor", f"{assumed}", remedy)
         return assumed
 
     def _chosen(self, func: Any, args: Any, kwargs: Any) -> Any:
