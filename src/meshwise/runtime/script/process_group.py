@@ -63,7 +63,7 @@ def supply_process_groups(
 
     def new_group(size: int, place: int, among: Any, backend: Any, store: Any, name: Any, **how: Any) -> Any:
         if not among and (size, place) != (ranks, rank):
-            raise PlanError(f"the program is rank {place} of {size}; --ranks is {ranks} and --rank {rank}")
+            raise PlanError(f"it is rank {place} of {size}, but --ranks is {ranks} and --rank {rank}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
         group, store = make_group(size, place, among, BACKEND, FakeStore(), name, **how)
