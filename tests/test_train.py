@@ -186,7 +186,7 @@ def test_a_real_model_agrees() -> None:
 
 def test_gpt3_on_a_pipeline_agrees() -> None:
     """GPT-3 175B, a layer a stage: biases, learned positions, a table that is embedding and head."""
-    values = {"model": "gpt3-175b", "layers": 8, "batch": 8, "seq": 2048, "steps": 1}
+    values = {"model": "gpt3-175b", "layers": 8, "batch": 16, "seq": 2048, "steps": 1}
     options = make_options(TRAIN, {**values, "plan": "tp=8,pp=8,dtype=bf16,recompute=full"})
     for rank in (3, 127):
         found = compare_program(TRAIN, options, ranks=128, rank=rank, with_run=False)
