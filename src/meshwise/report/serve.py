@@ -27,10 +27,9 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
     """The answer, then why, then what else there is: alternatives, running sequences, what runs the fleet."""
     document = answer.to_json()
     if answer.sizing is not None and answer.load is not None:
-        yield from _sized(answer, document)
+        yield from _sized(answer, answer.sizing, document)
     else:
-        if answer.sizing is not None and answer.load is None:
-            yield from _no_layout(answer.sizing)
+        yield from _no_layout(answer.sizing) if answer.sizing else ()
         yield from _one(answer, document)
     if answer.sizing is not None and answer.has_details:
         yield from _details(answer.sizing)
@@ -43,10 +42,8 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
         yield from _deployment(answer.deployment, with_files=with_files)
 
 
-def _sized(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section]:
+def _sized(answer: ServingAnswer, sizing: Sizing, document: Mapping[str, Any]) -> Iterator[Section]:
     """The fewest GPUs, or dollars, for a load within its limits."""
-    sizing, load = answer.sizing, answer.load
-    assert sizing is not None and load is not None
     yield from sized_lines(answer)
     yield from _costs(answer)
     yield latency_table(document)

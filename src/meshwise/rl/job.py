@@ -197,6 +197,6 @@ class OpenJob:
             scores_policy=self.updates > 1 or split if self.old_logprobs is None else self.old_logprobs,
             score_tokens=framework.score_bins * pack if self.score_tokens is None else self.score_tokens,
             in_flight=framework.in_flight if self.partial is None else self.partial, pack_length=pack,
-            staleness=self.staleness or int(overlapped), memory_frac=self.usual_memory_frac,
-            critic=critic, updates=self.updates, engine=self.engine,
+            staleness=int(overlapped) if self.staleness is None else self.staleness,
+            memory_frac=self.usual_memory_frac, critic=critic, updates=self.updates, engine=self.engine,
         )  # fmt: skip
