@@ -44,16 +44,12 @@ class RlSetting(msgspec.Struct, frozen=True):
 
     type: str
     default: Any
-    maps_to: str
-    file: str
 
 
 class RlSettings(msgspec.Struct, frozen=True):
-    """All settings of a framework that a job maps to, at a version, with source and date."""
+    """All settings of a framework that a job maps to, at a version; the file has source and date too."""
 
     version: str
-    source: str
-    date: str
     arguments: dict[str, RlSetting]
 
 
