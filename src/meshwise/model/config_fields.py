@@ -14,6 +14,7 @@ import msgspec
 from msgspec import structs
 
 from meshwise.core.errors import ModelError
+from meshwise.core.expressions import value_of
 from meshwise.core.files import read_catalog
 from meshwise.model.architecture import InputSizing, check_count
 
@@ -210,7 +211,7 @@ def follows(text: str, c: Config, /, **others: Any) -> Any:
     known: dict[str, Any] = {"every": every, "cycled": cycled, "renamed": renamed, "up": up}
     known |= {"int": int, "bool": bool, "str": str, "isinstance": isinstance, "max": max}
     try:
-        return eval(text, {"__builtins__": {}} | known, structs.asdict(c) | others)
+        return value_of(text, known | structs.asdict(c) | others)
     except AttributeError as error:
         raise ModelError(f"{error.name} is missing; the model cannot be sized without it") from None
     except (ArithmeticError, TypeError, ValueError) as error:
