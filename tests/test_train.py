@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
 MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token
+MODELS["further"] = str(DATA / "tiny_deepseek3.json")  # the same, and predicts one token more
 MODELS["mla"] = str(DATA / "tiny_deepseek.json")  # a dense layer, two of routed and shared experts
 MODELS["latent"] = str(DATA / "tiny_minicpm3.json")  # latent attention without experts
 TRAIN = find_program("train")

@@ -56,7 +56,12 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh, rows: Shard | Replicate) -> 
     if is_split and decoder.embedding is not None and decoder.embedding.positions is not None:
         whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
         decoder.embedding.positions = nn.Parameter(whole)
-    for layer in decoder.layers.values():
+    columns = parallel.ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
+    names = ("embedding_norm", "hidden_norm", "norm") if is_split else ()
+    for further in decoder.further:
+        norms = dict.fromkeys(names, parallel.SequenceParallel())
+        parallel.parallelize_module(further, mesh, {"projection": columns, **norms})
+    for layer in decoder.blocks:
         styles: dict[str, Any] = {}
         for name, style in block_plan(rows, layer).items():
             if isinstance(style, parallel.SequenceParallel) and not is_split:
@@ -135,7 +140,8 @@ def shard_states(
 def _groups(decoder: Decoder) -> list[list[nn.Module]]:
     """What is gathered together; a table that is embedding and head at once makes them one group."""
     ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
-    others: list[list[nn.Module]] = [[layer] for layer in decoder.layers.values()]
+    others: list[list[nn.Module]] = [[layer] for layer in decoder.blocks]
+    others += [further.outside_block for further in decoder.further]
     return [ends, *others] if decoder.tie() else [*([end] for end in ends), *others]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting, part_of, routes
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.parallelize import fill
-from meshwise.runtime.programs.training import Trainer
+from meshwise.runtime.programs.training import Trainer, with_labels
 
 
 def differences(trainer: Trainer, loss: float) -> dict[str, float]:
@@ -67,7 +67,7 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     total = 0.0
     batch = trainer.all_tokens().flatten(0, 1)
     for sequence in batch.split(1):
-        loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
+        loss = decoder(*with_labels(sequence, options.seq)) / len(batch)
         loss.backward()
         total += float(loss.detach())
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}

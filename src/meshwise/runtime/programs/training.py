@@ -155,7 +155,7 @@ class Trainer:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.place.pp
         has_both = self.plan.schedule in (*V_SHAPED, "dualpipe")  # a rank with one end has the other
-        if num == 1 or has_both or not self.model.tied_embedding or place not in (0, num - 1):
+        if num == 1 or has_both or not self.model.shares_table or place not in (0, num - 1):
             return None
         per_stage = self.context.world_size // num
         first = self.rank - place * per_stage
@@ -237,15 +237,26 @@ class Trainer:
         return decoder
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """This rank's tokens [microbatches x sequences, own tokens], and the next ones, their labels."""
+        """This rank's tokens [microbatches x sequences, own tokens], and their labels (`with_labels`).
+
+        Labels of one kind lie together, so that a loss reads them as they are.
+        """
         mine = self.all_tokens()[self.place.dp]
-        return mine[:, self.places].contiguous(), mine[:, 1:][:, self.places].contiguous()
+        tokens, labels = with_labels(mine, self.options.seq)
+        by_kind = labels[..., self.places].transpose(0, 1).contiguous()
+        return tokens[:, self.places].contiguous(), by_kind.transpose(0, 1)
 
     def all_tokens(self) -> Tensor:
         """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens]."""
         torch.manual_seed(self.options.seed)
-        shape = self.dp, self.num * self.options.microbatch, self.options.seq + 1
+        length = self.options.seq + 1 + self.model.mtp_layers
+        shape = self.dp, self.num * self.options.microbatch, length
         return torch.randint(self.model.vocab, shape).to(self.context.device)
+
+
+def with_labels(sequences: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The first tokens of each sequence, and for each the next ones, [sequences, number, tokens]."""
+    return sequences[:, :num_tokens], sequences[:, 1:].unfold(1, num_tokens, 1)
 
 
 def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:
