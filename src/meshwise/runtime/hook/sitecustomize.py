@@ -89,7 +89,6 @@ def _dry_run(_: ModuleType) -> None:
         text = f"{error}; this is Python {sys.version.split()[0]} at {sys.executable}"
         Path(settings["folder"], "refused").write_text(text)
         os._exit(3)
-    gc.freeze()
     gc.enable()
     install(settings)
 
