@@ -302,7 +302,7 @@ levels = [
     [
         (64, "torus = [4, 4]", "torus = [2, 2, 8]", "only the innermost level can be a torus"),
         (64, "torus = [4, 4], ranks = 8", "rails = true", "ranks is 8, but torus 4 x 4 has 16"),
-        (64, "torus = [4, 0]", "rails = true", "`$.torus[1]`"),
+        (64, "torus = [4, 0]", "rails = true", "torus[1]"),
         (64, "ranks = 8, rails = true", "rails = true", "the innermost level has no rails"),
         (64, "ranks = 8", "oversubscription = 0.5", "oversubscription is 0.5; it must be 1 or more"),
         (64, "ranks = 8", "oversubscribed = 2", "oversubscribed"),

@@ -183,7 +183,9 @@ def _converted(kind: type[_Record], stated: dict[str, Any], at: str) -> _Record:
     try:
         return msgspec.convert(stated | {"checked": _date(stated)} if "checked" in stated else stated, kind)
     except msgspec.ValidationError as error:
-        raise ClusterError(f"{at}: {' '.join(str(error).split())}") from None
+        text, _, place = " ".join(str(error).split()).replace("`", "").partition(" - at $.")
+        where = f"{place} is {stated[place]!r}; " if place in stated else f"{place}: " * bool(place)
+        raise ClusterError(f"{at}: {where}{text.replace('Expected', 'expected')}") from None
 
 
 def _check_fields(kind: type[_Record], stated: dict[str, Any], at: str) -> None:
