@@ -65,10 +65,11 @@ def least_of_others_s(model: Model, mesh: Mesh, seconds: Weights) -> Num:
     hold as many with the ends that they have; of two stages that share a rank, the mean counts. `seconds` of
     each part.
     """
-    layers, a_rank = float(model.num_layers), 1.0 + (folding(mesh) == MIRRORED)
+    layers, fold = float(model.num_layers), folding(mesh)
+    a_rank = 1.0 + (fold == MIRRORED)
     is_even = (mesh.ends[0] == 0) & (mesh.ends[1] == 0) & (layers % (mesh.pp * mesh.vpp) == 0)
     if len(seconds) > 3:  # folded chunks may hold other kinds, and as many
-        is_even = is_even & (folding(mesh) == ROUND)
+        is_even = is_even & (fold == ROUND)
     fullest = (np.ceil(a_rank * layers / mesh.pp) + is_even) / a_rank
     return fullest * reduce(np.minimum, seconds[1:-1])
 

@@ -36,8 +36,9 @@ from meshwise.core.units import DTYPE_BYTES, Num
 MAX_CHIPS = 10**9
 """No cluster is larger: a count above this is a typing error, and the cost model stays exact below it."""
 
-_Positive = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
-_FromZero = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_LEAST, _MOST = 1e-30, 1e30
+_Positive = Annotated[float, msgspec.Meta(ge=_LEAST, le=_MOST)]
+_FromZero = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 """Every rate, size and latency lies between these, so that products and ratios of them stay finite."""
 
@@ -254,7 +255,7 @@ def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
             if dtype not in DTYPE_BYTES:
                 known = ", ".join(DTYPE_BYTES)
                 raise ClusterError(f"{at}: {what} names the unknown dtype {dtype!r}; use {known}")
-            if not 1e-30 <= rate <= 1e30:
+            if not _LEAST <= rate <= _MOST:
                 raise ClusterError(f"{at}: {what}.{dtype} is {rate}; it must be a number above zero")
     if "fp32" not in chip.vector_flop_per_s:
         raise ClusterError(f"{at}: vector_flop_per_s lacks fp32; every chip needs that rate")
