@@ -45,6 +45,9 @@ EACH_MODE = 2
 PARTS_OF_CLUSTER = (2, 4)
 """The cluster is also looked at as if it had so many times fewer GPUs."""
 
+_SPARES_FRAC = 0.99
+"""A larger share of memory for engines is named where a step takes less than this share of the time."""
+
 Hear = Callable[[str], None]
 """What is told how far a search is; it ends the search by raising."""
 
@@ -265,19 +268,19 @@ def best_split(asked: OpenJob, hear: Hear = unheard) -> BestSplit:
         if (job.mode, job.staleness, job.rollout_plan) == (top.mode, top.staleness, top.rollout_plan)
     ]
     fewer = tuple(_on_fewer(asked, bound, hear))
-    return BestSplit(tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, top))
+    return BestSplit(tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, best[0]))
 
 
-def _larger_share(asked: OpenJob, top: RlJob) -> RlStep | None:
-    """The best job with a tenth of the memory more for engines, where that is left and nothing is stated."""
-    frac = round(top.memory_frac + 0.1, 3)
+def _larger_share(asked: OpenJob, top: RlStep) -> RlStep | None:
+    """The best job with a tenth of the memory more for engines, where none is stated and that spares time."""
+    frac = round(top.job.memory_frac + 0.1, 3)
     if asked.memory_frac is not None or frac > 0.9:
         return None
     try:
-        found = rl_step(replace(top, memory_frac=frac))
+        found = rl_step(replace(top.job, memory_frac=frac))
     except MeshwiseError:
         return None
-    return found if found.fits else None
+    return found if found.fits and (found.step_s or 0.0) < _SPARES_FRAC * (top.step_s or 0.0) else None
 
 
 # --- the answer of `rl` --------------------------------------------------------------------------
