@@ -244,7 +244,7 @@ def test_the_simplest_plan_is_as_fast_as_the_interval_tells(meshwise) -> None:
         best, simple = document["best"][0], document["simplest"]
         wrong_frac = best["step_s_interval"]["p90"] / best["step_s"] - 1
         differ_s = sum(abs(best["time_s"][name] - simple["time_s"][name]) for name in best["time_s"])
-        assert simple["step_s"] - best["step_s"] <= wrong_frac * differ_s
+        assert simple["step_s"] - best["step_s"] <= max(wrong_frac * differ_s, 0.005 * best["step_s"])
         assert all("leans_on" in one and one["robust_s"] > one["step_s"] for one in (best, simple))
 
 

@@ -41,7 +41,7 @@ def parts(result: Result, budget: TokenBudget | None = None, unread: Sequence[st
     if result.best:
         yield from answer_lines(result)
         plans = [plan_text(found.plan) for found in result.best]
-        yield plans_table(result, lambda plan, _: plan)
+        yield plans_table(result, lambda plan, _: plan or "data parallel")
         runs = [run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
             run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
