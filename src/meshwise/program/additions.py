@@ -14,8 +14,9 @@ Source: `transformers` 5.23, gemma3n/modeling_gemma3n.py.
 *Hyper-connections*: several residual streams, mixed around attention and around the MLP. One layer reads all
 n streams of a token, normalised, and says by (2 + n) n numbers how they are added up to what attention or MLP
 reads, what each takes of its result, and how they are mixed with each other (a matrix made doubly stochastic
-by a few normalisations of n x n numbers, which are not priced). Source: mHC, arXiv 2512.24880; DeepSeek-V4 in
-`transformers` 5.23.
+by a few normalisations of n x n numbers, which are not priced). The kernels are those of mHC, arXiv 2512.24880
+section 4.3: the layer's matmul divides by the norm behind it, and one kernel mixes the streams and adds the
+result. DeepSeek-V4 in `transformers` 5.23 has the numbers.
 
 *Disentangled attention* (DeBERTa, arXiv 2006.03654, section 3.1): besides keys of tokens, queries meet keys
 made of a table of distances, and keys meet queries made of it. The table is projected in every block. Each
@@ -144,13 +145,11 @@ def hyper_connections(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated
     rows, hidden, prec = cut.split_tokens, float(model.hidden), cut.precision
     for half in ("attention", "mlp"):
         streams = made(STREAMS, f"{half}_streams", (rows, own.number * hidden), prec.act_dtype)
-        normed = yield from elementwise(STREAMS, f"{half}_norm", "rmsnorm", streams, prec)
+        yield from elementwise(STREAMS, f"{half}_norm", "stream_norm", streams, prec)
         name = f"{half}_mixes"
-        yield from plain_linear(STREAMS, name, normed, {name: float(own.mixes)}, cut, bias=True)
-        of_each = Tensor(streams.name, (rows * own.number, hidden), streams.dtype, streams)
-        yield from elementwise(STREAMS, f"{half}_gather", "scale_by_gate", of_each, prec)
-        mixed = yield from elementwise(STREAMS, f"{half}_spread", "scale_by_gate", of_each, prec)
-        yield from elementwise(STREAMS, f"{half}_add", "residual", (mixed, of_each), prec)
+        yield from plain_linear(STREAMS, name, streams, {name: float(own.mixes)}, cut, bias=True)
+        for kind in ("gather", "mix"):
+            yield from elementwise(STREAMS, f"{half}_{kind}", f"stream_{kind}", streams, prec)
     return x
 
 
