@@ -14,9 +14,9 @@ Source: `transformers` 5.23, gemma3n/modeling_gemma3n.py.
 *Hyper-connections*: several residual streams, mixed around attention and around the MLP. One layer reads all
 n streams of a token, normalised, and says by (2 + n) n numbers how they are added up to what attention or MLP
 reads, what each takes of its result, and how they are mixed with each other (a matrix made doubly stochastic
-by a few normalisations of n x n numbers, which are not priced). The kernels are those of mHC, arXiv 2512.24880
-section 4.3: the layer's matmul divides by the norm behind it, and one kernel mixes the streams and adds the
-result. DeepSeek-V4 in `transformers` 5.23 has the numbers.
+by a few normalisations of n x n numbers, which are not priced). Source of the kernels: mHC, arXiv 2512.24880,
+section 4.3 (the layer's matmul divides by the norm, one kernel mixes the streams and adds the result); of the
+numbers DeepSeek-V4 in `transformers` 5.23.
 
 *Disentangled attention* (DeBERTa, arXiv 2006.03654, section 3.1): besides keys of tokens, queries meet keys
 made of a table of distances, and keys meet queries made of it. The table is projected in every block. Each
