@@ -10,7 +10,8 @@ from typing import Any
 
 _OPERATORS: dict[type, Any] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
-    **{ast.FloorDiv: operator.floordiv, ast.Not: operator.not_, ast.USub: operator.neg},
+    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.USub: operator.neg},
+    **{ast.Not: operator.not_, ast.BitAnd: operator.and_, ast.BitOr: operator.or_},
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
     **{ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not},
     **{ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many},
@@ -64,10 +65,11 @@ def _value(node: Any, names: Mapping[str, Any]) -> Any:
                     break
             return found
         case ast.Compare():
-            left = of(node.left)
+            left, found = of(node.left), None
             for op, right in zip(node.ops, map(of, node.comparators), strict=True):
-                if not _OPERATORS[type(op)](left, right):
-                    return False
+                found = _OPERATORS[type(op)](left, right)  # an array, of arrays
+                if len(node.ops) > 1 and not found:
+                    break
                 left = right
-            return True
+            return found
     raise ValueError(f"{type(node).__name__} is no part of an expression")

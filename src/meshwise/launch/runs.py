@@ -1,20 +1,23 @@
 """Which plans a framework runs: those that its table says whole and that its checks do not refuse.
 
-For one plan `launch` says it by writing the settings. Here the same tables and refusals are read over a grid
-of plans at once, so that a search looks at nothing else; and which values of a key a framework has at all.
+For one plan `launch` says it by writing the settings. Here the same tables, and the checks of
+`catalog/refusals.toml`, are read over a grid of plans at once, so that a search looks at nothing else; and
+which values of a key a framework has at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
+from meshwise.core import refusals
+from meshwise.core.errors import PlanError
 from meshwise.launch.facts import Facts, resharding, without_effect
-from meshwise.launch.refusals import IDLE, broken
-from meshwise.launch.settings import write_settings
+from meshwise.launch.settings import FINETUNING, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import ANY, Setting, covered, launch_tables, table_of
 from meshwise.model.architecture import Model
@@ -26,6 +29,8 @@ _FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "l
 """Facts that follow from several keys of a plan and that some frameworks do not have in every form."""
 _COUNTED = ("sp", "overlap_tp", "vpp", "overlap_pp", "overlap_ep", "zero", "zero_group", "etp")
 """Keys that refusals look at and that may have no effect."""
+_IDLE: Facts = DEFAULTS | {"sp": False, "overlap_ep": False, "etp": 1, "zero": 0, "zero_group": 0}
+"""What holds of a key that changes nothing."""
 
 
 @lru_cache(maxsize=512)
@@ -50,13 +55,13 @@ def modules_of(framework: str) -> tuple[tuple[str, ...], ...]:
 def runs(frameworks: Iterable[str], model: Model, mesh: Mesh) -> Any:
     """Where one of the frameworks runs the training plans of `mesh`."""
     known = [name for name in frameworks if says_model(name, model, int(mesh.seq))]
-    of = _GridFacts.of(model, mesh)
-    return reduce(np.logical_or, (_runs(name, of) for name in known), False)
+    of = _counted(model, mesh)
+    return reduce(np.logical_or, (_runs(name, *of) for name in known), False)
 
 
-def _runs(framework: str, of: _GridFacts) -> Any:
+def _runs(framework: str, *of: Facts) -> Any:
     reasons = []
-    for is_refused in of.refused(framework):
+    for is_refused in _refused(framework, *of):
         if np.all(is_refused):
             return False
         if np.any(is_refused):
@@ -76,37 +81,43 @@ def says_model(framework: str, model: Model, seq: int) -> bool:
 
 def refused(framework: str, model: Model, mesh: Mesh) -> Iterator[Any]:
     """Where the framework does not run the training plans of `mesh`, one reason after another."""
-    return _GridFacts.of(model, mesh).refused(framework)
+    return _refused(framework, *_counted(model, mesh))
 
 
-class _GridFacts(NamedTuple):
+def check(framework: str, facts: Facts) -> None:
+    """PlanError with the first of its own checks by which a framework refuses one plan."""
+    for is_refused, sentence in _broken(framework, facts):
+        if is_refused:
+            raise PlanError(f"{framework} refuses this plan: {sentence.format(**facts)}")
+
+
+def _broken(framework: str, facts: Facts) -> Iterator[tuple[Any, str]]:
+    """The checks of a framework, each with its sentence; keys that are left out are idle."""
+    found = _IDLE | {key: value for key, value in facts.items() if value is not None}
+    family = "one card" if framework in FINETUNING else framework.partition("-")[0]
+    return chain.from_iterable(refusals.broken(name, found) for name in dict.fromkeys((family, framework)))
+
+
+def _counted(model: Model, mesh: Mesh) -> tuple[Facts, Facts, Facts]:
     """The facts of a grid of plans, where each key is idle, and the facts as refusals count them."""
+    facts = _facts(model, mesh)
+    idle = without_effect(facts)
+    counted = {key: np.where(idle.get(key, False), _IDLE[key], facts[key]) for key in _COUNTED}
+    return facts, idle, facts | counted
 
-    facts: Facts
-    idle: dict[str, Any]
-    counted: Facts
 
-    @classmethod
-    def of(cls, model: Model, mesh: Mesh) -> _GridFacts:
-        """Those of the plans of `mesh`."""
-        facts = _facts(model, mesh)
-        idle = without_effect(facts)
-        counted = {key: np.where(idle.get(key, False), IDLE[key], facts[key]) for key in _COUNTED}
-        return cls(facts, idle, facts | counted)
-
-    def refused(self, framework: str) -> Iterator[Any]:
-        """Where a framework does not run the plans, one reason after another."""
-        table = table_of(framework)
-        for key in KEYS:
-            allowed = values_of(framework, key)
-            if allowed is not None and key != "stages":
-                yield _is_none_of(self.facts[key], allowed) & np.logical_not(self.idle.get(key, False))
-        for fact in _FORMS:
-            if fact in table and (allowed := _whole(table[fact])) is not None:
-                yield _is_none_of(self.facts[fact], allowed)
-        if "pipeline_layout" not in table:
-            yield self.facts["stages"] & (self.facts["pp"] > 1)
-        yield from (is_broken for is_broken, _ in broken(framework, self.counted))
+def _refused(framework: str, facts: Facts, idle: Facts, counted: Facts) -> Iterator[Any]:
+    table = table_of(framework)
+    for key in KEYS:
+        allowed = values_of(framework, key)
+        if allowed is not None and key != "stages":
+            yield _is_none_of(facts[key], allowed) & np.logical_not(idle.get(key, False))
+    for fact in _FORMS:
+        if fact in table and (allowed := _whole(table[fact])) is not None:
+            yield _is_none_of(facts[fact], allowed)
+    if "pipeline_layout" not in table:
+        yield facts["stages"] & (facts["pp"] > 1)
+    yield from (is_broken for is_broken, _ in _broken(framework, counted))
 
 
 def _whole(setting: Setting) -> tuple[Any, ...] | None:

@@ -25,7 +25,7 @@ from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
 from meshwise.launch.finetune import peft_script, torchtune_words, unsloth_script
-from meshwise.launch.refusals import check
+from meshwise.launch.runs import check
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, TRAINING, Settings, training_on, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import launch_tables

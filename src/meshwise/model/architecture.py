@@ -12,15 +12,14 @@ checked), from a Hugging Face `config.json`, or from arguments.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 
 _CATALOG = read_catalog("model_words.toml")
 _GATED: dict[str, str] = _CATALOG["gated"]
@@ -717,66 +716,10 @@ def checked_model(model: Model, where: str) -> Model:
         for name, known in words.items() if stated is not None else ():
             if (value := getattr(stated, name)) not in known:
                 raise ModelError(f"{where}: {name} is {value!r}; known are {', '.join(known)}")
-    for name, is_there in _contradictions(model):
-        if is_there:
-            sentence = _CATALOG["contradictions"][name].format(model=model, moe=model.moe)
-            raise ModelError(f"{where}: {sentence}")
+    layers, patches = model.layers, model.patches
+    refuse(
+        "model", ModelError, f"{where}: ", model=model, moe=model.moe, mla=model.mla, own=model.recurrence,
+        encoder=model.encoder, patches=patches, layers=layers, mixers={layer.mixer for layer in layers},
+        layers_moe=any(layer.moe for layer in layers), has_logits=model.lm_head and model.vocab > 0,
+    )  # fmt: skip
     return model
-
-
-def _contradictions(model: Model) -> Iterator[tuple[str, Any]]:
-    """What may contradict each other in a model, by the name of its sentence, and whether it does."""
-    learned, parallel, layers = model.positions == "learned", model.parallel_block, model.layers
-    recurs, own = any(layer.mixer in ("recurrence", "beside") for layer in layers), model.recurrence
-    patches, encoder, mla, low_rank = model.patches, model.encoder, model.mla, model.low_rank
-    has_logits, has_pixels = model.lm_head and model.vocab > 0, patches and patches.out_channels > 0
-    yield "heads", model.num_heads % model.num_kv_heads
-    yield "dropout", not 0 <= model.dropout_frac < 1
-    yield "num_norms", model.num_norms not in (1, 2, 4)
-    yield "layers", layers and len(layers) != model.num_layers
-    yield "recurrence", recurs != bool(own)
-    yield "keys", layers and layers[0].keys == "shared"
-    yield "gate_rank", own and own.gate_rank and own.kind != "delta"
-    yield "attention_gate", model.attention_gate and parallel
-    yield "gate_per_head", model.gate_per_head and not model.attention_gate
-    yield "layers_moe", any(layer.moe for layer in layers) and not model.moe
-    yield "full_attention_every", model.full_attention_every and not model.sliding_window
-    yield "qk_norm_full", model.qk_norm_full and not model.qk_norm
-    yield "qk_norm_weight", model.qk_norm_full and not model.qk_norm_weight
-    yield "relative_buckets", (model.positions == "relative") != bool(model.relative_buckets)
-    yield "key_bias", not model.key_bias and not model.qkv_bias
-    yield "encoder", encoder and not model.num_layers - encoder.num_layers > 0
-    yield "encoder_blocks", encoder and (layers or parallel or mla)
-    yield "distances", model.distances and (parallel or mla or model.causal)
-    yield "extra_position_rows", model.extra_position_rows and not learned
-    yield "parallel_norms", parallel and model.num_norms == 4
-    yield "parallel_block", parallel and (model.moe or mla)
-    yield "layer_scale", model.layer_scale and parallel
-    yield "mla_width", mla and mla.head_dim != model.head_dim
-    yield "mla_heads", mla and model.num_kv_heads != model.num_heads
-    yield "low_rank", low_rank and mla
-    yield "low_rank_groups", low_rank and model.num_heads % low_rank.groups
-    yield "latent_norm", model.moe and model.moe.latent_norm and not model.moe.latent
-    yield "v_head_dim", model.v_head_dim and mla
-    yield "mla_qk_norm", mla and model.qk_norm
-    yield "mlm_transform", model.mlm_transform and not has_logits
-    yield "logit_softcap", model.logit_softcap and not has_logits
-    yield "mtp_layers", model.mtp_layers and not has_logits
-    yield "head_bias", model.head_bias and not (has_logits or has_pixels)
-    if model.moe is not None:
-        yield from _moe_contradictions(model, model.moe)
-    yield "input", bool(model.vocab) + (patches is not None) + (model.frames is not None) != 1
-    if patches is not None:
-        yield "patches", patches.height % patches.patch or patches.width % patches.patch
-        yield "image_tokens", model.image_tokens != model.max_seq
-
-
-def _moe_contradictions(model: Model, moe: MoE) -> Iterator[tuple[str, Any]]:
-    groups, shared = moe.expert_groups, moe.shared_ffn_hidden
-    yield "expert_groups", moe.top_groups > groups or (groups and moe.num_experts % groups)
-    yield "shared_gate", moe.shared_gate and not shared
-    yield "own_norms", moe.own_norms and not shared
-    yield "top_k", moe.top_k > moe.num_experts
-    yield "first_dense_layers", moe.first_dense_layers > model.num_layers
-    yield "shared_experts", bool(moe.num_shared_experts) != bool(shared)
-    yield "capacity_factor", not (math.isfinite(moe.capacity_factor) and moe.capacity_factor >= 0)

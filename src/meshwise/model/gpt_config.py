@@ -24,6 +24,7 @@ import msgspec
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file, read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import parse_toml
 from meshwise.model.architecture import Model, MoE
 
@@ -121,7 +122,8 @@ def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfi
                 f"{where}: {name}={raw[name]!r} differs from decoder_embed_dim={config.decoder_embed_dim}; "
                 "projections of the embedding are not supported"
             )
-    return _consistent(config, where)
+    refuse("gpt", ModelError, f"{where}: ", of=config)
+    return config
 
 
 @cache
@@ -152,20 +154,6 @@ def _parsed_overrides(text: str) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             raw[name] = {"true": True, "false": False}.get(value.lower(), value)
     return raw
-
-
-def _consistent(config: GptConfig, where: str) -> GptConfig:
-    if config.decoder_embed_dim % config.decoder_attention_heads:
-        raise ModelError(
-            f"{where}: decoder_embed_dim={config.decoder_embed_dim} does not divide by "
-            f"decoder_attention_heads={config.decoder_attention_heads}"
-        )
-    if config.num_moe_layers and config.moe_expert_count < config.top_k:
-        raise ModelError(
-            f"{where}: moe_expert_count={config.moe_expert_count} is fewer than the {config.top_k} experts "
-            "that a token visits; raise it or set moe_freq=0"
-        )
-    return config
 
 
 def with_vocab(config: GptConfig, vocab_size: int) -> GptConfig:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from meshwise.core.errors import PlanError
+from meshwise.core.refusals import broken
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import CORE_ATTENTION, DEFAULTS, Plan
@@ -55,6 +56,12 @@ class Scope:
                 raise PlanError(
                     f"{parts} parts do not divide the {size} {name} of {model.name}; use a divisor"
                 )
+
+    def check_rules(self, **names: Any) -> None:
+        """Raise PlanError for what the convention's own table of refusals holds of `names`."""
+        for is_unknown, choice in broken(self.convention, names):
+            if is_unknown:
+                raise self.refusal(choice.format(**names))
 
     def refusal(self, choice: str) -> PlanError:
         """The error that says what this published model does not know."""

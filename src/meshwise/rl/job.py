@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
@@ -17,12 +18,6 @@ from meshwise.serve.serving import serving
 
 MODES = ("colocated", "split", "one_step_off", "async")
 """One pool of GPUs for both in turn; two pools in turn; two pools at a time, one step or several apart."""
-
-ALGORITHMS = ("grpo", "rloo", "dapo", "ppo")
-"""PPO has a critic, which scores and is trained; the others take a group's own mean as the baseline."""
-
-MOST_UPDATES, MOST_STALENESS = 256, 64
-"""Beyond which a step takes minutes to simulate."""
 
 BIN_TOKENS = 8192
 """Tokens of a packed bin at least, where nothing is stated."""
@@ -58,33 +53,11 @@ class RlJob:
     engine: str = ""
 
     def __post_init__(self) -> None:
-        rollouts = self.rollouts
-        if self.updates > MOST_UPDATES or self.staleness > MOST_STALENESS:
-            raise WorkloadError(f"updates must be at most {MOST_UPDATES}, staleness at most {MOST_STALENESS}")
-        if self.updates < 1 or rollouts.num_samples % self.updates:
-            raise WorkloadError(
-                f"{rollouts.num_samples} samples do not divide by updates={self.updates}; use a divisor"
-            )
-        if rollouts.longest > self.model.max_seq:
-            most = f"the {self.model.max_seq} of {self.model.name}"
-            raise WorkloadError(f"samples of {rollouts.longest} tokens are more than {most}; lower the cap")
-        if self.pack_length < rollouts.longest or self.score_tokens < rollouts.longest:
-            bins = f"bins of {min(self.pack_length, self.score_tokens)} tokens do not hold samples of"
-            raise WorkloadError(f"{bins} {rollouts.longest}; raise pack_length and score_tokens")
-        most_gpus = self.cluster.num_chips - self.is_split
-        if not 0 < self.rollout_gpus <= most_gpus:
-            raise PlanError(
-                f"rollout_gpus={self.rollout_gpus} must be from 1 to {most_gpus}: GPUs for both pools"
-            )
-        if self.staleness < 0 or (self.staleness == 0 and self.mode in OVERLAPPED):
-            raise WorkloadError(f"staleness={self.staleness} must be at least 1 in mode={self.mode}")
-        if self.rollout_gpus % self.engine_gpus:
-            each = f"an engine of {self.engine_gpus}; change tp x pp x dp of rollout_plan"
-            raise PlanError(f"{self.rollout_gpus} rollout GPUs do not divide by {each}")
-        if self.train_gpus % (self.train_plan.tp * self.train_plan.cp * self.train_plan.pp):
-            raise PlanError(
-                f"{self.train_gpus} training GPUs do not divide by tp x cp x pp; change train_plan"
-            )
+        refuse(
+            "rl job", WorkloadError, job=self, of=self.rollouts, overlaps=self.mode in OVERLAPPED,
+            bins=min(self.pack_length, self.score_tokens),
+        )  # fmt: skip
+        refuse("rl pools", PlanError, job=self, most_gpus=self.cluster.num_chips - self.is_split)
 
     @property
     def is_split(self) -> bool:
@@ -129,7 +102,11 @@ class RlJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJob:
-    """What a user states of a job, by the options of `rl`; None, and "" as the mode, is open."""
+    """What a user states of a job, by the options of `rl`; None, and "" as the mode, is open.
+
+    `algorithm`: PPO has a critic, which scores and is trained; the others (GRPO, RLOO, DAPO) take a group's
+    own mean as the baseline.
+    """
 
     model: Model
     cluster: Cluster
@@ -168,21 +145,9 @@ class OpenJob:
     def job(self) -> RlJob:
         """The job with the defaults of its framework; WorkloadError where options contradict each other."""
         mode, framework, critic = self.mode, self.framework, self.model if self.algorithm == "ppo" else None
-        if self.algorithm not in ALGORITHMS:
-            raise WorkloadError(f"algorithm={self.algorithm!r} must be one of {', '.join(ALGORITHMS)}")
-        if mode not in MODES or self.train_plan is None or self.rollout_plan is None:
-            raise WorkloadError(f"mode={mode!r} must be one of {', '.join(MODES)}")
         split, overlapped = mode != "colocated", mode in OVERLAPPED
-        if split and self.rollout_gpus is None:
-            raise WorkloadError(f"mode={mode} needs rollout_gpus, the GPUs of the engines; or leave mode out")
-        if not split and self.rollout_gpus not in (None, self.cluster.num_chips):
-            raise WorkloadError("rollout_gpus is of two pools; leave it out where mode=colocated")
-        if self.staleness is not None and not overlapped:
-            raise WorkloadError(f"staleness is of asynchronous steps; leave it out where mode={mode}")
-        if mode == "one_step_off" and self.staleness not in (None, 1):
-            raise WorkloadError("mode=one_step_off has staleness=1; use mode=async for more")
-        if not 0 < self.usual_memory_frac <= 1:
-            raise WorkloadError(f"memory_frac={self.memory_frac:g} must be above 0 and at most 1")
+        refuse("rl options", WorkloadError, of=self, modes=MODES, overlaps=overlapped)
+        assert self.train_plan is not None and self.rollout_plan is not None
         pack = max(BIN_TOKENS, self.rollouts.longest) if self.pack_length is None else self.pack_length
         transport = framework.split_transport if split else framework.colocated_transport
         judges = {

@@ -22,13 +22,11 @@ from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError, WorkloadError
 from meshwise.core.files import read_csv
+from meshwise.core.refusals import refuse
 from meshwise.core.units import whole
 
 SIGMA = 0.9
 """Deviation of the logarithm of lengths where nothing is stated: single tasks have 0.5 to 1.1."""
-
-MOST_SAMPLES = 100_000
-"""Of a step; beyond it a simulation takes minutes."""
 
 CAP_OVER_MEAN = 4
 """The cap over the mean of lengths where nothing is stated."""
@@ -62,22 +60,7 @@ class Rollouts:
     oversample: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "samples", "prompt", "max_output", "turns"):
-            if getattr(self, name) < 1:
-                raise WorkloadError(f"{name}={getattr(self, name)} must be a whole number of at least 1")
-        if not 1 <= self.oversample <= 100:
-            raise WorkloadError(f"oversample={self.oversample:g} must be from 1 to 100")
-        if self.num_groups * self.samples > MOST_SAMPLES:
-            asked = f"{self.num_groups} groups of {self.samples} samples"
-            raise WorkloadError(f"{asked} are too many to simulate; the most is {MOST_SAMPLES:,}")
-        if not 1 <= self.output <= self.max_output:
-            raise WorkloadError(f"output={self.output:g} must be from 1 to max_output={self.max_output}")
-        if not 0 <= self.sigma <= 4:
-            raise WorkloadError(f"length_sigma={self.sigma:g} must be from 0 to 4")
-        if not 0 <= self.env_s <= 1e6 or self.tool_tokens < 0:
-            raise WorkloadError(f"env_s={self.env_s:g} and tool_tokens={self.tool_tokens} must be 0 or more")
-        if self.turns == 1 and (self.env_s or self.tool_tokens):
-            raise WorkloadError("env_s and tool_tokens are of several turns; give turns too")
+        refuse("rollouts", WorkloadError, of=self)
 
     @property
     def num_samples(self) -> int:

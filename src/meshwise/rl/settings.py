@@ -16,6 +16,7 @@ import msgspec
 
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.files import catalog_text, read_catalog, read_text
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested
 from meshwise.launch.read import parse_yaml, shell_words
 from meshwise.launch.write import File, Launch, yaml_text
@@ -119,7 +120,11 @@ def _table(framework: str, facts: Facts) -> dict[str, str]:
 def write_settings(job: RlJob, framework: str, algorithm: str) -> Launch:
     """What starts a job under verl or NeMo-RL; PlanError for what the framework refuses."""
     facts, known = facts_of(job, algorithm), known_settings()[framework]
-    _refuse(job, framework, facts)
+    plan, node = job.train_plan, facts["node_gpus"]
+    refuse(
+        framework, PlanError, job=job, of=job.rollouts, plan=plan, is_fsdp2=facts["is_fsdp2"], node=node,
+        is_uneven=job.is_split and facts["nodes"] > 1 and job.rollout_gpus % node,
+    )  # fmt: skip
     settings = {
         name: facts[fact] for name, fact in _table(framework, facts).items() if facts[fact] is not None
     }
@@ -142,21 +147,6 @@ def _typed(setting: RlSetting, value: Any) -> Any:
 
 def _word(value: Any) -> str:
     return msgspec.json.encode(value).decode().strip('"')
-
-
-def _refuse(job: RlJob, framework: str, facts: Facts) -> None:
-    rollouts, plan = job.rollouts, job.train_plan
-    if framework == "verl" and rollouts.prompts % job.updates:
-        raise PlanError(
-            f"verl counts prompts: {rollouts.prompts} do not divide by updates={job.updates}; use a divisor"
-        )
-    if framework == "verl" and plan.implementation != "megatron" and (plan.tp > 1 or plan.pp > 1):
-        raise PlanError("verl's fsdp2 has no tensor or pipeline parallelism; use cp, or leave fsdp2 out")
-    if job.is_split and facts["nodes"] > 1 and job.rollout_gpus % facts["node_gpus"]:
-        node = facts["node_gpus"]
-        raise PlanError(f"{framework} gives a pool whole nodes: rollout_gpus must be a multiple of {node}")
-    if framework == "nemo-rl" and plan.implementation != "megatron" and plan.pp > 1:
-        raise PlanError("NeMo-RL's DTensor trainer has no pipeline; use implementation=megatron")
 
 
 def _not_expressed(job: RlJob, framework: str) -> list[str]:

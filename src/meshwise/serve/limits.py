@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.serve.simulate import Served
 
 
@@ -21,11 +22,8 @@ class LatencyLimits:
     percentile: float = 90.0
 
     def __post_init__(self) -> None:
-        for what, limit_s in (("per token", self.tpot_s), ("for the first token", self.ttft_s)):
-            if not limit_s > 0:
-                raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
-        if not 0 < self.percentile <= 100:
-            raise WorkloadError(f"percentile={self.percentile:g} must be above 0, at most 100 % of requests")
+        names = {"tpot_ms": 1e3 * self.tpot_s, "ttft_ms": 1e3 * self.ttft_s}
+        refuse("limits", WorkloadError, of=self, **names)
 
     @property
     def any(self) -> bool:

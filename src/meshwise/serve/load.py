@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import host_bytes_per_s
 from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.encoding import EncoderPool
@@ -50,8 +51,6 @@ def traffic(
     requests = trace if arrives else None
     loads = {"rate": rate, "rates": rates, "concurrency": concurrency, "requests": requests}
     stated = [name for name, load in loads.items() if load is not None]
-    if len(stated) > 1:
-        raise WorkloadError(f"{' and '.join(stated)} are two loads; give one of {', '.join(loads)}")
     shape = {
         "num_requests": num_requests, "burstiness": burstiness, "length_ratio": length_ratio,
         "length_sigma": length_sigma, "shared_prefix": shared_prefix, "turns": turns.turns if turns else None,
@@ -61,24 +60,17 @@ def traffic(
             raise WorkloadError(f"{name}={number:g} must be above zero")
         if number is not None and name in shape and (not stated or arrives):
             raise WorkloadError(f"{name} needs a load; give rate or concurrency too")
-    if trace is not None and not stated:
-        raise WorkloadError("requests without arrivals are lengths alone; give rate or concurrency too")
     kinds = {"length_ratio": length_ratio, "length_sigma": length_sigma, "requests": trace}
     drawn = [name for name, given in kinds.items() if given is not None]
-    if len(drawn) > 1 and not arrives:
-        raise WorkloadError(f"{' and '.join(drawn)} are two kinds of lengths; give one")
-    if (ratio := length_ratio or 1.0) > 1:
-        raise WorkloadError(f"length_ratio={ratio:g} must be at most 1: lengths go from there to the stated")
-    if arrives:
+    refuse(
+        "load", WorkloadError, stated=stated, loads=" and ".join(stated), drawn=drawn, rates=rates, rate=rate,
+        kinds=" and ".join(drawn), arrives=arrives, trace=trace, length_ratio=length_ratio,
+        burstiness=burstiness, num_requests=num_requests,
+    )  # fmt: skip
+    if arrives or not stated:
         return trace
-    if burstiness is not None and rate is None:
-        raise WorkloadError("burstiness is of arrivals at a rate; a closed loop has none")
-    if rates is not None and num_requests is not None:
-        raise WorkloadError("rates say how many requests there are; leave num_requests out")
-    if not stated:
-        return None
     pairs = tuple(zip(trace.prompt, trace.output, strict=True)) if trace else ()
-    lengths = Lengths(prompt, output, ratio, length_sigma or 0.0, pairs)
+    lengths = Lengths(prompt, output, length_ratio or 1.0, length_sigma or 0.0, pairs)
     each = turns.turns if turns else 1
 
     def draw(num: int) -> Requests:
@@ -118,9 +110,7 @@ class Fleet:
     encoders: EncoderPool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("workers", "prefill_workers"):
-            if getattr(self, name) < 1:
-                raise WorkloadError(f"{name}={getattr(self, name)} must be at least 1")
+        refuse("fleet", WorkloadError, of=self)
         if self.serving.mesh.cp > 1:
             raise PlanError(f"cp={self.serving.mesh.cp:g} cuts prompts alone; give it in prefill_plan")
 

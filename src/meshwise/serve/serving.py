@@ -21,6 +21,7 @@ import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
@@ -156,15 +157,8 @@ def serving(
         model, prompt = replace(model, encoder=replace(model.encoder, seq=prompt)), 1
     plan = _on_units_of(plan, cluster)
     mesh, machine = resolve_serving(model, plan, cluster, prompt), machine_for(cluster, plan, "decode")
-    if prompt + output > model.max_seq:
-        raise WorkloadError(
-            f"prompt {prompt} + output {output} tokens are more than the {model.max_seq} of {model.name}; "
-            "ask for fewer"
-        )
-    if not 0 < memory_frac <= 1:
-        raise WorkloadError(f"--memory-frac is {memory_frac}; it must be above 0 and at most 1")
-    if not 0 <= engine_s < np.inf:
-        raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
+    names = {"prompt": prompt, "output": output, "memory_frac": memory_frac, "engine_ms": 1e3 * engine_s}
+    refuse("serving", WorkloadError, model=model, **names)
     crossed = tuple(replace(tower, projectors=()) for tower in model.towers if tower.crossed)
     runs = (engine or ENGINES["vllm"]).on(cluster.chip)
     return Serving(

@@ -26,6 +26,7 @@ import numpy as np
 
 from meshwise.core.each import all_of
 from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.serve.engine import Engine
 from meshwise.serve.limits import LatencyLimits
@@ -202,10 +203,7 @@ class Wanted:
     usd_per_gpu_hour: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.requests is not None and self.requests.concurrency:
-            raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
-        if self.pools not in ("", "one", "two"):
-            raise WorkloadError(f"pools={self.pools} must be one or two; leave it out to compare both")
+        refuse("sizing", WorkloadError, of=self)
 
     @property
     def rate(self) -> float | None:

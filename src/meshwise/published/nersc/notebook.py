@@ -85,11 +85,8 @@ def _check_known(model: Model, cluster: Cluster, plan: Plan, workload: Workload)
     SCOPE.check_links(cluster)
     sizes = {name: (getattr(model, name), plan.tp) for name in ("num_heads", "hidden", "ffn_hidden")}
     SCOPE.check_divides(model, sizes)
-    if plan.data_parallel(cluster.num_chips) > 1:
-        used = f"{cluster.num_chips} chips of which tp={plan.tp} are used"
-        raise SCOPE.refusal(f"{used}, only one tensor-parallel group")
-    if workload.microbatch not in (1, workload.batch):
-        raise SCOPE.refusal(f"microbatches of {workload.microbatch}, only a batch in one piece")
+    num_chips = cluster.num_chips
+    SCOPE.check_rules(plan=plan, work=workload, num_chips=num_chips, num_groups=plan.data_parallel(num_chips))
 
 
 def _totals(rows: list[dict[str, Any]], depth: int) -> dict[str, float]:

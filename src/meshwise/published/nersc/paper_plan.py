@@ -166,18 +166,9 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
 def _check_known(model: Model, plan: Plan, workload: Workload) -> None:
     """PlanError for a model, plan or workload that the paper has no numbers for."""
     SCOPE.check(model, plan, workload)
-    if plan.layout == "1d" and plan.grid:
-        raise SCOPE.refusal("a grid with layout=1d")
     if plan.layout != "1d" and not plan.grid:
         raise PlanError(f"layout={plan.layout} needs its grid here, as in layout={plan.layout}:4x2")
-    if plan.layout != "2d" and plan.panels > 1:
-        raise SCOPE.refusal(f"panels={plan.panels} with layout={plan.layout}, only with layout=2d")
-    if plan.layout != "2d" and plan.attention == "grid":
-        raise SCOPE.refusal(f"attention=grid with layout={plan.layout}, only with layout=2d")
-    if plan.recompute == "selective" and (plan.layout, plan.attention) != ("1d", "unfused"):
-        raise SCOPE.refusal("recompute=selective but of attention=unfused with layout=1d")
-    if plan.sp is not None and plan.sp != (plan.tp > 1):
-        raise SCOPE.refusal(f"sp={int(plan.sp)} with tp={plan.tp}, only sp=1 wherever tp > 1")
+    SCOPE.check_rules(plan=plan)
 
 
 def _inside(sizes: dict[str, int], domain_ranks: float) -> dict[str, float]:

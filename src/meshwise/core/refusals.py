@@ -1,0 +1,37 @@
+"""What is refused: conditions on named values, each with the sentence that is told where it holds.
+
+`catalog/refusals.toml` has a table of them for each thing that is checked. Values may be arrays over a grid;
+their conditions are put together by & and | instead of by `and` and `or`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.expressions import value_of
+from meshwise.core.files import read_catalog
+
+_FUNCTIONS = {"bool": bool, "len": len, "inf": math.inf}
+
+
+@cache
+def _catalog() -> dict[str, dict[str, str]]:
+    return read_catalog("refusals.toml")
+
+
+def broken(table: str, names: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    """Whether each condition of a table holds (of a grid: where), and its sentence."""
+    known = _FUNCTIONS | dict(names)
+    for condition, sentence in _catalog().get(table, {}).items():
+        yield value_of(condition, known), sentence
+
+
+def refuse(table: str, error: type[MeshwiseError], where: str = "", /, **names: Any) -> None:
+    """Raise `error` with the sentence of the first condition of a table that holds, behind `where`."""
+    for holds, sentence in broken(table, names):
+        if holds:
+            raise error(where + sentence.format(**names))
