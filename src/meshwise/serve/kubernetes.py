@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,17 +32,27 @@ Tree = dict[str, Any]
 
 
 class EngineServer(msgspec.Struct, frozen=True):
-    """How an engine is started: its name for `launch`, image, command, port, argument of its token budget."""
+    """How an engine is started: its name for `launch`, image, command, port, words of some arguments.
+
+    `max_tokens` is its token budget, `model` names the model under Dynamo, `sends` hands caches over between
+    pools.
+    """
 
     framework: str
     image: str
     command: list[str]
     port: int
     max_tokens: str
+    model: str = ""
+    sends: list[str] = []
 
 
 class FleetTarget(msgspec.Struct, frozen=True):
-    """What a target runs, how it is applied, where it answers; its words for policies of the router."""
+    """What a target runs, how it is applied, where it answers; its words for policies of the router.
+
+    `pool` is the template of one pool, `no_pool` stands for one that is missing, `states` are arguments that
+    the target writes by itself.
+    """
 
     engines: list[str]
     has_pools: bool
@@ -51,13 +61,14 @@ class FleetTarget(msgspec.Struct, frozen=True):
     policies: dict[str, str]
     other_policies: str
     autoscale: str = ""
+    pool: str = ""
+    no_pool: dict[str, bool] | None = None
+    states: list[str] = []
 
 
 _CATALOG = read_catalog("fleets.toml")
 SERVERS = msgspec.convert(_CATALOG["servers"], dict[str, EngineServer])
 TARGETS = msgspec.convert(_CATALOG["targets"], dict[str, FleetTarget])
-SENDS_CACHE = ["--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}']
-"""vLLM's arguments to hand caches over between pools."""
 ROUND_TOKENS = 1024
 """The longest request that an engine takes is rounded up to a multiple of it."""
 
@@ -68,191 +79,133 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
         raise WorkloadError(f"to={target} must be one of {', '.join(TARGETS)}")
     if (load := answer.load) is None:
         raise WorkloadError(f"to={target} writes a fleet; give rate, concurrency or requests too")
-    to = TARGETS[target]
-    if load.engine.name not in to.engines:
-        raise WorkloadError(f"to={target} runs {' or '.join(to.engines)}, not {load.engine.name}")
-    if load.fleet.prefill is not None and not to.has_pools:
+    to, fleet, engine, model = TARGETS[target], load.fleet, load.engine, answer.serving.model.name
+    if engine.name not in to.engines:
+        raise WorkloadError(f"to={target} runs {' or '.join(to.engines)}, not {engine.name}")
+    if fleet.prefill is not None and not to.has_pools:
         raise WorkloadError(f"to={target} has no separate pools; choose to=dynamo or to=llm-d")
-    of = _Fleet(load, answer.serving.model.name, to)
-    name = "fleet.yaml" if "fleet.yaml" in to.apply else "values.yaml"
-    files = {name: "---\n".join(map(yaml_text, _WRITERS[target](of)))}
-    load_files, generate = _load(load, of.name, asked, of.not_expressed)
-    forward = f"kubectl port-forward svc/{to.service.format(of.name)} &"
-    commands = to.apply.format(of.name), forward, generate
-    return Deployment(target, files | load_files, commands, tuple(of.not_expressed))
+    name, lost = re.sub("[^a-z0-9]+", "-", model.lower()).strip("-"), list(_not_expressed(load, model, to))
+    values = _values(load, name, model, to, lost)
+    trees = _filled(_CATALOG[target], values)
+    trees += [_filled(_CATALOG["keda"], values)] if target == "kubernetes" and fleet.scaling else []
+    file = "fleet.yaml" if "fleet.yaml" in to.apply else "values.yaml"
+    files = {file: "---\n".join(map(yaml_text, trees))}
+    load_files, generate = _load(load, name, asked, lost)
+    commands = to.apply.format(name), f"kubectl port-forward svc/{to.service.format(name)} &", generate
+    return Deployment(target, files | load_files, commands, tuple(dict.fromkeys(lost)))
 
 
-class _Fleet:
-    """What all targets say of a fleet: names, arguments of the engine, numbers; and what they cannot say."""
+def _not_expressed(load: LoadResult, model: str, to: FleetTarget) -> Iterator[str]:
+    """What a target cannot say of a fleet, but for its instances."""
+    fleet, router = load.fleet, load.fleet.router
+    yield f"{model}: put the checkpoint's name or path in its place"
+    if router.policy not in to.policies:
+        yield f"router {router.policy}: {to.other_policies}"
+    if router.frontends != 1:
+        yield f"router {router.frontends} frontends: one is written"
+    if router.weight != 1:
+        yield f"router {router.weight:g} weight: it is not written"
+    if fleet.scaling is not None and to.autoscale:
+        yield f"autoscale: {to.autoscale}"
+    elif fleet.scaling is not None and load.engine.name != "vllm":
+        yield "autoscale: the trigger asks for metrics of vLLM"
+    if fleet.offload and (fleet.offload.disk_bytes or load.engine.name != "vllm"):
+        yield "offload: only vLLM's offload to the host's memory is written"
 
-    def __init__(self, load: LoadResult, model: str, to: FleetTarget) -> None:
-        self.load, self.fleet, self.engine, self.model = load, load.fleet, load.engine, model
-        self.server = SERVERS[load.engine.name]
-        self.image = self.server.image.format(load.engine.version)
-        self.name = re.sub("[^a-z0-9]+", "-", model.lower()).strip("-")
-        self.common: Tree = {
-            **{"name": self.name, "model": model, "workers": self.fleet.workers, "engine": self.engine.name},
-            **{"image": self.image, "command": self.server.command, "port": self.server.port},
-        }
-        self.not_expressed = [f"{model}: put the checkpoint's name or path in its place"]
-        self.policy = to.policies.get(policy := self.fleet.router.policy)
-        if self.policy is None:
-            self.not_expressed.append(f"router {policy}: {to.other_policies}")
-        if self.fleet.scaling is not None and to.autoscale:
-            self.not_expressed.append(f"autoscale: {to.autoscale}")
 
-    def fill(self, template: str, **values: Any) -> Any:
-        """A template of the catalog with what all templates hold, and with `values`."""
-        return _filled(_CATALOG[template], self.common | values)
-
-    def instance(self, of: Serving) -> tuple[list[str], int]:
-        """Arguments of the server of one instance, and its GPUs; PlanError where it needs several nodes."""
-        if of.num_chips > of.cluster.chips_per_host:
-            raise PlanError(f"instances on several nodes ({of.num_chips} GPUs) are not written; add workers")
-        longest = max(self.load.requests.longest, of.prompt + of.output)
-        length = min(ROUND_TOKENS * math.ceil((longest + 1) / ROUND_TOKENS), of.model.max_seq)
-        engine = self.engine.on(of.cluster.chip)
-        engine = engine.of_prompts if of is self.fleet.prefill else engine
-        batch = engine.max_sequences * of.groups
-        work = Workload(batch=batch, seq=length, kind="decode", microbatch=1)
-        plan = replace(of.mesh.plan, imbalance=1.0)
-        found = launch(of.model, of.cluster, plan, work, self.server.framework)
-        self.not_expressed += [one for one in found.not_expressed if one not in self.not_expressed]
-        is_vllm, offload = engine.name == "vllm", self.fleet.offload
-        added = [self.server.max_tokens, str(engine.max_tokens)]
-        added += ["--gpu-memory-utilization", f"{of.memory_frac:g}"] if is_vllm else ["--host", "0.0.0.0"]
-        if offload and (offload.disk_bytes or not is_vllm):
-            self.not_expressed.append("offload: only vLLM's offload to the host's memory is written")
-        if offload and offload.host_bytes and is_vllm:
-            added += ["--kv-offloading-size", f"{offload.host_bytes * of.num_chips / 2**30:g}"]
-        return [*found.arguments, *added], of.num_chips
-
-    def scaled(self) -> Any:
-        """KEDA's bounds, and its trigger: requests a second, and those that wait, over those of a replica."""
-        if (scaling := self.fleet.scaling) is None:
-            return None
-        if self.engine.name != "vllm":
-            self.not_expressed.append("autoscale: the trigger asks for metrics of vLLM")
+def _values(load: LoadResult, name: str, model: str, to: FleetTarget, lost: list[str]) -> Tree:
+    """What the templates of a target are filled with."""
+    fleet, engine = load.fleet, load.engine
+    server, policy = SERVERS[engine.name], to.policies.get(fleet.router.policy)
+    image, has_pools = server.image.format(engine.version), fleet.prefill is not None
+    repository, _, tag = image.partition(":")
+    values: Tree = {
+        "name": name, "model": model, "uri": f"hf://{model}", "workers": fleet.workers, "engine": engine.name,
+        "image": image, "repository": repository, "tag": tag, "command": server.command, "port": server.port,
+        "dynamo_image": _CATALOG["dynamo_image"].format(engine.name), "module": f"dynamo.{engine.name}",
+        "model_word": server.model, "has_pools": has_pools, "policy": policy or "roundrobin",
+        "session_key": "x-session-affinity" if policy == "session" else None,
+        "router_env": [{"name": "DYN_ROUTER_MODE", "value": policy}] if policy else None,
+    }  # fmt: skip
+    if (scaling := fleet.scaling) is not None:
         every = max(round(scaling.every_s), 1)
-        query = f"sum(rate(vllm:request_success_total[{every}s])) + sum(vllm:num_requests_waiting) / {every}"
-        return self.fill(
-            "scaled", least=scaling.least, most=scaling.most, every=every, hold=round(scaling.hold_s),
-            query=query, threshold=f"{scaling.requests_per_s:.4g}",
-        )  # fmt: skip
+        values |= {"least": scaling.least, "most": scaling.most, "hold": round(scaling.hold_s)}
+        values |= {"every": every, "query": _CATALOG["query"].format(every=every)}
+        values["threshold"] = f"{scaling.requests_per_s:.4g}"
+        scaled = _filled(_CATALOG["scaled"], values)
+        values["keda"] = {"enabled": True} | scaled
+        values["keda_spec"] = {"scaleTargetRef": {"name": name}} | scaled
+
+    def pool(of: Serving | None, num: int, component: str, kind: str) -> Any:
+        if of is None:
+            return to.no_pool
+        args, cache = _arguments(load, of, lost), server.sends if has_pools else []
+        for word in set(args) & set(to.states):
+            del args[args.index(word) : args.index(word) + 2]
+        values.update(component=component, kind=kind, num=num, args=args, cache=cache, gpus=of.num_chips)
+        values.update(gpus_text=str(of.num_chips), tensor=int(of.mesh.tp), data=of.dp)
+        values["mode"] = ["--disaggregation-mode", kind, *cache] if has_pools else []
+        return _filled(_CATALOG[to.pool], values) if to.pool else None
+
+    words = ("DecodeWorker", "decode") if has_pools else ("Worker", "worker")
+    values["prefill"] = pool(fleet.prefill, fleet.prefill_workers, "PrefillWorker", "prefill")
+    values["decode"] = pool(fleet.serving, fleet.workers, *words)
+    return values
+
+
+def _arguments(load: LoadResult, of: Serving, lost: list[str]) -> list[str]:
+    """Arguments of the server of one instance; PlanError where it needs several nodes."""
+    if of.num_chips > of.cluster.chips_per_host:
+        raise PlanError(f"instances on several nodes ({of.num_chips} GPUs) are not written; add workers")
+    longest = max(load.requests.longest, of.prompt + of.output)
+    length = min(ROUND_TOKENS * math.ceil((longest + 1) / ROUND_TOKENS), of.model.max_seq)
+    engine, server, offload = load.engine.on(of.cluster.chip), SERVERS[load.engine.name], load.fleet.offload
+    engine = engine.of_prompts if of is load.fleet.prefill else engine
+    work = Workload(batch=engine.max_sequences * of.groups, seq=length, kind="decode", microbatch=1)
+    found = launch(of.model, of.cluster, replace(of.mesh.plan, imbalance=1.0), work, server.framework)
+    lost += found.not_expressed
+    words = [*found.arguments, server.max_tokens, str(engine.max_tokens)]
+    if engine.name != "vllm":
+        return [*words, "--host", "0.0.0.0"]
+    words += ["--gpu-memory-utilization", f"{of.memory_frac:g}"]
+    if offload and offload.host_bytes:
+        words += ["--kv-offloading-size", f"{offload.host_bytes * of.num_chips / 2**30:g}"]
+    return words
 
 
 def _filled(tree: Any, values: Tree) -> Any:
-    """A template whose texts `$name` are replaced by the values of these names; None goes with its key."""
+    """A template whose texts `$name` are replaced by the values of these names; None goes with its key.
+
+    A text `$*name` in a list stands for all that the list of that name holds, `$$name` for another template.
+    """
     if isinstance(tree, dict):
         filled = {key: _filled(one, values) for key, one in tree.items()}
         return {key: one for key, one in filled.items() if one is not None}
     if isinstance(tree, list):
-        return [_filled(one, values) for one in tree]
-    return values[tree[1:]] if isinstance(tree, str) and tree.startswith("$") else tree
-
-
-# --- targets -------------------------------------------------------------------------------------
-
-
-def _kubernetes(of: _Fleet) -> list[Tree]:
-    """A Deployment, its Service, and KEDA's ScaledObject where the fleet is autoscaled."""
-    args, gpus = of.instance(of.fleet.serving)
-    trees = of.fill("kubernetes", args=[of.model, *args], gpus=gpus)
-    if scaled := of.scaled():
-        keda = of.fill("keda")
-        trees.append(keda | {"spec": keda["spec"] | scaled})
-    return trees
-
-
-def _dynamo(of: _Fleet) -> list[Tree]:
-    """A DynamoGraphDeployment: a frontend, and workers, those for prompts apart where they are."""
-    fleet, engine = of.fleet, of.engine.name
-    image = f"nvcr.io/nvidia/ai-dynamo/{engine}-runtime:{_CATALOG['dynamo_release']}"
-    if fleet.router.frontends != 1:
-        of.not_expressed.append(f"router {fleet.router.frontends} frontends: one is written")
-    if fleet.router.weight != 1:
-        of.not_expressed.append(f"router {fleet.router.weight:g} weight: Dynamo's own is 1 unless it is told")
-
-    def component(name: str, kind: str, num: int, container: Tree) -> Any:
-        return of.fill("dynamo_component", component=name, kind=kind, num=num, container=container)
-
-    def worker(name: str, kind: str, instance: Serving, num: int) -> Any:
-        sends = SENDS_CACHE if engine == "vllm" else ["--disaggregation-transfer-backend", "nixl"]
-        own, gpus = of.instance(instance)
-        args = ["--model" if engine == "vllm" else "--model-path", of.model, *own]
-        args += [] if kind == "worker" else ["--disaggregation-mode", kind, *sends]
-        started: Tree = {"image": image, "command": ["python3", "-m", f"dynamo.{engine}"], "args": args}
-        return component(name, kind, num, of.fill("dynamo_worker", **started, gpus=str(gpus)))
-
-    if fleet.prefill is None:
-        workers = [worker("Worker", "worker", fleet.serving, fleet.workers)]
-    else:
-        workers = [
-            worker("PrefillWorker", "prefill", fleet.prefill, fleet.prefill_workers),
-            worker("DecodeWorker", "decode", fleet.serving, fleet.workers),
-        ]
-    env = [{"name": "DYN_ROUTER_MODE", "value": of.policy}] if of.policy else None
-    frontend = component("Frontend", "frontend", 1, of.fill("dynamo_frontend", image=image, env=env))
-    return [of.fill("dynamo", components=[frontend, *workers])]
-
-
-def _vllm_stack(of: _Fleet) -> list[Tree]:
-    """Values of the vLLM production stack's Helm chart."""
-    repository, _, tag = of.image.partition(":")
-    args, gpus = of.instance(of.fleet.serving)
-    scaled = of.scaled()
-    values = of.fill(
-        "vllm_stack", repository=repository, tag=tag, gpus=gpus, args=args,
-        keda=scaled and {"enabled": True, **scaled}, policy=of.policy or "roundrobin",
-        session_key="x-session-affinity" if of.policy == "session" else None,
-    )  # fmt: skip
-    return [values]
-
-
-def _llm_d(of: _Fleet) -> list[Tree]:
-    """Values of llm-d's ModelService chart, which states tensor parallelism and GPUs itself."""
-    fleet = of.fleet
-
-    def pool(instance: Serving | None, num: int) -> Any:
-        if instance is None:
-            return {"create": False}
-        args, _ = of.instance(instance)
-        if "--tensor-parallel-size" in args:
-            place = args.index("--tensor-parallel-size")
-            del args[place : place + 2]
-        args += SENDS_CACHE if fleet.prefill else []
-        return of.fill("llm_d_pool", num=num, args=args, tensor=int(instance.mesh.tp), data=instance.dp)
-
-    decode, prefill = pool(fleet.serving, fleet.workers), pool(fleet.prefill, fleet.prefill_workers)
-    has_pools = fleet.prefill is not None
-    return [of.fill("llm_d", uri=f"hf://{of.model}", has_pools=has_pools, decode=decode, prefill=prefill)]
-
-
-_WRITERS = {"kubernetes": _kubernetes, "dynamo": _dynamo, "vllm-stack": _vllm_stack, "llm-d": _llm_d}
+        parts = [values[one[2:]] if str(one).startswith("$*") else [_filled(one, values)] for one in tree]
+        return [one for part in parts for one in part if one is not None]
+    if isinstance(tree, str) and tree.startswith("$$"):
+        return _filled(_CATALOG[tree[2:]], values)
+    return values.get(tree[1:]) if isinstance(tree, str) and tree.startswith("$") else tree
 
 
 # --- the load ------------------------------------------------------------------------------------
 
 
 def _load(
-    load: LoadResult, name: str, asked: Mapping[str, Any], not_expressed: list[str]
+    load: LoadResult, name: str, asked: Mapping[str, Any], lost: list[str]
 ) -> tuple[dict[str, str], str]:
     """The files and the command of a client that sends this load."""
     requests, prefix = load.requests, asked["shared_prefix"] or 0
-    if (
-        not requests.after
-        and asked["length_sigma"] is None
-        and (asked["requests"], asked["rates"]) == (None, None)
-    ):
+    is_steady = all(asked[option] is None for option in ("length_sigma", "requests", "rates"))
+    if is_steady and not requests.after:
         return {}, shlex.join(_bench(load, asked, prefix))
-    words = ["aiperf", "profile", "--model", name, "--endpoint-type", "chat", "--streaming"]
-    words += ["--url", "http://localhost:8000", "--input-file", "load.jsonl"]
-    words += ["--custom-dataset-type", "mooncake_trace", "--extra-inputs", "ignore_eos:true"]
+    words = _filled(_CATALOG["aiperf"], {"name": name})
     clients = ["--no-fixed-schedule", "--concurrency", str(requests.concurrency)]
     words += clients if requests.concurrency else ["--fixed-schedule"]
     words += ["--shared-system-prompt-length", str(prefix)] if prefix else []
     if requests.blocks and not requests.after:
-        not_expressed.append("hash_ids: load.jsonl has lengths and times alone; replay your own trace")
+        lost.append("hash_ids: load.jsonl has lengths and times alone; replay your own trace")
     return {"load.jsonl": _mooncake(requests, prefix)}, shlex.join(words)
 
 
