@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 from msgspec import structs
@@ -10,7 +9,7 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.model.architecture import Layer, Model, across, of_layer
 from meshwise.model.weights import block_weights, modulated
-from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
+from meshwise.program import grid, tensor_1d, tensor_2d_cp
 from meshwise.program.additions import (
     corrected,
     distance_scores,
@@ -32,10 +31,8 @@ from meshwise.program.weights_of_ops import hold
 
 LAYOUTS: dict[str, ModuleType] = {
     "1d": tensor_1d,
-    "2d": tensor_2d,
     "2d-cp": tensor_2d_cp,
-    "2.5d": tensor_2d,
-    "3d": tensor_3d,
+    **dict.fromkeys(("2d", "2.5d", "3d"), grid),
 }
 """The module that states the block of each tensor layout."""
 
@@ -44,8 +41,8 @@ def block_input(model: Model, cut: Cut) -> Tensor:
     """The residual stream that enters a block: the rank's tokens, on a grid its part of their width."""
     rows: Num = cut.split_tokens
     width: Num = float(model.hidden)
-    if cut.layout not in ("1d", "2d-cp"):
-        rows, width = cut.tokens / math.prod(cut.grid[1:]), model.hidden / cut.grid[0]
+    if LAYOUTS[cut.layout] is grid:
+        rows, width = grid.tokens(cut), model.hidden / cut.grid[0]
     return Tensor("block.input", (rows, width), cut.precision.act_dtype)
 
 

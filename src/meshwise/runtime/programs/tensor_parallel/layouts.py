@@ -2,8 +2,8 @@
 
 1d, columns x sequence (2d-cp) and 3d are one form, `Gathered` products on a cube: into a pair of matmuls the
 tokens are gathered over the rows, out of it their sum is scattered there; columns and depth, of one rank in
-one dimension, are gathered and scattered likewise (`program.tensor_1d`, `tensor_2d_cp`, `tensor_3d`). 2d and
-2.5d multiply by SUMMA on a grid (`program.tensor_2d`).
+one dimension, are gathered and scattered likewise (`program.tensor_1d`, `tensor_2d_cp`, `grid`). 2d and
+2.5d multiply by SUMMA on a grid (`program.grid`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SUMMA: products of blocks on a grid of columns x rows, in one or several depths (`program.tensor_2d`).
+"""SUMMA: products of blocks on a grid of columns x rows, in one or several depths (`program.grid`).
 
 `ab`, `abt` and `atb` are the three products of blocks; each panel is on its way while the one before is
 multiplied.
