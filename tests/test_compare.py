@@ -156,7 +156,7 @@ def test_command_says_no_with_exit_code_1(meshwise: Any, monkeypatch: pytest.Mon
     agreed = meshwise(*words, "--json")
     assert agreed.code == 0 and agreed.document["agree"] is True
     assert {"module", "op", "phase", "column", "estimate", "dry_run"} <= set(agreed.document["rows"][0])
-    monkeypatch.setattr("meshwise.program.ulysses.attended_pairs", lambda *sizes, causal: 1.0)
+    monkeypatch.setattr("meshwise.runtime.programs.ulysses.attended_pairs", lambda *sizes, causal: 1.0)
     monkeypatch.setattr("meshwise.program.lifetime.matmul_flop", lambda *sizes, batch: 1.0)
     differed = meshwise(*words, "--json")
     assert differed.code == 1 and differed.document["agree"] is False

@@ -150,7 +150,7 @@ def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
 
 def new_script(of: Pass) -> Script:
     """An empty program in the type of `of`."""
-    return Script(module=of.section, dtype=of.dtype, rank=of.tp_rank)
+    return Script(module=of.section, dtype=of.dtype)
 
 
 def evaluation(of: Pass) -> list[Op]:

@@ -128,7 +128,7 @@ def merged(ops: Iterable[Op]) -> list[Op]:
 
 
 def _new_script(of: Generation) -> Script:
-    return Script(module=SECTION, dtype=of.dtype, rank=of.tp_rank)
+    return Script(module=SECTION, dtype=of.dtype)
 
 
 def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -281,13 +281,12 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
 
     In a cube heads/q by projection, 1/q of those by all-to-all over the columns; keys come over the depth.
     """
-    columns, ring = cut.grid[COL], _column(cut)
-    heads, ulysses = columns, 1.0
+    ulysses: Num = 1.0
+    heads, ring = cut.grid[COL], _column(cut)
     if is_cube(cut):
-        heads, ulysses, ring = cut.grid[ROW], columns, cut.axis(DEPTH)
-    axes = {"all_gather": ring, "reduce_scatter": ring} | (
-        {"all_to_all": cut.axis(COL)} if is_cube(cut) else {}
-    )
+        heads, ulysses, ring = cut.grid[ROW], cut.grid[COL], cut.axis(DEPTH)
+    axes = {"all_gather": ring, "reduce_scatter": ring}
+    axes |= {"all_to_all": cut.axis(COL)} if is_cube(cut) else {}
     inner = replace(cut, tp=heads, ulysses=ulysses, ring=ring["group_size"], gather_keys=True)
     dim, kv_heads = model.head_dim, model.num_kv_heads / heads
     numbers = {"q": model.num_heads / heads, "k": kv_heads, "v": kv_heads}

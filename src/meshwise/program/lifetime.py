@@ -34,13 +34,12 @@ def moment(reads: Iterable[Tensor] = (), makes: Iterable[Tensor] = ()) -> Op:
 class Script:
     """Writes down a program: each method adds an event and returns the tensor that it makes.
 
-    Ops are those of `rank`, and belong to `module` and `phase`; tensors are of `dtype` unless told otherwise.
+    Ops belong to `module` and `phase`; tensors are of `dtype` unless told otherwise.
     `has_backward`: what ops save is kept for it, else nothing is. Ops occur `times` times their own count.
     """
 
     module: str
     dtype: str
-    rank: int = 0
     phase: str = "forward"
     has_backward: bool = False
     times: Num = 1.0

@@ -5,17 +5,30 @@ each layer. A layer gathers the tokens of its TP ranks, multiplies by W1 and W2,
 the ranks' results back: x + relu(x W1) W2. The gradients of the weights are summed over the DP ranks.
 
 By default it follows Ulysses attention over the same ranks, whose output it takes: attention, then MLP,
-as in a transformer. Source: Megatron-LM, arXiv 1909.08053, with sequence parallelism, arXiv 2205.05198.
+as in a transformer.
+
+In closed form, for N tokens, width d, inner width f, L layers; TP x DP = P ranks. A rank holds n = N/P tokens
+between layers and M = N/DP inside one, with f' = f/TP columns of W1 and rows of W2.
+
+    per layer and rank      forward                                 backward
+    all-gather over TP      1, of M d elements                      1
+    matmuls                 2, of 2 M d f' FLOP each                4
+    reduce-scatter over TP  1, of M d elements                      1
+    kept                    M d + M f' elements
+    once, over DP                                                   2 all-reduces of L d f' elements
+
+Source: Megatron-LM, arXiv 1909.08053, with sequence parallelism, arXiv 2205.05198.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.core.errors import PlanError
-from meshwise.program.lifetime import play
-from meshwise.program.model_2d import Model2D, model_2d_program
+from meshwise.program.lifetime import Script, play
 from meshwise.program.tape import Tape
+from meshwise.program.tensor import Tensor
 from meshwise.runtime.programs import check_divides, program_options, ulysses
 
 if TYPE_CHECKING:
@@ -58,22 +71,80 @@ def attention_options(options: Any, ranks: int) -> ulysses.Options:
     return ulysses.Options(heads=heads, **same)
 
 
+# --- closed form -------------------------------------------------------------------------------
+
+
+class _Layer(NamedTuple):
+    """A layer's weights, their gradients, and what its backward needs, as views and tensors."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    gathered: Tensor
+    inter: Tensor
+
+
 def estimate(options: Any, tape: Tape) -> None:
-    """Write the closed form of `main` on `tape`."""
-    tp, dp = degrees(options, tape.world_size)
-    before = ulysses.sizes(attention_options(options, tape.world_size), tape.world_size)
-    sizes = Model2D(
-        tp=tp,
-        dp=dp,
-        seq=options.seq,
-        hidden=options.hidden,
-        inner=inner_width(options),
-        layers=options.layers,
-        dtype=options.dtype,
-        has_backward=options.backward,
-        before=before if options.after_ulysses else None,
-    )
-    play(model_2d_program(sizes, tape.rank), tape)
+    """Write the closed form of `main` on `tape`: attention before it, forward, backward if it has one."""
+    (tp, dp), tokens = degrees(options, tape.world_size), options.seq // tape.world_size
+    full, inner = (options.seq // dp, options.hidden), (options.seq // dp, inner_width(options) // tp)
+    s = Script(module="model-2d", dtype=options.dtype, has_backward=options.backward)
+    if options.after_ulysses:
+        attention = attention_options(options, tape.world_size)
+        before = ulysses.ClosedForm(attention, tape.world_size, has_backward=False)
+        start = before.forward()
+        s.events += before.script.events
+        s.returns(before.x, *before.weights)
+    else:
+        start = s.new("start", tokens, options.hidden)
+    shapes = (options.layers, full[1], inner[1]), (options.layers, inner[1], full[1])
+    weights = [s.new(f"W{i}", *shape, is_weight=True) for i, shape in enumerate(shapes, start=1)]
+    grads = [s.new(f"dW{i}", *shape) for i, shape in enumerate(shapes, start=1) if options.backward]
+    layers, x = [], start
+    for _ in range(options.layers):
+        mine, sums = ([each.view(each.name, *each.shape[1:]) for each in of] for of in (weights, grads))
+        gathered = s.collective("input", "all_gather", full, "tp", tp, x, "input_")
+        inter = s.matmul("inter", (1, *inner, full[1]), (gathered, mine[0]), saves=(gathered,))
+        s.op("inter", "kernel", inner, reads=(inter,), writes=(inter,), saves=(inter,))
+        partial = s.matmul("output", (1, *full, inner[1]), (inter, mine[1]), "partial")
+        summed = s.collective("output", "reduce_scatter", full, "tp", tp, partial, "summed")
+        result = s.kernel("residual", (tokens, full[1]), (x, summed), "x")
+        s.returns(gathered, inter, partial, summed, x)
+        layers.append(_Layer(mine, sums, gathered, inter))
+        x = result
+    left = _backward(replace(s, phase="backward"), layers, grads, tokens, tp, dp) if options.backward else []
+    s.returns(start, x, *weights, *grads, *left)
+    play(s.events, tape)
+
+
+def _backward(
+    s: Script, layers: list[_Layer], grads: list[Tensor], tokens: int, tp: int, dp: int
+) -> list[Tensor]:
+    """From a gradient of the output, last layer first; weights' gradients add up in their buffers."""
+    full = rows, hidden = layers[0].gathered.shape
+    inner = _, part = layers[0].inter.shape[1:]
+    first = grad = s.new("d output", tokens, hidden)
+
+    def add_to(name: str, total: Tensor, grad: Tensor) -> None:
+        s.op(name, "kernel", total.shape, reads=(total, grad), writes=(total,))
+
+    for layer in reversed(layers):
+        partial = s.collective("output", "all_gather", full, "tp", tp, grad, "d partial")
+        d_weight = s.matmul("output", (1, part, hidden, rows), (layer.inter, partial), "dW")
+        d_relu = s.matmul("output", (1, rows, part, hidden), (partial, layer.weights[1]), "d relu")
+        add_to("output", layer.grads[1], d_weight)
+        d_inter = s.kernel("inter", inner, (d_relu, layer.inter), "d inter")
+        d_weight = s.matmul("inter", (1, hidden, part, rows), (layer.gathered, d_inter), "dW")
+        d_gathered = s.matmul("inter", (1, rows, hidden, part), (d_inter, layer.weights[0]), "d input_")
+        s.returns(layer.gathered)
+        add_to("inter", layer.grads[0], d_weight)
+        summed = s.collective("input", "reduce_scatter", full, "tp", tp, d_gathered, "d summed")
+        grad = s.kernel("input", (tokens, hidden), (summed, grad), "dx")
+    for name, each in zip(("W1", "W2"), grads, strict=True):
+        s.collective(name, "all_reduce", each.shape, "dp", dp, each)
+    return [first, grad]
+
+
+# --- run ---------------------------------------------------------------------------------------
 
 
 def main(options: Any, context: Context) -> dict[str, Any] | None:
