@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import meshwise as mw
+from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
 
@@ -68,6 +69,28 @@ def test_an_optimizer_in_the_backward_holds_no_sum_of_gradients() -> None:
     assert within.memory_bytes["total"] < 18.9 * 2**30 * 1.2
     with pytest.raises(mw.MeshwiseError, match="one microbatch, not 2"):
         mw.estimate("llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_bwd=1", batch=2, seq=2048)
+
+
+def test_fsdp2_keeps_on_the_host_all_that_it_shards() -> None:
+    """Its CPUOffloadPolicy: what is gathered comes over the link to the host, and gradients go back.
+
+    Answer.AI (2024, fsdp_qlora) trains adapters of 70B so on two cards of 24 GB.
+    """
+    known = "zero=3,recompute=full,lora_rank=64,frozen_dtype=int4,implementation=fsdp2,offload_optimizer=1"
+    assert mw.estimate("llama2-70b", "rtx-3090:2", known, batch=4, microbatch=2, seq=512).fits
+    plan, job = "zero=3,recompute=full,implementation=fsdp2", {"batch": 8, "microbatch": 2, "seq": 2048}
+    on_chip, on_host = (
+        mw.estimate("qwen3-8b", "rtx-4090:2", f"{plan},offload_optimizer={share}", **job) for share in (0, 1)
+    )
+    assert not on_chip.fits and on_host.fits
+    assert [on_host.memory_bytes[name] for name in ("weights", "gradients", "optimizer")] == [0, 0, 0]
+    shards = sum(on_chip.memory_bytes[name] for name in ("weights", "gradients", "optimizer"))
+    less = on_chip.memory_bytes["total"] - on_host.memory_bytes["total"]
+    assert 0.95 * shards < less < 1.1 * shards
+    link_bytes_per_s = find_cluster("rtx-4090:2").chip.host_bytes_per_s
+    moved = 2 * (2 * 2 + 2) * num_params(find_model("qwen3-8b"))  # fp32 halves, twice in, once out, two times
+    spent = {of: sum(of.hidden_s.values()) + sum(of.time_s.values()) for of in (on_chip, on_host)}
+    assert spent[on_host] - spent[on_chip] > moved / link_bytes_per_s
 
 
 def test_narrow_weights_are_gathered_narrow() -> None:

@@ -80,7 +80,8 @@ def least_memory(
     overheads: Overheads,
 ) -> tuple[Memory, Num]:  # fmt: skip
     """What a rank of `stage` needs in any case, nothing of it told apart as kept."""
-    least = least_step_bytes(model, stage, parts, held, gradient_bytes(held, mesh, cut), mesh, cut)
+    shards = (1.0 - mesh.offload_optimizer) * gradient_bytes(held, mesh, cut)
+    least = least_step_bytes(model, stage, parts, held, shards, mesh, cut)
     return _memory(held, mesh, cut, overheads, least), 0.0
 
 
@@ -88,9 +89,10 @@ def _memory(
     held: Sequence[Unit], mesh: Mesh, cut: Cut, overheads: Overheads, step: Num, kept: Num = 0.0
 ) -> Memory:
     """Memory with a peak of `step` bytes beside weights and states, or that of the update if it is more."""
-    weights = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
+    on_chip = 1.0 - mesh.offload_optimizer
+    weights = on_chip * sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
     states = optimizer_bytes(held, mesh, cut)
-    gradients = gradient_bytes(held, mesh, cut)
+    gradients = on_chip * gradient_bytes(held, mesh, cut)
     step = np.maximum(step, gradients + _update_bytes(held, mesh, cut))
     gradients = np.minimum(gradients, step)
     activations = np.minimum(kept, step - gradients)

@@ -40,10 +40,11 @@ class UnitBytes(NamedTuple):
     """Bytes of a unit of weights.
 
     `whole`: gathered; `buffer`: what it is gathered into; `copies`: made on the way out where the cut is not
-    along the first dim. `grad`: gradients as computed, `sums` as added up over microbatches, `reduced` as a
-    reduction reads them, `result` what it leaves, on the way to the `shard` that is kept; where groups of
-    ranks add up theirs, what is `added` to a shard stays to the end of the backward. `last_grad`, `last_sum`:
-    of the unit's last weight, which goes last; `is_laid_out`: 1 where they are copied first.
+    along the first dim, and parts that come from the host. `grad`: gradients as computed, `sums` as added up
+    over microbatches, `reduced` as a reduction reads them, `result` what it leaves, on the way to the `shard`
+    that is kept; where groups of ranks add up theirs, what is `added` to a shard stays to the end of the
+    backward. `last_grad`, `last_sum`: of the unit's last weight, which goes last; `is_laid_out`: 1 where they
+    are copied first.
     """
 
     whole: Num = 0.0
@@ -72,19 +73,20 @@ class UnitBytes(NamedTuple):
         shard = kept * trained.local_size(mesh, cut)
         cast = (summed != kept) * summed * padded / ranks
         in_groups = (unit.replicas(mesh)[0] > ranks) * 1.0
+        on_host = mesh.offload_optimizer
         return cls(
             whole=whole,
             buffer=whole * is_cut,
-            copies=whole * is_cut * unit.is_experts,
+            copies=whole * is_cut * unit.is_experts + on_host * unit.local_bytes(mesh, cut),
             grad=act * size,
             sums=summed * size,
             reduced=summed * padded,
             result=shard + cast,
-            shard=shard + cast * in_groups,
+            shard=(1.0 - on_host) * (shard + cast * in_groups),
             last_grad=act * last,
             last_sum=summed * last,
             is_laid_out=is_cut * unit.is_experts,
-            added=in_groups * (summed == kept) * shard,
+            added=(1.0 - on_host) * in_groups * (summed == kept) * shard,
         )
 
     def times(self, number: Num) -> UnitBytes:

@@ -250,7 +250,7 @@ def _exchange_s(one: Exchange, machine: Machine) -> Num:
     seconds = machine.collective_s(one.collective, *sizes, runs=Runs(*one.runs))
     if copy_s := machine.overheads.shard_copy_s:
         seconds = seconds + copy_s * one.shards_copied * (one.group_size > 1)
-    return one.count * seconds
+    return one.count * (seconds + one.host_bytes / machine.host_bytes_per_s)
 
 
 def _update(
@@ -276,12 +276,13 @@ def _optimizer_s(
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
     Offloaded states are updated on the host: gradients go there and weights come back over the host link,
-    in the backward those of one layer while the others' come.
+    in the backward those of one layer while the others' come. FSDP2 keeps all of it there, and the host is
+    taken to read and write it as fast.
     """
     rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     if shards_each_weight(cut):
-        on_host = mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s  # weights come back
-        return (2.0 * memory.optimizer + 2.0 * gradients + memory.weights) / rate + on_host
+        on_chip = 2.0 * memory.optimizer + 2.0 * (1.0 - mesh.offload_optimizer) * gradients + memory.weights
+        return on_chip / rate + mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s
     dense, experts = held
     params = dense.trained / mesh.shard_ranks(mesh.replicas)
     params = params + experts.trained / mesh.shard_ranks(mesh.expert_replicas)

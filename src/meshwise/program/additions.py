@@ -33,7 +33,7 @@ from msgspec import structs
 
 from meshwise.model.architecture import Model, Side, Streams
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, changed, elementwise, linear, product
+from meshwise.program.op import Op, Stated, changed, elementwise, kernel, linear, product
 from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import ATTENTION, look_up, norm, plain_linear
 
@@ -141,15 +141,22 @@ def _of(model: Model) -> tuple[Streams, float]:
 
 
 def hyper_connections(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated:
-    """What both halves of a block do with the streams: read them, add them up, mix them."""
+    """What both halves of a block do with the streams: read them, add them up, mix them, add the result."""
     rows, hidden, prec = cut.split_tokens, float(model.hidden), cut.precision
+    width = own.number * hidden
     for half in ("attention", "mlp"):
-        streams = made(STREAMS, f"{half}_streams", (rows, own.number * hidden), prec.act_dtype)
-        yield from elementwise(STREAMS, f"{half}_norm", "stream_norm", streams, prec)
+        streams, mixed = (
+            made(STREAMS, f"{half}_{name}", (rows, width), prec.act_dtype) for name in ("streams", "mixed")
+        )
+        entering, leaving = (
+            made(STREAMS, f"{half}_{name}", (rows, hidden), prec.act_dtype) for name in ("input", "result")
+        )
         name = f"{half}_mixes"
         yield from plain_linear(STREAMS, name, streams, {name: float(own.mixes)}, cut, bias=True)
-        for kind in ("gather", "mix"):
-            yield from elementwise(STREAMS, f"{half}_{kind}", f"stream_{kind}", streams, prec)
+        for kind, reads, makes in (("gather", (streams,), entering), ("mix", (streams, leaving), mixed)):
+            of = STREAMS, f"{half}_{kind}", f"stream_{kind}", rows, width, prec
+            yield kernel(*of, phase="forward", reads=reads, makes=(makes,), keeps=(streams,))
+            yield kernel(*of, phase="backward")
     return x
 
 

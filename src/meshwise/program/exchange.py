@@ -46,6 +46,7 @@ class Exchange:
     The ranks lie `stride` apart, in `runs` of so many ranks and that far apart (`Mesh.replica_runs`).
     `behind`: the phase whose compute may hide it, or in which it runs. `axis`: that of the ranks, dp for all
     replicas. `shards_copied`: ranks whose shards old software copies one by one, for each message.
+    `host_bytes` come from the host before it, or go there behind it.
     """
 
     op: str
@@ -57,12 +58,13 @@ class Exchange:
     count: Num
     runs: tuple[Num, Num] = (np.inf, 1.0)
     shards_copied: Num = 0.0
+    host_bytes: Num = 0.0
     axis: str = "dp"
 
     @property
     def occurs(self) -> bool:
         """Whether anything is exchanged, in some plan of a grid at least."""
-        happens = (self.count > 0) & (self.group_size > 1)
+        happens = (self.count > 0) & ((self.group_size > 1) | (self.host_bytes > 0))
         return bool(happens.any() if isinstance(happens, np.ndarray) else happens)
 
 

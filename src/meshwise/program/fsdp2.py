@@ -6,10 +6,11 @@ they stay gathered: a chunk is gathered once a step, or each time that the sched
 (`program.order.gathers`). Under ZeRO 1 and 2 all stay gathered from their first use in a step to its end.
 FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
 parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
-rank is such a group. The two ways of DualPipe hold copies too. Gradients are reduced in fp32 (fp64 under
-fp64), or in `grad_dtype`, when the last microbatch is through; without a pipeline, under ZeRO 2 and 3, which
-keep no whole gradients, after every microbatch (as torchtitan leaves it). Experts are cut along their width,
-among the ranks that hold the same ones.
+rank is such a group. The two ways of DualPipe hold copies too. With `offload_optimizer` (CPUOffloadPolicy) the
+parts lie on the host: they come over its link before each gather, and gradients go there behind each
+reduction. Gradients are reduced in fp32 (fp64 under fp64), or in `grad_dtype`, when the last microbatch is
+through; without a pipeline, under ZeRO 2 and 3, which keep no whole gradients, after every microbatch (as
+torchtitan leaves it). Experts are cut along their width, among the ranks that hold the same ones.
 
 Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
 summed over tp one by one, once a step; the sums of several microbatches are fp32, and from 2.15 on all
@@ -102,7 +103,7 @@ class Unit:
         return self._bytes(self._padded_sizes(mesh, cut), cut, cut.precision.act_bytes)
 
     def local_bytes(self, mesh: Mesh, cut: Cut) -> Num:
-        """Bytes of weights that the rank keeps."""
+        """Bytes of the rank's parts of the weights, wherever they are kept."""
         return self._bytes(self.local_sizes(mesh, cut), cut, shard_bytes(mesh, cut))
 
     def _bytes(self, sizes: Iterable[Num], cut: Cut, wide: float) -> Num:
@@ -232,7 +233,9 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
     ways = 1.0 / stage.share
     to_other_way = mesh.apart(np.abs(mesh.pp - 1.0 - 2.0 * stage.index))
+    on_host = mesh.offload_optimizer
     for unit in held:
+        from_host, to_host = (on_host * of.local_bytes(mesh, cut) for of in (unit, unit.trained))
         (holders, first), ranks = unit.replicas(mesh), unit.sharing(mesh)
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * ranks)
         if np.any(ways > 1):
@@ -245,11 +248,12 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
         for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
             yield Exchange(
                 op=f"{name}weights", collective="all_gather", behind=behind,
-                payload_bytes=gathered, count=count, **common,
+                payload_bytes=gathered, count=count, host_bytes=from_host, **common,
             )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="reduce_scatter", behind="backward",
-            payload_bytes=grad_bytes, count=rounds * (ranks > 1), **common,
+            payload_bytes=grad_bytes, count=rounds * ((ranks > 1) | (on_host > 0)),
+            host_bytes=to_host, **common,
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
