@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from meshwise.calibrate.fit_steps import (
     unfounded,
 )
 from meshwise.calibrate.leave_one_source_out import misses_by_others
+from meshwise.calibrate.mend import mends
 from meshwise.calibrate.releases import errors_by_release, read_board
 from meshwise.calibrate.robust import LinearMisses, minimise
 from meshwise.calibrate.runs import PROSE, Run, read_runs
@@ -466,3 +468,17 @@ def test_a_board_that_is_none_is_refused(meshwise: Any, tmp_path: Path) -> None:
     (tmp_path / "board.csv").write_text("release,quantity,id,predicted\n1,step_s,a,fast\n")
     done = meshwise("validate", "--runs", str(RUNS), "--board", str(tmp_path / "board.csv"))
     assert done.code == 2 and "line 2" in done.err
+
+
+def test_the_constant_that_was_wrong_is_the_one_that_mends() -> None:
+    """Steps that take what a chip of 1.4 times the energy per FLOP would."""
+    known = [express(run) for run in runs().values() if run.chip == "h100-80g-sxm" and "fp8" not in run.dtype]
+    tables = as_tables(
+        catalog_constants(), {"power.hopper.bf16": 1.4 * catalog_constants()["power.hopper.bf16"]}
+    )
+    slow = [
+        replace(each, run=restated(each.run, step_time_s=estimate_run(each, tables).step_s)) for each in known
+    ]
+    best = mends(slow)[0]
+    assert (best.constant, best.to / best.value) == ("power.hopper.bf16", pytest.approx(1.4, rel=0.03))
+    assert best.mended_mean_abs_frac < 0.02 < best.mean_abs_frac

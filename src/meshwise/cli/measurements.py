@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.options import stated_in, takes
 
 if TYPE_CHECKING:
+    from meshwise.calibrate.mend import Mend
     from meshwise.calibrate.releases import Board
     from meshwise.calibrate.validate import Validation
 
@@ -38,6 +40,7 @@ def validate(
     plot: Path | None = None,
     board: Path | None = None,
     release: str = "",
+    mend: bool = False,
     write_docs: Path | None = None,
     leave_one_source_out: bool = False,
     html: Path | None = None,
@@ -57,6 +60,7 @@ def validate(
         plot: Draw predicted against measured (png, svg, pdf).
         board: CSV of what earlier releases predicted for the same rows, shown old against new.
         release: Keep today's predictions on the board under this name.
+        mend: Which one constant would mend the step times of the runs, and by how much.
         write_docs: Write accuracy.md and its figures to this folder, with the board that lies there.
         leave_one_source_out: Also predict each source from the others (two minutes).
         worst: How many of the worst rows to print.
@@ -86,7 +90,9 @@ def validate(
         from meshwise.report.validation import write_accuracy
 
         write_accuracy(validation, write_docs, releases)
-    show(validation, json=json, html=html, plot=plot, num_worst=worst, board=releases)
+    mends = _mends(files) if mend else []
+    document = validation.to_json() | ({"mends": [asdict(each) for each in mends]} if mend else {})
+    show(validation, document, json=json, html=html, plot=plot, num_worst=worst, board=releases, mends=mends)
 
 
 def _releases(validation: Validation, board: Path | None, release: str, docs: Path | None) -> Board:
@@ -104,6 +110,16 @@ def _releases(validation: Validation, board: Path | None, release: str, docs: Pa
     if release:
         write_board(with_release(known, release, validation.rows), path)
     return {name: found for name, found in known.items() if name != release}
+
+
+def _mends(files: list[Path]) -> list[Mend]:
+    """The constants that would mend the runs of `files`."""
+    from meshwise.calibrate.fit_steps import priced_runs
+    from meshwise.calibrate.mend import mends
+
+    if not (runs := priced_runs(files)):
+        raise DataError("--mend is for training runs; name them by --runs, or leave it out")
+    return mends(runs)
 
 
 def _files(runs: list[Path], others: list[Path], data: Path | None) -> list[Path]:

@@ -6,8 +6,8 @@ they stay gathered: a chunk is gathered once a step, or each time that the sched
 (`program.order.gathers`). Under ZeRO 1 and 2 all stay gathered from their first use in a step to its end.
 FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
 parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
-rank is such a group. The two ways of DualPipe hold copies too. With `offload_optimizer` (CPUOffloadPolicy) the
-parts lie on the host: they come over its link before each gather, and gradients go there behind each
+rank is such a group. The two ways of DualPipe hold copies too. With `offload_optimizer` (CPUOffloadPolicy)
+the parts lie on the host: they come over its link before each gather, and gradients go there behind each
 reduction. Gradients are reduced in fp32 (fp64 under fp64), or in `grad_dtype`, when the last microbatch is
 through; without a pipeline, under ZeRO 2 and 3, which keep no whole gradients, after every microbatch (as
 torchtitan leaves it). Experts are cut along their width, among the ranks that hold the same ones.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwise.calibrate import validate as held
 from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
+from meshwise.calibrate.mend import Mend
 from meshwise.calibrate.releases import Board, errors_by_release
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
@@ -136,6 +137,16 @@ def board_table(board: Board, rows: Sequence[Prediction]) -> Table:
     return Table("", ("mean / median", "rows", *board, "now"), lines)
 
 
+def mend_table(mends: Sequence[Mend]) -> Table:
+    """Constants that would mend the runs, each alone."""
+    columns: Fields = {
+        "constant that would mend": "constant",
+        **{"now": lambda mend: f"{mend.value:.3g}", "to": lambda mend: f"{mend.to:.3g}"},
+        **{"runs it moves": "num_runs", "mean error": "mean_abs_frac", "mended": "mended_mean_abs_frac"},
+    }
+    return records_table("", mends, columns, no_wrap=False)
+
+
 def order_text(rows: Sequence[Prediction]) -> str:
     """How much slower than the measured best the plans are that we rank first; "" where none compete."""
     pairs = ([(row.measured or 0.0, row.predicted or 0.0) for row in group] for group in held.competing(rows))
@@ -173,8 +184,10 @@ def _parts_text(row: Prediction) -> str:
     return ", ".join(f"{name} {quantity_text(value, row.quantity)}" for name, value in largest)
 
 
-def parts(validation: Validation, *, num_worst: int = 10, board: Board | None = None) -> Iterator[Section]:
-    """All quantities, earlier releases, and what could not be expressed."""
+def parts(
+    validation: Validation, *, num_worst: int = 10, board: Board | None = None, mends: Sequence[Mend] = ()
+) -> Iterator[Section]:
+    """All quantities, earlier releases, what would mend runs, and what could not be expressed."""
     tables: list[Table] = []
     for quantity in validation.quantities:
         rows = validation.of(quantity)
@@ -182,8 +195,8 @@ def parts(validation: Validation, *, num_worst: int = 10, board: Board | None = 
         tables += [error_table(title, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
     yield from (table for table in tables if table.rows)
     yield Text("Order", list(filter(None, [order_text(validation.of("step_s"))])))
-    others = board_table(board or {}, validation.rows if board else []), reasons_table(validation.rows)
-    yield from (table for table in others if table.rows)
+    others = board_table(board or {}, validation.rows if board else []), mend_table(mends)
+    yield from (table for table in (*others, reasons_table(validation.rows)) if table.rows)
 
 
 def page(validation: Validation) -> Page:
