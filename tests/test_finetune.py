@@ -84,6 +84,8 @@ def test_fsdp2_keeps_on_the_host_all_that_it_shards() -> None:
     )
     assert not on_chip.fits and on_host.fits
     assert [on_host.memory_bytes[name] for name in ("weights", "gradients", "optimizer")] == [0, 0, 0]
+    states_gb = 16 * num_params(find_model("qwen3-8b")) / 1e9
+    assert any(f"takes up to {states_gb:.0f} GB of a host's memory" in note for note in on_host.notes())
     shards = sum(on_chip.memory_bytes[name] for name in ("weights", "gradients", "optimizer"))
     less = on_chip.memory_bytes["total"] - on_host.memory_bytes["total"]
     assert 0.95 * shards < less < 1.1 * shards

@@ -247,6 +247,15 @@ class Estimate(Shown):
             for row in part_rows(name, self.step.parts[name], phases, waits=False)
         )
 
+    def host_bytes(self) -> float:
+        """Bytes that the fullest rank keeps in its host's memory."""
+        at_home = replace(self.plan, offload_optimizer=0.0, offload_activations=0.0)
+        if at_home == self.plan:
+            return 0.0
+        kept = estimate(self.model, self.cluster, at_home, self.workload).memory_bytes
+        parts = ("weights", "gradients", "optimizer", "activations")
+        return sum(kept[name] - self.memory_bytes[name] for name in parts)
+
     def notes(self) -> list[str]:
         """What a reader should know: what does not fit, what binds, what the constants rest on."""
         notes = [
@@ -290,6 +299,12 @@ class Estimate(Shown):
                 f"out of memory: a rank needs {total / 1e9:.2f} GB but {self.cluster.chip.name} has "
                 f"{capacity / 1e9:.2f} GB, {(total - capacity) / 1e9:.2f} GB short; the largest part is "
                 + max(MEMORY_PARTS, key=lambda name: self.memory_bytes[name])
+            )
+        if host_bytes := self.host_bytes():
+            ranks = min(self.cluster.chips_per_host, self.cluster.num_chips)
+            notes.append(
+                f"what is offloaded takes up to {ranks * host_bytes / 1e9:,.0f} GB of a host's memory, "
+                f"{host_bytes / 1e9:.3g} GB a rank"
             )
         if any(self.mesh.ends) and self.plan.stages is None:
             sizes = "-".join(map(str, layers_of_chunks(self.model, self.mesh)))

@@ -326,13 +326,17 @@ class _Space:
         return kept
 
     def changes(self) -> Iterator[Change]:
-        """What would make a plan fit: one stated key less, or more chips."""
-        for key in self.stated:
-            if ANY not in self.stated[key]:
-                others = {other: values for other, values in self.stated.items() if other != key}
-                kept = replace(self, stated=others).price()
-                if kept.first:
-                    yield Change(kept.first, self.cluster.num_chips, key)
+        """What would make a plan fit: one stated key less, PyTorch's FSDP2 if none is stated, or more chips."""
+        tried = {
+            key: {other: values for other, values in self.stated.items() if other != key}
+            for key, kept in self.stated.items()
+            if ANY not in kept
+        }
+        if not self.to:
+            tried.setdefault("implementation", {**self.stated, "implementation": ("fsdp2",)})
+        for key, stated in tried.items():
+            if found := replace(self, stated=stated).price().first:
+                yield Change(found, self.cluster.num_chips, key)
         yield from self._more_chips()
 
     def _more_chips(self) -> Iterator[Change]:
