@@ -326,7 +326,7 @@ class _Space:
         return kept
 
     def changes(self) -> Iterator[Change]:
-        """What would make a plan fit: one stated key less, PyTorch's FSDP2 if none is stated, or more chips."""
+        """What would make a plan fit: one stated key less, FSDP2 where none is stated, or more chips."""
         tried = {
             key: {other: values for other, values in self.stated.items() if other != key}
             for key, kept in self.stated.items()
