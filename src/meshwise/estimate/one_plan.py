@@ -248,13 +248,14 @@ class Estimate(Shown):
         )
 
     def host_bytes(self) -> float:
-        """Bytes that the fullest rank keeps in its host's memory."""
+        """Bytes that the ranks of a host, at most, keep in its memory: each as much as the fullest."""
         at_home = replace(self.plan, offload_optimizer=0.0, offload_activations=0.0)
         if at_home == self.plan:
             return 0.0
         kept = estimate(self.model, self.cluster, at_home, self.workload).memory_bytes
         parts = ("weights", "gradients", "optimizer", "activations")
-        return sum(kept[name] - self.memory_bytes[name] for name in parts)
+        of_rank = sum(kept[name] - self.memory_bytes[name] for name in parts)
+        return of_rank * min(self.cluster.chips_per_host, self.cluster.num_chips)
 
     def notes(self) -> list[str]:
         """What a reader should know: what does not fit, what binds, what the constants rest on."""
@@ -301,11 +302,7 @@ class Estimate(Shown):
                 + max(MEMORY_PARTS, key=lambda name: self.memory_bytes[name])
             )
         if host_bytes := self.host_bytes():
-            ranks = min(self.cluster.chips_per_host, self.cluster.num_chips)
-            notes.append(
-                f"what is offloaded takes up to {ranks * host_bytes / 1e9:,.0f} GB of a host's memory, "
-                f"{host_bytes / 1e9:.3g} GB a rank"
-            )
+            notes.append(f"what is offloaded takes up to {host_bytes / 1e9:,.0f} GB of a host's memory")
         if any(self.mesh.ends) and self.plan.stages is None:
             sizes = "-".join(map(str, layers_of_chunks(self.model, self.mesh)))
             notes.append(

@@ -280,9 +280,10 @@ def why_none(result: Result) -> str:
 def _change_text(change: Change) -> str:
     """What would fit, and after which change."""
     what = f"with another {change.key}" if change.key else f"on {change.num_chips:,} chips"
+    on_host = f" and {with_prefix(change.host_bytes, 'B')} of each host" if change.host_bytes else ""
     return (
         f"fits {what}: {plan_text(change.found.plan) or 'the default plan'}, microbatch "
-        f"{change.found.microbatch} ({with_prefix(change.found.memory_bytes, 'B')}, "
+        f"{change.found.microbatch} ({with_prefix(change.found.memory_bytes, 'B')}{on_host}, "
         f"{duration(change.found.step_s)} a step)"
     )
 

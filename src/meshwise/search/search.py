@@ -57,15 +57,20 @@ OFFLOADED = {"offload_optimizer": (ANY,), "offload_activations": (ANY,)}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What would make a plan fit: `num_chips` chips, or another value of the stated key `key`."""
+    """What would make a plan fit: `num_chips` chips, or another value of `key`.
+
+    The plan takes `host_bytes` of the memory of each host.
+    """
 
     found: Found
     num_chips: int
+    host_bytes: float
     key: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The change, and the plan that fits then."""
-        return {"key": self.key or None, "num_chips": self.num_chips} | self.found.to_json()
+        what = {"key": self.key or None, "num_chips": self.num_chips, "host_bytes": self.host_bytes}
+        return what | self.found.to_json()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -336,7 +341,7 @@ class _Space:
             tried.setdefault("implementation", {**self.stated, "implementation": ("fsdp2",)})
         for key, stated in tried.items():
             if found := replace(self, stated=stated).price().first:
-                yield Change(found, self.cluster.num_chips, key)
+                yield Change(found, self.cluster.num_chips, self.estimate(found).host_bytes(), key)
         yield from self._more_chips()
 
     def _more_chips(self) -> Iterator[Change]:
@@ -346,16 +351,16 @@ class _Space:
         found: Found | None = None
         while found is None and enough < most:
             too_few, enough = enough, 2 * enough
-            found = self._on(enough)
+            found = self._on(enough).price().first
         while found is not None and (between := (too_few + enough) // 2 // node * node) > too_few:
-            fits = self._on(between)
+            fits = self._on(between).price().first
             found, enough, too_few = (fits, between, too_few) if fits else (found, enough, between)
         if found is not None:
-            yield Change(found, enough)
+            yield Change(found, enough, self._on(enough).estimate(found).host_bytes())
 
-    def _on(self, num_chips: int) -> Found | None:
-        """The fastest plan that fits so many chips."""
-        return replace(self, cluster=replace(self.cluster, num_chips=num_chips)).price().first
+    def _on(self, num_chips: int) -> _Space:
+        """The same space on so many chips."""
+        return replace(self, cluster=replace(self.cluster, num_chips=num_chips))
 
     def reason(self) -> str:
         """Why no combination is a plan: what the first stated one breaks by itself, if it does."""
