@@ -89,6 +89,8 @@ def test_fsdp2_keeps_on_the_host_all_that_it_shards() -> None:
     shards = sum(on_chip.memory_bytes[name] for name in ("weights", "gradients", "optimizer"))
     less = on_chip.memory_bytes["total"] - on_host.memory_bytes["total"]
     assert 0.95 * shards < less < 1.1 * shards
+    alone = mw.estimate("qwen3-8b", "rtx-4090:1", f"{plan},offload_optimizer=1", **job)
+    assert sum(alone.time_s.values()) == pytest.approx(alone.step_s) and alone.time_s["comm_dp"] > 0
     link_bytes_per_s = find_cluster("rtx-4090:2").chip.host_bytes_per_s
     moved = 2 * (2 * 2 + 2) * num_params(find_model("qwen3-8b"))  # fp32 halves, twice in, once out, two times
     spent = {of: sum(of.hidden_s.values()) + sum(of.time_s.values()) for of in (on_chip, on_host)}
