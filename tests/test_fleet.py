@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import DataError
-from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.prefix_cache import Tier
 from meshwise.serve.requests import (
@@ -27,7 +26,7 @@ from meshwise.serve.requests import (
     read_requests,
 )
 from meshwise.serve.router import POLICIES, parse_router
-from meshwise.serve.simulate import Pools, simulate
+from meshwise.serve.simulate import Autoscaling, Pools, simulate
 from servers import NO_LIMIT, ONE_AT_A_TIME, VLLM, on, passes
 
 TURNS = Turns(turns=4, prompt=300, think_s=2.0)

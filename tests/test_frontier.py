@@ -17,9 +17,8 @@ from figures import figures_script
 from meshwise.core.errors import WorkloadError
 from meshwise.cost.failures import Failures, goodput
 from meshwise.machine.hardware import find_chip
-from meshwise.published.frontier.assumptions import Assumptions, assumptions, sizes
+from meshwise.published.frontier.assumptions import Assumptions, Law, assumptions, sizes
 from meshwise.published.frontier.device import Device, device_from_chip, find_device
-from meshwise.published.frontier.laws import Law
 from meshwise.published.frontier.layer import LinearLayer, end_of_batch_s, layer_times, layer_what_ifs
 from meshwise.published.frontier.run import RUN_UTILIZATION, Frontier, best_runs, frontier, search_grid
 from meshwise.published.frontier.step import (

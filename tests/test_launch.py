@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from meshwise.calibrate.defaults import entries
+from meshwise.calibrate.express import entries
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, TRAINING

@@ -16,8 +16,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.rl.asynchronous import COUNTED, steady
 from meshwise.rl.engines import RolloutPool, drain
 from meshwise.rl.framework import find_framework
-from meshwise.rl.packing import num_bins, pack
-from meshwise.rl.passes import TrainerTimes, trainer_times
+from meshwise.rl.passes import TrainerTimes, num_bins, pack, trainer_times
 from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
 from meshwise.rl.settings import known_settings
 from meshwise.serve.instance import ServingWorker

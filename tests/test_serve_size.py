@@ -14,10 +14,10 @@ from meshwise.model.find import find_model
 from meshwise.serve import serving as est
 from meshwise.serve.answer import parse_prices
 from meshwise.serve.engine import ENGINES
-from meshwise.serve.limits import LatencyLimits
 from meshwise.serve.load import Fleet, cost, under_load
 from meshwise.serve.requests import Lengths, at_rate
 from meshwise.serve.screen import BATCHES, Screen, screen
+from meshwise.serve.simulate import LatencyLimits
 from meshwise.serve.size import Sizing, Wanted, size
 from meshwise.serve.stationary import RequestStream
 

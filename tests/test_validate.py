@@ -23,6 +23,9 @@ from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import express
 from meshwise.calibrate.fit_steps import (
+    LIMITS,
+    START,
+    TIED,
     Quantity,
     StepFit,
     as_tables,
@@ -31,13 +34,12 @@ from meshwise.calibrate.fit_steps import (
     step_miss,
     unfounded,
 )
+from meshwise.calibrate.fit_steps import STATED as STATED_CONSTANTS
 from meshwise.calibrate.leave_one_source_out import misses_by_others
 from meshwise.calibrate.mend import mends
 from meshwise.calibrate.releases import errors_by_release, read_board
 from meshwise.calibrate.robust import LinearMisses, minimise
 from meshwise.calibrate.runs import PROSE, Run, read_runs
-from meshwise.calibrate.step_constants import LIMITS, START, TIED
-from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
 from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.measurements import RUN_FILES
 from meshwise.cli.measurements import validate as validate_command

@@ -10,14 +10,15 @@ import numpy as np
 from meshwise.core.units import with_prefix
 from meshwise.cost.failures import Failures
 from meshwise.published.frontier.assumptions import (
+    KINDS,
     OPTIONS,
     Assumptions,
     assumptions,
+    law_names,
     params_where,
     sizes,
 )
 from meshwise.published.frontier.device import Device, find_device
-from meshwise.published.frontier.laws import KINDS, law_names
 from meshwise.published.frontier.run import RUN_UTILIZATION, frontier
 from meshwise.published.frontier.step import all_reduce_latency_s
 from meshwise.report.frontier import flop, picture

@@ -478,12 +478,12 @@ def serve(
     from meshwise.serve.encoding import encoder_pool
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.experts import unevenly_routed
-    from meshwise.serve.limits import limits_of
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.prefix_cache import parse_offload
     from meshwise.serve.requests import read_rates, read_requests
     from meshwise.serve.router import parse_router
     from meshwise.serve.serving import serving, speculating
+    from meshwise.serve.simulate import limits_of
     from meshwise.serve.size import Wanted, default_instance, size
 
     trace = None if requests is None else read_requests(Path(requests))
@@ -772,9 +772,9 @@ def launch(
         MeshwiseError: A name is unknown, the plan does not divide model, batch or cluster, or the framework
             refuses it.
     """
+    from meshwise.launch.read import as_written
     from meshwise.launch.settings import SERVING
     from meshwise.launch.write import launch as state
-    from meshwise.launch.written import as_written
 
     asked = {name: rollout[name] for name in stated_in(rollout, rl)}
     if to in RL_FRAMEWORKS:

@@ -1,4 +1,4 @@
-"""Fits the constants of serving engines (`serve.fitted`) to measured points, each model left out in turn.
+"""Fits the constants of serving engines (`serve.engine`) to measured points, each model left out in turn.
 
 The logs of predicted over measured latencies are linear in the logs of the constants nearby: every point is
 simulated once at the constants of the catalog and once with each of them larger. `robust.minimise` then finds
@@ -28,7 +28,7 @@ from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import Spread
 from meshwise.model.find import find_model
 from meshwise.serve import inferencex, measured
-from meshwise.serve.fitted import Constants, fitted
+from meshwise.serve.engine import Constants, fitted
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import LoadResult, pools_of
 from meshwise.serve.simulate import Pools, simulate

@@ -1,10 +1,11 @@
 """Fits the overheads of real steps (`meshwise.machine.overheads`) to published runs.
 
-Half of the rows fit, half only judge, by a hash of their id (`errors.is_held_out`). The constants of
-`step_constants` minimise the misses log(predicted / measured) as `robust` says. A row counts
-1 / sqrt(rows of the same source), so that a table of 500 rows does not drown one of 7. Each round takes the
-misses as linear in the logs of the constants and moves these no further than `REACH`. The same data give the
-same file.
+Which constants of `catalog/overheads.toml` are fitted, stated or tied to another, and why, says
+`catalog/step_constants.toml`. Half of the rows fit, half only judge, by a hash of their id
+(`errors.is_held_out`). The fitted constants minimise the misses log(predicted / measured) as `robust` says. A
+row counts 1 / sqrt(rows of the same source), so that a table of 500 rows does not drown one of 7. Each round
+takes the misses as linear in the logs of the constants and moves these no further than `REACH`. The same data
+give the same file.
 """
 
 from __future__ import annotations
@@ -24,14 +25,32 @@ from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.runs import Run, publication, read_runs
-from meshwise.calibrate.step_constants import LIMITS, MEMORY_BOXES, START, TIED, TIME_BOXES, Constants, every
 from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.each import all_of
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.files import read_catalog
 from meshwise.core.toml import catalog_toml, nested
 from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.overheads import Tables, tables
+
+Constants = dict[str, float]
+
+_CATALOG = read_catalog("step_constants.toml")
+TIME_BOXES, MEMORY_BOXES = _CATALOG["time"], _CATALOG["memory"]
+LIMITS: dict[str, tuple[float, float, float]] = TIME_BOXES | MEMORY_BOXES
+"""Where the search of each fitted constant starts, and the least and most that make sense."""
+START: Constants = {name: start for name, (start, _, _) in LIMITS.items()}
+STATED = {name: (entry["value"], entry["source"]) for name, entry in _CATALOG["stated"].items()}
+TIED: dict[str, tuple[str, float]] = {name: (of["to"], of["factor"]) for name, of in _CATALOG["tied"].items()}
+
+
+def every(fitted: Constants) -> Constants:
+    """The fitted constants, those stated, and those tied to another."""
+    known = {name: value for name, (value, _) in STATED.items()} | fitted
+    for name, (other, factor) in TIED.items():
+        known[name] = factor * known[other]
+    return known
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ import numpy as np
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import grouped, quantiles
 from meshwise.calibrate.express import Expressed
+from meshwise.calibrate.fit_steps import Constants
 from meshwise.calibrate.robust import LinearMisses
 from meshwise.calibrate.runs import publication
-from meshwise.calibrate.step_constants import Constants
 from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.errors import DataError
 from meshwise.core.toml import catalog_toml

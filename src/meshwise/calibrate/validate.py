@@ -33,7 +33,7 @@ from meshwise.rl import measured as measured_rl
 from meshwise.rl.framework import interval_of as rl_interval
 from meshwise.rl.step import rl_step
 from meshwise.serve import measured
-from meshwise.serve.fitted import interval_of
+from meshwise.serve.engine import interval_of
 from meshwise.serve.load import LoadResult
 
 Row = Mapping[str, str]

@@ -4,6 +4,10 @@ A Megatron-LM, Megatron-Bridge or torchtitan command line (in a shell script, or
 file of Megatron-LM (`--yaml-cfg`, or `MODEL_ARGS` of its tests), Megatron-Bridge or Accelerate, a torchtitan
 TOML file or a DeepSpeed JSON file. What is read is written again by the same table; arguments
 of the file that do not come out the same change the cost in a way that no plan says, and are listed.
+
+`as_written` prices what `launch` wrote beside what was asked: a framework that is told a plan whole takes as
+long, and as much memory, as the plan does; where something is not expressed, the difference is what that is
+worth.
 """
 
 from __future__ import annotations
@@ -11,23 +15,28 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import parse_text, read_text
 from meshwise.core.toml import parse_toml
 from meshwise.core.units import whole
+from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
 from meshwise.launch.facts import Facts, derive, idle_keys, plan_of, recover
-from meshwise.launch.settings import Settings, read_settings, write_settings
+from meshwise.launch.settings import TRAINING, Settings, read_settings, write_settings
 from meshwise.launch.shape import model_of
 from meshwise.launch.tables import launch_tables, software_of
+from meshwise.launch.write import AsWritten, Launch
+from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.plan.workload import Workload
 
 _MOST = 10**6
 _COUNTS = {
@@ -130,6 +139,26 @@ def _preset(stated: Settings) -> Model | None:
         if known == chosen:
             return find_model(name)
     return None
+
+
+NOISE = 1e-6
+
+
+def as_written(job: Launch, model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Launch:
+    """`job` with the price of what its files say, where it trains on many cards."""
+    if job.framework not in TRAINING:
+        return job
+    with TemporaryDirectory() as folder:
+        *_, script = job.write(Path(folder))
+        found = read_job(script, cluster.num_chips)
+    asked = estimate(model, cluster, plan, workload)
+    read = replace(found.plan, imbalance=plan.imbalance)  # which the data decide
+    sizes = {name: getattr(found, name) for name in ("batch", "seq", "microbatch")}
+    work = replace(workload, **{name: size for name, size in sizes.items() if size})
+    priced = estimate(found.model or model, cluster, read, work)
+    memory_bytes, asked_bytes = (one.memory_bytes["total"] for one in (priced, asked))
+    off = max(abs(priced.step_s / asked.step_s - 1.0), abs(memory_bytes / asked_bytes - 1.0))
+    return replace(job, as_written=AsWritten(priced.step_s, memory_bytes, priced.fits, off <= NOISE))
 
 
 # --- files -------------------------------------------------------------------------------------

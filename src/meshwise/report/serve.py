@@ -16,8 +16,7 @@ from meshwise.report.answer import Page, Section, Text
 from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.table import Fields, Table, records_table
 from meshwise.serve.answer import Deployment, ServingAnswer
-from meshwise.serve.energy import energy
-from meshwise.serve.load import Fleet, LoadResult
+from meshwise.serve.load import Fleet, LoadResult, energy
 from meshwise.serve.screen import layout_text
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Choice, Sizing

@@ -25,8 +25,7 @@ from meshwise.rl.engines import Drain, drain
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import OpenJob, RlJob
 from meshwise.rl.layouts import engines
-from meshwise.rl.packing import num_bins
-from meshwise.rl.passes import trainer_bytes, trainer_times
+from meshwise.rl.passes import num_bins, trainer_bytes, trainer_times
 from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
 from meshwise.search.search import search
 

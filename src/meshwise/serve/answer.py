@@ -20,14 +20,13 @@ from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.capacity import autoscaled
 from meshwise.serve.encoding import EncoderPool
-from meshwise.serve.energy import energy
 from meshwise.serve.engine import Engine, parse_engine
-from meshwise.serve.limits import NO_LIMITS, LatencyLimits
-from meshwise.serve.load import Fleet, LoadResult, cost, under_load
+from meshwise.serve.load import Fleet, LoadResult, cost, energy, under_load
 from meshwise.serve.pass_times import first_token_s, rows, sequences_within
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN
 from meshwise.serve.serving import Serving
+from meshwise.serve.simulate import NO_LIMITS, LatencyLimits
 from meshwise.serve.size import Sizing
 from meshwise.serve.stationary import RequestStream
 

@@ -14,12 +14,10 @@ import numpy as np
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.plan.fields import catalog_fields, read_words
-from meshwise.serve.autoscale import Autoscaling
 from meshwise.serve.engine import Engine
-from meshwise.serve.limits import LatencyLimits
 from meshwise.serve.load import Fleet, pools_of
 from meshwise.serve.requests import SEED, Requests
-from meshwise.serve.simulate import Served, simulate
+from meshwise.serve.simulate import Autoscaling, LatencyLimits, Served, simulate
 from meshwise.serve.stationary import RequestStream
 
 SAMPLE = 1500

@@ -6,15 +6,18 @@ sequences a pass takes, and how much of the cache a sequence reserves when it is
 reserved may run out: then the sequence admitted last gives its cache back and starts again, its generated
 tokens now part of the prompt.
 
-Defaults of the servers by version, as read in their sources: `catalog/engines.toml`.
+Defaults of the servers by version, as read in their sources: `catalog/engines.toml`. What is fitted to
+measured serving points, constants of all engines and how far predictions lie off, `meshwise fit --only
+serving` writes to `catalog/serving.toml`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,52 @@ import msgspec
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
+from meshwise.estimate.intervals import Interval, Spread
 from meshwise.machine.hardware import Chip
 from meshwise.plan.fields import catalog_fields, read_words
-from meshwise.serve.fitted import fitted
+
+
+class Constants(msgspec.Struct, frozen=True):
+    """Overheads that kernels do not have, the same for all engines, models and chips.
+
+    `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
+    `reply_s`: the server's one process answers running requests in turn, each of which takes it so long;
+    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: time that
+    the choices of a token add to experts over that of their kernels, unless the token is sent to them: it is
+    sorted and brought back into order;
+    `launched_op_s`: the host's time to launch a kernel of such a pass, in models with latent attention or
+    recurrences, as no graph replays it;
+    `guess_host_s`: its time for each sequence of a pass that checks guesses, where none is planned meanwhile.
+    """
+
+    front_s: float
+    front_token_s: float
+    reply_s: float
+    prompt_slowdown: float
+    expert_slowdown: float
+    launched_op_s: float
+    guess_host_s: float
+
+
+class Fitted(msgspec.Struct, frozen=True):
+    """The catalog: the constants, and percentiles of measured over predicted, by quantity and regime."""
+
+    constants: Constants
+    spreads: Mapping[str, Mapping[str, Spread]]
+
+
+@cache
+def fitted() -> Fitted:
+    """The constants and spreads of `catalog/serving.toml`, read once."""
+    return msgspec.convert(read_catalog("serving.toml"), Fitted)
+
+
+def interval_of(quantity: str, value: float, regime: str) -> Interval:
+    """Between which values a measurement of the prediction `value` lies, 8 times of 10."""
+    spread = fitted().spreads[quantity][regime]
+    reason = f"judging by {spread.num_runs} points of {spread.num_sources} models, none by its own"
+    return Interval(p10=value * spread.p10, p90=value * spread.p90, reason=reason)
+
 
 _CONSTANTS = fitted().constants
 
@@ -75,7 +121,7 @@ class Engine:
     those of at most `prompt_graph_tokens` (vLLM's cudagraph_mode FULL_AND_PIECEWISE, since 0.11 its default).
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
     (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
-    `front_s` to `prompt_slowdown` are those of all engines (`serve.fitted.Constants`) unless they were fitted
+    `front_s` to `prompt_slowdown` are those of all engines (`serve.engine.Constants`) unless they were fitted
     to a server of one's own, as are `decode_slowdown`, the time of passes without prompts over that of their
     kernels, and `pass_s`, the host's time before each pass. `on_chips`: what else the server starts with on
     chips of less memory. `settings_of`: the version that settings are of, if it is another; `fitted_to`: what

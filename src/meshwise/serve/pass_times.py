@@ -32,8 +32,7 @@ from meshwise.cost.routing import summary
 from meshwise.model.architecture import layer_kind
 from meshwise.program.op import Op
 from meshwise.program.serving import serving_block
-from meshwise.serve.engine import Engine
-from meshwise.serve.fitted import fitted
+from meshwise.serve.engine import Engine, fitted
 from meshwise.serve.serving import (
     PREFILL_TOKENS,
     PricedPass,
@@ -228,7 +227,7 @@ class PassTimes:
 
     `prompt_experts` is what `prompt_rest` leaves out, of the tokens of all groups where these share them
     (`shares_experts`), `sorted_token_s` what a token adds to it in a large pass; slowdowns are those of
-    `serve.fitted.Constants` and `serve.engine.Engine`.
+    `serve.engine.Constants` and `serve.engine.Engine`.
     `prompt_host_s`: time of the host to launch a pass with prompts of more than `prompt_graph_tokens`, during
     which the chip may wait; `guess_host_s`: what it adds to a pass without prompts for each sequence,
     `pass_s` to every pass. `encoding_token_s`: what a token of a prompt stands for of encoding its inputs.

@@ -41,8 +41,7 @@ from meshwise.program.op import Op
 from meshwise.program.parts import cut_of, parts
 from meshwise.program.serving import is_exchanged, is_sent
 from meshwise.serve.encoding import Encoding, encoding
-from meshwise.serve.engine import ENGINES, Engine
-from meshwise.serve.fitted import fitted
+from meshwise.serve.engine import ENGINES, Engine, fitted
 
 PREFILL_TOKENS = 8192
 """Tokens that engines take in one pass of prompts on most chips (vLLM, SGLang)."""

@@ -5,15 +5,22 @@ their time, and in between each replica goes on alone: one is brought up to an e
 something to say before it (`Instance.next_s`), and then takes equal passes in one go.
 
 With separate pools, prefill workers hand each prompt's cache over to a decode worker, from which the client
-gets the first token and all others. An autoscaler may start and stop replicas (`autoscale`).
+gets the first token and all others.
+
+An autoscaler may start and stop replicas, each of which is to take `requests_per_s`. Every `every_s` it
+counts what arrived since the last time and what still waits, and asks for enough replicas to serve that in
+one interval. A new replica takes requests `start_s` later (its node, image, weights and graphs). Fewer are
+kept only when no interval of the last `hold_s` asked for more (Kubernetes' stabilization window, 300 s); one
+that stops takes no more requests and ends with the last that it has. Replicas are paid for from when they are
+asked for.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -21,11 +28,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.serve.autoscale import Autoscaler, Autoscaling
+from meshwise.core.errors import WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.instance import NO_RANK, EngineSequence, Instance, ServingWorker
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN, Router, RouterPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscaling:
+    """From `least` to `most` replicas, each for `requests_per_s`."""
+
+    requests_per_s: float
+    least: int = 1
+    most: int = 64
+    every_s: float = 30.0
+    start_s: float = 180.0
+    hold_s: float = 300.0
+
+    def to_json(self, lives_s: Sequence[tuple[float, float]], span_s: float) -> dict[str, Any]:
+        """The rule, and how many replicas there were."""
+        times = sorted({start for start, _ in lives_s})
+        return {
+            **asdict(self),
+            "mean_replicas": sum(stop - start for start, stop in lives_s) / span_s,
+            "most_replicas": max(sum(start <= at < stop for start, stop in lives_s) for at in times),
+            "num_started": len(lives_s),
+        }
+
+
+class Autoscaler:
+    """What `scaling` asks for over time."""
+
+    def __init__(self, scaling: Autoscaling) -> None:
+        self.scaling, self.num_before = scaling, 0
+        self.asked: list[tuple[float, int]] = []
+
+    def wanted(self, second: float, num_sent: int, num_waiting: int) -> int:
+        """Replicas for the requests that were sent up to now and not before, and those that wait."""
+        scaling = self.scaling
+        rate = (num_sent - self.num_before + num_waiting) / scaling.every_s
+        self.num_before = num_sent
+        self.asked = [one for one in self.asked if one[0] > second - scaling.hold_s]
+        self.asked.append((second, math.ceil(rate / scaling.requests_per_s)))
+        return min(max(max(num for _, num in self.asked), scaling.least), scaling.most)
+
 
 Seconds = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -297,3 +345,49 @@ def simulate(requests: Requests, pools: Pools) -> Served:
         peak_sequences=sum(one.peak_sequences for one in run.last.all),
         was_full=any(one.was_full for one in replicas),
     )
+
+
+# --- limits of latency ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyLimits:
+    """At most `ttft_s` to the first token, `tpot_s` for each after it, for `percentile` % of the requests."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    percentile: float = 90.0
+
+    def __post_init__(self) -> None:
+        names = {"tpot_ms": 1e3 * self.tpot_s, "ttft_ms": 1e3 * self.ttft_s}
+        refuse("limits", WorkloadError, of=self, **names)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is limited."""
+        return min(self.ttft_s, self.tpot_s) < math.inf
+
+    def kept(self, served: Served) -> NDArray[np.bool_]:
+        """Whether each request keeps all limits."""
+        return (served.ttft_s <= self.ttft_s) & (served.token_s <= self.tpot_s)
+
+    def hold(self, served: Served) -> bool:
+        """Whether enough requests keep all limits."""
+        return float(self.kept(served).mean()) >= self.percentile / 100.0
+
+    def taken_frac(self, served: Served) -> float:
+        """How much of the nearest limit is taken by as many requests as must keep it."""
+        taken = (
+            np.percentile(seconds, self.percentile) / limit_s
+            for seconds, limit_s in ((served.ttft_s, self.ttft_s), (served.token_s, self.tpot_s))
+        )
+        return float(max(taken))
+
+
+NO_LIMITS = LatencyLimits()
+
+
+def limits_of(ttft_s: float | None, tpot_s: float | None, percentile: float = 90.0) -> LatencyLimits:
+    """Limits as a user states them, None where there is none; WorkloadError for a limit of nothing."""
+    first_s, token_s = (math.inf if limit_s is None else limit_s for limit_s in (ttft_s, tpot_s))
+    return LatencyLimits(first_s, token_s, percentile)

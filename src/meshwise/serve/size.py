@@ -29,7 +29,6 @@ from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.serve.engine import Engine
-from meshwise.serve.limits import LatencyLimits
 from meshwise.serve.load import Fleet, LoadResult, under_load, usd_per_hour
 from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Requests
@@ -45,6 +44,7 @@ from meshwise.serve.screen import (
     screen,
 )
 from meshwise.serve.serving import Serving, max_sequences
+from meshwise.serve.simulate import LatencyLimits
 from meshwise.serve.stationary import RequestStream, at_most, faster
 
 FINALISTS, MAX_SIMULATIONS = 4, 12

@@ -22,6 +22,7 @@ from meshwise.core.units import MOST_STATED, Num, require_positive, to_number
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import (
     FIELDS,
+    KINDS,
     MONTH_S,
     WIDENING,
     Assumptions,
@@ -30,7 +31,6 @@ from meshwise.published.frontier.assumptions import (
     sizes,
 )
 from meshwise.published.frontier.device import Device
-from meshwise.published.frontier.laws import KINDS
 from meshwise.published.frontier.layer import share_domain
 from meshwise.published.frontier.step import (
     LayerStreams,

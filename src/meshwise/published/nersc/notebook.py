@@ -16,11 +16,18 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.convention import Convention, Excerpt, PublishedStep
-from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
+from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
 from meshwise.published.nersc.notebook_ops import NotebookOp, block
-from meshwise.published.nersc.tables import GPT_BLOCKS, NERSC_TABLES
-from meshwise.published.scope import ANY, Scope
+from meshwise.published.nersc.tables import (
+    GPT_BLOCKS,
+    NERSC_TABLES,
+    TABLES,
+    WAYS,
+    LedgerRow,
+    comm_row,
+    op_rows,
+    work_row,
+)
 
 COLUMNS = tuple(NERSC_TABLES["notebook"]["columns"])
 SCOPE = Scope(

@@ -39,9 +39,8 @@ import numpy as np
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
-from meshwise.published.nersc.ledger_rows import TABLES, WAYS
 from meshwise.published.nersc.paper_ops import Comm, Direction, PaperCut, PaperOp, layer
-from meshwise.published.nersc.tables import NERSC_TABLES
+from meshwise.published.nersc.tables import NERSC_TABLES, TABLES, WAYS
 
 LAUNCH_S = 20e-6
 COMPUTE_EFFICIENCY = 0.8

@@ -17,8 +17,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan, refuse, rule
 from meshwise.plan.workload import Workload
-from meshwise.published.convention import Convention, Excerpt, PublishedStep
-from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
+from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
 from meshwise.published.nersc.paper import (
     COLUMNS,
     GB,
@@ -32,8 +31,15 @@ from meshwise.published.nersc.paper import (
     price,
 )
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
-from meshwise.published.nersc.tables import GPT_BLOCKS
-from meshwise.published.scope import ANY, Scope
+from meshwise.published.nersc.tables import (
+    GPT_BLOCKS,
+    TABLES,
+    WAYS,
+    LedgerRow,
+    comm_row,
+    op_rows,
+    work_row,
+)
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
 _MEMORY = {"weights": "wts", "gradients": "wts_grad", "optimizer": "wts_optimizer_states"}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model
-from meshwise.rl.packing import PackedBatch
+from meshwise.rl.passes import PackedBatch
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.functions import Rotate, turns

@@ -30,7 +30,7 @@ from meshwise.model.weights import num_params
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
-from meshwise.rl.packing import PackedBatch, pack
+from meshwise.rl.passes import PackedBatch, pack
 from meshwise.rl.step import SYNC_BYTES
 from meshwise.runtime.programs import check_divides, program_options
 
