@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -26,6 +27,15 @@ def _parsed(text: str) -> ast.expr:
 def value_of(text: str, names: Mapping[str, Any]) -> Any:
     """What the expression `text` is where its names have these values."""
     return _value(_parsed(text), names)
+
+
+def formulas(table: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, Any]:
+    """What each expression of a table is, the later ones by the earlier too; an unknown name is None."""
+    known: dict[str, Any] = defaultdict(lambda: None, names)
+    found = {}
+    for name, text in table.items():
+        found[name] = known[name] = value_of(text, known)
+    return found
 
 
 def _value(node: Any, names: Mapping[str, Any]) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import DataError
+from meshwise.core.expressions import formulas, value_of
+from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -43,29 +45,17 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
     facts["stages"] = sizes if len(set(sizes)) > 1 else None
     for key in set(KEYS) - set(ENGINE_KEYS) if mesh.serves else idle_keys(facts):
         del facts[key]
-    return derive(facts) | (_serving(facts) if mesh.serves else {})
+    return derive(facts) | (formulas(launch_tables().served, _FUNCTIONS | facts) if mesh.serves else {})
 
 
 def without_effect(facts: Facts) -> dict[str, Any]:
     """Keys of a training plan, and whether (in a grid: in which cells) they change nothing in this world."""
     dp = facts.get("dp")
-    replicas = 0 if dp is None else dp * facts["cp"]
-    alone = {
-        "sp overlap_tp": facts["tp"] == 1,
-        "cp_kind": facts["cp"] == 1,
-        "ulysses": (facts["cp"] == 1) | (facts["cp_kind"] != "two_level"),
-        "vpp stages overlap_pp": facts["pp"] == 1,
-        "schedule": (facts["pp"] == 1) & (facts["schedule"] != "gpipe"),  # which keeps all microbatches alive
-        "ep etp dispatch overlap_ep imbalance": not facts["has_experts"],
-        "zero overlap_dp": replicas == 1,
-        "zero_group": (replicas == 1) | (facts["zero"] == 0),
-        "recompute_layers recompute_every": facts["recompute"] != "full",
-        "recompute_modules": facts["recompute"] != "selective",
-        "grid panels": facts["layout"] == "1d",
-        "frozen_dtype lora_targets lora_dropout": facts["lora_rank"] == 0,
-        " ".join(WEIGHT_KEYS): True,
-    }
-    return {key: idle for keys, idle in alone.items() for key in keys.split()}
+    names = facts | {"replicas": 0 if dp is None else dp * facts["cp"]}
+    idle = dict.fromkeys(WEIGHT_KEYS, True)
+    for keys, condition in launch_tables().idle.items():
+        idle |= dict.fromkeys(keys.split(), value_of(condition, names))
+    return idle
 
 
 def idle_keys(facts: Facts) -> set[str]:
@@ -84,92 +74,28 @@ def resharding(zero: Any, pp: Any) -> Any:
 
 
 def derive(facts: Facts) -> Facts:
-    """`facts`, and what follows from them; None where it does not apply."""
-    get = facts.get
-    tp, cp, pp, dp, ep = (int(get(key) or 1) for key in ("tp", "cp", "pp", "dp", "ep"))
-    vpp, zero, group, layers = get("vpp") or 1, get("zero", 0), get("zero_group"), get("recompute_layers")
-    stages, microbatch, num_layers = get("stages"), get("microbatch"), get("num_layers")
-    ulysses, batch = get("ulysses"), get("batch")
-    piped = pp > 1
-    form = "per_op" if "per_op" in (get("recompute_modules") or ()) else get("recompute")
-    found: Facts = {
-        "chunks": vpp if piped and stages is None else 1,
-        "pipeline_layout": None if stages is None else _layout_text(stages, get("mtp_layers", 0)),
-        "levels": (ulysses, cp // ulysses) if ulysses else None,
-        "instances": 1 if group is None else dp * cp // group,
-        "shard": 1 if not zero else dp if group is None else group // cp,
-        "recompute_form": form if layers is None else "uneven" if layers % vpp else "block",
-        "recompute_num": get("recompute_every") if layers is None else layers // vpp,
-        "resharding": str(resharding(zero, pp)),
-        "gather_overlap": bool(get("overlap_dp") and zero),
-        "p2p_overlap": get("overlap_pp", True) if vpp > 1 or get("overlap_pp", True) else "blocking",
-        "etp_beside_ep": get("etp") if ep > 1 or get("etp") != tp else None,
-        "local_batch": microbatch,
-        "pipeline_microbatch": microbatch if piped else None,
-        "layers_per_chunk": num_layers // (pp * vpp) if piped and num_layers and stages is None else None,
-        **_adapters(facts),
-        "host_syncs": piped or ep > 1,
-        "weights_sharded": zero >= 2,
-        "cp_size": 1 if get("cp_kind") == "ulysses" else cp,
-        "sp_size": cp if get("cp_kind") == "ulysses" else 1,
-        "recompute_fsdp": get("recompute") if zero else None,
-        "recompute_ddp": None if zero else get("recompute"),
-        "fuses_experts": bool(get("has_experts")),
-        "launcher": "FSDP" if zero or tp * cp > 1 else "MULTI_GPU",
-        "num_gpus": get("num_gpus") or (tp * cp * pp * dp if get("dp") else None),
-    }
-    found["replicate"] = dp // found["shard"] if found["shard"] else None
-    if batch and microbatch:
-        found["num_microbatches"] = batch // (dp * microbatch)
-        if piped:
-            found["local_batch"] = batch // dp
+    """`facts`, and what follows from them (`catalog/launch.toml`); None where it does not apply."""
+    ones = {key: int(facts.get(key) or 1) for key in ("tp", "cp", "pp", "dp", "ep", "vpp")}
+    known: Facts = {"zero": 0, "overlap_pp": True} | facts | ones
+    known["recompute_modules"] = facts.get("recompute_modules") or ()
+    found = dict.fromkeys(("adapted", "adapted_attention", "adapts_mlp"))
+    found |= formulas(launch_tables().derived, _FUNCTIONS | known)
+    if facts.get("lora_rank"):  # layers with adapters, by their names in `transformers` and torchtune
+        names = tuple(f"{name}_proj" for name in facts.get("lora_targets") or LORA_TARGETS)
+        attention = tuple(name.replace("o_proj", "output_proj") for name in names if name[0] in "qkvo")
+        found |= {"adapted": names, "adapted_attention": attention, "adapts_mlp": len(attention) < len(names)}
     return facts | found
 
 
-def _adapters(facts: Facts) -> Facts:
-    """Which layers have adapters, by their names in `transformers` and torchtune; how weights are loaded."""
-    rank, targets = facts.get("lora_rank"), facts.get("lora_targets")
-    names = tuple(f"{name}_proj" for name in targets or LORA_TARGETS) if rank else None
-    attention = [name.replace("o_proj", "output_proj") for name in names or () if name[0] in "qkvo"]
-    whole = facts.get("optimizer") in ("adam", "adam-fp32") and not rank
-    loaded = {"fp16": "float16", "fp32": "float32"}.get(facts.get("dtype", ""), "bfloat16")
-    return {
-        "adapted": names,
-        "adapted_attention": tuple(attention) if rank else None,
-        "adapts_mlp": len(attention) < len(names) if names else None,
-        "recompute_adapters": facts.get("recompute") if rank else None,
-        "loaded": "float32" if whole else loaded,
-    }
-
-
-def _serving(facts: Facts) -> Facts:
-    """What serving engines ask for."""
-    tp, dp, ep, etp = (facts[key] for key in ("tp", "dp", "ep", "etp"))
-    whole = not facts["has_experts"] or (ep == 1 and etp == tp)
-    across = ep * etp > tp
-    return {
-        "requests": max(facts["batch"] // dp, 1),
-        "ep_over_all": False if whole else True if ep == tp * dp else ep,
-        "ep_within_tp": 1 if whole else ep if ep * etp == tp * (dp if across else 1) else f"{ep} x etp={etp}",
-        "world_tp": tp * dp if across else tp,
-        "attention_dp": dp if across else 1,
-        "copies": 1 if across else dp,
-        "quantization": _quantization(facts),
-    }
-
-
-def _quantization(facts: Facts) -> str:
+def _quantization(dtype: str, weights: str | None, experts: str | None) -> str:
     """The format in which an engine keeps weights, the one of experts, and the type that it computes in.
 
     Each only where it is not what the format before it implies.
     """
-    dtype = facts["dtype"]
-    weights = facts["weight_dtype"] or {"fp8": "fp8", "fp4": "nvfp4"}.get(dtype)
-    experts = None if facts["expert_dtype"] == weights else facts["expert_dtype"]
-    parts = [weights] if weights else []
-    parts += [f"experts {experts}"] if experts else []
+    weights = weights or {"fp8": "fp8", "fp4": "nvfp4"}.get(dtype)
+    experts = None if experts == weights else experts
+    found = ", ".join(filter(None, [weights, experts and f"experts {experts}"])) or "none"
     implied = {"fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4"}.get(weights or experts or "", "bf16")
-    found = ", ".join(parts) or "none"
     return found if dtype in (implied, "fp16", "fp32") else f"{found} in {dtype}"
 
 
@@ -284,3 +210,10 @@ def _layout_stages(text: str) -> tuple[int, ...]:
             raise DataError(f"--pipeline-model-parallel-layout {text} is not understood at {stage!r}")
         sizes.append(sum(int(count or 1) for count in re.findall(r"t(?:\*(\d+))?", stage)))
     return tuple(sizes)
+
+
+_FUNCTIONS = {
+    **{"bool": bool, "str": str, "max": max, "layout_text": _layout_text, "quantization_of": _quantization},
+    "resharding_of": lambda zero, pp: str(resharding(zero, pp)),
+}
+"""What formulas of the catalog call."""

@@ -37,6 +37,9 @@ class LaunchTables(msgspec.Struct, frozen=True):
     """The file: see its own head for what the sections hold."""
 
     covers: dict[str, tuple[str, ...]]
+    idle: dict[str, str]
+    derived: dict[str, str]
+    served: dict[str, str]
     facts: dict[str, dict[str, Any]]
     constants: dict[str, dict[str, Any]]
     outside: dict[str, dict[str, str]]

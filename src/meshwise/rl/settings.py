@@ -1,7 +1,8 @@
 """Jobs of post-training as settings of verl and NeMo-RL, and such settings as a job.
 
-Both ways go through *facts*, plain names and values: `catalog/rl_settings.toml` says which setting holds
-which fact, `catalog/rl_arguments.json` which settings a version has, of which type and default.
+Both ways go through *facts*, plain names and values: `catalog/rl_settings.toml` says what they are of a job,
+which setting holds which fact, and what options they are; `catalog/rl_arguments.json` which settings a
+version has, of which type and default.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from meshwise.core.errors import DataError, PlanError
+from meshwise.core.expressions import formulas
 from meshwise.core.files import catalog_text, read_catalog, read_text
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested
@@ -30,14 +32,10 @@ COMMANDS = {
     "verl": "python3 -m verl.trainer.main_ppo",
     "nemo-rl": "uv run examples/run_grpo.py --config examples/configs/recipe.yaml",
 }
-ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "dapo": "grpo", "ppo": "gae"}
-"""verl's names of advantage estimators, by algorithm."""
 BASE_RECIPE = "grpo_math_1B.yaml"
 """The recipe of NeMo-RL in examples/configs from which all others inherit."""
 TRAINED_KEYS = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
 """Keys of a training plan that settings hold."""
-KL_PENALTY = 0.01
-"""NeMo-RL's default, where a reference scores."""
 
 
 class RlSetting(msgspec.Struct, frozen=True):
@@ -61,51 +59,15 @@ def known_settings() -> dict[str, RlSettings]:
 
 
 @cache
-def _tables() -> dict[str, dict[str, dict[str, str]]]:
+def _tables() -> dict[str, Any]:
     return read_catalog("rl_settings.toml")
 
 
 def facts_of(job: RlJob, algorithm: str) -> Facts:
     """What a job is, in plain names."""
-    rollouts, plan, engine = job.rollouts, job.train_plan, job.rollout_plan
-    overlapped, trainer = job.mode in OVERLAPPED, "megatron" if plan.implementation == "megatron" else "fsdp2"
-    facts: Facts = {}
-    for of, names in (
-        (rollouts, ("prompts", "samples", "prompt", "max_output", "turns", "longest")),
-        (job, ("pack_length", "score_tokens", "memory_frac", "in_flight", "staleness")),
-        (plan, ("tp", "pp", "cp")),
-    ):
-        facts |= {name: getattr(of, name) for name in names}
-    facts |= {f"rollout_{axis}": getattr(engine, axis) for axis in ("tp", "pp", "ep")}
-    facts |= {
-        "ep": plan.ep if job.model.moe else None,
-        "etp": (plan.tp if plan.etp is None else plan.etp) if job.model.moe else None,
-        "has_turns": rollouts.turns > 1,
-        "estimator": ESTIMATORS[algorithm],
-        "engine": (job.engine or job.framework.engine).partition(",")[0],
-        "rollout_dp": job.engine_gpus // (engine.tp * engine.pp),
-        "trainer": trainer,
-        "is_megatron": trainer == "megatron",
-        "is_fsdp2": trainer == "fsdp2",
-        "is_packed": True,
-        "microbatch": 1,
-        "has_reference": any(name == "reference" for name, _ in job.scorers),
-        "kl_penalty": KL_PENALTY * any(name == "reference" for name, _ in job.scorers),
-        "vpp": plan.vpp if plan.vpp > 1 else None,
-        "sequence_parallel": bool(plan.sequence_parallel),
-        "granularity": None if plan.recompute == "none" else plan.recompute,
-        "is_recomputed": plan.recompute == "full",
-        "update_prompts": rollouts.prompts / job.updates,
-        "update_samples": rollouts.num_samples // job.updates,
-        "is_colocated": not job.is_split,
-        "is_offloaded": not job.is_split,
-        "is_overlapped": overlapped,
-    }
-    node = min(job.cluster.chips_per_host, job.cluster.num_chips)
-    pools = {"": job.cluster.num_chips, "train_": job.train_gpus, "rollout_": job.rollout_gpus}
-    for pool, gpus in pools.items():
-        facts |= {f"{pool}nodes": -(-gpus // node), f"{pool}node_gpus": min(node, gpus)}
-    return facts
+    names = {"job": job, "of": job.rollouts, "plan": job.train_plan, "engine_plan": job.rollout_plan}
+    names |= {"algorithm": algorithm, "scorers": dict(job.scorers), "overlaps": job.mode in OVERLAPPED}
+    return formulas(_tables()["facts"], _FUNCTIONS | names)
 
 
 def _table(framework: str, facts: Facts) -> dict[str, str]:
@@ -210,41 +172,24 @@ def _parsed(value: Any) -> Any:
 
 def _options(framework: str, facts: Facts, path: Path) -> dict[str, Any]:
     """The options of `rl` that facts are."""
-    colocated, overlapped = facts.get("is_colocated", True), facts.get("is_overlapped") or False
-    mode = "colocated" if colocated else "split"
-    if not colocated and overlapped:
-        mode = "one_step_off" if facts.get("staleness") == 1 else "async"
     try:
-        longest = facts.get("longest") or facts["prompt"] + facts["max_output"]
-        cap = facts.get("max_output", longest)
-        prompt = facts.get("prompt") or max(longest - cap, 1)
-        samples = facts["prompts"] * facts["samples"]
-        updates = facts["prompts"] / facts["update_prompts"] if "update_prompts" in facts else (
-            samples / facts["update_samples"]
-        )  # fmt: skip
+        found = {name: facts[name] for name in ("prompts", "samples", "memory_frac", "engine")}
+        found |= formulas(_tables()["options"], _FUNCTIONS | facts)
         names = ("tp", "pp", "cp", "ep", "vpp", *(("etp",) if (facts.get("ep") or 1) > 1 else ()))
         keys: dict[str, Any] = {key: facts[key] for key in names if facts.get(key)}
-        full = facts.get("is_recomputed") or facts.get("granularity") == "full"
         keys |= {} if facts["trainer"] == "megatron" else {"zero": 3, "implementation": "fsdp2"}
         keys |= {"sp": False} if facts.get("tp", 1) > 1 and facts.get("sequence_parallel") is False else {}
-        plan = Plan(**keys, recompute="full" if full else facts.get("granularity") or "none")
+        plan = Plan(**keys, recompute=found.pop("recompute"))
         tp, pp, ep = (facts.get(f"rollout_{axis}") or 1 for axis in ("tp", "pp", "ep"))
         replicas = facts.get("rollout_dp") or 1  # tp x replicas ranks share experts, if any do
         engine = Plan(tp=tp, pp=pp, ep=ep, dp=replicas if ep == 1 and replicas > 1 else None)
-        found: dict[str, Any] = {
-            "prompts": facts["prompts"], "samples": facts["samples"], "prompt": prompt,
-            "max_output": min(cap, longest - prompt) or cap, "updates": max(int(updates), 1), "mode": mode,
-            "train_plan": plan_text(plan), "rollout_plan": plan_text(engine) or "tp=1",
-            "memory_frac": facts["memory_frac"], "framework": framework, "engine": facts["engine"],
-        }  # fmt: skip
-        if mode != "colocated":
-            found["rollout_gpus"] = facts["rollout_nodes"] * facts["rollout_node_gpus"]
-        if mode in OVERLAPPED:
-            found["partial"] = facts["in_flight"]
-        if mode == "async":
-            found["staleness"] = max(round(facts["staleness"]), 1)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise DataError(f"{path} does not say enough of a job of {framework}: {error}") from None
-    found |= {name: facts[name] for name in ("pack_length", "score_tokens") if facts.get(name)}
-    found["reference"] = bool(facts.get("kl_penalty", facts.get("has_reference", True)))
-    return found
+    found = {name: value for name, value in found.items() if value is not None and name not in _BETWEEN}
+    plans = {"train_plan": plan_text(plan), "rollout_plan": plan_text(engine) or "tp=1"}
+    return found | plans | {"framework": framework}
+
+
+_FUNCTIONS = {"bool": bool, "int": int, "max": max, "min": min, "round": round}
+_BETWEEN = ("split", "longest", "cap")
+"""What formulas of the catalog call, and what those of options only need on the way."""
