@@ -1,4 +1,4 @@
-"""What is refused: conditions on named values, each with the sentence that is told where it holds.
+"""What is refused, and what is told: conditions on named values, each with the sentence for where it holds.
 
 `catalog/refusals.toml` has a table of them for each thing that is checked. Values may be arrays over a grid;
 their conditions are put together by & and | instead of by `and` and `or`.
@@ -28,6 +28,11 @@ def broken(table: str, names: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
     known = _FUNCTIONS | dict(names)
     for condition, sentence in _catalog().get(table, {}).items():
         yield value_of(condition, known), sentence
+
+
+def told(table: str, **names: Any) -> list[str]:
+    """The sentences of all conditions of a table that hold."""
+    return [sentence.format(**names) for holds, sentence in broken(table, names) if holds]
 
 
 def refuse(table: str, error: type[MeshwiseError], where: str = "", /, **names: Any) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import parse_text, read_text
+from meshwise.core.refusals import told
 from meshwise.core.toml import parse_toml
 from meshwise.core.units import whole
 from meshwise.estimate.one_plan import estimate
@@ -100,12 +101,9 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
             value = read_value(framework, name, stated[name])
             if again.get(name, arguments[name].unstated) != value:
                 unread.append(f"{name} {stated[name]}: no key of a plan says this")
-    if facts["has_experts"] and facts.get("fuses_experts") is False:
-        unread.append("--moe-grouped-gemm is not set: experts are priced as one grouped matmul all the same")
-    if facts.get("hidden") and not facts.get("vocab"):
-        unread.append("the vocabulary is the tokenizer's: name MODEL, or add --vocab-size to the file")
-    if framework == "megatron-bridge" and not any("_target_" in name for name in stated):
-        unread.append("what the file leaves out is set by its recipe; Megatron's defaults are taken")
+    names = {name: facts.get(name) for name in ("has_experts", "fuses_experts", "hidden", "vocab")}
+    is_config = any("_target_" in name for name in stated)
+    unread += told("read job", of_recipe=framework == "megatron-bridge" and not is_config, **names)
     return Job(
         framework=framework,
         model=model,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from meshwise.core.refusals import told
 from meshwise.estimate.intervals import Interval
 from meshwise.model.weights import num_params
 from meshwise.plan.plan import plan_text
@@ -140,26 +141,12 @@ class RlStep:
     @property
     def problems(self) -> list[str]:
         """What does not fit, in sentences."""
-        chip, found = self.job.cluster.chip, []
-        engine, trainer = sum(self.engine_bytes.values()), sum(self.trainer_bytes.values())
-        if self.drain is None:
-            found.append(
-                f"the rollout plan does not fit: at memory_frac={self.job.memory_frac:g} one sample of "
-                f"{self.job.rollouts.longest} tokens has no room beside "
-                f"{self.engine_bytes['weights'] / 1e9:.1f} GB of weights; use more tp or a larger share"
-            )
-        if engine > chip.memory_bytes:
-            found.append(
-                f"the rollout plan does not fit beside the trainer: engines take {engine / 1e9:.1f} GB with "
-                f"what the trainer leaves there, of {chip.memory_bytes / 1e9:.1f}; lower memory_frac"
-            )
-        if trainer > chip.memory_bytes:
-            largest = max(self.trainer_bytes, key=self.trainer_bytes.__getitem__)
-            found.append(
-                f"the training plan does not fit: a GPU needs {trainer / 1e9:.1f} GB of "
-                f"{chip.memory_bytes / 1e9:.1f}; the largest part is {largest}"
-            )
-        return found
+        return told(
+            "rl memory", job=self.job, drain=self.drain, weights_gb=self.engine_bytes["weights"] / 1e9,
+            engine_gb=sum(self.engine_bytes.values()) / 1e9, chip_gb=self.job.cluster.chip.memory_bytes / 1e9,
+            trainer_gb=sum(self.trainer_bytes.values()) / 1e9,
+            largest=max(self.trainer_bytes, key=self.trainer_bytes.__getitem__),
+        )  # fmt: skip
 
     @property
     def fits(self) -> bool:

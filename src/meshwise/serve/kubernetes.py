@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import msgspec
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse, told
 from meshwise.launch.write import launch, yaml_text
 from meshwise.plan.workload import Workload
 from meshwise.serve.answer import Deployment, ServingAnswer
@@ -79,12 +80,11 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
         raise WorkloadError(f"to={target} must be one of {', '.join(TARGETS)}")
     if (load := answer.load) is None:
         raise WorkloadError(f"to={target} writes a fleet; give rate, concurrency or requests too")
-    to, fleet, engine, model = TARGETS[target], load.fleet, load.engine, answer.serving.model.name
-    if engine.name not in to.engines:
-        raise WorkloadError(f"to={target} runs {' or '.join(to.engines)}, not {engine.name}")
-    if fleet.prefill is not None and not to.has_pools:
-        raise WorkloadError(f"to={target} has no separate pools; choose to=dynamo or to=llm-d")
-    name, lost = re.sub("[^a-z0-9]+", "-", model.lower()).strip("-"), list(_not_expressed(load, model, to))
+    to, fleet, engine, model = TARGETS[target], load.fleet, load.engine.name, answer.serving.model.name
+    names = {"to": to, "fleet": fleet, "engine": engine, "engines": " or ".join(to.engines), "model": model}
+    refuse("fleet", WorkloadError, target=target, **names)
+    name = re.sub("[^a-z0-9]+", "-", model.lower()).strip("-")
+    lost = told("not expressed of a fleet", router=fleet.router, **names)
     values = _values(load, name, model, to, lost)
     trees = _filled(_CATALOG[target], values)
     trees += [_filled(_CATALOG["keda"], values)] if target == "kubernetes" and fleet.scaling else []
@@ -93,24 +93,6 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
     load_files, generate = _load(load, name, asked, lost)
     commands = to.apply.format(name), f"kubectl port-forward svc/{to.service.format(name)} &", generate
     return Deployment(target, files | load_files, commands, tuple(dict.fromkeys(lost)))
-
-
-def _not_expressed(load: LoadResult, model: str, to: FleetTarget) -> Iterator[str]:
-    """What a target cannot say of a fleet, but for its instances."""
-    fleet, router = load.fleet, load.fleet.router
-    yield f"{model}: put the checkpoint's name or path in its place"
-    if router.policy not in to.policies:
-        yield f"router {router.policy}: {to.other_policies}"
-    if router.frontends != 1:
-        yield f"router {router.frontends} frontends: one is written"
-    if router.weight != 1:
-        yield f"router {router.weight:g} weight: it is not written"
-    if fleet.scaling is not None and to.autoscale:
-        yield f"autoscale: {to.autoscale}"
-    elif fleet.scaling is not None and load.engine.name != "vllm":
-        yield "autoscale: the trigger asks for metrics of vLLM"
-    if fleet.offload and (fleet.offload.disk_bytes or load.engine.name != "vllm"):
-        yield "offload: only vLLM's offload to the host's memory is written"
 
 
 def _values(load: LoadResult, name: str, model: str, to: FleetTarget, lost: list[str]) -> Tree:

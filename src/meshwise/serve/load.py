@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
-from meshwise.core.refusals import refuse
+from meshwise.core.refusals import refuse, told
 from meshwise.cost.power import chip_watts, node_watts
 from meshwise.machine.hardware import host_bytes_per_s
 from meshwise.model.weights import num_active_params
@@ -21,7 +21,7 @@ from meshwise.serve.pass_times import mean_pass, tabulate
 from meshwise.serve.prefix_cache import Offload, Tier
 from meshwise.serve.requests import Lengths, RateCurve, Requests, Turns, at_rate, in_closed_loop, in_sessions
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
-from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
+from meshwise.serve.serving import Serving, memory_bytes, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import NO_LIMITS, Autoscaling, LatencyLimits, Pools, Seconds, Served, simulate
 from meshwise.serve.stationary import CountedWindow, RequestStream, settled
 
@@ -45,7 +45,7 @@ def traffic(
 
     WorkloadError for what contradicts itself.
     """
-    check_lengths(prompt, output)
+    refuse("lengths", WorkloadError, prompt=prompt, output=output)
     arrives = trace is not None and bool(trace.arrival_s)
     requests = trace if arrives else None
     loads = {"rate": rate, "rates": rates, "concurrency": concurrency, "requests": requests}
@@ -109,7 +109,7 @@ class Fleet:
     encoders: EncoderPool | None = None
 
     def __post_init__(self) -> None:
-        refuse("fleet", WorkloadError, of=self)
+        refuse("workers", WorkloadError, of=self)
         if self.serving.mesh.cp > 1:
             raise PlanError(f"cp={self.serving.mesh.cp:g} cuts prompts alone; give it in prefill_plan")
 
@@ -198,21 +198,11 @@ class LoadResult:
     @property
     def notes(self) -> list[str]:
         """What a reader should know about the figures."""
-        served, found, window = self.simulated, [], self.window
-        if window and window.queue_grows:
-            found.append(
-                f"the queue grows without end: {window.requests_per_s:.4g} requests/s are served, and no "
-                "more; it would not grow at a lower rate. Times depend on how long one measures"
-            )
-        elif window and not window.is_settled:
-            halves = ", ".join(f"{name} +-{half:.0%}" for name, half in window.half_frac.items())
-            found.append(
-                f"not settled after {window.num_simulated:,} requests, so close is the load to what can be "
-                f"served: {halves} at 95 %"
-            )
-        if served.num_preemptions:
-            found.append(f"the cache was full: {served.num_preemptions} times a sequence was computed again")
-        return found
+        halves = self.window.half_frac.items() if self.window else ()
+        return told(
+            "load notes", window=self.window, num=self.simulated.num_preemptions,
+            halves=", ".join(f"{name} +-{half:.0%}" for name, half in halves),
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """The keys that a load adds to the document of `meshwise serve --json`."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import read_catalog
-from meshwise.core.refusals import refuse
+from meshwise.core.refusals import refuse, told
 from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
@@ -139,19 +139,12 @@ class Serving:
         return replace(cut, past=past, ulysses=1.0, ring=1.0, **self.run_by)
 
 
-def check_lengths(prompt: int, output: int) -> None:
-    """WorkloadError unless a request has a prompt and an answer."""
-    for name, tokens in (("prompt", prompt), ("output", output)):
-        if tokens < 1:
-            raise WorkloadError(f"{name}={tokens} must be a whole number of at least 1")
-
-
 def serving(
     model: Model, cluster: Cluster, plan: Plan, *, prompt: int, output: int, memory_frac: float = 0.9,
     engine_s: float = 0.0, engine: Engine | None = None,
 ) -> Serving:  # fmt: skip
     """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
-    check_lengths(prompt, output)
+    refuse("lengths", WorkloadError, prompt=prompt, output=output)
     if model.encoder is not None and not model.encoder.seq:  # a prompt is what it reads; it then writes
         model, prompt = replace(model, encoder=replace(model.encoder, seq=prompt)), 1
     plan = _on_units_of(plan, cluster)
@@ -470,22 +463,10 @@ def notes(serving: Serving) -> list[str]:
     ]
     found += map(str, serving.cluster.collectives)
     found += quantized_note(serving.model, plan)
-    for key in ("weight_dtype", "expert_dtype"):
-        if kept := getattr(plan, key):
-            bits = f"{WEIGHT_BITS[kept]:.4g}"
-            found.append(f"{key}={kept}: weights are read in {bits} bits and computed in {dtype}")
-    if guess := serving.speculation:
-        each = f"{guess.tokens_per_pass:.3g} a pass"
-        found.append(f"{guess.drafts} tokens guessed by {guess.draft.model.name}: {each}")
-    if of := serving.encoding:
-        found.append(
-            f"{of.num_tokens:,} of the {serving.prompt:,} tokens of a prompt"
-            + f", and {of.num_across:,} beside it" * (of.num_across > 0)
-            + f" come of {of.num_inputs} inputs of encoders, encoded in {duration(of.request_s)}"
-        )
-    if (moe := serving.model.moe) and moe.capacity_factor:
-        factor = f"{moe.capacity_factor:g}"
-        found.append(f"engines drop no tokens: times are without the capacity factor {factor}")
-    routing = "even routing, " if plan.imbalance == 1 else f"busiest rank {plan.imbalance:.3g} x the mean, "
-    how = routing * (serving.model.moe is not None) + "kernels one after the other"
-    return [*found, f"{how}; the engine takes --engine-ms between passes"]
+    of = serving.encoding
+    return found + told(
+        "serving notes", plan=plan, guess=serving.speculation, of=of, moe=serving.model.moe,
+        prompt=serving.prompt, encoded=duration(of.request_s) if of else "",
+        weight_bits=WEIGHT_BITS.get(plan.weight_dtype or ""),
+        expert_bits=WEIGHT_BITS.get(plan.expert_dtype or ""),
+    )  # fmt: skip
