@@ -26,6 +26,7 @@ import msgspec
 
 from meshwise.calibrate.runs import Run
 from meshwise.core.errors import ClusterError, PlanError
+from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
 from meshwise.machine.overheads import Overheads, Tables, find_overheads
@@ -186,7 +187,8 @@ def model_of(run: Run, defaults: Defaults) -> Model:
     The latter is like GPT, or like Llama if a gate explains its parameters (or, unstated, its width) better.
     """
     if known := _known_model(run):
-        mtp_layers = known.mtp_layers if _predicts_further(run, known) else 0
+        is_whole = run.layers == known.num_layers and "w/o MTP" not in run.model
+        mtp_layers = known.mtp_layers if is_whole else 0  # a truncated model does not predict further tokens
         cut = replace(known, layers=known.layers[: run.layers], mtp_layers=mtp_layers)
         return _with_sizes(run, cut, defaults)
     mla = _latent(run, None)
@@ -211,11 +213,6 @@ def _with_sizes(run: Run, base: Model, defaults: Defaults) -> Model:
     sizes = {"num_layers": run.layers, "ffn_hidden": run.ffn_hidden, "max_seq": run.seq_len} | heads
     sizes |= {"sliding_window": run.window or base.sliding_window, "vocab": vocab_of(run, defaults)}
     return checked_model(replace(base, **sizes, mla=mla, moe=_experts(run, base.moe)), run.model)
-
-
-def _predicts_further(run: Run, known: Model) -> bool:
-    """Whether a run trains multi-token prediction: not where its name says so, nor in a truncated model."""
-    return run.layers == known.num_layers and "w/o MTP" not in run.model
 
 
 def _letters(text: str) -> str:
@@ -264,35 +261,22 @@ def vocab_of(run: Run, defaults: Defaults) -> int:
 
 # --- plan --------------------------------------------------------------------------------------
 
-_DISPATCH = {"alltoall": "per_expert", "allgather": "per_expert"}
-
 
 def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
-    vpp = (run.virtual_pp or 1) if run.pp > 1 else 1
-    narrow_head = defaults.graphed_narrow_head and run.cuda_graph == "full" and dtype in NARROW_DTYPES
+    names = {
+        "run": run,
+        "of": defaults,
+        "model": model,
+        "dtype": dtype,
+        "narrow": NARROW_DTYPES,
+        "bool": bool,
+    }
+    names |= {"stages_of": _stages, "states": _NAMES["optimizer_states"], "optimizers": _NAMES["optimizers"]}
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
-    plan = Plan(
-        implementation=defaults.implementation,
-        cp_kind=defaults.cp_kind,
-        loss_chunks=defaults.loss_chunks,
-        **{key: value for key, value in columns.items() if value not in (None, "")},
-        sp=bool(run.sequence_parallel) and run.tp > 1,
-        vpp=vpp,
-        schedule="interleaved" if vpp > 1 else "1f1b",
-        stages=_stages(model.num_layers, run.pp * vpp, model.mtp_layers),
-        dispatch=_DISPATCH.get(run.dispatcher or "", "per_rank") if model.moe is not None else "per_expert",
-        etp=1 if model.moe is not None else None,
-        dtype=dtype,
-        optimizer=_NAMES["optimizer_states"].get(run.optimizer_dtype)
-        or _NAMES["optimizers"].get(run.optimizer, run.optimizer or ""),
-        **_adapters(run, dtype),
-        grad_dtype=grad_dtype_of(run, dtype),
-        attention="unfused" if run.attention_kernel == "unfused" else "flash",
-        head_dtype="fp8" if narrow_head else "bf16",
-        software=(run.cuda_graph == "full" and defaults.graphed_software) or defaults.software,
-    )
+    keys = {key: value for key, value in columns.items() if value not in (None, "")}
+    plan = Plan(**keys, **formulas(_NAMES["plan"], names), **_adapters(run, dtype), dtype=dtype)
     if run.recompute_layers is not None and run.recompute_kind != "full":
         raise PlanError(f"recompute_layers is for recompute_kind full, not {run.recompute_kind}")
     if stated.recompute_kind in ("selective", "per_op") or (
@@ -378,10 +362,3 @@ def dtype_of(run: Run) -> str:
         if any(word in run.dtype.lower() for word in words):
             return dtype
     raise PlanError(f"dtype {run.dtype!r} is unknown; write one of {', '.join(_NAMES['run_dtypes'])}")
-
-
-def grad_dtype_of(run: Run, dtype: str) -> str:
-    """The type in which gradients are summed."""
-    if run.grad_dtype == "as_computed":
-        return dtype if dtype in ("fp16", "fp32") else "bf16"
-    return run.grad_dtype or ""
