@@ -14,23 +14,8 @@ from typing import Any
 from msgspec import structs
 
 from meshwise.core.errors import ModelError
-from meshwise.model.architecture import (
-    MLA,
-    Distances,
-    Encoder,
-    Frames,
-    Layer,
-    LowRank,
-    Model,
-    MoE,
-    Patches,
-    PerLayer,
-    Recurrence,
-    Side,
-    Sparse,
-    Streams,
-    check_count,
-)
+from meshwise.model import architecture as arch
+from meshwise.model.architecture import Layer, Model, Side
 from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes, part, said_of
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -107,8 +92,8 @@ def _moe_layers(c: Config) -> _Pattern:
         return tuple(layer in numbers for layer in layers)
     if isinstance(c.moe_layer_freq, list):
         return tuple(map(bool, _named(c, "moe_layer_freq", c.moe_layer_freq)))
-    check_count(c.moe_layer_freq, "moe_layer_freq")
-    check_count(c.decoder_sparse_step, "decoder_sparse_step")
+    arch.check_count(c.moe_layer_freq, "moe_layer_freq")
+    arch.check_count(c.decoder_sparse_step, "decoder_sparse_step")
     if c.expert_layer_period:
         return tuple(layer % c.expert_layer_period == c.expert_layer_offset for layer in layers)
     return tuple(
@@ -170,7 +155,9 @@ def with_layers(fields: Fields, sides: Sequence[tuple[Collection[str], Side]] = 
 
 
 def _with_sides(
-    layers: Sequence[Layer], kinds: Sequence[Sequence[str]], sides: Sequence[tuple[Collection[str], Side]]
+    layers: Sequence[Layer],
+    kinds: Sequence[Sequence[str]],
+    sides: Sequence[tuple[Collection[str], Side]],
 ) -> tuple[Layer, ...]:
     def own(layer: Layer, kind: Sequence[str]) -> Layer:
         mine = {*kind, layer.mixer, ("moe" if layer.moe else "dense") if layer.mlp else ""}
@@ -182,8 +169,8 @@ def _with_sides(
 # --- rules, by the name of their function or part -----------------------------------------------
 
 
-PARTS: dict[str, type] = {"low_rank": LowRank, "streams": Streams, "per_layer": PerLayer}
-PARTS |= {"encoder": Encoder, "distances": Distances}
+PARTS: dict[str, type] = {"low_rank": arch.LowRank, "streams": arch.Streams, "per_layer": arch.PerLayer}
+PARTS |= {"encoder": arch.Encoder, "distances": arch.Distances}
 """Rules that say no more than a part of an architecture."""
 
 
@@ -195,7 +182,7 @@ def experts(c: Config) -> Fields:
         raise ModelError("the width of the experts is missing; an MoE config needs it")
     if not c.num_experts_per_tok:
         raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
-    return {"moe": part(MoE, c), "each": {"moe": _moe_layers(c)}}
+    return {"moe": part(arch.MoE, c), "each": {"moe": _moe_layers(c)}}
 
 
 def hybrid(c: Config) -> Fields:
@@ -219,7 +206,7 @@ def hybrid(c: Config) -> Fields:
 
 def _recurrence(c: Config) -> Any:
     inner = c.state_expand * c.hidden_size if c.state_inner is None else c.state_inner
-    return part(Recurrence, structs.replace(c, state_inner=inner))
+    return part(arch.Recurrence, structs.replace(c, state_inner=inner))
 
 
 def zamba2(c: Config) -> Fields:
@@ -279,7 +266,7 @@ def kimi_linear(c: Config) -> Fields:
 def mla(c: Config) -> Fields:
     if not c.use_mla:
         return {}
-    mla = MLA(**{field.name: getattr(c, field.name) or 0 for field in fields(MLA)})
+    mla = arch.MLA(**{field.name: getattr(c, field.name) or 0 for field in fields(arch.MLA)})
     return _indexer(c) | {"mla": mla, "head_dim": mla.head_dim, "num_kv_heads": c.num_attention_heads}
 
 
@@ -303,7 +290,7 @@ def _indexer(c: Config) -> Fields:
     """Sparse attention, whose choice of keys some layers may take from the one before them (GLM-5.2)."""
     if not c.index_n_heads:
         return {}
-    own = Sparse(top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim)
+    own = _scored(c)
     kinds = c.indexer_types
     if kinds is None and c.index_topk_freq > 1:
         numbers = range(c.num_hidden_layers)
@@ -311,8 +298,12 @@ def _indexer(c: Config) -> Fields:
         kinds = ["shared" if max(i + 1 - first, 0) % c.index_topk_freq else "full" for i in numbers]
     if kinds is None or "shared" not in kinds:
         return {"sparse": own}
-    shared, named = Sparse(top_k=c.index_topk), _named(c, "indexer_types", kinds, ("full", "shared"))
+    shared, named = arch.Sparse(top_k=c.index_topk), _named(c, "indexer_types", kinds, ("full", "shared"))
     return {"each": {"sparse": tuple(own if kind == "full" else shared for kind in named)}}
+
+
+def _scored(c: Config) -> arch.Sparse:
+    return arch.Sparse(top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim)
 
 
 def compressed(c: Config) -> Fields:
@@ -321,8 +312,10 @@ def compressed(c: Config) -> Fields:
     rates, number = {few: 4, many: 128} | c.compress_rates, c.num_hidden_layers
     kinds = _named(c, "compress_ratios", c.layer_types[:number], ("near", "sliding_attention", *rates))
     of_kind = {
-        few: Sparse(top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim, ratio=rates[few]),
-        many: Sparse(ratio=rates[many]),
+        few: arch.Sparse(
+            top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim, ratio=rates[few]
+        ),
+        many: arch.Sparse(ratio=rates[many]),
     }
     hashed = c.mlp_layer_types or ["hash_moe"] * c.num_hash_layers
     scored = [i >= len(hashed) or hashed[i] != "hash_moe" for i in range(number)]
@@ -338,7 +331,7 @@ def minimax_m3(c: Config) -> Fields:
     """Sparse attention, by blocks of tokens, in some layers."""
     own = c.sparse_attention_config
     block = own.get("sparse_block_size", c.index_block_size)
-    sparse = Sparse(
+    sparse = arch.Sparse(
         top_k=own.get("sparse_topk_blocks", c.index_topk_blocks) * block,
         heads=own.get("sparse_num_index_heads", c.index_n_heads),
         head_dim=own.get("sparse_index_dim", c.index_head_dim),
@@ -407,8 +400,8 @@ def gemma4(c: Config) -> Fields:
     heads = c.num_global_key_value_heads if c.attention_k_eq_v else None
     usual = LayerSizes(c.global_head_dim, heads or 0)
     for sizes in (usual, *own.values()):
-        check_count(sizes.head_dim, "head_dim", zero=True)
-        check_count(sizes.num_key_value_heads, "num_key_value_heads", zero=True)
+        arch.check_count(sizes.head_dim, "head_dim", zero=True)
+        arch.check_count(sizes.num_key_value_heads, "num_key_value_heads", zero=True)
         if c.num_attention_heads % (sizes.num_key_value_heads or 1):
             raise ModelError(f"{c.num_attention_heads} heads do not divide by {sizes.num_key_value_heads}")
     stated = {int(layer): sizes for layer, sizes in own.items()}
@@ -437,12 +430,12 @@ def gemma3n(c: Config) -> Fields:
     _named(c, "intermediate_size", widths)
 
     def layer(i: int) -> Layer:
-        check_count(widths[i], "intermediate_size")
+        arch.check_count(widths[i], "intermediate_size")
         window = 0 if kinds[i] == "full_attention" else c.sliding_window or 0
         keys = "shared" if i >= number - c.num_kv_shared_layers else ""
         return Layer(window=window, ffn_hidden=widths[i] * (widths[i] != widths[0]), keys=keys)
 
-    streams = Streams(number=c.altup_num_inputs, laurel_rank=c.laurel_rank)
+    streams = arch.Streams(number=c.altup_num_inputs, laurel_rank=c.laurel_rank)
     layers = tuple(map(layer, range(number)))
     return {"layers": layers, "ffn_hidden": widths[0], "streams": streams}
 
@@ -451,12 +444,12 @@ def patches(c: Config) -> Fields:
     """An encoder of images: a token for each square, and nothing that only text needs."""
     size, patch = c.image_size, c.patch_size
     side = (patch if isinstance(patch, int) else patch[0]) * c.patches_a_side
-    check_count(side, "patch_size")
+    arch.check_count(side, "patch_size")
     if c.num_patches is not None:  # images of any shape: as many squares at most
-        check_count(c.num_patches, "num_patches")
+        arch.check_count(c.num_patches, "num_patches")
         size = side, side * c.num_patches
     height, width = (each - each % side for each in ((size, size) if isinstance(size, int) else size))
-    patches = Patches(
+    patches = arch.Patches(
         height=height, width=width, patch=side, channels=c.num_channels * c.temporal_patch_size,
         class_token=c.class_token, mask_token=c.use_mask_token, bias=c.patch_bias,
     )  # fmt: skip
@@ -482,17 +475,17 @@ _WITHOUT_TEXT = {"causal": False, "vocab": 0, "lm_head": False}
 def frames(c: Config) -> Fields:
     """An encoder of sound: tokens from the frames of a spectrogram, 100 a second."""
     number, channels = c.max_source_positions, c.num_mel_bins
-    frames = Frames(number=number, channels=channels, seconds=number * c.frames_per_token / 100)
+    frames = arch.Frames(number=number, channels=channels, seconds=number * c.frames_per_token / 100)
     return {"frames": frames, "max_seq": number} | _WITHOUT_TEXT
 
 
 def chunked_frames(c: Config) -> Fields:
     """Qwen3-Omni: chunks that three convolutions make eight times shorter, rounded up; windows of several."""
-    check_count(c.n_window, "n_window")
+    arch.check_count(c.n_window, "n_window")
     chunk = 2 * c.n_window
     chunks = max(c.n_window_infer // chunk, 1)
     number = chunks * -(-chunk // 8)
-    frames = Frames(number=number, seconds=chunks * chunk / 100)
+    frames = arch.Frames(number=number, seconds=chunks * chunk / 100)
     return {"frames": frames, "max_seq": number} | _WITHOUT_TEXT
 
 

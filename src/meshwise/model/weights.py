@@ -13,21 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
-from meshwise.model.architecture import (
-    MLA,
-    Diffusion,
-    Encoder,
-    Layer,
-    Model,
-    PerLayer,
-    Projector,
-    Side,
-    Sparse,
-    Streams,
-    layer_counts,
-    num_moe_layers,
-    of_layer,
-)
+from meshwise.model import architecture as arch
+from meshwise.model.architecture import Layer, Model, Side
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
 IMAGE = "image_"
@@ -95,7 +82,7 @@ def block_weights(
         "cross": (_cross_attention,),
         "none": (),
     }[layer.mixer]
-    own = of_layer(model, layer)
+    own = arch.of_layer(model, layer)
     feed_forward = (_moe(own) if layer.moe else _mlp(own)) if layer.mlp else ()
     if layer.side == "decoder" or (model.diffusion and model.diffusion.text == "cross"):
         mixers = (*mixers, _cross_attention)
@@ -224,7 +211,7 @@ def query_rank(model: Model) -> int:
     return model.mla.q_lora_rank if model.mla else model.low_rank.query if model.low_rank else 0
 
 
-def _indexer(model: Model, own: Sparse) -> Iterator[Weight]:
+def _indexer(model: Model, own: arch.Sparse) -> Iterator[Weight]:
     """Small heads that score keys, on every rank, which scores all of its tokens."""
     module, hidden = "attention", model.hidden
     yield from _linear(module, "index_q", query_rank(model) or hidden, own.heads * own.head_dim)
@@ -309,7 +296,7 @@ def _two_streams(model: Model, *, is_last: bool) -> Iterator[Weight]:
             yield from _feed_forward(model, stream, model.ffn_hidden)
 
 
-def _latent_qkv(model: Model, mla: MLA) -> Iterator[Weight]:
+def _latent_qkv(model: Model, mla: arch.MLA) -> Iterator[Weight]:
     module, hidden, heads = "attention", model.hidden, model.num_heads
     query = heads * mla.head_dim
 
@@ -382,7 +369,7 @@ def _feed_forward(
     yield from linear(f"{prefix}down", width, hidden, op=f"{prefix}fc2", cut=ROWS)
 
 
-def _per_layer(model: Model, own: PerLayer) -> Iterator[Weight]:
+def _per_layer(model: Model, own: arch.PerLayer) -> Iterator[Weight]:
     yield from _linear("per_layer", "gate", model.hidden, own.width, gradient="tokens")
     yield from _linear("per_layer", "up", own.width, model.hidden, gradient="tokens")
     yield from _norm(model, "per_layer", "norm", model.hidden)
@@ -399,7 +386,7 @@ def side_weights(sides: Iterable[Side]) -> Iterator[Weight]:
             yield _learned(side.module, side.name, side.d_out, op=side.op, gradient="tokens")
 
 
-def _streams(model: Model, own: Streams) -> Iterator[Weight]:
+def _streams(model: Model, own: arch.Streams) -> Iterator[Weight]:
     module, hidden, number = "streams", model.hidden, own.number
     if not own.laurel_rank:  # numbers that scale what each of the three kinds of them is made of
         for name in ("attention", "mlp"):
@@ -525,7 +512,7 @@ def _embedding(model: Model) -> Iterator[Weight]:
     yield from projector_weights(model)
 
 
-def embedded(own: Diffusion) -> Iterator[tuple[str, int]]:
+def embedded(own: arch.Diffusion) -> Iterator[tuple[str, int]]:
     """What is brought to a diffusion transformer's width by two layers each: its name, and its width."""
     yield "time", TIME_WIDTH
     if own.pooled_width:
@@ -536,7 +523,7 @@ def embedded(own: Diffusion) -> Iterator[tuple[str, int]]:
         yield from (("refiner_time", TIME_WIDTH), ("refiner_text", own.text_width))
 
 
-def _condition(model: Model, own: Diffusion) -> Iterator[Weight]:
+def _condition(model: Model, own: arch.Diffusion) -> Iterator[Weight]:
     """Time, text and what else conditions a diffusion transformer, each brought to the model's width."""
     module, hidden = "embedding", model.hidden
     for name, width in embedded(own):
@@ -565,7 +552,7 @@ def refiner_layers(hidden: int) -> tuple[tuple[str, int, int], ...]:
     )  # fmt: skip
 
 
-def projectors(model: Model) -> Iterator[tuple[str, Projector, int]]:
+def projectors(model: Model) -> Iterator[tuple[str, arch.Projector, int]]:
     """What joins the towers that a model reads to it: how its names begin, itself, tokens of a sequence."""
     for tower in model.towers:
         if tower.num_tokens:
@@ -578,7 +565,7 @@ def projector_weights(model: Model) -> Weights:
     return tuple(weight for name, own, _ in projectors(model) for weight in _projector(name, own))
 
 
-def _projector(name: str, own: Projector) -> Iterator[Weight]:
+def _projector(name: str, own: arch.Projector) -> Iterator[Weight]:
     module, num_others = "embedding", own.num_others
     if num_others:
         yield _learned(module, f"{name}_table", num_others, gradient="tokens")
@@ -588,7 +575,7 @@ def _projector(name: str, own: Projector) -> Iterator[Weight]:
         yield from _linear(module, f"{name}_fc{i}", d_in, d_out, bias=own.bias, gradient="tokens")
 
 
-def num_projected(own: Projector) -> int:
+def num_projected(own: arch.Projector) -> int:
     """How many parameters a projector has."""
     return num_weights(_projector("", own))
 
@@ -599,7 +586,7 @@ def _convolutions(module: str, hidden: int, channels: int) -> Iterator[Weight]:
     yield from _linear(module, "conv2", 3 * hidden, hidden, bias=True, gradient="tokens")
 
 
-def _encoder_ends(model: Model, encoder: Encoder) -> Iterator[Weight]:
+def _encoder_ends(model: Model, encoder: arch.Encoder) -> Iterator[Weight]:
     """What an encoder has besides its blocks; it looks up tokens in the table of the decoder."""
     module, hidden, channels = "encoder", model.hidden, encoder.channels
     if channels:
@@ -660,7 +647,7 @@ def num_params(model: Model) -> int:
 
     Of its towers, those whose tokens it reads.
     """
-    kinds = layer_counts(model).items()
+    kinds = arch.layer_counts(model).items()
     blocks = sum(number * num_weights(block_weights(model, layer)) for layer, number in kinds)
     towers = sum(num_params(tower.encoder) for tower in model.towers if tower.num_tokens)
     return num_weights(embedding_weights(model)) + num_weights(head_weights(model)) + blocks + towers
@@ -675,4 +662,4 @@ def num_active_params(model: Model) -> int:
     of_images = num_weights(weight for weight in experts if weight.name.startswith(IMAGE))
     one_expert = (num_weights(experts) - of_images) // moe.held
     unused = of_images + round(moe.held - moe.computed) * one_expert
-    return num_params(model) - num_moe_layers(model) * unused
+    return num_params(model) - arch.num_moe_layers(model) * unused
