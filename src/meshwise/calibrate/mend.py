@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.calibrate.express import Expressed
-from meshwise.calibrate.fit_steps import as_tables, catalog_constants, step_miss, touches
-from meshwise.calibrate.step_constants import every
+from meshwise.calibrate.fit_steps import as_tables, catalog_constants, every, step_miss, touches
 from meshwise.machine.overheads import Tables
 
 STEP, MOST, LEAST_GAIN_FRAC = 1.1, 2.0, 0.1
