@@ -19,7 +19,7 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.generate import Options, check, generation
-from meshwise.runtime.programs.search import BeamSearch, GreedySearch, advance_all
+from meshwise.runtime.programs.search import BeamSearch, advance_all, next_logprobs
 from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL, PAD
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 from meshwise.runtime.run import run_rank
@@ -41,17 +41,22 @@ def model(vocab: int = 9, seed: int = 0, sparse: bool = True) -> TransformerDeco
     return made
 
 
-def search_of(kind: str, prompts: list[list[int]], max_tokens: int, **options: Any) -> GreedySearch:
+def search_of(prompts: list[list[int]], max_tokens: int, **options: Any) -> BeamSearch:
     width = max(map(len, prompts)) + max_tokens
     tokens = torch.tensor([[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    search = BeamSearch if kind == "beam" else GreedySearch
-    return search(tokens, lengths, max_tokens=max_tokens, **options)
+    return BeamSearch(tokens, lengths, max_tokens=max_tokens, **options)
 
 
-def run(made: TransformerDecoder, search: GreedySearch, first: int, *, cached: bool = True) -> GreedySearch:
+def run(made: TransformerDecoder, search: BeamSearch, first: int, *, cached: bool = True) -> BeamSearch:
+    """With a cache as the program does it, or all tokens anew for each column."""
     with torch.no_grad():
-        advance_all(made, search, first=first, cached=cached)
+        if cached:
+            advance_all(made, search, first=first)
+        for column in range(first, search.tokens.shape[2]):
+            if not search.done.all():
+                logprobs = next_logprobs(made, search.tokens[:, :, :column].flatten(0, 1), None)
+                search.advance(column, logprobs.unflatten(0, search.tokens.shape[:2]))
     return search
 
 
@@ -62,15 +67,15 @@ prompts_of = st.lists(
 )
 
 
-@given(prompts=prompts_of, seed=st.integers(0, 3), kind=st.sampled_from(["greedy", "beam"]))
+@given(prompts=prompts_of, seed=st.integers(0, 3), beam=st.sampled_from([1, 2]))
 @settings(max_examples=8)
 def test_texts_do_not_depend_on_the_cache_or_on_neighbours(
-    prompts: list[list[int]], seed: int, kind: str
+    prompts: list[list[int]], seed: int, beam: int
 ) -> None:
-    made, options = model(seed=seed), {"beam": 2, "length_penalty": 1.0} if kind == "beam" else {}
-    together = run(made, search_of(kind, prompts, 4, **options), min(map(len, prompts))).hypotheses()
+    made = model(seed=seed)
+    together = run(made, search_of(prompts, 4, beam=beam), min(map(len, prompts))).hypotheses()
     for prompt, found in zip(prompts, together, strict=True):
-        alone = run(made, search_of(kind, [prompt], 4, **options), len(prompt), cached=False).hypotheses()[0]
+        alone = run(made, search_of([prompt], 4, beam=beam), len(prompt), cached=False).hypotheses()[0]
         assert [entry.tokens for entry in found] == [entry.tokens for entry in alone]
         assert [entry.score for entry in found] == pytest.approx([entry.score for entry in alone], abs=1e-4)
 
@@ -97,7 +102,7 @@ def test_wide_beam_search_is_exhaustive(penalty: float) -> None:
             logprob = sum(float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(text))
             scored.append((logprob / len(text) ** penalty, text))
     scored.sort(reverse=True)
-    search = search_of("beam", [prompt], max_tokens, beam=len(texts), length_penalty=penalty)
+    search = search_of([prompt], max_tokens, beam=len(texts), length_penalty=penalty)
     found = run(made, search, len(prompt)).hypotheses()[0]
     assert len(found) == len(texts)
     assert [entry.tokens for entry in found[:10]] == [text for _, text in scored[:10]]
@@ -112,9 +117,9 @@ TINY = "decoder_layers=4,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_emb
 @pytest.mark.parametrize(
     ("ranks", "override", "options"),
     [
-        (1, "", {"cache": False, "max_tokens": 1}),
-        (2, "vocab_size=302", {"search": "beam", "tp": 2, "dtype": "bf16"}),
-        (2, "vocab_size=30001", {"search": "beam", "beam": 2}),  # the search is the largest moment
+        (1, "", {"max_tokens": 1}),
+        (2, "vocab_size=302", {"beam": 5, "tp": 2, "dtype": "bf16"}),
+        (2, "vocab_size=30001", {"beam": 2}),  # the search is the largest moment
         (2, "moe_top1_expert=True", {"capacity_fraction": 0.0, "num_prompts": 1}),  # a slot an expert
         (8, "moe_freq=1", {"num_prompts": 3}),  # ranks without a prompt
     ],
@@ -151,11 +156,11 @@ def generate(pool: Ranks) -> Callable[..., dict[str, Any]]:
     return call
 
 
-@pytest.mark.parametrize("search", ["greedy", "beam"])
-def test_texts_do_not_depend_on_the_world(generate: Callable[..., dict[str, Any]], search: str) -> None:
-    spread = generate(search=search, beam=2)
-    for other in ({"tp": 2}, {"cache": False}, {"ep": 1}):
-        found = generate(search=search, beam=2, **other)
+@pytest.mark.parametrize("beam", [1, 2])
+def test_texts_do_not_depend_on_the_world(generate: Callable[..., dict[str, Any]], beam: int) -> None:
+    spread = generate(beam=beam)
+    for other in ({"tp": 2}, {"ep": 1}):
+        found = generate(beam=beam, **other)
         for mine, theirs in zip(spread["texts"], found["texts"], strict=True):
             assert mine["prompt"] == theirs["prompt"]
             for one, same in zip(mine["hypotheses"], theirs["hypotheses"], strict=True):
@@ -164,9 +169,7 @@ def test_texts_do_not_depend_on_the_world(generate: Callable[..., dict[str, Any]
     assert spread["num_tokens"] == sum(len(text["hypotheses"][0]["tokens"]) for text in spread["texts"])
 
 
-@pytest.mark.parametrize(
-    "options", [{"search": "beam", "beam": 2}, {"tp": 2, "override": f"{TINY},vocab_size=302"}]
-)
+@pytest.mark.parametrize("options", [{"beam": 2}, {"tp": 2, "override": f"{TINY},vocab_size=302"}])
 def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any], pool: Ranks) -> None:
     """The three instruments agree on every number, and the run on the peak."""
     sizes: dict[str, Any] = {"override": TINY, "prompt_tokens": 5, "max_tokens": 3, "min_tokens": 3} | options

@@ -84,7 +84,6 @@ def eval_lm(
         first=prompt_tokens,
         columns=prompt_tokens + max_tokens,
         num_live=beam,
-        search="beam" if beam > 1 else "greedy",
         dtype=dtype,
     )
     rated = {chip: cluster for chip, cluster in clusters.items() if has_rate(cluster, of)}

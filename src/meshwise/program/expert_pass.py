@@ -31,8 +31,8 @@ from meshwise.program.tensor import Tensor
 class Pass:
     """A forward pass: the architecture in `config`, and what may vary, as numbers or arrays.
 
-    `batch` B sequences of `length` T tokens; with a cache (`cached` columns, 0: none) they follow `past`
-    tokens, and only the last one's logits are made. `capacity` C, `ep` W, `tp` P; `grouped`: the experts of a
+    `batch` B sequences of `length` T tokens; with a cache they follow `past` tokens, and only the last one's
+    logits are made. `capacity` C, `ep` W, `tp` P; `grouped`: the experts of a
     rank in one batched GEMM. `tp_rank` matters only to which biases count as weights. `section`: the part of
     the program that the model runs in, which its rows are named by.
     """
@@ -42,7 +42,6 @@ class Pass:
     length: int
     capacity: Num
     past: int = 0
-    cached: int = 0
     last_only: bool = False
     ep: Num = 1
     tp: int = 1

@@ -1,10 +1,10 @@
 """Generating text on one rank, pass by pass: the closed form of `programs.generate`.
 
 B prompts live as K sequences each (K = 1 but for beams). The first pass takes the tokens that all prompts
-have, together; each pass after it takes one column, behind what the cache holds, and a pass without a cache
-takes all columns so far. Every pass makes the logits of its last token alone, and a search decides on the
-next column from their log-softmax; beams then take their part of the cache along (`index_select`, all keys
-and values). Texts are unknown here: none ends before `max_tokens`.
+have, together; each pass after it takes one column, behind what the cache holds. Every pass makes the logits
+of its last token alone, and a search decides on the next column from their log-softmax; beams then take their
+part of the cache along (`index_select`, all keys and values). Texts are unknown here: none ends before
+`max_tokens`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ SECTION = "generate"
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What a rank generates: `num_prompts` B of `num_live` K sequences, columns [first, columns) one by one.
-
-    `search` is greedy or beam; `cached`: with a cache of keys and values.
-    """
+    """What a rank generates: `num_prompts` B of `num_live` K sequences, columns [first, columns) in turn."""
 
     config: GptConfig
     placement: Placement
@@ -41,8 +38,6 @@ class Generation:
     first: int
     columns: int
     num_live: int = 1
-    search: str = "greedy"
-    cached: bool = True
     dtype: str = "fp16"
     tp_rank: int = 0
 
@@ -58,7 +53,7 @@ class Generation:
 
     def at(self, column: int) -> Pass:
         """The pass that column `column` is decided from."""
-        past = column - 1 if self.cached and column > self.first else 0
+        past = column - 1 if column > self.first else 0
         tokens = self.sequences * (column - past)
         experts = self.config.num_moe_layers
         return Pass(
@@ -66,7 +61,6 @@ class Generation:
             batch=self.sequences,
             length=column - past,
             past=past,
-            cached=self.columns if self.cached else 0,
             last_only=True,
             capacity=float(num_slots(self.config, tokens)) if experts else 0.0,
             ep=self.placement.ep,
@@ -88,14 +82,9 @@ class Generation:
         return self.sequences, heads, self.columns, self.config.head_dim
 
     @property
-    def store_bytes(self) -> float:
-        """Bytes of the keys (or the values) of one layer."""
-        return prod(self.store_shape) * self.passes[0].elem_bytes if self.cached else 0.0
-
-    @property
     def cache_bytes(self) -> float:
         """Bytes of the whole cache on one rank."""
-        return 2 * self.config.decoder_layers * self.store_bytes
+        return 2 * self.config.decoder_layers * prod(self.store_shape) * self.passes[0].elem_bytes
 
 
 def generation_events(of: Generation) -> list[Op]:
@@ -106,7 +95,7 @@ def generation_events(of: Generation) -> list[Op]:
     for one in of.passes:
         before, origin = origin, _pass(of, one, s, held, cache)
         s.returns(*before)  # which beams live on is known until the next pass has decided
-    s.returns(*held.values(), *origin, *([] if cache is None else [cache]))
+    s.returns(*held.values(), *origin, cache)
     return s.events
 
 
@@ -131,7 +120,7 @@ def _new_script(of: Generation) -> Script:
     return Script(module=SECTION, dtype=of.dtype)
 
 
-def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:
+def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor]:
     """What is alive throughout: the model and the state of the search; and the cache."""
     prompts, rows, columns = of.num_prompts, of.sequences, of.columns
     held = model_tensors(of.passes[0], s, columns)
@@ -140,25 +129,24 @@ def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:
         "done": ((prompts,), "bool"),
         "tokens": ((rows, columns), "int64"),
         "logprob": ((rows,), "fp32"),
+        "ended": ((rows, columns), "int64"),
+        "num_ended": ((prompts,), "int64"),
+        "ended_logprob": ((rows,), "fp32"),
+        "ended_score": ((rows,), "fp32"),
     }
-    if of.search == "beam":
-        state |= {"ended": ((rows, columns), "int64"), "num_ended": ((prompts,), "int64")}
-        state |= {"ended_logprob": ((rows,), "fp32"), "ended_score": ((rows,), "fp32")}
     held |= {name: s.new(name, *shape, dtype=dtype) for name, (shape, dtype) in state.items()}
-    cache = s.new("cache", 2 * of.config.decoder_layers, *of.store_shape) if of.cached else None
+    cache = s.new("cache", 2 * of.config.decoder_layers, *of.store_shape)
     return held, cache
 
 
-def _pass(
-    of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: Tensor | None
-) -> list[Tensor]:
+def _pass(of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: Tensor) -> list[Tensor]:
     """One pass, the decision after it, and the cache in a new order; which beams live on."""
     logits, left = forward(one, s, held, cache)
     s.returns(*left)
     logprobs = _logprobs(one, s, logits)
-    origin = _CHOICES[of.search](of, s)
+    origin = _chosen(of, s)
     s.returns(logprobs)
-    if origin and cache is not None:
+    if origin:
         store, count = cache.view("store", *of.store_shape), 2 * of.config.decoder_layers
         s.kernel("index_select", of.store_shape, (store, *origin), count=count, part="reorder")
     num_open = s.new("open prompts", dtype="int64")
@@ -187,13 +175,7 @@ def _logprobs(one: Pass, s: Script, logits: Tensor) -> Tensor:
 # --- the choice of a token, after `runtime.programs.search` -------------------------------------
 
 
-def _greedy(of: Generation, s: Script) -> list[Tensor]:
-    """The likeliest token of each prompt, what that adds, and the column of all of them."""
-    s.returns(*_local(s, of.num_prompts, int64=3, bool=1, fp32=1))
-    return []
-
-
-def _beams(of: Generation, s: Script) -> list[Tensor]:
+def _chosen(of: Generation, s: Script) -> list[Tensor]:
     """All totals, the best 2 K with their tokens so far, and those joined to the ones that ended."""
     prompts, live, columns = of.num_prompts, of.num_live, of.columns
     num = min(2 * live, live * of.config.vocab_size)
@@ -202,10 +184,7 @@ def _beams(of: Generation, s: Script) -> list[Tensor]:
     candidates = _local(s, prompts * num, int64=3 + columns, bool=1, fp32=2)
     joined = _local(s, prompts * (live + num), int64=columns, fp32=2)
     s.returns(*named, totals, *candidates, *joined, *_local(s, prompts * live, int64=columns + 1))
-    return [s.new("origin", of.sequences, dtype="int64")]
-
-
-_CHOICES = {"greedy": _greedy, "beam": _beams}
+    return [s.new("origin", of.sequences, dtype="int64")] if live > 1 else []
 
 
 def _local(s: Script, size: Num, **counts: int) -> list[Tensor]:

@@ -5,7 +5,7 @@ are spread over ranks: every step exchanges equal batches. A step takes one toke
 prompt's as long as there is one, so prompts may differ in length; the part that all have is taken at
 once. Who is done, or has no prompt, goes on beside the others with padding.
 
-`search` decides on the next token: greedy or beams (`programs.search`). A batch of a step is small, and an
+Beams decide on the next token, one of them greedily (`programs.search`). A batch of a step is small, and an
 expert's capacity is a share of it: by default that share is 1 here, so that no token is dropped and a text
 does not depend on its neighbours. That also makes decoding with the cache equal to decoding without it.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import WorkloadError
@@ -62,9 +61,7 @@ def generation(options: Any, ranks: int, rank: int = 0) -> Generation:
         num_prompts=-(-len(prompts) // found.placement.dp),
         first=min(lengths),
         columns=max(lengths) + options.max_tokens,
-        num_live=options.beam if options.search == "beam" else 1,
-        search=options.search,
-        cached=options.cache,
+        num_live=options.beam,
         dtype=found.dtype,
         tp_rank=found.placement.tp_rank(rank),
     )
@@ -77,7 +74,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     import torch.distributed as dist
 
     from meshwise.runtime.programs import transformer_lm as lm_model
-    from meshwise.runtime.programs.search import BeamSearch, GreedySearch, advance_all
+    from meshwise.runtime.programs.search import BeamSearch, advance_all
 
     begin_s = time.perf_counter()
     found = _setting(options, context.world_size)
@@ -91,16 +88,14 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     padded, lengths = [[*row, *[PAD] * (columns - len(row))] for row in rows], [len(row) for row in rows]
     with context.recorder.setup():
         given = (lm_model.on_device(np.array(numbers), context) for numbers in (padded, lengths))
-        kind: Any = GreedySearch
-        if options.search == "beam":
-            kind = partial(BeamSearch, beam=options.beam, length_penalty=options.length_penalty)
-        search = kind(*given, max_tokens=options.max_tokens, min_tokens=options.min_tokens)
+        names = "max_tokens", "min_tokens", "beam", "length_penalty"
+        search = BeamSearch(*given, **{name: getattr(options, name) for name in names})
     dist.barrier()
     load_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
     with shard.section("generate"), torch.no_grad():
         first = min(map(len, prompts))
-        advance_all(model, search, first=first, cached=options.cache, dp=dp, is_fake=context.is_fake)
+        advance_all(model, search, first=first, dp=dp, is_fake=context.is_fake)
     if context.is_fake:
         return None
     texts = search.hypotheses()[: len(mine)]
@@ -153,7 +148,7 @@ def _result(
         "tokens_per_s": num_tokens / model_s,
         "model_s": model_s,
         "load_s": load_s,
-        "search": options.search,
+        "beam": options.beam,
         **found.to_json(),
     }
 

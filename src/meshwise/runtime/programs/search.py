@@ -4,11 +4,11 @@ A search holds B prompts x K sequences in one buffer of tokens and decides, colu
 next; columns that lie in a prompt are given. `advance_all` feeds a model and stops when every prompt of every
 rank is done.
 
-*Greedy* takes the likeliest token. *Beam search* keeps the K likeliest sequences alive: of the candidates
-(each live sequence with each token) the best 2 K are looked at; those that end among the best K are
-finished, the best K that do not end live on. A prompt is done with K finished sequences, or when they have
-`max_tokens`. A finished sequence scores log-probability / length^penalty; its end counts as a token. So
-it is in fairseq's SequenceGenerator.
+*Beam search* keeps the K likeliest sequences alive: of the candidates (each live sequence with each token)
+the best 2 K are looked at; those that end among the best K are finished, the best K that do not end live on.
+A prompt is done with K finished sequences, or when they have `max_tokens`. A finished sequence scores
+log-probability / length^penalty; its end counts as a token. So it is in fairseq's SequenceGenerator. With K =
+1 it is greedy: it takes the likeliest token.
 """
 
 from __future__ import annotations
@@ -34,62 +34,37 @@ class Hypothesis:
     score: float
 
 
-class GreedySearch:
-    """B prompts with K sequences each, of which the greedy search has one; see also `BeamSearch`.
+class BeamSearch:
+    """B prompts with K = `beam` sequences each.
 
     `prompts` [B, columns] of the given `lengths` are padded: the columns are enough for the longest prompt of
     all ranks and `max_tokens`. `min_tokens`: so many come before the end may.
     """
 
     def __init__(
-        self, prompts: Tensor, lengths: Tensor, *, max_tokens: int, min_tokens: int = 0, num_live: int = 1
-    ) -> None:
+        self, prompts: Tensor, lengths: Tensor, *, max_tokens: int, min_tokens: int = 0, beam: int = 1,
+        length_penalty: float = 1.0,
+    ) -> None:  # fmt: skip
         self.lengths, self.max_tokens, self.min_tokens = lengths, max_tokens, min_tokens
-        self.tokens = prompts.unsqueeze(1).repeat(1, num_live, 1)
-        self.logprob = torch.zeros(len(prompts), num_live, device=prompts.device)
-        self.done = torch.zeros_like(lengths, dtype=torch.bool)
-
-    def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
-        """Decide on `column` from log-probabilities [B, K, V]; which rows live on, if not each its own."""
-        generated = self._generated(column, logprobs)
-        active = (generated > 0) & ~self.done
-        chosen = logprobs[:, 0].argmax(dim=-1)
-        gained = logprobs[:, 0].gather(1, chosen[:, None])
-        self.logprob += torch.where(active[:, None], gained, 0.0)
-        self.tokens[:, 0, column] = torch.where(active, chosen, self.tokens[:, 0, column])
-        self.done |= active & ((chosen == EOS) | (generated == self.max_tokens))
-        return None
-
-    def _generated(self, column: int, logprobs: Tensor) -> Tensor:
-        """Tokens of each prompt with that of `column`; while too few, `logprobs` of the end becomes -inf."""
-        generated = column - self.lengths + 1
-        if self.min_tokens:
-            logprobs[:, :, EOS].masked_fill_((generated <= self.min_tokens)[:, None], -math.inf)
-        return generated
-
-    def hypotheses(self) -> list[list[Hypothesis]]:
-        """Per prompt what was generated, best first."""
-        parts = (self.tokens[:, 0], self.lengths, self.logprob[:, 0])
-        rows = zip(*(part.tolist() for part in parts), strict=True)
-        return [[Hypothesis(_until_end(row[length:]), p, p)] for row, length, p in rows]
-
-
-class BeamSearch(GreedySearch):
-    """Beam search with K = `beam`."""
-
-    def __init__(self, *prompts: Tensor, beam: int, length_penalty: float, **sizes: Any) -> None:
-        super().__init__(*prompts, num_live=beam, **sizes)
         self.beam, self.length_penalty = beam, length_penalty
+        self.tokens = prompts.unsqueeze(1).repeat(1, beam, 1)
+        self.logprob = torch.zeros(len(prompts), beam, device=prompts.device)
         self.logprob[:, 1:] = -math.inf  # so far, all live sequences are one
+        self.done = torch.zeros_like(lengths, dtype=torch.bool)
         self.ended = self.tokens.clone()
         self.ended_logprob = torch.full_like(self.logprob, -math.inf)
         self.ended_score = torch.full_like(self.logprob, -math.inf)
         self.num_ended = torch.zeros_like(self.lengths)
 
     def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
-        """As above; the rows that live on are [B K]."""
+        """Decide on `column` from log-probabilities [B, K, V]; which rows [B K] live on, if not each its own.
+
+        While there are too few tokens, `logprobs` of the end becomes -inf.
+        """
         num_prompts, beam, vocab = logprobs.shape
-        generated = self._generated(column, logprobs)
+        generated = column - self.lengths + 1
+        if self.min_tokens:
+            logprobs[:, :, EOS].masked_fill_((generated <= self.min_tokens)[:, None], -math.inf)
         active = (generated > 0) & ~self.done
         totals = (self.logprob.unsqueeze(-1) + logprobs).flatten(1)
         best, place = totals.topk(min(2 * beam, totals.shape[1]), dim=1)
@@ -111,7 +86,7 @@ class BeamSearch(GreedySearch):
         self.tokens = live
         self.done |= active & ((self.num_ended >= beam) | (generated == self.max_tokens))
         first = torch.arange(num_prompts, device=token.device)[:, None] * beam
-        return (first + origin).flatten()
+        return (first + origin).flatten() if beam > 1 else None
 
     def _keep_ended(self, candidates: Tensor, logprob: Tensor, ends: Tensor, generated: Tensor) -> None:
         """Take the candidates that end to the K best of the finished."""
@@ -135,42 +110,33 @@ class BeamSearch(GreedySearch):
 
 
 def advance_all(
-    model: TransformerDecoder, search: GreedySearch, *, first: int, cached: bool = True, dp: MeshAxis = ALONE,
-    is_fake: bool = False,
-) -> None:  # fmt: skip
+    model: TransformerDecoder, search: BeamSearch, *, first: int, dp: MeshAxis = ALONE, is_fake: bool = False
+) -> None:
     """Run `search` on `model` from column `first` (at most the shortest prompt's length, and at least 1).
 
-    `dp`: the ranks that take the same steps. Not `cached`: every step computes all tokens anew. Of the
-    special tokens only the end is ever predicted.
+    `dp`: the ranks that take the same steps. Of the special tokens only the end is ever predicted. Fake
+    tensors do not say whether a rank has a prompt left, and there always is one.
     """
     num_prompts, num_live, width = search.tokens.shape
-    cache = model.new_cache(num_prompts * num_live, width) if cached else None
-    known = 0
+    cache = model.new_cache(num_prompts * num_live, width)
     for column in range(first, width):
-        logprobs = _next_logprobs(model, search.tokens[:, :, known:column].flatten(0, 1), cache)
+        logprobs = next_logprobs(model, search.tokens[:, :, cache.length : column].flatten(0, 1), cache)
         origin = search.advance(column, logprobs.view(num_prompts, num_live, -1))
         del logprobs
-        if cache is not None:
-            known = column
-            if origin is not None:
-                cache.reorder(origin)
-        if _all_done(search.done, dp, is_fake):
+        if origin is not None:
+            cache.reorder(origin)
+        open_prompts = all_sum((~search.done).sum(), dp)
+        if not is_fake and int(open_prompts) == 0:
             return
 
 
-def _next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | None) -> Tensor:
+def next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | None) -> Tensor:
     """Log-probabilities [B, V] of what follows `tokens` [B, T]: words, or the end."""
     logits = model(tokens, cache=cache, last_only=True).logits
     logprobs = model.embed_tokens.logprobs(logits.squeeze(1))
     logprobs[:, :EOS].fill_(-math.inf)
     logprobs[:, UNK].fill_(-math.inf)
     return logprobs
-
-
-def _all_done(done: Tensor, dp: MeshAxis, is_fake: bool) -> bool:
-    """Whether no rank of `dp` has a prompt left; fake tensors do not say, and there always is one."""
-    open_prompts = all_sum((~done).sum(), dp)
-    return not is_fake and int(open_prompts) == 0
 
 
 def _until_end(tokens: list[int]) -> list[int]:
