@@ -114,8 +114,7 @@ def advance_all(
 ) -> None:
     """Run `search` on `model` from column `first` (at most the shortest prompt's length, and at least 1).
 
-    `dp`: the ranks that take the same steps. Of the special tokens only the end is ever predicted. Fake
-    tensors do not say whether a rank has a prompt left, and there always is one.
+    `dp`: the ranks that take the same steps. Of the special tokens only the end is ever predicted.
     """
     num_prompts, num_live, width = search.tokens.shape
     cache = model.new_cache(num_prompts * num_live, width)
@@ -125,9 +124,14 @@ def advance_all(
         del logprobs
         if origin is not None:
             cache.reorder(origin)
-        open_prompts = all_sum((~search.done).sum(), dp)
-        if not is_fake and int(open_prompts) == 0:
+        if _all_done(search.done, dp, is_fake):
             return
+
+
+def _all_done(done: Tensor, dp: MeshAxis, is_fake: bool) -> bool:
+    """Whether no rank of `dp` has a prompt left; fake tensors do not say, and there always is one."""
+    open_prompts = all_sum((~done).sum(), dp)
+    return not is_fake and int(open_prompts) == 0
 
 
 def next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | None) -> Tensor:

@@ -1,8 +1,10 @@
 """Fused attention on the tokens and heads of one rank, its keys and values gathered over the sequence.
 
-A rank has projected queries, keys and values of its own tokens: qkv [tokens x batch, (heads + 2 kv_heads)
-d], tokens outermost. Keys and values of the other ranks are all-gathered when they are needed, forward and
-backward; what is kept are the own ones.
+A rank has projected queries, keys and values of its own tokens: qkv [tokens x batch, (heads + 2 kv_heads) d],
+tokens outermost. Tokens that attend are spans of positions, `((begin, end), ...)`: under a causal mask later
+tokens cost more, so a sequence over n ranks is cut in 2n chunks and rank r holds the chunks r and 2n - 1 - r:
+all ranks see as many keys. Keys and values of the other ranks are all-gathered when they are needed, forward
+and backward; what is kept are the own ones.
 """
 
 from __future__ import annotations
@@ -10,13 +12,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from meshwise.runtime.programs.attention_kernels import attention, attention_backward
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
-from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, rank_spans
 from meshwise.runtime.recorder import OpRecorder
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def chunk_order(num_ranks: int, *, is_causal: bool) -> list[int]:
+    """The chunks of a sequence in the order in which the ranks hold them: 0 3 1 2 for two causal ranks."""
+    if not is_causal or num_ranks == 1:
+        return list(range(num_ranks))
+    return [chunk for rank in range(num_ranks) for chunk in (rank, 2 * num_ranks - 1 - rank)]
+
+
+def rank_spans(seq: int, along: MeshAxis, *, is_causal: bool) -> Spans:
+    """The tokens of this one of the ranks over which a sequence is cut."""
+    order = chunk_order(along.size, is_causal=is_causal)
+    size = seq // len(order)
+    mine = np.split(np.array(order), along.size)[along.index].tolist()
+    return tuple((chunk * size, (chunk + 1) * size) for chunk in mine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,14 +6,14 @@
 What differs is which tokens and columns of x and which piece of each weight a rank holds (`layouts`), and so
 over which axes the products, the norms and the attention work (`BlockParts`). A product says what a layout
 makes of C = A B and its gradients; it keeps the rank's own blocks. `Gathered` serves one and three
-dimensions, `summa.Summa` two.
+dimensions, `Summa` two: a grid of columns x rows, in one or several depths (`program.grid`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +23,18 @@ from meshwise.model.architecture import Layer, Model
 from meshwise.model.weights import block_weights
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.norm import Norm
+from meshwise.runtime.programs.tensor_parallel import exchange
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, start_gather, start_scatter
 from meshwise.runtime.recorder import OpRecorder
 
 
-class DistributedProduct(Protocol):
-    """C = A B, each operand in blocks over the ranks."""
-
-    def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The rank's block of C + bias."""
-
-    def backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rank's blocks of dA and dB, and the dC whose rows sum to the bias's gradient."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A is gathered over one axis, B over another, C scattered over the third, all by rows."""
+    """A is gathered over one axis, B over another, C scattered over the third, all by rows.
+
+    The forward gives the rank's block of C + bias, the backward its blocks of dA and dB, and the dC whose
+    rows sum to the bias's gradient.
+    """
 
     a: MeshAxis
     b: MeshAxis
@@ -59,6 +54,77 @@ class Gathered:
         scattering = start_scatter(torch.mm(grad, right.t()), self.a)
         db = start_scatter(torch.mm(gathering().t(), grad), self.b)()
         return scattering(), db, grad
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Summa:
+    """SUMMA on a grid: `in_row` are the ranks of a rank's row, one per column; `in_column` those of its
+    column.
+
+    Each panel is on its way while the one before is multiplied. Each of several `depths` has the rows of its
+    tokens, and they add up dB.
+    """
+
+    in_row: MeshAxis
+    in_column: MeshAxis
+    panels: int
+    depths: MeshAxis
+
+    def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """C = A B + bias: a [m, k / columns], b [k / rows, n] -> [m, n]; both operands travel."""
+        c: Tensor | None = None
+        panels = self._fetched(a, 1, self.in_row), self._fetched(b, 0, self.in_column)
+        for left, right in zip(*panels, strict=True):
+            if c is not None:
+                c.addmm_(left, right)
+            else:
+                c = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+        assert c is not None
+        return c
+
+    def backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dA = dC B', dB = A' dC: one operand travels, and the result."""
+        panels = (torch.mm(grad, right.t()) for right in self._fetched(b, 0, self.in_column))
+        da = self._delivered(panels, torch.empty_like(a), 1, self.in_row)
+        panels = (torch.mm(left.t(), grad) for left in self._fetched(a, 1, self.in_row))
+        db = self._delivered(panels, torch.empty_like(b), 0, self.in_column)
+        return da, exchange.all_sum(db, self.depths), grad
+
+    def _panel(self, x: Tensor, number: int, dim: int, along: MeshAxis) -> tuple[Tensor, int]:
+        """Where panel `number` lies in the block x, cut in `dim` over `along`, and which rank owns it."""
+        per_rank = self.panels // along.size
+        return x.chunk(per_rank, dim)[number % per_rank], number // per_rank
+
+    def _fetched(self, x: Tensor, dim: int, along: MeshAxis) -> Iterator[Tensor]:
+        """All panels of the blocks x, one after the other, the next on its way while one is used."""
+        coming = exchange.start_broadcast(*self._panel(x, 0, dim, along), along)
+        for number in range(1, self.panels + 1):
+            panel = coming()
+            if number < self.panels:
+                coming = exchange.start_broadcast(*self._panel(x, number, dim, along), along)
+            yield panel
+
+    def _delivered(self, panels: Iterator[Tensor], block: Tensor, dim: int, along: MeshAxis) -> Tensor:
+        """`block`, filled with the sums of its panels, one on its way while the next is made."""
+        going: list[tuple[int, exchange.Finish]] = []
+
+        def put(number: int, finish: exchange.Finish) -> None:
+            place, owner = self._panel(block, number, dim, along)
+            panel = finish()
+            if owner == along.index:
+                place.copy_(panel)
+
+        for number, panel in enumerate(panels):
+            owner = self._panel(block, number, dim, along)[1]
+            going.append((number, exchange.start_reduce(panel, owner, along)))
+            if len(going) > 1:
+                put(*going.pop(0))
+        put(*going.pop())
+        return block
+
+
+DistributedProduct = Gathered | Summa
+"""C = A B, each operand in blocks over the ranks."""
 
 
 class DistributedLinear(torch.autograd.Function):

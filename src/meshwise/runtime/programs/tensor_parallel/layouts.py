@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwise.model.architecture import Model
@@ -21,11 +22,11 @@ from meshwise.program.cut import Cut
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.heads import deal
 from meshwise.runtime.programs.tensor_parallel.attention import FusedAttention, LocalHeads
-from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Gathered, Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Gathered, Summa, Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, axis
-from meshwise.runtime.programs.tensor_parallel.spans import Index, part, split
-from meshwise.runtime.programs.tensor_parallel.summa import Summa, SummaGrid
 
+Index = NDArray[np.int64]
+"""Columns of a matrix, since a rank's part of a fused projection lies scattered in the whole."""
 Pieces = Mapping[str, tuple[Index, ...]]
 
 
@@ -120,7 +121,7 @@ def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
     for first, second in PAIRS:
         matrices[first] = part(np.arange(model.hidden), column), _inner(model, first, row)[row.index]
         matrices[second] = part(np.concatenate(_inner(model, second, row)), column), own
-    summa = Summa(SummaGrid(row, column, math.lcm(row.size, column.size)), depth)
+    summa = Summa(row, column, math.lcm(row.size, column.size), depth)
     return TensorLayout(
         parts=BlockParts(
             model=model, recorder=context.recorder, into_pair=summa, out_of_pair=summa, row_axis=row,
@@ -154,6 +155,11 @@ PAIRS = (("qkv", "out_proj"), ("fc1", "fc2"))
 """First and second matmul of attention and of the MLP."""
 
 
+def part(whole: Index, along: MeshAxis) -> Index:
+    """This rank's equal part of `whole`, cut over the ranks of an axis."""
+    return np.split(whole, along.size)[along.index]
+
+
 def _heads(context: Context, model: Model, cut: Cut, along: MeshAxis, parts: int) -> LocalHeads:
     """1 / `parts` of the heads over a sequence that is cut `along` an axis."""
     return LocalHeads(
@@ -168,7 +174,11 @@ def _positions(heads: LocalHeads) -> Index:
 
 
 def _inner(model: Model, name: str, along: MeshAxis) -> list[Index]:
-    """The columns of a first matrix (rows of a second) that each rank of `along` holds."""
+    """The columns of a first matrix (rows of a second) that each rank of `along` holds.
+
+    A matrix is fused of sections of (units, width), heads and their size; a rank has its share of the units
+    of every section.
+    """
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
     sections = {
         "qkv": [(heads, dim), (kv_heads, dim), (kv_heads, dim)],
@@ -176,7 +186,15 @@ def _inner(model: Model, name: str, along: MeshAxis) -> list[Index]:
         "fc1": [(model.ffn_hidden, 1)] * (1 + model.gated),
         "fc2": [(model.ffn_hidden, 1)],
     }
-    return split(sections[name], along.size)
+    parts: list[list[Index]] = [[] for _ in range(along.size)]
+    start = 0
+    for units, width in sections[name]:
+        for own, piece in zip(
+            parts, np.split(np.arange(start, start + units * width), along.size), strict=True
+        ):
+            own.append(piece)
+        start += units * width
+    return [np.concatenate(pieces) for pieces in parts]
 
 
 def _with_vectors(model: Model, matrices: Pieces, norm_columns: Index) -> Pieces:
