@@ -17,9 +17,9 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from meshwise.model.weights import num_params
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
+from meshwise.runtime.fakes import Parts
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
-from meshwise.runtime.programs.cut_on_demand import Parts
 from meshwise.runtime.programs.linear_layers import Product
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train import the_model

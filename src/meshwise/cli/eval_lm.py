@@ -59,8 +59,7 @@ def eval_lm(
     """
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.gpt_config import find_gpt_config
-    from meshwise.program.expert_parallel import check_tp, place
-    from meshwise.program.expert_pass import new_pass
+    from meshwise.program.expert_pass import check_tp, new_pass, place
     from meshwise.program.generation import Generation, generation_events
     from meshwise.program.lifetime import peak_bytes
     from meshwise.published.moe_inference import has_rate, report, side_by_side, variants, what_if

@@ -41,6 +41,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
+from meshwise.program.exchange import FSDP2, at_stage
 from meshwise.program.fsdp2 import (
     Unit,
     held_params,
@@ -52,7 +53,6 @@ from meshwise.program.fsdp2 import (
 from meshwise.program.moments import PartBytes
 from meshwise.program.order import ACTIVE_CHUNKS, Moments, moments
 from meshwise.program.parts import block_input_bytes
-from meshwise.program.sharding import FSDP2, at_stage
 from meshwise.program.walk import mapped, selected
 
 _LIKE = {"dualpipe-v": "zb-v", "zb-v": "zb-v", "dualpipe": "dualpipe"}

@@ -27,10 +27,9 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import Held
+from meshwise.program.exchange import STAGES, Column, Held, at_stage
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.serving import cache_bytes, is_wide, working_bytes
-from meshwise.program.sharding import STAGES, Column, at_stage
 
 OPTIMIZER_BYTES = {
     "adam": 12.0,  # fp32 master, m, v

@@ -27,8 +27,8 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import V_SHAPED, Stage
 from meshwise.program.exchange import Exchange
+from meshwise.program.op import op_row
 from meshwise.program.parts import EMBEDDING, HEAD
-from meshwise.program.row import op_row
 from meshwise.program.walk import with_saved_bytes
 
 Row = dict[str, Any]

@@ -30,10 +30,17 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
 from meshwise.program import fsdp2, muon
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
+from meshwise.program.exchange import (
+    STAGES,
+    Exchange,
+    Held,
+    at_stage,
+    exchanges,
+    num_reductions,
+    shared_weights,
+)
 from meshwise.program.implementation import shards_each_weight
 from meshwise.program.op import Op
-from meshwise.program.sharding import STAGES, at_stage, num_reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

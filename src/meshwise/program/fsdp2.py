@@ -17,6 +17,11 @@ summed over tp one by one, once a step; the sums of several microbatches are fp3
 of them. So has a table that both ends of a pipeline read: a tied one, or that in which multi-token prediction
 looks up the next token.
 
+Beside weights in fp32, which need no master copy, AdamW keeps two moments in the type of the weights. In 8
+bits (arXiv 2110.02861, as bitsandbytes stores them) each is a byte a number and an fp32 scale for each
+`BLOCK` numbers of a tensor; tensors of fewer than `LEAST` numbers keep fp32. Muon keeps one momentum of each
+matrix.
+
 Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
 """
 
@@ -48,12 +53,31 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import Exchange, replicas
-from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
+from meshwise.program.exchange import FSDP2, Exchange, at_stage, num_reductions, replicas
 from meshwise.program.order import gathers
-from meshwise.program.sharding import FSDP2, at_stage, num_reductions
 from meshwise.program.tensor_1d import shards
 from meshwise.program.weights_of_ops import is_quantized
+
+STATES = {"adam": 2.0, "adam-fp32": 2.0, "adam-bf16": 2.0, "muon": 1.0, "sgd": 0.0, "none": 0.0}
+"""Numbers, in the type of the weights, that optimizers keep for each."""
+BLOCK = 256
+"""Numbers of a moment in 8 bits that share a scale."""
+LEAST = 4096
+"""Numbers of the smallest tensor whose moments are kept in 8 bits."""
+
+
+def by_muon(weight: Weight) -> bool:
+    """Whether `optimizer=muon` moves a weight by Muon, not by AdamW: matrices between the model's ends."""
+    return weight.is_matrix and weight.trains and weight.module not in ("embedding", "head")
+
+
+def state_bytes(optimizer: str, size: Num, elem_bytes: float) -> Num:
+    """Bytes of the states of one tensor of `size` numbers of `elem_bytes` each."""
+    if optimizer != "adam-8bit":
+        return STATES[optimizer] * elem_bytes * size
+    wide, narrow = 4.0 * size, size + 4.0 * np.ceil(size / BLOCK)
+    return 2.0 * np.where(np.asarray(size) < LEAST, wide, narrow)
+
 
 FROZEN_GROUP = 64
 """Numbers of a row of a frozen matrix in few bits that share an fp32 scale (QLoRA's blocks)."""

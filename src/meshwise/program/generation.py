@@ -19,8 +19,15 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
-from meshwise.program.expert_parallel import Placement, num_slots
-from meshwise.program.expert_pass import Pass, forward, log_softmax, model_tensors, shifted_logits
+from meshwise.program.expert_pass import (
+    Pass,
+    Placement,
+    forward,
+    log_softmax,
+    model_tensors,
+    num_slots,
+    shifted_logits,
+)
 from meshwise.program.lifetime import Script, ops_of
 from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor

@@ -19,8 +19,7 @@ import numpy as np
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
-from meshwise.program.op import Op, collective, work
-from meshwise.program.row import op_row
+from meshwise.program.op import Op, collective, op_row, work
 from meshwise.program.tape import Tape
 from meshwise.program.tensor import ELEMENT_BYTES, Tensor, bytes_of
 

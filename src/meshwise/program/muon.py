@@ -18,9 +18,8 @@ from meshwise.model.weights import Weight
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
-from meshwise.program.fsdp2 import Unit
+from meshwise.program.fsdp2 import Unit, by_muon
 from meshwise.program.op import Op
-from meshwise.program.optimizer_states import by_muon
 
 ITERATIONS = 5
 """Of Newton and Schulz: what Muon's authors and torch take."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec import Struct, structs
 
 from meshwise.core.units import WEIGHT_BITS, Num
+from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import KERNELS, Cost, matmul, matmul_flop
 from meshwise.model.weights import Weight
 from meshwise.program.tensor import Tensor, bytes_of, exchanged, made
@@ -347,3 +348,33 @@ def backward_last(ops: list[Op]) -> list[Op]:
         else:
             groups.append([op])
     return forward + [op for group in reversed(groups) for op in group]
+
+
+def op_row(op: Op, *, weight_elem_bytes: float = 2.0) -> dict[str, Any]:
+    """The columns of one occurrence of `op`, and how often it occurs.
+
+    `weight_elem_bytes`: size [bytes] of an element of the weights that the op reads.
+    """
+    row: dict[str, Any] = {
+        "module": op.module,
+        "op": op.name,
+        "phase": op.phase,
+        "count": float(op.count),
+        "shape": tuple(float(dim) for dim in op.shape),
+        "dtype": op.dtype,
+    }
+    if op.kind == "collective":
+        return row | {
+            "collective": op.collective,
+            "axis": op.axis,
+            "group_size": float(op.group_size),
+            "payload_bytes": float(op.payload_bytes),
+            "sent_bytes": float(sent_bytes(op.collective, op.payload_bytes, op.group_size)),  # type: ignore[arg-type]
+        }
+    return row | {
+        "flop": float(op.cost.flop),
+        "read_bytes": float(op.cost.read_bytes),
+        "write_bytes": float(op.cost.write_bytes),
+        "saved_bytes": float(op.saved_bytes),
+        "weight_bytes": float(op.num_params) * weight_elem_bytes,
+    }

@@ -277,7 +277,7 @@ def _context(device_type: str) -> Any:
 
 def _serve(place: RankPlace, port: int, threads: int, pipe: Connection) -> None:
     """The life of a rank: answer calls, each in a process group of its own, until told to stop."""
-    from meshwise.runtime.torch_caches import forget  # imports DTensor, which no launcher needs
+    from meshwise.runtime.programs.context import forget  # imports DTensor, which no launcher needs
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
     _die_with_launcher()

@@ -31,7 +31,7 @@ import meshwise.runtime.programs.train_reference  # noqa: E402
 import meshwise.runtime.programs.training  # noqa: E402
 import meshwise.runtime.run  # noqa: E402
 import meshwise.runtime.start  # noqa: E402, F401
-from meshwise.runtime.torch_caches import freeze  # noqa: E402
+from meshwise.runtime.programs.context import freeze  # noqa: E402
 
 freeze()
 gc.enable()

@@ -36,12 +36,10 @@ from meshwise.model.architecture import Model, MoE, is_moe_layer
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.chunked_loss import loss_in_chunks
-from meshwise.runtime.programs.functions import Rotate, SwiGLU
-from meshwise.runtime.programs.heads import deal_back, deal_heads
+from meshwise.runtime.programs.functions import Norm, Rotate, SwiGLU
 from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, is_adapter, local
-from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.per_op import per_op_contexts
-from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, deal_back, deal_heads
 from meshwise.runtime.recorder import OpRecorder
 
 

@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import DataError, WorkloadError
-from meshwise.program.expert_parallel import num_slots
-from meshwise.program.expert_pass import evaluation, new_pass, num_passes
+from meshwise.program.expert_pass import evaluation, new_pass, num_passes, num_slots
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import program_options

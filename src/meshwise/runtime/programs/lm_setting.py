@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, with_vocab
-from meshwise.program.expert_parallel import Placement, check_tp, place
+from meshwise.program.expert_pass import Placement, check_tp, place
 from meshwise.runtime.programs.text_data import NUM_TOKENS
 
 

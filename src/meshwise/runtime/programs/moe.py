@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
-from meshwise.program.expert_parallel import num_slots
+from meshwise.program.expert_pass import num_slots
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, all_to_all
 
 SAMPLE_FRACTION = 0.2

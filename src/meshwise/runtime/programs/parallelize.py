@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 
-from meshwise.runtime.programs.cut_on_demand import Parts
+from meshwise.runtime.fakes import Parts
 from meshwise.runtime.programs.decoder import (
     WHOLE,
     Block,

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
-from meshwise.program.expert_parallel import Placement
+from meshwise.program.expert_pass import Placement
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.lm_setting import LanguageModelSetting
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu

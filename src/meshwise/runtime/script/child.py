@@ -29,17 +29,15 @@ from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import booked_by
+from meshwise.runtime.fakes import Parts
 from meshwise.runtime.launch import die_with_parent
-from meshwise.runtime.programs.cut_on_demand import Parts
 from meshwise.runtime.script.cuda import supply_cuda_module, supply_cuda_objects
 from meshwise.runtime.script.files import Files
-from meshwise.runtime.script.guesses import Guesses, place_of
-from meshwise.runtime.script.letters import FAILED, Letters
-from meshwise.runtime.script.process_group import supply_process_groups
+from meshwise.runtime.script.process_group import FAILED, Letters, supply_process_groups
 from meshwise.runtime.script.recording import ScriptRecorder, ScriptTape
 from meshwise.runtime.script.start import BEGUN, OWNER, REPORT
 from meshwise.runtime.script.tensors import supply_tensors
-from meshwise.runtime.script.values import ScriptMode
+from meshwise.runtime.script.values import Guesses, ScriptMode, place_of
 from meshwise.runtime.torch_private import fsdp_param
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from meshwise.runtime.script.guesses import Guesses
-from meshwise.runtime.script.values import shadow_of
+from meshwise.runtime.script.values import Guesses, shadow_of
 from meshwise.runtime.torch_private import ShardedTensor, disable_current_modes, tree_map
 from meshwise.runtime.when_imported import when_imported
 

@@ -14,8 +14,7 @@ import torch.nn.attention.flex_attention as flex_attention
 import torch.nn.functional as F
 
 from meshwise.runtime.fakes import leave_whole
-from meshwise.runtime.script.guesses import Guesses
-from meshwise.runtime.script.values import forget, shadow_of
+from meshwise.runtime.script.values import Guesses, forget, shadow_of
 from meshwise.runtime.torch_private import FakeTensor, swap_tensor_impl, tree_leaves
 from meshwise.runtime.when_imported import when_imported
 

@@ -19,8 +19,7 @@ from meshwise.plan.layouts import check_grid, default_grid
 from meshwise.program.block import block as block_ops
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
-from meshwise.program.op import precision
-from meshwise.program.row import op_row
+from meshwise.program.op import op_row, precision
 from meshwise.program.tape import Tape
 from meshwise.program.walk import with_saved_bytes
 from meshwise.runtime.programs import check_divides, program_options

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from meshwise.model.architecture import Layer, Model
 from meshwise.model.weights import block_weights
-from meshwise.runtime.programs.functions import SwiGLU
-from meshwise.runtime.programs.norm import Norm
+from meshwise.runtime.programs.functions import Norm, SwiGLU
 from meshwise.runtime.programs.tensor_parallel import exchange
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, start_gather, start_scatter
 from meshwise.runtime.recorder import OpRecorder

@@ -20,10 +20,9 @@ from torch import Tensor
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.heads import deal
 from meshwise.runtime.programs.tensor_parallel.attention import FusedAttention, LocalHeads
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Gathered, Summa, Weights, shapes
-from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, axis
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, axis, deal
 
 Index = NDArray[np.int64]
 """Columns of a matrix, since a rank's part of a fused projection lies scattered in the whole."""

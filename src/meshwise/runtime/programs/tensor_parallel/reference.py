@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.norm import EPSILON
+from meshwise.runtime.programs.functions import EPSILON
 from meshwise.runtime.programs.reference import largest_differences
 from meshwise.runtime.programs.tensor_parallel.block import Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.layouts import TensorLayout
