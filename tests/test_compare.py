@@ -19,7 +19,7 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run, new_tape
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options
-from meshwise.runtime.run import run_rank
+from meshwise.runtime.start import run_rank
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs.eval_lm import Options, check
 from meshwise.runtime.programs.text_data import PAD, read_blocks
 from meshwise.runtime.programs.transformer_lm import sinusoidal_positions
-from meshwise.runtime.run import run_rank
+from meshwise.runtime.start import run_rank
 from ranks import run_bare
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from meshwise.runtime.programs.generate import Options, check, generation
 from meshwise.runtime.programs.search import BeamSearch, advance_all, next_logprobs
 from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL, PAD
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
-from meshwise.runtime.run import run_rank
+from meshwise.runtime.start import run_rank
 from ranks import run_bare
 
 pytestmark = pytest.mark.slow

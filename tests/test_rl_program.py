@@ -12,7 +12,7 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, parse_options
 from meshwise.runtime.programs.rl import the_model
-from meshwise.runtime.run import run_rank
+from meshwise.runtime.start import run_rank
 from ranks import run_bare
 
 pytestmark = pytest.mark.slow

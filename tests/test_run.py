@@ -32,7 +32,7 @@ from meshwise.runtime.launch import (
     outside_place,
 )
 from meshwise.runtime.programs import find_program, make_options
-from meshwise.runtime.run import run_rank
+from meshwise.runtime.start import run_rank
 from ports import own_port
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.linear_layers import Product
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train import the_model
-from meshwise.runtime.run import run_rank
+from meshwise.runtime.start import run_rank
 from ranks import run_bare
 
 pytestmark = pytest.mark.slow

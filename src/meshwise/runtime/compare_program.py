@@ -14,7 +14,7 @@ from meshwise.program.tape import Tape
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import Program
-from meshwise.runtime.run import run_rank
+from meshwise.runtime.start import run_rank
 
 
 def compare_program(

@@ -88,7 +88,7 @@ class Silent:
 class Parts:
     """The parts of `whole` along `dim` as `torch.chunk` cuts them, empty ones behind, each made on demand.
 
-    FSDP2 cuts each weight into one part a rank to take its own; in a dry run of a large world, such views of all
+    FSDP2 cuts each weight into one part a rank to take its own; in a dry run of a large world, these views of
     weights take longer than the step itself.
     """
 

@@ -12,22 +12,53 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import DataError, WorkloadError
-from meshwise.program.expert_pass import evaluation, new_pass, num_passes, num_slots
+from meshwise.model.gpt_config import GptConfig, find_gpt_config, with_vocab
+from meshwise.program.expert_pass import (
+    Placement,
+    check_tp,
+    evaluation,
+    new_pass,
+    num_passes,
+    num_slots,
+    place,
+)
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import program_options
-from meshwise.runtime.programs.lm_setting import LanguageModelSetting, setting
-from meshwise.runtime.programs.text_data import Blocks, read_blocks, text_files
+from meshwise.runtime.programs.text_data import NUM_TOKENS, Blocks, read_blocks, text_files
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwise.runtime.programs.context import Context
     from meshwise.runtime.programs.transformer_lm import TransformerDecoder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LanguageModelSetting:
+    """What the options mean: the model, where it lies, and its element type."""
+
+    config: GptConfig
+    placement: Placement
+    dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        """What a program's result says of it."""
+        return {"dtype": self.dtype, **{name: getattr(self.placement, name) for name in ("tp", "dp", "ep")}}
+
+
+def setting(options: Any, ranks: int) -> LanguageModelSetting:
+    """The setting of `options` on `ranks`; a MeshwiseError if it has none."""
+    config = with_vocab(find_gpt_config(options.config, options.override), NUM_TOKENS)
+    num_experts = config.moe_expert_count if config.num_moe_layers else 0
+    placement = place(ranks, num_experts, tp=options.tp, ep=options.ep or None)
+    check_tp(config, options.tp)
+    return LanguageModelSetting(config, placement, options.dtype or ("fp16" if config.fp16 else "fp32"))
+
 
 SAYS_RESULT = True
 
@@ -65,7 +96,9 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     begin_s = time.perf_counter()
     found = setting(options, context.world_size)
     shard, dp = lm_model.join(found.placement, context)
-    model = lm_model.new_model(options.seed, found, shard, context, grouped=options.grouped_gemm)
+    model = lm_model.new_model(
+        options.seed, found.config, found.dtype, shard, context, grouped=options.grouped_gemm
+    )
     blocks, size = _blocks(options, found), found.config.batch_size_valid
     num_batches = -(-len(blocks) // size)
     num_steps = num_passes(num_batches, dp.size, options.max_valid_steps)

@@ -22,7 +22,7 @@ from meshwise.program.generation import Generation, generation_events
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import program_options
-from meshwise.runtime.programs.lm_setting import LanguageModelSetting, setting
+from meshwise.runtime.programs.eval_lm import LanguageModelSetting, setting
 from meshwise.runtime.programs.text_data import EOS, PAD, decode, encode, read_blocks
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     shard, dp = lm_model.join(found.placement, context)
     prompts = _prompts(options)
     columns = max(map(len, prompts)) + options.max_tokens
-    model = lm_model.new_model(options.seed, found, shard, context, max_positions=columns)
+    model = lm_model.new_model(options.seed, found.config, found.dtype, shard, context, max_positions=columns)
     mine = list(range(dp.index, len(prompts), dp.size))
     num_rows = -(-len(prompts) // dp.size)
     rows = [prompts[number] for number in mine + [0] * (num_rows - len(mine))]  # who has fewer repeats one

@@ -34,7 +34,6 @@ from torch.profiler import record_function
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_pass import Placement
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.lm_setting import LanguageModelSetting
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, axis, start_gather
 from meshwise.runtime.programs.text_data import PAD
@@ -363,12 +362,11 @@ def sections(context: Context) -> Callable[[str], Any]:
 
 
 def new_model(
-    seed: int, found: LanguageModelSetting, shard: Shard, context: Context, **how: Any
+    seed: int, config: GptConfig, dtype: str, shard: Shard, context: Context, **how: Any
 ) -> TransformerDecoder:
     """The model as this rank holds it, filled at random from a seed; `how` as for `TransformerDecoder`."""
-    dtype = context.dtype(found.dtype)
     with context.recorder.setup():
-        model = TransformerDecoder(found.config, shard, device=context.device, dtype=dtype, **how)
+        model = TransformerDecoder(config, shard, device=context.device, dtype=context.dtype(dtype), **how)
         context.recorder.weights(*model.parameters())
         if not context.is_fake:
             with disable_current_modes():  # whole tensors, of which pieces are cut, are not the program's
