@@ -121,8 +121,7 @@ class Pass:
 
     `batch` B sequences of `length` T tokens; with a cache they follow `past` tokens, and only the last one's
     logits are made. `capacity` C, `ep` W, `tp` P; `grouped`: the experts of a
-    rank in one batched GEMM. `tp_rank` matters only to which biases count as weights. `section`: the part of
-    the program that the model runs in, which its rows are named by.
+    rank in one batched GEMM. `tp_rank` matters only to which biases count as weights.
     """
 
     config: GptConfig
@@ -136,7 +135,6 @@ class Pass:
     dtype: str = "fp16"
     grouped: bool = False
     tp_rank: int = 0
-    section: str = "eval_lm"
 
     @property
     def elem_bytes(self) -> float:
@@ -183,21 +181,6 @@ class Pass:
         """S E C, elements of a dense routing tensor."""
         return self.tokens * self.slots
 
-    @property
-    def decoder(self) -> str:
-        """Module of the whole model's own ops."""
-        return f"{self.section}/TransformerDecoder"
-
-    @property
-    def dense(self) -> str:
-        """Module of the layers without experts."""
-        return f"{self.decoder}/TransformerDecoderLayer without MoE"
-
-    @property
-    def moe(self) -> str:
-        """Module of the layers with experts."""
-        return f"{self.decoder}/TransformerDecoderLayer with MoE"
-
 
 FIRST_POSITION = 2
 """Rows of the table of positions before that of the first token: fairseq's padding index, and one."""
@@ -235,15 +218,9 @@ def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
     return needed if max_valid_steps is None else min(needed, max_valid_steps + 1)
 
 
-def new_script(of: Pass) -> Script:
-    """An empty program in the type of `of`."""
-    return Script(module=of.section, dtype=of.dtype)
-
-
 def evaluation(of: Pass) -> list[Op]:
     """One pass of evaluation on a rank: the model, its running sums, a batch through it, and its loss."""
-    s = new_script(of)
-    config = of.config
+    s, config = Script(module="eval_lm", dtype=of.dtype), of.config
     held = [s.new("inputs", of.tokens, dtype="int64"), s.new("targets", of.tokens, dtype="int64")]
     held.append(s.new("running sums", 2 + 4 * config.top_k, dtype="fp64"))
     weights = model_tensors(of, s, config.tokens_per_sample)
@@ -285,7 +262,7 @@ def model_tensors(of: Pass, s: Script, max_positions: int) -> dict[str, Tensor]:
 
 def rank_params(of: Pass) -> Num:
     """Parameters that a rank holds."""
-    tensors = model_tensors(of, new_script(of), 0).values()
+    tensors = model_tensors(of, Script(module="", dtype=of.dtype), 0).values()
     return sum((tensor.elements for tensor in tensors if tensor.is_weight), start=0.0)
 
 
@@ -297,7 +274,7 @@ def forward(
     Alike layers are stated once, as often as they occur, where the last of them stands: more is alive there
     than in those before.
     """
-    s = replace(s, module=of.decoder)
+    s = replace(s, module=f"{s.module}/TransformerDecoder")
     config, shape = of.config, (of.tokens, of.config.decoder_embed_dim)
     x = s.new("embedded", *shape)
     _reduced(of, s, x, "embedding")
@@ -309,8 +286,9 @@ def forward(
             x = s.new("x", *shape, reads=(x,))
             left += [x, _metrics(of, s)] if is_moe else [x]
         else:
-            module = of.moe if is_moe else of.dense
-            x, metrics = _layer(of, replace(s, module=module, times=kinds.count(is_moe)), weights, x, cache)
+            module = f"{s.module}/TransformerDecoderLayer {'with' if is_moe else 'without'} MoE"
+            own = replace(s, module=module, times=kinds.count(is_moe))
+            x, metrics = _layer(of, own, weights, x, cache, is_moe=is_moe)
             left += [x, *metrics]
     rows = of.logits[0] * of.logits[1]
     normed = s.new("normed", rows, shape[1], reads=(x,))
@@ -320,15 +298,15 @@ def forward(
 
 
 def _layer(
-    of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None
+    of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None, *, is_moe: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention, then the feed-forward or the experts; with experts, the routing's metrics too."""
     attended = _attention(of, s, weights, x, cache)
     middle = s.new("x", *x.shape, reads=(x, attended))
     normed = s.new("normed", *x.shape, reads=(middle,))
     metrics: list[Tensor] = []
-    if s.module == of.moe:
-        result, metrics = _experts_layer(of, replace(s, module=f"{of.moe}/MoELayer"), weights, normed)
+    if is_moe:
+        result, metrics = _experts_layer(of, replace(s, module=f"{s.module}/MoELayer"), weights, normed)
     else:
         ffn = of.config.decoder_ffn_embed_dim
         result = _feed_forward(of, s, weights, "dense", normed, of.tokens, ffn, part="dense_ffn")
@@ -435,13 +413,16 @@ def _exchanged(of: Pass, s: Script, slots: Sequence[Tensor]) -> tuple[Tensor, Te
 def _expert_results(of: Pass, s: Script, weights: dict[str, Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
     """What W ranks sent an expert [W, 1, C, M] is copied together first, unless it lies together.
 
-    In a loop over experts the results of those before stay while the last one is computed.
+    It lies apart where it is some of each of several ranks, between that of other experts. In a loop over
+    experts the results of those before stay while the last one is computed.
     """
     num_rows, width, ffn = of.ep * of.capacity, of.config.decoder_embed_dim, of.config.expert_ffn_dim
+    is_apart = np.greater(of.ep, 1) & np.greater(of.local_experts, 1) & np.greater(of.capacity, 1)
+    is_copied = np.where(is_apart, 1.0, 0.0)
 
     def together(chunk: tuple[Num, ...], count: Num) -> Tensor:
-        moved, rows = slots[0].view("chunk", *chunk), Tensor("rows", (is_copied(of), *chunk), of.dtype)
-        copies = is_copied(of) * count
+        moved, rows = slots[0].view("chunk", *chunk), Tensor("rows", (is_copied, *chunk), of.dtype)
+        copies = is_copied * count
         s.op("clone", "kernel", chunk, reads=(moved,), makes=(rows,), count=copies, part="chunks")
         return rows
 
@@ -462,12 +443,6 @@ def _expert_results(of: Pass, s: Script, weights: dict[str, Tensor], slots: Sequ
         made = [answer(rows, 1.0), before]
     s.returns(rows)
     return made
-
-
-def is_copied(of: Pass) -> Num:
-    """1 where an expert's rows lie apart: some of each of several ranks, and other experts'; else 0."""
-    apart = np.greater(of.ep, 1) & np.greater(of.local_experts, 1) & np.greater(of.capacity, 1)
-    return np.where(apart, 1.0, 0.0)
 
 
 def _metrics(of: Pass, s: Script) -> Tensor:

@@ -32,8 +32,6 @@ from meshwise.program.lifetime import Script, ops_of
 from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor
 
-SECTION = "generate"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -74,7 +72,6 @@ class Generation:
             tp=self.placement.tp,
             dtype=self.dtype,
             tp_rank=self.tp_rank,
-            section=SECTION,
         )
 
     @cached_property
@@ -96,7 +93,7 @@ class Generation:
 
 def generation_events(of: Generation) -> list[Op]:
     """All passes, each with the decision after it."""
-    s = _new_script(of)
+    s = Script(module="generate", dtype=of.dtype)
     held, cache = _held(of, s)
     origin: list[Tensor] = []
     for one in of.passes:
@@ -108,7 +105,7 @@ def generation_events(of: Generation) -> list[Op]:
 
 def pass_ops(of: Generation, one: Pass) -> list[Op]:
     """The stated ops of one pass, of the decision after it and of the order of the cache."""
-    s = _new_script(of)
+    s = Script(module="generate", dtype=of.dtype)
     _pass(of, one, s, *_held(of, s))
     return ops_of(s.events)
 
@@ -121,10 +118,6 @@ def merged(ops: Iterable[Op]) -> list[Op]:
         count = op.count + (found[key].count if key in found else 0.0)
         found[key] = structs.replace(op, count=count)
     return list(found.values())
-
-
-def _new_script(of: Generation) -> Script:
-    return Script(module=SECTION, dtype=of.dtype)
 
 
 def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor]:

@@ -35,7 +35,6 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from meshwise.model.architecture import Model, MoE, is_moe_layer
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.chunked_loss import loss_in_chunks
 from meshwise.runtime.programs.functions import Norm, Rotate, SwiGLU
 from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, is_adapter, local
 from meshwise.runtime.programs.per_op import per_op_contexts
@@ -104,11 +103,11 @@ class Setting:
     """What the modules of a decoder share: the tokens they see, how they attend, what they keep.
 
     `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
-    `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
-    `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
+    `own_places`: positions of those between the matmuls, a part of them under sequence parallelism. `routes`:
+    where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
     `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
-    recomputed whole, the first ones. `loss_chunks`: in how many pieces the loss is computed. `is_narrow`:
-    linear layers of blocks compute in fp8. `lora_rank`: of adapters beside frozen weights (0: all train).
+    recomputed whole, the first ones. `is_narrow`: linear layers of blocks compute in fp8. `lora_rank`: of
+    adapters beside frozen weights (0: all train).
     """
 
     turns: tuple[Tensor, Tensor]
@@ -117,7 +116,6 @@ class Setting:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda q, k, v: Attend.apply(q, k, v, True)
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0
-    loss_chunks: int = 1
     is_narrow: bool = False
     routes: Routes | None = None
     heads: MeshAxis = ALONE
@@ -433,21 +431,17 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the logits; where the loss is computed in chunks, the norm alone."""
+    """The last norm and the logits."""
 
-    def __init__(self, model: Model, setting: Setting) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         self.norm = DecoderNorm(model)
         self.logits = nn.Linear(model.hidden, model.vocab, bias=False)
-        self.is_whole = setting.loss_chunks == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> what the loss is computed of."""
-        return self.read(self.norm(x))
-
-    def read(self, normed: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> [batch, tokens, vocabulary], or what it was."""
-        return self.logits(normed) if self.is_whole else normed
+        """[batch, tokens, hidden] -> [batch, tokens, vocabulary]."""
+        logits: Tensor = self.logits(self.norm(x))
+        return logits
 
 
 class Decoder(nn.Module):
@@ -463,7 +457,7 @@ class Decoder(nn.Module):
         for place, number in enumerate(layers):
             has_experts, is_redone = is_moe_layer(model, number), place < setting.redone_layers
             self.layers[str(number)] = Block(model, setting, has_experts=has_experts, is_redone=is_redone)
-        self.head = Head(model, setting) if is_last else None
+        self.head = Head(model) if is_last else None
         self.further = nn.ModuleList(FurtherToken(model, setting) for _ in range(model.mtp_layers * is_last))
         self.is_first, self.is_tied, self.shares_table = is_first, model.tied_embedding, model.shares_table
         self.setting = setting
@@ -491,18 +485,16 @@ class Decoder(nn.Module):
                 assert self.embedding is not None
                 table = self.embedding.tokens if self.is_first else self.embedding  # used as it was gathered
                 x = further(x, self._for_blocks(table(labels[:, number])))
-                further_loss = self._loss(self.head.read(further.norm(x)), labels[:, number + 1])
+                further_loss = self._loss(self.head.logits(further.norm(x)), labels[:, number + 1])
             loss = loss + LOSS_WEIGHT / len(self.further) * further_loss
         return loss
 
-    def _loss(self, found: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of what the head gives."""
-        assert self.head is not None
-        chunks = self.setting.loss_chunks
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy [nats], the mean over tokens; computed in fp32 at least."""
         with self.setting.recorder.section("/loss"):
-            if chunks == 1:
-                return mean_loss(found, labels)
-            return loss_in_chunks(found, self.head.logits.weight, labels, chunks, mean_loss)
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(wide.flatten(0, -2), labels.flatten())
+            return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def _for_blocks(self, embedded: Tensor) -> Tensor:
         """Beside adapters an embedding is frozen, but the blocks that read it pass gradients on."""
@@ -536,10 +528,3 @@ class Decoder(nn.Module):
         if self.embedding is not None:
             return self.embedding.tokens.weight
         return None if self.head is None else self.head.logits.weight
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy [nats], the mean over tokens; computed in fp32 at least."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    loss = F.cross_entropy(wide.flatten(0, -2), labels.flatten())
-    return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -198,8 +198,7 @@ class Trainer:
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
             redone_modules=redone, redone_layers=layers if plan.recompute == "full" else 0.0,
-            loss_chunks=plan.loss_chunks, is_narrow=plan.dtype == "fp8", routes=way, heads=self.heads,
-            lora_rank=plan.lora_rank,
+            is_narrow=plan.dtype == "fp8", routes=way, heads=self.heads, lora_rank=plan.lora_rank,
         )  # fmt: skip
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
