@@ -203,13 +203,7 @@ def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
         if waited_s > 0:
             yield _spent("step", "wait_for_exchange", waited_s, collective="all_reduce", axis="dp")
         own_s = float(cost.optimizer_s)
-        for op, seconds in cost.update:
-            if isinstance(op, Exchange):
-                yield _exchange_row(op, float(seconds), 1.0)
-            elif float(op.count):
-                yield op_row(op) | {"time_s": float(seconds) / float(op.count)}
-        rest_s = own_s - sum(float(seconds) for _, seconds in cost.update)
-        yield _spent("step", mesh.plan.optimizer, rest_s, "optimizer")
+        yield _spent("step", mesh.plan.optimizer, own_s, "optimizer")
         if float(step.optimizer_s) > own_s:
             yield _spent("step", "wait_for_optimizer", float(step.optimizer_s) - own_s, "optimizer")
     yield _spent("step", "stragglers", step.straggler_s)

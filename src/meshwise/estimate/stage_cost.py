@@ -24,11 +24,11 @@ from meshwise.estimate.memory import (
     weight_bytes,
 )
 from meshwise.estimate.priced_part import Part, PhaseTimes
-from meshwise.estimate.timing import Machine, op_times
+from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
-from meshwise.program import fsdp2, muon
+from meshwise.program import fsdp2
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import (
     STAGES,
@@ -89,7 +89,6 @@ class StageCost:
     exposed_s: Num
     filling_s: Num
     optimizer_s: Num
-    update: list[tuple[Exchange | Op, Num]]
     gradient_bytes: Num
     kept_bytes: Num
     towers: tuple[Stage, ...] = ()
@@ -142,11 +141,9 @@ def stage_cost(
     optimizer_s = (
         _optimizer_s(held, stage.share, memory, gradients, mesh, cut, machine) if mesh.trains else 0.0
     )
-    update = _update(units, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
-    optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, **exchanged._asdict(), optimizer_s=optimizer_s,
-        update=update, gradient_bytes=gradients, kept_bytes=kept,
+        gradient_bytes=gradients, kept_bytes=kept,
     )  # fmt: skip
 
 
@@ -258,17 +255,6 @@ def _exchange_s(one: Exchange, machine: Machine) -> Num:
     if copy_s := machine.overheads.shard_copy_s:
         seconds = seconds + copy_s * one.shards_copied * (one.group_size > 1)
     return one.count * (seconds + one.host_bytes / machine.host_bytes_per_s)
-
-
-def _update(
-    units: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut, machine: Machine
-) -> list[tuple[Exchange | Op, Num]]:
-    """What Muon gathers and multiplies where FSDP2 has cut the matrices, and its seconds."""
-    gathers = [one for one in muon.gathers(units, mesh, cut) if one.occurs]
-    products = list(muon.products(units, cut))
-    times = zip(products, op_times(products, machine), strict=True)
-    found: list[tuple[Exchange | Op, Num]] = [(one, _exchange_s(one, machine)) for one in gathers]
-    return found + [(op, op.count * once_s) for op, once_s in times]
 
 
 def _optimizer_s(

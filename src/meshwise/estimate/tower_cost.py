@@ -73,7 +73,6 @@ def with_tower(own: StageCost, tower: TowerParts, machine: Machine) -> StageCost
         exposed_s=own.exposed_s + is_there * cost.exposed_s,
         filling_s=own.filling_s + is_there * cost.filling_s,
         optimizer_s=own.optimizer_s + cost.optimizer_s,
-        update=[*own.update, *cost.update],
         gradient_bytes=own.gradient_bytes + cost.gradient_bytes,
         kept_bytes=own.kept_bytes + cost.kept_bytes,
         towers=(*own.towers, stage),

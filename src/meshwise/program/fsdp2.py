@@ -19,8 +19,7 @@ looks up the next token.
 
 Beside weights in fp32, which need no master copy, AdamW keeps two moments in the type of the weights. In 8
 bits (arXiv 2110.02861, as bitsandbytes stores them) each is a byte a number and an fp32 scale for each
-`BLOCK` numbers of a tensor; tensors of fewer than `LEAST` numbers keep fp32. Muon keeps one momentum of each
-matrix.
+`BLOCK` numbers of a tensor; tensors of fewer than `LEAST` numbers keep fp32.
 
 Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
 """
@@ -58,25 +57,12 @@ from meshwise.program.order import gathers
 from meshwise.program.tensor_1d import shards
 from meshwise.program.weights_of_ops import is_quantized
 
-STATES = {"adam": 2.0, "adam-fp32": 2.0, "adam-bf16": 2.0, "muon": 1.0, "sgd": 0.0, "none": 0.0}
+STATES = {"adam": 2.0, "adam-fp32": 2.0, "adam-bf16": 2.0, "sgd": 0.0, "none": 0.0}
 """Numbers, in the type of the weights, that optimizers keep for each."""
 BLOCK = 256
 """Numbers of a moment in 8 bits that share a scale."""
 LEAST = 4096
 """Numbers of the smallest tensor whose moments are kept in 8 bits."""
-
-
-def by_muon(weight: Weight) -> bool:
-    """Whether `optimizer=muon` moves a weight by Muon, not by AdamW: matrices between the model's ends."""
-    return weight.is_matrix and weight.trains and weight.module not in ("embedding", "head")
-
-
-def state_bytes(optimizer: str, size: Num, elem_bytes: float) -> Num:
-    """Bytes of the states of one tensor of `size` numbers of `elem_bytes` each."""
-    if optimizer != "adam-8bit":
-        return STATES[optimizer] * elem_bytes * size
-    wide, narrow = 4.0 * size, size + 4.0 * np.ceil(size / BLOCK)
-    return 2.0 * np.where(np.asarray(size) < LEAST, wide, narrow)
 
 
 FROZEN_GROUP = 64
@@ -239,17 +225,14 @@ def held_params(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
 def optimizer_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     """Bytes of the states of the optimizer on the rank's device, of the weights behind those of the host."""
     kept, elem_bytes, share = mesh.plan.optimizer, shard_bytes(mesh, cut), mesh.offload_optimizer
-    if kept not in ("adam-8bit", "muon"):
+    if kept != "adam-8bit":
         num_trained = held_params([unit.trained for unit in held], mesh, cut)
         return STATES[kept] * elem_bytes * (num_trained - num_on_host(share, num_trained))
     whole: Num = 0.0
     for unit in (one.trained for one in held):
-        sizes = zip(unit.weights, unit.local_sizes(mesh, cut), strict=True)
-        of_each = [
-            state_bytes("adam" if kept == "muon" and not by_muon(weight) else kept, size, elem_bytes)
-            for weight, size in sizes
-        ]
-        whole = whole + unit.count * sum(of_each, 0.0)
+        for size in unit.local_sizes(mesh, cut):
+            wide, narrow = 4.0 * size, size + 4.0 * np.ceil(size / BLOCK)
+            whole = whole + unit.count * 2.0 * np.where(np.asarray(size) < LEAST, wide, narrow)
     return (1.0 - share) * whole
 
 
