@@ -278,7 +278,8 @@ def shared_weights(
     narrow, wide = cut.precision.act_bytes, reduced_bytes(mesh, cut)
     for unit in held:
         for weight in unit.weights:
-            if tp_sums(weight, cut):
+            is_part = weight.gradient == "part" or (weight.gradient == "tokens" and cut.sequence_parallel)
+            if weight.cut == WHOLE and is_part and weight.trains and not weight.is_expert:
                 yield Exchange(
                     op="shared_weights", collective="all_reduce", behind="backward", axis="tp",
                     payload_bytes=weight.size * (narrow + is_wide * (wide - narrow)),
@@ -317,9 +318,3 @@ def reduced_bytes(mesh: Mesh, cut: Cut) -> float:
     """Bytes of an element of a gradient as it is summed over microbatches and ranks."""
     is_wide = mesh.plan.grad_dtype == DEFAULTS["grad_dtype"]
     return cut.precision.stat_bytes if is_wide else DTYPE_BYTES[mesh.plan.grad_dtype]
-
-
-def tp_sums(weight: Weight, cut: Cut) -> bool:
-    """Whether each tensor-parallel rank has its own part of the gradient."""
-    is_part = weight.gradient == "part" or (weight.gradient == "tokens" and cut.sequence_parallel)
-    return weight.cut == WHOLE and is_part and weight.trains and not weight.is_expert

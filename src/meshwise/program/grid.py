@@ -178,12 +178,6 @@ def _linear(
     return _linear_by_panels(module, name, d_in, d_out, cut, bias=bias, kept=kept)
 
 
-def num_panels(cut: Cut) -> Num:
-    """Panels of one product."""
-    columns, rows = (np.asarray(size).astype(np.int64) for size in cut.grid[:2])
-    return cut.panels * np.lcm(columns, rows).astype(np.float64)
-
-
 def summa(
     form: str, module: str, name: str, phase: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
     keeps: tuple[Tensor, ...] = (), is_weight_grad: bool = False,
@@ -192,7 +186,8 @@ def summa(
 
     m, n, k are what the rank multiplies in total: of the dim that the panels run along, all of it.
     """
-    panels, prec = num_panels(cut), cut.precision
+    sizes = (np.asarray(size).astype(np.int64) for size in cut.grid[:2])
+    panels, prec = cut.panels * np.lcm(*sizes).astype(np.float64), cut.precision
     m, n, k = {"ab": (m, n, k / panels), "abt": (m, n / panels, k), "atb": (m / panels, n, k)}[form]
     row, column = cut.axis(COL), cut.axis(ROW)
     a, b, c = m * k, k * n, m * n

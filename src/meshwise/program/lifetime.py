@@ -123,13 +123,8 @@ def lifetimes(events: Sequence[Op]) -> Iterator[tuple[Op, list[Tensor]]]:
 
 def ops_of(events: Iterable[Op]) -> list[Op]:
     """The ops that occur, collectives of more than one rank among them."""
-    return [op for op in events if op.kind and _occurs(op)]
-
-
-def _occurs(op: Op) -> bool:
-    if np.ndim(op.count) == 0 and op.count == 0:
-        return False
-    return op.kind != "collective" or bool(np.any(np.greater(op.group_size, 1)))
+    found = (op for op in events if op.kind and (np.ndim(op.count) or op.count))
+    return [op for op in found if op.kind != "collective" or np.any(np.greater(op.group_size, 1))]
 
 
 def play(events: Sequence[Op], tape: Tape) -> None:

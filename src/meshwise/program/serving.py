@@ -148,20 +148,14 @@ def cached_numbers(model: Model, cut: Cut) -> Num:
     return np.maximum(model.num_kv_heads / cut.tp, 1.0) * width
 
 
-def cached_keys(cut: Cut, layer: Layer, sparse: Sparse) -> Num:
-    """Keys of a sequence that a layer of the kind `layer` keeps of the tokens before this pass.
-
-    One of each, or of those in a window; and one of each `ratio` tokens, where those are compressed.
-    """
-    tokens = np.minimum(cut.past, layer.window or np.inf)
-    return tokens + cut.past / sparse.ratio if sparse.ratio > 1 else tokens
-
-
 def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
-    """Bytes of one layer's cache on a rank, at the end of the pass."""
+    """Bytes of one layer's cache on a rank, at the end of the pass.
+
+    It keeps a key of each token, or of those in a window, and one of each `ratio` tokens, if compressed.
+    """
     own = model.recurrence if layer.mixer in ("recurrence", "beside") else None
     state = state_bytes(own, cut) if own else 0.0
-    kept = replace(cut, past=cut.past + cut.seq)
+    past = cut.past + cut.seq
     if layer.side == "decoder" or (layer.mixer == "cross" and across(model)):
         state = source_bytes(model, cut)
     attends = of_layer(model, layer).causal and layer.mixer in ("attention", "beside")
@@ -169,8 +163,9 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
         return cut.microbatch * state
     one = of_layer(model, layer)
     sparse = one.sparse or Sparse()
-    numbers = cached_keys(kept, layer, sparse) * cached_numbers(one, cut)
-    scored = sparse.head_dim * kept.past / sparse.ratio
+    keys = np.minimum(past, layer.window or np.inf) + past / sparse.ratio * (sparse.ratio > 1)
+    numbers = keys * cached_numbers(one, cut)
+    scored = sparse.head_dim * past / sparse.ratio
     return cut.microbatch * (state + (numbers + scored) * cut.kv_bytes)
 
 

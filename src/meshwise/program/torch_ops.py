@@ -53,7 +53,8 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
     ops = list(ops)
     results = {(op.module, op.name): op.makes for op in ops if op.phase == "forward" and op.kind == "matmul"}
     for op in ops:
-        if _gathers_again(op) or op.name in ("keys_values", "merge_rounds"):
+        gathers_again = op.collective == "all_gather" and op.hides_behind == op.name  # its layer's own input
+        if (gathers_again and op.phase == "backward") or op.name in ("keys_values", "merge_rounds"):
             continue
         made_by = results.get((op.module, op.name))
         if op.kind == "matmul" and made_by and not (op.module == "attention" and op.name in CORE):
@@ -63,11 +64,6 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
         else:
             done = _in_torch_types(model, cut, op)
             yield structs.replace(done, workspace_bytes=kernel_workspace(model, cut, done))
-
-
-def _gathers_again(op: Op) -> bool:
-    """Whether a collective of the backward gathers the input of its own layer once more."""
-    return op.phase == "backward" and op.collective == "all_gather" and op.hides_behind == op.name
 
 
 # --- matmuls -----------------------------------------------------------------------------------
@@ -96,7 +92,8 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
             dtype=done_in.dtype,
         )
         if is_narrow:
-            space = narrow_workspace(m, n, k, is_backward=op.phase == "backward")
+            to_cast = m * n * (op.phase == "backward")  # the gradient of the result, too
+            space = 8.0 * np.maximum(np.maximum(m * k, n * k), to_cast)
             done = structs.replace(done, workspace_bytes=space)
             for rows_of, width in ((m, k), (n, k)):
                 yield cast(op.module, op.name, op.phase, rows_of, width, done_in)
@@ -122,9 +119,11 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
     work = flash_attention if op.phase == "forward" else flash_attention_backward
     half = seq / 2.0 if op.causal else seq
     behind = cut.ring - 1.0 - cut.ring_rank
-    keys = batch * kv_heads * seq * (qk_dim + v_dim)
-    is_backward = op.phase == "backward"
-    workspace = ring_workspace(cut, batch * heads * seq * qk_dim, keys) if is_backward else 0.0
+    queries, keys = batch * heads * seq * qk_dim, batch * kv_heads * seq * (qk_dim + v_dim)
+    kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
+    workspace: Num = 0.0
+    if op.phase == "backward":
+        workspace = (cut.ring > 1) * (wide_type * (queries + 3.0 * keys) + 3.0 * kept_type * keys)
     for number, (seq_q, seq_k, count) in enumerate(
         ((seq, seq, 1.0), (seq, half, cut.ring_rank), (half, seq, behind))
     ):
@@ -138,7 +137,6 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
         rounds = tuple(Tensor(f"{one.name}.{number}", (rows, *one.shape[1:]), one.dtype) for one in op.makes)
         later = {"reads": (), "makes": rounds, "keeps": (), "causal": False}
         yield done if number == 0 else structs.replace(done, **later)
-    kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
     if np.any(cut.gather_keys):
         yield _on_ring(cut, op, "all_gather", cut.ring * keys * kept_type, 1.0 * cut.gather_keys)
     if not np.all(cut.gather_keys):
@@ -209,14 +207,3 @@ def kernel_workspace(model: Model, cut: Cut, op: Op) -> Num:
         logits = cut.tokens / cut.loss_chunks * model.vocab / cut.tp
         return act * (logits + model.vocab / cut.tp * model.hidden * (not cut.lora_rank))
     return 0.0
-
-
-def ring_workspace(cut: Cut, queries: Num, keys_and_values: Num) -> Num:
-    """Of the backward of ring attention whose tensors have so many elements [bytes]."""
-    act, stat = cut.precision.act_bytes, cut.precision.stat_bytes
-    return (cut.ring > 1) * (stat * (queries + 3.0 * keys_and_values) + 3.0 * act * keys_and_values)
-
-
-def narrow_workspace(m: Num, n: Num, k: Num, *, is_backward: bool) -> Num:
-    """Of a matmul [m, k] x [k, n] in fp8 [bytes]; its backward has the gradient [m, n] to cast too."""
-    return 8.0 * np.maximum(np.maximum(m * k, n * k), m * n * is_backward)

@@ -240,13 +240,9 @@ class Walk:
             for numbers in waiting.values():
                 for j in numbers:
                     still |= self.reads[j] | self.stays[j]
-            alive &= self._closure(still)
-
-    def _closure(self, bits: int) -> int:
-        """`bits`, and what those of them are made of that ops make again."""
-        for bit in each(bits & self.remade):
-            bits |= self.reads[self.maker[bit]]
-        return bits
+            for bit in each(still & self.remade):  # and what those are made of that ops make again
+                still |= self.reads[self.maker[bit]]
+            alive &= still
 
     def _bits(self, tensors: Iterable[Tensor]) -> int:
         bits = 0
