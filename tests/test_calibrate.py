@@ -122,7 +122,7 @@ def test_no_operand_is_left_in_the_cache(side: int, sets: int, gpu: Any) -> None
 @pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16", "tf32", "fp32", "fp64"])
 def test_every_matmul_of_a_gpu_is_one(dtype: str) -> None:
     """The calls are the GPU's, here on a CPU: A [m,k] times B [k,n] leaves [m,n]."""
-    (call,) = measure.gemm(dtype, 64, 32, 48, "cpu")
+    call = measure.gemm(dtype, 64, 32, 48, "cpu")
     assert call().shape == (64, 32)
 
 

@@ -20,7 +20,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -82,7 +82,7 @@ def gemm_samples(dtype: str, device: str, effort: Any) -> list[Sample]:
     shapes = [*((side, side, side) for side in effort.gemm_sides), (last, last, 128), (64, last, last)]
     samples = []
     for m, n, k in shapes:
-        call = rotating(gemm(dtype, m, n, k, device))
+        call = gemm(dtype, m, n, k, device)
         work = float(matmul_flop(m, n, k))
         samples.append(sample("gemm", f"{m}x{n}x{k}", dtype, call, work, "FLOP/s", device, effort))
     return samples
@@ -97,30 +97,26 @@ def sample(
     return Sample(what, shape, dtype, seconds, work / seconds, unit)
 
 
-def gemm(dtype: str, m: int, n: int, k: int, device: str) -> Iterator[Callable[[], Any]]:
-    """Calls of C[m,n] = A[m,k] B[k,n], each on operands of its own; as many as the cache does not hold."""
+def gemm(dtype: str, m: int, n: int, k: int, device: str) -> Callable[[], Any]:
+    """A call of C[m,n] = A[m,k] B[k,n], each time on other operands, as many as the cache does not hold."""
     elem = torch.float8_e4m3fn if dtype == "fp8" else TORCH_DTYPES["fp32" if dtype == "tf32" else dtype]
-    operand_bytes = (m * k + k * n) * elem.itemsize
+    operand_bytes, calls = (m * k + k * n) * elem.itemsize, []
     for _ in range(_num_operands(operand_bytes, device)):
         a = torch.randn(m, k, device=device).to(elem)
         b = torch.randn(n, k, device=device).to(elem).t()  # fp8 takes it column by column
         if dtype == "fp8":
             one = torch.ones((), device=device)
-            yield partial(scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            calls.append(partial(scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
         else:
-            yield partial(torch.mm, a, b.contiguous())
+            calls.append(partial(torch.mm, a, b.contiguous()))
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
 
 
 def _num_operands(operand_bytes: int, device: str) -> int:
     """So many sets of operands that the last cache holds half of them at most."""
     cache_bytes = 0 if device == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
     return min(1 + 2 * cache_bytes // operand_bytes, _MOST_OPERANDS)
-
-
-def rotating(calls: Iterator[Callable[[], Any]]) -> Callable[[], Any]:
-    """A call that is each of `calls` in turn, over and over."""
-    turns = itertools.cycle(list(calls))
-    return lambda: next(turns)()
 
 
 def memory_samples(device: str, effort: Any) -> list[Sample]:

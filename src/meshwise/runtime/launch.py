@@ -183,7 +183,11 @@ class Ranks:
                 answer = None
             if answer is None:
                 self._processes[rank].join(timeout=5)
-                death = _death(self._processes[rank].exitcode)
+                code = self._processes[rank].exitcode or 0
+                death = f"it ended with exit code {code} before it was done"
+                if code < 0:
+                    hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
+                    death = f"it was ended by {signal.Signals(-code).name}{hint}"
                 failures[rank] = 0.0, RankError(f"rank {rank} failed: {death}")  # it cannot say when
             elif isinstance(answer[-1], MeshwiseError):
                 failures[rank] = answer
@@ -221,14 +225,6 @@ def _failure(rank: int, error: Exception) -> MeshwiseError:
         return type(error)(f"rank {rank}: {error}")
     trace = traceback.format_exc().strip()
     return RankError(f"rank {rank} failed: {type(error).__name__}: {error}\n{trace}")
-
-
-def _death(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = "; the system may be out of memory" if name == "SIGKILL" else ""
-        return f"it was ended by {name}{hint}"
-    return f"it ended with exit code {exit_code} before it was done"
 
 
 def _try_send(pipe: Connection, message: Any) -> None:
@@ -388,7 +384,13 @@ def _call_here(function: Callable[..., Any], place: RankPlace, *args: Any) -> li
     """
     try:
         host, port = meeting_point(os.environ)
-        _join_outside(place, f"tcp://{host}:{port}")
+        point = f"tcp://{host}:{port}"
+        if place.device_type == "cuda":
+            check_world(place.local_rank + 1, "cuda")
+        try:
+            _join(place, init_method=point)
+        except (RuntimeError, dist.DistError, OSError) as error:
+            raise _cannot_meet(error, point, "set MASTER_ADDR and MASTER_PORT on every rank") from None
         result = function(place, *args)
         results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
         dist.gather_object(result, results)
@@ -396,16 +398,6 @@ def _call_here(function: Callable[..., Any], place: RankPlace, *args: Any) -> li
         raise _failure(place.rank, error) from None
     dist.destroy_process_group()
     return results
-
-
-def _join_outside(place: RankPlace, point: str) -> None:
-    """Join the world that the environment describes; PlanError where its ranks cannot meet at `point`."""
-    if place.device_type == "cuda":
-        check_world(place.local_rank + 1, "cuda")
-    try:
-        _join(place, init_method=point)
-    except (RuntimeError, dist.DistError, OSError) as error:
-        raise _cannot_meet(error, point, "set MASTER_ADDR and MASTER_PORT on every rank") from None
 
 
 def _cannot_meet(error: Exception, point: str, advice: str) -> Exception:

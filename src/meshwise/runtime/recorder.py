@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
@@ -56,10 +56,6 @@ Storage = torch.UntypedStorage
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the distinct elements of `tensor`: an expanded tensor counts what it expands."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-def _total_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 class OpRecorder(private.TorchDispatchMode):
@@ -236,9 +232,9 @@ class OpRecorder(private.TorchDispatchMode):
         given, made = (args[0], result) if namespace == "_c10d_functional" else (args[1], args[0])
         is_one = namespace == "c10d" and kind not in ("reduce_scatter", "all_to_all")
         tensors = private.tree_leaves(made if is_one or kind == "all_gather" else given)
-        payload_bytes = _total_bytes(tensors)
+        payload_bytes = sum(tensor.nbytes for tensor in tensors)
         if kind == "all_to_all":  # of parts that are not alike the busier way
-            payload_bytes = max(payload_bytes, _total_bytes(private.tree_leaves(made)))
+            payload_bytes = max(payload_bytes, sum(tensor.nbytes for tensor in private.tree_leaves(made)))
         size = group.size()
         return {
             "op": kind,
@@ -455,7 +451,8 @@ def _complete(func: Any, args: Any, kwargs: Any) -> Any:
             return leaf
         storage = leaf.untyped_storage()
         if storage._cdata not in storages:
-            storages[storage._cdata] = _unowned(storage)
+            memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+            storages[storage._cdata] = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         view = torch.empty(0, dtype=leaf.dtype)
         view.set_(storages[storage._cdata], leaf.storage_offset(), leaf.size(), leaf.stride())
         originals[id(view)] = leaf
@@ -474,12 +471,6 @@ def _complete(func: Any, args: Any, kwargs: Any) -> Any:
 
     stand_ins = private.tree_map(stand_in, (args, kwargs))
     return private.tree_map(finished, func(*stand_ins[0], **stand_ins[1]))
-
-
-def _unowned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage over the memory of `storage`, in main memory, that does not keep it alive."""
-    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -17,7 +17,6 @@ from meshwise.core.errors import MissingExtraError
 aten = torch.ops.aten
 
 
-@custom_op("meshwise::flash_attention", mutates_args=())
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Fused attention: output, and log-sum-exp per query in fp32 (fp64 inputs: fp64).
 
@@ -34,12 +33,6 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
     return out[..., :width].contiguous(), lse.contiguous()
 
 
-flash_attention.register_fake(
-    lambda query, key, value, *_: (query.new_empty(*query.shape[:3], value.shape[3]), empty_lse(query))
-)
-
-
-@custom_op("meshwise::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,14 +52,6 @@ def flash_attention_backward(
     return grads[0].contiguous(), grads[1].contiguous(), grads[2][..., :width].contiguous()
 
 
-def empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """Memory of the gradients of `query`, `key` and `value`: what a backward of attention returns."""
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-flash_attention_backward.register_fake(empty_gradients)
-
-
 def empty_lse(query: Tensor) -> Tensor:
     """Memory of one log-sum-exp for each row of `query` [batch, heads, tokens, head size]."""
     return query.new_empty(query.shape[:3], dtype=lse_dtype(query))
@@ -77,7 +62,6 @@ def lse_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-@custom_op("meshwise::merge_attention_", mutates_args={"out", "lse"})
 def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Take one more block of keys into `out` and `lse`: each output weighs as much as its softmax sum."""
     both = torch.logaddexp(lse, block_lse)
@@ -139,7 +123,9 @@ def attention_backward(
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-attention_backward.register_fake(empty_gradients)
+attention_backward.register_fake(
+    lambda _, query, key, value, *rest: tuple(of.new_empty(of.shape) for of in (query, key, value))
+)
 
 
 def _empty_output(query: Tensor, value: Tensor) -> Tensor:

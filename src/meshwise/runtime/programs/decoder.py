@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from meshwise.model.architecture import Model, MoE, is_moe_layer
+from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import Norm, Rotate, SwiGLU
@@ -87,15 +87,11 @@ def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
 def routes(places: Tensor, sequences: int, model: Model, place: ExpertPlace = WHOLE) -> Routes:
     """The routes of tokens at `places` of each of `sequences` sequences."""
     assert model.moe is not None
-    experts = _in_turn(places, model.moe).repeat(sequences, 1)
+    choices = torch.arange(model.moe.top_k, device=places.device)
+    in_turn = (places[:, None] * model.moe.top_k + choices).remainder(model.moe.num_experts)
+    experts = in_turn.repeat(sequences, 1)
     order = experts.flatten().argsort(stable=True)
     return Routes(experts, order // model.moe.top_k, order.argsort(), place)
-
-
-def _in_turn(places: Tensor, moe: MoE) -> Tensor:
-    """[tokens] -> [tokens, k]: the experts one after the other."""
-    choices = torch.arange(moe.top_k, device=places.device)
-    return (places[:, None] * moe.top_k + choices).remainder(moe.num_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -403,11 +399,6 @@ class FurtherToken(nn.Module):
             rows = Shard(1) if x.shape[1] < joined.shape[1] else Replicate()
             joined = joined.redistribute(placements=[rows]).to_local()
         return self.block(joined)
-
-    @property
-    def outside_block(self) -> list[nn.Module]:
-        """What is not the block."""
-        return [self.embedding_norm, self.hidden_norm, self.projection, self.norm]
 
 
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"

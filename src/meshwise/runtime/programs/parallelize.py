@@ -141,7 +141,7 @@ def _groups(decoder: Decoder) -> list[list[nn.Module]]:
     """What is gathered together; a table that is embedding and head at once makes them one group."""
     ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
     others: list[list[nn.Module]] = [[layer] for layer in decoder.blocks]
-    others += [further.outside_block for further in decoder.further]
+    others += [[one for one in further.children() if one is not further.block] for further in decoder.further]
     return [ends, *others] if decoder.tie() else [*([end] for end in ends), *others]
 
 

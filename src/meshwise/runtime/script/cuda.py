@@ -48,7 +48,9 @@ def supply_cuda_objects(devices: int, device: int) -> None:
     core, cpu = (ctypes.CDLL(str(folder / name)) for name in ("libc10.so", "libtorch_cpu.so"))
     if not torch.backends.cuda.is_built():
         registry = (ctypes.c_void_p * 2).in_dll(core, _SYMBOLS["guards"])
-        registry[1] = _object([_constant(0)] * _GUARDS)
+        guard = ctypes.c_void_p(_table([_constant(0)] * _GUARDS))
+        _kept.append(guard)
+        registry[1] = ctypes.addressof(guard)
     ensure_cuda_device_guard()
     yes, no, this = _constant(1), _constant(0), _constant(device)
     replaced = {
@@ -97,12 +99,6 @@ def _table(entries: list[int | None]) -> int:
     table = (ctypes.c_void_p * len(entries))(*entries)
     _kept.append(table)
     return ctypes.addressof(table)
-
-
-def _object(entries: list[int | None]) -> int:
-    pointer = ctypes.c_void_p(_table(entries))
-    _kept.append(pointer)
-    return ctypes.addressof(pointer)
 
 
 def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> None:

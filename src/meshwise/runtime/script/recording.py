@@ -109,7 +109,8 @@ class ScriptRecorder(OpRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record an op, unless all of it is on the CPU."""
         leaves = tree_leaves((args, kwargs))
-        if not any(isinstance(leaf, (torch.Tensor, torch.device)) and _is_cuda(leaf) for leaf in leaves):
+        devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if not any(isinstance(one, torch.device) and one.type == "cuda" for one in devices):
             return func(*args, **(kwargs or {}))
         if torch.is_inference_mode_enabled():
             parts = self._in_parts(func, args, kwargs or {})
@@ -175,7 +176,3 @@ class ScriptRecorder(OpRecorder):
                 path = ".".join(words[1:] if words[:1] == ["module"] else words)
                 self._names[id(each)] = parent + path or type(module).__name__
         return self._names[id(module)]
-
-
-def _is_cuda(leaf: Any) -> bool:
-    return (leaf.device if isinstance(leaf, torch.Tensor) else leaf).type == "cuda"
