@@ -9,15 +9,7 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.model.architecture import Layer, Model, across, of_layer
 from meshwise.model.weights import block_weights, modulated
-from meshwise.program import grid, tensor_1d, tensor_2d_cp
-from meshwise.program.additions import (
-    corrected,
-    distance_scores,
-    hyper_connections,
-    per_layer,
-    predicted,
-    side_ops,
-)
+from meshwise.program import additions, grid, tensor_1d, tensor_2d_cp
 from meshwise.program.cut import Cut
 from meshwise.program.diffusion import modulation, two_streams
 from meshwise.program.encoder import cross_attention, source_cut
@@ -68,12 +60,12 @@ def block_ops(model: Model, cut: Cut, layer: Layer, x: Tensor) -> tuple[list[Op]
 def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     layout = LAYOUTS[cut.layout]
     if model.streams and not model.streams.laurel_rank:
-        x = yield from hyper_connections(model, model.streams, cut, x)
+        x = yield from additions.hyper_connections(model, model.streams, cut, x)
     elif model.streams:
-        x = yield from predicted(model, cut, x)
-    yield from side_ops(model, cut, layer.sides)
+        x = yield from additions.predicted(model, cut, x)
+    yield from additions.side_ops(model, cut, layer.sides)
     if model.distances:
-        x = yield from distance_scores(model, cut, x)
+        x = yield from additions.distance_scores(model, cut, x)
     if layer.side in ("double", "last"):
         return (yield from two_streams(model, cut, layer, x))
     if model.diffusion:
@@ -98,9 +90,9 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     elif layer.mlp:
         x = yield from layout.mlp(model, cut, x, *beside)
     if model.streams and model.streams.laurel_rank:
-        x = yield from corrected(model, cut, x)
+        x = yield from additions.corrected(model, cut, x)
     if model.per_layer:
-        x = yield from per_layer(model, cut, x)
+        x = yield from additions.per_layer(model, cut, x)
     return x
 
 

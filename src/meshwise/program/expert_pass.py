@@ -535,18 +535,18 @@ def _loss(of: Pass, s: Script, logits: Tensor) -> None:
     """The log-softmax of the logits; cut over tp, three numbers of a token are summed or compared."""
     row = (*of.logits[:-1], 1)
     if of.tp == 1:
-        rows = log_softmax(of, s, logits, of.logits)
+        rows = _log_softmax(of, s, logits, of.logits)
         chosen = s.new("chosen", *row, dtype="fp32", reads=(rows,))
     else:
-        shifted, total = shifted_logits(of, s, logits, of.logits)
+        shifted, total = _shifted_logits(of, s, logits, of.logits)
         chosen = s.new("own", *row, dtype="fp32", reads=(shifted, total))
-        reduced_numbers(of, s, chosen)
+        _reduced_numbers(of, s, chosen)
         s.returns(shifted, total)
     is_padding = s.new("is padding", of.tokens, dtype="bool")
     s.new("log-probabilities", of.tokens, dtype="fp32", reads=(chosen, is_padding))
 
 
-def log_softmax(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _log_softmax(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Of rows that lie whole on a rank, in fp32."""
     wide = logits
     if of.dtype != "fp32":
@@ -554,24 +554,41 @@ def log_softmax(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> 
     return s.kernel("_log_softmax", shape, (wide,), dtype="fp32", part="loss")
 
 
-def shifted_logits(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _shifted_logits(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Logits less the largest of all ranks; the log of the sum of all their exponentials."""
     row = (*shape[:-1], 1)
     wide = logits.view("logits", *shape)
     if of.dtype != "fp32":
         wide = s.kernel("_to_copy", shape, (wide,), dtype="fp32", part="loss")
     largest = s.new("largest", *row, dtype="fp32")
-    reduced_numbers(of, s, largest)
+    _reduced_numbers(of, s, largest)
     shifted = s.kernel("sub", shape, (wide, largest), dtype="fp32", part="loss")
     powers = s.kernel("exp", shape, (shifted,), dtype="fp32", part="loss")
     total = s.new("total", *row, dtype="fp32", reads=(powers,))
-    reduced_numbers(of, s, total)
+    _reduced_numbers(of, s, total)
     log_total = s.new("log total", *row, dtype="fp32", reads=(total,))
     s.returns(largest, total, logits)
     return shifted, log_total
 
 
-def reduced_numbers(of: Pass, s: Script, numbers: Tensor) -> None:
+def logprobs_of(of: Pass, s: Script, logits: Tensor) -> Tensor:
+    """The log-softmax of the last token; over tp from two numbers a row, then whole rows on each rank."""
+    shape = (of.batch, of.local_words)
+    if of.tp == 1:
+        rows = _log_softmax(of, s, logits, shape)
+        s.returns(logits)
+        return rows
+    shifted, total = _shifted_logits(of, s, logits, shape)
+    own = s.kernel("sub", shape, (shifted, total), dtype="fp32", part="loss")
+    gathered: tuple[int, ...] = (of.tp, *shape)
+    how: dict[str, Any] = {"dtype": "fp32", "part": "tensor_parallel"}
+    parts = s.collective("all_gather", "all_gather", gathered, "tp", of.tp, own, "parts", **how)
+    joined = s.new("joined", *gathered, dtype="fp32", reads=(parts,)) if of.batch > 1 else parts
+    s.returns(logits, shifted, total, parts)
+    return joined
+
+
+def _reduced_numbers(of: Pass, s: Script, numbers: Tensor) -> None:
     """An all-reduce over tp of a number in fp32 a token."""
     part = "tensor_parallel"
     s.collective("all_reduce", "all_reduce", numbers.shape, "tp", of.tp, numbers, dtype="fp32", part=part)

@@ -19,15 +19,7 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
-from meshwise.program.expert_pass import (
-    Pass,
-    Placement,
-    forward,
-    log_softmax,
-    model_tensors,
-    num_slots,
-    shifted_logits,
-)
+from meshwise.program.expert_pass import Pass, Placement, forward, logprobs_of, model_tensors, num_slots
 from meshwise.program.lifetime import Script, ops_of
 from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor
@@ -143,7 +135,7 @@ def _pass(of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: 
     """One pass, the decision after it, and the cache in a new order; which beams live on."""
     logits, left = forward(one, s, held, cache)
     s.returns(*left)
-    logprobs = _logprobs(one, s, logits)
+    logprobs = logprobs_of(one, s, logits)
     origin = _chosen(of, s)
     s.returns(logprobs)
     if origin:
@@ -153,23 +145,6 @@ def _pass(of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: 
     placed: dict[str, Any] = {"stride": float(of.placement.tp), "dtype": "int64", "part": "agreement"}
     s.collective("all_reduce", "all_reduce", (), "dp", of.placement.dp, num_open, **placed)
     return origin
-
-
-def _logprobs(one: Pass, s: Script, logits: Tensor) -> Tensor:
-    """The log-softmax of the last token; over tp from two numbers a row, then whole rows on each rank."""
-    shape = (one.batch, one.local_words)
-    if one.tp == 1:
-        rows = log_softmax(one, s, logits, shape)
-        s.returns(logits)
-        return rows
-    shifted, total = shifted_logits(one, s, logits, shape)
-    own = s.kernel("sub", shape, (shifted, total), dtype="fp32", part="loss")
-    gathered: tuple[int, ...] = (one.tp, *shape)
-    how: dict[str, Any] = {"dtype": "fp32", "part": "tensor_parallel"}
-    parts = s.collective("all_gather", "all_gather", gathered, "tp", one.tp, own, "parts", **how)
-    joined = s.new("joined", *gathered, dtype="fp32", reads=(parts,)) if one.batch > 1 else parts
-    s.returns(logits, shifted, total, parts)
-    return joined
 
 
 # --- the choice of a token, after `runtime.programs.search` -------------------------------------

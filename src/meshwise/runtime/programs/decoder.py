@@ -21,6 +21,7 @@ layers. It takes token numbers or activations, and gives activations or the loss
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -82,6 +83,26 @@ def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
     """Of the matrices `name` of all experts, those at `place`."""
     mine = experts.chunk(place.ranks.size)[place.ranks.index]
     return mine.chunk(place.parts.size, cut_dim(name))[place.parts.index]
+
+
+def fill(name: str, tensor: Tensor, seed: int, place: ExpertPlace = WHOLE) -> None:
+    """Norms' weights one, biases zero, matrices normal with deviation width^-1/2.
+
+    A stack is filled expert by expert, with the parts of those at `place`.
+    """
+    if tensor.dim() == 3:
+        dim = cut_dim(name) - 1
+        for number, mine in enumerate(tensor, place.ranks.index * len(tensor)):
+            expert = torch.cat([mine] * place.parts.size, dim)
+            fill(f"{name}.{number}", expert, seed)
+            mine.copy_(expert.chunk(place.parts.size, dim)[place.parts.index])
+        return
+    if tensor.dim() == 1:
+        tensor.fill_(float(name.endswith("weight")))
+        return
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]
+    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(key) >> 1)
+    tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def routes(places: Tensor, sequences: int, model: Model, place: ExpertPlace = WHOLE) -> Routes:

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import DataError, WorkloadError
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, with_vocab
-from meshwise.program.expert_pass import (
-    Placement,
-    check_tp,
-    evaluation,
-    new_pass,
-    num_passes,
-    num_slots,
-    place,
-)
+from meshwise.program.expert_pass import Placement, check_tp, evaluation, new_pass, num_passes, place
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import program_options
@@ -175,7 +167,7 @@ def _result(
         "model_s": model_s,
         **found.to_json(),
         "dispatch": "sparse" if config.use_tutel_moe else "dense",
-        "capacity": num_slots(config) if names else None,
+        "capacity": int(new_pass(config).capacity) if names else None,
         "routing": {name: total / times for name, total in zip(names, metrics, strict=False)},
     }
 

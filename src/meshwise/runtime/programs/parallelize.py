@@ -10,7 +10,6 @@ Source: the tensor-parallel tutorial, `fully_shard`, and torchtitan's `paralleli
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ from meshwise.runtime.programs.decoder import (
     Experts,
     LatentAttention,
     Mixture,
-    cut_dim,
+    fill,
 )
 from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.torch_private import fsdp_param
@@ -178,26 +177,6 @@ def _made(
     if cut is None:
         return whole
     return distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
-
-
-def fill(name: str, tensor: Tensor, seed: int, place: ExpertPlace = WHOLE) -> None:
-    """Norms' weights one, biases zero, matrices normal with deviation width^-1/2.
-
-    A stack is filled expert by expert, with the parts of those at `place`.
-    """
-    if tensor.dim() == 3:
-        dim = cut_dim(name) - 1
-        for number, mine in enumerate(tensor, place.ranks.index * len(tensor)):
-            expert = torch.cat([mine] * place.parts.size, dim)
-            fill(f"{name}.{number}", expert, seed)
-            mine.copy_(expert.chunk(place.parts.size, dim)[place.parts.index])
-        return
-    if tensor.dim() == 1:
-        tensor.fill_(float(name.endswith("weight")))
-        return
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]
-    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(key) >> 1)
-    tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def local_bytes(tensors: list[Tensor]) -> int:

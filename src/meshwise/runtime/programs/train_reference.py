@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting, part_of, routes
+from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting, fill, part_of, routes
 from meshwise.runtime.programs.functions import turned_width, turns
-from meshwise.runtime.programs.parallelize import fill
 from meshwise.runtime.programs.training import Trainer, with_labels
 
 

@@ -32,18 +32,11 @@ from torch import load, save  # before stand-ins take their place
 from torch.serialization import safe_globals
 
 from meshwise.core.errors import PlanError
+from meshwise.runtime import torch_private as private
 from meshwise.runtime.fakes import Silent
 from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.start import rank_environment
 from meshwise.runtime.script.values import Guesses
-from meshwise.runtime.torch_private import (
-    FakeStore,
-    MeshLayout,
-    dtensor_dispatch,
-    fsdp1_states,
-    pipelining_utils,
-    set_default_backend,
-)
 
 _WAIT_S, _POLL_S = 300.0, 0.05
 FAILED = "failed-{}"
@@ -157,9 +150,11 @@ def supply_process_groups(
             raise PlanError(f"it is rank {place} of {size}, but --ranks is {ranks} and --rank {rank}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
-        group, store = make_group(size, place, among, BACKEND, FakeStore(), name, **how)
+        group, store = make_group(size, place, among, BACKEND, private.FakeStore(), name, **how)
         if isinstance(group, dist.ProcessGroup):
-            set_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
+            private.set_default_backend(
+                group, dist.ProcessGroup.BackendType.CUSTOM
+            )  # else torch warns at the end
             recorder.name_axis(group, _axis(how.get("group_desc"), among))
         return group, store
 
@@ -188,7 +183,7 @@ def supply_process_groups(
     for name, stand_in in stand_ins.items():
         setattr(c10d, name, stand_in)
         setattr(dist, name, stand_in)
-    dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
+    private.dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
     _supply_ddp()
     _supply_fsdp1()
 
@@ -246,12 +241,15 @@ def _supply_ddp() -> None:
 
 def _supply_fsdp1() -> None:
     """A shard of FSDP1 may hold no element of some parameters, whose optimizer states other ranks have."""
-    names_of, states_of = fsdp1_states._map_param_key_to_optim_keys, fsdp1_states._allgather_state_info
+    names_of, states_of = (
+        private.fsdp1_states._map_param_key_to_optim_keys,
+        private.fsdp1_states._allgather_state_info,
+    )
 
     def names_of_all(states: Any, group: Any, params: Any, names: Any, units: Any, merge_keys: Any) -> Any:
         _, own = names_of(states, group, params, names, units, merge_keys=True)
         found = [tuple(names[param]) for param in params.values() if param.requires_grad]
-        return sorted(fsdp1_states._OptimStateKey(each, each[0] in units) for each in found), own
+        return sorted(private.fsdp1_states._OptimStateKey(each, each[0] in units) for each in found), own
 
     def states_of_all(unit: Any, states: Any) -> list[Any]:
         gathered = states_of(unit, states)
@@ -259,8 +257,8 @@ def _supply_fsdp1() -> None:
         others = {name: state if state.tensors else like for name, state in gathered[unit.rank].items()}
         return [own if rank == unit.rank or not like else others for rank, own in enumerate(gathered)]
 
-    fsdp1_states._map_param_key_to_optim_keys = names_of_all
-    fsdp1_states._allgather_state_info = states_of_all
+    private.fsdp1_states._map_param_key_to_optim_keys = names_of_all
+    private.fsdp1_states._allgather_state_info = states_of_all
 
 
 def _all_reduce(bucket: Any) -> Any:
