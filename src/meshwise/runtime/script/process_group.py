@@ -91,9 +91,9 @@ class Letters:
 
 def _read(path: Path, sender: int) -> list[Any]:
     """The objects of a file, none of which can run code."""
-    stages = [found for found in vars(pipelining_utils).values() if is_dataclass(found)]
+    stages = [found for found in vars(private.pipelining_utils).values() if is_dataclass(found)]
     try:
-        with safe_globals([*stages, MeshLayout]):
+        with safe_globals([*stages, private.MeshLayout]):
             return load(path, weights_only=True)
     except UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
@@ -143,18 +143,17 @@ def supply_process_groups(
 ) -> None:
     """Replace what would look for other ranks."""
     named: dict[str, str] = {}
-    make_group = c10d._new_process_group_helper
+    make_group, fake_store = c10d._new_process_group_helper, private.FakeStore
+    set_default_backend = private.set_default_backend
 
     def new_group(size: int, place: int, among: Any, backend: Any, store: Any, name: Any, **how: Any) -> Any:
         if not among and (size, place) != (ranks, rank):
             raise PlanError(f"it is rank {place} of {size}, but --ranks is {ranks} and --rank {rank}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
-        group, store = make_group(size, place, among, BACKEND, private.FakeStore(), name, **how)
+        group, store = make_group(size, place, among, BACKEND, fake_store(), name, **how)
         if isinstance(group, dist.ProcessGroup):
-            private.set_default_backend(
-                group, dist.ProcessGroup.BackendType.CUSTOM
-            )  # else torch warns at the end
+            set_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
             recorder.name_axis(group, _axis(how.get("group_desc"), among))
         return group, store
 
@@ -241,15 +240,13 @@ def _supply_ddp() -> None:
 
 def _supply_fsdp1() -> None:
     """A shard of FSDP1 may hold no element of some parameters, whose optimizer states other ranks have."""
-    names_of, states_of = (
-        private.fsdp1_states._map_param_key_to_optim_keys,
-        private.fsdp1_states._allgather_state_info,
-    )
+    module = private.fsdp1_states
+    names_of, states_of = module._map_param_key_to_optim_keys, module._allgather_state_info
 
     def names_of_all(states: Any, group: Any, params: Any, names: Any, units: Any, merge_keys: Any) -> Any:
         _, own = names_of(states, group, params, names, units, merge_keys=True)
         found = [tuple(names[param]) for param in params.values() if param.requires_grad]
-        return sorted(private.fsdp1_states._OptimStateKey(each, each[0] in units) for each in found), own
+        return sorted(module._OptimStateKey(each, each[0] in units) for each in found), own
 
     def states_of_all(unit: Any, states: Any) -> list[Any]:
         gathered = states_of(unit, states)
@@ -257,8 +254,8 @@ def _supply_fsdp1() -> None:
         others = {name: state if state.tensors else like for name, state in gathered[unit.rank].items()}
         return [own if rank == unit.rank or not like else others for rank, own in enumerate(gathered)]
 
-    private.fsdp1_states._map_param_key_to_optim_keys = names_of_all
-    private.fsdp1_states._allgather_state_info = states_of_all
+    module._map_param_key_to_optim_keys = names_of_all
+    module._allgather_state_info = states_of_all
 
 
 def _all_reduce(bucket: Any) -> Any:
