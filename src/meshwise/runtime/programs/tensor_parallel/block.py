@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import meshwise.runtime.programs.tensor_parallel.exchange as exchange
 from meshwise.model.architecture import Layer, Model
 from meshwise.model.weights import block_weights
 from meshwise.runtime.programs.functions import Norm, SwiGLU
-from meshwise.runtime.programs.tensor_parallel import exchange
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, start_gather, start_scatter
 from meshwise.runtime.recorder import OpRecorder
 
