@@ -151,8 +151,8 @@ def _out_of_memory(memory: Mapping[str, float]) -> str:
     held = ", ".join(f"{name} {with_prefix(memory[name], 'B')}" for name in ("weights", "working", "cache"))
     return (
         f"out of memory: one sequence takes {with_prefix(memory['total'], 'B')} ({held}) of "
-        f"{with_prefix(memory['usable'], 'B')} that may be used; use more GPUs, a narrower type, "
-        "a shorter prompt or a larger memory_frac"
+        f"{with_prefix(memory['usable'], 'B')} that may be used; use more GPUs, "
+        "narrower weights (weight_dtype=int4), a shorter prompt or a larger memory_frac"
     )
 
 
