@@ -40,11 +40,11 @@ class UnitBytes(NamedTuple):
     """Bytes of a unit of weights.
 
     `whole`: gathered; `buffer`: what it is gathered into; `copies`: made on the way out where the cut is not
-    along the first dim, and parts that come from the host. `grad`: gradients as computed, `sums` as added up
-    over microbatches, `reduced` as a reduction reads them, `result` what it leaves, on the way to the `shard`
-    that is kept; where groups of ranks add up theirs, what is `added` to a shard stays to the end of the
-    backward. `last_grad`, `last_sum`: of the unit's last weight, which goes last; `is_laid_out`: 1 where they
-    are copied first.
+    along the first dim (what came from the host before takes the place of both). `grad`: gradients as
+    computed, `sums` as added up over microbatches, `reduced` as a reduction reads them, `result` what it
+    leaves, on the way to the `shard` that is kept; where groups of ranks add up theirs, what is `added` to a
+    shard stays to the end of the backward. `last_grad`, `last_sum`: of the unit's last weight, which goes
+    last; `is_laid_out`: 1 where they are copied first.
     """
 
     whole: Num = 0.0
@@ -77,7 +77,9 @@ class UnitBytes(NamedTuple):
         return cls(
             whole=whole,
             buffer=whole * is_cut,
-            copies=whole * is_cut * unit.is_experts + on_host * unit.local_bytes(mesh, cut),
+            copies=np.maximum(
+                whole * is_cut * unit.is_experts, on_host * unit.local_bytes(mesh, cut) - whole
+            ),
             grad=act * size,
             sums=summed * size,
             reduced=summed * padded,

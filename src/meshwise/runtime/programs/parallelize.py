@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 
 from meshwise.runtime.fakes import Parts
@@ -105,6 +105,7 @@ def block_plan(rows: Shard | Replicate, layer: Block) -> dict[str, Any]:
 def shard_states(
     decoder: Decoder, mesh: DeviceMesh, experts_mesh: DeviceMesh | None, device: torch.device,
     policy: MixedPrecisionPolicy, kept: torch.dtype, seed: int | None, *, reshard_after_forward: bool,
+    on_host: bool,
 ) -> None:  # fmt: skip
     """FSDP2 over `mesh`: the embedding, each block, the head; its weights are in the type `kept`.
 
@@ -114,8 +115,10 @@ def shard_states(
     The decoder comes without storage (meta tensors); each group gets its weights on `device` just before it
     is cut, so that never more than one is whole: from `seed`, or unset (None), when tensor parallelism leaves
     no more of them than this rank's part. Blocks are gathered again in the backward if
-    `reshard_after_forward`; the ends stay gathered till then.
+    `reshard_after_forward`; the ends stay gathered till then. `on_host`: the shards lie in the host's memory.
     """
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
     names = {id(parameter): decoder.alias(name) for name, parameter in decoder.named_parameters()}
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(decoder.trains(name))
@@ -125,15 +128,15 @@ def shard_states(
         with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
             if isinstance(modules[0], Block) and isinstance(modules[0].mlp, Mixture):
                 experts = modules[0].mlp.experts
-                fully_shard(
-                    experts, mesh=experts_mesh, mp_policy=policy, shard_placement_fn=lambda _: Shard(1),
+                shard(
+                    experts, mesh=experts_mesh, shard_placement_fn=lambda _: Shard(1),
                     reshard_after_forward=reshard_after_forward,
                 )  # fmt: skip
-            fully_shard(
-                modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=policy,
+            shard(
+                modules if len(modules) > 1 else modules[0], mesh=mesh,
                 reshard_after_forward=reshard_after_forward and is_block,
             )  # fmt: skip
-    fully_shard(decoder, mesh=mesh, mp_policy=policy)
+    shard(decoder, mesh=mesh)
 
 
 def _groups(decoder: Decoder) -> list[list[nn.Module]]:

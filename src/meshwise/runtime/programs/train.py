@@ -126,9 +126,12 @@ def estimate(options: Any, tape: Tape) -> None:
     cluster, workload = the_cluster(ranks), the_workload(options, ranks)
     # as `Setting.again` recomputes
     recomputes_all = replace(find_overheads(cluster.chip, plan.software), stops_early=0.0)
-    priced = price(the_model(options), cluster, plan, workload, overheads=recomputes_all)
+    priced, on_device = (
+        price(the_model(options), cluster, each, workload, overheads=recomputes_all)
+        for each in (plan, replace(plan, offload_optimizer=0.0))
+    )
     tape.priced(priced.rank_ledger(tape.rank), options.steps)
-    of_rank = priced.rank_step(tape.rank).stages[-1]
+    of_rank = on_device.rank_step(tape.rank).stages[-1]
     held = {"parameters": of_rank.memory.weights, "gradients": of_rank.gradient_bytes}
     tape.states(held | {"optimizer": of_rank.memory.optimizer})
     tape.op("activations", module="states", phase="step", saved_bytes=float(of_rank.kept_bytes))

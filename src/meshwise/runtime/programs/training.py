@@ -222,7 +222,7 @@ class Trainer:
             decoder, self.mesh[self.replica_axes], self.experts_mesh, context.device,
             MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
             dtype if plan.optimizer == "adam-bf16" else wide, seed,
-            reshard_after_forward=plan.pp == 1 and plan.zero == 3,
+            reshard_after_forward=plan.pp == 1 and plan.zero == 3, on_host=plan.offload_optimizer > 0,
         )  # fmt: skip
 
         def gathered_are_weights(module: nn.Module, _: object) -> None:
