@@ -11,8 +11,10 @@ from itertools import groupby
 from typing import Any
 
 from meshwise.core.errors import DataError
+from meshwise.core.expressions import formulas
 from meshwise.core.units import whole
 from meshwise.launch.facts import Facts
+from meshwise.launch.tables import launch_tables
 from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer
 from meshwise.model.config_rules import moe_rule
 
@@ -22,10 +24,8 @@ _SAID = {
     *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
     *("mtp_layers", "mla", "moe", "quantized", "sliding_window", "full_attention_every"),
 }
-_AS_SAID = ("activation", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac", "mtp_layers")
 MOST_TIMES = 10_000
 """The largest factor in an expression of layers."""
-_BIASES = ("linear", "qkv", "out")
 _OF_EXPERTS = {"num_experts": "num_experts", "top_k": "top_k", "expert_ffn": "ffn_hidden"} | {
     name: name for name in ("shared_gate", "balance_bias")
 }
@@ -54,17 +54,7 @@ def shape_of(model: Model, seq: int) -> Facts:
     """The facts of a model that Megatron-LM is told."""
     mla, moe = model.mla, model.moe
     facts: Facts = {name: getattr(model, name) for name in _SAID if hasattr(model, name)}
-    facts |= {
-        "max_seq": max(model.max_seq, seq),
-        "kv_groups": None if mla or model.num_kv_heads == model.num_heads else model.num_kv_heads,
-        "channels": None if mla else model.head_dim,
-        "window": f"{model.sliding_window - 1},0" if model.sliding_window else None,
-        "full_attention_every": model.full_attention_every or None,
-        "norms": model.norm + "+bias" * model.norm_bias,
-        "biases": "+".join(name for name in _BIASES if getattr(model, f"{name}_bias")) or "none",
-        "padded": False,
-        "mla": mla is not None,
-    }
+    facts |= formulas(launch_tables().shape, {"model": model, "seq": seq, "max": max, "str": str})
     if mla is not None:
         facts |= {field.name: getattr(mla, field.name) or None for field in fields(mla)}
     if moe is not None:
@@ -77,35 +67,13 @@ def shape_of(model: Model, seq: int) -> Facts:
 
 def model_of(facts: Facts, tp: int, where: str) -> Model | None:
     """The model that the facts say; None where they name no shape, or leave the vocabulary to a tokenizer."""
-    layers, hidden, heads, vocab = (facts.get(key) for key in ("num_layers", "hidden", "num_heads", "vocab"))
-    if not (layers and hidden and heads and vocab):
+    if not all(facts.get(key) for key in ("num_layers", "hidden", "num_heads", "vocab")):
         return None
-    gated = facts["activation"] == "swiglu"
-    norm, *has_bias = facts["norms"].split("+")
-    biases: dict[str, Any] = {f"{name}_bias": name in facts["biases"].split("+") for name in _BIASES}
-    mla = _mla(facts) if facts["mla"] else None
-    head_dim = mla.head_dim if mla else facts.get("channels") or hidden // heads
-    if facts["padded"]:
-        vocab = -(-vocab // (128 * tp)) * 128 * tp
-    said = {name: facts[name] for name in _AS_SAID} | {"num_layers": layers, "hidden": hidden}
-    model = Model(
-        name=where,
-        ffn_hidden=facts.get("ffn_hidden") or (int(8 * hidden / 3) // 64 * 64 if gated else 4 * hidden),
-        num_heads=heads,
-        num_kv_heads=facts.get("kv_groups") or heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        max_seq=facts.get("max_seq") or facts.get("seq") or 0,
-        norm=norm,
-        norm_bias=bool(has_bias),
-        sliding_window=_window(facts.get("window")),
-        full_attention_every=_whole("--window-attn-skip-freq", facts.get("full_attention_every") or 0),
-        mla=mla,
-        moe=_moe(facts, layers) if facts.get("num_experts") else None,
-        **biases,
-        **said,
-    )
-    return checked_model(model, where)
+    mla = MLA(**{field.name: facts.get(field.name) or 0 for field in fields(MLA)}) if facts["mla"] else None
+    names = {"tp": tp, "own": mla, "int": int, "window_of": _window, "whole": _whole}
+    moe = _moe(facts, facts["num_layers"]) if facts.get("num_experts") else None
+    said = formulas(launch_tables().model, facts | names)
+    return checked_model(Model(name=where, mla=mla, moe=moe, **said), where)
 
 
 def _window(text: Any) -> int:
@@ -118,10 +86,6 @@ def _whole(argument: str, text: Any) -> int:
     if (found := whole(str(text))) is None:
         raise DataError(f"{argument} {text} must begin with a whole number")
     return found
-
-
-def _mla(facts: Facts) -> MLA:
-    return MLA(**{field.name: facts.get(field.name) or 0 for field in fields(MLA)})
 
 
 def _moe(facts: Facts, num_layers: int) -> MoE:
