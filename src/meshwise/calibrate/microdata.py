@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from meshwise.calibrate.table import BadCell, header, lines
 from meshwise.core.errors import ClusterError, DataError
+from meshwise.core.expressions import formulas, value_of
 from meshwise.core.files import read_catalog
 from meshwise.cost.collective import sent_bytes
 from meshwise.machine.hardware import find_chip
@@ -71,9 +73,7 @@ PUBLISHED_COLUMNS = ("source", "hardware", "op", "shape_or_size", "ranks", "valu
 _NAMES = read_catalog("measured_names.toml")
 _DTYPES: dict[str, str] = _NAMES["dtypes"]
 _EXPERT_DTYPES: dict[str, str] = _NAMES["expert_dtypes"]
-_STREAMING_BYTES: dict[str, float] = _NAMES["streaming_bytes"]
-_CAST_LIBRARIES = ("CutlassFP8ScaledMMLinearKernel", "FlashInferCuteDslNvFp4LinearKernel")
-"""Linear layers timed from bf16 activations: the cast is in the figure. TensorRT-LLM's fp8 ones likewise."""
+_OPS: dict[str, Any] = read_catalog("measured_ops.toml")
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -153,13 +153,12 @@ def _known_chip(name: str) -> str | None:
         return None
 
 
-def _shape(text: str, column: str, *names: str) -> Iterator[float]:
-    """The numbers called `names` in a cell like `m=16 n=512 k=1024`."""
+def _numbers(text: str, column: str, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, float]:
+    """The numbers called `names`, and those called `optional`, in a cell like `m=16 n=512 k=1024`."""
     cells = dict(re.findall(r"(\w+)=(\S+)", text))
-    for name in names:
-        if name not in cells:
-            raise BadCell(f"{text!r} lacks {name}=", column)
-        yield _positive(cells[name], column)
+    if missing := [name for name in names if name not in cells]:
+        raise BadCell(f"{text!r} lacks {missing[0]}=", column)
+    return {name: _positive(cells[name], column) for name in (*names, *optional) if name in cells}
 
 
 # --- one latency a row -------------------------------------------------------------------------
@@ -172,36 +171,26 @@ def _from_ops(row: dict[str, str]) -> tuple[str, Stated, float]:
 
 
 def _stated(row: dict[str, str], ranks: float) -> Stated:
+    """What a row is of, by the formulas of `catalog/measured_ops.toml`."""
     op, text, library = row["op"], row["shape"], row["kernel_or_library"]
     dtype, _, kv_dtype = row["dtype"].partition("/kv:")
-    if op in ("gemm", "bmm"):
-        sizes = dict(zip("mnk", _shape(text, "shape", *"mnk"), strict=True))
-        batch = next(_shape(text, "shape", "batch")) if op == "bmm" else 1.0
-        return "gemm", _dtype(dtype), sizes | {"batch": batch, "cast": float(library in _CAST_LIBRARIES)}, ""
-    if op.startswith("grouped_gemm"):
-        return "gemm", _dtype(dtype), _grouped(op, text), ""
-    if op in _STREAMING_BYTES:
-        return "memory", "kernel", {"bytes": _STREAMING_BYTES[op] * _elements(text)}, ""
-    if op in ("attn_prefill", "mla_prefill"):
-        return "attention", "flash", _prefill(op, text), ""
-    if op in ("attn_decode", "mla_decode"):
-        return "decode", "mla" if op == "mla_decode" else "flash", _decode(op, text, kv_dtype or dtype), ""
+    of = _table(op)
+    if of is None:
+        raise _Unmodelled(f"no formula times op {op!r} of {library}")
     if op == "moe_experts":
         if dtype not in _EXPERT_DTYPES:
             raise BadCell(f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}", "dtype")
-        return "experts", _EXPERT_DTYPES[dtype], _experts(row), _expert_library(row)
-    if op.startswith(("deepep_", "trtllm_alltoall_")):
-        return "dispatch", *_dispatch(op, dtype, library, ranks, text), ""
-    if op == "custom_allreduce":
-        shape = {"bytes": next(_shape(text, "shape", "bytes")), "ranks": ranks}
-        return "peer_all_reduce", "all_reduce", shape | {"graph": float(library.endswith("_graph"))}, ""
-    if op.startswith("nccl_"):
-        kind = {"alltoall": "all_to_all", "send_recv": "send"}.get(op[5:], op[5:])
-        size = next(_shape(text, "shape", "bytes"))
-        per_node = next(_shape(text, "shape", "gpus_per_node")) if "gpus_per_node=" in text else ranks
-        shape = {"bytes": size, "ranks": ranks, "ranks_per_node": min(per_node, ranks)}
-        return "collective", kind, shape, "torch" if library.startswith("torch.") else ""
-    raise _Unmodelled(f"no formula times op {op!r} of {library}")
+        return "experts", _EXPERT_DTYPES[dtype], _experts(row, of["needs"]), _expert_library(row)
+    heads = re.sub(r"cfg=(\d+)-(\d+)-(\d+)", r"h=\1 kv=\2 d=\3 kvrank=\2 rope=\3", text)
+    needs = next((names for names in of.get("either", ()) if f"{names[0]}=" in heads), of["needs"])
+    names = {"op": op, "library": library, "dtype": dtype, "kv_dtype": kv_dtype or dtype, "ranks": ranks}
+    names |= _FUNCTIONS | _numbers(heads, "shape", needs, of.get("optional", ()))
+    return of["kind"], value_of(of["variant"], names), formulas(of["shape"], names), value_of(of["of"], names)
+
+
+@cache
+def _table(op: str) -> dict[str, Any] | None:
+    return next((table for pattern, table in _OPS.items() if re.fullmatch(pattern, op)), None)
 
 
 def _dtype(text: str) -> str:
@@ -210,16 +199,8 @@ def _dtype(text: str) -> str:
     return _DTYPES[text]
 
 
-def _grouped(op: str, text: str) -> dict[str, float]:
-    """A grouped matmul: one matmul per local expert; `up` holds gate and up side by side."""
-    experts, hidden, inter, tokens = _shape(text, "shape", "local", "hidden", "inter", "tokens_per_expert")
-    n, k = (2 * inter, hidden) if "_up_" in op else (hidden, inter)
-    return {"m": tokens, "n": n, "k": k, "batch": experts, "cast": 0.0}
-
-
-def _elements(text: str) -> float:
-    names = ("elements",) if "elements=" in text else ("rows", "cols")
-    return math.prod(_shape(text, "shape", *names))
+_FUNCTIONS = {"dtype_of": _dtype, "float": float, "min": min} | _OPS.pop("names")
+"""What the formulas call, and tables of names."""
 
 
 # --- experts: one rank of an expert-parallel group ----------------------------------------------
@@ -249,9 +230,8 @@ def _expert_library(row: dict[str, str]) -> str:
     return next((name for name in _EXPERT_LIBRARIES if f"_{name}" in library), "triton")
 
 
-def _experts(row: dict[str, str]) -> dict[str, float]:
-    names = ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep")
-    shape = dict(zip(names, _shape(row["shape"], "shape", *names), strict=True))
+def _experts(row: dict[str, str], names: Sequence[str]) -> dict[str, float]:
+    shape = _numbers(row["shape"], "shape", names)
     deepseek = (shape["hidden"], shape["experts"]) == (7168, 256)
     limited = deepseek and row["kernel_or_library"] not in _WITHOUT_GROUPS
     law = re.search(r"dist=pl([\d.]+)", row["shape"])
@@ -310,84 +290,6 @@ def _moment(order: int, alpha: float, low: float, high: float) -> float:
     return (high**power - low**power) / power
 
 
-# --- dispatch and combine -----------------------------------------------------------------------
-
-
-_SIDES = {"NVLinkTwoSided": "two-sided", "NVLinkOneSided": "one-sided"}
-
-
-def _dispatch(op: str, dtype: str, library: str, ranks: float, text: str) -> tuple[str, dict[str, float]]:
-    """The variant and the shape of a token exchange. Every rank holds `tokens` tokens.
-
-    Tokens leave in `dtype` with their scales and come back in bf16, unless the combine is the one of low
-    precision; `prepare` exchanges the choices alone.
-    """
-    tokens, hidden, topk, experts = _shape(text, "shape", "tokens", "hidden", "topk", "experts")
-    deepep = op.startswith("deepep_")
-    nodes = next(_shape(text, "shape", "nodes")) if deepep else 1.0
-    cores = next(_shape(text, "shape", "sms")) if "sms=" in text else 0.0
-    if op.endswith("prepare"):
-        token_bytes = 4.0 * topk
-    elif op.endswith("combine") or dtype == "bfloat16":
-        token_bytes = 2.0 * hidden
-    elif dtype == "nvfp4":
-        token_bytes = (1 / 2 + 1 / 16) * hidden
-    else:  # DeepEP scales fp8 by groups of 128, TensorRT-LLM by tensor
-        token_bytes = (1.0 + 4 / 128 if deepep else 1.0) * hidden
-    name = op.replace("alltoall", _SIDES.get(library, "")).replace("_", "-")
-    shape = {"tokens": tokens, "token_bytes": token_bytes, "topk": topk, "experts": experts}
-    return name, shape | {"ranks": ranks, "ranks_per_node": ranks / nodes, "cores": cores}
-
-
-# --- attention ----------------------------------------------------------------------------------
-
-
-def _prefill(op: str, text: str) -> dict[str, float]:
-    (heads, kv_heads, dim), latent = _heads(op, text), op == "mla_prefill"
-    batch, (seq,) = next(_shape(text, "shape", "b")) if "b=" in text else 1.0, _shape(text, "shape", "s")
-    # DeepSeek's dimensions: 128 + rope to compare, 128 to weigh
-    kv_heads, qk_dim, v_dim = (heads, 128 + dim, 128.0) if latent else (kv_heads, dim, dim)
-    return _attention(batch, seq, heads, kv_heads, qk_dim, v_dim, causal=1.0, passes=1.0)
-
-
-def _attention(
-    batch: float, seq: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float, **rest: float
-) -> dict[str, float]:
-    shape = {"batch": batch, "seq": seq, "heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim}
-    return shape | {"v_dim": v_dim} | rest
-
-
-def _heads(op: str, text: str) -> tuple[float, float, float]:
-    """Heads, key-value heads and dimension; of latent attention heads, rank and rotated dimension.
-
-    Cells state them as `cfg=16-1-256`, or each by its name.
-    """
-    if "cfg=" in text:
-        return _three(r"cfg=(\d+)-(\d+)-(\d+)", text, "cfg=heads-kv-dim", "shape")
-    names = ("h", "kvrank", "rope") if op.startswith("mla") else ("h", "kv", "d")
-    heads, kv, dim = _shape(text, "shape", *names)
-    return heads, kv, dim
-
-
-def _three(pattern: str, text: str, lacks: str, column: str) -> tuple[float, float, float]:
-    """The three numbers that a cell has at `pattern`."""
-    match = re.search(pattern, text)
-    if match is None:
-        raise BadCell(f"{text!r} lacks {lacks}", column)
-    first, second, third = map(float, match.groups())
-    return first, second, third
-
-
-def _decode(op: str, text: str, kv_dtype: str) -> dict[str, float]:
-    batch, kv_len = _shape(text, "shape", "b", "kvlen")
-    elem_bytes = 1.0 if kv_dtype == "fp8" else 2.0
-    heads, kv, dim = _heads(op, text)
-    latent = op == "mla_decode"
-    kv_bytes = elem_bytes * (kv + dim if latent else 2 * kv * dim)
-    shape = {"batch": batch, "heads": heads, "kv_len": kv_len, "kv_bytes_per_token": kv_bytes}
-    return shape | {"qk_dim": kv + dim if latent else dim, "v_dim": kv if latent else dim}
-
-
 # --- figures as published ----------------------------------------------------------------------
 
 BEST = "best"
@@ -405,11 +307,13 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
     op, unit, size = row["op"], row["unit"], row["shape_or_size"]
     if op.startswith("GEMM ") and unit == "us":
         variant = _dtype(op.split()[1])
-        sizes = dict(zip("mnk", _shape(size, "shape_or_size", *"mnk"), strict=True))
-        shape = sizes | {"batch": 1.0, "cast": float(variant == "fp8")}
+        shape = _numbers(size, "shape_or_size", "mnk") | {"batch": 1.0, "cast": float(variant == "fp8")}
         return ("gemm", variant, shape, "trtllm" if variant == "fp8" else ""), value * 1e-6
     if op.startswith("GEMM ") and "best shape found" in op and unit == "TFLOP/s":
-        m, n, k = _three(r"^(\d+)x(\d+)x(\d+) \(MxNxK\)\Z", size, "MxNxK", "shape_or_size")
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+) \(MxNxK\)", size)
+        if match is None:
+            raise BadCell(f"{size!r} lacks MxNxK", "shape_or_size")
+        m, n, k = map(float, match.groups())
         shape = {"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0}
         return ("gemm", _dtype(op.split()[1].lower()), shape, BEST), 2.0 * m * n * k / (value * 1e12)
     if op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
@@ -444,7 +348,8 @@ def _published_attention(op: str, text: str) -> tuple[dict[str, float], float]:
     seq, dim, causal = float(cells["seq"]), float(cells["head_dim"]), float(cells["causal"])
     heads, batch, both = 2048 / dim, 16384 / seq, "fwd+bwd" in op
     passes = 3.0 if both else 1.0
-    shape = _attention(batch, seq, heads, heads, dim, dim, causal=causal, passes=passes)
+    shape = {"batch": batch, "seq": seq, "heads": heads, "kv_heads": heads, "qk_dim": dim, "v_dim": dim}
+    shape |= {"causal": causal, "passes": passes}
     return shape, 4 * batch * seq**2 * heads * dim * (0.5 if causal else 1.0) * (3.5 if both else 1.0)
 
 
