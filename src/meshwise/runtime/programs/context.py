@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwise.core.errors import PlanError
@@ -87,11 +89,10 @@ class Context:
         forget_groups()
         with private.disable_current_modes():  # the recorder and fake tensors have no part in this
             ranks = torch.tensor(of_ranks).view(tuple(axes.values()))
-            place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
-            groups = []
-            for dim, name in enumerate(axes):
-                line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])]
-                groups.append(self.group("dp" if name == "copies" else name, line.tolist()))
+            groups = [
+                self.group("dp" if name == "copies" else name, line_of(ranks.numpy(), self.rank, dim))
+                for dim, name in enumerate(axes)
+            ]
             return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     def group(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -100,6 +101,13 @@ class Context:
         self.recorder.name_axis(group, axis)
         self.groups.append(group)
         return group
+
+
+def line_of(grid: NDArray[Any], rank: int, dim: int) -> list[int]:
+    """The ranks of a grid whose place differs from that of `rank` in `dim` alone."""
+    place = np.argwhere(grid == rank)[0]
+    line: list[int] = grid[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
+    return line
 
 
 def forget_groups() -> None:

@@ -3,7 +3,7 @@
 Blocks are norm, attention, residual, norm, feed-forward, residual; norms are RMSNorm or LayerNorm, the
 feed-forward is SwiGLU or GELU, positions are rotary or learned, linear layers have biases or not. Heads of
 keys and values are shared by groups of queries, or made of latents. How the decoder is cut over ranks is
-applied from outside (`meshwise.runtime.programs.parallelize`).
+applied from outside (`meshwise.runtime.programs.training`).
 
 A mixture of experts stands in place of a block's MLP, its experts spread over ranks, each cut over others.
 Each rank routes its own tokens: a router gives every expert a probability, each token visits k experts, and

@@ -145,9 +145,8 @@ def main(options: Any, context: Context) -> dict[str, Any]:
     import torch
     from torch.profiler import record_function
 
-    from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
-    from meshwise.runtime.programs.training import Trainer
+    from meshwise.runtime.programs.training import Trainer, local_bytes
 
     recorder = context.recorder
     mesh = the_mesh(options, context.world_size)

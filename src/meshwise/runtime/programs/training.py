@@ -1,42 +1,52 @@
-"""One rank of a training step: its piece of the model, cut as the plan says, and its tokens."""
+"""One rank of a training step: its piece of the model, cut as the plan says, and its tokens.
+
+A plain decoder is cut from outside. Tensor and sequence parallelism (DTensor): q, k, v, gate and up are cut
+by columns, out and down by rows, the embedding and the head by vocabulary; norms and residuals run on a part
+of the sequence each. Data parallelism (FSDP2): weights, gradients and optimizer states of the embedding, of
+each block and of the head are spread over the replicas, gathered where they are used; they are kept, and
+reduced, in fp32.
+
+Source: the tensor-parallel tutorial, `fully_shard`, and torchtitan's `parallelize_llama`.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan, number_of
 from meshwise.plan.stages import V_SHAPED, chunks_of_rank
+from meshwise.runtime.fakes import Parts
+from meshwise.runtime.programs import decoder as plain
 from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.context import Context
-from meshwise.runtime.programs.decoder import WHOLE, Decoder, ExpertPlace, Experts, Setting, routes
+from meshwise.runtime.programs.context import Context, line_of
 from meshwise.runtime.programs.functions import turned_width, turns
-from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
+from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
-
-
-class Place(NamedTuple):
-    """Where a rank stands on each axis, the outermost first."""
-
-    pp: int
-    dp: int
-    cp: int
-    tp: int
+from meshwise.runtime.torch_private import fsdp_param
 
 
 class Trainer:
@@ -46,16 +56,18 @@ class Trainer:
         self.options, self.context = options, context
         self.plan, self.model, self.rank = plan, model, context.rank
         self.dp, self.num = int(on.dp), int(on.num_microbatches)
-        axes = plan.pp, self.dp, plan.cp, plan.tp
-        self.place = place = Place(*map(int, np.unravel_index(self.rank, axes)))
-        replicas = self.dp * plan.cp
-        self.sharing = int(on.shard_ranks(replicas)), int(on.shard_ranks(on.expert_replicas))
-        per_stage = replicas * plan.tp
-        self.line = context.group("pp", range(self.rank % per_stage, context.world_size, per_stage))
-        self.holders = self._holders(per_stage)
+        axes = plan.pp, self.dp, int(on.ring), int(on.ulysses), plan.tp
+        self.world = np.arange(context.world_size).reshape(axes)
+        self.pp, self.replica, *_, self.tp = map(int, np.unravel_index(self.rank, axes))
+        self.sharing = int(on.shard_ranks(self.dp * plan.cp)), int(on.shard_ranks(on.expert_replicas))
+        self.line = context.group("pp", line_of(self.world, self.rank, 0))
+        # the ranks of this one's stage, and under DualPipe those of the stage with the same weights
+        stages = {self.pp, plan.pp - 1 - self.pp if plan.schedule == "dualpipe" else self.pp}
+        self.holders = self.world[sorted(stages)].flatten().tolist()
         copies = _copies_and_shards(len(self.holders) // plan.tp, self.sharing[0])
         self.mesh = context.grid(self.holders, **copies, tp=plan.tp)
-        self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
+        # the ranks whose keys come round, and, neighbours, those that exchange heads
+        self.ring, self.heads = (self._along("cp", line_of(self.world, self.rank, dim)) for dim in (2, 3))
         self.ends = self._ends()
         self.ep, self.etp = plan.ep, int(on.etp)
         self.experts, self.experts_mesh = self._expert_groups()
@@ -63,7 +75,7 @@ class Trainer:
             places = own_places(options.seq, self.ring.size, self.ring.index, context.device)
             self.places = places.chunk(self.heads.size)[self.heads.index]
             self.setting = self._setting()
-            held = chunks_of_rank(model, plan.pp, plan.vpp, plan.schedule, plan.stages, place.pp)
+            held = chunks_of_rank(model, plan.pp, plan.vpp, plan.schedule, plan.stages, self.pp)
             self.pieces = {int(chunk.index): self._piece(int(chunk.index), layers) for chunk, layers in held}
             self.tokens, self.labels = self._tokens()
             context.recorder.weights(self.tokens, self.labels)  # inputs, not activations
@@ -118,48 +130,32 @@ class Trainer:
             self.line, self.context,
         )  # fmt: skip
 
-    def _holders(self, per_stage: int) -> list[int]:
-        """The ranks of this one's stage, and under DualPipe those of the stage with the same weights."""
-        stages = {self.place.pp}
-        if self.plan.schedule == "dualpipe":
-            stages.add(self.plan.pp - 1 - self.place.pp)
-        return [stage * per_stage + rank for stage in sorted(stages) for rank in range(per_stage)]
-
     def _along(self, axis: str, ranks: Sequence[int]) -> MeshAxis:
         """This rank's place among `ranks`, which form a group if they are several."""
         if len(ranks) == 1:
             return ALONE
         return MeshAxis(self.context.group(axis, ranks), len(ranks), ranks.index(self.rank))
 
-    def _context_groups(self, ring: int, ulysses: int) -> tuple[MeshAxis, MeshAxis]:
-        """The ranks whose keys come round, and, neighbours, those that exchange heads."""
-        ring_rank, part = divmod(self.place.cp, ulysses)
-        first, around = self.rank - part * self.plan.tp, self.plan.tp * ulysses
-        of_ring = range(self.rank - ring_rank * around, self.rank + (ring - ring_rank) * around, around)
-        of_heads = range(first, first + around, self.plan.tp)
-        return self._along("cp", of_ring), self._along("cp", of_heads)
-
-    def _expert_groups(self) -> tuple[ExpertPlace, DeviceMesh | None]:
+    def _expert_groups(self) -> tuple[plain.ExpertPlace, DeviceMesh | None]:
         """This rank's place among those that hold experts, and the ranks that hold the same parts of them."""
         if self.model.moe is None:
-            return WHOLE, None
-        etp, both = self.etp, self.ep * self.etp
-        own, part = self.rank // both * both, self.rank % etp
-        sharing = self._along("ep", range(own + part, own + both, etp))
-        parts = self._along("tp", range(self.rank - part, self.rank - part + etp))
+            return plain.WHOLE, None
+        both = self.ep * self.etp
+        grid = self.world.reshape(-1, self.ep, self.etp)
+        sharing, parts = (
+            self._along(axis, line_of(grid, self.rank, dim)) for dim, axis in ((1, "ep"), (2, "tp"))
+        )
         alike = [rank for rank in self.holders if rank % both == self.rank % both]
         same_parts = self.context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
-        return ExpertPlace(sharing, parts), same_parts
+        return plain.ExpertPlace(sharing, parts), same_parts
 
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
-        num, place = self.plan.pp, self.place.pp
+        num, place = self.plan.pp, self.pp
         has_both = self.plan.schedule in (*V_SHAPED, "dualpipe")  # a rank with one end has the other
         if num == 1 or has_both or not self.model.shares_table or place not in (0, num - 1):
             return None
-        per_stage = self.context.world_size // num
-        first = self.rank - place * per_stage
-        return self.context.group("pp", [first, first + (num - 1) * per_stage])
+        return self.context.group("pp", line_of(self.world, self.rank, 0)[:: num - 1])
 
     def _sum_tied_gradients(self) -> None:
         """Both copies of a tied table get the sum of their gradients, as Megatron-LM does it."""
@@ -179,23 +175,23 @@ class Trainer:
         with self.context.recorder.phase("backward"):
             for piece in self.pieces.values():
                 for module in piece.modules():
-                    for parameter in module.parameters() if isinstance(module, Experts) else ():
+                    for parameter in module.parameters() if isinstance(module, plain.Experts) else ():
                         parameter.grad.mul_(self.plan.tp / (self.ep * self.etp))
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> plain.Setting:
         plan, context = self.plan, self.context
         angles = turns(self.places, turned_width(self.model), context.dtype(plan.dtype))
-        own = self.places.chunk(plan.tp)[self.place.tp] if plan.sequence_parallel else self.places
+        own = self.places.chunk(plan.tp)[self.tp] if plan.sequence_parallel else self.places
         context.recorder.weights(*angles, own)  # constants
         way = None
         if self.model.moe is not None:
-            way = routes(own, self.options.microbatch, self.model, self.experts)
+            way = plain.routes(own, self.options.microbatch, self.model, self.experts)
             context.recorder.weights(way.experts, way.sources, way.back)
         redone = plan.recompute_modules if plan.recompute == "selective" else ()
         if "moe" in redone:  # covers what is inside
             redone = tuple(module for module in redone if module != "shared_experts")
         layers = number_of("recompute_layers", plan.recompute_layers) / plan.vpp
-        return Setting(
+        return plain.Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
             redone_modules=redone, redone_layers=layers if plan.recompute == "full" else 0.0,
             is_narrow=plan.dtype == "fp8", routes=way, heads=self.heads, lora_rank=plan.lora_rank,
@@ -207,12 +203,13 @@ class Trainer:
             return Attend.apply(q, k, v, True)
         return RingAttend.apply(q, k, v, self.ring.group, self.plan.cp_kind)
 
-    def _piece(self, stage: int, layers: range) -> Decoder:
+    def _piece(self, stage: int, layers: range) -> plain.Decoder:
         """Some layers of the model, cut by tp and spread over the replicas."""
         plan, context = self.plan, self.context
         with torch.device("meta"):
             last = plan.pp * plan.vpp - 1
-            decoder = Decoder(self.model, self.setting, layers, is_first=stage == 0, is_last=stage == last)
+            ends = {"is_first": stage == 0, "is_last": stage == last}
+            decoder = plain.Decoder(self.model, self.setting, layers, **ends)
         if plan.tp > 1:
             cut_tensors(decoder, self.mesh["tp"], Shard(1) if plan.sequence_parallel else Replicate())
         dtype, seed = context.dtype(plan.dtype), None if context.is_fake else self.options.seed
@@ -240,7 +237,7 @@ class Trainer:
 
         Labels of one kind lie together, so that a loss reads them as they are.
         """
-        mine = self.all_tokens()[self.place.dp]
+        mine = self.all_tokens()[self.replica]
         tokens, labels = with_labels(mine, self.options.seq)
         by_kind = labels[..., self.places].transpose(0, 1).contiguous()
         return tokens[:, self.places].contiguous(), by_kind.transpose(0, 1)
@@ -261,3 +258,155 @@ def with_labels(sequences: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:
     """Axes of `replicas` ranks of which each `sharing` neighbours share the states."""
     return {"dp": replicas} if sharing == replicas else {"copies": replicas // sharing, "dp": sharing}
+
+
+def cut_tensors(decoder: plain.Decoder, mesh: DeviceMesh, rows: Shard | Replicate) -> None:
+    """Tensor parallelism over `mesh`, in place; `rows`: how activations are cut between matmuls, or not.
+
+    What each rank does for all tokens is not cut at all.
+    """
+    is_split = isinstance(rows, Shard)
+    ends: dict[str, Any] = {
+        "embedding.tokens": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
+        "head.norm": parallel.SequenceParallel(),
+        "head.logits": parallel.ColwiseParallel(input_layouts=rows, use_local_output=False),
+    }
+    if not is_split:
+        del ends["head.norm"]
+    held = {name for name in ends if getattr(decoder, name.split(".")[0]) is not None}
+    parallel.parallelize_module(decoder, mesh, {name: style for name, style in ends.items() if name in held})
+    decoder.tie()
+    if is_split and decoder.embedding is not None and decoder.embedding.positions is not None:
+        whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
+        decoder.embedding.positions = nn.Parameter(whole)
+    columns = parallel.ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
+    names = ("embedding_norm", "hidden_norm", "norm") if is_split else ()
+    for further in decoder.further:
+        norms = dict.fromkeys(names, parallel.SequenceParallel())
+        parallel.parallelize_module(further, mesh, {"projection": columns, **norms})
+    for layer in decoder.blocks:
+        styles: dict[str, Any] = {}
+        for name, style in block_plan(rows, layer).items():
+            if isinstance(style, parallel.SequenceParallel) and not is_split:
+                continue
+            is_adapted = isinstance(layer.get_submodule(name), Adapted)
+            styles |= cut_as(style, name, rows) if is_adapted else {name: style}
+        parallel.parallelize_module(layer, mesh, styles)
+        if isinstance(layer.mlp, plain.Mixture):
+            for module in (layer.mlp, layer.mlp.router):
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    whole = distribute_tensor(parameter.data, mesh, [Replicate()])
+                    setattr(module, name, nn.Parameter(whole))
+
+
+def block_plan(rows: Shard | Replicate, layer: plain.Block) -> dict[str, Any]:
+    """The styles of a block's modules; `rows` is how activations between them are cut.
+
+    Latents and routed experts take each rank's own tokens, as they are.
+    """
+    gather = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
+    plan: dict[str, Any] = dict.fromkeys(("norm1", "norm2"), parallel.SequenceParallel())
+    plan["attention.out"] = parallel.RowwiseParallel(output_layouts=rows)
+    if isinstance(layer.attention, plain.LatentAttention):
+        plan |= {f"attention.{name}": parallel.ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
+        plan |= {f"attention.{name}": parallel.SequenceParallel() for name in ("kv_down", "kv_norm")}
+        if not isinstance(layer.attention.q_down, nn.Identity):
+            plan |= {f"attention.{name}": parallel.SequenceParallel() for name in ("q_down", "q_norm")}
+        plan["attention.shared_key"] = parallel.PrepareModuleInput(**gather)
+    else:
+        plan |= {"attention": parallel.PrepareModuleInput(**gather)}
+        plan |= {f"attention.{name}": parallel.ColwiseParallel() for name in "qkv"}
+    is_mixture = isinstance(layer.mlp, plain.Mixture)
+    mlp, name = (layer.mlp.shared, "mlp.shared") if is_mixture else (layer.mlp, "mlp")
+    if mlp is None:
+        return plan
+    columns = [f"{name}.up"] if mlp.gate is None else [f"{name}.gate", f"{name}.up"]
+    plan |= {name: parallel.PrepareModuleInput(**gather)}
+    plan |= {column: parallel.ColwiseParallel() for column in columns}
+    return plan | {f"{name}.down": parallel.RowwiseParallel(output_layouts=rows)}
+
+
+def shard_states(
+    decoder: plain.Decoder, mesh: DeviceMesh, experts_mesh: DeviceMesh | None, device: torch.device,
+    policy: MixedPrecisionPolicy, kept: torch.dtype, seed: int | None, *, reshard_after_forward: bool,
+    on_host: bool,
+) -> None:  # fmt: skip
+    """FSDP2 over `mesh`: the embedding, each block, the head; its weights are in the type `kept`.
+
+    Experts are spread over `experts_mesh`, the ranks that hold the same ones, along the width of their
+    matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
+
+    The decoder comes without storage (meta tensors); each group gets its weights on `device` just before it
+    is cut, so that never more than one is whole: from `seed`, or unset (None), when tensor parallelism leaves
+    no more of them than this rank's part. Blocks are gathered again in the backward if
+    `reshard_after_forward`; the ends stay gathered till then. `on_host`: the shards lie in the host's memory.
+    """
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
+    names = {id(parameter): decoder.alias(name) for name, parameter in decoder.named_parameters()}
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(decoder.trains(name))
+    for modules in _groups(decoder):
+        _materialize(modules, names, partial(_made, device=device, dtype=kept, seed=seed))
+        is_block = isinstance(modules[0], plain.Block)
+        with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
+            if isinstance(modules[0], plain.Block) and isinstance(modules[0].mlp, plain.Mixture):
+                experts = modules[0].mlp.experts
+                shard(
+                    experts, mesh=experts_mesh, shard_placement_fn=lambda _: Shard(1),
+                    reshard_after_forward=reshard_after_forward,
+                )  # fmt: skip
+            shard(
+                modules if len(modules) > 1 else modules[0], mesh=mesh,
+                reshard_after_forward=reshard_after_forward and is_block,
+            )  # fmt: skip
+    shard(decoder, mesh=mesh)
+
+
+def _groups(decoder: plain.Decoder) -> list[list[nn.Module]]:
+    """What is gathered together; a table that is embedding and head at once makes them one group."""
+    ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
+    others: list[list[nn.Module]] = [[layer] for layer in decoder.blocks]
+    others += [[one for one in further.children() if one is not further.block] for further in decoder.further]
+    return [ends, *others] if decoder.tie() else [*([end] for end in ends), *others]
+
+
+def _materialize(modules: list[nn.Module], names: dict[int, str], make: Callable[..., Tensor]) -> None:
+    """Give the parameters of `modules` storage and numbers: what `make` makes of each, its name and place."""
+    made: dict[int, nn.Parameter] = {}  # a tied one is made once
+    owners = [owner for module in modules for owner in module.modules()]
+    for owner in owners:
+        for key, parameter in list(owner.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                place = owner.place if isinstance(owner, plain.Experts) else plain.WHOLE
+                whole = make(parameter, names[id(parameter)], place)
+                made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            setattr(owner, key, made[id(parameter)])
+
+
+def _made(
+    parameter: nn.Parameter, name: str, place: plain.ExpertPlace, *, device: torch.device, dtype: torch.dtype,
+    seed: int | None,
+) -> Tensor:  # fmt: skip
+    """A weight whole, of numbers that depend on its name and `seed` alone, and then cut as `parameter` is.
+
+    One that has no numbers needs its own part alone.
+    """
+    cut = parameter if isinstance(parameter, DTensor) else None
+    if cut is not None and seed is None:
+        own = torch.empty(cut.to_local().shape, dtype=dtype, device=device)
+        return DTensor.from_local(
+            own, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        )
+    whole = torch.empty(parameter.shape, dtype=dtype, device=device)
+    if seed is not None:
+        plain.fill(name, whole, seed, place)
+    if cut is None:
+        return whole
+    return distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
+
+
+def local_bytes(tensors: list[Tensor]) -> int:
+    """Bytes that this rank holds of `tensors`."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)
