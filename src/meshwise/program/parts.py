@@ -36,6 +36,14 @@ FP8_TOKEN_BYTES = 1.0 + 4.0 / FP8_TILE
 """Bytes of an element of a token in fp8."""
 
 
+OF_MESH = ("kind", "microbatch", "tp", "ulysses", "ring", "ring_rank", "ep", "etp", "imbalance", "grid")
+OF_PLAN = (
+    *("wide_modules", "head_dtype", "loss_chunks", "layout", "lora_rank"),
+    *("lora_targets", "lora_dropout", "implementation"),
+)
+"""What a cut has of its mesh and of its plan as it is there."""
+
+
 def layer_names(model: Model) -> tuple[str, ...]:
     """Names of the parts that are blocks: one for each kind of layer, in the order of `layer_kinds`."""
     kinds = layer_kinds(model)
@@ -74,42 +82,26 @@ def cut_of(mesh: Mesh) -> Cut:
     decodes = mesh.kind == "decode"
     is_narrow = plan.implementation == "fsdp2" and plan.dtype in NARROW_DTYPES
     on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
+    same = {name: getattr(mesh, name) for name in OF_MESH} | {name: getattr(plan, name) for name in OF_PLAN}
     return Cut(
-        kind=mesh.kind,
-        microbatch=mesh.microbatch,
+        **same,
         seq=1.0 if decodes else mesh.seq,
         past=mesh.seq if decodes else 0.0,
         kv_bytes=DTYPE_BYTES[plan.kv_dtype],
-        wide_modules=plan.wide_modules,
-        tp=mesh.tp,
-        ulysses=mesh.ulysses,
-        ring=mesh.ring,
-        ring_rank=mesh.ring_rank,
-        ep=mesh.ep,
-        etp=mesh.etp,
         tp_stride=mesh.stride("tp"),
         cp_stride=mesh.stride("cp"),
         ep_stride=mesh.etp * mesh.stride("tp"),
-        imbalance=mesh.imbalance,
         dispatch_per_rank=mesh.dispatch == DISPATCH.index("per_rank"),
         dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
         recompute_modules=plan.selective_modules,
-        head_dtype=plan.head_dtype,
-        loss_chunks=plan.loss_chunks,
         loss=loss_of(plan),
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=mesh.gathers_keys,
-        layout=plan.layout,
-        grid=mesh.grid,
         panels=float(plan.panels),
         grid_scores=plan.attention == "grid",
         flash=plan.attention == "flash",
-        lora_rank=plan.lora_rank,
-        lora_targets=plan.lora_targets,
-        lora_dropout=plan.lora_dropout,
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
-        implementation=plan.implementation,
         narrow_matmuls=plan.dtype if is_narrow else "",
         precision=precision("bf16" if is_narrow else plan.dtype, plan.weight_dtype, plan.expert_dtype),
     )
