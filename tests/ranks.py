@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from meshwise.core.errors import PlanError
 from meshwise.runtime.launch import RankPlace
-from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs.tensor_parallel import Options
-from meshwise.runtime.start import run_rank
+from meshwise.runtime.start import Outcome, run_rank
 
 
 def total_of_ranks(place: RankPlace, factor: int) -> int:

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from meshwise.core.errors import WorkloadError
 from meshwise.runtime.launch import RankPlace, Ranks
-from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs.eval_lm import Options, check
 from meshwise.runtime.programs.text_data import PAD, read_blocks
 from meshwise.runtime.programs.transformer_lm import sinusoidal_positions
-from meshwise.runtime.start import run_rank
+from meshwise.runtime.start import Outcome, run_rank
 from ranks import run_bare
 
 pytestmark = pytest.mark.slow

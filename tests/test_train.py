@@ -20,8 +20,8 @@ from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.fakes import Parts
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
+from meshwise.runtime.programs.attention_kernels import own_places
 from meshwise.runtime.programs.linear_layers import Product
-from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train import the_model
 from meshwise.runtime.start import run_rank
 from ranks import run_bare

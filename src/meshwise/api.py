@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from meshwise.rl.best_split import RlAnswer
     from meshwise.rl.job import OpenJob
     from meshwise.rl.step_log import RlExplanation
-    from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
     from meshwise.runtime.script.start import ScriptOutcome
+    from meshwise.runtime.start import Outcome
     from meshwise.search.best_plans import BestPlans
     from meshwise.search.fit_card import CardFit
     from meshwise.search.search import Result

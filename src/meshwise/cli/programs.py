@@ -23,9 +23,9 @@ from meshwise.core.options import stated_in, takes
 
 if TYPE_CHECKING:
     from meshwise.report.answer import Section
-    from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
+    from meshwise.runtime.start import Outcome
 
 
 @takes(api.run, without=("quiet",), optional=("program",))

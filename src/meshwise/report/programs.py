@@ -15,8 +15,8 @@ from meshwise.report.answer import Section, Text
 from meshwise.report.table import Fields, Table, records_table
 
 if TYPE_CHECKING:
-    from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.script.start import ScriptOutcome
+    from meshwise.runtime.start import Outcome
 
 _ROWS = 12
 _MOST_ROWS, _MOST_DIFFERENCES = 20, 50

@@ -22,10 +22,10 @@ from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import Tape, booked_by
 from meshwise.runtime.fakes import DeviceFakes, Stream, leave_whole
-from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.start import Outcome
 from meshwise.runtime.torch_private import FakeStore, set_default_backend, setup_private_device
 
 FAKE_DEVICE = "fakegpu"

@@ -39,12 +39,11 @@ from meshwise.plan.plan import Plan, number_of
 from meshwise.plan.stages import V_SHAPED, chunks_of_rank
 from meshwise.runtime.fakes import Parts
 from meshwise.runtime.programs import decoder as plain
-from meshwise.runtime.programs.attention_kernels import Attend
+from meshwise.runtime.programs.attention_kernels import Attend, RingAttend, own_places
 from meshwise.runtime.programs.context import Context, line_of
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.programs.pipeline import make_schedule
-from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
 from meshwise.runtime.torch_private import fsdp_param
 
