@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct, structs
@@ -286,10 +287,7 @@ def collected(stated: Generator[Op, None, Made], ops: list[Op]) -> Made:
 
 def flat(x: Tensor) -> tuple[Num, Num]:
     """Rows and width of a tensor, batches of rows counted together."""
-    rows: Num = 1.0
-    for size in x.shape[:-1]:
-        rows = rows * size
-    return rows, x.shape[-1]
+    return prod(x.shape[:-1], start=1.0), x.shape[-1]
 
 
 def kernel(

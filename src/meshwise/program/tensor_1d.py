@@ -163,14 +163,11 @@ def _entry_norm(model: Model, cut: Cut, module: str, name: str, x: Tensor) -> St
         yield on_tp(module, name, "forward", "all_gather", model.hidden, cut)
     all_of_it = cut.tokens, float(model.hidden)
     normed = elementwise(module, name, model.norm, x, cut.precision, shape=all_of_it)
-    y = yield from changed(normed, _remade if cut.sequence_parallel else lambda op: op)
+    again = cut.sequence_parallel
+    y = yield from changed(normed, lambda op: structs.replace(op, remade=again and op.phase == "forward"))
     if is_first:
         yield on_tp(module, name, "backward", summing(cut), model.hidden, cut)
     return y
-
-
-def _remade(op: Op) -> Op:
-    return structs.replace(op, remade=op.phase == "forward")
 
 
 def _add_attention(model: Model, cut: Cut, both: tuple[Tensor, Tensor]) -> Stated:
@@ -305,10 +302,6 @@ def _latent_qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
     assert mla is not None
     heads, rope = model.num_heads / cut.tp, float(mla.qk_rope_head_dim)
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-
-    def down(name: str, **widths: float) -> StatedParts:
-        return plain_linear(ATTENTION, name, x, widths, cut, bias=model.qkv_bias, adapts=name)
-
     if mla.q_lora_rank:
         q = yield from _query_of_latent(model, cut, x, heads * qk_dim)
     else:
@@ -318,7 +311,10 @@ def _latent_qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         latent = made(ATTENTION, "kv_latent", (rows, float(mla.kv_lora_rank)), prec.act_dtype)
         key = made(ATTENTION, "key", (rows, rope), prec.act_dtype)
     else:
-        latent, key = yield from down("kv_down", kv_latent=float(mla.kv_lora_rank), key=rope)
+        widths = {"kv_latent": float(mla.kv_lora_rank), "key": rope}
+        latent, key = yield from plain_linear(
+            ATTENTION, "kv_down", x, widths, cut, bias=model.qkv_bias, adapts="kv_down"
+        )
         latent = yield from elementwise(ATTENTION, "kv_norm", model.norm, latent, prec)
     pair = {"k": heads * mla.qk_nope_head_dim, "v": heads * mla.v_head_dim}
     k, v = yield from column_linear(ATTENTION, "kv_up", latent, pair, cut, adapts="kv_up")

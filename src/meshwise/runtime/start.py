@@ -5,6 +5,7 @@ A dry run or a run hands back for one rank its steps, its ledger, its peak, and 
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -122,19 +123,15 @@ def _cuda_bytes() -> tuple[float, float]:
 
 def check_memory(program: Program, options: Any, ranks: int) -> None:
     """PlanError before a run that this machine's memory cannot hold."""
-    available_bytes = _available_bytes()
-    if available_bytes is None:
-        return
+    path = Path(
+        "/proc/meminfo"
+    )  # what new processes can take, the system's caches included, where Linux says
+    lines = path.read_text().splitlines() if path.exists() else []
+    free = next((line for line in lines if line.startswith("MemAvailable:")), "")
+    available_bytes = 1024.0 * int(free.split()[1]) if free else math.inf
     tape = Tape("estimate", 0, ranks)
     program.estimate(options, tape)
     if ranks * tape.peak_bytes > available_bytes:
         need, have = (with_prefix(size, "B") for size in (ranks * tape.peak_bytes, available_bytes))
         text = f"{program.name} on {ranks} ranks needs {need}, this machine has {have} free"
         raise PlanError(f"{text}; use dryrun, or smaller sizes")
-
-
-def _available_bytes() -> float | None:
-    """Memory that new processes can take, what the system caches included; None where Linux does not say."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

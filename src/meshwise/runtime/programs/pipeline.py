@@ -28,7 +28,6 @@ from torch.distributed.pipelining.stage import InferenceMode
 
 from meshwise.cost.simulate import KINDS, rank_order
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.torch_private import PipelineAction, PipelineRuntime, pipelining_schedules
 
 Orders = dict[int, list[Any]]
@@ -180,11 +179,13 @@ def make_schedule(
         stages[0] if is_single else stages, num_each_way, scale_grads=False,
         loss_fn=lambda loss, _: loss / num_each_way,
     )  # fmt: skip
+    # what a pipeline runs outside autograd for gradients of weights is part of the backward
+    in_backward: Any = context.recorder.phase("backward")
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
         _end_backward_of_weights(stage)
         for method in filter(partial(hasattr, stage), REDUCING):
-            setattr(stage, method, _in_backward(getattr(stage, method), context.recorder))
+            setattr(stage, method, in_backward(getattr(stage, method)))
     for vote in VOTES:
         setattr(schedule, vote, lambda *_: None)
 
@@ -219,13 +220,3 @@ def _end_backward_of_weights(stage: pipelining.PipelineStage) -> None:
                 state._training_state = type(state._training_state).IDLE
 
     stage.backward_weight_one_chunk = run
-
-
-def _in_backward(run: Callable[..., None], recorder: OpRecorder) -> Callable[..., None]:
-    """What a pipeline runs outside autograd for gradients of weights, as part of the backward."""
-
-    def in_phase(*args: Any, **kwargs: Any) -> None:
-        with recorder.phase("backward"):
-            run(*args, **kwargs)
-
-    return in_phase

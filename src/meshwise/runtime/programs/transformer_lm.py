@@ -210,18 +210,16 @@ class TransformerDecoder(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.shard = config, shard
+        width, num_rows = config.decoder_embed_dim, (max_positions or config.tokens_per_sample) + PAD + 1
         with torch.device(device), numbers_of(dtype):
-            self._build(config, shard, grouped, (max_positions or config.tokens_per_sample) + PAD + 1)
-
-    def _build(self, config: GptConfig, shard: Shard, grouped: bool, num_rows: int) -> None:
-        width = config.decoder_embed_dim
-        self.embed_tokens = Vocabulary(config.vocab_size, width, shard.tp)
-        self.layers = nn.ModuleList()
-        for layer in range(config.decoder_layers):
-            self.layers.append(TransformerDecoderLayer(config, layer, shard, grouped=grouped))
-        self.layer_norm = nn.LayerNorm(width)
-        positions = sinusoidal_positions(num_rows, width).to(self.layer_norm.weight.dtype)
-        self.register_buffer("positions", positions, persistent=False)
+            self.embed_tokens = Vocabulary(config.vocab_size, width, shard.tp)
+            self.layers = nn.ModuleList(
+                TransformerDecoderLayer(config, layer, shard, grouped=grouped)
+                for layer in range(config.decoder_layers)
+            )
+            self.layer_norm = nn.LayerNorm(width)
+            positions = sinusoidal_positions(num_rows, width).to(dtype)
+            self.register_buffer("positions", positions, persistent=False)
 
     def forward(
         self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False
@@ -339,8 +337,7 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor[PAD] = 0
     else:
         gain = 2**-0.5 if any(f"{proj}_proj" in name for proj in "qkv") else 1.0
-        bound = gain * math.sqrt(6 / sum(tensor.shape))
-        tensor.uniform_(-bound, bound, generator=generator)
+        nn.init.xavier_uniform_(tensor, gain, generator)
 
 
 def join(placement: Placement, context: Context) -> tuple[Shard, MeshAxis]:

@@ -15,7 +15,7 @@ import math
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,8 @@ class ScriptMode(private.FakeTensorMode):
                 forget(tensor)
         if func is aten._local_scalar_dense.default:
             return self._scalar(fakes[0]) if value is None else value
-        if func is aten._to_copy.default and _leaves_device(kwargs) and value is not None:
+        leaves_device = kwargs.get("device") == torch.device("cpu")
+        if func is aten._to_copy.default and leaves_device and value is not None:
             return value
         self._depth += 1
         try:
@@ -225,10 +226,6 @@ def forget(tensor: torch.Tensor) -> None:
     shadow = getattr(tensor, "shadow", None)
     if shadow is not None:
         shadow.untyped_storage().is_stale = True
-
-
-def _leaves_device(kwargs: Mapping[str, Any]) -> bool:
-    return isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "cpu"
 
 
 def _is_large(args: Any, kwargs: Any) -> bool:
