@@ -400,6 +400,12 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
         assert sizes["max_length"] == "2048" and sizes["packing"] == "True"
         assert "'Qwen/Qwen3-8B'" in ast.unparse(tree)
         assert bool(job.not_expressed) == (framework == "unsloth")
+    several = mw.launch("Qwen/Qwen3-8B", "4090:4", f"{plan},zero=0", to="peft", **words)
+    assert "torchrun --nnodes 1 --nproc-per-node 4" in several.command and not several.not_expressed
+    found = mw.search(
+        "Qwen/Qwen3-8B", "4090:4", plan="lora_rank=16,frozen_dtype=int4", to="peft", batch=16, seq=2048
+    )
+    assert found.best[0].plan.implementation == "huggingface" and found.bases[0].runs_in == ("peft",)
     tune = mw.launch("llama3-8b", "4090:1", plan, to="torchtune", **words)
     recipe = ("lora_finetune_single_device", "--config", "llama3_1/8B_qlora_single_device")
     assert tune.arguments[:3] == recipe

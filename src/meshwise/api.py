@@ -185,7 +185,7 @@ def search(
         batch: Global batch in sequences.
         microbatch: Sequences of a microbatch that may be chosen: 1|2|4 [all that divide the batch].
         to: Only plans that this framework runs and that its settings say whole: megatron-lm, megatron-bridge,
-            torchtitan, deepspeed or accelerate [any: that of the job with --from].
+            torchtitan, deepspeed, accelerate or peft [any: that of the job with --from].
         top: How many plans to show, the fastest of each family with the same degrees.
         memory_frac: Share of a GPU's memory that may be used [0.92 to train, 0.9 to serve, in rl the
             framework's].
@@ -758,7 +758,7 @@ def launch(
 
     Args:
         model, cluster, plan, seq: As in `estimate`.
-        to: megatron-lm, megatron-bridge, torchtitan, deepspeed or accelerate; for one card peft, unsloth or
+        to: megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate or peft; for one card unsloth or
             torchtune; for serving vllm, sglang or tensorrt-llm; for post-training verl or nemo-rl.
         batch: Global batch in sequences; in serving, those that run at a time.
         microbatch: Sequences of a microbatch [1].

@@ -1,4 +1,4 @@
-"""Jobs that fine-tune on one card: a script for peft or Unsloth, or the words of a recipe of torchtune.
+"""Jobs that fine-tune on a few cards: a script for peft or Unsloth, or the words of a recipe of torchtune.
 
 A setting `Callee.name` is an argument of that callee: `LoraConfig.r`, `SFTConfig.max_length`. The script
 reads JSON lines with a "text" each, packs them, and leaves what a plan does not say (learning rate, epochs)

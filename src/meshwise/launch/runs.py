@@ -17,7 +17,7 @@ import numpy as np
 from meshwise.core import refusals
 from meshwise.core.errors import PlanError
 from meshwise.launch.facts import Facts, resharding, without_effect
-from meshwise.launch.settings import FINETUNING, write_settings
+from meshwise.launch.settings import ONE_CARD, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import ANY, Setting, covered, launch_tables, table_of
 from meshwise.model.architecture import Model
@@ -94,7 +94,7 @@ def check(framework: str, facts: Facts) -> None:
 def _broken(framework: str, facts: Facts) -> Iterator[tuple[Any, str]]:
     """The checks of a framework, each with its sentence; keys that are left out are idle."""
     found = _IDLE | {key: value for key, value in facts.items() if value is not None}
-    family = "one card" if framework in FINETUNING else framework.partition("-")[0]
+    family = "one card" if framework in ONE_CARD else framework.partition("-")[0]
     return chain.from_iterable(refusals.broken(name, found) for name in dict.fromkeys((family, framework)))
 
 

@@ -15,8 +15,10 @@ Settings = dict[str, Any]
 
 TRAINING = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
 SERVING = ("vllm", "sglang", "tensorrt-llm")
-FINETUNING = ("peft", "unsloth", "torchtune")
-"""Those of one card; of others, only what a search chooses among is in `TRAINING`."""
+ONE_CARD = ("unsloth", "torchtune")
+FINETUNING = ("peft", *ONE_CARD)
+SEARCHED = (*TRAINING, "peft")
+"""Those that a search chooses among."""
 _MAKERS = {"intel": ("deepspeed", "accelerate")}
 """Frameworks that train on the chips of makers where others do not."""
 FRAMEWORKS = TRAINING + FINETUNING + SERVING
@@ -24,8 +26,8 @@ _WORK = ("batch", "seq", "microbatch")
 
 
 def training_on(chip: Chip) -> tuple[str, ...]:
-    """The frameworks of `TRAINING` that run on a chip: none where that runs software of its own alone."""
-    return () if software_on(chip) else _MAKERS.get(chip.vendor, TRAINING)
+    """The frameworks of `SEARCHED` that run on a chip: none where that runs software of its own alone."""
+    return () if software_on(chip) else _MAKERS.get(chip.vendor, SEARCHED)
 
 
 def write_settings(framework: str, facts: Facts) -> tuple[Settings, dict[str, str]]:

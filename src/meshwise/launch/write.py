@@ -128,7 +128,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     lost |= {sentence: sentence for sentence in lacks}
     command = _command(framework, flags, model, facts, node)
     script = File("job.sbatch", _slurm(framework, command, facts, node))
-    if framework in FINETUNING:
+    if framework in FINETUNING and facts["num_nodes"] == 1:
         script = File("job.sh", f"#!/bin/bash\nset -euo pipefail\n{command}\n")
     return Launch(
         framework=framework,
@@ -240,7 +240,8 @@ def _command(framework: str, flags: list[str], model: Model, facts: Facts, node:
     tables = launch_tables()
     names = {"words": shlex.join(flags), "model": model.name, "num_nodes": facts["num_nodes"], "node": node}
     names["program"] = tables.programs.get(framework)
-    return tables.commands["torchrun" if framework in tables.programs else framework] % names
+    is_alone = framework in tables.commands and facts["num_nodes"] * node == 1
+    return tables.commands["torchrun" if framework in tables.programs and not is_alone else framework] % names
 
 
 def _slurm(framework: str, command: str, facts: Facts, node: int) -> str:

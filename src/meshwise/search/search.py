@@ -22,7 +22,7 @@ from meshwise.estimate.grid import grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.runs import refused, runs, says_model
-from meshwise.launch.settings import TRAINING, training_on
+from meshwise.launch.settings import SEARCHED, training_on
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import software_on
 from meshwise.model.architecture import Model
@@ -220,8 +220,8 @@ def search(
         stated = {**stated, "software": software[:1]}
     elif own := software_on(cluster.chip):
         stated = {"software": (own,), **stated}
-    if to not in ("", ANY_FRAMEWORK, *TRAINING):
-        raise PlanError(f"--to {to} must be one of {', '.join((*TRAINING, ANY_FRAMEWORK))}")
+    if to not in ("", ANY_FRAMEWORK, *SEARCHED):
+        raise PlanError(f"--to {to} must be one of {', '.join((*SEARCHED, ANY_FRAMEWORK))}")
     to = "" if to == ANY_FRAMEWORK else to
     if to and to not in training_on(cluster.chip):
         raise PlanError(f"{to} does not run on {cluster.chip.name}; leave --to out")

@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 
 from meshwise.core.files import read_catalog
 from meshwise.core.options import REQUIRED, Option
-from meshwise.launch.settings import FRAMEWORKS, TRAINING
+from meshwise.launch.settings import FRAMEWORKS, SEARCHED
 from meshwise.machine.hardware import chips, cluster_names
 from meshwise.model.find import model_names
 from meshwise.plan.plan import DEFAULTS, KEYS
@@ -96,7 +96,7 @@ def _choices(option: Option) -> Sequence[str]:
         return ("yes", "no") if option.default else ("no", "yes")
     if get_origin(option.kind) is Literal:
         return get_args(option.kind)
-    frameworks = ("", *TRAINING) if option.default == "" else FRAMEWORKS
+    frameworks = ("", *SEARCHED) if option.default == "" else FRAMEWORKS
     others = ("", *chips()) if option.default == "" else ()  # else a plan
     known = {"kind": KINDS, "to": frameworks, "chip": tuple(chips()), "beside": others}
     return known.get(option.name, ())
