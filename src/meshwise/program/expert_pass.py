@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,11 +46,10 @@ def capacity(num_tokens: Num, num_experts: Num, *, token_fraction: Num, top_k: i
     )
 
 
-def num_slots(config: GptConfig, num_tokens: int | None = None) -> int:
-    """Slots of an expert for a batch of `num_tokens` (None: a full batch of the config) on one rank."""
-    tokens = config.tokens_per_sample * config.batch_size_valid if num_tokens is None else num_tokens
+def num_slots(config: GptConfig, num_tokens: int) -> int:
+    """Slots of an expert for a batch of `num_tokens` on one rank."""
     token_frac = config.moe_eval_capacity_token_fraction
-    return int(capacity(tokens, config.moe_expert_count, token_fraction=token_frac, top_k=config.top_k))
+    return int(capacity(num_tokens, config.moe_expert_count, token_fraction=token_frac, top_k=config.top_k))
 
 
 def check_tp(config: GptConfig, tp: int) -> None:
@@ -65,33 +64,12 @@ def check_tp(config: GptConfig, tp: int) -> None:
             raise PlanError(f"{name}={size} does not divide by tp={tp}; use a divisor of it")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """A world of tp x dp ranks, tp on neighbours; each `ep` consecutive ranks of dp share the experts.
+class Placement(NamedTuple):
+    """A world of tp x dp ranks, tp on neighbours; each `ep` consecutive ranks of dp share the experts."""
 
-    `num_copies`: groups that each hold all experts. Rank r holds, of every MoE layer, the experts
-    [ep_rank(r) local_experts, (ep_rank(r) + 1) local_experts).
-    """
-
-    world_size: int
     tp: int
     dp: int
     ep: int
-    num_experts: int
-
-    @property
-    def local_experts(self) -> int:
-        """Experts of one layer on one rank."""
-        return self.num_experts // self.ep
-
-    @property
-    def num_copies(self) -> int:
-        """How often every expert exists."""
-        return self.dp // self.ep
-
-    def tp_rank(self, rank: int) -> int:
-        """Place of `rank` in its tensor-parallel group."""
-        return rank % self.tp
 
 
 def place(num_ranks: int, num_experts: int, *, tp: int = 1, ep: int | None = None) -> Placement:
@@ -112,7 +90,7 @@ def place(num_ranks: int, num_experts: int, *, tp: int = 1, ep: int | None = Non
             f"{num_experts} experts do not divide by {ep} expert-parallel ranks; use a divisor of "
             f"{num_experts}"
         )
-    return Placement(world_size=num_ranks, tp=tp, dp=dp, ep=ep, num_experts=num_experts)
+    return Placement(tp, dp, ep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -375,10 +353,9 @@ def _experts_layer(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor) -
     """Gate, dispatch, all-to-all, experts, all-to-all, combine: the result and the routing's metrics."""
     width, num_experts = of.config.decoder_embed_dim, of.config.moe_expert_count
     matrix = weights["gate"].view("gate", num_experts, width)
-    logits = s.matmul("mm", (1.0, of.tokens, num_experts, width), (x, matrix), part="gate")
+    s.matmul("mm", (1.0, of.tokens, num_experts, width), (x, matrix), part="gate")
     metrics = _metrics(of, s)
-    dispatch: type[_Dense | _Sparse] = _Sparse if of.config.use_tutel_moe else _Dense
-    ways = dispatch(of, s, logits)
+    ways = _Sparse(of, s) if of.config.use_tutel_moe else _Dense(of, s)
     arrived = _exchanged(of, s, ways.scatter(x))
     made = _expert_results(of, s, weights, arrived)
     parts = (of.ep, of.local_experts, of.capacity, width)
@@ -459,7 +436,7 @@ def _choices(of: Pass, s: Script) -> list[Tensor]:
 class _Dense:
     """The routing as tensors [S, E, C]: an outer product a choice, their sum, and both casts."""
 
-    def __init__(self, of: Pass, s: Script, logits: Tensor) -> None:
+    def __init__(self, of: Pass, s: Script) -> None:
         self.of, self.s = of, s
         num_experts, gate = of.config.moe_expert_count, replace(s, dtype="fp32")
         size = (of.tokens, num_experts, of.capacity)
@@ -495,7 +472,7 @@ class _Dense:
 class _Sparse:
     """The routing as a row of the slots and a weight for each token and choice."""
 
-    def __init__(self, of: Pass, s: Script, logits: Tensor) -> None:
+    def __init__(self, of: Pass, s: Script) -> None:
         self.of, self.s = of, s
         choices = _choices(of, s)
         self.rows = [s.new("row", of.tokens, dtype="int64") for _ in range(of.config.top_k)]

@@ -71,7 +71,7 @@ def estimate(options: Any, tape: Tape) -> None:
     config, placement = found.config, found.placement
     num_batches = -(-len(_blocks(options, found)) // config.batch_size_valid)
     of = new_pass(config, ep=placement.ep, tp=placement.tp, dtype=found.dtype, grouped=options.grouped_gemm)
-    of = replace(of, tp_rank=placement.tp_rank(tape.rank))
+    of = replace(of, tp_rank=tape.rank % placement.tp)
     write_ops(evaluation(of), tape, times=num_passes(num_batches, placement.dp, options.max_valid_steps))
 
 

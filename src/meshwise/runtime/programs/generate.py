@@ -63,7 +63,7 @@ def generation(options: Any, ranks: int, rank: int = 0) -> Generation:
         columns=max(lengths) + options.max_tokens,
         num_live=options.beam,
         dtype=found.dtype,
-        tp_rank=found.placement.tp_rank(rank),
+        tp_rank=rank % found.placement.tp,
     )
 
 

@@ -342,7 +342,7 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 def join(placement: Placement, context: Context) -> tuple[Shard, MeshAxis]:
     """This rank's place in the mesh dp x tp, where dp is copies x ep, and its place in dp."""
-    mesh = context.mesh(copies=placement.num_copies, ep=placement.ep, tp=placement.tp)
+    mesh = context.mesh(copies=placement.dp // placement.ep, ep=placement.ep, tp=placement.tp)
     shard = Shard(tp=axis(mesh, "tp"), ep=axis(mesh, "ep"), section=sections(context))
     return shard, axis(context.mesh(dp=placement.dp, tp=placement.tp), "dp")
 
