@@ -10,13 +10,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from meshwise.core.errors import PlanError
+from meshwise.program.tape import Tape
 from meshwise.runtime.launch import RankPlace
+from meshwise.runtime.programs import model_2d, ulysses
+from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.tensor_parallel import Options
+from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.start import Outcome, run_rank
 
 
@@ -88,6 +93,56 @@ NUM_GROUPS = {"1d": 1, "2d": 2, "2d-cp": 2, "2.5d": 5, "3d": 3}
 def run_bare(place: RankPlace, name: str, options: Any) -> Outcome:
     """This rank's outcome of a program of which nothing is recorded."""
     return run_rank(place, name, options, quiet=True, recorded=False)
+
+
+def _gathered(x: torch.Tensor, group: Any = None, dim: int = 0) -> torch.Tensor:
+    """The parts of all ranks as a leaf of float64."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    return torch.cat(parts, dim).double().requires_grad_()
+
+
+def differences(place: RankPlace, name: str, options: Any) -> dict[str, float]:
+    """Of ulysses or model-2d: how far output and gradients are, on any rank, from one process in float64."""
+    module: Any = ulysses if name == "ulysses" else model_2d
+    recorder, seen = OpRecorder(Tape("run")), []
+
+    def watched(*args: Any) -> Any:
+        seen.extend((args, forward(*args)))
+        seen[1].register_hook(seen.append)  # its gradient
+        return seen[1]
+
+    forward = module.forward
+    with mock.patch.object(module, "forward", watched):
+        module.main(options, Context(place.rank, place.world_size, place.device, recorder, quiet=True))
+    args, output, grad = seen
+    if name == "ulysses":
+        own = args[2]
+        whole = {n: x.detach().double().requires_grad_() for n, x in own.items()}
+        whole["input"] = _gathered(own["input"])
+        q, k, v = (torch.einsum("nd,hde->hne", whole["input"], whole[n]) for n in "QKV")
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options.causal)
+        expected = torch.einsum("hne,hed->nd", mixed, whole["O"])
+    else:
+        own = {"input": args[1]} | {
+            f"W{i + 1}": torch.stack(of) for i, of in enumerate(zip(*args[2], strict=True))
+        }
+        whole = {n: _gathered(x, args[3], 2 if n == "W1" else 1) for n, x in own.items() if n != "input"}
+        whole["input"] = expected = _gathered(args[1])
+        for first, second in zip(whole["W1"], whole["W2"], strict=True):
+            expected = expected + torch.relu(expected @ first) @ second
+        for i in range(2):
+            own[f"W{i + 1}"].grad = torch.stack([layer[i].grad for layer in args[2]])
+    expected.backward(_gathered(grad))
+    pairs = {"output": (output, expected)} | {f"d {n}": (x.grad, whole[n].grad) for n, x in own.items()}
+    for key, (one, other) in pairs.items():
+        for dim, size in enumerate(one.shape):  # this rank's part
+            parts = other.shape[dim] // size
+            other = other.chunk(parts, dim)[place.rank % parts]
+        worst = (one.detach().double() - other.detach()).abs().max()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        pairs[key] = float(worst)
+    return pairs
 
 
 def run_on_first(place: RankPlace, ranks: int, options: Options, recorded: bool = True) -> Outcome | None:

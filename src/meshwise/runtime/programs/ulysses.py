@@ -211,8 +211,8 @@ def _swap(s: Script, op: str, tensor: Tensor, shape: tuple[int, ...], *, at: int
 # --- run ---------------------------------------------------------------------------------------
 
 
-def main(options: Any, context: Context) -> dict[str, Any] | None:
-    """Forward, and backward if asked; with `--check`, the largest difference to a single process."""
+def main(options: Any, context: Context) -> None:
+    """Forward, and backward if asked."""
     import torch
 
     recorder = context.recorder
@@ -221,26 +221,6 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
         output = forward(options, context, inputs)
     if options.backward:
         backward(options, context, inputs, output)
-    if not options.check or context.is_fake:
-        return None
-    from meshwise.runtime.programs.reference import ulysses_difference
-
-    with recorder.setup():
-        ranks = range(context.world_size)
-        shape = inputs["input"].shape
-        tokens = [_tokens(options, context, shape, _INPUT, rank) for rank in ranks]
-        grads = [_tokens(options, context, shape, _GRADIENT, rank) for rank in ranks if options.backward]
-        found = ulysses_difference(inputs, tokens, grads, output, is_causal=options.causal)
-        return {"max_abs_diff": found}
-
-
-_INPUT, _GRADIENT = 0, 5
-"""Keys of the random numbers of tokens; those of the weights lie between."""
-
-
-def _tokens(options: Any, context: Context, shape: tuple[int, ...], key: int, rank: int) -> torch.Tensor:
-    """The made-up tokens, or their gradient, of `rank`."""
-    return context.normal(*shape, dtype=context.dtype(options.dtype), key=(options.seed, key, rank))
 
 
 def make_inputs(options: Any, context: Context) -> dict[str, torch.Tensor]:
@@ -248,7 +228,7 @@ def make_inputs(options: Any, context: Context) -> dict[str, torch.Tensor]:
     tokens, width = options.seq // context.world_size, options.hidden // options.heads
     dtype, std = context.dtype(options.dtype), options.hidden**-0.5
     with context.recorder.setup():
-        x = _tokens(options, context, (tokens, options.hidden), _INPUT, context.rank)
+        x = context.normal(tokens, options.hidden, dtype=dtype, key=(options.seed, 0, context.rank))
         shapes = dict.fromkeys("QKV", (options.hidden, width)) | {"O": (width, options.hidden)}  # of a head
         weights = {
             name: context.normal(options.heads, *shape, dtype=dtype, key=(options.seed, place), std=std)
@@ -342,7 +322,7 @@ def backward(options: Any, context: Context, inputs: Mapping[str, Any], output: 
 
     recorder = context.recorder
     with recorder.setup():
-        gradient = _tokens(options, context, output.shape, _GRADIENT, context.rank)
+        gradient = context.normal(*output.shape, dtype=output.dtype, key=(options.seed, 5, context.rank))
     output.backward(gradient)
     x, *weights = inputs.values()
     with recorder.section("ulysses"), recorder.phase("backward"):
