@@ -51,8 +51,9 @@ STOPPED = "the search was stopped before the first plans were priced"
 ANY_FRAMEWORK = "any"
 """`to` where a plan need not run anywhere."""
 
-OFFLOADED = {"offload_optimizer": (ANY,), "offload_activations": (ANY,)}
-"""What is freed where nothing fits; a plan that does without is the simpler one."""
+OFFLOADED = ({"offload_optimizer": (ANY,)}, {"offload_optimizer": (ANY,), "offload_activations": (ANY,)})
+"""What is freed where nothing fits, one after the other: a plan that does without is the simpler one, and
+activations can take more of a host's memory than it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +230,11 @@ def search(
         raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
     space = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped)
     kept = space.price(on_plans)
-    if kept.considered and not kept.feasible and not kept.stopped:
-        space = replace(space, stated={**OFFLOADED, **space.stated})
-        kept = space.price(on_plans)
+    for freed in OFFLOADED:
+        if kept.considered and not kept.feasible and not kept.stopped:
+            space = replace(space, stated={**freed, **stated})
+            kept = space.price(on_plans)
+    spared = replace(space, stated={**OFFLOADED[0], **stated})
     ranked = kept.ranked
     best = ranked[:top]
     no_fit = kept.considered > 0 and not best
@@ -261,7 +264,7 @@ def search(
         best=chosen,
         pareto=tuple(kept.near_front[:MAX_FRONT]),
         nearest_miss=kept.miss if no_fit else None,
-        changes=tuple(space.changes()) if no_fit and with_changes and not kept.stopped else (),
+        changes=tuple(spared.changes()) if no_fit and with_changes and not kept.stopped else (),
         reason="" if kept.considered else STOPPED if kept.stopped else space.reason(),
         complete=not kept.stopped,
         weighed=weigh(chosen[0], kept.capacity_bytes, against) if assumptions and best else (),
