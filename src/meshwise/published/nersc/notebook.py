@@ -1,8 +1,18 @@
 """Convention `nersc-2024-02`: the two tables of the transformer-estimates notebook, cell by cell.
 
-The notebook's time of an op is its roofline at published peaks (matmuls at the matrix rate, the rest at
-the fp16 vector rate), plus its communication at the flat bandwidth of the level that the group fits in.
-Units are the notebook's: TFLOP, GB (1e9 bytes), ms. `totals` are its column sums times the depth.
+A GPT block under 1D tensor parallelism with sequence parallelism, in two tables: `mlp` and `sa` (self
+attention, with both layer norms), each op a row of formulas. Its rules, reproduced with their errors:
+
+- A dot product of length k is 2k - 1 FLOP, a bias one more per output. Additions of a reduction are free.
+- Forward traffic: inputs, weights and outputs once. Backward traffic: `grad_bytes`, weight gradients, weights
+  (matmuls only), and what the forward saved.
+- A communication moves the whole tensor once (no ring factor) at one flat bandwidth, and serves one op.
+- No bias on qkv, no residual adds, no embedding, no head; backward all-gathers of the inputs are missing.
+
+Source: the notebook's printed tables; ShashankSubramanian/transformer-perf-estimates at cf96a49. The
+notebook's time of an op is its roofline at published peaks (matmuls at the matrix rate, the rest at the fp16
+vector rate), plus its communication at the flat bandwidth of the level that the group fits in. Units are the
+notebook's: TFLOP, GB (1e9 bytes), ms. `totals` are its column sums times the depth.
 """
 
 from __future__ import annotations
@@ -11,13 +21,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from meshwise.core.expressions import formulas
 from meshwise.core.ledger import Ledger
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
-from meshwise.published.nersc.notebook_ops import NotebookOp, block
+from meshwise.published.nersc.paper_ops import product_flop
 from meshwise.published.nersc.tables import (
     GPT_BLOCKS,
     NERSC_TABLES,
@@ -47,10 +58,8 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
 def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PublishedStep:
     """Price one layer as the notebook does; PlanError for what it does not know."""
     _check_known(model, cluster, plan, workload)
-    sizes = (workload.batch, workload.seq, model.hidden, model.ffn_hidden, model.num_heads, plan.tp)
     sp = plan.sequence_parallel
-    ops = block(*map(float, sizes), sequence_parallel=sp)
-    tables = {name: [_row(op, cluster) for op in table] for name, table in ops.items()}
+    tables = {name: _table(name, model, cluster, plan, workload) for name in TABLES}
     totals = {name: _totals(rows, model.num_layers) for name, rows in tables.items()}
 
     def total(*names: str) -> float:
@@ -117,43 +126,23 @@ def _excerpt(name: str, rows: list[dict[str, Any]], totals: dict[str, float], co
     )
 
 
-def _row(op: NotebookOp, cluster: Cluster) -> dict[str, Any]:
-    chip = cluster.chip
-    peak = chip.matrix_peak("fp16") if op.matmul else chip.vector_peak("fp16")
-    inside = op.comm_size <= cluster.levels[0].ranks
-    link = cluster.levels[0 if inside else -1]
-    row: dict[str, Any] = {
-        "layer": op.layer,
-        "activation_in_mem": op.in_bytes / _GB,
-        "activation_in_other_mem": op.other_bytes / _GB,
-        "activation_out_mem": op.out_bytes / _GB,
-        "activation_buffer": op.saved_bytes / _GB,
-        "weights_mem": op.weight_bytes / _GB,
-        "weights_grad_mem": op.weight_bytes / _GB,
-        "activation_grad_mem": op.grad_bytes / _GB,
-        "comm_size": op.comm_size or None,
-        "comm_topology": ("nvlink" if inside else "ib") if op.comm_size else None,
-    }
-    ways = (
-        ("fwd", op.flop, op.forward_bytes, op.forward_comm),
-        ("bwd", op.backward_flop, op.backward_bytes, op.backward_comm),
-    )
-    for way, flop, moved, comm in ways:
-        comm_bytes = op.comm_bytes if comm and op.comm_size > 1 else 0.0
-        row |= {
-            f"flops_{way}": flop / _TFLOP,
-            f"total_mem_{way}": moved / _GB,
-            f"comm_{way}": comm_bytes / _GB if comm else None,
-            f"comm_{way}_type": comm or None,
-            f"t_comp_{way}": flop / peak / _MS,
-            f"t_mem_{way}": moved / chip.memory_bytes_per_s / _MS,
-            f"t_comm_{way}": comm_bytes / link.bytes_per_s / _MS,
-        }
-        row[f"t_{way}"] = max(row[f"t_comp_{way}"], row[f"t_mem_{way}"])
-        row[f"t_total_{way}"] = row[f"t_{way}"] + row[f"t_comm_{way}"]
-        row[f"frac_t_comm_{way}"] = row[f"t_comm_{way}"] / row[f"t_total_{way}"]
-    row["intensity"] = row["t_comp_fwd"] / row["t_mem_fwd"]
-    return row
+def _table(name: str, model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> list[dict[str, Any]]:
+    """The rows of a table, by the notebook's formulas (`catalog/nersc.toml`)."""
+    of = NERSC_TABLES["notebook"]
+    sizes = {"batch": workload.batch, "seq": workload.seq, "hidden": model.hidden, "tp": plan.tp}
+    sizes |= {"ffn": model.ffn_hidden, "heads": model.num_heads}
+    names: dict[str, Any] = {key: float(size) for key, size in sizes.items()}
+    names |= {"chip": cluster.chip, "levels": cluster.levels, "sequence_parallel": plan.sequence_parallel}
+    names |= {"max": max, "product": product_flop, "kernels": of["kernels"]}
+    names |= formulas(of["sizes"], names)
+    rows = []
+    for op in of[name]:
+        own = {key: value for key, value in op.items() if key not in ("layer", "form")}
+        known = names | formulas(own, names)
+        known |= formulas(of["forms"][op["form"]], known)
+        found = formulas(of["cells"], known) | {"layer": op["layer"]}
+        rows.append({column: found[column] for column in COLUMNS})
+    return rows
 
 
 def _ledger_rows(tables: dict[str, list[dict[str, Any]]]) -> Iterator[LedgerRow]:

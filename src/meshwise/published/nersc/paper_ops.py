@@ -26,8 +26,15 @@ from dataclasses import dataclass, replace
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
-from meshwise.published.nersc.notebook_ops import ELEM_BYTES, MASK_BYTES, product_flop
 from meshwise.published.nersc.tables import NERSC_TABLES
+
+ELEM_BYTES = 2.0
+MASK_BYTES = 1.0
+
+
+def product_flop(m: Num, n: Num, k: Num, batch: Num = 1.0) -> Num:
+    """FLOP of a product whose dots of length k take k multiplications and k - 1 additions."""
+    return matmul_flop(m, n, k, batch=batch) - batch * m * n
 
 
 @dataclass(frozen=True, slots=True)
