@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import msgspec
 
 from meshwise.core.errors import ModelError
+from meshwise.core.expressions import formulas
 from meshwise.core.files import parse_file, read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import parse_toml
@@ -167,21 +168,5 @@ def with_vocab(config: GptConfig, vocab_size: int) -> GptConfig:
 
 def to_model(config: GptConfig) -> Model:
     """The same architecture as a `Model`, which knows its parameters."""
-    moe = MoE(
-        num_experts=config.moe_expert_count,
-        top_k=config.top_k,
-        ffn_hidden=config.expert_ffn_dim,
-        every=config.moe_freq,
-    )
-    return Model(
-        **_catalog()["model"],
-        num_layers=config.decoder_layers,
-        hidden=config.decoder_embed_dim,
-        ffn_hidden=config.decoder_ffn_embed_dim,
-        num_heads=config.decoder_attention_heads,
-        num_kv_heads=config.decoder_attention_heads,
-        head_dim=config.head_dim,
-        vocab=config.vocab_size,
-        max_seq=config.tokens_per_sample,
-        moe=moe if config.num_moe_layers else None,
-    )
+    moe = MoE(**formulas(_catalog()["experts"], {"of": config})) if config.num_moe_layers else None
+    return Model(**_catalog()["model"], **formulas(_catalog()["sizes"], {"of": config}), moe=moe)

@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 
 from meshwise.core.errors import DataError
+from meshwise.core.expressions import formulas
 from meshwise.core.files import parse_file
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.machine.hardware import cluster_names, find_cluster
 from meshwise.published.nersc.paper import (
     GB,
-    TFLOP,
     PaperRun,
     PaperSystem,
     collective_s,
@@ -194,17 +194,7 @@ def _degrees(entry: Any, wanted: tuple[str, ...], where: str) -> tuple[float, fl
 
 
 def _system(entry: Any) -> PaperSystem:
-    return PaperSystem(
-        matrix_flop_per_s=entry.matrix_flops_fp16 * TFLOP,
-        vector_flop_per_s=entry.vector_flops_fp16 * TFLOP,
-        memory_bytes_per_s=entry.hbm_bandwidth * GB,
-        memory_bytes=entry.hbm_capacity * GB,
-        fast_bytes_per_s=entry.nvlink_bandwidth * entry.nvlink_eff * GB,
-        fast_latency_s=entry.nvlink_latency,
-        slow_bytes_per_s=entry.ib_bandwidth * entry.ib_eff * GB,
-        slow_latency_s=entry.ib_latency,
-        nics_per_rank=entry.nic_factor,
-    )
+    return PaperSystem(**formulas(NERSC_TABLES["cases_system"], {"of": entry}))
 
 
 def _collective_s(one: Any, systems: dict[str, PaperSystem], where: str) -> float:

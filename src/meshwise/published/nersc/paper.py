@@ -32,10 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from meshwise.core.expressions import formulas
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
@@ -46,7 +48,6 @@ LAUNCH_S = 20e-6
 COMPUTE_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.7
 LINK_EFFICIENCY_OF = {"nersc-b200-next": 0.8}
-OPTIMIZER_FACTOR = 6.0  # fp32 weights and two Adam states: 12 bytes for each 2 of a weight
 
 COLUMNS = tuple(NERSC_TABLES["paper"]["columns"])
 TFLOP, GB = 1e12, 1e9
@@ -136,16 +137,8 @@ def price(run: PaperRun, system: PaperSystem) -> Iteration:
 def paper_system(cluster: Cluster) -> PaperSystem:
     """`cluster` as the paper sees it: fp16 peaks, its innermost links fast, its outermost ones slow."""
     efficiency, chip = LINK_EFFICIENCY_OF.get(cluster.chip.name, LINK_EFFICIENCY), cluster.chip
-    return PaperSystem(
-        matrix_flop_per_s=chip.matrix_peak("fp16"),
-        vector_flop_per_s=chip.vector_peak("fp16"),
-        memory_bytes_per_s=chip.memory_bytes_per_s,
-        memory_bytes=chip.memory_bytes,
-        fast_bytes_per_s=efficiency * cluster.levels[0].bytes_per_s,
-        fast_latency_s=cluster.levels[0].latency_s,
-        slow_bytes_per_s=efficiency * cluster.levels[-1].bytes_per_s,
-        slow_latency_s=cluster.levels[-1].latency_s,
-    )
+    names = {"chip": chip, "of": efficiency, "fast": cluster.levels[0], "slow": cluster.levels[-1]}
+    return PaperSystem(**formulas(NERSC_TABLES["paper"]["system"], names))
 
 
 def collective_s(kind: Collective, volume_bytes: Num, ranks: Num, inside: Num, system: PaperSystem) -> Num:
@@ -274,31 +267,7 @@ def _sum(rows: list[Row], *columns: str) -> Num:
 
 def _totals(rows: list[Row], dp_comm: Row, pp_comm: Row, run: PaperRun) -> dict[str, Num]:
     """The paper's totals of one iteration on one GPU."""
-    per_iteration = run.stage_layers * run.num_microbatches
-    busy_s = _sum(rows, "t_fwd", "t_bwd") * per_iteration + pp_comm["t"]
-    bubble_s = (run.pp - 1.0) * busy_s / run.num_microbatches
-    step_s = busy_s + bubble_s + dp_comm["t"]
-    in_rows = {"comp": "comp", "mem": "mem", "tp_comm": "comm"}
-    parts = {
-        name: _sum(rows, f"t_fwd_{part}", f"t_bwd_{part}") * per_iteration for name, part in in_rows.items()
-    }
-    parts |= {"dp_comm": dp_comm["t"], "pp_comm": pp_comm["t"], "bubble": bubble_s}
-    weights, in_flight = (
-        _sum(rows, "weights_mem") * run.stage_layers,
-        np.minimum(run.pp, run.num_microbatches),
-    )
-    memory = {
-        "wts_mem": weights,
-        "wts_grad_mem": weights,
-        "wts_optimizer_states_mem": OPTIMIZER_FACTOR * weights / run.weight_group[0],
-        "acts_mem": _sum(rows, "activation_buffer") * run.stage_layers * in_flight,
-    }
-    return {
-        "t": step_s,
-        "flops_per_gpu": _sum(rows, "flops_fwd", "flops_bwd") * per_iteration,
-        "mem": sum(memory.values(), 0.0),
-        **{f"t_{name}": seconds for name, seconds in parts.items()},
-        **{f"{name}_frac": seconds / step_s for name, seconds in parts.items()},
-        **memory,
-        "throughput_samples_per_s": run.batch / step_s,
-    }
+    names = {"run": run, "dp_comm": dp_comm, "pp_comm": pp_comm, "least": np.minimum}
+    names["sum_of"] = partial(_sum, rows)
+    found = formulas(NERSC_TABLES["paper"]["totals"], names)
+    return {name: value for name, value in found.items() if not name.startswith("_")}
