@@ -84,7 +84,10 @@ def run(
         price: Dollars of a GPU-hour.
         plot: Draw to this .png, .svg, .pdf or .html file.
     """
-    pairs: dict[str, Any] = _pairs(settings or [])
+    pairs: dict[str, Any] = dict(text.partition("=")[::2] for text in settings or ())
+    keys = [text.partition("=")[0] for text in settings or ()]
+    if len(pairs) < len(keys):
+        raise WorkloadError(f"--set gives {max(keys, key=keys.count)} twice; give it once")
     found = [api.frontier(name, **asked, **pairs) for name in chip]
     if plot is not None:
         from meshwise.report.frontier import draw_frontiers
@@ -99,19 +102,6 @@ def _show(documents: list[dict[str, Any]], what: str, json: bool) -> None:
 
     parts = chain.from_iterable(map(getattr(frontier, f"{what}_parts"), documents))
     print_answer({f"{what}s": documents} if len(documents) > 1 else documents[0], parts, json=json)
-
-
-def _pairs(settings: list[str]) -> dict[str, str]:
-    """`KEY=VALUE` texts as a dict; WorkloadError for one that is malformed or repeated."""
-    pairs: dict[str, str] = {}
-    for text in settings:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise WorkloadError(f"--set {text!r} is not KEY=VALUE; write --set schedule=interleaved")
-        if key in pairs:
-            raise WorkloadError(f"--set gives {key} twice; give it once")
-        pairs[key] = value
-    return pairs
 
 
 COMMANDS = (layer, run)

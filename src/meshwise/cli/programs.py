@@ -6,20 +6,19 @@ takes any command: `meshwise dryrun --ranks 64 -- python train.py`.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwise import api
 from meshwise.cli.output import STDERR, print_answer, print_parts, show
 from meshwise.core.errors import DataError, PlanError
-from meshwise.core.options import stated_in, takes
+from meshwise.core.options import options_of, stated_in, takes
 
 if TYPE_CHECKING:
     from meshwise.report.answer import Section
@@ -222,15 +221,13 @@ def _show(outcome: Outcome | ScriptOutcome, csv: Path | None, json: bool, **show
 
 
 def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> None:
-    words = _Words(prog="--estimate", add_help=False, allow_abbrev=False)
-    words.add_argument("model")
-    for name in ("--cluster", "--plan"):
-        words.add_argument(name, default="")
-    for name in ("--batch", "--seq", "--microbatch"):
-        words.add_argument(name, type=int)
-    asked = vars(words.parse_args(shlex.split(stated)))
-    place = [asked.pop(name) for name in ("model", "cluster", "plan")]
-    estimate, stdout = api.estimate(*place, **asked), STDERR if json else None
+    model, *words = shlex.split(stated) or [""]
+    options = {f"--{name.replace('_', '-')}": option for name, option in options_of(api.estimate).items()}
+    if not model or len(words) % 2 or not options.keys() >= {*words[::2]} >= {"--cluster"}:
+        raise PlanError(f"--estimate {stated!r} must be words of estimate: MODEL --cluster C --plan P ...")
+    named = zip(map(options.__getitem__, words[::2]), words[1::2], strict=True)
+    asked = {option.name: option.value(text) for option, text in named}
+    estimate, stdout = api.estimate(model, asked.pop("cluster"), **asked), STDERR if json else None
     found, outcome = api.compare_script(command, estimate, rank=rank, stdout=stdout)
     from meshwise.report.programs import difference_parts
 
@@ -238,10 +235,3 @@ def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> N
     print_answer(document | {"peak_bytes": outcome.peak_bytes}, difference_parts(found), json=json)
     if not found.agree:
         raise typer.Exit(1)
-
-
-class _Words(argparse.ArgumentParser):
-    """A parser whose complaints are ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise PlanError(f"--estimate: {message}; give the words of meshwise estimate")

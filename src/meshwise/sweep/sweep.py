@@ -33,7 +33,6 @@ import json
 import math
 import re
 import sqlite3
-import string
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +52,6 @@ ON_BY_DEFAULT = ("capped", "ledger", "run")
 """Options of the verbs that hold unless `--no-NAME` says otherwise."""
 Scalar = str | int | float | bool
 MAX_POINTS = 10**6
-_LONG_FORMAT = re.compile(r"[{}]|[0-9]{3}")
 _Row = tuple[Literal["done", "failed"], float, str | None, str | None]
 _NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
@@ -155,18 +153,13 @@ def _words(path: Path, file: _SweepFile, values: Mapping[str, Scalar]) -> tuple[
     used: set[str] = set()
 
     def filled(text: str) -> str:
-        try:
-            fields = [field for field in string.Formatter().parse(text) if field[1] is not None]
-            names = {str(name) for _, name, _, _ in fields}
-            if any(_LONG_FORMAT.search(spec or "") for _, _, spec, _ in fields):
-                raise ValueError("a format is too wide or holds braces")
-            unknown = names - values.keys()
-            if unknown:
-                raise DataError(f"{path}: {text!r} uses {{{min(unknown)}}}, which is not a key of the grid")
-            used.update(names)
-            return text.format_map(values)
-        except ValueError as error:
-            raise DataError(f"{path}: {text!r} cannot be filled in: {error}; write {{key}}") from None
+        def value(found: re.Match[str]) -> str:
+            if (key := found[1]) not in values:
+                raise DataError(f"{path}: {text!r} cannot be filled in: {found[0]} is no key of the grid")
+            used.add(key)
+            return str(values[key])
+
+        return re.sub(r"\{(.*?)\}|[{}]", value, text)
 
     words = [*file.verb.split(), *(filled(argument) for argument in file.arguments)]
     options = {key: filled(value) if isinstance(value, str) else value for key, value in file.options.items()}
