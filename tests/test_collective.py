@@ -20,7 +20,7 @@ from meshwise.estimate.collective import KINDS as VERB_KINDS
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, constants
 from meshwise.machine.hardware import Cluster, Level, Link, find_chip, find_cluster
-from meshwise.report.pages import print_result
+from meshwise.report.pages import parts_of, print_parts
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
 LINKS = {"links": (Link(300e9, 2e-6, 8.0), Link(25e9, 5e-6, math.inf))}
@@ -310,7 +310,7 @@ def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -
             "measured, not predicted (all_reduce_perf.txt): all_reduce among 4" in one for one in notes
         )
     console = Console(record=True, width=200, file=io.StringIO())
-    print_result(found, console)
+    print_parts(parts_of(found), console)
     assert "note: measured, not predicted (all_reduce_perf.txt)" in console.export_text()
     output.write_text("no table")
     with pytest.raises(DataError, match="no output of nccl-tests"):

@@ -52,7 +52,6 @@ WRITES = {
     "validate": ("--runs RUNS", ("--plot x.png", "--html x.html", "--write-docs .")),
     "explain": (f"{GLOO} --model llama3-8b {H100}", ("--html x.html",)),
     "launch": (f"llama3-8b {H100} --plan zero=3 --batch 8 --seq 128 --to megatron-lm", ("--out .",)),
-    "collective": (f"all_reduce {H100}", ("--plot x.png",)),
     "frontier run": ("--chip h100-80g-sxm", ("--plot x.html",)),
     "trace summary": (GLOO, ("--html x.html",)),
     "trace merge": (GLOO, ("--out x.json", "--out x.json.gz")),

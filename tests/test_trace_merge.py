@@ -18,7 +18,7 @@ DATA = Path(__file__).parent / "data" / "traces"
 
 def _merged(paths, output):
     found = summarize_paths(paths)
-    num_cut = write_merged(found, output).num_cut
+    num_cut = write_merged(found, output)["cut"]
     content = output.read_bytes()
     document = json.loads(gzip.decompress(content) if output.suffix == ".gz" else content)
     return document["traceEvents"], num_cut

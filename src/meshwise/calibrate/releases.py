@@ -6,7 +6,7 @@ could express. Rows are known by their id, so releases are compared on the rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwise.calibrate.errors import ErrorSummary, summarize
@@ -50,14 +50,12 @@ def write_board(board: Board, path: Path) -> None:
     write_text(path, csv_text([COLUMNS, *cells]))
 
 
-def errors_by_release(
-    board: Board, rows: Sequence[Prediction], keep: Callable[[Prediction], bool] = lambda _: True
-) -> Mapping[str, ErrorSummary]:
-    """Errors of each release, and of `now`, on the `rows` to keep that all of them predicted."""
+def errors_by_release(board: Board, rows: Sequence[Prediction]) -> Mapping[str, ErrorSummary]:
+    """Errors of each release, and of `now`, on those of the `rows` that all of them predicted."""
     known = [
         row
         for row in rows
-        if row.expressed and keep(row) and all((row.quantity, row.id) in found for found in board.values())
+        if row.expressed and all((row.quantity, row.id) in found for found in board.values())
     ]
     return {
         release: summarize([found[row.quantity, row.id] / (row.measured or 1.0) - 1.0 for row in known])

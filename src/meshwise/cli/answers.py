@@ -266,14 +266,10 @@ def launch(*, out: Path | None = None, json: bool = False, **asked: Any) -> None
 
 
 @takes(api.collective)
-def collective(*, plot: Path | None = None, json: bool = False, **asked: Any) -> None:
-    """Time one collective on CLUSTER, by size. Shows algorithm, bus bandwidth, and what the links allow.
-
-    Args:
-        plot: Draw bus bandwidth by size (png, svg, pdf).
-    """
+def collective(*, json: bool = False, **asked: Any) -> None:
+    """Time one collective on CLUSTER, by size. Shows algorithm, bus bandwidth, and what the links allow."""
     found = api.collective(**asked)
-    show(found, found.to_json()["rows"], json=json, plot=plot)
+    show(found, found.to_json()["rows"], json=json)
 
 
 def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: bool = False) -> None:

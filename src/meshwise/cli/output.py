@@ -42,7 +42,7 @@ def show(
     As JSON it is `document` (by default its own), else the parts that `shown` asks for. `run`: what a whole
     run of it takes, which all forms show.
     """
-    from meshwise.report.pages import draw, print_result, write_html
+    from meshwise.report.pages import draw, parts_of, write_html
 
     whole: dict[str, Any] = {"run": run} if run else {}
     if html is not None:
@@ -52,7 +52,7 @@ def show(
     if json:
         print_json(found.to_json() if document is None else document)
     else:
-        print_result(found, console(), **whole, **shown)
+        print_parts(parts_of(found, **whole, **shown))
     if not ok:
         raise typer.Exit(1)
 

@@ -101,10 +101,10 @@ def merge(found: Summary, *, out: Path, max_slices: Slices | None = None) -> Fou
     from meshwise.trace.merge import write_merged
 
     done = write_merged(found, out, max_slices=max_slices)
-    document = {"file": str(out), "num_ranks": len(found.traces), "num_slices": done.num_slices}
-    document |= {"num_cut_slices": done.num_cut, "num_left_out": done.num_left_out}
-    cut = f"; {done.num_cut} slices cut where the next one starts" if done.num_cut else ""
-    left_out = f"; {done.num_left_out} short slices left out" if done.num_left_out else ""
+    document = {"file": str(out), "num_ranks": len(found.traces), "num_slices": done["slices"]}
+    document |= {"num_cut_slices": done["cut"], "num_left_out": done["left out"]}
+    cut = f"; {done['cut']} slices cut where the next one starts" if done["cut"] else ""
+    left_out = f"; {done['left out']} short slices left out" if done["left out"] else ""
     text = f"{out}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}"
     return document | {"alignment": found.to_json()["alignment"]}, [text]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +12,7 @@ import numpy as np
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import whole_file
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.chart import (
-    OTHER_COLOR,
-    Bars,
-    Bound,
-    Chart,
-    ChartAxis,
-    Lanes,
-    Mark,
-    Names,
-    Picture,
-    Series,
-)
+from meshwise.report import chart as plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,13 +55,13 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(file, format=path.suffix.lower().removeprefix("."), dpi=DOTS_PER_INCH)
 
 
-def draw_picture(picture: Picture, path: Path) -> None:
+def draw_picture(picture: plot.Picture, path: Path) -> None:
     """Write all charts of `picture` to `path`; DataError or MissingExtraError where that cannot be."""
     check_format(path)
     save_figure(picture_figure(picture), path)
 
 
-def picture_figure(picture: Picture) -> Figure:
+def picture_figure(picture: plot.Picture) -> Figure:
     """All charts of `picture`, drawn."""
     title = _wrapped(picture.title, WIDTH_INCHES)
     heights = [max(chart.height for chart in row) / PX_PER_INCH + 0.4 for row in picture.rows]
@@ -82,7 +71,7 @@ def picture_figure(picture: Picture) -> Figure:
     columns = max(map(len, picture.rows))
     widths = picture.widths or [1.0] * columns
     grid = figure.add_gridspec(len(heights), columns, height_ratios=heights, width_ratios=widths)
-    drawn: list[tuple[Axes, Chart]] = []
+    drawn: list[tuple[Axes, plot.Chart]] = []
     for i, charts in enumerate(picture.rows):
         for j, chart in enumerate(charts):
             alone = len(charts) == 1
@@ -95,7 +84,7 @@ def picture_figure(picture: Picture) -> Figure:
     return figure
 
 
-def draw_chart(axes: Axes, chart: Chart, width_inches: float) -> None:
+def draw_chart(axes: Axes, chart: plot.Chart, width_inches: float) -> None:
     """Draw all of `chart` but its names into matplotlib axes."""
     finding = _wrapped(chart.finding, width_inches)
     lines = finding.count("\n") + bool(finding)
@@ -104,12 +93,12 @@ def draw_chart(axes: Axes, chart: Chart, width_inches: float) -> None:
                          fontsize=8.5, color="#555555")  # fmt: skip
     told.set_in_layout(False)
     for i, mark in enumerate(chart.marks):
-        _DRAW[type(mark)](axes, mark, [one for one in chart.marks[:i] if isinstance(one, Bars)])
+        _DRAW[type(mark)](axes, mark, [one for one in chart.marks[:i] if isinstance(one, plot.Bars)])
     _set_axis(axes, "x", chart.x)
-    if not any(isinstance(mark, Bars | Lanes) for mark in chart.marks):
+    if not any(isinstance(mark, plot.Bars | plot.Lanes) for mark in chart.marks):
         _set_axis(axes, "y", chart.y)
     axes.tick_params(labelsize=8)
-    if not any(isinstance(mark, Lanes) for mark in chart.marks):
+    if not any(isinstance(mark, plot.Lanes) for mark in chart.marks):
         axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -125,7 +114,7 @@ def _wrapped(text: str, width_inches: float) -> str:
     return "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
 
 
-def _set_axis(axes: Axes, name: str, axis: ChartAxis) -> None:
+def _set_axis(axes: Axes, name: str, axis: plot.ChartAxis) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     one: Any = getattr(axes, f"{name}axis")
@@ -150,7 +139,7 @@ def _set_axis(axes: Axes, name: str, axis: ChartAxis) -> None:
         one.set_major_formatter(lambda value, _: show(round(value, 15)) if value else "0")
 
 
-def _draw_bars(axes: Axes, bars: Bars, before: Sequence[Bars]) -> None:
+def _draw_bars(axes: Axes, bars: plot.Bars, before: Sequence[plot.Bars]) -> None:
     rows, height = np.arange(len(bars.names)) + 0.0, 0.72
     if bars.starts is None and before:  # the second of two that stand one below the other
         rows, height = rows + 0.2, 0.36
@@ -166,7 +155,7 @@ def _draw_bars(axes: Axes, bars: Bars, before: Sequence[Bars]) -> None:
         beside.spines["right"].set_visible(False)
 
 
-def _draw_series(axes: Axes, series: Series, _: Sequence[Bars]) -> None:
+def _draw_series(axes: Axes, series: plot.Series, _: Sequence[plot.Bars]) -> None:
     label = series.name or None
     if series.line:
         steps: Any = "steps-post" if series.steps else "default"
@@ -184,7 +173,7 @@ def _draw_series(axes: Axes, series: Series, _: Sequence[Bars]) -> None:
         )
 
 
-def _draw_lanes(axes: Axes, lanes: Lanes, _: Sequence[Bars]) -> None:
+def _draw_lanes(axes: Axes, lanes: plot.Lanes, _: Sequence[plot.Bars]) -> None:
     from matplotlib.colors import ListedColormap
 
     half = (lanes.times[1] - lanes.times[0]) / 2
@@ -200,25 +189,25 @@ def _draw_lanes(axes: Axes, lanes: Lanes, _: Sequence[Bars]) -> None:
     axes.set_ylim(extent[2:])
 
 
-def _draw_bound(axes: Axes, bound: Bound, _: Sequence[Bars]) -> None:
+def _draw_bound(axes: Axes, bound: plot.Bound, _: Sequence[plot.Bars]) -> None:
     draw = axes.axvline if bound.axis == "x" else axes.axhline
     draw(bound.value, color=bound.color, lw=1.2, linestyle=LINES[bound.line])
 
 
-_DRAW: dict[type[Mark], Callable[[Any, Any, Sequence[Bars]], None]] = {
-    **{Bars: _draw_bars, Series: _draw_series, Lanes: _draw_lanes, Bound: _draw_bound},
-    Names: lambda *_: None,
+_DRAW: dict[type[plot.Mark], Callable[[Any, Any, Sequence[plot.Bars]], None]] = {
+    **{plot.Bars: _draw_bars, plot.Series: _draw_series, plot.Lanes: _draw_lanes, plot.Bound: _draw_bound},
+    plot.Names: lambda *_: None,
 }
 
 
 # --- names beside points -------------------------------------------------------------------------
 
-_LEADER = {"arrowstyle": "-", "color": OTHER_COLOR, "lw": 0.5, "shrinkA": 0, "shrinkB": 0}
+_LEADER = {"arrowstyle": "-", "color": plot.OTHER_COLOR, "lw": 0.5, "shrinkA": 0, "shrinkB": 0}
 _DIRECTIONS = np.radians([-45, -90, -135, -20, -160, 0, 180, -65, -115, 45, 135, 90])
 _WAYS = np.column_stack([np.cos(_DIRECTIONS), np.sin(_DIRECTIONS)])
 
 
-def _draw_names(axes: Axes, chart: Chart) -> None:
+def _draw_names(axes: Axes, chart: plot.Chart) -> None:
     """Write each name at the nearest place to its point that is free, in the order of their importance.
 
     Free means inside the axes, clear of marks and lines, of other names and the lines that lead to them. Near
@@ -230,10 +219,15 @@ def _draw_names(axes: Axes, chart: Chart) -> None:
     figure: Any = axes.get_figure(root=True)
     pixels = figure.dpi / 72
     lines = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
-    boxes = [box for marks in axes.collections for box in _boxes(axes, marks, pixels)]
+    boxes: list[Bbox] = []
+    for marks in axes.collections:
+        centers: Any = axes.transData.transform(marks.get_offsets())
+        sizes: Any = marks.get_sizes()  # type: ignore[attr-defined]
+        halves = np.broadcast_to(np.sqrt(sizes)[:, None] * pixels / 2, centers.shape)
+        boxes += [Bbox([center - half, center + half]) for center, half in zip(centers, halves, strict=True)]
     low, high = axes.bbox.min, axes.bbox.max
     distances = np.arange(5, 110, 5)[:, None, None] * pixels
-    for names in (mark for mark in chart.marks if isinstance(mark, Names)):
+    for names in (mark for mark in chart.marks if isinstance(mark, plot.Names)):
         for x, y, text, color in zip(names.x, names.y, names.texts, names.colors, strict=True):
             label = axes.annotate(text, (x, y), (0, 0), textcoords="offset points", fontsize=8, ha="center",
                                   va="center", color=color, arrowprops=_LEADER)  # fmt: skip
@@ -253,12 +247,3 @@ def _draw_names(axes: Axes, chart: Chart) -> None:
                     break
             else:
                 label.remove()
-
-
-def _boxes(axes: Axes, marks: Any, pixels: float) -> Iterator[Bbox]:
-    """The boxes [pixels] around marks."""
-    from matplotlib.transforms import Bbox
-
-    centers = axes.transData.transform(marks.get_offsets())
-    halves = np.broadcast_to(np.sqrt(marks.get_sizes())[:, None] * pixels / 2, centers.shape)
-    yield from (Bbox([center - half, center + half]) for center, half in zip(centers, halves, strict=True))

@@ -1,4 +1,4 @@
-"""One collective by size as a table and as a picture."""
+"""One collective by size as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.collective import CollectiveTime, CollectiveTimes
 from meshwise.report.answer import Section
-from meshwise.report.chart import COLORS, Bound, Chart, ChartAxis, Mark, Picture, Series
 from meshwise.report.table import Fields, percent, records_table
 
 
@@ -31,20 +30,6 @@ def parts(found: CollectiveTimes) -> Iterator[Section]:
         yield f"measured of groups of {found.ranks:,} ranks"
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")
     yield f"ceiling of the bus bandwidth: {ceiling} (a ring or direct copies at the links' full rate)"
-
-
-def picture(found: CollectiveTimes) -> Picture:
-    """Bus bandwidth by size, under its ceiling, with what was measured as dots."""
-    times, measured_s = found
-    sizes, rates = [one.payload_bytes for one in times], [one.bus_bytes_per_s for one in times]
-    dots = {one.payload_bytes: one.time_s * one.bus_bytes_per_s / measured_s[one.payload_bytes]
-            for one in times if one.payload_bytes in measured_s}  # fmt: skip
-    ceiling = Bound(times[0].ceiling_bytes_per_s, "y", line="dash")
-    marks: list[Mark] = [Series(sizes, rates, "predicted"), ceiling]
-    if dots:
-        marks.append(Series(list(dots), list(dots.values()), "measured", COLORS[1], "", size=7))
-    axes = ChartAxis("size", "B", log=True), ChartAxis("bus bandwidth", "B/s", log=True)
-    return Picture([[Chart("Bus bandwidth by size", marks, *axes, "The red line is the links' full rate.")]])
 
 
 def _binary(size: float) -> str:

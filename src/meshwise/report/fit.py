@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 
 from meshwise.calibrate.cluster_file import Calibration
-from meshwise.calibrate.errors import grouped, summarize
+from meshwise.calibrate.errors import summarize
 from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_server import ServerFit
-from meshwise.calibrate.fit_serving import Case, ServingFit
+from meshwise.calibrate.fit_serving import ServingFit
 from meshwise.calibrate.fit_steps import StepFit
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import Section
@@ -42,25 +43,22 @@ def serving_fit(found: ServingFit) -> Iterator[Section]:
     """The constants, and the errors of each model and each system left out of the fit."""
     rows = [[name, f"{getattr(found.constants, name):.4g}"] for name in found.constants.__struct_fields__]
     yield Table("", ("constants of engines", "value"), rows)
-    by_aspect: dict[str, tuple[Callable[[Case], str], np.ndarray]] = {
-        "all points": (lambda case: case.regime, found.misses),
-        "left-out model": (lambda case: case.model, found.without_model),
-        "left-out system": (lambda case: case.system, found.without_system),
+    aspects = {
+        "all points": (found.misses, "regime"),
+        "left-out model": (found.without_model, "model"),
+        "left-out system": (found.without_system, "system"),
     }
-    for name, (key, misses) in by_aspect.items():
-        errors = dict(zip(found.cases, np.expm1(misses), strict=True))
-        groups = grouped(found.cases, lambda case, key=key: (case.quantity, key(case)))  # type: ignore[misc]
-        roomy = [case for case in found.cases if case.regime != "full cache"]
-        groups |= grouped(roomy, lambda case: (case.quantity, "(all but full caches)"))
-        shown = []
-        for (quantity, group), cases in [*groups.items()]:
-            summary = summarize([float(errors[case]) for case in cases])
-            shown.append(
-                [quantity, group, str(len(cases)), percent(summary.mean_abs_frac),
-                 percent(summary.median_abs_frac), percent(summary.mean_signed_frac, sign=True)]
-            )  # fmt: skip
-        header = ("quantity", name, "points", "mean", "median", "bias")
-        yield Table("", header, sorted(shown), left=header[:2])
+    for title, (misses, aspect) in aspects.items():
+        errors = defaultdict[tuple[str, str], list[float]](list)
+        for case, error in zip(found.cases, np.expm1(misses).tolist(), strict=True):
+            errors[case.quantity, getattr(case, aspect)].append(error)
+        rows = []
+        for key, of in sorted(errors.items()):
+            summary = summarize(of)
+            sizes = percent(summary.mean_abs_frac), percent(summary.median_abs_frac)
+            rows.append([*key, str(len(of)), *sizes, percent(summary.mean_signed_frac, sign=True)])
+        columns = ("quantity", title, "points", "mean", "median", "bias")
+        yield Table("", columns, rows, left=columns[:2])
 
 
 def server_fit(found: ServerFit) -> Iterator[Section]:

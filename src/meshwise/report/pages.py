@@ -66,11 +66,6 @@ def parts_of(result: Any, **shown: Any) -> Iterable[Section]:
     return _stated(result, "parts")(result, **shown)
 
 
-def print_result(result: Any, console: Console, **shown: Any) -> None:
-    """Print the parts of `result` that `shown` asks for."""
-    print_parts(parts_of(result, **shown), console)
-
-
 def print_parts(parts: Iterable[Section], console: Console) -> None:
     """Print parts one below the other; a plan that is wider than the console breaks at its commas."""
     long_word = re.compile(rf"\S{{{console.width + 1},}}")
@@ -88,7 +83,7 @@ def text_of(result: Any) -> str:
     from rich.console import Console
 
     file = io.StringIO()
-    print_result(result, Console(file=file, width=_WIDTH, highlight=False, markup=False))
+    print_parts(parts_of(result), Console(file=file, width=_WIDTH, highlight=False, markup=False))
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
 
 

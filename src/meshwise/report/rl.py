@@ -9,7 +9,7 @@ from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.answer import Page, Section, Text
-from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Picture
+from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis
 from meshwise.report.table import Fields, Table, percent, records_table
 from meshwise.rl.best_split import BestSplit, RlAnswer
 from meshwise.rl.step import PHASES, RlStep
@@ -62,11 +62,6 @@ def page(answer: RlAnswer) -> Page:
     headline = "; ".join(answer.step.problems) or f"a step takes {duration(first)}"
     title = f"{of.model.name} post-trained on {of.cluster.num_chips} x {of.cluster.chip.name}"
     return Page(title, headline, list(parts(answer)), not answer.is_no)
-
-
-def picture(answer: RlAnswer) -> Picture:
-    """The phases."""
-    return Picture([[_phases(answer)]], answer.step.job.model.name)
 
 
 def _split(split: BestSplit) -> Iterator[Section]:

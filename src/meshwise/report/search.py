@@ -23,7 +23,7 @@ from meshwise.search.assumptions import Assumption, hurts_most
 from meshwise.search.basis import Basis
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.difference import Reason
-from meshwise.search.search import Change, Result
+from meshwise.search.search import Result
 from meshwise.search.study import MEASURES, Study
 from meshwise.search.versions import Version
 
@@ -74,7 +74,8 @@ def page(
     opened = dict(job or {}) | {"a.plan": plan_text(best.plan), "a.microbatch": str(best.workload.microbatch)}
 
     def link(text: str, microbatch: int) -> PageLink:
-        return PageLink(text or "data parallel", "#explore?" + urlencode(_state(opened, text, microbatch)))
+        state = opened | {"plan": text, "microbatch": str(microbatch)}
+        return PageLink(text or "data parallel", "#explore?" + urlencode(state))
 
     title = f"{best.model.name} on {best.cluster.num_chips} x {best.cluster.chip.name}"
     headline = (
@@ -147,12 +148,18 @@ def _runs_in(of: Basis) -> str:
 
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
     """The fastest plan of each family; `shown` makes the cell of a plan of its text and microbatch."""
+
+    def largest_cost(found: Estimate) -> str:
+        """What the step spends most on beside the work of its kernels."""
+        name, seconds = max(found.time_s.items(), key=lambda part: (part[0] not in WORK, part[1]))
+        return f"{name} {seconds / found.step_s:.0%}"
+
     columns: Fields = {
         "step": lambda one: duration(one[0].step_s),
         "robust": lambda one: duration(one[1].robust_s),
         "MFU": lambda one: f"{one[0].mfu:.1%}",
         "memory": lambda one: with_prefix(one[0].memory_bytes["total"], "B"),
-        "largest cost": lambda one: _largest_cost(one[0]),
+        "largest cost": lambda one: largest_cost(one[0]),
         "microbatch": lambda one: one[0].workload.microbatch,
         "plan": lambda one: shown(plan_text(one[0].plan), one[0].workload.microbatch),
     }
@@ -208,13 +215,6 @@ def _flat(best: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in best.items() if not isinstance(value, dict)}
     flat["memory_bytes"] = best["memory_bytes"]["total"]
     return flat | {f"{name}_s": seconds for name, seconds in best["time_s"].items()}
-
-
-def _largest_cost(found: Estimate) -> str:
-    """What the step spends most on beside the work of its kernels."""
-    costs = {name: seconds for name, seconds in found.time_s.items() if name not in WORK}
-    name, seconds = max(costs.items(), key=lambda part: part[1])
-    return f"{name} {seconds / found.step_s:.0%}"
 
 
 def _term_by_term(best: Estimate, beside: Estimate) -> Table | str:
@@ -273,19 +273,14 @@ def why_none(result: Result) -> str:
         f"none fits: the nearest plan is {short} short of {with_prefix(result.capacity_bytes, 'B')}: "
         f"{plan_text(miss.plan)}, microbatch {miss.microbatch}"
     ]
-    lines += map(_change_text, result.changes)
+    for change in result.changes:
+        what = f"with another {change.key}" if change.key else f"on {change.num_chips:,} chips"
+        on_host = f" and {with_prefix(change.host_bytes, 'B')} of each host" if change.host_bytes else ""
+        found = change.found
+        size = f"{with_prefix(found.memory_bytes, 'B')}{on_host}, {duration(found.step_s)} a step"
+        plan = plan_text(found.plan) or "the default plan"
+        lines.append(f"fits {what}: {plan}, microbatch {found.microbatch} ({size})")
     return "\n".join(lines if result.changes else [*lines, "use larger chips, or a shorter sequence"])
-
-
-def _change_text(change: Change) -> str:
-    """What would fit, and after which change."""
-    what = f"with another {change.key}" if change.key else f"on {change.num_chips:,} chips"
-    on_host = f" and {with_prefix(change.host_bytes, 'B')} of each host" if change.host_bytes else ""
-    return (
-        f"fits {what}: {plan_text(change.found.plan) or 'the default plan'}, microbatch "
-        f"{change.found.microbatch} ({with_prefix(change.found.memory_bytes, 'B')}{on_host}, "
-        f"{duration(change.found.step_s)} a step)"
-    )
 
 
 def _space(
@@ -352,10 +347,6 @@ def picture(result: Result) -> plot.Picture:
     front = _space(result, [], "", lambda text, _: PageLink(text, ""))
     finding = f"Less memory costs time; plans below the line fit ({with_prefix(result.capacity_bytes, 'B')})."
     return plot.Picture([[replace(front, title="Pareto front of step time and memory", finding=finding)]])
-
-
-def _state(job: Mapping[str, str], plan: str, microbatch: int) -> dict[str, str]:
-    return {**job, "plan": plan, "microbatch": str(microbatch)}
 
 
 # --- a study: the best plan of each of many machines ---------------------------------------------

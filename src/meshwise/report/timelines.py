@@ -25,7 +25,6 @@ from meshwise.plan.stages import Stage, chunks, layers_of_chunks
 from meshwise.serve.simulate import Served
 
 if TYPE_CHECKING:
-    from meshwise.trace.merge import Merged
     from meshwise.trace.summary import Summary
 
 _CATEGORIES = dict(zip(KINDS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
@@ -126,7 +125,7 @@ def _once_a_step(estimate: Estimate, timeline: Timeline) -> Iterator[dict[str, A
 _FIRST_PID = 1_000_000
 
 
-def write_both(summary: Summary, estimate: Estimate, path: Path) -> Merged:
+def write_both(summary: Summary, estimate: Estimate, path: Path) -> None:
     """Write the traces of a job and, above them, the predicted step, which begins with the first whole one.
 
     Raises DataError where no step is marked or the file cannot be written, PlanError for a step without a
@@ -144,7 +143,7 @@ def write_both(summary: Summary, estimate: Estimate, path: Path) -> Merged:
     begins = [int(start[0]) - offsets[rank] for rank, start in on_step.items() if len(start)]
     shift_us = (min(begins) - summary.origin_ns) / 1000
     beside = [_placed(event, shift_us) for event in timeline_events(estimate)]
-    return write_merged(summary, path, beside=beside)
+    write_merged(summary, path, beside=beside)
 
 
 def _placed(event: dict[str, Any], shift_us: float) -> dict[str, Any]:

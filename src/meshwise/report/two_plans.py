@@ -31,23 +31,15 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
     ]
     differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
     headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
+    fits = {(True, True): "Both fit.", (False, False): "Neither fits."}
+    fits |= {(True, False): "A fits, B does not.", (False, True): "B fits, A does not."}
     sections: list[Section] = [
-        Text("A and B", [headline, _fits_text(left, right), *names]),
+        Text("A and B", [headline, fits[left.fits, right.fits], *names]),
         Table("B against A", COLUMNS, rows),
         _bars("Time of a step, A and B", left.time_s, right.time_s, "s"),
         _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B"),
     ]
     return Page("; ".join(names), headline, sections, left.fits and right.fits)
-
-
-def _fits_text(left: Estimate, right: Estimate) -> str:
-    if left.fits == right.fits:
-        return "Both fit." if left.fits else "Neither fits."
-    return f"{'A' if left.fits else 'B'} fits, {'B' if left.fits else 'A'} does not."
-
-
-def _terms(left: dict[str, float], right: dict[str, float]) -> list[tuple[str, float, float]]:
-    return [(name, left[name], right[name]) for name in left if left[name] or right[name]]
 
 
 def _both(name: str, a: float, b: float, show: Callable[[float], str]) -> tuple[str, ...]:
@@ -57,8 +49,9 @@ def _both(name: str, a: float, b: float, show: Callable[[float], str]) -> tuple[
 def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str) -> Chart:
     """The parts of A and B that differ most first; in the table as they are."""
     show = duration if unit == "s" else lambda value: with_prefix(value, "B")
-    table = Table("", COLUMNS, [_both(name, a, b, show) for name, a, b in _terms(left, right)])
-    terms = [term for term in _terms(left, right) if term[0] != "total"]
+    both = [(name, left[name], right[name]) for name in left if left[name] or right[name]]
+    table = Table("", COLUMNS, [_both(*term, show) for term in both])
+    terms = [term for term in both if term[0] != "total"]
     terms.sort(key=lambda term: -abs(term[2] - term[1]))
     names, *sides = zip(*terms, strict=True)
     bars = [

@@ -119,21 +119,16 @@ def reasons_table(rows: Sequence[Prediction]) -> Table:
 
 def board_table(board: Board, rows: Sequence[Prediction]) -> Table:
     """Mean and median error of each release and of now, on the rows that all of them predicted."""
-    groups: list[tuple[str, Callable[[Prediction], bool]]] = []
-    for quantity in dict.fromkeys(row.quantity for row in rows):
-        groups.append((quantity, lambda row, quantity=quantity: row.quantity == quantity))  # type: ignore[misc]
-        for name in ("kind", "scale", "chip", "source") if quantity == "step_s" else ():
-            key = GROUPS[name]
-            groups += [
-                (label, lambda row, key=key, label=label: row.quantity == "step_s" and key(row) == label)  # type: ignore[misc]
-                for label in dict.fromkeys(key(row) for row in rows if row.quantity == "step_s")
-            ]
     lines = []
-    for label, keep in groups:
-        found = errors_by_release(board, rows, keep)
-        num = found["now"].num_expressed
-        if num:
-            lines.append([label, str(num), *(" / ".join(reversed(_sizes(each))) for each in found.values())])
+    for quantity, members in grouped(rows, lambda row: row.quantity).items():
+        groups = [(quantity, members)]
+        for name in ("kind", "scale", "chip", "source") if quantity == "step_s" else ():
+            groups += grouped(members, GROUPS[name]).items()
+        for label, same in groups:
+            found = errors_by_release(board, same)
+            if num := found["now"].num_expressed:
+                sizes = (" / ".join(reversed(_sizes(each))) for each in found.values())
+                lines.append([label, str(num), *sizes])
     return Table("", ("mean / median", "rows", *board, "now"), lines)
 
 

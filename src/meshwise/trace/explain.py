@@ -42,7 +42,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
 from meshwise.core.ledger import Ledger, shape_text
@@ -52,7 +51,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import MEASURED, Chip, chips
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
-from meshwise.trace.events import KERNEL_CLASSES, Ints, Kind, Trace
+from meshwise.trace.events import KERNEL_CLASSES, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
 from meshwise.trace.nesting import around, launchers
@@ -309,7 +308,8 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
     done = work(trace)
     events = np.flatnonzero(done.kind == Kind.COMPUTE)
     own = trace.duration_ns if trace.has_device else self_time(trace)
-    in_optimizer = _in_optimizer(trace, events)
+    is_step = trace.named(lambda name: name.startswith("Optimizer.step")) & (trace.kind == Kind.ANNOTATION)
+    in_optimizer = around(trace, launchers(trace)[events] if trace.has_device else events, is_step) >= 0
     seconds: dict[Looks, float] = defaultdict(float)
     seconds[_looks("optimizer", "")] = float(own[events[in_optimizer]].sum()) / 1e9
     events = events[~in_optimizer]
@@ -322,13 +322,6 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
     total = sum(seconds.values())
     scale = length(done.spans[Kind.COMPUTE]) / 1e9 / total if total else 0.0
     return {looks: value * scale for looks, value in seconds.items()}
-
-
-def _in_optimizer(trace: Trace, events: Ints) -> NDArray[np.bool_]:
-    """Which of these operators or kernels a step of PyTorch's optimizers runs or launches."""
-    is_step = trace.named(lambda name: name.startswith("Optimizer.step"))
-    at = launchers(trace)[events] if trace.has_device else events
-    return around(trace, at, is_step & (trace.kind == Kind.ANNOTATION)) >= 0
 
 
 def _looks_of_kernel(name: str, part: str, sizes: str) -> Looks:
@@ -416,17 +409,17 @@ def _model(summary: Summary, stated: Estimate) -> Iterator[str]:
     ops = [sizes for row in forward.rows() if len(sizes := _numbers(row["shape"])) == 4]
     weights = {frozenset(sizes[2:]) for sizes in ops}
     total = sum(flop for _, flop in seen)
-    fitting = sum(flop for sizes, flop in seen if not weights.isdisjoint(_pairs(sizes)))
+    fitting = sum(
+        flop
+        for sizes, flop in seen
+        if not weights.isdisjoint(map(frozenset, itertools.combinations(sizes, 2)))
+    )
     if total and fitting < _LEAST_FRAC * total:
         largest = max(seen, key=lambda one: one[1])[0]
         of_stated = max(ops, key=lambda sizes: sizes[1] * sizes[2] * sizes[3])[1:]
         job = f"{stated.model.name} under {plan_text(stated.plan) or 'tp=1'}"
         compared = f"the largest there is {shape_text(largest)}, of the stated job {shape_text(of_stated)}"
         yield f"{fitting / total:.0%} of the matmul FLOP in the traces has sizes of {job}: {compared}"
-
-
-def _pairs(sizes: Iterable[int]) -> Iterator[frozenset[int]]:
-    return map(frozenset, itertools.combinations(sizes, 2))
 
 
 def _numbers(shape: str) -> list[int]:

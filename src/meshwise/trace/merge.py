@@ -17,7 +17,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,13 @@ _MOST_POINTS = 20_000
 _ALWAYS = (Kind.COMMUNICATION, Kind.HOST_COMMUNICATION, Kind.ANNOTATION)
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """How many slices were written, cut where the next one starts, and left out."""
-
-    num_slices: int
-    num_cut: int
-    num_left_out: int
-
-
 def write_merged(
     summary: Summary, path: Path, *, max_slices: int | None = None, beside: Sequence[dict[str, Any]] = ()
-) -> Merged:
+) -> Counter[str]:
     """Write the timeline to `path` (gzip if it ends in .gz), whole or not at all.
+
+    Returns how many `slices` were written, how many of them were `cut` where the next one starts, and how
+    many were `left out`.
 
     Args:
         summary: Of the ranks that are shown.
@@ -59,7 +52,9 @@ def write_merged(
         beside: Further events in the format of the file (a predicted timeline).
     """
     done = Counter[str]()
-    least_ns = _least_ns(summary.traces, max_slices)
+    lengths, least_ns = np.concatenate([trace.duration_ns for trace in summary.traces]), 0
+    if max_slices is not None and len(lengths) > max_slices:
+        least_ns = int(np.partition(lengths, -max_slices)[-max_slices]) + 1
     lanes = _collective_lanes(summary.collectives)
     events = itertools.chain(_of_ranks(summary, least_ns, done), lanes, beside)
     with whole_file(path) as file, ExitStack() as opened:
@@ -71,7 +66,7 @@ def write_merged(
             out.write(between + b",\n".join(map(msgspec.json.encode, batch)))
             between = b",\n"
         out.write(b"\n]}\n")
-    return Merged(done["slices"], done["cut"], done["left out"])
+    return done
 
 
 def _of_ranks(summary: Summary, least_ns: int, done: Counter[str]) -> Iterator[dict[str, Any]]:
@@ -89,14 +84,6 @@ def _of_ranks(summary: Summary, least_ns: int, done: Counter[str]) -> Iterator[d
         yield from _slices(trace, kept, lane, duration, shift)
         yield from arrows
         yield from _counters(trace, shift)
-
-
-def _least_ns(traces: Sequence[Trace], max_slices: int | None) -> int:
-    """How long a slice must be to be among the longest `max_slices`."""
-    lengths = np.concatenate([trace.duration_ns for trace in traces])
-    if max_slices is None or len(lengths) <= max_slices:
-        return 0
-    return int(np.partition(lengths, -max_slices)[-max_slices]) + 1
 
 
 def nested(start: Ints, duration: Ints, lane: Ints) -> tuple[Ints, int]:

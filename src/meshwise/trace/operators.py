@@ -257,15 +257,13 @@ def kernel_totals(runs: Iterable[KernelRuns]) -> list[KernelTotal]:
     """Kernels by name over all ranks whose `runs` are given, the longest total first."""
     alike = grouped(((one.name, one.kind), one) for one in runs)
     whole_s = sum(one.total_ns for same in alike.values() for one in same) / 1e9
-    totals = [_total(*key, same, whole_s) for key, same in alike.items()]
+    totals = []
+    for key, same in alike.items():
+        total_s, count = sum(one.total_ns for one in same) / 1e9, sum(one.count for one in same)
+        ends_s = min(one.min_ns for one in same) / 1e9, max(one.max_ns for one in same) / 1e9
+        share_frac = total_s / whole_s if whole_s else 0.0
+        totals.append(KernelTotal(*key, count, total_s, total_s / count, *ends_s, share_frac))
     return sorted(totals, key=lambda kernel: (-kernel.total_s, kernel.name))
-
-
-def _total(name: str, kind: str, runs: Sequence[KernelRuns], whole_s: float) -> KernelTotal:
-    total_s, count = sum(one.total_ns for one in runs) / 1e9, sum(one.count for one in runs)
-    ends_s = min(one.min_ns for one in runs) / 1e9, max(one.max_ns for one in runs) / 1e9
-    share_frac = total_s / whole_s if whole_s else 0.0
-    return KernelTotal(name, kind, count, total_s, total_s / count, *ends_s, share_frac)
 
 
 @dataclass(frozen=True, slots=True)

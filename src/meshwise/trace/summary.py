@@ -110,6 +110,10 @@ class Summary(Shown):
             rank["exposed_transfer_s"] = parts.seconds["transfer"]
             rank["exposed_wait_s"] = parts.seconds["wait"]
             rank["host_bound_s"] = parts.host_bound_s
+        calls: list[dict[str, Any]] = msgspec.to_builtins(self.collectives, str_keys=True)
+        for call in calls:
+            del call["events"], call["enter_s"], call["members"]
+            call["step"] = None if call["step"] < 0 else call["step"]
         return document | {
             "alignment": {
                 "method": self.alignment.method,
@@ -118,14 +122,8 @@ class Summary(Shown):
                 "num_collectives": self.alignment.num_collectives,
                 "drift_ppm": {str(rank): 1e6 * drift for rank, drift in self.alignment.drift.items()},
             },
-            "collectives": [_collective_json(one) for one in self.collectives],
+            "collectives": calls,
         }
-
-
-def _collective_json(one: Collective) -> dict[str, Any]:
-    row: dict[str, Any] = msgspec.to_builtins(one, str_keys=True)
-    del row["events"], row["enter_s"], row["members"]
-    return row | {"step": None if one.step < 0 else one.step}
 
 
 def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:
