@@ -10,7 +10,7 @@ import pytest
 
 from jobs import Job, write_job
 from kineto import write_trace
-from meshwise.report.trace_page import picture
+from meshwise.report.trace import picture
 from meshwise.trace import read
 from meshwise.trace.breakdown import PARTS, Partition
 from meshwise.trace.columns import FOLDER

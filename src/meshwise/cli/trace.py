@@ -116,7 +116,7 @@ def plot(found: Summary, *, out: Path = Path("ranks.png")) -> Found:
         out: Where to draw (.png, .svg, .pdf).
     """
     from meshwise.report.pages import draw
-    from meshwise.report.trace_table import headline
+    from meshwise.report.trace import headline
 
     draw(found, out)
     document = {"file": str(out), "findings": found.to_json()["findings"]}
@@ -130,7 +130,7 @@ def report(found: Summary, *, out: Path = Path("report.html"), cluster: str | No
         out: Where to write (.html).
     """
     from meshwise.report.html import write_page
-    from meshwise.report.trace_page import page
+    from meshwise.report.trace import page
 
     write_page(page(found, _cluster(cluster)), out)
     return {"file": str(out), "num_ranks": len(found.traces)}, [f"{out}: {len(found.traces)} ranks"]
@@ -141,7 +141,7 @@ def sections(found: Summary, *, limit: int = 15) -> Found:
 
     Time, compute, communication and waiting inside; spread and straggler.
     """
-    from meshwise.report.trace_table import joint_table
+    from meshwise.report.trace import joint_table
     from meshwise.trace.operators import joint_sections
     from meshwise.trace.summary import all_sections
 
@@ -156,7 +156,7 @@ def path(found: Summary, *, limit: int = 15) -> Found:
 
     Also how much shorter the job would be if one thing were faster.
     """
-    from meshwise.report.trace_table import path_tables
+    from meshwise.report.trace import path_tables
     from meshwise.trace.critical_path import critical_path
 
     if not found.has_all_ranks:
@@ -167,7 +167,7 @@ def path(found: Summary, *, limit: int = 15) -> Found:
 
 def memory(found: Summary, *, limit: int = 15) -> Found:
     """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
-    from meshwise.report.trace_table import memory_tables
+    from meshwise.report.trace import memory_tables
     from meshwise.trace.memory import memory_peaks
 
     missing = "no allocation is recorded; capture with profile_memory=True, as meshwise profile does"
@@ -180,7 +180,7 @@ def rates(found: Summary, *, cluster: str | None = None, limit: int = 15) -> Fou
 
     FLOP and bytes a second of operators of known work; the roof is that of --cluster's chip.
     """
-    from meshwise.report.trace_table import rate_tables
+    from meshwise.report.trace import rate_tables
     from meshwise.trace.rates import op_rates
 
     where = _cluster(cluster)
@@ -196,7 +196,7 @@ def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 15) ->
 
     Algorithm and bus bandwidth, against the links of --cluster.
     """
-    from meshwise.report.trace_table import bandwidth_tables
+    from meshwise.report.trace import bandwidth_tables
     from meshwise.trace.rates import bandwidths
 
     missing = "no collective of known size was recorded by two ranks; give the traces of all ranks"
@@ -210,7 +210,7 @@ def table(found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", limit: int = 
     Args:
         sort: cpu or cuda.
     """
-    from meshwise.report.trace_table import joint_table, profile_table
+    from meshwise.report.trace import joint_table, profile_table
     from meshwise.trace.operators import joint_operators, operator_totals
 
     rows = {trace.rank: operator_totals(trace) for trace in found.traces}
@@ -230,7 +230,7 @@ def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: int = 1
     Args:
         paths: Two trace files or folders, the earlier one first.
     """
-    from meshwise.report.trace_table import change_table
+    from meshwise.report.trace import change_table
     from meshwise.trace.operators import kernel_changes
 
     if len(paths) != 2:

@@ -8,7 +8,7 @@ from meshwise.core.units import duration
 from meshwise.report.answer import Page, Section
 from meshwise.report.chart import LESS_COLOR, MORE_COLOR, SUM_COLOR, Bars, Chart, ChartAxis
 from meshwise.report.table import Table, bar, difference_text
-from meshwise.report.trace_table import sentence
+from meshwise.report.trace import sentence
 from meshwise.trace.explain import Explanation, OpDifference
 
 _BAR = 20
