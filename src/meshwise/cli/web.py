@@ -29,6 +29,6 @@ def web(*, port: Port = 8000, host: str = LOOPBACK, traces: Path | None = None) 
             raise MissingExtraError(f'{package} is not installed; run: pip install "meshwise[web]"')
     if traces is not None and not traces.is_dir():
         raise DataError(f"--traces {traces} is no folder; name the folder of your profiler traces")
-    from meshwise.web.run import serve_page
+    from meshwise.web.app import serve_page
 
     serve_page(host, port, traces, say=lambda text: typer.echo(text, err=True))
