@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 FOLDER = ".meshwise"
-_VERSION = b"1"
+_VERSION = b"2"
 _SAMPLE_BYTES = 1 << 16
 _FEW_RANKS = 16
 """Up to as many are analysed sooner than processes have started."""
@@ -42,8 +42,7 @@ _MEMORY = tuple(field.name for field in fields(MemoryEvents))
 _BUILT = (*COLUMNS, "label_kind", "memory", "selected")
 _TOLD = {name: kind for name, kind in get_type_hints(Trace).items() if name not in _BUILT}
 """What of a trace is no column."""
-_About = msgspec.defstruct("_About", [*_TOLD.items(), ("ranks", list[tuple[int, ...] | None])])
-"""It, and the `ranks` that communications name: places in a list of them."""
+_About = msgspec.defstruct("_About", list(_TOLD.items()))
 
 
 def polars_module() -> Any:
@@ -77,12 +76,7 @@ def _folder(of: Path) -> Path:
 def write_columns(trace: Trace, reasons: Sequence[str], path: Path) -> None:
     """Keep a trace, and what is wrong with its file, at `path`; events also by name, for queries."""
     pl = polars_module()
-    ranks: dict[tuple[int, ...] | None, int] = {}
-    communications = {}
-    for event, args in trace.communications.items():
-        communications[event] = replace(args, ranks=(ranks.setdefault(args.ranks, len(ranks)),))
-    told = {name: getattr(trace, name) for name in _TOLD} | {"communications": communications}
-    about = _About(**told, ranks=list(ranks))
+    about = _About(**{name: getattr(trace, name) for name in _TOLD})
     frame = pl.DataFrame({name: getattr(trace, name) for name in COLUMNS})
     kinds = [Kind(kind).name.lower() for kind in trace.label_kind.tolist()]
     threads = [trace.track_names.get(i, str(tid)) for i, (_, tid) in enumerate(trace.tracks)]
@@ -119,15 +113,11 @@ def read_columns(path: Path) -> Trace:
     pl = polars_module()
     text = pl.read_parquet_metadata(path)[_ABOUT]
     about: Any = msgspec.json.decode(text, type=_About, dec_hook=lambda kind, value: kind(value))
-    communications = {
-        event: replace(args, ranks=about.ranks[args.ranks[0]]) if args.ranks else args
-        for event, args in about.communications.items()
-    }
     kinds = [kind_of(*label) for label in about.labels] or [Kind.OTHER]
     memory = path.with_suffix(".memory")
     none = dict.fromkeys(_MEMORY, np.zeros(0, np.int64))
     held = _arrays(pl.read_parquet(memory)) if memory.exists() else none
-    told = {name: getattr(about, name) for name in _TOLD} | {"communications": communications}
+    told = {name: getattr(about, name) for name in _TOLD}
     columns = _arrays(pl.read_parquet(path, columns=list(COLUMNS)))
     label_kind = np.array(kinds, dtype=np.int8)
     return Trace(label_kind=label_kind, memory=MemoryEvents(**held), **told, **columns)

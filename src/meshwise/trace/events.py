@@ -103,7 +103,10 @@ def inputs(text: bytes | str) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationArgs:
-    """What the trace itself says of one communication; None where it says nothing."""
+    """What the trace itself says of one communication; None where it says nothing.
+
+    The ranks of its `group` are in `Trace.groups`; a group without a name is called by them.
+    """
 
     collective: str | None = None
     in_elements: int | None = None
@@ -111,7 +114,6 @@ class CommunicationArgs:
     dtype: str | None = None
     group: str | None = None
     group_size: int | None = None
-    ranks: tuple[int, ...] | None = None
     sequence: int | None = None
     source: int | None = None
     """Of a message between two ranks: who sends, who receives."""

@@ -189,6 +189,7 @@ class _Columns:
     parts: list[tuple[Ints, ...]] = field(default_factory=list)
     memory: list[tuple[Ints, ...]] = field(default_factory=list)
     communications: dict[int, CommunicationArgs] = field(default_factory=dict)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_events: int = 0
     num_unpaired: int = 0
     num_parts: int = 0
@@ -219,7 +220,9 @@ class _Columns:
         args = [e.args or _NO_ARGS for e in spans]
         for i, (e, a) in enumerate(zip(spans, args, strict=True)):
             if a.collective is not None or a.group is not None:
-                self.communications[self.num_events + i] = _communication(a)
+                self.communications[self.num_events + i] = found = _communication(a)
+                if found.group and (ranks := _ranks(a.ranks)):
+                    self.groups[found.group] = ranks
             elif e.name in events.POINT_TO_POINT_CALLS:
                 peer = _peer(a.concrete)
                 self.communications[self.num_events + i] = CommunicationArgs(source=peer, destination=peer)
@@ -293,7 +296,7 @@ class _Columns:
             world_size=_world_size(info, notes),
             backend=str(info.get("backend") or ""),
             host=str(metadata.get("host_name") or ""),
-            groups=groups,
+            groups=groups | self.groups,
             labels=labels,
             label_kind=np.array([events.kind_of(*label) for label in labels] or [Kind.OTHER], dtype=np.int8),
             tracks=tuple(self.tracks),
@@ -313,11 +316,11 @@ def _memory(parts: list[tuple[Ints, ...]]) -> MemoryEvents:
 
 
 def _communication(args: Any) -> CommunicationArgs:
-    texts, sizes = ("collective", "dtype", "group"), ("in_elements", "out_elements", "group_size", "sequence")
-    told: dict[str, Any] = {name: getattr(args, name) for name in texts}
-    told = {name: None if text is None else str(text) for name, text in told.items()}
-    told |= {name: _size(getattr(args, name)) for name in (*sizes, "source", "destination")}
-    return CommunicationArgs(ranks=_ranks(args.ranks), **told)
+    texts = {"collective": args.collective, "dtype": args.dtype, "group": args.group or args.ranks}
+    told: dict[str, Any] = {name: None if text is None else str(text) for name, text in texts.items()}
+    for name in ("in_elements", "out_elements", "group_size", "sequence", "source", "destination"):
+        told[name] = _size(getattr(args, name))
+    return CommunicationArgs(**told)
 
 
 def _peer(concrete: msgspec.Raw) -> int | None:

@@ -101,7 +101,7 @@ def _kernels(trace: Trace) -> list[Transfer]:
         args = trace.communications.get(i) or trace.communications.get(other) or CommunicationArgs()
         said = (args.collective, trace.name(call) if call >= 0 else None, trace.name(i))
         kind = next((k for k in map(collective_kind, filter(None, said)) if k != "unknown"), "unknown")
-        ranks = args.ranks or trace.groups.get(args.group or "")
+        ranks = trace.groups.get(args.group or "")
         named = f"group {args.group}" if args.group else f"communication stream {streams[trace.stream[i]]}"
         source, destination = _ends(trace.rank, kind, args, ranks)
         dtype, payload = _shape_bytes(trace, call) if call >= 0 and kind != "all_gather" else ("", None)
