@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 from meshwise.core.errors import DataError
 from meshwise.core.options import Option
-from meshwise.core.toml import read_toml
+from meshwise.core.toml import nested, read_toml
 
 FILE = Path("meshwise.toml")
 ANSWERS = (
@@ -57,9 +57,9 @@ def read_defaults(command: Any, path: Path | None) -> dict[str, Any]:
                 f"starts a program or reads elsewhere; if you trust it: meshwise --config {path} ..."
             )
         for verb in taking:
-            _table(defaults, verb)[verbs[verb][key].name] = value
+            defaults[f"{verb} {verbs[verb][key].name}".replace(" ", ".")] = value
     print(f"meshwise: defaults from {path}", file=sys.stderr)
-    return defaults
+    return nested(defaults)
 
 
 def verbs_of(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, Option]]]:
@@ -75,12 +75,11 @@ def verbs_of(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, Opti
 
 def _stated(table: Mapping[str, Any], verb: str = "") -> Iterator[tuple[str, str, Any]]:
     """Verb (empty: every), option and value of each line of a file; what is of every verb comes first."""
-    for key, value in table.items():
-        if not isinstance(value, dict):
-            yield verb, key, value
-    for key, value in table.items():
+    for key, value in sorted(table.items(), key=lambda line: isinstance(line[1], dict)):
         if isinstance(value, dict):
             yield from _stated(value, f"{verb} {key}".strip())
+        else:
+            yield verb, key, value
 
 
 def _is_of_answer(verb: str, option: Option, value: Any) -> bool:
@@ -96,9 +95,3 @@ def _lies_here(value: Any) -> bool:
     names = [str(value), *(part.strip() for part in re.split("[,|=:]", str(value)))]
     here = Path.cwd()
     return all("\0" not in name and Path(name).resolve().is_relative_to(here) for name in names)
-
-
-def _table(defaults: dict[str, Any], name: str) -> dict[str, Any]:
-    for word in name.split():
-        defaults = defaults.setdefault(word, {})
-    return defaults

@@ -21,15 +21,8 @@ else:
     Num: TypeAlias = object
 
 DTYPE_BYTES: dict[str, float] = {
-    "fp64": 8.0,
-    "fp32": 4.0,
-    "tf32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "fp8": 1.0,
-    "int8": 1.0,
-    "fp4": 0.5,
-    "int4": 0.5,
+    **{"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0},
+    **{"fp8": 1.0, "int8": 1.0, "fp4": 0.5, "int4": 0.5},
 }
 """Bytes of one element as it lies in memory (tf32 is stored as fp32)."""
 
@@ -47,7 +40,10 @@ MOST_STATED = 1e30
 """The largest number that a price, a power or a budget may be, so that no product of them is infinite."""
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
-
+_HOURS, _DAYS = (48 * 3600.0, 3600.0), (86400.0, "days")
+_TIMES = ((1e-6, 1e-9, "ns"), (1e-3, 1e-6, "µs"), (1.0, 1e-3, "ms"), (1e3, 1.0, "s"), (*_HOURS, "h"))
+_LONG_TIMES = ((90.0, 1.0, "seconds"), (5400.0, 60.0, "minutes"), (*_HOURS, "hours"))
+"""Below how many seconds a time is said in which unit, and the seconds of the unit; else in days."""
 
 _NUMBER = re.compile(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*(?:([kMGTPE])(i?)B?)?", re.IGNORECASE)
 
@@ -101,8 +97,7 @@ def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
         return ""
     if not math.isfinite(value):
         return f"{value} {unit}".rstrip()
-    power = 0
-    scaled = float(value)
+    power, scaled = 0, float(value)
     while abs(scaled) >= 999.95 and power < len(_PREFIXES) - 1:
         scaled /= 1000
         power += 1
@@ -115,32 +110,17 @@ def duration(seconds: float | None) -> str:
         return ""
     if not math.isfinite(seconds):
         return str(seconds)
-    for limit, scale, unit in (
-        (1e-6, 1e-9, "ns"),
-        (1e-3, 1e-6, "µs"),
-        (1.0, 1e-3, "ms"),
-        (1e3, 1.0, "s"),
-        (48 * 3600.0, 3600.0, "h"),
-    ):
-        if abs(seconds) < limit:
-            return f"{seconds / scale:.4g} {unit}"
-    return f"{seconds / 86400:.4g} days"
+    scale, unit = next(((scale, unit) for limit, scale, unit in _TIMES if abs(seconds) < limit), _DAYS)
+    return f"{seconds / scale:.4g} {unit}"
 
 
 def long_duration(seconds: float | None) -> str:
     """How long a run takes, for people: `40 minutes`, `1.2 hours`, `199 days`; None is empty."""
     if seconds is None:
         return ""
-    hour = 3600.0
-    for limit, scale, unit in (
-        (90.0, 1.0, "seconds"),
-        (1.5 * hour, 60.0, "minutes"),
-        (48 * hour, hour, "hours"),
-    ):
-        if seconds < limit:
-            return f"{seconds / scale:.3g} {unit}"
+    scale, unit = next(((scale, unit) for limit, scale, unit in _LONG_TIMES if seconds < limit), _DAYS)
     days = seconds / 86400
-    return f"{days:,.0f} days" if days >= 100 else f"{days:.3g} days"
+    return f"{days:,.0f} days" if days >= 100 else f"{seconds / scale:.3g} {unit}"
 
 
 def dollars(amount: float | None) -> str:

@@ -8,7 +8,6 @@ actions of a DualPipe pair have the same extent and show as one inside the other
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,29 +26,8 @@ from meshwise.serve.simulate import Served
 if TYPE_CHECKING:
     from meshwise.trace.summary import Summary
 
-_CATEGORIES = dict(zip(KINDS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
-
-
-def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """The events of a timeline: names first, then every rank's actions in the order of their start."""
-    names: list[dict[str, Any]] = []
-    for rank in range(timeline.num_ranks):
-        names += [
-            metadata("process_name", rank, {"name": f"rank {rank}"}),
-            metadata("process_sort_index", rank, {"sort_index": rank}),
-            metadata("thread_name", rank, {"name": f"pipeline {timeline.schedule}"}),
-        ]
-    times_s = timeline.start_s, timeline.end_s
-    starts_ns, ends_ns = (np.rint(1e9 * t).astype(np.int64).tolist() for t in times_s)
-    columns = (timeline.rank, timeline.kind, timeline.microbatch, timeline.stage, timeline.chunk)
-    actions: list[dict[str, Any]] = []
-    for rank, kind, microbatch, stage, chunk, start, end in zip(
-        *(column.tolist() for column in columns), starts_ns, ends_ns, strict=True
-    ):
-        args = {"microbatch": microbatch, "stage": stage, "chunk": chunk}
-        name = KINDS[kind]
-        actions.append(complete(f"{name}{microbatch}", _CATEGORIES[name], rank, start, end, args))
-    return names + actions
+_CATEGORIES = ("forward", "backward", "backward_input", "backward_weight")
+"""Of the kinds of actions, in the order of `KINDS`."""
 
 
 def write_events(events: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -92,17 +70,29 @@ def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
         raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
     hop_s = float(estimate.step.hop_s)
     timeline = play(estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=hop_s)
-    held = chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh))
-    return [*chrome_events(timeline), *_labels(timeline, held), *_once_a_step(estimate, timeline)]
+    names = _names(timeline, chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh)))
+    return [*names, *_actions(timeline), *_once_a_step(estimate, timeline)]
 
 
-def _labels(timeline: Timeline, held: list[Stage]) -> Iterator[dict[str, Any]]:
-    """The layers of each rank, shown beside its name."""
+def _names(timeline: Timeline, held: list[Stage]) -> Iterator[dict[str, Any]]:
+    """The name of each rank and of its track, and the layers that it holds."""
     for rank in range(timeline.num_ranks):
         mine = [held[stage] for stage in np.unique(timeline.stage[timeline.rank == rank])]
         layers = f"{int(sum(chunk.num_layers for chunk in mine))} layers"
         ends = ["embedding"] * any(chunk.embeddings for chunk in mine), ["head"] * any(c.heads for c in mine)
+        yield metadata("process_name", rank, {"name": f"rank {rank}"})
+        yield metadata("process_sort_index", rank, {"sort_index": rank})
         yield metadata("process_labels", rank, {"labels": " + ".join([*ends[0], layers, *ends[1]])})
+        yield metadata("thread_name", rank, {"name": f"pipeline {timeline.schedule}"})
+
+
+def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Every rank's actions in the order of their start."""
+    ends_ns = (np.rint(1e9 * t).astype(np.int64) for t in (timeline.start_s, timeline.end_s))
+    columns = (timeline.rank, timeline.kind, timeline.microbatch, timeline.stage, timeline.chunk, *ends_ns)
+    for rank, kind, microbatch, stage, chunk, start, end in zip(*(c.tolist() for c in columns), strict=True):
+        args = {"microbatch": microbatch, "stage": stage, "chunk": chunk}
+        yield complete(f"{KINDS[kind]}{microbatch}", _CATEGORIES[kind], rank, start, end, args)
 
 
 def _once_a_step(estimate: Estimate, timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -191,18 +181,13 @@ def load_events(served: Served) -> Iterator[dict[str, Any]]:
 
 def _slices(served: Served, replica: int, which: Any, ns: Any) -> Iterator[dict[str, Any]]:
     """Each request on the first lane that is free."""
-    free, busy = list[int](), list[tuple[int, int]]()
-    lanes = 0
+    taken_until: list[int] = []
     for index in which.tolist():
         times = ns[:, index].tolist()
-        while busy and busy[0][0] <= times[0]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            lane = heapq.heappop(free)
-        else:
-            lane, lanes = lanes, lanes + 1
+        lane = next((i for i, end in enumerate(taken_until) if end <= times[0]), len(taken_until))
+        if lane == len(taken_until):
             yield metadata("thread_name", replica, {"name": f"lane {lane}"}) | {"tid": lane}
-        heapq.heappush(busy, (times[3], lane))
+        taken_until[lane : lane + 1] = [times[3]]
         args = {"request": index} | {key: int(getattr(served, key)[index]) for key in ("output", "found")}
         for phase, start, end in zip(PHASES, times, times[1:], strict=False):
             if end > start:
