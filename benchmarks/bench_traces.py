@@ -24,11 +24,11 @@ NUM_RANKS, NUM_STEPS, KERNELS_PER_STEP = 8, 20, 1000
 OURS = """
 import json, sys
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.operators import kernel_runs, kernel_totals
+from meshwise.trace.operators import kernels_of, kernel_totals
 from meshwise.trace.read import read_traces
 traces, _ = read_traces([sys.argv[1]])
 rows = [breakdown(trace) for trace in traces]
-kernel_totals(runs for trace in traces for runs in kernel_runs(trace))
+kernel_totals(runs for trace in traces for runs in kernels_of(trace))
 print(json.dumps([[row.idle_s * 1e6, row.compute_s * 1e6, row.non_compute_s * 1e6] for row in rows]))
 """
 

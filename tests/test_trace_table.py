@@ -11,8 +11,8 @@ from meshwise.trace.breakdown import breakdown
 from meshwise.trace.operators import (
     joint_sections,
     kernel_changes,
-    kernel_runs,
     kernel_totals,
+    kernels_of,
     operator_totals,
 )
 from meshwise.trace.read import read_trace
@@ -204,7 +204,7 @@ def test_known_streams(tmp_path):
     }
     totals = {
         k.name[:4]: (k.kind, k.count, round(k.total_s * 1e6), round(k.mean_s * 1e6))
-        for k in kernel_totals(kernel_runs(trace))
+        for k in kernel_totals(kernels_of(trace))
     }
     assert totals == {
         "gemm": ("compute", 2, 50, 25),

@@ -29,7 +29,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
 from meshwise.trace.collectives import Collective, ranks_text, split_by_fastest, stragglers
 from meshwise.trace.events import Trace
-from meshwise.trace.operators import KernelRuns, kernel_runs
+from meshwise.trace.operators import KernelTotal, kernels_of
 from meshwise.trace.steps import Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
 from meshwise.trace.transfers import Transfer, transfers
@@ -64,7 +64,7 @@ class RankFacts:
     captured: dict[str, Any]
     """What meshwise's capture noted of the rank; empty where something else captured it."""
     breakdown: Breakdown
-    kernels: list[KernelRuns]
+    kernels: list[KernelTotal]
     steps: list[RankStep]
     transfers: list[Transfer]
 
@@ -81,7 +81,7 @@ def rank_facts(trace: Trace, marked: Marks) -> RankFacts:
         first_ns=int(trace.start_ns[0]) if len(trace) else None,
         captured=captured if isinstance(captured, dict) else {},
         breakdown=breakdown(trace),
-        kernels=kernel_runs(trace),
+        kernels=kernels_of(trace),
         steps=step_table(trace, marked),
         transfers=transfers(trace, marked),
     )
@@ -212,8 +212,8 @@ def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
     totals = [{run.name: run for run in of.kernels if run.kind == "compute"} for of in facts]
     names = sorted({name for total in totals for name in total})
     counts, sums = (
-        np.array([[getattr(total[n], of) * unit if n in total else 0.0 for n in names] for total in totals])
-        for of, unit in (("count", 1.0), ("total_ns", 1e-9))
+        np.array([[float(getattr(total[n], of)) if n in total else 0.0 for n in names] for total in totals])
+        for of in ("count", "total_s")
     )
     own, own_s, others, others_s = counts[i], sums[i], np.delete(counts, i, 0), np.delete(sums, i, 0)
     means_s = np.ma.masked_where(others == 0, others_s / np.maximum(others, 1))

@@ -20,6 +20,7 @@ totals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -211,7 +212,7 @@ def joint_operators(rows: Mapping[int, list[OperatorTotal]], *, sort_by: str = "
 
 @dataclass(frozen=True, slots=True)
 class KernelTotal:
-    """All runs of the kernel of one name."""
+    """All runs of the kernel of one name, on one rank or on all."""
 
     name: str
     kind: str
@@ -220,23 +221,11 @@ class KernelTotal:
     mean_s: float
     min_s: float
     max_s: float
-    share_frac: float
-    """Of the sum over all kernels."""
+    share_frac: float = 0.0
+    """Of the sum over all kernels, where all ranks are summed."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRuns:
-    """All runs of the kernel of one name on one rank."""
-
-    name: str
-    kind: str
-    count: int
-    total_ns: int
-    min_ns: int
-    max_ns: int
-
-
-def kernel_runs(trace: Trace) -> list[KernelRuns]:
+def kernels_of(trace: Trace) -> list[KernelTotal]:
     """The kernels of one rank by name and kind."""
     kind, spent = work(trace).kind, trace.duration_ns
     if not trace.has_device:
@@ -247,20 +236,18 @@ def kernel_runs(trace: Trace) -> list[KernelRuns]:
     found = []
     for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
         name, of = trace.labels[label][1], Kind(kind[runs[0]]).name.lower()
-        lengths = spent[runs]
-        ends = int(lengths.min()), int(lengths.max())
-        found.append(KernelRuns(name, of, len(runs), int(lengths.sum()), *ends))
+        sums = spent[runs].sum(), spent[runs].mean(), spent[runs].min(), spent[runs].max()
+        found.append(KernelTotal(name, of, len(runs), *(float(ns) / 1e9 for ns in sums)))
     return found
 
 
-def kernel_totals(runs: Iterable[KernelRuns]) -> list[KernelTotal]:
-    """Kernels by name over all ranks whose `runs` are given, the longest total first."""
-    alike = grouped(((one.name, one.kind), one) for one in runs)
-    whole_s = sum(one.total_ns for same in alike.values() for one in same) / 1e9
-    totals = []
+def kernel_totals(found: Iterable[KernelTotal]) -> list[KernelTotal]:
+    """Kernels by name over all ranks whose kernels are `found`, the longest total first."""
+    alike = grouped(((one.name, one.kind), one) for one in found)
+    whole_s, totals = math.fsum(one.total_s for same in alike.values() for one in same), []
     for key, same in alike.items():
-        total_s, count = sum(one.total_ns for one in same) / 1e9, sum(one.count for one in same)
-        ends_s = min(one.min_ns for one in same) / 1e9, max(one.max_ns for one in same) / 1e9
+        total_s, count = math.fsum(one.total_s for one in same), sum(one.count for one in same)
+        ends_s = min(one.min_s for one in same), max(one.max_s for one in same)
         share_frac = total_s / whole_s if whole_s else 0.0
         totals.append(KernelTotal(*key, count, total_s, total_s / count, *ends_s, share_frac))
     return sorted(totals, key=lambda kernel: (-kernel.total_s, kernel.name))

@@ -188,7 +188,7 @@ def summarize(traces: Traces) -> Summary:
         traces=traces,
         ranks=[one.breakdown for one in facts],
         partitions=partitions,
-        kernels=kernel_totals(runs for one in facts for runs in one.kernels),
+        kernels=kernel_totals(itertools.chain(*(one.kernels for one in facts))),
         alignment=alignment,
         collectives=found,
         stragglers=stragglers(found),
