@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import csv_text, write_text
-from meshwise.core.notebook import frames
+from meshwise.core.notebook import Printed, frames
 
 if TYPE_CHECKING:
     import pandas
@@ -51,8 +51,8 @@ def shape_text(shape: Sequence[float]) -> str:
     return "x".join(f"{dim:.15g}" for dim in shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ledger:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Ledger(Printed):
     """Columns by name, all of one length; make one with `Ledger.from_rows`."""
 
     columns: dict[str, NDArray[Any]]
@@ -131,30 +131,6 @@ class Ledger:
         found: polars.DataFrame = pl.DataFrame(columns)
         return found
 
-    def __repr__(self) -> str:
-        """The table as text: the columns that say something."""
-        names = self.used_columns()
-        cells = [names, *([_display(row[name]) for name in names] for row in self.rows())]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-        pads = [str.ljust if name in TEXT_COLUMNS else str.rjust for name in names]
-        lines = (
-            "  ".join(pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True))
-            for line in cells
-        )
-        return "\n".join(line.rstrip() for line in lines)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the columns that say something."""
-        from html import escape
-
-        names = self.used_columns()
-        head = "".join(f"<th>{escape(name)}</th>" for name in names)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(_display(row[name]))}</td>" for name in names) + "</tr>"
-            for row in self.rows()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
 
 def _cell(value: Any) -> Any:
     if isinstance(value, str):
@@ -162,9 +138,3 @@ def _cell(value: Any) -> Any:
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
-
-
-def _display(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

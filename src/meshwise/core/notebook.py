@@ -16,7 +16,20 @@ if TYPE_CHECKING:
     import polars
 
 
-class Shown:
+class Printed:
+    """What shows itself as text, and in a notebook as tables, as `report` states it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        text: str = import_module("meshwise.report.pages").text_of(self)
+        return text
+
+    def _repr_html_(self) -> str:
+        return str(import_module("meshwise.report.pages").tables_of(self))
+
+
+class Shown(Printed):
     """A result: printed, it is what the command line prints; `to_json` has all its numbers."""
 
     __slots__ = ()
@@ -46,13 +59,6 @@ class Shown:
         rows = frames("polars").json_normalize(self.records(), infer_schema_length=None)
         found: polars.DataFrame = rows
         return found
-
-    def __repr__(self) -> str:
-        text: str = import_module("meshwise.report.pages").text_of(self)
-        return text
-
-    def _repr_html_(self) -> str:
-        return str(import_module("meshwise.report.pages").tables_of(self))
 
 
 def frames(package: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwise.core.ledger import PHASES, Ledger
+from meshwise.core.ledger import PHASES, TEXT_COLUMNS, Ledger
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import Table
+from meshwise.report.table import Fields, Table, records_table
 
 
 def layer_totals(ledger: Ledger) -> dict[str, dict[str, float]]:
@@ -38,6 +38,14 @@ def layer_tables(ledger: Ledger) -> Iterator[Table]:
         columns = ("op", "shape, or collective", "FLOP", "bytes", "FLOP/B", "saved", "binds", "time")
         title = f"{phase} of one layer, one microbatch, one rank"
         yield Table(title, columns, rows, left=columns[:2])
+
+
+def ledger_parts(ledger: Ledger) -> Iterator[Table]:
+    """The columns of a ledger that say something, its names first."""
+    used = ledger.used_columns()
+    names = [name for name in ("module", "op", "phase") if name in used]
+    columns: Fields = {name: name for name in (*names, *(name for name in used if name not in names))}
+    yield records_table("", ledger.rows(), columns, left=TEXT_COLUMNS)
 
 
 def _cells(row: Mapping[str, Any], bound: str) -> tuple[str, ...]:
