@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import ClusterError, MissingExtraError, WorkloadError
 from meshwise.core.options import Counts, Latency, Quantity, options_of, stated_in
+from meshwise.core.refusals import refuse
 
 if TYPE_CHECKING:
     from meshwise.calibrate.fit_server import ServerFit
@@ -533,12 +534,8 @@ def serve(
     arrives = load is not None and not load.concurrency
     is_laid_out = prefill_plan or prefill_cluster or encoders or (workers, prefill_workers) != (1, 1)
     if pareto or ("tp" not in fixed and arrives and limits.any and not is_laid_out):
-        if is_laid_out:
-            raise WorkloadError("pareto chooses workers and pools itself; leave those out")
-        if autoscale:
-            raise WorkloadError("autoscale is of one layout; state tp in the plan")
-        if uneven or speculate or {"cp", "pp"} & set(fixed):
-            raise WorkloadError("expert loads, speculate, cp and pp are of one layout; state tp in the plan")
+        asked_of_one = uneven or speculate or {"cp", "pp"} & set(fixed)
+        refuse("serve layouts", WorkloadError, laid_out=is_laid_out, autoscale=autoscale, one=asked_of_one)
         released = {key: (value,) for key, value in as_released(architecture, fixed).items()}
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters, fixed = [_cluster(name, collectives) for name in names], {**fixed, **released}
@@ -550,10 +547,7 @@ def serve(
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd, has_details=pareto)
         return _deployed(found, to, asked)
-    if pools:
-        raise WorkloadError("pools is of a question for the fewest GPUs: give a rate and limits, and no tp")
-    if isinstance(cluster, str) and "," in cluster:
-        raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
+    refuse("serve one layout", WorkloadError, pools=pools, clusters=str(cluster).split(","))
     machine, num_instances = _cluster(cluster, collectives), 1
     if not fixed and not is_laid_out:
         whole = default_instance(instance, machine)

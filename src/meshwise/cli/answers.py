@@ -20,6 +20,7 @@ from meshwise.cli.output import how_far, on_nodes, print_answer, print_parts, sh
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import check_writable, write_text
 from meshwise.core.options import options_in, options_of, stated_in, takes
+from meshwise.core.refusals import refuse
 
 if TYPE_CHECKING:
     from meshwise.launch.read import Job
@@ -207,14 +208,7 @@ def serve(
     """
     with on_nodes(ray, "clusters"):
         found = api.serve(**asked)
-    if ray and found.sizing is None:
-        raise WorkloadError("--ray is for sizing on several clusters; give limits and no tp, or leave it out")
-    if plot and found.sizing is None:
-        raise WorkloadError("--plot shows layouts; add --pareto, or limits and a rate without tp")
-    if (csv or trace) and found.load is None and (trace or found.sizing is None):
-        raise WorkloadError("--csv and --trace show a load; give rate, concurrency or requests (or --pareto)")
-    if out is not None and found.deployment is None:
-        raise WorkloadError("--out is for files of --to; give --to kubernetes, dynamo, llm-d or vllm-stack")
+    refuse("serve outputs", WorkloadError, found=found, ray=ray, plot=plot, csv=csv, trace=trace, out=out)
     columns = found.columns if csv is not None else {}
     write_rows(csv, [list(columns), *zip(*columns.values(), strict=True)])
     if trace is not None and found.load is not None:

@@ -19,6 +19,7 @@ from meshwise import api
 from meshwise.cli.output import STDERR, print_answer, print_parts, show
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.options import options_of, stated_in, takes
+from meshwise.core.refusals import refuse
 
 if TYPE_CHECKING:
     from meshwise.report.answer import Section
@@ -139,22 +140,14 @@ def calibrate(
 
     check_writable(out)
     measures = stated_in({"device": device, "ranks": ranks, "quick": quick}, calibrate)
+    stated = {"serving": serving, "source": source, "steps": steps, "measures": measures}
+    refuse("calibrate", DataError, **stated, **asked)
     found: Any
     parts: Callable[[Any], Iterable[Section]]
     if serving:
-        if source or steps or measures:
-            raise DataError("--serving reads records of a server; leave options of this machine out")
-        if not (asked["model"] and asked["cluster"]):
-            raise DataError("--serving needs what was served and on what: --model, --cluster and --plan")
         found, parts, use = api.calibrate_server(serving, **asked), fit.server_fit, "serve --engine"
         write_text(out, found.toml)
-    elif asked["model"] or asked["cluster"] or asked["plan"]:
-        raise DataError("--model, --cluster and --plan are of --serving RECORDS; name them too")
     else:
-        if source and measures:
-            raise DataError("--from reads traces, it measures nothing; leave --device, --ranks, --quick out")
-        if steps and not source:
-            raise DataError("--steps chooses steps of traces; name them with --from DIR")
         found, parts, use = _measured(source, steps, device, ranks, quick), fit.machine_fit, "--cluster"
         found.write(out)
     print_answer(found.to_json() | {"file": str(out)}, parts(found), json=json)

@@ -46,12 +46,12 @@ import msgspec
 from meshwise.core.each import Lost, each, last_line
 from meshwise.core.errors import DataError
 from meshwise.core.files import catalog_text, read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import check_fields, read_toml
 
 ON_BY_DEFAULT = ("capped", "ledger", "run")
 """Options of the verbs that hold unless `--no-NAME` says otherwise."""
 Scalar = str | int | float | bool
-MAX_POINTS = 10**6
 _Row = tuple[Literal["done", "failed"], float, str | None, str | None]
 _NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
@@ -127,18 +127,15 @@ def read_sweep(path: Path) -> Sweep:
         file = msgspec.convert(stated, _SweepFile)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} is not a sweep: {error}") from None
-    if file.verb not in VERBS:
-        raise DataError(f"{path}: verb {file.verb!r} cannot be swept; use {', '.join(VERBS)}")
-    most_s = threading.TIMEOUT_MAX
-    if file.timeout_s is not None and not 0 < file.timeout_s <= most_s:
-        raise DataError(f"{path}: timeout_s is {file.timeout_s:g}; give seconds above 0, up to {most_s:g}")
     grids = file.grid if isinstance(file.grid, list) else [file.grid]
     empty = [key for grid in grids for key, values in grid.items() if not values]
-    if empty or not any(grids):
-        raise DataError(f"{path}: the grid has no values for {', '.join(empty) or 'anything'}; list some")
+    empty += ["anything"] * (not any(grids))
+    num_points = sum(math.prod(map(len, grid.values())) for grid in grids)
+    refuse(
+        "sweep", DataError, f"{path}: ", file=file, verbs=", ".join(VERBS), empty=", ".join(empty),
+        most_s=threading.TIMEOUT_MAX, num_points=num_points,
+    )  # fmt: skip
     points: dict[str, GridPoint] = {}
-    if sum(math.prod(map(len, grid.values())) for grid in grids) > MAX_POINTS:
-        raise DataError(f"{path}: the grid has more than {MAX_POINTS:,} points; split it")
     for grid in grids:
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
