@@ -31,17 +31,21 @@ WORK = ("compute", "memory")
 """Parts of a step that are work of the kernels themselves."""
 
 
-def parts(result: Result, budget: TokenBudget | None = None, unread: Sequence[str] = ()) -> Iterator[Section]:
+def parts(
+    result: Result,
+    budget: TokenBudget | None = None,
+    shown: Callable[[str, int], object] = lambda plan, _: plan or "data parallel",
+) -> Iterator[Section]:
     """How many plans there were, the fastest that fit, and how a plan differs that was asked for.
 
-    `budget`: a run whose length, cost and energy are shown too.
+    `budget`: a run whose length, cost and energy are shown too; `shown`: how a plan (and its microbatch) is.
     """
     budget = budget or TokenBudget()
     yield Text("", how_many(result))
     if result.best:
-        yield from answer_lines(result)
+        yield Text("", list(answer_lines(result)))
         plans = [plan_text(found.plan) for found in result.best]
-        yield plans_table(result, lambda plan, _: plan or "data parallel")
+        yield plans_table(result, shown)
         runs = [run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
             run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
@@ -89,20 +93,10 @@ def page(
     ]  # fmt: skip
     sample = cloud(best.model, best.cluster, best.workload, result.stated, result.to, most=most)
     space = _space(result, sample, color, link)
-    against = [why_slower(found)] if (found := result.reasons) else []
-    against += [of_versions(result.versions)] if result.versions else []
-    return Page(
-        title,
-        headline,
-        [
-            Text("", list(answer_lines(result))),
-            replace(plans_table(result, link), title="Fastest plan of each family"),
-            space,
-            *against,
-            Table("Pareto front: less memory costs time", ("plan", "microbatch", "step", "memory"), front),
-            Text("", how_many(result)),
-        ],
-    )
+    columns = ("plan", "microbatch", "step", "memory")
+    pareto = Table("Pareto front: less memory costs time", columns, front)
+    counts, answers, plans, *others = parts(result, shown=link)
+    return Page(title, headline, [answers, plans, space, *others, pareto, counts])
 
 
 def how_many(result: Result) -> list[str]:
