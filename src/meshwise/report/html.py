@@ -14,7 +14,6 @@ import importlib.util
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,7 +33,8 @@ def write_page(page: Page, path: Path) -> None:
 def html_page(page: Page) -> str:
     """`page` as one file that needs no network: its script, its styles and its data are inside."""
     scripts = (plotly_js(), static("draw.js"), "redraw()")
-    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -78,10 +78,6 @@ def plotly_js() -> str:
     return (Path(found.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 def _section(section: Section, place: int, links: bool) -> str:
     if isinstance(section, str):
         return f"<p>{escape(section)}</p>"
@@ -95,7 +91,7 @@ def _section(section: Section, place: int, links: bool) -> str:
             return f"<section>{title}<pre>{escape(section)}</pre></section>"
         lines = "".join(f"<li>{escape(line)}</li>" for line in section.lines)
         return f"<section>{title}<ul>{lines}</ul></section>"
-    figure = msgspec.json.encode(plotly_figure(section), enc_hook=_plain).decode()
+    figure = msgspec.json.encode(plotly_figure(section), enc_hook=lambda value: value.tolist()).decode()
     name, numbers = escape(f"{place}-{section.title.partition(':')[0]}"), ""
     if section.table is not None:
         label = f"<summary>Data: {escape(section.title)}</summary>"
@@ -106,10 +102,6 @@ def _section(section: Section, place: int, links: bool) -> str:
         f'<script type="application/json">{figure.replace("<", chr(92) + "u003c")}</script>'
         f"<figcaption>{escape(section.finding)}</figcaption></figure>{numbers}</section>"
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist()  # arrays and scalars of numpy
 
 
 def _table(table: Table, links: bool) -> str:

@@ -76,7 +76,9 @@ def comparison_parts(result: Comparison) -> Iterator[Section]:
     """Whether all numbers agree, or those that do not; the seconds of a cluster where it has them."""
     differing = result.differences()
     if times := [row for row in result.rows if row.column == TIME]:
-        yield times_table(times)
+        longest = sorted(times, key=lambda row: -max(value or 0.0 for value in row.values.values()))
+        title = f"The {len(longest[:_MOST_ROWS])} longest ops of {len(times)}"
+        yield _table(title, longest[:_MOST_ROWS], ("module", "op", "phase", "shape"), duration)
     num_counts = len(result.rows) - len(times)
     instruments = list(result.rows[0].values) if result.rows else []
     if not differing:
@@ -85,13 +87,6 @@ def comparison_parts(result: Comparison) -> Iterator[Section]:
     place = ("module", "op", "phase", "shape", "column")
     yield _table("Where they differ", differing[:_MOST_DIFFERENCES], place, lambda value: f"{value:,.10g}")
     yield f"{len(differing)} of {num_counts} numbers differ"
-
-
-def times_table(times: Sequence[Row]) -> Table:
-    """The longest ops; instruments as columns."""
-    longest = sorted(times, key=lambda row: -max(value or 0.0 for value in row.values.values()))[:_MOST_ROWS]
-    title = f"The {len(longest)} longest ops of {len(times)}"
-    return _table(title, longest, ("module", "op", "phase", "shape"), duration)
 
 
 def _table(title: str, rows: Sequence[Row], place: Sequence[str], show: Callable[[float], str]) -> Table:

@@ -99,7 +99,9 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
     reason = ""
     kinds = (*SYNCHRONISING, "broadcast", "unknown")
     shared = [c for c in found if (c.num_ranks > 1 or any(c.wait_s.values())) and c.name in kinds]
-    for ranks, calls in _by_linked_ranks(sorted(shared, key=_end_s)):  # which every rank leaves in this order
+    shared.sort(key=_end_s)  # every rank leaves them in this order
+    for met in linked(one.wait_s for one in shared if len(one.wait_s) > 1):  # directly or through others
+        ranks, calls = tuple(sorted(met)), [one for one in shared if met.issuperset(one.wait_s)]
         starts = min(one.step for one in calls) <= first_step
         views = [view for view in _views(ranks, calls, starts) if len(view.wait_s) >= MIN_STEPS]
         named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
@@ -108,13 +110,6 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
         if not views:
             reason = f"fewer than {MIN_STEPS + starts} steps of ranks {ranks_text(ranks)} were recorded"
     return stragglers, reason
-
-
-def _by_linked_ranks(found: Sequence[Collective]) -> Iterator[tuple[tuple[int, ...], list[Collective]]]:
-    """Sets of ranks that meet in collectives, directly or through others, with their calls."""
-    for ranks in linked(one.wait_s for one in found):
-        if len(ranks) > 1:
-            yield tuple(sorted(ranks)), [one for one in found if ranks.issuperset(one.wait_s)]
 
 
 def _views(ranks: tuple[int, ...], calls: Sequence[Collective], starts: bool) -> Iterator[_Waiting]:

@@ -149,8 +149,9 @@ def _host(trace: Trace) -> list[Transfer]:
         args = peers[kind].popleft() if peers[kind] else CommunicationArgs()
         source, destination = _ends(trace.rank, kind, args, None)
         if stages and kind in POINT_TO_POINT:  # a call numbers the ranks of its group
-            source = source if kind == "send" else _nth(stages, source)
-            destination = destination if kind == "recv" else _nth(stages, destination)
+            rank_of: dict[int | None, int] = dict(enumerate(stages))
+            source = source if kind == "send" else rank_of.get(source)
+            destination = destination if kind == "recv" else rank_of.get(destination)
         about = _recorded_call(trace, call, kind) if call else _unrecorded_call(trace, i, kind)
         ends_ns, buffered = (int(trace.start_ns[i]), int(end_ns[i])), kind in POINT_TO_POINT
         one = Transfer(i, kind, *about, *ends_ns, source, destination, is_buffered=buffered)
@@ -182,10 +183,6 @@ def _stages(trace: Trace, recorded: Mapping[str, Iterable[_Recorded]]) -> tuple[
     """The ranks of the group that is described as a pipeline's (`pp`): it sends the messages."""
     described = (call.process_group or [""] for calls in recorded.values() for call in calls)
     return next((trace.groups.get(name, ()) for name, *text in described if text[:1] == ["pp"]), ())
-
-
-def _nth(ranks: tuple[int, ...], place: int | None) -> int | None:
-    return ranks[place] if place is not None and place < len(ranks) else None
 
 
 def _flight_record(trace: Trace) -> dict[str, deque[_Recorded]]:
