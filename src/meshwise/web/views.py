@@ -171,7 +171,8 @@ def explore(context: Question, *, to: str = "megatron-lm", **asked: Any) -> dict
         to: The framework of the launch settings.
     """
     state = context.state
-    found, run = _priced(context, asked)
+    found = _estimate(state)
+    run = api.budget(**options_in(asked, api.budget)).run(found)
     page = summary_page(found, run)
     pinned = {name.removeprefix("a."): value for name, value in state.items() if name.startswith("a.")}
     if pinned:
@@ -220,7 +221,8 @@ def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
 
 def _save(context: Question, **asked: Any) -> dict[str, Any]:
     """The page of the plan as one file that needs no network, with the plan in its name."""
-    found, run = _priced(context, asked)
+    found = _estimate(context.state)
+    run = api.budget(**options_in(asked, api.budget)).run(found)
     names = found.model.name, found.cluster.name, plan_text(found.plan)
     name = re.sub("[^a-z0-9.]+", "-", "-".join(names).lower())
     return {"name": f"{name[:80]}.html", "text": html_page(page_of(found, run=run))}
@@ -236,12 +238,6 @@ def _cluster(asked: dict[str, Any]) -> Any:
 
 def _estimate(state: State) -> Estimate:
     return _result(api.estimate, "explore", state)
-
-
-def _priced(context: Question, asked: dict[str, Any]) -> tuple[Estimate, dict[str, Any]]:
-    """The step that is asked for, and a whole run of it."""
-    found = _estimate(context.state)
-    return found, api.budget(**options_in(asked, api.budget)).run(found)
 
 
 def _words(state: State, found: Estimate) -> dict[str, str]:
