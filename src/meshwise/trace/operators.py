@@ -20,7 +20,6 @@ totals.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -244,9 +243,10 @@ def kernels_of(trace: Trace) -> list[KernelTotal]:
 def kernel_totals(found: Iterable[KernelTotal]) -> list[KernelTotal]:
     """Kernels by name over all ranks whose kernels are `found`, the longest total first."""
     alike = grouped(((one.name, one.kind), one) for one in found)
-    whole_s, totals = math.fsum(one.total_s for same in alike.values() for one in same), []
+    totals_ns = {key: sum(round(1e9 * one.total_s) for one in same) for key, same in alike.items()}
+    whole_s, totals = sum(totals_ns.values()) / 1e9, []
     for key, same in alike.items():
-        total_s, count = math.fsum(one.total_s for one in same), sum(one.count for one in same)
+        total_s, count = totals_ns[key] / 1e9, sum(one.count for one in same)
         ends_s = min(one.min_s for one in same), max(one.max_s for one in same)
         share_frac = total_s / whole_s if whole_s else 0.0
         totals.append(KernelTotal(*key, count, total_s, total_s / count, *ends_s, share_frac))
