@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse, told
 from meshwise.launch.write import launch, yaml_text
@@ -97,23 +98,13 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
 
 def _values(load: LoadResult, name: str, model: str, to: FleetTarget, lost: list[str]) -> Tree:
     """What the templates of a target are filled with."""
-    fleet, engine = load.fleet, load.engine
-    server, policy = SERVERS[engine.name], to.policies.get(fleet.router.policy)
-    image, has_pools = server.image.format(engine.version), fleet.prefill is not None
-    repository, _, tag = image.partition(":")
-    values: Tree = {
-        "name": name, "model": model, "uri": f"hf://{model}", "workers": fleet.workers, "engine": engine.name,
-        "image": image, "repository": repository, "tag": tag, "command": server.command, "port": server.port,
-        "dynamo_image": _CATALOG["dynamo_image"].format(engine.name), "module": f"dynamo.{engine.name}",
-        "model_word": server.model, "has_pools": has_pools, "policy": policy or "roundrobin",
-        "session_key": "x-session-affinity" if policy == "session" else None,
-        "router_env": [{"name": "DYN_ROUTER_MODE", "value": policy}] if policy else None,
-    }  # fmt: skip
-    if (scaling := fleet.scaling) is not None:
-        every = max(round(scaling.every_s), 1)
-        values |= {"least": scaling.least, "most": scaling.most, "hold": round(scaling.hold_s)}
-        values |= {"every": every, "query": _CATALOG["query"].format(every=every)}
-        values["threshold"] = f"{scaling.requests_per_s:.4g}"
+    fleet, engine, has_pools = load.fleet, load.engine, load.fleet.prefill is not None
+    server, scaling = SERVERS[engine.name], fleet.scaling
+    names = {"name": name, "model": model, "fleet": fleet, "engine_of": engine, "server": server}
+    names |= {"policy_of": to.policies.get(fleet.router.policy), "max": max, "round": round, "str": str}
+    values = {"name": name, "model": model} | formulas(_CATALOG["values"], names)
+    if scaling is not None:
+        values |= formulas(_CATALOG["scaling_values"], names | {"of": scaling, "query_of": _CATALOG["query"]})
         scaled = _filled(_CATALOG["scaled"], values)
         values["keda"] = {"enabled": True} | scaled
         values["keda_spec"] = {"scaleTargetRef": {"name": name}} | scaled

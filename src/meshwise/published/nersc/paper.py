@@ -160,31 +160,15 @@ def collective_s(kind: Collective, volume_bytes: Num, ranks: Num, inside: Num, s
 
 
 def _op_row(op: PaperOp, run: PaperRun, system: PaperSystem) -> Row:
-    peak = system.matrix_flop_per_s if op.matmul else system.vector_flop_per_s
-    cells: Row = {
-        "name": op.name,
-        "weights_mem": op.weight_bytes / GB,
-        "weights_grad_mem": op.weight_bytes / GB,
-        "activation_buffer": op.saved_bytes / GB,
-        "use_tensor_cores": op.matmul,
-    }
+    names = {"op": op, "system": system, "longer": np.maximum, "launch_s": LAUNCH_S}
+    names |= {"efficiency": COMPUTE_EFFICIENCY}
+    cells: Row = {"name": op.name}
     for way, direction in WAYS:
         work: Direction = getattr(op, direction)
-        flop = work.flop + work.vector_flop * system.matrix_flop_per_s / system.vector_flop_per_s
-        compute_s = LAUNCH_S + flop / (COMPUTE_EFFICIENCY * peak)
-        memory_s = work.traffic_bytes / system.memory_bytes_per_s
-        busy_s = np.maximum(compute_s, memory_s)
-        comm_s = _exposed_s(comm_seconds(work, op.panels, run, system), busy_s, op.panels)
+        names |= {"work": work, "comms_s": sum(comm_seconds(work, op.panels, run, system), 0.0)}
+        found = formulas(NERSC_TABLES["paper"]["cells"], names)
+        cells |= {name.replace("WAY", way): cell for name, cell in found.items() if name[0] != "_"}
         cells |= _comm_cells(way, [_placed(comm, run) for comm in work.comms])
-        cells |= {
-            f"flops_{way}": flop / TFLOP,
-            f"mem_{way}": work.traffic_bytes / GB,
-            f"t_{way}": busy_s + comm_s,
-            f"t_{way}_comm": comm_s,
-            f"t_{way}_comp": compute_s,
-            f"t_{way}_mem": np.maximum(memory_s - compute_s, 0.0),
-            f"intensity_{way}": compute_s / memory_s,
-        }
     cells["t_bwd"] = cells["t_bwd"] + (cells["t_fwd"] if op.recompute else 0.0)
     return _row(cells)
 
@@ -194,12 +178,6 @@ def comm_seconds(work: Direction, panels: Num | None, run: PaperRun, system: Pap
     steps = 1.0 if panels is None else panels
     placed = [_placed(comm, run) for comm in work.comms]
     return [steps * collective_s(kind, volume / steps, n, t, system) for kind, volume, n, t in placed]
-
-
-def _exposed_s(seconds: list[Num], busy_s: Num, panels: Num | None) -> Num:
-    """What `seconds` of communication add: all, or in panels the first and what compute does not hide."""
-    total: Num = sum(seconds, 0.0)
-    return total if panels is None else total / panels + np.maximum(total - busy_s, 0.0)
 
 
 def _placed(comm: Comm, run: PaperRun) -> _Placed:
