@@ -218,20 +218,27 @@ def follows(text: str, c: Config, /, **others: Any) -> Any:
         raise ModelError(f"a size does not follow from the others: {error}") from None
 
 
+def formulas_of(table: dict[str, str], c: Config, /, **others: Any) -> Fields:
+    """What each expression of a table makes of the fields of a config, the later by the earlier too."""
+    said: Fields = {}
+    for field, text in table.items():
+        said[field] = follows(text, c, **others | said)
+    return said
+
+
 def said_of(name: str, c: Config, /, **others: Any) -> Fields:
-    """The fields of a part of an architecture that a config says, the later from the earlier too.
+    """The fields of a part of an architecture that a config says.
 
     Names that begin with `is_` are no fields: others follow from them; no field does unless it `is_there`.
     """
-    said: Fields = {}
-    for field, text in NAMES["parts"].get(name, {}).items():
-        said[field] = follows(text, c, **others | said)
-        if field == "is_there" and not said[field]:
-            return {}
+    table = NAMES["parts"].get(name, {})
+    if not follows(table.get("is_there", "True"), c, **others):
+        return {}
+    said = formulas_of(table, c, **others)
     return {field: value for field, value in said.items() if not field.startswith("is_")}
 
 
-def part(kind: type[Part], c: Config) -> Part | None:
-    """The part of an architecture that a config says, if it has one."""
-    said = said_of(kind.__name__, c)
+def part(kind: type[Part], c: Config, name: str = "") -> Part | None:
+    """The part of an architecture that a config says, if it has one; `name`: of formulas of its own."""
+    said = said_of(name or kind.__name__, c)
     return kind(**said) if said else None

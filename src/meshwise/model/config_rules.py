@@ -16,7 +16,7 @@ from msgspec import structs
 from meshwise.core.errors import ModelError
 from meshwise.model import architecture as arch
 from meshwise.model.architecture import Layer, Model, Side
-from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes, part, said_of
+from meshwise.model.config_fields import NAMES, Config, Fields, LayerSizes, formulas_of, part, said_of
 
 # --- blocks ------------------------------------------------------------------------------------
 
@@ -169,9 +169,17 @@ def _with_sides(
 # --- rules, by the name of their function or part -----------------------------------------------
 
 
-PARTS: dict[str, type] = {"low_rank": arch.LowRank, "streams": arch.Streams, "per_layer": arch.PerLayer}
-PARTS |= {"encoder": arch.Encoder, "distances": arch.Distances}
-"""Rules that say no more than a part of an architecture."""
+def said_by(rule: str, c: Config) -> Fields:
+    """What a rule says, by formulas of `catalog/huggingface_names.toml` or by the function of its name."""
+
+    def part_of(name: str) -> Any:  # of its kind, the first word of the name
+        return part(getattr(arch, name.split()[0]), c, name)
+
+    if rule not in NAMES["rules"]:
+        said: Fields = globals()[rule](c)
+        return said
+    known = {"part_of": part_of, "recurrence_of": lambda: _recurrence(c)}
+    return formulas_of(NAMES["rules"][rule], c, **known)
 
 
 def experts(c: Config) -> Fields:
@@ -235,14 +243,6 @@ def heads_by_layer(c: Config) -> Fields:
     if heads is None or {*heads} == {c.num_attention_heads}:
         return {}
     return {"each": {"num_heads": tuple(_named(c, "num_attention_heads_per_layer", heads))}}
-
-
-def only_recurrence(c: Config) -> Fields:
-    """A model without attention and MLP: its heads are those of the recurrence."""
-    own = _recurrence(c)
-    heads = dict.fromkeys(("num_heads", "num_kv_heads"), own.num_heads)
-    mixers = ("recurrence",) * c.num_hidden_layers
-    return heads | {"head_dim": own.head_dim, "each": {"mixer": mixers}, "recurrence": own, "ffn_hidden": 0}
 
 
 def kimi_linear(c: Config) -> Fields:
@@ -467,26 +467,6 @@ def patch_windows(c: Config) -> Fields:
     reach = (c.window_size // c.patch_size) ** 2 // 2  # patches on either side
     numbers = range(c.num_hidden_layers)
     return {"layers": tuple(Layer(window=reach * (i not in c.fullatt_block_indexes)) for i in numbers)}
-
-
-_WITHOUT_TEXT = {"causal": False, "vocab": 0, "lm_head": False}
-
-
-def frames(c: Config) -> Fields:
-    """An encoder of sound: tokens from the frames of a spectrogram, 100 a second."""
-    number, channels = c.max_source_positions, c.num_mel_bins
-    frames = arch.Frames(number=number, channels=channels, seconds=number * c.frames_per_token / 100)
-    return {"frames": frames, "max_seq": number} | _WITHOUT_TEXT
-
-
-def chunked_frames(c: Config) -> Fields:
-    """Qwen3-Omni: chunks that three convolutions make eight times shorter, rounded up; windows of several."""
-    arch.check_count(c.n_window, "n_window")
-    chunk = 2 * c.n_window
-    chunks = max(c.n_window_infer // chunk, 1)
-    number = chunks * -(-chunk // 8)
-    frames = arch.Frames(number=number, seconds=chunks * chunk / 100)
-    return {"frames": frames, "max_seq": number} | _WITHOUT_TEXT
 
 
 # --- heads -------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from msgspec import structs
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
-from meshwise.model import config_rules
 from meshwise.model.architecture import Model, Projector, Side, Tower, check_count, checked_model
 from meshwise.model.config_fields import (
     DEFAULTS,
@@ -46,10 +45,9 @@ from meshwise.model.config_fields import (
     TowerConfig,
     WholeConfig,
     follows,
-    part,
     spellings,
 )
-from meshwise.model.config_rules import block_fields, head_fields, with_layers
+from meshwise.model.config_rules import block_fields, head_fields, said_by, with_layers
 from meshwise.model.weights import num_params, num_projected
 
 ENDS = "embedding", "head"
@@ -137,8 +135,7 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
     fields = block_fields(c, spelling.block)
     each: Fields = {}
     for rule in spelling.rules:
-        one = config_rules.PARTS.get(rule)
-        said: Fields = {rule: part(one, c)} if one else getattr(config_rules, rule)(c)
+        said = said_by(rule, c)
         each |= said.get("each", {})
         fields |= said
     each |= {name: follows(text, c) for name, text in spelling.each.items()}
