@@ -1,44 +1,25 @@
 """Images and sound among the tokens of a language model: how many inputs of an encoder, and how many tokens.
 
-A processor cuts an image in a way of its own, its *sizing*:
-
-- `fixed`: every image is scaled to the size that the encoder knows (LLaVA 1.5, Gemma 3);
-- `native`: each side is rounded to whole squares of merged patches, and the image is scaled if it has less
-  than `min_pixels` or more than `max_pixels` (Qwen2-VL's `smart_resize`, arXiv 2409.12191);
-- `rows`: the same, scaled down where a side is longer than the encoder's, squares rounded up, and a token
-  ends each row (Pixtral, arXiv 2410.07073);
-- `tiles`: up to `max_tiles` squares of the encoder's size in the grid whose ratio of sides is nearest to the
-  image's, and the whole image as one more where they are several (InternVL 1.5, arXiv 2404.16821);
-- `canvas`: the same in the grid on which the image is least scaled up, or else least scaled down (Llama 4);
-- `split`: the longest side becomes `max_tiles` squares of the encoder's size, which cover the image, and the
-  whole image is one more (Idefics 3, arXiv 2408.12637);
-- `joined`: as `canvas`, but the tiles are one input, a class token each, without the whole image (Llama 3.2);
-- `area`: scaled to as many whole squares of merged patches as `max_pixels` allow (Gemma 4);
-- `slices`: up to `max_tiles` slices of `side` squared pixels, in the grid whose ratio is nearest, and the
-  whole, all priced as squares (MiniCPM-V, arXiv 2408.01800);
-- `native or tiles`: `native` up to twice `max_pixels`; else as `tiles`, of `side` squared pixels, and the
-  whole image as `native` (LFM2-VL);
-- `anyres`: tiles in the one of `grids` that loses fewest pixels, and the whole; as for `crops`, but tokens
-  are made fewer where they are more than those of `max_tiles` tiles (LLaVA-OneVision, arXiv 2408.03326);
-- `padded`: up to `max_tiles` in the grid that loses fewest pixels, with its padding, a token at the end of
-  each row, and the whole (DeepSeek-VL2, arXiv 2412.10302);
-- `crops`: squares of the encoder's size that cover the image, and the whole; what is padded gives no tokens,
-  and a token ends each row (Phi-4-multimodal);
-- `sound`: pieces as long as the encoder knows, the last one filled up (Whisper);
-- `unpadded sound`: equal pieces, at most as long as the encoder knows (Gemma 4).
+A processor cuts an image in a way of its own, its *sizing*; `catalog/image_sizing.toml` says what each kind
+does. Sound is cut into pieces as long as the encoder knows, the last one filled up (`sound`: Whisper), or
+into equal pieces, at most as long as the encoder knows (`unpadded sound`: Gemma 4).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.expressions import formulas
+from meshwise.core.files import read_catalog
 from meshwise.model.architecture import InputSizing, Model, Patches, Tower
 
 _MOST = 10**5
 """Pixels of a side at most, and images of a sequence."""
+_SIZINGS = read_catalog("image_sizing.toml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,52 +119,10 @@ class CutImage:
 
 def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, height: int) -> CutImage:
     """How an image of `width` x `height` pixels is cut; `merged` patches along a side become one token."""
-    square = patches.patch * merged
-    if sizing.kind.startswith("native"):
-        pixels = math.prod(max(round(one / square) * square, patches.patch) for one in (width, height))
-        if sizing.kind != "native" and pixels > 2 * sizing.max_pixels:
-            along = sizing.side
-            tiles = math.prod(_nearest_ratio(width, height, along, sizing.max_tiles))
-            whole = math.prod(_rounded(height, width, square, sizing.min_pixels, sizing.max_pixels))
-            tokens, along = (tiles * along**2 + whole) // square**2, along // patches.patch
-            return CutImage(tiles + 1, along, along, num_tokens=tokens)
-        height, width = _rounded(height, width, square, sizing.min_pixels, sizing.max_pixels)
-        ends = height // square + 2 if sizing.row_ends else 0
-        return CutImage(1, height // patches.patch, width // patches.patch, row_ends=ends)
-    if sizing.kind == "rows":
-        longest = patches.width
-        shrink = max(width / longest, height / longest, 1.0)
-        rows, columns = (math.ceil(int(side / shrink) / square) for side in (height, width))
-        return CutImage(1, merged * rows, merged * columns, row_ends=rows)
-    if sizing.kind == "area":
-        scale = math.sqrt(sizing.max_pixels / (width * height))
-        rows, columns = (max(math.floor(side * scale / square), 1) for side in (height, width))
-        return CutImage(1, merged * rows, merged * columns)
-    if sizing.kind == "crops":
-        return _crops(patches, merged, width, height, sizing.max_tiles)
-    if sizing.kind == "slices":
-        tiles, along = _slices(width, height, sizing.side, sizing.max_tiles), sizing.side // patches.patch
-        return CutImage(tiles + (tiles > 1), along, along)
-    if sizing.kind == "padded":
-        columns, rows = _most_kept(_grids(sizing.max_tiles), width, height, sizing.side)
-        along, seen = patches.width // patches.patch, math.ceil(patches.width // patches.patch / merged)
-        tokens = rows * seen * (columns * seen + 1) + 1 + seen * (seen + 1)
-        return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
-    if sizing.kind == "anyres":
-        return _anyres(sizing, patches, width, height)
-    tiles = 1
-    if sizing.kind == "tiles":
-        tiles = math.prod(_nearest_ratio(width, height, patches.width, sizing.max_tiles))
-    elif sizing.kind in ("canvas", "joined"):
-        tiles = _least_scaled(width, height, patches.width, sizing.max_tiles)
-    elif sizing.kind == "split":
-        scale = sizing.max_tiles * patches.width / max(width, height)
-        tiles = math.prod(math.ceil(side * scale / patches.width) for side in (width, height))
-    rows, columns = patches.height // patches.patch, patches.width // patches.patch
-    if sizing.kind == "joined":
-        return CutImage(1, tiles * rows, columns, row_ends=tiles)
-    number = tiles + (tiles > 1)
-    return CutImage(number, rows, columns, num_tokens=number * sizing.tokens)
+    names = {"sizing": sizing, "patches": patches, "merged": merged, "width": width, "height": height}
+    names |= {"square": patches.patch * merged, "along": patches.width // patches.patch}
+    found = formulas(_SIZINGS[sizing.kind], _FUNCTIONS | names)
+    return CutImage(**{each.name: found[each.name] for each in fields(CutImage) if each.name in found})
 
 
 def _rounded(height: int, width: int, square: int, least: int, most: int) -> tuple[int, int]:
@@ -198,21 +137,6 @@ def _rounded(height: int, width: int, square: int, least: int, most: int) -> tup
     return sides[0], sides[1]
 
 
-def _crops(patches: Patches, merged: int, width: int, height: int, most: int) -> CutImage:
-    side, along = patches.width, patches.width // patches.patch
-    columns, rows = math.ceil(width / side), math.ceil(height / side)
-    if columns * rows > most:
-        columns, rows = _nearest_ratio(width, height, side, most)
-    scale, whole = min(columns * side / width, rows * side / height), along // merged
-    padding = (columns * side - int(width * scale), rows * side - int(height * scale))
-    seen = [
-        math.ceil((tiles * along - padded // patches.patch) / merged)
-        for tiles, padded in zip((columns, rows), padding, strict=True)
-    ]
-    tokens = seen[1] * (seen[0] + 1) + 1 + whole * (whole + 1)
-    return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
-
-
 def _slices(width: int, height: int, side: int, most: int) -> int:
     """Slices of the grid whose ratio is nearest; so many that each has about `side` squared pixels."""
     number = min(math.ceil(width * height / side**2), most)
@@ -221,20 +145,6 @@ def _slices(width: int, height: int, side: int, most: int) -> int:
     ratio = math.log(width / height)
     best = min(grids, key=lambda grid: abs(ratio - math.log(grid[0] / grid[1])), default=(1, 1))
     return 1 if number <= 1 else math.prod(best)
-
-
-def _anyres(sizing: InputSizing, patches: Patches, width: int, height: int) -> CutImage:
-    along = patches.width // patches.patch
-    columns, rows = _most_kept(sizing.grids, width, height, sizing.side or patches.width)
-    seen = [columns * along, rows * along]
-    short = 1 if width / height > columns / rows else 0  # the side that is padded
-    length = int(round(seen[1 - short] * (height / width if short else width / height), 7))
-    seen[short] -= 2 * ((seen[short] - length) // 2)
-    ratio = math.sqrt(math.prod(seen) / (sizing.max_tiles or math.inf)) / along
-    if ratio > 1.1:
-        seen = [int(each // ratio) for each in seen]
-    tokens = seen[1] * (seen[0] + 1) + along**2
-    return CutImage(columns * rows + 1, along, along, num_tokens=tokens)
 
 
 def _most_kept(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
@@ -274,3 +184,12 @@ def _least_scaled(width: int, height: int, side: int, most: int) -> int:
     up = [(scale, tiles) for scale, tiles in scaled if scale >= 1.0]
     scale = min(up)[0] if up else max(scaled)[0]
     return min(tiles for each, tiles in scaled if each == scale)
+
+
+_FUNCTIONS: dict[str, Any] = {
+    **{"max": max, "min": min, "round": round, "int": int, "inf": math.inf, "prod": math.prod},
+    **{"ceil": math.ceil, "floor": math.floor, "sqrt": math.sqrt, "rounded": _rounded, "grids": _grids},
+    **{"nearest_ratio": _nearest_ratio, "least_scaled": _least_scaled, "most_kept": _most_kept},
+    "slices": _slices,
+}
+"""What formulas of the catalog call."""
