@@ -109,7 +109,7 @@ class Mesh:
     @property
     def is_paired(self) -> Any:
         """Where DualPipe pairs microbatches of experts (`plan.is_paired`)."""
-        return is_paired(self.schedule, self.ep)
+        return is_paired(self.schedule, self.ep) & self.plan.done_by.pairs_microbatches
 
     @property
     def serves(self) -> bool:

@@ -28,6 +28,7 @@ from meshwise.core.units import WEIGHT_BITS, Num, values_by_key
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
 from meshwise.plan.fields import catalog_fields, check_fields, read_field
+from meshwise.plan.implementation import IMPLEMENTATIONS, Implementation
 
 _CATALOG = read_catalog("plan_keys.toml")
 
@@ -134,14 +135,18 @@ class Plan:
     @property
     def is_paired(self) -> bool:
         """Whether the exchanges of experts hide behind the other microbatch of a pair (see `is_paired`)."""
-        return bool(is_paired(number_of("schedule", self.schedule), self.ep))
+        has_pair = is_paired(number_of("schedule", self.schedule), self.ep)
+        return bool(has_pair) and self.done_by.pairs_microbatches
 
     @property
     def selective_modules(self) -> tuple[str, ...]:
         """What recompute=selective covers, under this plan."""
-        frameworks = self.implementation != "fsdp2"  # PyTorch has none for DualPipe
-        implied = DUALPIPE_RECOMPUTES if self.is_paired and frameworks else CORE_ATTENTION
-        return self.recompute_modules or implied
+        return self.recompute_modules or (DUALPIPE_RECOMPUTES if self.is_paired else CORE_ATTENTION)
+
+    @property
+    def done_by(self) -> Implementation:
+        """What the software that runs the plan does."""
+        return IMPLEMENTATIONS[self.implementation]
 
     @property
     def model_ranks(self) -> int:
@@ -180,7 +185,7 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "schedule", "interleaved"
     if plan.schedule in ("zb-v", "dualpipe-v") and plan.vpp == 1:
         yield "vpp", 2
-    paired = plan.is_paired and plan.implementation != "fsdp2"  # PyTorch has no such framework
+    paired = plan.is_paired
     recompute = plan.recompute or ("selective" if paired or plan.recompute_modules else "none")
     narrow = "fp8" if paired and plan.dtype == "fp8" else "bf16"
     for name, value in (
@@ -315,7 +320,7 @@ def _choice_rules(plan: Plan) -> Iterator[Rule]:
     yield rule("per_op_and_others", "per_op" in modules and others, others=others)
     yield rule("frozen_dtype", plan.frozen_dtype is not None and not plan.lora_rank)
     yield rule("param_dtype", plan.param_dtype == "fp8" and plan.dtype != "fp8")
-    yield rule("param_dtype_of", plan.param_dtype == "fp8" and plan.implementation != "megatron")
+    yield rule("param_dtype_of", plan.param_dtype == "fp8" and not plan.done_by.holds_fp8_weights)
     targets = "+".join(plan.lora_targets)
     yield rule("lora_targets", targets and not plan.lora_rank, targets=targets)
     yield rule("lora_dropout", plan.lora_dropout and not plan.lora_rank)

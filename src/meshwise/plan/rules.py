@@ -84,9 +84,9 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     group, all_ranks = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
     yield _divides("zero_group", group, all_ranks)
     yield from _offload_rules(mesh)
-    if mesh.plan.implementation == "fsdp2":
+    if mesh.plan.done_by.parts == "torch":
         yield from _fsdp2_rules(model, mesh, sizes)
-    elif mesh.plan.implementation == "huggingface":
+    elif mesh.plan.done_by.parts == "transformers":
         yield from _huggingface_rules(model, mesh)
     yield rule("schedule", valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0)
     yield from _stage_rules(model, mesh)
@@ -120,11 +120,10 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
 
 def _encoder_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """The decoder reads what the encoder gives in every block: where that lies is stated for whole models."""
-    implementation = mesh.plan.implementation
     for choice, is_stated in (
         ("a pipeline", mesh.pp > 1),
         ("context parallelism", mesh.cp > 1),
-        (f"implementation={implementation}", implementation == "huggingface"),
+        (f"implementation={mesh.plan.implementation}", not mesh.plan.done_by.runs_encoders),
     ):
         yield rule("encoder", (model.encoder is not None) & is_stated, choice=choice)
 
@@ -137,7 +136,7 @@ def _diffusion_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         return
     yield rule("image_tokens", mesh.seq != model.max_seq)
     yield rule("diffusion", plan.layout != "1d", choice=f"layout={plan.layout}")
-    yield rule("diffusion", plan.implementation != "megatron", choice=f"implementation={plan.implementation}")
+    yield rule("diffusion", not plan.done_by.runs_diffusion, choice=f"implementation={plan.implementation}")
 
 
 def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
@@ -154,11 +153,12 @@ def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         heads = tower.encoder.num_heads
         is_cut = (heads % mesh.tp != 0) & (not plan.tower_dp)
         yield rule("tower_heads", is_cut, heads=heads, tower=tower.name)
-        if plan.implementation == "huggingface":
+        if plan.done_by.parts == "transformers":
             yield from _huggingface_rules(tower.encoder, mesh)
+    is_cut = (mesh.pp > 1) & (not plan.done_by.pipelines_towers)
     for choice, is_stated in (
         (f"layout={plan.layout}", plan.layout != "1d"),
-        ("a pipeline of implementation=fsdp2", (plan.implementation == "fsdp2") & (mesh.pp > 1)),
+        (f"a pipeline of implementation={plan.implementation}", is_cut),
         ("offload_activations", mesh.offload_activations > 0),
     ):
         yield rule("tower", is_stated, choice=choice)
@@ -313,7 +313,7 @@ def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     if stages:
         yield rule("stages_sum", sum(stages) != layers, sum=sum(stages))
         return
-    is_even = stages is not None or mesh.serves or mesh.plan.implementation == "fsdp2"
+    is_even = stages is not None or mesh.serves or mesh.plan.done_by.deals_evenly
     fewer = 2.0 if is_even else 2.0 * np.ceil(layers / num_chunks)
     is_uneven = mesh.is_interleaved & (-layers % num_chunks > fewer)
     yield rule("short_chunks", is_uneven, chunks=num_chunks)

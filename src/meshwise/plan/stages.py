@@ -200,7 +200,7 @@ def has_fixed_ends(mesh: Mesh) -> bool:
     """Whether nothing is chosen: engines and PyTorch's own pipeline (fsdp2) place layers evenly, as paired
     microbatches of experts need (`loses_step`)."""
     plan = mesh.plan
-    is_even = plan.stages == EVEN or mesh.serves or plan.implementation == "fsdp2"
+    is_even = plan.stages == EVEN or mesh.serves or plan.done_by.deals_evenly
     return is_even or bool(np.all(mesh.is_paired | (np.asarray(mesh.pp) == 1)))
 
 

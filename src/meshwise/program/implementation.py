@@ -1,4 +1,4 @@
-"""Whose software does the ops of a layout: what that changes is said here, and nowhere else.
+"""Whose software does the ops of a layout, and what that changes (`plan.implementation` has the facts).
 
 A layout states its ops as Megatron-LM does them, which is the default: element-wise kernels are fused,
 gradients are reduced every time they are computed, weights are in the plan's dtype beside fp32 master copies.
@@ -16,7 +16,6 @@ here are refused (`plan.rules`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -24,6 +23,7 @@ from meshwise.core.units import Num
 from meshwise.cost.op import EAGER_KERNELS, KERNELS
 from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, MoE
+from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.plan.plan import Plan
 from meshwise.program.context import MODULE as ATTENTION
 from meshwise.program.cut import Cut
@@ -34,34 +34,14 @@ from meshwise.program.tensor_1d import WIDENING
 from meshwise.program.torch_ops import torch_ops, weighed_after, with_repeated_keys
 
 
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """What one software does differently from the layouts.
-
-    `ops` changes the ops of a part. `shards_each_weight`: data parallelism is FSDP2's. Every weight is cut
-    along its first dim and padded; weights, gradients and both moments are fp32 (fp64 under fp64); gradients
-    are reduced as `program.fsdp2` says. `fuses_norms`: a norm is one kernel with the linear layer
-    behind it, whose input is the residual stream. `sorts_arrivals`: copies of tokens from several ranks are
-    put together by expert in a copy of their own, and back. `losses`: whose loss it runs (`program.loss`),
-    unfused unless the plan says so; else that of the plan's software.
-    """
-
-    ops: Callable[[Model, Cut, list[Op]], Iterable[Op]] | None = None
-    shards_each_weight: bool = False
-    fuses_norms: bool = False
-    sorts_arrivals: bool = False
-    losses: str = ""
-
-
 def loss_fusion(plan: Plan) -> str:
     """What of the loss is fused: as `plan` says, or as its software does."""
-    has_own = bool(IMPLEMENTATIONS[plan.implementation].losses)
-    return plan.loss_fusion or ("none" if has_own else SOFTWARE[plan.software].loss_fusion)
+    return plan.loss_fusion or ("none" if plan.done_by.losses else SOFTWARE[plan.software].loss_fusion)
 
 
 def loss_of(plan: Plan) -> Loss:
     """The loss of a plan."""
-    library = IMPLEMENTATIONS[plan.implementation].losses or SOFTWARE[plan.software].losses
+    library = plan.done_by.losses or SOFTWARE[plan.software].losses
     return LOSSES[library][loss_fusion(plan)]
 
 
@@ -72,7 +52,7 @@ def shards_each_weight(cut: Cut) -> bool:
 
 def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
     """The ops of one part as the implementation of `cut` does them."""
-    change = IMPLEMENTATIONS[cut.implementation].ops
+    change = _PARTS.get(IMPLEMENTATIONS[cut.implementation].parts)
     return ops if change is None else list(change(model, cut, ops))
 
 
@@ -136,9 +116,8 @@ def _keeping(op: Op, name: str, shape: tuple[Num, ...], dtype: str) -> Op:
     return structs.replace(op, makes=(*op.makes, more), keeps=(*op.keeps, more))
 
 
-IMPLEMENTATIONS = {
-    "megatron": Implementation(fuses_norms=True, sorts_arrivals=True),
-    "fsdp2": Implementation(ops=torch_ops, shards_each_weight=True, losses="torch"),
-    "huggingface": Implementation(ops=_eager, losses="torch"),
+_PARTS: dict[str, Callable[[Model, Cut, list[Op]], Iterable[Op]]] = {
+    "torch": torch_ops,
+    "transformers": _eager,
 }
-"""The implementations by the names of a `Plan`."""
+"""What changes the ops of a layout, by whose modules do them."""

@@ -27,8 +27,8 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.model.architecture import Model, MoE
+from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.program.cut import Cut
-from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op, Stated, collective, elementwise, kernel, linear, linears, precision
 from meshwise.program.tensor import Tensor, exchanged, made
 from meshwise.program.tensor_1d import dequantized, feed_forward, leave, norm, plain_linear

@@ -80,7 +80,7 @@ def cut_of(mesh: Mesh) -> Cut:
     """How the plans of `mesh` cut one microbatch of a block."""
     plan = mesh.plan
     decodes = mesh.kind == "decode"
-    is_narrow = plan.implementation == "fsdp2" and plan.dtype in NARROW_DTYPES
+    is_narrow = plan.done_by.shards_each_weight and plan.dtype in NARROW_DTYPES
     on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
     same = {name: getattr(mesh, name) for name in OF_MESH} | {name: getattr(plan, name) for name in OF_PLAN}
     return Cut(

@@ -23,9 +23,9 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.architecture import Model
+from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.program.context import CORE, SIDE_BY_SIDE
 from meshwise.program.cut import Cut
-from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
 from meshwise.program.tensor import Tensor
 

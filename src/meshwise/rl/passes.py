@@ -142,7 +142,7 @@ def _as_run(job: RlJob, model: Model, work: Workload) -> Plan:
     divides = plan.stages is None and model.num_layers % (plan.pp * plan.vpp) == 0
     fusion = (plan.loss_fusion or job.framework.loss_fusion) if model.vocab and model.lm_head else None
     run = replace(asked, stages=EVEN if divides else plan.stages, loss_fusion=fusion)
-    if plan.implementation == "megatron":
+    if not plan.done_by.parts:
         return run
     hides = asked.overlap_dp and (plan.tp == 1 or work.kind != "train")
     run = replace(run, implementation="huggingface", software=EAGER, sp=bool(plan.sp), overlap_dp=hides)

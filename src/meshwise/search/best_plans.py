@@ -22,7 +22,6 @@ from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, Plan, plan_text
-from meshwise.program.implementation import IMPLEMENTATIONS
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that tell one family of plans from another."""
@@ -281,7 +280,7 @@ def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
     layers as a stage has is recomputing all.
     """
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
-    shards_alone = IMPLEMENTATIONS[mesh.plan.implementation].shards_each_weight
+    shards_alone = mesh.plan.done_by.shards_each_weight
     alike = {"zero": alone & (not shards_alone), "overlap_dp": alone, "overlap_pp": mesh.pp == 1}
     repeats = [alike[key] & (getattr(mesh, key) != grid.firsts[key]) for key in alike if key in grid.firsts]
     repeats.append((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))

@@ -1,0 +1,41 @@
+"""Whose software does what a plan says, as data (`catalog/implementations.toml`): no file tests its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.core.files import read_catalog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """What one software does differently from the layouts, and what it cannot do.
+
+    `parts`: whose modules do the ops (`program.implementation`), empty for those of the layouts.
+    `shards_each_weight`: data parallelism is FSDP2's. Every weight is cut along its first dim and padded;
+    weights, gradients and both moments are fp32 (fp64 under fp64); gradients are reduced as `program.fsdp2`
+    says. `fuses_norms`: a norm is one kernel with the linear layer behind it, whose input is the residual
+    stream. `sorts_arrivals`: copies of tokens from several ranks are put together by expert in a copy of
+    their own, and back. `losses`: whose loss it runs (`program.loss`), unfused unless the plan says so; else
+    that of the plan's software. `deals_evenly`: its pipeline places layers evenly. `pairs_microbatches`: it
+    hides exchanges of experts behind another microbatch where a schedule has one. The others say whether it
+    has weights in fp8, diffusion transformers, models of encoder and decoder, and towers beside a pipeline.
+    """
+
+    parts: str = ""
+    losses: str = ""
+    shards_each_weight: bool = False
+    fuses_norms: bool = False
+    sorts_arrivals: bool = False
+    deals_evenly: bool = False
+    pairs_microbatches: bool = True
+    holds_fp8_weights: bool = False
+    runs_diffusion: bool = False
+    runs_encoders: bool = True
+    pipelines_towers: bool = True
+
+
+IMPLEMENTATIONS = {
+    name: Implementation(**facts) for name, facts in read_catalog("implementations.toml").items()
+}
+"""The implementations by the names of a `Plan`."""
