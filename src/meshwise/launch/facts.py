@@ -2,8 +2,7 @@
 
 Facts are the keys of a plan (resolved: what it leaves out is filled in), the workload, and what follows from
 them: a framework may ask for the number of replicas of a sharded model instead of the ranks that share it.
-`facts_of` states them for a plan, `derive` adds what follows, `recover` and `plan_of` read a plan out of
-facts.
+`facts_of` states them for a plan, `derive` adds what follows, `plan_of` reads a plan out of facts.
 """
 
 from __future__ import annotations
@@ -120,12 +119,79 @@ def plan_of(facts: Facts) -> Plan:
 
 
 def recover(facts: Facts) -> Facts:
-    """The plan's keys out of the facts that a framework states in its own terms (`catalog/launch.toml`)."""
-    found = formulas(launch_tables().recovered, _FUNCTIONS | facts | {"stated": set(facts)})
-    said = {fact: value for fact, value in found.items() if value is not None}
-    if (facts.get("instances") or 1) > 1 and "dp" not in said:
+    """The plan's keys out of the facts that a framework states in its own terms."""
+    found = dict(facts)
+    if "loss" in facts:
+        found["loss_fusion"] = facts["loss"]
+    if "cp_size" in facts:
+        found["cp"] = max(facts["cp_size"], facts["sp_size"])
+        found["cp_kind"] = "ulysses" if facts["sp_size"] > 1 else "all_gather"
+    tp, cp, pp = (found.get(key) or 1 for key in ("tp", "cp", "pp"))
+    num_layers = facts.get("num_layers")
+    form = facts.get("recompute_form")
+    if facts.get("pipeline_layout"):
+        found["stages"] = _layout_stages(facts["pipeline_layout"])
+        found["chunks"], rest = divmod(len(found["stages"]), pp)
+        if rest:
+            raise DataError(
+                f"the pipeline's layout has {len(found['stages'])} parts, which pp={pp} does not divide"
+            )
+    if "chunks" in found:
+        found["vpp"] = found["chunks"]
+    if facts.get("layers_per_chunk") and num_layers:
+        found["vpp"] = max(num_layers // (pp * facts["layers_per_chunk"]), 1)
+    if facts.get("levels"):
+        found["ulysses"] = facts["levels"][0]
+    if form is not None:
+        found["recompute"] = {"block": "full", "per_op": "selective"}.get(form, form)
+    if form == "per_op":
+        found["recompute_modules"] = (form,)
+    if form == "full":
+        found["recompute_every"] = facts.get("recompute_num") or 1
+    if form == "block":
+        found["recompute_layers"] = facts["recompute_num"] * found.get("vpp", 1)
+    if "p2p_overlap" in facts:
+        found["overlap_pp"] = facts["p2p_overlap"]
+    if "shard" in facts:
+        found |= _sharding(found, tp * cp * pp)
+    if "num_microbatches" in facts and facts.get("batch") and facts.get("microbatch"):
+        found["dp"] = facts["batch"] // (facts["microbatch"] * facts["num_microbatches"])
+    if "dp" not in found and facts.get("num_gpus"):
+        found["dp"] = facts["num_gpus"] // (tp * cp * pp)
+    if facts.get("instances", 1) > 1 and "dp" not in found:
         raise DataError("how many GPUs share the states depends on their number; say it with --cluster")
-    return facts | {fact: found[fact] for fact in ("shard", "replicate") if fact in facts} | said
+    if facts.get("instances", 1) > 1:
+        found["zero_group"] = found["dp"] * cp // facts["instances"]
+    if found.get("shard") and found.get("zero"):
+        found["zero_group"] = found["shard"] * cp
+    if "etp_beside_ep" in facts:
+        found["etp"] = facts["etp_beside_ep"] or tp
+    if "local_batch" in facts:
+        found["microbatch"] = facts.get("pipeline_microbatch") if pp > 1 else facts["local_batch"]
+    return found
+
+
+def _sharding(facts: Facts, model_ranks: int) -> Facts:
+    """dp, the ranks that share a sharded model, and the ZeRO stage, of FSDP's two degrees.
+
+    A degree of -1, or FSDP without degrees, shards over all that is left of the world.
+    """
+    shard, replicate, num_gpus = facts["shard"], facts["replicate"], facts.get("num_gpus")
+    left = num_gpus // (model_ranks * replicate) if num_gpus else None
+    if facts.get("launcher") == "MULTI_GPU":
+        shard, replicate = 1, left
+    elif shard < 0 or (facts.get("launcher") == "FSDP" and shard * replicate == 1):
+        shard = left
+    is_sharded = shard != 1 or facts["cp"] > 1
+    kept = 2 if facts["pp"] == 1 else 1
+    unstated = {"never": kept, "always": 3}.get(facts.get("resharding", ""), 3 if facts["pp"] == 1 else 1)
+    zero = facts.get("zero") or unstated
+    found: Facts = {"shard": shard, "replicate": replicate, "zero": zero if is_sharded else 0}
+    if shard and replicate:
+        found["dp"] = shard * replicate
+    if "recompute_fsdp" in facts or "recompute_ddp" in facts:
+        found["recompute"] = facts.get("recompute_fsdp" if is_sharded else "recompute_ddp", "none")
+    return found
 
 
 # --- Megatron-LM's text of uneven stages: Et*19|t*21|t*21|t*19L ----------------------------------
@@ -137,20 +203,17 @@ def _layout_text(stages: tuple[int, ...], mtp_layers: int) -> str:
     return "|".join(texts)
 
 
-def _layout_stages(text: str, pp: int) -> tuple[int, ...]:
+def _layout_stages(text: str) -> tuple[int, ...]:
     sizes = []
     for stage in text.replace(",", "").split("|"):
         if not re.fullmatch(r"(E|L|m|t(\*\d+)?)*", stage):
             raise DataError(f"--pipeline-model-parallel-layout {text} is not understood at {stage!r}")
         sizes.append(sum(int(count or 1) for count in re.findall(r"t(?:\*(\d+))?", stage)))
-    if len(sizes) % pp:
-        raise DataError(f"the pipeline's layout has {len(sizes)} parts, which pp={pp} does not divide")
     return tuple(sizes)
 
 
 _FUNCTIONS = {
-    **{"bool": bool, "len": len, "str": str, "max": max, "quantization_of": _quantization},
-    **{"layout_text": _layout_text, "layout_stages": _layout_stages},
+    **{"bool": bool, "str": str, "max": max, "layout_text": _layout_text, "quantization_of": _quantization},
     "resharding_of": lambda zero, pp: str(resharding(zero, pp)),
 }
 """What formulas of the catalog call."""

@@ -40,7 +40,6 @@ class LaunchTables(msgspec.Struct, frozen=True):
     idle: dict[str, str]
     derived: dict[str, str]
     served: dict[str, str]
-    recovered: dict[str, str]
     shape: dict[str, str]
     model: dict[str, str]
     facts: dict[str, dict[str, Any]]
