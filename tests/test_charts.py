@@ -9,7 +9,7 @@ import pytest
 
 import meshwise as mw
 from meshwise.estimate.one_plan import Estimate
-from meshwise.report.chart import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
+from meshwise.report.answer import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
 from meshwise.report.chart_page import plotly_figure
 from meshwise.report.chart_picture import picture_figure
 from meshwise.report.estimate import layer_ops

@@ -12,7 +12,7 @@ import pytest
 
 import meshwise as mw
 from meshwise.cli.examples import EXAMPLES
-from meshwise.report.chart import Chart
+from meshwise.report.answer import Chart
 from meshwise.report.pages import parts_of
 from meshwise.report.table import Table
 from meshwise.trace.summary import summarize_paths

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import meshwise as mw
 from kineto import kernel, write_trace
-from meshwise.report.answer import Page, PageLink, Text
-from meshwise.report.chart import Bars, Chart, Lanes, Series
+from meshwise.report.answer import Bars, Chart, Lanes, Page, PageLink, Series, Text
 from meshwise.report.html import html_body
 from meshwise.report.pages import page_of
 from meshwise.report.table import Table

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import meshwise as mw
-from meshwise.report.chart import INK, OTHER_COLOR, Chart, ChartAxis, Names, Picture, Series
+from meshwise.report.answer import INK, OTHER_COLOR, Chart, ChartAxis, Names, Picture, Series
 from meshwise.report.pages import draw
 from meshwise.search.difference import reasons
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.report.chart import Bars, Bound, Chart, ChartAxis, Lanes, Mark, Names, Series
+from meshwise.report.answer import Bars, Bound, Chart, ChartAxis, Lanes, Mark, Names, Series
 
 PX_PER_CHARACTER = 8
 """A character of a label is no wider on average."""

@@ -12,7 +12,7 @@ import numpy as np
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import whole_file
 from meshwise.core.units import duration, with_prefix
-from meshwise.report import chart as plot
+from meshwise.report import answer as plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

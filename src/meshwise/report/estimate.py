@@ -21,7 +21,7 @@ from meshwise.plan.plan import plan_text
 from meshwise.plan.stages import Stage
 from meshwise.plan.workload import Workload
 from meshwise.program.parts import layer_names
-from meshwise.report import chart as plot
+from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section, Text
 from meshwise.report.layer import binds, layer_tables
 from meshwise.report.search import why_none

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwise.core.units import duration
-from meshwise.report.answer import Page, Section
-from meshwise.report.chart import LESS_COLOR, MORE_COLOR, SUM_COLOR, Bars, Chart, ChartAxis
+from meshwise.report.answer import LESS_COLOR, MORE_COLOR, SUM_COLOR, Bars, Chart, ChartAxis, Page, Section
 from meshwise.report.table import Table, bar, difference_text
 from meshwise.report.trace import sentence
 from meshwise.trace.explain import Explanation, OpDifference

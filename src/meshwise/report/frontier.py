@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.published.frontier import RESOURCES, Frontier, Limits, Point
-from meshwise.report import chart as plot
+from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section
 from meshwise.report.chart_picture import check_format, draw_picture
 from meshwise.report.html import write_page

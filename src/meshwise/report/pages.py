@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.files import read_catalog
-from meshwise.report.answer import Page, Section, Text
-from meshwise.report.chart import Chart, Picture
+from meshwise.report.answer import Chart, Page, Picture, Section, Text
 from meshwise.report.table import Table, wrapped
 
 if TYPE_CHECKING:

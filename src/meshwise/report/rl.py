@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
-from meshwise.report.answer import Page, Section, Text
-from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis
+from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
 from meshwise.report.table import Fields, Table, percent, records_table
 from meshwise.rl.best_split import BestSplit, RlAnswer
 from meshwise.rl.step import PHASES, RlStep

@@ -16,7 +16,7 @@ from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
 from meshwise.launch.settings import training_on
 from meshwise.plan.plan import plan_text
-from meshwise.report import chart as plot
+from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import Fields, Table, difference_text, pair_row, records_table
 from meshwise.search.assumptions import Assumption, hurts_most

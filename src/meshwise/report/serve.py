@@ -12,8 +12,7 @@ import numpy as np
 
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.answer import Page, Section, Text
-from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
+from meshwise.report.answer import COLORS, FRONT_COLOR, Chart, ChartAxis, Page, Picture, Section, Series, Text
 from meshwise.report.table import Fields, Table, records_table
 from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.load import Fleet, LoadResult, energy

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import MissingExtraError
-from meshwise.report.answer import Section
-from meshwise.report.chart import COLORS, LINES, Bars, Chart, ChartAxis, Picture, Series
+from meshwise.report.answer import COLORS, LINES, Bars, Chart, ChartAxis, Picture, Section, Series
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.table import Table, cell_text, unit_of
 from meshwise.sweep.sweep import FinishedPoint, Sweep, csv_rows

@@ -11,8 +11,8 @@ import numpy as np
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
+from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section, Text
-from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
 from meshwise.report.table import Fields, Table, cell_text, difference_text, percent, records_table, short
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.collectives import ranks_text
@@ -277,7 +277,7 @@ def page(summary: Summary, cluster: Cluster | None = None) -> Page:
     return Page(title, first, sections, bool(summary.traces))
 
 
-def _over_time(summary: Summary) -> list[Chart]:
+def _over_time(summary: Summary) -> list[plot.Chart]:
     """All ranks over time; of many, how late each is in each step, and the worst over time."""
     if len(summary.partitions) <= MANY_RANKS:
         return [_ranks_over_time(summary)]
@@ -285,7 +285,7 @@ def _over_time(summary: Summary) -> list[Chart]:
     return [*_late_in_steps(summary), _ranks_over_time(worst)]
 
 
-def _late_in_steps(summary: Summary) -> list[Chart]:
+def _late_in_steps(summary: Summary) -> list[plot.Chart]:
     """A map of ranks against steps: by how much of a step each works longer than the median rank.
 
     Work is the span of a step but for exposed communication. A row of several ranks shows the latest.
@@ -311,12 +311,12 @@ def _late_in_steps(summary: Summary) -> list[Chart]:
         f"Work beyond that of the median rank in the same step, as a share of a step; rank {ranks[most[0]]} "
         f"works {late_frac[most]:.0%} of a step longer in step {numbers[most[1]]}."
     )
-    lanes = Lanes(shown, np.array(numbers, dtype=float), names, _LATE_COLORS)
-    axis, height = ChartAxis("step"), min(160 + 12 * len(names), 900)
-    return [Chart("Ranks against steps", [lanes], axis, finding=finding, height=height)]
+    lanes = plot.Lanes(shown, np.array(numbers, dtype=float), names, _LATE_COLORS)
+    axis, height = plot.ChartAxis("step"), min(160 + 12 * len(names), 900)
+    return [plot.Chart("Ranks against steps", [lanes], axis, finding=finding, height=height)]
 
 
-def _ranks_over_time(summary: Summary) -> Chart:
+def _ranks_over_time(summary: Summary) -> plot.Chart:
     """What fills most of each moment of each rank; the ranks that a finding names are marked."""
     offsets = summary.alignment.offsets_ns
     done = [(one.spans, offsets[one.rank]) for one in summary.intervals()]
@@ -331,11 +331,11 @@ def _ranks_over_time(summary: Summary) -> Chart:
     times = ((edges[1:] + edges[:-1]) / 2 - begin) / 1e9
     idle = {one.rank: one.seconds["idle"] for one in summary.partitions}
     most = max(idle, key=lambda rank: idle[rank])
-    lanes = Lanes(np.array(grid), times, _rank_names(summary), PARTS_COLORS)
+    lanes = plot.Lanes(np.array(grid), times, _rank_names(summary), PARTS_COLORS)
     finding = f"Each moment shows what fills most of it; rank {most} is idle longest, {duration(idle[most])}."
     height = min(120 + 20 * len(lanes.names), 900)
-    axis, title = ChartAxis("on the common clock", "s"), "Ranks over time"
-    return Chart(title, [lanes], axis, finding=finding, height=height)
+    axis, title = plot.ChartAxis("on the common clock", "s"), "Ranks over time"
+    return plot.Chart(title, [lanes], axis, finding=finding, height=height)
 
 
 def _rank_names(summary: Summary, blocks: Sequence[Sequence[int]] = ()) -> list[str]:
@@ -346,7 +346,7 @@ def _rank_names(summary: Summary, blocks: Sequence[Sequence[int]] = ()) -> list[
     return ["▸ " * (not named.isdisjoint(of)) + text for of, text in texts]
 
 
-def picture(summary: Summary) -> Picture:
+def picture(summary: Summary) -> plot.Picture:
     """All ranks over time, and beside them how long each did what in sum, under the first findings.
 
     Of many ranks, how late each is in each step, and the worst over time.
@@ -354,15 +354,15 @@ def picture(summary: Summary) -> Picture:
     lines = [one.text for one in summary.findings[:_NUM_FINDINGS]] or [NOTHING]
     title = "\n".join(map(sentence, lines))
     if len(summary.partitions) > MANY_RANKS:
-        return Picture([[chart] for chart in _over_time(summary)], title)
+        return plot.Picture([[chart] for chart in _over_time(summary)], title)
     lanes, parts = _ranks_over_time(summary), [one.seconds for one in summary.partitions]
     names, starts, bars = _rank_names(summary), np.zeros(len(parts)), []
     for part, color in PARTS_COLORS.items():
         seconds = np.array([of[part] for of in parts])
-        bars.append(Bars(names, seconds, [color] * len(parts), starts.copy()))
+        bars.append(plot.Bars(names, seconds, [color] * len(parts), starts.copy()))
         starts += seconds
-    sums = Chart("In sum", bars, ChartAxis("time", "s"), height=lanes.height)
-    return Picture([[lanes, sums]], title, (3.5, 1.0))
+    sums = plot.Chart("In sum", bars, plot.ChartAxis("time", "s"), height=lanes.height)
+    return plot.Picture([[lanes, sums]], title, (3.5, 1.0))
 
 
 def _memory(summary: Summary) -> list[Section]:
@@ -376,15 +376,16 @@ def _memory(summary: Summary) -> list[Section]:
     lines = {trace.rank: timeline(trace, device) for trace in itertools.islice(summary.traces, MOST_LINES)}
     origin = min(int(time[0]) - offsets[rank] for rank, (time, _) in lines.items() if len(time))
     marks = [
-        Series(
+        plot.Series(
             (time - offsets[rank] - origin)[:: 1 + len(time) // MOST_POINTS] / 1e9,
             total[:: 1 + len(time) // MOST_POINTS], f"rank {rank}", color, steps=True,
         )
-        for (rank, (time, total)), color in zip(lines.items(), itertools.cycle(COLORS), strict=False)
+        for (rank, (time, total)), color in zip(lines.items(), itertools.cycle(plot.COLORS), strict=False)
     ]  # fmt: skip
     peak = with_prefix(most.peak_bytes, "B")
     text = f"The largest peak, {peak}, is on rank {most.rank} in {most.operator}."
-    chart = Chart("Memory over time", marks, ChartAxis("time", "s"), ChartAxis("allocated", "B"), text)
+    axes = plot.ChartAxis("time", "s"), plot.ChartAxis("allocated", "B")
+    chart = plot.Chart("Memory over time", marks, *axes, text)
     return [chart, *(memory_tables(peaks, limit=MOST_ROWS))]
 
 
@@ -396,7 +397,7 @@ def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
     if points:
         intensity = [one.flop / one.bytes for one in points]
         area = np.sqrt([one.total_s for one in points])
-        operators = Series(
+        operators = plot.Series(
             intensity, [one.flop_per_s for one in points], "operators", line="",
             size=6 + 20 * area / area.max(), texts=[f"{one.op} {one.shape} {one.dtype}" for one in points],
         )  # fmt: skip
@@ -409,7 +410,7 @@ def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
         ends = min(intensity) / 2, max(intensity) * 2
         title, rate = "Matmuls and attention under the roofline", chip.memory_bytes_per_s if chip else 1.0
         text = "The larger a point, the longer all calls of the operator took."
-        sections.append(replace(roofline(title, [operators], peaks, rate, ends), finding=text))
+        sections.append(replace(plot.roofline(title, [operators], peaks, rate, ends), finding=text))
     if rates:
         sections += rate_tables(rates, limit=MOST_ROWS)
     if wires := bandwidths(summary.collectives, cluster):

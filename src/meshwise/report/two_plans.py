@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
-from meshwise.report.answer import Page, Section, Text
-from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis
+from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
 from meshwise.report.estimate import plan_words
 from meshwise.report.table import Table, pair_row
 

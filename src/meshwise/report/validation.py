@@ -17,8 +17,8 @@ from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
 from meshwise.core.errors import DataError
 from meshwise.core.files import make_folder, read_catalog, write_text
 from meshwise.core.units import duration, with_prefix
+from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.chart import COLORS, LINES, SUM_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.html import static
 from meshwise.report.table import Fields, Table, percent, records_table
@@ -206,20 +206,22 @@ def page(validation: Validation) -> Page:
     return Page("Predicted against measured", headline, sections, bool(rows))
 
 
-def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> Chart:
+def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
     """Every row of a quantity, one color per chip; between the dotted lines the model is right to 10 %."""
     known = [row for row in rows if row.error_frac is not None]
     values = [value for row in known for value in (row.measured, row.predicted) if value] or [1.0]
     ends = [min(values) / 1.2, 1.2 * max(values)]
     factors = {"equal": 1.0, "10 % more": 1.1, "10 % less": 0.9}
     marks = [
-        Series(ends, [factor * end for end in ends], name, SUM_COLOR, LINES[0 if factor == 1.0 else 2])
+        plot.Series(
+            ends, [factor * end for end in ends], name, plot.SUM_COLOR, plot.LINES[0 if factor == 1.0 else 2]
+        )
         for name, factor in factors.items()
     ]
     by_chip = grouped(known, lambda row: row.chip)
-    for (chip, members), color in zip(sorted(by_chip.items()), itertools.cycle(COLORS), strict=False):
+    for (chip, members), color in zip(sorted(by_chip.items()), itertools.cycle(plot.COLORS), strict=False):
         marks.append(
-            Series(
+            plot.Series(
                 [row.measured or 0.0 for row in members], [row.predicted or 0.0 for row in members],
                 f"{chip or 'unknown chip'} ({len(members)})", color, "", size=6, opacity=0.7,
                 texts=[f"{row.id} ({row.source}): {row.error_frac:+.1%}" for row in members],
@@ -241,18 +243,18 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> Chart:
     )
     table = Table("", columns, cells, left=("run", "source", "chip", "reason"))
     unit = "B" if quantity.endswith("bytes") else "s"
-    measured = ChartAxis("measured", unit, log=True, low=ends[0], high=ends[1])
+    measured = plot.ChartAxis("measured", unit, log=True, low=ends[0], high=ends[1])
     axes = measured, replace(measured, title="predicted")
-    return Chart(TITLES.get(quantity, quantity), marks, *axes, finding, table, 460)
+    return plot.Chart(TITLES.get(quantity, quantity), marks, *axes, finding, table, 460)
 
 
-def picture(validation: Validation) -> Picture:
+def picture(validation: Validation) -> plot.Picture:
     """A chart for each quantity that has predictions, two in a row; DataError where there is none."""
     rows_of = {quantity: validation.of(quantity) for quantity in validation.quantities}
     charts = [_quantity_chart(of, rows) for of, rows in rows_of.items() if any(row.expressed for row in rows)]
     if not charts:
         raise DataError("no row was expressed, so there is nothing to draw")
-    return Picture([charts[i : i + 2] for i in range(0, len(charts), 2)])
+    return plot.Picture([charts[i : i + 2] for i in range(0, len(charts), 2)])
 
 
 def _where(source: str) -> PageLink:
