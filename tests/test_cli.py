@@ -13,8 +13,8 @@ import typer.main
 
 import meshwise as mw
 from meshwise.cli import app
+from meshwise.cli.command import EXAMPLES
 from meshwise.cli.defaults import verbs_of
-from meshwise.cli.examples import EXAMPLES
 from meshwise.machine.hardware import cluster_text, find_cluster
 from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from meshwise.cli.examples import EXAMPLES
+from meshwise.cli.command import EXAMPLES
 from meshwise.report import pages
 
 TRACES = Path(__file__).parent / "data" / "traces"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import meshwise as mw
-from meshwise.cli.examples import EXAMPLES
+from meshwise.cli.command import EXAMPLES
 from meshwise.report.answer import Chart
 from meshwise.report.pages import parts_of
 from meshwise.report.table import Table

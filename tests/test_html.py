@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import meshwise as mw
 from kineto import kernel, write_trace
 from meshwise.report.answer import Bars, Chart, Lanes, Page, PageLink, Series, Text
+from meshwise.report.estimate import compare_page
 from meshwise.report.html import html_body
 from meshwise.report.pages import page_of
 from meshwise.report.table import Table
-from meshwise.report.two_plans import compare_page
 
 pytest.importorskip("plotly")
 

@@ -15,8 +15,7 @@ from meshwise.trace import read
 from meshwise.trace.breakdown import PARTS, Partition
 from meshwise.trace.columns import FOLDER
 from meshwise.trace.critical_path import critical_path
-from meshwise.trace.outliers import outliers
-from meshwise.trace.summary import all_sections, summarize_paths
+from meshwise.trace.summary import all_sections, outliers, summarize_paths
 from test_trace_merge import check_nests
 
 DATA = Path(__file__).parent / "data" / "traces"

@@ -157,7 +157,7 @@ def test_a_dropped_folder_is_bounded_and_gone_with_the_server(monkeypatch: pytes
             assert "is no trace" in put(file)
         assert put("ranks/a.json") == "" and (home / "ranks" / "a.json").read_text() == "{}"
         assert "no readable trace" in ask(client, "traces", path=name)["error"]
-        monkeypatch.setattr("meshwise.web.drop.MOST_BYTES", 10)
+        monkeypatch.setattr("meshwise.web.views.MOST_BYTES", 10)
         name = client.post("/api/drop").json()["folder"]
         assert not home.exists()
         home = server.folder(name)

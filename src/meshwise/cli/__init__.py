@@ -24,10 +24,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from meshwise.cli.command import as_command
+from meshwise.cli.command import as_command, epilog
 from meshwise.cli.complete import join_words_of_bash
 from meshwise.cli.defaults import read_defaults
-from meshwise.cli.examples import epilog
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import read_catalog
 

@@ -75,7 +75,7 @@ def estimate(
         write_timeline(found, trace)
     document = found.to_json(ledger=not per_layer) | ({"run": run} if run else {})
     if per_layer:
-        from meshwise.report.layer import layer_totals
+        from meshwise.report.estimate import layer_totals
 
         layer = found.layer()
         document |= {"ledger": layer.to_json(), "layer": layer_totals(layer)}

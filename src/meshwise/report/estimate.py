@@ -1,4 +1,7 @@
-"""What one plan costs: figures, time, memory, stages; on a page the roofline of its ops and the pipeline."""
+"""What one plan costs: figures, time, memory, stages; on a page the roofline of its ops and the pipeline.
+
+Below it the ops of one layer, phase by phase, and two plans side by side, term by term.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.files import read_catalog
-from meshwise.core.ledger import Ledger
+from meshwise.core.ledger import PHASES, TEXT_COLUMNS, Ledger
 from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.intervals import Interval
@@ -22,10 +25,9 @@ from meshwise.plan.stages import Stage
 from meshwise.plan.workload import Workload
 from meshwise.program.parts import layer_names
 from meshwise.report import answer as plot
-from meshwise.report.answer import Page, Section, Text
-from meshwise.report.layer import binds, layer_tables
+from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
 from meshwise.report.search import why_none
-from meshwise.report.table import Facts, Fields, Table, records_table
+from meshwise.report.table import Facts, Fields, Table, pair_row, records_table
 from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
 
 MAX_ACTIONS = 20_000
@@ -401,3 +403,117 @@ def timeline_bins(timeline: Timeline, num_bins: int) -> NDArray[np.int64]:
         inside = (at >= 0) & (moments < timeline.end_s[mine][at])
         grid[rank, inside] = timeline.kind[mine][at[inside]]
     return grid
+
+
+# --- the ops of a layer ---------------------------------------------------------------------------
+
+
+def layer_totals(ledger: Ledger) -> dict[str, dict[str, float]]:
+    """FLOP, bytes and seconds of each phase; `comm_frac` is the share of exposed communication."""
+    return {phase: _totals(rows) for phase in PHASES if len(rows := ledger.where(phase=phase))}
+
+
+def _totals(rows: Ledger) -> dict[str, float]:
+    columns = ("flop", "read_bytes", "write_bytes", "saved_bytes", "payload_bytes", "time_s")
+    totals = {name: rows.total(name) for name in columns}
+    exposed_s = rows.total("exposed_s")
+    return totals | {"comm_frac": exposed_s / totals["time_s"] if totals["time_s"] else 0.0}
+
+
+def layer_tables(ledger: Ledger) -> Iterator[Table]:
+    """A table of each phase: what its ops do, what binds them, how long they take, and the sum."""
+    for phase in PHASES:
+        ops = ledger.where(phase=phase)
+        if not len(ops):
+            continue
+        rows = []
+        for row in ops.rows():
+            on_axis = f"{row['collective']}, {row['axis']}={row['group_size']}" if row["collective"] else ""
+            rows.append((row["op"], on_axis or row["shape"], *_cells(row, binds(row))))
+        sums = _totals(ops)
+        bound = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
+        rows.append(("total", "", *_cells(sums | {"payload_bytes": None}, bound)))
+        columns = ("op", "shape, or collective", "FLOP", "bytes", "FLOP/B", "saved", "binds", "time")
+        title = f"{phase} of one layer, one microbatch, one rank"
+        yield Table(title, columns, rows, left=columns[:2])
+
+
+def ledger_parts(ledger: Ledger) -> Iterator[Table]:
+    """The columns of a ledger that say something, its names first."""
+    used = ledger.used_columns()
+    names = [name for name in ("module", "op", "phase") if name in used]
+    columns: Fields = {name: name for name in (*names, *(name for name in used if name not in names))}
+    yield records_table("", ledger.rows(), columns, left=TEXT_COLUMNS)
+
+
+def _cells(row: Mapping[str, Any], bound: str) -> tuple[str, ...]:
+    flop, moved = row["flop"] or 0, (row["read_bytes"] or 0) + (row["write_bytes"] or 0)
+    intensity = f"{flop / moved:{',.0f' if flop >= 100 * moved else '.3g'}}" if flop and moved else ""
+    sizes = _number(flop), _number(row["payload_bytes"] or moved), intensity, _number(row["saved_bytes"])
+    return *sizes, bound, duration(row["time_s"] or 0.0)
+
+
+def _number(value: float | None) -> str:
+    return with_prefix(value, "", 3) if value else ""
+
+
+def binds(row: dict[str, Any]) -> str:
+    """What binds an op: the links, memory or compute."""
+    if row["collective"]:
+        return "link"
+    return "memory" if (row["memory_s"] or 0.0) > (row["compute_s"] or 0.0) else "compute"
+
+
+# --- two plans side by side -----------------------------------------------------------------------
+
+COLUMNS = ("", "A", "B", "B - A", "change")
+
+
+def compare_page(left: Estimate, right: Estimate) -> Page:
+    """Two plans side by side, term by term."""
+    names = ("A: " + plan_words(left), "B: " + plan_words(right))
+    if (left.plan, left.workload, left.model, left.cluster) == (
+        right.plan, right.workload, right.model, right.cluster
+    ):  # fmt: skip
+        return Page("; ".join(names), "A and B are the same plan", [Text("A and B", names)], left.fits)
+    change = right.step_s / left.step_s - 1
+    totals = left.memory_bytes["total"], right.memory_bytes["total"]
+    rows = [
+        _both("step", left.step_s, right.step_s, duration),
+        _both("tokens/s", left.tokens_per_s, right.tokens_per_s, lambda x: with_prefix(x, "")),
+        _both("MFU", left.mfu, right.mfu, lambda x: f"{x:.1%}"),
+        _both("memory", *totals, lambda x: with_prefix(x, "B")),
+    ]
+    differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
+    headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
+    fits = {(True, True): "Both fit.", (False, False): "Neither fits."}
+    fits |= {(True, False): "A fits, B does not.", (False, True): "B fits, A does not."}
+    sections: list[Section] = [
+        Text("A and B", [headline, fits[left.fits, right.fits], *names]),
+        Table("B against A", COLUMNS, rows),
+        _bars("Time of a step, A and B", left.time_s, right.time_s, "s"),
+        _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B"),
+    ]
+    return Page("; ".join(names), headline, sections, left.fits and right.fits)
+
+
+def _both(name: str, a: float, b: float, show: Callable[[float], str]) -> tuple[str, ...]:
+    return *pair_row(name, a, b, show), f"{b / a - 1:+.1%}" if a else ""
+
+
+def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str) -> Chart:
+    """The parts of A and B that differ most first; in the table as they are."""
+    show = duration if unit == "s" else lambda value: with_prefix(value, "B")
+    both = [(name, left[name], right[name]) for name in left if left[name] or right[name]]
+    table = Table("", COLUMNS, [_both(*term, show) for term in both])
+    terms = [term for term in both if term[0] != "total"]
+    terms.sort(key=lambda term: -abs(term[2] - term[1]))
+    names, *sides = zip(*terms, strict=True)
+    bars = [
+        Bars(names, values, [color] * len(terms), name=side)
+        for side, values, color in zip("AB", sides, COLORS, strict=False)
+    ]
+    name, a, b = terms[0]
+    finding = f"The largest difference is {name}: {show(a)} in A, {show(b)} in B."
+    axis, height = ChartAxis("time" if unit == "s" else "memory", unit), 80 + 34 * len(terms)
+    return Chart(title, bars, axis, finding=finding, table=table, height=height)

@@ -18,7 +18,7 @@ Within a class, work joins the ops of the estimate that look the same in a trace
     attention       forward or backward, by the kernel's name
     collective      the same number of ranks and bytes
     optimizer       all that PyTorch's `Optimizer.step` runs
-    other kernels   the same part of the model, where modules were recorded (`trace.modules`); this also joins
+    other kernels   the same part of the model, where modules were recorded (see below); this also joins
                     matmuls whose sizes no op has
 
 Ops that look the same share their measured time as the estimate has it. What joins no op is one row of its
@@ -28,6 +28,14 @@ Before that it is asked whether the traces are of the job that the user states: 
 phase and model. A model and plan show in the matmuls: a weight of [d_in, d_out] in those of which two sizes
 are d_in and d_out, forward and in both backward products. Most FLOP of a job are in such matmuls, however
 the framework fuses or splits them, unless another model ran, or another plan cut it.
+
+Which part of a model launched a kernel is told by the modules that were open then. A profiler that records
+Python (`with_stack`) has an event for each call of a module, `nn.Module: Qwen2MLP_3`; programs mark others by
+`record_function`. The class of a module tells its part in the words of a ledger: attention, mlp, moe, norm,
+embedding, head, and layer for what a block does itself (residual sums). A module whose name says nothing
+(`Linear`, `SiLU`) belongs to the part around it, and so does a norm of queries and keys to attention. What
+autograd runs is of the part `backward`, whatever its module. A kernel whose launch was not recorded is of the
+part that most often launches kernels of its name.
 """
 
 from __future__ import annotations
@@ -51,10 +59,9 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import MEASURED, Chip, chips
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
-from meshwise.trace.events import KERNEL_CLASSES, Kind, Trace
+from meshwise.trace.events import KERNEL_CLASSES, MODULE_PARTS, Ints, Kind, Trace
 from meshwise.trace.intervals import length
-from meshwise.trace.modules import PARTS, part_of_op, parts_of
-from meshwise.trace.nesting import around, launchers
+from meshwise.trace.nesting import around, launchers, nearest, nested_in
 from meshwise.trace.operators import self_time
 from meshwise.trace.rates import matmul_shape, matmul_shapes, op_rates
 from meshwise.trace.steps import Marks, chosen_steps, marks, whole_steps
@@ -425,3 +432,49 @@ def _model(summary: Summary, stated: Estimate) -> Iterator[str]:
 def _numbers(shape: str) -> list[int]:
     """The numbers of a text like 1x512x4096x1024."""
     return [int(float(size)) for size in re.findall(r"[\d.e+]+", shape)]
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+_MODULE = "nn.Module: "
+_AUTOGRAD = "autograd::engine::evaluate_function"
+_NAMES = {"backward": re.compile(_AUTOGRAD), **MODULE_PARTS}
+PARTS = ("", *_NAMES)
+_OF_MODULE = {"shared_expert": "moe"}
+
+
+def part_of_op(row: Mapping[str, Any]) -> str:
+    """The part that a row of a ledger belongs to."""
+    if row["phase"] == "backward":
+        return "backward"
+    if row["op"] in ("norm1", "norm2", "final_norm"):
+        return "norm"
+    if row["op"].startswith("residual"):
+        return "layer"
+    last = str(row["module"]).rpartition(".")[2]
+    return _OF_MODULE.get(last, last)
+
+
+def parts_of(trace: Trace, events: Ints) -> Ints:
+    """The part that launched each of `events`, its place in `PARTS`; 0 where no module is recorded."""
+    if not any(name.startswith((_MODULE, _AUTOGRAD)) for _, name in trace.labels):
+        return np.zeros(len(events), dtype=np.int64)
+    part = np.array([part_of_label(*label) for label in trace.labels])[trace.label]
+    call = launchers(trace)[events] if trace.has_device else events
+    within = nested_in(trace, np.union1d(np.flatnonzero(part), call[call >= 0]))
+    is_norm = part == PARTS.index("norm")
+    outer = nearest(within, (part > 0) & ~is_norm)
+    in_attention = is_norm & (outer >= 0) & (part[outer] == PARTS.index("attention"))
+    at = nearest(within, (part > 0) & ~in_attention)[call]
+    found = np.where((call >= 0) & (at >= 0), part[at], 0)
+    alike = np.zeros((len(trace.labels), len(PARTS)))
+    np.add.at(alike, (trace.label[events], found), found > 0)
+    return np.where(call < 0, alike.argmax(axis=1)[trace.label[events]], found)
+
+
+def part_of_label(category: str, name: str) -> int:
+    """The part that an event of this name begins, if it is that of a module, a section or a backward."""
+    if not name.startswith((_MODULE, _AUTOGRAD)) and category != "user_annotation":
+        return 0
+    shown = (i for i, part in enumerate(PARTS) if part and _NAMES[part].search(name.removeprefix(_MODULE)))
+    return next(shown, 0)
