@@ -17,7 +17,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from meshwise.cli.worker import run
+from meshwise.cli import run
 
 NUMBERS = (0, -1, 1, 2, 3, 7, 8, 64, 2**31, 2**63, 10**30, 10**400, 1e-320, 1e-9, 0.5, 1e18, 1e308)
 WORDS = ("", " ", "[/]", "[bold red]", "é", "1e999", "-inf", "nan", "true", "a" * 3000, "%s", "{tp}")

@@ -14,8 +14,9 @@ import os
 import re
 import resource
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from io import StringIO, TextIOWrapper
 from pathlib import Path
@@ -231,3 +232,19 @@ def _end(sentence: str, exit_code: int) -> None:
     if exit_code == INTERRUPTED and "ray" in sys.modules:
         leave_at_once(exit_code)
     sys.exit(exit_code)
+
+
+def run(words: list[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `meshwise WORDS`, run in this process for a sweep."""
+    out, err = StringIO(), StringIO()
+    sys.argv = ["meshwise", *words]
+    code = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    return code, out.getvalue(), err.getvalue()

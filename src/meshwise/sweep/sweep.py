@@ -283,7 +283,7 @@ def run_sweep(sweep: Sweep, store: Store, *, jobs: int = 0, retry: bool = False)
 def answer_of(words: Sequence[str]) -> CommandAnswer:
     """Run one command line."""
     begin = time.monotonic()
-    code, out, err = importlib.import_module("meshwise.cli.worker").run(list(words))
+    code, out, err = importlib.import_module("meshwise.cli").run(list(words))
     seconds = time.monotonic() - begin
     try:
         return CommandAnswer(json.loads(out), None, seconds)
