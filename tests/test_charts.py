@@ -10,9 +10,9 @@ import pytest
 import meshwise as mw
 from meshwise.estimate.one_plan import Estimate
 from meshwise.report.answer import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
-from meshwise.report.chart_page import plotly_figure
 from meshwise.report.chart_picture import picture_figure
 from meshwise.report.estimate import layer_ops
+from meshwise.report.html import plotly_figure
 from meshwise.report.pages import page_of, picture_of
 from meshwise.report.timelines import timeline_events
 from meshwise.trace.summary import summarize_paths

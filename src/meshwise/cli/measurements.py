@@ -184,7 +184,7 @@ def _catalog(name: str) -> Path:
 
 def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit import fit_all
-    from meshwise.report.fit import op_fit
+    from meshwise.report.validation import op_fit
 
     place = _catalog("efficiency.toml") if write else None
     found = fit_all(paths, checked=date.today().isoformat(), write_to=place)
@@ -200,7 +200,7 @@ def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]
     from meshwise.calibrate.leave_one_source_out import intervals_toml, misses_by_others
     from meshwise.calibrate.runs import published_runs
     from meshwise.core.files import write_text
-    from meshwise.report.fit import step_fit
+    from meshwise.report.validation import step_fit
 
     paths = [published_runs(), *paths]
     runs = priced_runs(paths)
@@ -219,7 +219,7 @@ def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]
 def _fit_serving(path: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit_serving import fit_serving, serving_toml
     from meshwise.core.files import write_text
-    from meshwise.report.fit import serving_fit
+    from meshwise.report.validation import serving_fit
 
     found = fit_serving(path)
     if not quiet:

@@ -139,7 +139,7 @@ def calibrate(
         serving: Records of vLLM's or SGLang's bench, GenAI-Perf or AIPerf, to fit an engine's constants to.
     """
     from meshwise.core.files import check_writable, write_text
-    from meshwise.report import fit
+    from meshwise.report import validation as fits
 
     check_writable(out)
     measures = stated_in({"device": device, "ranks": ranks, "quick": quick}, calibrate)
@@ -148,10 +148,10 @@ def calibrate(
     found: Any
     parts: Callable[[Any], Iterable[Section]]
     if serving:
-        found, parts, use = api.calibrate_server(serving, **asked), fit.server_fit, "serve --engine"
+        found, parts, use = api.calibrate_server(serving, **asked), fits.server_fit, "serve --engine"
         write_text(out, found.toml)
     else:
-        found, parts, use = _measured(source, steps, device, ranks, quick), fit.machine_fit, "--cluster"
+        found, parts, use = _measured(source, steps, device, ranks, quick), fits.machine_fit, "--cluster"
         found.write(out)
     print_answer(found.to_json() | {"file": str(out)}, parts(found), json=json)
     if not json:

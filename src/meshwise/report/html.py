@@ -11,16 +11,19 @@ import base64
 import hashlib
 import html
 import importlib.util
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.files import check_writable, write_text
+from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.chart_page import plotly_figure
 from meshwise.report.table import Facts, Table
 
 
@@ -128,3 +131,123 @@ def _cell(cell: object, links: bool) -> str:
     if isinstance(cell, float):
         return f"{cell:.4g}"
     return "" if cell is None else escape(cell)
+
+
+# --- charts, for plotly ---------------------------------------------------------------------------
+
+PX_PER_CHARACTER = 8
+"""A character of a label is no wider on average."""
+
+
+def plotly_figure(chart: plot.Chart) -> dict[str, Any]:
+    """The `data` and the `layout` of a plotly figure."""
+    data = [trace for mark in chart.marks for trace in _TRACES[type(mark)](mark)]
+    lanes = any(isinstance(mark, plot.Lanes | plot.Bars) for mark in chart.marks)
+    legend = sum(bool(trace.get("name")) for trace in data) > 1
+    layout: dict[str, Any] = {
+        "xaxis": _axis(chart.x),
+        "yaxis": _axis(chart.y) | ({"autorange": "reversed", "type": "category"} if lanes else {}),
+        "shapes": [_bound(mark) for mark in chart.marks if isinstance(mark, plot.Bound)],
+        "barmode": "overlay"
+        if any(isinstance(m, plot.Bars) and m.starts is not None for m in chart.marks)
+        else "group",
+        "hovermode": "closest",
+        "showlegend": legend,
+        "margin": _margins(chart, data, legend),
+    }
+    return {"data": data, "layout": layout}
+
+
+def _margins(chart: plot.Chart, data: list[dict[str, Any]], legend: bool) -> dict[str, int]:
+    """Room [px] for the labels of the axes and a line of the legend, so that plotly need not measure them."""
+    names = [name for trace in data for name in trace.get("y", ()) if isinstance(name, str)]
+    widest = max(map(len, names), default=0)
+    left = max(48 + 18 * bool(chart.y.title), 14 + PX_PER_CHARACTER * widest)
+    return {"l": left, "r": 24, "t": 32 if legend else 8, "b": 48 if chart.x.title else 28}
+
+
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "prefix": {"tickformat": "~s", "hoverformat": ".4~s"},
+    "percent": {"tickformat": ".0%", "hoverformat": ".1%"},
+    "count": {"tickformat": ",~f", "hoverformat": ",~f"},
+    "power": {"exponentformat": "power", "hoverformat": ".2e"},
+}
+
+
+def _axis(axis: plot.ChartAxis) -> dict[str, Any]:
+    look = dict(_NUMBERS[axis.numbers])
+    title = f"{axis.title} [{axis.unit}]" if axis.log and axis.unit else axis.title
+    if title:
+        look["title"] = {"text": title}
+    if axis.ticks:
+        look["tickvals"] = axis.ticks
+    if axis.log:  # of the numbers between powers of ten, plotly shows a digit alone, without the unit
+        look |= {"type": "log"} | ({"dtick": "D2"} if axis.numbers == "prefix" and not axis.ticks else {})
+    else:
+        look["ticksuffix"] = axis.unit
+    if axis.low is not None and axis.high is not None:
+        ends = [axis.low, axis.high]
+        look["range"] = [math.log10(end) for end in ends] if axis.log else ends
+    elif axis.low == 0:
+        look["rangemode"] = "tozero"
+    return look
+
+
+def _bars(bars: plot.Bars) -> list[dict[str, Any]]:
+    names = [f"{name}  {text}" for name, text in zip(bars.names, bars.texts, strict=bool(bars.texts))]
+    return [
+        {
+            "type": "bar", "orientation": "h", "name": bars.name, "y": names or bars.names, "x": bars.values,
+            "marker": {"color": bars.colors}, "hovertemplate": "%{y}: %{x}<extra></extra>",
+        } | ({} if bars.starts is None else {"base": bars.starts, "hovertemplate": "%{y}<extra></extra>"})
+    ]  # fmt: skip
+
+
+def _series(series: plot.Series) -> list[dict[str, Any]]:
+    marked = bool(np.any(np.asarray(series.size) > 0))
+    mode = "+".join(["lines"] * bool(series.line) + ["markers"] * marked)
+    trace: dict[str, Any] = {
+        "type": "scatter", "mode": mode, "name": series.name, "x": series.x, "y": series.y,
+        "showlegend": bool(series.name), "text": series.texts, "customdata": series.links,
+    }  # fmt: skip
+    if series.line:
+        shape = "hv" if series.steps else "linear"
+        trace["line"] = {"color": series.color, "dash": series.line, "width": 1.6, "shape": shape}
+    if marked:
+        look = {"size": series.size, "symbol": series.symbol, "opacity": series.opacity}
+        trace["marker"] = look | {"color": series.color}
+    return [trace]
+
+
+def _lanes(lanes: plot.Lanes) -> list[dict[str, Any]]:
+    kinds = lanes.kinds
+    ends = [i / len(kinds) for i in range(len(kinds) + 1)]
+    scale = [(end, color) for i, color in enumerate(kinds.values()) for end in ends[i : i + 2]]
+    image = {
+        "type": "heatmap", "x": lanes.times, "y": lanes.names,
+        "z": [[None if kind < 0 else kind for kind in row] for row in lanes.grid.tolist()],
+        "zmin": -0.5, "zmax": len(kinds) - 0.5, "colorscale": scale, "showscale": False,
+        "hovertemplate": "%{y}, %{x}<extra></extra>",
+    }  # fmt: skip
+    keys = [
+        {
+            "type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": kind,
+            "marker": {"color": color, "symbol": "square", "size": 10},
+        }
+        for i, (kind, color) in enumerate(kinds.items())
+        if (lanes.grid == i).any()
+    ]  # fmt: skip
+    return [image, *keys]
+
+
+def _bound(bound: plot.Bound) -> dict[str, Any]:
+    across = "y" if bound.axis == "x" else "x"
+    at = {f"{bound.axis}0": bound.value, f"{bound.axis}1": bound.value, f"{across}0": 0, f"{across}1": 1}
+    line = {"color": bound.color, "width": 2, "dash": bound.line}
+    return {"type": "line", f"{across}ref": "paper", "line": line} | at
+
+
+_TRACES: dict[type[plot.Mark], Callable[[Any], list[dict[str, Any]]]] = {
+    **{plot.Bars: _bars, plot.Series: _series, plot.Lanes: _lanes},
+    **{plot.Bound: lambda _: [], plot.Names: lambda _: []},
+}
