@@ -26,8 +26,7 @@ from starlette.testclient import TestClient
 import meshwise as mw
 from meshwise.calibrate.runs import published_runs
 from meshwise.plan.plan import KEYS
-from meshwise.web.app import make_app
-from meshwise.web.pool import SLOTS
+from meshwise.web.app import SLOTS, make_app
 from meshwise.web.views import VIEWS, Server, options
 
 WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
@@ -122,7 +121,7 @@ def test_slow_questions_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
         return go.wait(60) and {"title": "found"}
 
     monkeypatch.setattr("meshwise.web.app.answer", answer)
-    monkeypatch.setattr("meshwise.web.pool.MOST_WAITING", 2)
+    monkeypatch.setattr("meshwise.web.app.MOST_WAITING", 2)
     with TestClient(make_app(), base_url="http://127.0.0.1") as client, ThreadPoolExecutor(9) as threads:
 
         def progress(question: str) -> Any:

@@ -270,7 +270,7 @@ def query(
         words: Trace files or folders of them, and last the query.
     """
     from meshwise.report.table import Table, cell_text
-    from meshwise.trace.query import query as rows_of
+    from meshwise.trace.rows import query as rows_of
 
     if len(words) < 2:
         raise DataError('name a folder of traces and a query: trace query DIR "SELECT ..."')

@@ -1,4 +1,4 @@
-"""Expressions of the catalog: a part of Python without statements, loops and private names."""
+"""Expressions of the catalog: a part of Python without statements, loops and private attributes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PARTS = (
 def _compiled(text: str) -> CodeType:
     tree = ast.parse(text, mode="eval")
     for node in ast.walk(tree):
-        name = getattr(node, "attr", "") or getattr(node, "id", "")
-        if not isinstance(node, _PARTS) or name.startswith("_"):
-            raise ValueError(f"{name or type(node).__name__} is no part of an expression")
+        attribute = getattr(node, "attr", "")
+        if not isinstance(node, _PARTS) or attribute.startswith("_"):
+            raise ValueError(f"{attribute or type(node).__name__} is no part of an expression")
     return compile(tree, "<expression>", "eval")
 
 

@@ -1,6 +1,8 @@
 """Predicted against measured: the errors in short, of each group, the worst rows; on a page every row.
 
 What a fit of constants reached is shown too, on the rows that it never saw.
+
+A published model has tables with its own columns and units, and its cases are checked.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +31,8 @@ from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
 from meshwise.core.errors import DataError
 from meshwise.core.files import make_folder, read_catalog, write_text
 from meshwise.core.units import duration, with_prefix
+from meshwise.published.convention import PublishedStep
+from meshwise.published.nersc import TOLERANCE, CaseCheck
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.chart_picture import draw_picture
@@ -400,3 +405,29 @@ def machine_fit(found: Calibration) -> Iterator[Section]:
 
 def _constant(name: str, value: float) -> str:
     return duration(value) if name.endswith("_s") else f"{value:.3f}"
+
+
+# --- published models -----------------------------------------------------------------------------
+
+
+def published_parts(step: PublishedStep) -> Iterator[Section]:
+    """The tables of a published model, the first column of each a name."""
+    for excerpt in step.excerpts:
+        rows = [[_published_cell(row[column]) for column in excerpt.columns] for row in excerpt.rows]
+        yield Table(excerpt.title, excerpt.columns, rows)
+        yield from excerpt.sentences
+
+
+def _published_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.6f}"
+
+
+def case_parts(checked: CaseCheck) -> Iterator[Section]:
+    """The largest difference of each case and of the collectives, where it is, and the verdict."""
+    collectives = (f"{checked.num_collectives} collectives", checked.collectives)
+    rows = [(name, f"{worst.rel:.1e}", worst.where) for name, worst in (*checked.cases, collectives)]
+    title, columns = "largest relative difference", ("case", "difference", "at")
+    yield Table(title, columns, rows, left=("case", "at"), no_wrap=True)
+    yield f"{'all agree' if checked.agrees else 'NOT all agree'} to {TOLERANCE:g}"

@@ -5,19 +5,27 @@ machine is no allowed host. With a host that others reach, every request needs t
 address.
 
 A socket is opened first, so that the address that is printed is the one that answers.
+
+Of the slow questions a few are answered at a time, the others wait in a line that has a length. A client that
+goes away or asks anew leaves the line, and the search that runs for it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -34,8 +42,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.report.html import escape, plotly_js, static
 from meshwise.web.forms import form_html, view_name
-from meshwise.web.pool import Pool
-from meshwise.web.views import QUICK, VIEWS, Server, answer, options
+from meshwise.web.views import QUICK, VIEWS, Hear, Server, answer, options
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -242,3 +249,82 @@ def _listen(listener: socket.socket, host: str, port: int) -> None:
         raise DataError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
     except TypeError:
         raise DataError(f"--host {host!r} is no name of a host; use 127.0.0.1") from None
+
+
+# --- the slow questions ---------------------------------------------------------------------------
+
+SLOTS = min(4, os.cpu_count() or 1)
+"""Questions that are answered at a time."""
+MOST_WAITING = 32
+"""Questions that may wait."""
+
+
+class _LeftError(Exception):
+    """Nobody waits for this answer any more."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A question in the line: whether its turn has come, and how far it is."""
+
+    runs: bool = False
+    so_far: str = ""
+    left: Event = field(default_factory=Event)
+
+    def run(self, ask: Callable[[Hear], dict[str, Any]]) -> dict[str, Any]:
+        self.runs = True
+        return ask(self.hear)
+
+    def hear(self, so_far: str) -> None:
+        self.so_far = so_far
+        if self.left.is_set():
+            raise _LeftError
+
+
+class Pool:
+    """The line, and the threads that answer it; a question is known by the name that its asker gave it."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(SLOTS)
+        self._jobs: dict[str, _Job] = {}
+
+    async def answer(self, request: Request, ask: Callable[[Hear], dict[str, Any]]) -> dict[str, Any]:
+        """What `ask` answers when its turn comes. ClientDisconnect if the client goes away before."""
+        waiting = sum(not job.runs for job in self._jobs.values())
+        if waiting >= MOST_WAITING:
+            raise DataError(f"{waiting} questions wait for an answer already; ask again in a minute")
+        name = request.headers.get("question", "")[:40] or str(id(request))
+        job = self._jobs[name] = _Job()
+        found = asyncio.wrap_future(self._threads.submit(job.run, ask))
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait((found, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not found.done():
+                raise ClientDisconnect
+            return found.result()
+        finally:
+            job.left.set()
+            found.cancel()
+            gone.cancel()
+            if self._jobs.get(name) is job:
+                del self._jobs[name]
+
+    def progress(self, name: str) -> dict[str, Any]:
+        """Of the question `name`: how many wait before it, and how far its search is."""
+        job = self._jobs.get(name)
+        names = list(self._jobs)
+        before = names[: names.index(name)] if job is not None and not job.runs else []
+        waiting = sum(not self._jobs[other].runs for other in before)
+        return {"before": waiting, "so_far": job.so_far if job is not None else ""}
+
+    def close(self) -> None:
+        """Let go of all questions."""
+        for job in self._jobs.values():
+            job.left.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _gone(request: Request) -> None:
+    """Ends when the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

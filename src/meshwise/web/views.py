@@ -42,7 +42,6 @@ from meshwise.report.estimate import compare_page, op_sections, summary_page
 from meshwise.report.html import html_page, sections_html
 from meshwise.report.pages import page_of
 from meshwise.web.forms import COUNTS, DEGREES
-from meshwise.web.pool import Hear
 
 MOST_BYTES = 2**33
 """A dropped folder is no larger, nor than half of the room that the disk has."""
@@ -103,6 +102,8 @@ class Drop:
 
 
 State = Mapping[str, str]
+Hear = Callable[[str], None]
+"""Hears now and then how far a search is."""
 _KEPT = 64
 """Results that are kept, so that the parts of a view are asked for one after the other."""
 
