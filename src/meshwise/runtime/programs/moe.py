@@ -127,18 +127,15 @@ def _load(masks: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class DenseDispatch:
-    """The routing as tensors [S, E, C]: the weights, and a one wherever there is a weight; both cast."""
+    """The routing as tensors [S, E, C]: the weights, and a one wherever there is a weight; both cast.
 
-    combine: Tensor
-    mask: Tensor
+    One outer product a choice, expert by slot, in the precision of the gate.
+    """
 
-    @classmethod
-    def of(cls, routing: Routing, num_experts: int, num_slots: int, dtype: torch.dtype) -> DenseDispatch:
-        """One outer product a choice, expert by slot, in the precision of the gate."""
+    def __init__(self, routing: Routing, num_experts: int, num_slots: int, dtype: torch.dtype) -> None:
         combine = _combine_weights(routing, num_experts, num_slots)
-        return cls(combine.to(dtype), combine.bool().to(dtype))
+        self.combine, self.mask = combine.to(dtype), combine.bool().to(dtype)
 
     def scatter(self, tokens: Tensor) -> Tensor:
         """Rows of `tokens` [S, M] in their slots [E C, M]; empty slots are zero."""
@@ -161,21 +158,17 @@ def _combine_weights(routing: Routing, num_experts: int, num_slots: int) -> Tens
     return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SparseDispatch:
-    """The routing as a row of the slots [E C] for each token and choice; `num_rows` is E C."""
+    """The routing as a row of the slots [E C] for each token and choice; `num_rows` is E C.
 
-    rows: list[Tensor]
-    weight: list[Tensor]
-    num_rows: int
+    Dropped tokens go to one more row, which no expert sees.
+    """
 
-    @classmethod
-    def of(cls, routing: Routing, num_experts: int, num_slots: int, dtype: torch.dtype) -> SparseDispatch:
-        """Dropped tokens go to one more row, which no expert sees."""
-        num_rows = num_experts * num_slots
+    def __init__(self, routing: Routing, num_experts: int, num_slots: int, dtype: torch.dtype) -> None:
+        self.num_rows = num_rows = num_experts * num_slots
         choices = zip(routing.expert, routing.slot, routing.kept, strict=True)
-        rows = [torch.where(kept, expert * num_slots + slot, num_rows) for expert, slot, kept in choices]
-        return cls(rows, [weight.to(dtype) for weight in routing.weight], num_rows)
+        self.rows = [torch.where(kept, expert * num_slots + slot, num_rows) for expert, slot, kept in choices]
+        self.weight = [weight.to(dtype) for weight in routing.weight]
 
     def scatter(self, tokens: Tensor) -> Tensor:
         """Rows of `tokens` [S, M] in their slots [E C, M]; empty slots are zero."""
@@ -259,7 +252,7 @@ class MoELayer(nn.Module):
             capacity = num_slots(config, len(tokens))
             routing = route(F.linear(tokens, self.gate.weight), capacity, config.top_k)
             kind = SparseDispatch if config.use_tutel_moe else DenseDispatch
-            dispatch = kind.of(routing, config.moe_expert_count, capacity, tokens.dtype)
+            dispatch = kind(routing, config.moe_expert_count, capacity, tokens.dtype)
             metrics = routing.metrics
             del routing
             slots = all_to_all(dispatch.scatter(tokens), shard.ep)
