@@ -89,7 +89,10 @@ class Policy:
 
 
 class _PoolRank:
-    """What ranks of both pools do: hand samples round, and bring the trainers' weights to the engines."""
+    """What ranks of both pools do: hand samples round, and bring the trainers' weights to the engines.
+
+    `held`: bytes of what a rank holds between its passes.
+    """
 
     def __init__(self, options: Any, model: Model, context: Context, packed: PackedBatch) -> None:
         self.options, self.context, self.packed = options, context, packed
@@ -104,6 +107,7 @@ class _PoolRank:
         trains = context.rank >= engines
         self.pool = context.group("dp", range(engines, context.world_size) if trains else range(engines))
         self.tokens = self.passes = 0
+        self.held: dict[str, float] = {}
 
     def step(self, number: int) -> float:
         """One step; its mean reward."""
@@ -130,15 +134,9 @@ class _PoolRank:
     def update(self, samples: Tensor, rewards: Tensor) -> None:
         """Train on the samples."""
 
-    def held_bytes(self) -> dict[str, float]:
-        """What the rank holds between its passes."""
-        raise NotImplementedError
-
 
 class GrpoEngine(_PoolRank):
-    """An engine of the rollout pool."""
-
-    cache_bytes = 0
+    """An engine of the rollout pool; it holds weights, and the cache of a batch at its end."""
 
     @torch.no_grad()
     def generate(self, number: int) -> Tensor:
@@ -147,8 +145,8 @@ class GrpoEngine(_PoolRank):
         own = options.prompts // options.rollout_ranks
         with context.recorder.setup():
             place = (options.seed, number, context.rank)
-            prompts = _numbers(context, (own, options.prompt), place, options.vocab)
-            samples = prompts.repeat_interleave(options.samples, dim=0)
+            drawn = context.normal(own, options.prompt, dtype=torch.float32, key=place).abs()
+            samples = ((drawn * 1e4).long() % options.vocab).repeat_interleave(options.samples, dim=0)
         tokens, cache = samples, Cache()
         for new in range(options.output):
             hidden = self.policy.hidden(tokens, cache).view(*tokens.shape, -1)[:, -1]
@@ -160,12 +158,9 @@ class GrpoEngine(_PoolRank):
             samples = torch.cat((samples, tokens), dim=1)
             self.passes += 1
             self.tokens += len(tokens)
-        self.cache_bytes = sum(one.nbytes for pair in cache for one in pair)
+        cache_bytes = sum(one.nbytes for pair in cache for one in pair)
+        self.held = {"engine weights": self.policy.flat.nbytes, "cache": cache_bytes}
         return samples
-
-    def held_bytes(self) -> dict[str, float]:
-        """Weights, and the cache of a batch at its end."""
-        return {"engine weights": self.policy.flat.nbytes, "cache": self.cache_bytes}
 
 
 class GrpoTrainer(_PoolRank):
@@ -186,29 +181,25 @@ class GrpoTrainer(_PoolRank):
         options, groups = self.options, rewards.view(-1, self.options.samples)
         scale = groups.std(dim=1, keepdim=True) + 1e-4
         advantages = ((groups - groups.mean(dim=1, keepdim=True)) / scale).flatten()
-        bins = self._bins()
+        size, num = self.packed.samples, self.packed.bins
+        firsts = [(update * self.dp.size + self.dp.index) * num for update in range(options.updates)]
+        starts = [(first + number) * size for first in firsts for number in range(num)]
+        bins = [slice(start, start + size) for start in starts]  # the samples of each bin of this rank
         with torch.no_grad():
             before = [self._logprobs(samples[bin]) for bin in bins]
         for update in range(options.updates):
-            own = slice(update * self.packed.bins, (update + 1) * self.packed.bins)
+            own = slice(update * num, (update + 1) * num)
             for bin, old in zip(bins[own], before[own], strict=True):
                 ratio = (self._logprobs(samples[bin]) - old).exp()
                 clipped = ratio.clamp(1.0 - options.clip, 1.0 + options.clip)
                 weight = advantages[bin].unsqueeze(1)
-                loss = -torch.minimum(ratio * weight, clipped * weight).mean() / self.packed.bins
+                loss = -torch.minimum(ratio * weight, clipped * weight).mean() / num
                 loss.backward()
                 self.tokens += samples[bin].numel()
                 assert self.policy.flat.grad is not None
                 self.gradients += self.policy.flat.grad
                 self.policy.flat.grad = None
             self._step()
-
-    def _bins(self) -> list[slice]:
-        """The samples of each bin of this rank, of all updates."""
-        size, own = self.packed.samples, self.packed.bins
-        firsts = [(update * self.dp.size + self.dp.index) * own for update in range(self.options.updates)]
-        starts = [(first + number) * size for first in firsts for number in range(own)]
-        return [slice(start, start + size) for start in starts]
 
     def _logprobs(self, samples: Tensor) -> Tensor:
         self.passes += 1
@@ -224,16 +215,7 @@ class GrpoTrainer(_PoolRank):
         with phase("forward"), torch.no_grad():
             self.policy.flat.copy_(start_gather(self.master.to(DTYPE), self.dp)())
         self.gradients.zero_()
-
-    def held_bytes(self) -> dict[str, float]:
-        """Weights, gradients, and the optimizer's copy and moments of a shard."""
         states: dict[str, Any] = self.optimizer.state[self.master]
         moments = sum(value.nbytes for name, value in states.items() if name != "step")
-        held = {"weights": self.policy.flat.nbytes, "gradients": self.gradients.nbytes}
-        return held | {"optimizer": self.master.nbytes + moments}
-
-
-def _numbers(context: Context, shape: tuple[int, ...], key: tuple[int, ...], below: int) -> Tensor:
-    """Whole numbers that depend on `key` alone."""
-    drawn = context.normal(*shape, dtype=torch.float32, key=key).abs()
-    return (drawn * 1e4).long() % below
+        self.held = {"weights": self.policy.flat.nbytes, "gradients": self.gradients.nbytes}
+        self.held |= {"optimizer": self.master.nbytes + moments}

@@ -169,5 +169,5 @@ def main(options: Any, context: Context) -> dict[str, Any]:
     pool = GrpoEngine if context.rank < engines else GrpoTrainer
     rank = pool(options, the_model(options), context, bins_of(options, trainers))
     rewards = [rank.step(number) for number in range(options.steps)]
-    _states(context.recorder.tape, rank.held_bytes(), {"tokens": rank.tokens, "passes": rank.passes})
+    _states(context.recorder.tape, rank.held, {"tokens": rank.tokens, "passes": rank.passes})
     return {} if context.is_fake else {"rewards": rewards}
