@@ -405,7 +405,8 @@ def program_words(draw: st.DrawFn) -> list[str]:
 
     name = draw(st.sampled_from(sorted(SMALL)))
     stated = SMALL[name].split()
-    options = [row.flag for row in option_help(find_program(name))] + ["--ranks", "--rank", "--device"]
+    options = ["--ranks", "--rank", "--device"]
+    options += [option.split()[0] for option, _ in option_help(find_program(name))]
     few = st.integers(1, 9).map(str)
     for flag in draw(st.lists(st.sampled_from(options), max_size=3, unique=True)):
         if flag in stated:

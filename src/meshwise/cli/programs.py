@@ -203,10 +203,7 @@ def _print_options(program: Program) -> None:
     from meshwise.report.table import Facts
     from meshwise.runtime.programs import option_help
 
-    rows = [
-        (f"  {row.flag} {row.kind}".rstrip(), row.doc + f" [{row.default}]" * bool(row.default))
-        for row in option_help(program)
-    ]
+    rows = [(f"  {option}", text) for option, text in option_help(program)]
     print_parts([f"\n{program.doc}\n\nOptions of {program.name}:", Facts(rows)])
 
 

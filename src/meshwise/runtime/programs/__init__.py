@@ -61,16 +61,6 @@ class Program:
             raise PlanError("this machine's memory does not hold lists of these sizes") from None
 
 
-@dataclass(frozen=True, slots=True)
-class OptionHelp:
-    """One option of a program as its help prints it."""
-
-    flag: str
-    kind: str
-    default: str
-    doc: str
-
-
 def check_divides(what: str, number: int, divisor: int, parts: str = "") -> None:
     """PlanError for a `number` of `what` that does not divide by the `divisor`, in words `parts`."""
     if number % divisor:
@@ -159,14 +149,14 @@ def make_options(program: Program, values: Mapping[str, Any]) -> Any:
     return msgspec.convert(dict(values), program.options, strict=False)
 
 
-def option_help(program: Program) -> list[OptionHelp]:
-    """What the options of `program` are called, take, default to and mean."""
+def option_help(program: Program) -> list[tuple[str, str]]:
+    """What the options of `program` are called and take, and what they mean and default to."""
     rows = []
     for name, row in program.options.rows.items():
         kind, default = _plain_type(row), row.get("default")
         text = "|".join(row.get("names", ())) or ("" if kind is bool else kind.__name__)
-        shown = "" if default in (None, "", False) else str(default)
-        rows.append(OptionHelp(_flag(name), text, shown, row["doc"]))
+        shown = "" if default in (None, "", False) else f" [{default}]"
+        rows.append((f"{_flag(name)} {text}".rstrip(), f"{row['doc']}{shown}"))
     return rows
 
 

@@ -63,7 +63,8 @@ class Context:
         """A tensor of normal numbers that depend on `key` alone: the same on any rank of any world."""
         tensor = self.empty(*shape, dtype=dtype)
         if not self.is_fake:
-            generator = torch.Generator(device=self.device).manual_seed(_seed(key))
+            digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+            generator = torch.Generator(device=self.device).manual_seed(int.from_bytes(digest) >> 1)
             tensor.normal_(std=std, generator=generator)
         return tensor
 
@@ -116,11 +117,6 @@ def forget_groups() -> None:
     private.clear_fast_sharding_cache()
     private.clear_redistribute_planner_cache()
     private.gen_transform_infos.cache_clear()
-
-
-def _seed(key: tuple[int, ...]) -> int:
-    """63 bits that depend on every number of `key`."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
 
 
 def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:

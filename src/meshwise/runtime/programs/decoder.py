@@ -37,7 +37,7 @@ from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import Norm, Rotate, SwiGLU
-from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, is_adapter, local
+from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, local
 from meshwise.runtime.programs.per_op import per_op_contexts
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, deal_back, deal_heads
 from meshwise.runtime.recorder import OpRecorder
@@ -530,7 +530,7 @@ class Decoder(nn.Module):
 
     def trains(self, name: str) -> bool:
         """Whether the weight `name` has a gradient: beside adapters nothing else has, nor a rule's bias."""
-        return is_adapter(name) or not (self.setting.lora_rank or name.endswith("balance_bias"))
+        return ".lora_" in name or not (self.setting.lora_rank or name.endswith("balance_bias"))
 
     def tied(self) -> nn.Parameter | None:
         """This piece's copy of a table that both ends of the model read, if it has one end only."""

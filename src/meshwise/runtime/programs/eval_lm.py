@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +114,13 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     num_batches = min(num_batches, num_steps * dp.size)
     lengths, model_s = blocks.lengths[: num_batches * size], model_us.item() / 1e6
     result = _result(found, lengths, num_batches, totals.tolist(), model_s) | {"load_s": load_s}
-    for line in _lines(result):
-        context.say(line)
+    context.say(f"loss (base 2): {result['loss']:.4f}, perplexity: {result['perplexity']:.2f}")
+    context.say(
+        f"{result['num_tokens']} tokens in {result['num_blocks']} blocks: {result['model_s']:.2f} s, "
+        f"{result['tokens_per_s']:.0f} tokens/s"
+    )
+    for name, value in result["routing"].items():
+        context.say(f"{name}: {value:.4g}")
     return result
 
 
@@ -170,13 +174,3 @@ def _result(
         "capacity": int(new_pass(config).capacity) if names else None,
         "routing": {name: total / times for name, total in zip(names, metrics, strict=False)},
     }
-
-
-def _lines(result: dict[str, Any]) -> Iterator[str]:
-    yield f"loss (base 2): {result['loss']:.4f}, perplexity: {result['perplexity']:.2f}"
-    yield (
-        f"{result['num_tokens']} tokens in {result['num_blocks']} blocks: {result['model_s']:.2f} s, "
-        f"{result['tokens_per_s']:.0f} tokens/s"
-    )
-    for name, value in result["routing"].items():
-        yield f"{name}: {value:.4g}"

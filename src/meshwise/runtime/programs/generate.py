@@ -13,7 +13,6 @@ does not depend on its neighbours. That also makes decoding with the cache equal
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +104,9 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     hypotheses = {number: found for part, _ in parts for number, found in part.items()}
     model_s = max(seconds for _, seconds in parts)
     result = _result(options, found, prompts, hypotheses, model_s, load_s)
-    for line in _lines(result):
-        context.say(line)
+    for entry in result["texts"]:
+        context.say(f"{entry['prompt']!r} -> {entry['hypotheses'][0]['text']!r}")
+    context.say(f"{result['num_tokens']} tokens: {model_s:.2f} s, {result['tokens_per_s']:.0f} tokens/s")
     return result
 
 
@@ -151,9 +151,3 @@ def _result(
         "beam": options.beam,
         **found.to_json(),
     }
-
-
-def _lines(result: dict[str, Any]) -> Iterator[str]:
-    for entry in result["texts"]:
-        yield f"{entry['prompt']!r} -> {entry['hypotheses'][0]['text']!r}"
-    yield f"{result['num_tokens']} tokens: {result['model_s']:.2f} s, {result['tokens_per_s']:.0f} tokens/s"

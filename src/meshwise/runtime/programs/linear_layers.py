@@ -48,11 +48,6 @@ class Adapted(nn.Module):
         return y + thin
 
 
-def is_adapter(name: str) -> bool:
-    """Whether `name` is that of an adapter's weight."""
-    return ".lora_" in name
-
-
 def cut_as(style: Any, name: str, rows: Shard | Replicate) -> dict[str, Any]:
     """The styles of the adapted layer `name` that `style` would cut; `rows`: how activations are cut."""
     whole = parallel.SequenceParallel()  # on every rank, each for its own tokens

@@ -135,7 +135,8 @@ def _inputs(
     dtype, seed = context.dtype(options.dtype), options.seed
     if options.check and not context.is_fake:
         weights = reference.my_pieces(on, reference.whole_weights(on.parts.model, context, dtype, seed))
-        x, gradient = (reference.my_activations(on, context, dtype, seed, place) for place in (0, 1))
+        wholes = (reference.whole_activations(on, context, dtype, seed, place) for place in (0, 1))
+        x, gradient = (reference.my_part(on, whole) for whole in wholes)
         return x.requires_grad_(), gradient, {name: w.requires_grad_() for name, w in weights.items()}
     shape = len(on.tokens) * on.heads.batch, len(on.columns)
     x, gradient = (context.normal(*shape, dtype=dtype, key=(seed, place, context.rank)) for place in (0, 1))

@@ -30,14 +30,6 @@ def chunk_order(num_ranks: int, *, is_causal: bool) -> list[int]:
     return [chunk for rank in range(num_ranks) for chunk in (rank, 2 * num_ranks - 1 - rank)]
 
 
-def rank_spans(seq: int, along: MeshAxis, *, is_causal: bool) -> Spans:
-    """The tokens of this one of the ranks over which a sequence is cut."""
-    order = chunk_order(along.size, is_causal=is_causal)
-    size = seq // len(order)
-    mine = np.split(np.array(order), along.size)[along.index].tolist()
-    return tuple((chunk * size, (chunk + 1) * size) for chunk in mine)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalHeads:
     """The attention of one rank: so many of its heads, of so many sequences, cut `along` an axis."""
@@ -54,7 +46,10 @@ class LocalHeads:
     @property
     def spans(self) -> Spans:
         """This rank's tokens."""
-        return rank_spans(self.seq, self.along, is_causal=self.is_causal)
+        order = chunk_order(self.along.size, is_causal=self.is_causal)
+        size = self.seq // len(order)
+        mine = np.split(np.array(order), self.along.size)[self.along.index].tolist()
+        return tuple((chunk * size, (chunk + 1) * size) for chunk in mine)
 
     def gathered(self, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values [batch, kv_heads, seq, d], from the own [tokens, batch, 2 kv_heads, d]."""

@@ -71,18 +71,16 @@ def start_scatter(x: Tensor, along: MeshAxis) -> Finish:
     return _after(work, mine)
 
 
-def all_sum(x: Tensor, along: MeshAxis) -> Tensor:
-    """All-reduce, in place."""
+def all_sum(x: Tensor, along: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """All-reduce, in place: the sum, or what `op` says."""
     if along.size > 1:
-        dist.all_reduce(x, group=along.group)
+        dist.all_reduce(x, op, group=along.group)
     return x
 
 
 def all_max(x: Tensor, along: MeshAxis) -> Tensor:
     """All-reduce by maximum, in place."""
-    if along.size > 1:
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=along.group)
-    return x
+    return all_sum(x, along, dist.ReduceOp.MAX)
 
 
 def all_to_all(x: Tensor, along: MeshAxis) -> Tensor:

@@ -35,11 +35,6 @@ def my_part(on: TensorLayout, whole: Tensor) -> Tensor:
     return whole[on.tokens][:, :, on.columns].flatten(0, 1)
 
 
-def my_activations(on: TensorLayout, context: Context, dtype: torch.dtype, seed: int, place: int) -> Tensor:
-    """What the rank holds of random numbers that are the same on every rank."""
-    return my_part(on, whole_activations(on, context, dtype, seed, place))
-
-
 def my_pieces(on: TensorLayout, whole: Weights) -> dict[str, Tensor]:
     """What the rank holds of each weight."""
     pieces = {}
