@@ -262,7 +262,9 @@ def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibrat
     best = {sample.what: sample.rate for sample in samples if sample.what in ("copy", "multiply-add")}
     between = [sample for sample in samples if sample.what in COLLECTIVES]
     bandwidth, latency = fit_link(between, ranks) if between else (best["copy"], 0.0)
-    name = _machine_name(device)
+    cores = f"{platform.machine()}-{os.cpu_count()}-cores"
+    called = cores if device == "cpu" else torch.cuda.get_device_name(0)
+    name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-").lower()
     return Calibration(
         name=name,
         num_ranks=ranks,
@@ -288,9 +290,3 @@ def _memory_bytes(device: str) -> float:
     if device == "cpu":
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return float(torch.cuda.get_device_properties(0).total_memory)
-
-
-def _machine_name(device: str) -> str:
-    cores = f"{platform.machine()}-{os.cpu_count()}-cores"
-    name = cores if device == "cpu" else torch.cuda.get_device_name(0)
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()

@@ -185,8 +185,8 @@ class DecoderNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
-        bias = None if self.bias is None else local(self.bias)
-        return Norm.apply(local(x), local(self.weight), bias, self.is_centered, x.shape[-1], ALONE)
+        x, weight, bias = map(local, (x, self.weight, self.bias))
+        return Norm.apply(x, weight, bias, self.is_centered, x.shape[-1], ALONE)
 
 
 class FeedForward(nn.Module):
@@ -294,7 +294,7 @@ class Latents(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, own tokens, hidden] -> [batch, own tokens, width]."""
-        return F.linear(local(x), local(self.weight), None if self.bias is None else local(self.bias))
+        return F.linear(local(x), local(self.weight), local(self.bias))
 
 
 class Experts(nn.Module):
@@ -331,8 +331,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, own tokens, hidden] -> the same."""
-        bias = None if self.router.bias is None else local(self.router.bias)
-        logits = F.linear(x.flatten(0, 1), local(self.router.weight), bias)
+        logits = F.linear(x.flatten(0, 1), local(self.router.weight), local(self.router.bias))
         way = self.routes
         tokens, num_choices = x.flatten(0, 1), way.experts.shape[1]
         wide = logits if logits.dtype == torch.float64 else logits.float()

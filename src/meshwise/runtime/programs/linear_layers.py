@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from meshwise.runtime.torch_private import scaled_mm, will_engine_execute_node
 
 
-def local(x: Tensor) -> Tensor:
+def local(x: Any) -> Any:
     """This rank's part; of a weight that several ranks hold, each finds its own part of the gradient."""
     if not isinstance(x, DTensor):
         return x

@@ -13,7 +13,6 @@ passes, tokens, matmuls, attention, payloads, and what both pools hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -104,14 +103,14 @@ def estimate(options: Any, tape: Tape) -> None:
     if tape.rank <= engines:
         _broadcast(tape, "sync", engines + 1, weights_bytes, 1, options)
     if tape.rank < engines:
-        last = None
-        for last in _generation(options, share):
+        for seq in range(options.prompt, options.length):  # the prompts, then each token but the last
+            kind = "prefill" if seq == options.prompt else "decode"
+            last = _price(options, 1, Plan(), batch=share, seq=seq, microbatch=share, kind=kind)
             tape.priced(last.rank_ledger(0), options.steps)
-        assert last is not None
         whole = _price(options, 1, Plan(), batch=share, seq=options.length, kind="prefill")
         cached = (options.length - 1.0) / options.length  # the last token is not read
-        weights_bytes = last.memory_bytes["weights"]
-        held = {"engine weights": weights_bytes, "cache": cached * whole.memory_bytes["cache"]}
+        held = {"engine weights": last.memory_bytes["weights"]}
+        held |= {"cache": cached * whole.memory_bytes["cache"]}
         tokens, passes = share * options.output, options.output
     else:
         packed = bins_of(options, trainers)
@@ -123,13 +122,6 @@ def estimate(options: Any, tape: Tape) -> None:
         tokens = options.num_samples // trainers * options.length
         passes = 2 * packed.bins * options.updates
     _states(tape, held, {"tokens": tokens * options.steps, "passes": passes * options.steps})
-
-
-def _generation(options: Any, sequences: int) -> Iterator[Estimate]:
-    """The passes of an engine: the prompts, then each token but the last."""
-    for seq in range(options.prompt, options.length):
-        kind = "prefill" if seq == options.prompt else "decode"
-        yield _price(options, 1, Plan(), batch=sequences, seq=seq, microbatch=sequences, kind=kind)
 
 
 def _training(options: Any, packed: PackedBatch, trainers: int, kind: str, bins: int) -> Estimate:

@@ -231,7 +231,8 @@ class TransformerDecoder(nn.Module):
         with self.shard.section("TransformerDecoder"):
             past = 0 if cache is None else cache.length
             x = self._embedded(tokens, past)
-            mask = _causal_mask(tokens.shape[1], past, x)
+            num, like = tokens.shape[1], {"dtype": x.dtype, "device": x.device}
+            mask = torch.full((num, past + num), -math.inf, **like).triu_(past + 1) if num > 1 else None
             output = DecoderOutput(x, [x])
             for layer in self.layers:
                 x, metrics = layer(x, mask, cache)
@@ -269,14 +270,6 @@ def numbers_of(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _causal_mask(num_queries: int, past: int, like: Tensor) -> Tensor | None:
-    """[T, past + T]: -inf where a query would see a later token; None where nothing is masked."""
-    if num_queries == 1:
-        return None
-    full = torch.full((num_queries, past + num_queries), -math.inf, dtype=like.dtype, device=like.device)
-    return full.triu_(past + 1)
 
 
 def sinusoidal_positions(num_rows: int, width: int) -> Tensor:

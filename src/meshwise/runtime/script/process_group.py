@@ -190,16 +190,13 @@ def supply_process_groups(
 def _objects(rank: int, guesses: Guesses) -> dict[str, Callable[..., None]]:
     """The collectives of Python objects: what other ranks would send is guessed."""
 
-    def gather(found: list[Any], own: Any, *_: Any, **__: Any) -> None:
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         guesses.add("objects of other ranks", "all like this rank's")
-        found[:] = [own] * len(found)
+        object_list[:] = [obj] * len(object_list)
 
     def gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
         if object_gather_list is not None:
-            gather(object_gather_list, obj)
-
-    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        gather(object_list, obj)
+            all_gather_object(object_gather_list, obj)
 
     def broadcast_object_list(object_list: list[Any], src: int | None = None, *_: Any, **how: Any) -> None:
         if src not in (None, rank) and any(one is None for one in object_list):
