@@ -352,7 +352,7 @@ def _in_words(
     is_predicted = expected_s is not None
     text = f"a step takes {duration(step_s)}" + f" where {duration(expected_s)} is predicted" * is_predicted
     if rows:
-        text += f"; {rows[0].op} takes {duration(rows[0].measured_s or 0.0)}"
+        text += f"; {duration(rows[0].measured_s or 0.0)} of it {rows[0].op}"
         text += f" instead of {duration(rows[0].predicted_s or 0.0)}" * is_predicted
         text += f": {late.pop(0)}" if rows[0].op == "waiting" and late else ""
     return [text, *late]
