@@ -48,6 +48,14 @@ def test_few_bits_are_for_the_matrices_of_blocks() -> None:
             "llama2-70b", "l40s", QLORA.replace("16", "64") + ",offload_optimizer=1", 512, True,
             id="arXiv 2305.14314: QLoRA of 65B on 48 GB, paged optimizer",
         ),
+        pytest.param(
+            "gpt3-13b", "v100-32g-sxm", "recompute=full,dtype=fp16,zero=2,offload_optimizer=1", 1024, True,
+            id="arXiv 2101.06840: 13B on one V100 of 32 GB, gradients and states on the host",
+        ),
+        pytest.param(
+            "gpt3-13b", "v100-32g-sxm", "recompute=full,dtype=fp16,zero=1,offload_optimizer=1", 1024, False,
+            id="arXiv 2101.06840: not with gradients on the device",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_known_to_fit(model: str, card: str, plan: str, seq: int, fits: bool) -> None:

@@ -27,7 +27,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import STAGES, Column, Held, at_stage
+from meshwise.program.exchange import STAGES, Column, Held, at_stage, sums_on_host
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.serving import cache_bytes, is_wide, working_bytes
 
@@ -181,7 +181,7 @@ def state_bytes(
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
-    return weights, sums, per_state * shard("trained", STAGES.states)
+    return weights, sums * (1.0 - sums_on_host(mesh)), per_state * shard("trained", STAGES.states)
 
 
 def spared_bytes(mesh: Mesh, cut: Cut) -> float:

@@ -282,6 +282,7 @@ def _optimizer_s(
     params = params * np.where(mesh.zero >= 1, share, 1.0)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
-    both_ways = max if mesh.plan.optimizer_in_bwd else operator.add
-    on_host = both_ways(grad_bytes(mesh), weight_bytes(mesh)) / machine.host_bytes_per_s
+    both_ways = np.maximum if mesh.plan.optimizer_in_bwd else operator.add
+    grads_left = grad_bytes(mesh) * (1.0 - at_stage(STAGES.sums, mesh.zero))
+    on_host = both_ways(grads_left, weight_bytes(mesh)) / machine.host_bytes_per_s
     return params * (on_chip + mesh.offload_optimizer * on_host)

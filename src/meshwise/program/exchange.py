@@ -61,6 +61,11 @@ def num_reductions(sums_are_shards: Num, num_microbatches: Num) -> Num:
     return 1.0 + sums_are_shards * (num_microbatches - 1.0)
 
 
+def sums_on_host(mesh: Mesh) -> Num:
+    """Share of the gradients that goes to offloaded states once reduced (ZeRO-Offload, arXiv 2101.06840)."""
+    return mesh.offload_optimizer * at_stage(STAGES.sums, mesh.zero)
+
+
 class Held(NamedTuple):
     """Weights on one rank: how many, and how many of them train, or are kept in the plan's `frozen_dtype`."""
 
@@ -141,9 +146,10 @@ def exchanges(
         weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
         copied = gathered * group
         of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload}
+        of_shards = {"collective": "reduce_scatter", "host_bytes": sums_on_host(mesh) * grad_payload / group}
         of_weights: dict[str, Any] = {"collective": "all_gather", "payload_bytes": weight_payload}
         for op, shards_copied, count, how in (
-            ("gradients", copied, sharded * reductions * grads, of_grads | {"collective": "reduce_scatter"}),
+            ("gradients", copied, sharded * reductions * grads, of_grads | of_shards),
             ("gradients", 0.0, (1.0 - sharded) * grads, of_grads | {"collective": "all_reduce"}),  # DDP
             ("weights", copied, rounds * sharded * weights, of_weights | {"behind": "forward"}),
             ("weights", copied, rounds * gathered * weights, of_weights | {"behind": "backward"}),

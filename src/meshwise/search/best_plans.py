@@ -281,7 +281,11 @@ def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
     """
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
     shards_alone = mesh.plan.done_by.shards_each_weight
-    alike = {"zero": alone & (not shards_alone), "overlap_dp": alone, "overlap_pp": mesh.pp == 1}
+    alike = {
+        "zero": alone & (not shards_alone) & (mesh.offload_optimizer == 0),
+        "overlap_dp": alone,
+        "overlap_pp": mesh.pp == 1,
+    }
     repeats = [alike[key] & (getattr(mesh, key) != grid.firsts[key]) for key in alike if key in grid.firsts]
     repeats.append((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))
     return ~any_of([broken, *repeats])
