@@ -23,7 +23,7 @@ from meshwise.calibrate.table import BadCell, header, lines
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.core.expressions import formulas, value_of
 from meshwise.core.files import read_catalog
-from meshwise.cost.collective import sent_bytes
+from meshwise.cost.collective import Collective, sent_bytes
 from meshwise.machine.hardware import find_chip
 
 
@@ -75,9 +75,10 @@ _DTYPES: dict[str, str] = _NAMES["dtypes"]
 _EXPERT_DTYPES: dict[str, str] = _NAMES["expert_dtypes"]
 _OPS: dict[str, Any] = read_catalog("measured_ops.toml")
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_NO_SWITCH = " (NVLS disabled)"
+_PUBLISHED: list[dict[str, Any]] = _OPS.pop("published")
+
+BEST = "best"
+"""In place of the software: the fastest of many shapes, which says what a chip can reach."""
 
 
 Stated = tuple[str, str, dict[str, float], str]
@@ -199,7 +200,21 @@ def _dtype(text: str) -> str:
     return _DTYPES[text]
 
 
-_FUNCTIONS = {"dtype_of": _dtype, "float": float, "min": min} | _OPS.pop("names")
+def _collective_seconds(kind: Collective, value: float, unit: str, size: float, ranks: float) -> float:
+    if unit.startswith("us"):
+        return value * 1e-6
+    if unit == "ms":
+        return value * 1e-3
+    if unit == "GB/s busbw":  # bus bandwidth is what one rank's link carries: sent bytes over time
+        return float(sent_bytes(kind, size, ranks)) / (value * 1e9)
+    raise _Unmodelled(f"{unit!r} of a collective is not a time or a bus bandwidth")
+
+
+_FUNCTIONS: dict[str, Any] = {
+    **{"dtype_of": _dtype, "positive": _positive, "float": float, "min": min},
+    **{"seconds_of": _collective_seconds, "best": BEST},
+    **_OPS.pop("names"),
+}
 """What the formulas call, and tables of names."""
 
 
@@ -292,44 +307,23 @@ def _moment(order: int, alpha: float, low: float, high: float) -> float:
 
 # --- figures as published ----------------------------------------------------------------------
 
-BEST = "best"
-"""In place of the software: the fastest of many shapes, which says what a chip can reach."""
-
 
 def _from_published(row: dict[str, str]) -> tuple[str, Stated, float]:
-    (op, variant, shape, software), seconds = _published(row, _positive(row["value"], "value"))
-    chip, software = _published_chip(row["hardware"], software)
-    return chip, (op, variant, shape, software), seconds
-
-
-def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
-    """What a figure is of, and its seconds."""
     op, unit, size = row["op"], row["unit"], row["shape_or_size"]
-    if op.startswith("GEMM ") and unit == "us":
-        variant = _dtype(op.split()[1])
-        shape = _numbers(size, "shape_or_size", "mnk") | {"batch": 1.0, "cast": float(variant == "fp8")}
-        return ("gemm", variant, shape, "trtllm" if variant == "fp8" else ""), value * 1e-6
-    if op.startswith("GEMM ") and "best shape found" in op and unit == "TFLOP/s":
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+) \(MxNxK\)", size)
-        if match is None:
-            raise BadCell(f"{size!r} lacks MxNxK", "shape_or_size")
-        m, n, k = map(float, match.groups())
-        shape = {"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0}
-        return ("gemm", _dtype(op.split()[1].lower()), shape, BEST), 2.0 * m * n * k / (value * 1e12)
-    if op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
-        shape, flop = _published_attention(op, size)
-        return ("attention", "flash", shape, op[-3:].lower()), flop / (value * 1e12)
-    kind = op.removesuffix(_NO_SWITCH)
-    if op == "all_reduce (nccl-tests, inter-node)" and size == "peak of sweep":
-        # The peak of a sweep over sizes is what large messages reach, whatever the number of nodes.
-        op = kind = "all_reduce"
-        shape = {"bytes": 16.0 * 2**30, "ranks": 32.0, "ranks_per_node": 8.0}
-    elif kind in _COLLECTIVES:
-        shape = _published_collective(row)
-    else:
-        raise _Unmodelled(f"no formula times {op!r} in {unit}")
-    seconds = _collective_seconds(kind, value, unit, shape)
-    return ("collective", kind, shape, "" if op == kind else "ring"), seconds
+    names: dict[str, Any] = {"op": op, "unit": unit, "row": row, "value": _positive(row["value"], "value")}
+    of = next((each for each in _PUBLISHED if re.fullmatch(each["figure"], f"{op} [{unit}]")), {})
+    found = re.search(of["size"], size) if of else None
+    if found is None and "lacks" in of:
+        raise BadCell(f"{size!r} lacks {of['lacks']}", "shape_or_size")
+    if found is None:
+        raise _Unmodelled(f"no size in {size!r}" if of else f"no formula times {op!r} in {unit}")
+    nodes = re.search(r"nodes? x (\d+) ", row["hardware"])
+    names |= _FUNCTIONS | found.groupdict() | {"per_node": float(nodes[1]) if nodes else None}
+    names |= {"variant": value_of(of["variant"], names)}
+    shape, software = formulas(of["shape"], names), value_of(of["of"], names)
+    seconds = value_of(of["seconds"], names | shape)
+    chip, software = _published_chip(row["hardware"], software)
+    return chip, (of["kind"], names["variant"], shape, software), seconds
 
 
 def _published_chip(hardware: str, software: str) -> tuple[str, str]:
@@ -338,36 +332,3 @@ def _published_chip(hardware: str, software: str) -> tuple[str, str]:
         if hardware.startswith(start):
             return find_chip(chip).name, network
     return _chip(hardware), software
-
-
-def _published_attention(op: str, text: str) -> tuple[dict[str, float], float]:
-    """Shape and FLOP as FlashAttention's benchmark counts them: 16k tokens, hidden 2048, half if causal."""
-    cells = dict(re.findall(r"(\w+)=(\d+)", text))
-    if not {"seq", "head_dim", "causal"} <= set(cells):
-        raise BadCell(f"{text!r} lacks seq=, head_dim= or causal=", "shape_or_size")
-    seq, dim, causal = float(cells["seq"]), float(cells["head_dim"]), float(cells["causal"])
-    heads, batch, both = 2048 / dim, 16384 / seq, "fwd+bwd" in op
-    passes = 3.0 if both else 1.0
-    shape = {"batch": batch, "seq": seq, "heads": heads, "kv_heads": heads, "qk_dim": dim, "v_dim": dim}
-    shape |= {"causal": causal, "passes": passes}
-    return shape, 4 * batch * seq**2 * heads * dim * (0.5 if causal else 1.0) * (3.5 if both else 1.0)
-
-
-def _published_collective(row: dict[str, str]) -> dict[str, float]:
-    match = re.fullmatch(r"([\d.]+)\s*([KMG]?i?B)", row["shape_or_size"])
-    if match is None:
-        raise _Unmodelled(f"no size in {row['shape_or_size']!r}")
-    ranks = _positive(row["ranks"], "ranks")
-    per_node = re.search(r"nodes? x (\d+) ", row["hardware"])
-    inside = min(float(per_node[1]), ranks) if per_node else ranks
-    return {"bytes": float(match[1]) * _UNITS[match[2]], "ranks": ranks, "ranks_per_node": inside}
-
-
-def _collective_seconds(op: str, value: float, unit: str, shape: dict[str, float]) -> float:
-    if unit.startswith("us"):
-        return value * 1e-6
-    if unit == "ms":
-        return value * 1e-3
-    if unit == "GB/s busbw":  # bus bandwidth is what one rank's link carries: sent bytes over time
-        return float(sent_bytes(op, shape["bytes"], shape["ranks"])) / (value * 1e9)  # type: ignore[arg-type]
-    raise _Unmodelled(f"{unit!r} of a collective is not a time or a bus bandwidth")
