@@ -265,15 +265,13 @@ def vocab_of(run: Run, defaults: Defaults) -> int:
 def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
-    names = {
-        "run": run,
-        "of": defaults,
-        "model": model,
-        "dtype": dtype,
-        "narrow": NARROW_DTYPES,
+    names = {"run": run, "of": defaults, "model": model, "dtype": dtype, "narrow": NARROW_DTYPES}
+    names |= {
         "bool": bool,
+        "stages_of": _stages,
+        "states": _NAMES["optimizer_states"],
+        "optimizers": _NAMES["optimizers"],
     }
-    names |= {"stages_of": _stages, "states": _NAMES["optimizer_states"], "optimizers": _NAMES["optimizers"]}
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
     keys = {key: value for key, value in columns.items() if value not in (None, "")}
     plan = Plan(**keys, **formulas(_NAMES["plan"], names), **_adapters(run, dtype), dtype=dtype)
@@ -337,20 +335,14 @@ def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...]:
     """
     if layers % chunks == 0:
         return EVEN
-    ends = 3 if mtp_layers else 2
+    ends, last = (3, chunks - 2) if mtp_layers else (2, chunks - 1)
     if layers + ends < chunks:
         raise PlanError(f"{layers} layers cannot fill {chunks} pipeline stages (pp x vpp)")
     most = -(-(layers + ends) // chunks)
     counts = [most] * chunks
-    if mtp_layers:
-        at_end = min(most, ends)
-        counts[-1] -= at_end
-        places = [chunks - 2 - i % max(chunks - 2, 1) for i in range(sum(counts) - layers)]
-    else:
-        counts[0] -= 1
-        places = [chunks - 1 - i % max(chunks - 1, 1) for i in range(sum(counts) - layers)]
-    for place in places:  # what the last stages have less
-        counts[place] -= 1
+    counts[-1 if mtp_layers else 0] -= min(most, ends) if mtp_layers else 1
+    for i in range(sum(counts) - layers):  # what the last stages have less
+        counts[last - i % max(last, 1)] -= 1
     return tuple(counts)
 
 

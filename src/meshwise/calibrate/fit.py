@@ -127,12 +127,9 @@ def minimise(loss: Callable[[Array], float], start: Array, *, rounds: int = 4, s
 
 
 def fit(
-    rows: Sequence[Measurement],
-    chip: Chip,
-    boxes: Boxes,
-    build: Callable[[Entries], Efficiency],
+    rows: Sequence[Measurement], chip: Chip, boxes: Boxes, build: Callable[[Entries], Efficiency],
     start: Entries,
-) -> Entries:
+) -> Entries:  # fmt: skip
     """The entries that make `build(entries)` predict `rows` best.
 
     The search moves the constants of `boxes`, each within its limits, from those of `start`.

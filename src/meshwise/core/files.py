@@ -9,8 +9,8 @@ import io
 import os
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -115,6 +115,17 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
+
+
+def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write all texts, by name, or none, into `folder`, which is made where it is missing; else DataError."""
+    make_folder(folder)
+    with ExitStack() as opened:
+        for name, text in texts.items():
+            out = opened.enter_context(whole_file(folder / name))
+            out.write(text.encode())
+            out.flush()
+    return [folder / name for name in texts]
 
 
 def write_bytes(path: Path, content: bytes) -> None:

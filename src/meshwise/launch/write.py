@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from meshwise.core.errors import PlanError
-from meshwise.core.files import make_folder, whole_file
+from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
 from meshwise.core.toml import nested
 from meshwise.estimate.one_plan import estimate
@@ -87,13 +86,7 @@ class Launch(Shown):
 
     def write(self, folder: Path) -> list[Path]:
         """Write all files, or none, into `folder`, which is made where it is missing; else DataError."""
-        make_folder(folder)
-        with ExitStack() as opened:
-            for file in self.files:
-                out = opened.enter_context(whole_file(folder / file.path))
-                out.write(file.text.encode())
-                out.flush()
-        return [folder / file.path for file in self.files]
+        return write_files(folder, {file.path: file.text for file in self.files})
 
 
 def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, framework: str) -> Launch:

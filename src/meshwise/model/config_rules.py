@@ -155,9 +155,7 @@ def with_layers(fields: Fields, sides: Sequence[tuple[Collection[str], Side]] = 
 
 
 def _with_sides(
-    layers: Sequence[Layer],
-    kinds: Sequence[Sequence[str]],
-    sides: Sequence[tuple[Collection[str], Side]],
+    layers: Sequence[Layer], kinds: Sequence[Sequence[str]], sides: Sequence[tuple[Collection[str], Side]]
 ) -> tuple[Layer, ...]:
     def own(layer: Layer, kind: Sequence[str]) -> Layer:
         mine = {*kind, layer.mixer, ("moe" if layer.moe else "dense") if layer.mlp else ""}

@@ -74,14 +74,8 @@ class _Looks:
         if asked.train_plan is not None:
             return asked.train_plan
         if gpus not in self.plans:
-            probe = replace(
-                asked,
-                mode="colocated",
-                rollout_gpus=None,
-                staleness=None,
-                train_plan=Plan(),
-                rollout_plan=Plan(),
-            ).job()
+            shared = replace(asked, mode="colocated", rollout_gpus=None, staleness=None)
+            probe = replace(shared, train_plan=Plan(), rollout_plan=Plan()).job()
             lengths = asked.rollouts.sequences(asked.rollouts.draw(asked.rollouts.prompts, _rng()))
             bins = num_bins(lengths, probe.pack_length) / asked.updates
             cluster, batch = replace(asked.cluster, num_chips=gpus), math.ceil(bins / gpus) * gpus

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.files import make_folder, write_text
+from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
 from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
@@ -45,11 +45,8 @@ class Deployment:
         return msgspec.to_builtins(self)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write all files into `folder`, which is made where it is missing."""
-        make_folder(folder)
-        for name, text in self.files.items():
-            write_text(folder / name, text)
-        return [folder / name for name in self.files]
+        """Write all files, or none, into `folder`, which is made where it is missing; else DataError."""
+        return write_files(folder, self.files)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -156,15 +153,10 @@ class ServingAnswer(Shown):
 
 
 def answer(
-    fleet: Fleet,
-    sequences: Sequence[int] = (),
-    limits: LatencyLimits = NO_LIMITS,
-    *,
-    requests: Requests | RequestStream | None = None,
-    engine: str = "",
-    autoscale: str = "",
+    fleet: Fleet, sequences: Sequence[int] = (), limits: LatencyLimits = NO_LIMITS, *,
+    requests: Requests | RequestStream | None = None, engine: str = "", autoscale: str = "",
     usd_per_gpu_hour: Mapping[str, float] | None = None,
-) -> ServingAnswer:
+) -> ServingAnswer:  # fmt: skip
     """What `fleet` gives, alone and, with `requests`, under their load."""
     serving = fleet.serving
     of_a_load = {
@@ -197,14 +189,9 @@ def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
 
 
 def sized(
-    sizing: Sizing,
-    otherwise: Serving,
-    sequences: Sequence[int] = (),
-    *,
-    token_s: float | None,
-    usd_per_gpu_hour: Mapping[str, float] | None = None,
-    has_details: bool = False,
-) -> ServingAnswer:
+    sizing: Sizing, otherwise: Serving, sequences: Sequence[int] = (), *, token_s: float | None,
+    usd_per_gpu_hour: Mapping[str, float] | None = None, has_details: bool = False,
+) -> ServingAnswer:  # fmt: skip
     """The answer of `sizing`: its best choice, or what came nearest, or an instance that does not fit."""
     choice = sizing.best or sizing.nearest or next(reversed(sizing.trade_offs), None)
     serving, load = (choice.fleet.serving, choice.load) if choice else (otherwise, None)

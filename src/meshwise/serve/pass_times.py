@@ -32,23 +32,9 @@ from meshwise.cost.routing import summary
 from meshwise.model.architecture import layer_kind
 from meshwise.program.op import Op
 from meshwise.program.serving import serving_block
+from meshwise.serve import serving as est
 from meshwise.serve.engine import Engine, fitted
-from meshwise.serve.serving import (
-    PREFILL_TOKENS,
-    PricedPass,
-    Serving,
-    decode_pass,
-    encoding_token_s,
-    first_token_kernels_s,
-    max_sequences,
-    memory_bytes,
-    price_pass,
-    prompt_alone_s,
-    prompt_s,
-    shares_experts,
-    sorted_token_s,
-    token_pass,
-)
+from meshwise.serve.serving import Serving
 
 POINTS = 256
 """Points of a table along the tokens of a prompt."""
@@ -79,7 +65,7 @@ def run_by(serving: Serving, engine: Engine) -> Serving:
     """`serving` with the tiles of the engine's experts, how it sums, and with what it fuses."""
     plan, tile = serving.mesh.plan, 1
     if plan.dtype == "fp8":
-        beyond = engine.shared_expert_tile if np.all(shares_experts(serving)) else 1
+        beyond = engine.shared_expert_tile if np.all(est.shares_experts(serving)) else 1
         tile = engine.expert_tile if serving.cluster.chip.generation == "hopper" else beyond
     fuses = engine.fuses_casts and plan.weight_dtype != "fp8_block"
     sums = {"gathers_by_sums": engine.gathers_by_sums, "codes_sums": engine.codes_sums}
@@ -111,8 +97,8 @@ def prompt_launches_s(serving: Serving, engine: Engine, tokens: float) -> float:
 def first_token_s(serving: Serving, engine: Engine | None) -> float:
     """Time to the first token of a prompt on an idle instance; without an engine its kernels alone."""
     if engine is None:
-        return first_token_kernels_s(serving)
-    return max(float(prompt_alone_s(serving)), prompt_launches_s(serving, engine, serving.prompt))
+        return est.first_token_kernels_s(serving)
+    return max(float(est.prompt_alone_s(serving)), prompt_launches_s(serving, engine, serving.prompt))
 
 
 def host_s(serving: Serving, engine: Engine) -> float:
@@ -123,25 +109,25 @@ def host_s(serving: Serving, engine: Engine) -> float:
     return fitted().constants.guess_host_s / guess.tokens_per_pass
 
 
-def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> PricedPass:
+def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> est.PricedPass:
     """The kernels of a pass of `sequences` in each group: in a graph of so many or more, or without."""
     counts = np.asarray(sequences, dtype=np.float64)
     padded = np.array([_padded(count, engine) for count in counts.ravel().tolist()]).reshape(counts.shape)
     is_launched = ~np.isin(padded, engine.graph_sizes or padded)
     of = run_by(serving, engine)
-    priced = decode_pass(of, padded, past)
+    priced = est.decode_pass(of, padded, past)
     busy_s = priced.total_s - priced.time_s["attention"]
     waits_s = np.maximum(is_launched * launches_s(of) - busy_s, 0.0)
-    return PricedPass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
+    return est.PricedPass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
 
 
-def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> PricedPass:
+def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> est.PricedPass:
     """A whole pass: attention reads the caches of the sequences themselves, whatever the graph pads."""
     graphed = graphed_pass(serving, engine, sequences, past)
     time_s = dict(graphed.time_s)
-    time_s["attention"] = decode_pass(attending(serving, engine), sequences, past).time_s["attention"]
+    time_s["attention"] = est.decode_pass(attending(serving, engine), sequences, past).time_s["attention"]
     time_s["engine"] = time_s["engine"] + np.multiply(sequences, host_s(serving, engine))
-    return PricedPass(time_s, graphed.memory)
+    return est.PricedPass(time_s, graphed.memory)
 
 
 def _padded(count: float, engine: Engine) -> float:
@@ -154,16 +140,16 @@ def _padded(count: float, engine: Engine) -> float:
 # --- the table of decode passes ------------------------------------------------------------------
 
 
-def mean_pass(serving: Serving, sequences: Num, engine: Engine | None) -> PricedPass:
+def mean_pass(serving: Serving, sequences: Num, engine: Engine | None) -> est.PricedPass:
     """The mean pass of decoding, caches half through the output; without an engine its kernels alone."""
     if engine is None:
-        return token_pass(serving, sequences)
+        return est.token_pass(serving, sequences)
     return engine_pass(serving, engine, sequences, serving.prompt + serving.output / 2.0)
 
 
 def sequences_within(serving: Serving, token_s: float, engine: Engine | None = None) -> int:
     """The most sequences of the instance that fit and get a token each `token_s`; 0 if none does."""
-    counts = np.arange(1.0, max_sequences(serving) + 1.0)
+    counts = np.arange(1.0, est.max_sequences(serving) + 1.0)
     if not counts.size:
         return 0
     quick = counts[np.asarray(mean_pass(serving, counts, engine).total_s) <= token_s]
@@ -178,8 +164,8 @@ def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = Non
     """
     num_chips, room = serving.num_chips, serving.usable_bytes
     each = np.array(sequences, dtype=np.float64) / serving.groups
-    time, memory = mean_pass(serving, each, engine).time_s, memory_bytes(serving, each)
-    prompt = prompt_s(serving)
+    time, memory = mean_pass(serving, each, engine).time_s, est.memory_bytes(serving, each)
+    prompt = est.prompt_s(serving)
 
     def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
@@ -280,24 +266,24 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
 
     Nothing is sorted beside the kernels where dp ranks only take prompts: so say their measured points.
     """
-    shares = bool(shares_experts(serving))
+    shares = bool(est.shares_experts(serving))
     counts = np.arange(most_sequences + 1.0)
     context_step = max(longest / CONTEXTS, 1.0)
     contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
     rest = np.broadcast_to(_rest(graphed_pass(serving, engine, counts, 1.0)), counts.shape)
-    decode = decode_pass(attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
+    decode = est.decode_pass(attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
     attention = np.broadcast_to(decode.time_s["attention"], (contexts.size, counts.size)) * (counts > 0)
 
     most_tokens = max(engine.max_tokens + most_sequences, longest)
     token_step = float(TILE * math.ceil(most_tokens / TILE / MOST_POINTS))
     tokens = np.maximum(np.arange(0.0, most_tokens + token_step, token_step), 1.0)
     prompted = run_by(serving, engine)
-    prompts = price_pass(prompted, prompted.prefill(tokens / serving.prompt))
+    prompts = est.price_pass(prompted, prompted.prefill(tokens / serving.prompt))
     experts = prompts.time_s["experts"]
     length_step = longest / POINTS
     prompt = np.maximum(np.arange(POINTS + 1) * length_step, 1.0)
-    together = np.maximum(PREFILL_TOKENS / prompt, 1.0)
-    alone = price_pass(serving, serving.prefill(together, prompt))
+    together = np.maximum(est.PREFILL_TOKENS / prompt, 1.0)
+    alone = est.price_pass(serving, serving.prefill(together, prompt))
     prompt_attention = np.broadcast_to(alone.time_s["attention"] / together, prompt.shape).copy()
     prompt_attention[0] = 0.0
     return PassTimes(
@@ -305,15 +291,15 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         decode_attention=[Curve(column, context_step) for column in attention.T.tolist()],
         prompt_rest=Curve(np.broadcast_to(_rest(prompts) - experts, tokens.shape).tolist(), token_step),
         prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
-        sorted_token_s=0.0 if engine.only_prompts and shares else float(sorted_token_s(prompted)),
+        sorted_token_s=0.0 if engine.only_prompts and shares else float(est.sorted_token_s(prompted)),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         groups=serving.groups, shares_experts=shares, pass_s=engine.pass_s,
         guess_host_s=host_s(serving, engine), prompt_host_s=prompt_launches_s(serving, engine, math.inf),
-        prompt_graph_tokens=engine.prompt_graph_tokens, encoding_token_s=encoding_token_s(serving),
+        prompt_graph_tokens=engine.prompt_graph_tokens, encoding_token_s=est.encoding_token_s(serving),
         prompt_slowdown=engine.prompt_slowdown, expert_slowdown=fitted().constants.expert_slowdown,
         decode_slowdown=engine.decode_slowdown,
     )  # fmt: skip
 
 
-def _rest(priced: PricedPass) -> Num:
+def _rest(priced: est.PricedPass) -> Num:
     return priced.total_s - priced.time_s["attention"]

@@ -31,15 +31,7 @@ from meshwise.published.nersc.paper import (
     price,
 )
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
-from meshwise.published.nersc.tables import (
-    GPT_BLOCKS,
-    TABLES,
-    WAYS,
-    LedgerRow,
-    comm_row,
-    op_rows,
-    work_row,
-)
+from meshwise.published.nersc.tables import GPT_BLOCKS, TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
 _MEMORY = {"weights": "wts", "gradients": "wts_grad", "optimizer": "wts_optimizer_states"}
