@@ -20,12 +20,28 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.units import MOST_STATED, Num, require_positive, to_number
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
-from meshwise.published.frontier import assumptions as growth
-from meshwise.published.frontier import step as stepping
-from meshwise.published.frontier.assumptions import Assumptions, Sizes
+from meshwise.published.frontier.assumptions import (
+    FIELDS,
+    KINDS,
+    MONTH_S,
+    WIDENING,
+    Assumptions,
+    Sizes,
+    assumptions,
+    sizes,
+)
 from meshwise.published.frontier.device import Device
 from meshwise.published.frontier.layer import share_domain
-from meshwise.published.frontier.step import LayerStreams, Split, StepParts
+from meshwise.published.frontier.step import (
+    LayerStreams,
+    Split,
+    StepParts,
+    held_bytes,
+    layer_streams,
+    step_parts,
+    step_s,
+    utilization,
+)
 
 RUN_UTILIZATION = 0.7
 """Base utilization of a whole run: the plateau of the published curve is 69.7 %."""
@@ -56,7 +72,7 @@ def search_grid(device: Device, run: Assumptions) -> Split:
         powers[: math.floor(math.log2(run.num_experts)) + 1],
         np.outer(powers[1:17], [1.0, 1.5]).ravel(),
     )
-    inner_in, inner_out = share_domain(device, 1.0, growth.WIDENING, tp_in, tp_out, run.all_reduce)
+    inner_in, inner_out = share_domain(device, 1.0, WIDENING, tp_in, tp_out, run.all_reduce)
     return Split(tp_in, tp_out, pp, interleave, ep, tokens, inner_in, inner_out)
 
 
@@ -85,11 +101,9 @@ def _best(
     dp = split.ep * np.ceil(tokens / (np.floor(np.where(fits, room, 1.0)) * split.ep))
     microbatches = np.ceil(tokens / dp)
     if run.capacity == "checked":
-        fits = fits & (stepping.held_bytes(run, parts, split, dp, microbatches) <= device.memory_bytes)
+        fits = fits & (held_bytes(run, parts, split, dp, microbatches) <= device.memory_bytes)
     devices = split.tp_in * split.tp_out * split.pp * dp
-    value = np.where(
-        fits, stepping.utilization(device, run, model, devices, stepping.step_s(parts, microbatches)), 0.0
-    )
+    value = np.where(fits, utilization(device, run, model, devices, step_s(parts, microbatches)), 0.0)
     index = np.unravel_index(int(np.argmax(value)), value.shape)
     if value[index] == 0:
         return None
@@ -165,15 +179,15 @@ def _busy_frac(streams: LayerStreams, model: Sizes, choice: _Choice, seconds: fl
 
 def _point(device: Device, run: Assumptions, model: Sizes, choice: _Choice, goodput: float) -> Point:
     split, devices = choice.split, choice.devices
-    parts = stepping.step_parts(device, run, model, split, choice.dp)
-    seconds = float(stepping.step_s(parts, choice.microbatches))
-    streams = stepping.layer_streams(device, run, model, split)
+    parts = step_parts(device, run, model, split, choice.dp)
+    seconds = float(step_s(parts, choice.microbatches))
+    streams = layer_streams(device, run, model, split)
     shares = _time_frac(streams, model, choice, parts)
     plan = {name: float(getattr(split, name)) for name in PLAN_FIELDS} | {"dp": choice.dp}
     plan |= {"microbatches": choice.microbatches, "microbatch_tokens": float(split.tokens)}
     return Point(
         training_flop=float(model.training_flop),
-        utilization=goodput * float(stepping.utilization(device, run, model, devices, seconds)),
+        utilization=goodput * float(utilization(device, run, model, devices, seconds)),
         plan=plan,
         binds=max(shares, key=lambda name: shares[name]),
         lost_to=max((name for name in shares if name != "compute"), key=lambda name: shares[name]),
@@ -205,14 +219,14 @@ def _best_runs(
     """For each `training_flop` the best run under each of `scenarios`; the parts of a step are shared."""
     device = device.flat() if run.network == "flat" else device
     grid = search_grid(device, run)
-    table, names = growth.sizes(run, np.ravel(training_flop)), [item.name for item in fields(Sizes)]
+    table, names = sizes(run, np.ravel(training_flop)), [item.name for item in fields(Sizes)]
     points = []
     for row in zip(*(getattr(table, name) for name in names), strict=True):
         model = Sizes(**dict(zip(names, row, strict=True)))
         usable = max(int(np.count_nonzero(np.asarray(grid.pp) <= model.layers)), 1)
         split = replace(grid, pp=np.asarray(grid.pp)[:, :, :usable])
         # dp is not known before the search: price the gradient reduction of very many replicas.
-        parts = stepping.step_parts(device, run, model, split, model.batch_tokens)
+        parts = step_parts(device, run, model, split, model.batch_tokens)
         points.append([_best_run(device, run, model, split, parts, failures) for failures in scenarios])
     return points
 
@@ -283,12 +297,12 @@ class Frontier(Shown):
         """The limits without failures, and under `with_failures` the same with them."""
         watts = self.device.power_watts or None if watts is None else watts
         price = price_per_device_hour or 0.0
-        failures, laws = self.failures, {kind: getattr(self.run, kind) for kind in growth.KINDS}
+        failures, laws = self.failures, {kind: getattr(self.run, kind) for kind in KINDS}
         return {
             "device": self.device.to_json(),
             "assumptions": {
                 **{kind: {"name": law.name, "source": law.source} for kind, law in laws.items()},
-                **{name: getattr(self.run, name) for name in growth.FIELDS},
+                **{name: getattr(self.run, name) for name in FIELDS},
             },
             "failures": {
                 "device_hours_between_interruptions": failures.device_s_between_interruptions / 3600,
@@ -304,11 +318,11 @@ def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tu
     """The assumptions and the failures of a run of at most `months` [3], with `settings` by name replaced."""
     if months is not None and "duration_s" in settings:
         raise WorkloadError(f"duration_s and months={months:g} both give the duration; leave one of them out")
-    stated = {"duration_s": (3.0 if months is None else months) * growth.MONTH_S} | dict(settings)
+    stated = {"duration_s": (3.0 if months is None else months) * MONTH_S} | dict(settings)
     of_failures: dict[str, Any] = {
         key: to_number(stated.pop(key), f"failures: {key}") for key in FAILURE_NUMBERS if key in stated
     }
-    return growth.assumptions(**stated), replace(Failures.llama3(), **of_failures)
+    return assumptions(**stated), replace(Failures.llama3(), **of_failures)
 
 
 def frontier(

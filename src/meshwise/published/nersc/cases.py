@@ -24,14 +24,22 @@ from meshwise.core.expressions import formulas
 from meshwise.core.files import parse_file
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.machine.hardware import cluster_names, find_cluster
-from meshwise.published.nersc import paper
+from meshwise.published.nersc.paper import (
+    GB,
+    PaperRun,
+    PaperSystem,
+    collective_s,
+    paper_name,
+    paper_system,
+    price,
+)
 from meshwise.published.nersc.paper_ops import PaperCut
 from meshwise.published.nersc.tables import NERSC_TABLES
 
 TOLERANCE = 1e-9
 _ROUNDING = 1e-18
 
-_KINDS = {paper.paper_name(kind): kind for kind in COLLECTIVES if kind != "recv"}
+_KINDS = {paper_name(kind): kind for kind in COLLECTIVES if kind != "recv"}
 _STRATEGIES = {"1d": "1d", "2d": "2d", "seqp": "2d-seqp", "2d-seqp": "2d-seqp"}
 _HELD: dict[str, Any] = {
     "text": str,
@@ -121,7 +129,7 @@ def _case_differences(case: Any, where: str) -> Iterator[Difference]:
     run = _run(inputs, where)
     try:
         with np.errstate(all="raise"):
-            priced = paper.price(run, _system(inputs.system))
+            priced = price(run, _system(inputs.system))
     except ArithmeticError:
         raise DataError(f"{where}: inputs.model or the batch is cut in more parts than it has") from None
     outputs: dict[str, Any] = {f"{name}_ops": table for name, table in priced.tables.items()}
@@ -137,14 +145,14 @@ def _case_differences(case: Any, where: str) -> Iterator[Difference]:
     yield from _differences(derived, stated, f"{where}: inputs", "inputs")
 
 
-def _run(inputs: Any, where: str) -> paper.PaperRun:
+def _run(inputs: Any, where: str) -> PaperRun:
     model, config, inside = inputs.model, inputs.config, inputs.config.nv
     cut = _cut(inputs, f"{where}: inputs.config")
     wanted = ("tp",) if cut.strategy == "1d" else ("tp1", "tp2")
     tp1, tp2 = _degrees(inside, wanted, f"{where}: inputs.config.nv")
     if tp1 * tp2 * inside.dp * inside.pp > inputs.system.nvlink_size:
         raise DataError(f"{where}: inputs.system.nvlink_size is smaller than the parts of config.nv")
-    return paper.PaperRun(
+    return PaperRun(
         cut=cut, num_layers=model.depth, batch=inputs.global_batch_size, dp=config.dp, pp=config.pp,
         inside={"tp1": tp1, "tp2": tp2, "dp": inside.dp, "pp": inside.pp},
     )  # fmt: skip
@@ -170,7 +178,7 @@ def _cut(inputs: Any, where: str) -> PaperCut:
         strategy=strategy, microbatch=config.mbs, seq=model.l, hidden=model.e, ffn=model.f, heads=model.h,
         m1=m1, m2=m2, panels=config.nb or system.summa_nb, attention=attention,
         recompute=config.recompute or config.attention_recompute,
-        elem_bytes=system.element_size * paper.GB, mask_bytes=system.mask_element_size * paper.GB,
+        elem_bytes=system.element_size * GB, mask_bytes=system.mask_element_size * GB,
     )  # fmt: skip
 
 
@@ -185,11 +193,11 @@ def _degrees(entry: Any, wanted: tuple[str, ...], where: str) -> tuple[float, fl
     return first, second
 
 
-def _system(entry: Any) -> paper.PaperSystem:
-    return paper.PaperSystem(**formulas(NERSC_TABLES["cases_system"], {"of": entry}))
+def _system(entry: Any) -> PaperSystem:
+    return PaperSystem(**formulas(NERSC_TABLES["cases_system"], {"of": entry}))
 
 
-def _collective_s(one: Any, systems: dict[str, paper.PaperSystem], where: str) -> float:
+def _collective_s(one: Any, systems: dict[str, PaperSystem], where: str) -> float:
     """Seconds of `one` on the published machine of that name, else on that of a case of the file."""
     if one.op not in _KINDS:
         raise DataError(f"{where}: op {one.op!r} is unknown; choose one of {', '.join(_KINDS)}")
@@ -197,14 +205,12 @@ def _collective_s(one: Any, systems: dict[str, paper.PaperSystem], where: str) -
         raise DataError(f"{where}: in_fast_domain is {one.in_fast_domain:g}, more than n_gpus or nvlink_size")
     preset = f"nersc-{one.system.lower()}"
     if preset in cluster_names():
-        system = paper.paper_system(find_cluster(preset))
+        system = paper_system(find_cluster(preset))
     elif one.system in systems:
         system = systems[one.system]
     else:
         raise DataError(f"{where}: system {one.system!r} is neither published nor that of a case of the file")
-    return float(
-        paper.collective_s(_KINDS[one.op], one.volume_GB * paper.GB, one.n_gpus, one.in_fast_domain, system)
-    )
+    return float(collective_s(_KINDS[one.op], one.volume_GB * GB, one.n_gpus, one.in_fast_domain, system))
 
 
 # --- Comparing ----------------------------------------------------------------------------------------
