@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from meshwise.search.study import Study, StudyPoint
     from meshwise.serve.answer import ServingAnswer
     from meshwise.serve.engine import Engine
-    from meshwise.serve.requests import Turns
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
 
@@ -481,15 +480,14 @@ def serve(
     from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.prefix_cache import parse_offload
-    from meshwise.serve.requests import read_rates, read_requests
+    from meshwise.serve.requests import Turns, read_rates, read_requests
     from meshwise.serve.router import parse_router
     from meshwise.serve.serving import serving, speculating
     from meshwise.serve.simulate import limits_of
     from meshwise.serve.size import Wanted, default_instance, size
 
+    refuse("serve options", WorkloadError, **asked)
     trace = None if requests is None else read_requests(Path(requests))
-    if trace is not None and (prompt, output) != (None, None):
-        raise WorkloadError("a trace says how long prompts and outputs are; leave prompt and output out")
     mean_prompt, mean_output = trace.mean_tokens if trace else (2048, 256)
     prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
     mixture = with_copies(with_capacity(_model(model), capacity_factor), redundant_experts)
@@ -499,8 +497,6 @@ def serve(
     if encoder_cluster:
         encoders = encoder_pool(architecture, _cluster(encoder_cluster), encoder_workers, _plan(plan))
         architecture = replace(architecture, towers=())
-    elif encoder_workers != 1:
-        raise WorkloadError("encoder_workers needs encoder_cluster")
     uneven = expert_skew or redundant_experts or expert_loads is not None
 
     runs = parse_engine(engine or "vllm")
@@ -518,14 +514,13 @@ def serve(
             found = unevenly_routed(found, skew=expert_skew, loads=loads)
         if speculate:
             found = speculating(found, speculate, None if draft_model is None else _model(draft_model))
-        elif draft_model is not None:
-            raise WorkloadError("draft_model needs speculate, as in drafts=3,accept=0.8")
         return found
 
+    sessions = Turns(turns, turn_prompt or 256, think_s or 0.0) if turns > 1 else None
     load = traffic(
         prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
         burstiness=burstiness, length_ratio=length_ratio, length_sigma=length_sigma,
-        shared_prefix=shared_prefix, turns=_turns(turns, turn_prompt, think_s),
+        shared_prefix=shared_prefix, turns=sessions,
         rates=None if rates is None else read_rates(Path(rates)),
     )  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)
@@ -559,8 +554,6 @@ def serve(
     if prefill_plan or prefill_cluster:
         of_prompts = _cluster(prefill_cluster or cluster, collectives)
         first = instance(of_prompts, prefill_plan or plan, runs.of_prompts)
-    elif prefill_workers != 1:
-        raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
     fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
     found = answer(
         fleet, sequences, limits, requests=load, engine=engine, autoscale=autoscale, usd_per_gpu_hour=usd
@@ -573,18 +566,6 @@ def _deployed(found: ServingAnswer, to: str, asked: Mapping[str, Any]) -> Servin
     from meshwise.serve.kubernetes import deployment
 
     return replace(found, deployment=deployment(found, to, asked)) if to else found
-
-
-def _turns(turns: int, prompt: int | None, think_s: float | None) -> Turns | None:
-    """Sessions of several turns; None for requests by themselves."""
-    from meshwise.serve.requests import Turns
-
-    if turns == 1 and (prompt, think_s) != (None, None):
-        raise WorkloadError("turn_prompt and think_s need turns, of at least 2")
-    for name, value, least in (("turns", turns, 1), ("turn_prompt", prompt, 1), ("think_s", think_s, 0)):
-        if value is not None and not least <= value < 1e9:
-            raise WorkloadError(f"{name}={value:g} must be at least {least}")
-    return Turns(turns, 256 if prompt is None else prompt, think_s or 0.0) if turns > 1 else None
 
 
 def calibrate_server(
@@ -770,15 +751,10 @@ def launch(
     from meshwise.launch.settings import SERVING
     from meshwise.launch.write import launch as state
 
-    asked = {name: rollout[name] for name in stated_in(rollout, rl)}
-    if to in RL_FRAMEWORKS:
-        if batch or seq or microbatch:
-            raise WorkloadError(f"{to} takes rollouts: give prompts, samples and max_output, no batch or seq")
+    asked, of_rl = {name: rollout[name] for name in stated_in(rollout, rl)}, to in RL_FRAMEWORKS
+    refuse("launch", WorkloadError, to=to, of_rl=of_rl, sizes=(batch, seq, microbatch), asked=[*asked])
+    if of_rl:
         return _launch_rl(model, cluster, plan, to, asked)
-    if asked:
-        raise WorkloadError(f"{next(iter(asked))} is of verl and nemo-rl; leave it out for {to}")
-    if batch is None:
-        raise WorkloadError("batch, the global batch in sequences, is missing")
     shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
     kind = "decode" if to in SERVING else "train"
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
@@ -793,10 +769,8 @@ def _launch_rl(
     from meshwise.rl.best_split import best_split
     from meshwise.rl.settings import write_settings
 
-    if plan and "train_plan" in asked:
-        raise WorkloadError("plan and train_plan are the same; give one")
-    if missing := [name for name in ("prompts", "samples", "max_output") if name not in asked]:
-        raise WorkloadError(f"{missing[0]} is missing; {to} needs prompts, samples and max_output")
+    missing = [name for name in ("prompts", "samples", "max_output") if name not in asked]
+    refuse("launch rl", WorkloadError, plan=plan, asked=asked, missing=missing, to=to)
     others = ("train_steps", "price", "model", "cluster", "on_candidate")
     options = {name: of.default for name, of in options_of(rl).items() if name not in others}
     options |= {"framework": to, "output": asked["max_output"], "train_plan": plan} | asked

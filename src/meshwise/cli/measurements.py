@@ -14,6 +14,7 @@ from meshwise.cli.output import on_nodes, print_json, print_parts, show
 from meshwise.core.each import ray_for
 from meshwise.core.errors import DataError
 from meshwise.core.options import stated_in, takes
+from meshwise.core.refusals import refuse
 
 if TYPE_CHECKING:
     from meshwise.calibrate.mend import Mend
@@ -100,10 +101,7 @@ def _releases(validation: Validation, board: Path | None, release: str, docs: Pa
     from meshwise.calibrate.releases import read_board, with_release, write_board
 
     path = board or (docs / "board.csv" if docs else None)
-    if path is None and release:
-        raise DataError(f"--release {release} is the name of predictions on a board; add --board FILE")
-    if board is not None and not board.is_file() and not release:
-        raise DataError(f"{board}: no such file; name a board, or begin one with --release NAME")
+    refuse("board", DataError, path=path, board=board, release=release)
     if path is None:
         return {}
     known = read_board(path) if path.is_file() else {}

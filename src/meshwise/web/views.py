@@ -29,6 +29,7 @@ from meshwise import api
 from meshwise.core.errors import DataError, ModelError, WorkloadError
 from meshwise.core.files import parse_text
 from meshwise.core.options import REQUIRED, Option, all_options, options_in, options_of, takes
+from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
 from meshwise.model.huggingface import model_from_config
@@ -142,13 +143,10 @@ def answer(view: str, state: State, server: Server, hear: Hear = lambda so_far: 
     Raises:
         MeshwiseError: There is no such view or field, or as the verb of the command line.
     """
-    if view not in _ANSWERS:
-        raise DataError(f"there is no view {view!r}; there are {', '.join(_ANSWERS)}")
-    if any("\0" in value for value in state.values()):
-        raise DataError("a field holds a null byte; leave it out")
     known = sorted(option.typed for option in options(home(view)).values())
-    if unknown := sorted({name.removeprefix("a.") for name in state}.difference(known)):
-        raise DataError(f"{view} has no field {unknown[0]!r}; it has {', '.join(known)}")
+    unknown = sorted({name.removeprefix("a.") for name in state}.difference(known))
+    names = {"views": ", ".join(_ANSWERS), "unknown": unknown, "known": ", ".join(known)}
+    refuse("page", DataError, view=view, is_view=view in _ANSWERS, texts="".join(state.values()), **names)
     _hear.set(hear)
     return _ANSWERS[view](Question(state, server), **_asked(home(view), state))
 
