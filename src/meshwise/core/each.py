@@ -126,7 +126,7 @@ def each(
         fresh: Start a process for each item.
         timeout_s: How long an item may take; only apart.
     """
-    settings = partial(_ask, function=function, fresh=fresh, timeout_s=timeout_s)
+    settings = partial(Worker.call, function=function, fresh=fresh, timeout_s=timeout_s)
     jobs = min(jobs or os.cpu_count() or 1, len(items))
     answers: Iterator[tuple[int, Any]] = ((place, function(item)) for place, item in enumerate(items))
     if (ray := _cluster.get()) is not None:
@@ -212,16 +212,6 @@ def _ray_worker() -> Worker:
     return Worker()
 
 
-def _ask(
-    worker: Worker, *, function: Callable[..., Any], item: Any, fresh: bool, timeout_s: float | None
-) -> tuple[Any, Exception | None]:
-    try:
-        return worker.call(function, item, timeout_s)
-    finally:
-        if fresh:
-            worker.end()
-
-
 @dataclass(slots=True)
 class Worker:
     """A process that calls functions one after the other; started when first needed."""
@@ -233,14 +223,19 @@ class Worker:
     _starting: threading.Lock = field(default_factory=threading.Lock)
 
     def call(
-        self, function: Callable[[Any], Any], item: Any, timeout_s: float | None = None
+        self, function: Callable[..., Any], item: Any, timeout_s: float | None = None, *, fresh: bool = False
     ) -> tuple[Any, Exception | None]:
-        """What `function` returns, or raises; `Lost` if the process dies or is too slow."""
+        """What `function` returns, or raises; `Lost` if the process dies or is too slow.
+
+        `fresh`: the process ends with its answer.
+        """
         process, begin = self._started(), time.monotonic()
         try:
             self._calls.send((function, item))
             if self._calls.poll(timeout_s):
                 answer: tuple[Any, Exception | None] = self._calls.recv()
+                if fresh:
+                    self.end()
                 return answer
             reason = f"it took longer than timeout_s = {timeout_s:g} s"
         except (OSError, EOFError):
