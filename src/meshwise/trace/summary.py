@@ -34,10 +34,10 @@ from meshwise.trace.collectives import Collective, RankWaiting, collectives, ran
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import FileProblem, grouped
 from meshwise.trace.findings import Finding, RankFacts, findings, rank_facts
-from meshwise.trace.match import Match, linked, match
+from meshwise.trace.match import linked, match
 from meshwise.trace.operators import KernelTotal, Section, kernel_totals, sections
 from meshwise.trace.read import read_traces
-from meshwise.trace.steps import Marks, RankStep, marks, with_steps
+from meshwise.trace.steps import RankStep, marks, with_steps
 
 _SPREADS, _SPAN_FRAC, _MOSTLY = 6 * 1.4826, 0.02, 0.8
 _LEAST_GROUPS = 3
@@ -254,17 +254,18 @@ def _undrifted(traces: Traces, drift: Mapping[int, float]) -> Traces:
     return traces.changed({rank: partial(undrifted, drift=of) for rank, of in drift.items()})
 
 
-def summarize(traces: Traces) -> Summary:
-    """The summary of the traces of one job, one trace a rank."""
-    marked, facts = _facts(traces)
+def summarize(traces: Traces, drift: Mapping[int, float] | None = None) -> Summary:
+    """The summary of the traces of one job, one trace a rank, whose clocks' `drift` was taken off, if any."""
+    marked = marks(traces)
+    facts = traces.each(rank_facts, marked)
     hosts = {one.host for one in facts}
     one_host = len(hosts) == 1 and "" not in hosts
-    matches, alignment = _aligned(facts, one_host)
-    if drift := alignment.drift:
-        traces = _undrifted(traces, drift)
-        marked, facts = _facts(traces)
-        matches, alignment = _aligned(facts, one_host)
-        alignment = replace(alignment, drift=drift)
+    matches = match({one.rank: one.transfers for one in facts}, one_host=one_host)
+    kernels = all(one.has_device for one in facts)
+    alignment = align([one.rank for one in facts], matches, one_host=one_host, kernels=kernels)
+    if alignment.drift and drift is None:
+        return summarize(_undrifted(traces, alignment.drift), alignment.drift)
+    alignment = replace(alignment, drift=dict(drift or {}))
     offsets = alignment.offsets_ns
     origin = min((one.first_ns - offsets[one.rank] for one in facts if one.first_ns is not None), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
@@ -291,19 +292,6 @@ def summarize(traces: Traces) -> Summary:
         origin_ns=origin,
         hosts={one.rank: one.host for one in facts},
     )
-
-
-def _facts(traces: Traces) -> tuple[dict[int, Marks], list[RankFacts]]:
-    """The steps that are marked on every rank, and the facts of every rank."""
-    marked = marks(traces)
-    return marked, traces.each(rank_facts, marked)
-
-
-def _aligned(facts: Sequence[RankFacts], one_host: bool) -> tuple[list[Match], Alignment]:
-    """The communications of all ranks, matched, and the ranks' clocks."""
-    matches = match({one.rank: one.transfers for one in facts}, one_host=one_host)
-    kernels = all(one.has_device for one in facts)
-    return matches, align([one.rank for one in facts], matches, one_host=one_host, kernels=kernels)
 
 
 def _of_the_job(facts: Sequence[RankFacts], found: Sequence[Collective]) -> Iterator[FileProblem]:
