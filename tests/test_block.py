@@ -23,9 +23,8 @@ from meshwise.plan.plan import Plan, parse_plan, plan_text
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.lifetime import Script, peak_bytes, play
-from meshwise.program.op import Op, precision
+from meshwise.program.op import Op, Tensor, precision
 from meshwise.program.tape import Tape
-from meshwise.program.tensor import Tensor
 from meshwise.program.vocabulary import head
 from meshwise.program.walk import activations, with_saved_bytes
 

@@ -26,8 +26,8 @@ from meshwise.model.inputs import Inputs, with_inputs
 from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, RECOMPUTE, Plan
 from meshwise.plan.workload import KINDS, Workload
 from meshwise.program.cut import Cut
+from meshwise.program.op import bytes_of
 from meshwise.program.parts import parts
-from meshwise.program.tensor import bytes_of
 
 MODELS = ("gpt3-175b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "llama3-8b")
 DATA = Path(__file__).parent / "data"

@@ -50,10 +50,9 @@ from meshwise.program.fsdp2 import (
     shard_bytes,
     sums_are_shards,
 )
-from meshwise.program.moments import PartBytes
 from meshwise.program.order import ACTIVE_CHUNKS, Moments, moments
 from meshwise.program.parts import block_input_bytes
-from meshwise.program.walk import mapped, selected
+from meshwise.program.walk import PartBytes, mapped, selected
 
 _LIKE = {"dualpipe-v": "zb-v", "zb-v": "zb-v", "dualpipe": "dualpipe"}
 _LAYOUTS = np.array([SCHEDULES.index(_LIKE.get(name, "1f1b")) for name in SCHEDULES])

@@ -27,8 +27,8 @@ from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import FSDP2, at_stage
 from meshwise.program.fsdp2 import Unit, reduced_bytes, shard_bytes
-from meshwise.program.moments import PartBytes
 from meshwise.program.order import ACTIVE_CHUNKS, Moments
+from meshwise.program.walk import PartBytes
 
 MICROBATCHES = 3
 """The first, the last, and one that stands for all between them."""

@@ -22,10 +22,9 @@ from meshwise.machine.overheads import Overheads
 from meshwise.plan.plan import NARROW_DTYPES
 from meshwise.program.exchange import Held
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
-from meshwise.program.moments import PartBytes, part_bytes
 from meshwise.program.op import Op
 from meshwise.program.parts import HEAD
-from meshwise.program.walk import Room, activations, mapped, room, with_saved_bytes
+from meshwise.program.walk import PartBytes, Room, activations, mapped, part_bytes, room, with_saved_bytes
 from meshwise.program.weights_of_ops import ENDS
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")

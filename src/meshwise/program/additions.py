@@ -33,8 +33,7 @@ from msgspec import structs
 
 from meshwise.model.architecture import Model, Side, Streams
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, changed, elementwise, kernel, linear, product
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.op import Op, Stated, Tensor, changed, elementwise, kernel, linear, made, product
 from meshwise.program.tensor_1d import ATTENTION, look_up, norm, plain_linear
 
 PER_LAYER, STREAMS = "per_layer", "streams"

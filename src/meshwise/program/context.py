@@ -25,8 +25,7 @@ from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, Cost, attended_pairs, flash_attention, flash_attention_backward
 from meshwise.model.architecture import Model, Sparse
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, collective, elementwise, kernel, product
-from meshwise.program.tensor import Tensor, exchanged, made
+from meshwise.program.op import Op, Stated, Tensor, collective, elementwise, exchanged, kernel, made, product
 
 MODULE = "attention"
 SIDE_BY_SIDE = ("qkv", "fc1", "expert_fc1")

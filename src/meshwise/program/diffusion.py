@@ -17,8 +17,7 @@ from meshwise.model.architecture import Diffusion, Layer, Model
 from meshwise.model.weights import embedded, modulated, refiner_layers
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, elementwise, linear
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.op import Op, Stated, Tensor, elementwise, linear, made
 from meshwise.program.tensor_1d import (
     column_linear,
     feed_forward,

@@ -17,8 +17,7 @@ from meshwise.core.units import Num
 from meshwise.model.architecture import Model, across
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.op import Stated, changed, elementwise, linear
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.op import Stated, Tensor, changed, elementwise, linear, made
 from meshwise.program.tensor_1d import column_linear, leave, norm, on_heads, row_linear
 
 CROSS, ENCODER = "cross_attention", "encoder"

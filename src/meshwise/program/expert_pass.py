@@ -30,8 +30,7 @@ from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import matmul_flop
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.lifetime import Script, moment
-from meshwise.program.op import Op
-from meshwise.program.tensor import Tensor
+from meshwise.program.op import Op, Tensor
 
 
 def capacity(num_tokens: Num, num_experts: Num, *, token_fraction: Num, top_k: int = 2) -> Num:

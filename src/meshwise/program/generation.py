@@ -21,8 +21,7 @@ from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_pass import Pass, Placement, forward, logprobs_of, model_tensors, num_slots
 from meshwise.program.lifetime import Script, ops_of
-from meshwise.program.op import Op
-from meshwise.program.tensor import Tensor
+from meshwise.program.op import Op, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,8 +57,7 @@ from meshwise.model.architecture import Model
 from meshwise.model.weights import COLUMNS, Weight, Weights
 from meshwise.program.context import core_attention, score_kernels
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, collective, elementwise, kernel
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.op import Op, Stated, Tensor, collective, elementwise, kernel, made
 from meshwise.program.tensor_1d import ATTENTION, MLP
 from meshwise.program.weights_of_ops import num_held
 

@@ -19,9 +19,8 @@ import numpy as np
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
-from meshwise.program.op import Op, collective, op_row, work
+from meshwise.program.op import ELEMENT_BYTES, Op, Tensor, bytes_of, collective, op_row, work
 from meshwise.program.tape import Tape
-from meshwise.program.tensor import ELEMENT_BYTES, Tensor, bytes_of
 
 
 def moment(reads: Iterable[Tensor] = (), makes: Iterable[Tensor] = ()) -> Op:

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
-from meshwise.program.op import Op, Precision, work
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.op import Op, Precision, Tensor, made, work
 
 KERNEL = "cross_entropy"
 """The kernels of a loss, which state every pass over their tensors."""

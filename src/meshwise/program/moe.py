@@ -29,8 +29,19 @@ from meshwise.cost.experts import met_places
 from meshwise.model.architecture import Model, MoE
 from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, collective, elementwise, kernel, linear, linears, precision
-from meshwise.program.tensor import Tensor, exchanged, made
+from meshwise.program.op import (
+    Op,
+    Stated,
+    Tensor,
+    collective,
+    elementwise,
+    exchanged,
+    kernel,
+    linear,
+    linears,
+    made,
+    precision,
+)
 from meshwise.program.tensor_1d import dequantized, feed_forward, leave, norm, plain_linear
 
 MODULE = "moe"

@@ -26,8 +26,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.program.context import CORE, SIDE_BY_SIDE
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op
-from meshwise.program.tensor import Tensor
+from meshwise.program.op import Op, Tensor
 
 AROUND = ("norm", "post_norm", "dropout", "residual")
 """How the names of ops begin that lie around a module."""

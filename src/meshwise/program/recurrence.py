@@ -24,8 +24,7 @@ from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul_flop
 from meshwise.model.architecture import Model, Recurrence
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, both_ways, changed, collective, elementwise, linears
-from meshwise.program.tensor import Tensor, made
+from meshwise.program.op import Op, Stated, Tensor, both_ways, changed, collective, elementwise, linears, made
 from meshwise.program.tensor_1d import column_linear, leave, norm, plain_linear, row_linear
 
 MODULE = "recurrence"

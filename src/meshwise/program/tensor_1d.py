@@ -31,17 +31,19 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import (
     Op,
     Stated,
+    Tensor,
     both_ways,
     changed,
     collective,
     elementwise,
+    exchanged,
     flat,
     kernel,
     linear,
     linears,
+    made,
     precision,
 )
-from meshwise.program.tensor import Tensor, exchanged, made
 
 ATTENTION, MLP = "attention", "mlp"
 WIDENING = "_dequantize"

@@ -19,8 +19,7 @@ from meshwise.model.architecture import Model
 from meshwise.model.weights import Weight, Weights
 from meshwise.program import tensor_1d
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, collected, collective
-from meshwise.program.tensor import Tensor
+from meshwise.program.op import Op, Stated, Tensor, collected, collective
 from meshwise.program.weights_of_ops import num_held
 
 

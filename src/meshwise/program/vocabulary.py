@@ -30,14 +30,15 @@ from meshwise.program.loss import Loss, loss_ops
 from meshwise.program.op import (
     Op,
     Stated,
+    Tensor,
     backward_last,
     collected,
     collective,
     elementwise,
     linear,
+    made,
     precision,
 )
-from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import column_linear, look_up, norm, on_tp, shards
 from meshwise.program.weights_of_ops import hold
 

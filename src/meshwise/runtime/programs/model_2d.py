@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.core.errors import PlanError
 from meshwise.program.lifetime import Script, play
+from meshwise.program.op import Tensor
 from meshwise.program.tape import Tape
-from meshwise.program.tensor import Tensor
 from meshwise.runtime.programs import check_divides, program_options, ulysses
 
 if TYPE_CHECKING:

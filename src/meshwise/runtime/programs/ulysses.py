@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward
 from meshwise.program.lifetime import Script, play
+from meshwise.program.op import Tensor
 from meshwise.program.tape import Tape
-from meshwise.program.tensor import Tensor
 from meshwise.runtime.programs import check_divides, program_options
 
 if TYPE_CHECKING:
