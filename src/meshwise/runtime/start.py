@@ -123,9 +123,7 @@ def _cuda_bytes() -> tuple[float, float]:
 
 def check_memory(program: Program, options: Any, ranks: int) -> None:
     """PlanError before a run that this machine's memory cannot hold."""
-    path = Path(
-        "/proc/meminfo"
-    )  # what new processes can take, the system's caches included, where Linux says
+    path = Path("/proc/meminfo")  # where Linux says what new processes can take, its caches included
     lines = path.read_text().splitlines() if path.exists() else []
     free = next((line for line in lines if line.startswith("MemAvailable:")), "")
     available_bytes = 1024.0 * int(free.split()[1]) if free else math.inf

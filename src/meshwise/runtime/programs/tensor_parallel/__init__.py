@@ -72,9 +72,8 @@ def cut_of(options: Any, ranks: int) -> Cut:
         try:
             grid = tuple(int(size) for size in options.grid.split("x"))
         except ValueError:
-            raise PlanError(
-                f"tensor-parallel: --grid {options.grid} is not a grid; write numbers as 4x2"
-            ) from None
+            text = f"tensor-parallel: --grid {options.grid} is not a grid; write numbers as 4x2"
+            raise PlanError(text) from None
     return Cut(
         microbatch=float(options.microbatch),
         seq=float(options.seq),

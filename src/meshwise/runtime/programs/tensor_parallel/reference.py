@@ -71,8 +71,7 @@ def _norm(x: Tensor, w: Weights, name: str) -> Tensor:
 
 
 def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
-    y = x @ w[f"{name}.weight"]
-    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+    return F.linear(x, w[f"{name}.weight"].t(), w.get(f"{name}.bias"))
 
 
 def differences(
