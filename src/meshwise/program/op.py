@@ -319,12 +319,10 @@ Made = TypeVar("Made")
 
 def changed(stated: Generator[Op, None, Made], change: Callable[[Op], Op]) -> Generator[Op, None, Made]:
     """What is `stated`, each op changed; and what it makes."""
-    try:
-        while True:
-            yield change(next(stated))
-    except StopIteration as end:
-        made_by: Made = end.value
-        return made_by
+    ops: list[Op] = []
+    made_by = collected(stated, ops)
+    yield from map(change, ops)
+    return made_by
 
 
 def collected(stated: Generator[Op, None, Made], ops: list[Op]) -> Made:

@@ -531,10 +531,7 @@ def on_tp(
         return op
     if kind == "all_gather":
         return structs.replace(op, reads=(reads,), makes=(all_tokens(reads, cut),), remade=True)
-    rows = cut.split_tokens if kind == "reduce_scatter" else cut.tokens
-    y = (
-        exchanged(reads, f"{module}.{name}.summed", (rows, width), cut.tp)
-        if kind == "reduce_scatter"
-        else reads
-    )
+    y = reads
+    if kind == "reduce_scatter":
+        y = exchanged(reads, f"{module}.{name}.summed", (cut.split_tokens, width), cut.tp)
     return structs.replace(op, reads=(reads,), makes=(y,))
