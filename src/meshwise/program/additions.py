@@ -45,9 +45,8 @@ def side_ops(model: Model, cut: Cut, sides: Iterable[Side]) -> Iterator[Op]:
         if side.op:
             continue
         rows = cut.split_tokens * side.times / side.every
-        x = made(
-            side.module, f"{side.name}_input", (rows, float(side.d_in or side.d_out)), cut.precision.act_dtype
-        )
+        shape = rows, float(side.d_in or side.d_out)
+        x = made(side.module, f"{side.name}_input", shape, cut.precision.act_dtype)
         ops: Iterator[Op] = (
             plain_linear(side.module, side.name, x, {side.name: float(side.d_out)}, cut, bias=side.bias)
             if side.d_in

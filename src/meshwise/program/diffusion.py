@@ -19,6 +19,7 @@ from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Stated, Tensor, elementwise, linear, made
 from meshwise.program.tensor_1d import (
+    ATTENTION,
     column_linear,
     feed_forward,
     leave,
@@ -62,16 +63,12 @@ def two_streams(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
         if model.qk_norm:
             yield from on_heads("rmsnorm", "qk_norm", of, ("q", "k"), own, float(dim), module=stream)
         projected.append(tuple(of.values()))
-    joined = []
-    for name, both in zip(("q", "k", "v"), zip(*projected, strict=True), strict=True):
-        shape = cut.tokens, heads * dim
-        joined.append(
-            (yield from elementwise("attention", f"{name}_join", "copy", both, cut.precision, shape=shape))
-        )
-    of = dict(zip(("q", "k", "v"), joined, strict=True))
+    of, shape = {}, (cut.tokens, heads * dim)
+    for name, both in zip("qkv", zip(*projected, strict=True), strict=True):
+        of[name] = yield from elementwise(ATTENTION, f"{name}_join", "copy", both, cut.precision, shape=shape)
     if model.positions == "rotary":
         yield from on_heads("rotary", "rotary", of, ("q", "k"), cut)
-    mixed = yield from core_attention(model, cut, (of["q"], of["k"], of["v"]), dim, dim, heads)
+    mixed = yield from core_attention(model, cut, tuple(of.values()), dim, dim, heads)
     for stream, own in cuts.items():
         if layer.side == "last" and stream == "text":
             continue
@@ -112,8 +109,7 @@ def condition(model: Model, cut: Cut, own: Diffusion) -> Iterator[Op]:
     for i in range(own.refiner_layers):
         for name, d_in, d_out in refiner_layers(model.hidden):
             rows = cut.microbatch if name == "modulation" else of_text
-            yield from layer(
-                f"refiner{i}_{name}", given(f"refiner{i}_{name}_input", rows, float(d_in)), float(d_out)
-            )
+            read = given(f"refiner{i}_{name}_input", rows, float(d_in))
+            yield from layer(f"refiner{i}_{name}", read, float(d_out))
         for name in ("norm1", "norm2"):
             yield from elementwise(EMBEDDING, f"refiner{i}_{name}", "layernorm", x, prec)

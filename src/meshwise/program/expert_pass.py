@@ -39,10 +39,8 @@ def capacity(num_tokens: Num, num_experts: Num, *, token_fraction: Num, top_k: i
     A `token_fraction` of 0 or less gives the rule of training, top_k x ceil(tokens / experts).
     Source: fairseq's top2gate.py and top1gate.py (branch moe).
     """
-    in_training = top_k * np.ceil(np.divide(num_tokens, num_experts))
-    return np.where(
-        np.greater(token_fraction, 0), np.ceil(np.multiply(token_fraction, num_tokens)), in_training
-    )
+    training = top_k * np.ceil(np.divide(num_tokens, num_experts))
+    return np.where(np.greater(token_fraction, 0), np.ceil(np.multiply(token_fraction, num_tokens)), training)
 
 
 def num_slots(config: GptConfig, num_tokens: int) -> int:
@@ -300,9 +298,8 @@ def _attention(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache
     local = width // of.tp
     normed = s.new("normed", of.tokens, width, reads=(x,))
     matrix = weights["qkv"].view("qkv", local, width)
-    q, k, v = (
-        s.matmul("mm", (1.0, of.tokens, local, width), (normed, matrix), name, part="qkvo") for name in "qkv"
-    )
+    shape = 1.0, of.tokens, local, width
+    q, k, v = (s.matmul("mm", shape, (normed, matrix), name, part="qkvo") for name in "qkv")
     scaled = s.new("q scaled", heads, of.length, dim, reads=(q, k, v))
     keys, values = (each.view(each.name, heads, of.keys, dim) for each in (k, v))
     if cache is not None:

@@ -58,10 +58,8 @@ def layer_names(model: Model) -> tuple[str, ...]:
         + (f"_keys_of_{kind.sparse.ratio}" if kind.sparse and kind.sparse.ratio > 1 else "")
         for kind in kinds
     ]
-    alike = [names[:i].count(name) for i, name in enumerate(names)]
-    return tuple(
-        f"{name}_{1 + before}" if before else name for name, before in zip(names, alike, strict=True)
-    )
+    alike = ((name, names[:i].count(name)) for i, name in enumerate(names))
+    return tuple(f"{name}_{1 + before}" if before else name for name, before in alike)
 
 
 def parts(model: Model, cut: Cut) -> dict[str, list[Op]]:

@@ -68,10 +68,8 @@ def _segment(model: Model, cut: Cut, op: Op, is_moe: bool) -> str:
         return "core_attn"
     if "moe_act" in chosen and (op.module, op.name) == ("moe", "expert_act"):
         return "moe_act"
-    is_alone = (op.module, op.name) in (
-        (("attention", "norm1"),) * bool(model.mla) + (("moe", "norm2"),) * is_moe
-    )
-    if "layernorm" in chosen and is_alone:
+    norms = [("attention", "norm1")] * bool(model.mla) + [("moe", "norm2")] * is_moe
+    if "layernorm" in chosen and (op.module, op.name) in norms:
         return f"layernorm.{op.name}"
     layer = op.name.removesuffix("_cast").partition("_lora_")[0]
     projections = UP_PROJECTIONS + ("q_norm", "kv_norm") * IMPLEMENTATIONS[cut.implementation].fuses_norms

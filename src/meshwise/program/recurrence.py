@@ -65,9 +65,8 @@ def behind_norm(model: Model, cut: Cut, normed: Tensor, x: Tensor) -> Stated:
     elif own.kind != "conv":
         yield from _chunks(own, cut, keys)
     made_by, gate = (made(MODULE, name, (cut.tokens, inner), prec.act_dtype) for name in ("result", "gate"))
-    y = yield from elementwise(
-        MODULE, "gate_norm" if own.norm else "gate", "gated_norm", (made_by, gate), prec
-    )
+    name = "gate_norm" if own.norm else "gate"
+    y = yield from elementwise(MODULE, name, "gated_norm", (made_by, gate), prec)
     yield from _exchange("tokens_of_all_heads", cut, inner)
     out = yield from row_linear(MODULE, "out_proj", "out", y, model.hidden, cut, bias=own.bias)
     return (yield from leave(model, cut, MODULE, 1, out, x))

@@ -459,19 +459,16 @@ def plain_linear(
     adapted = [pair for pair in pairs if not cut.lora_targets or pair[0][0] in cut.lora_targets] * is_adapted
     if is_adapted:
         yield from dequantized(module, name, x.shape[-1] * d_out, cut)
-    yield from linears(
-        module, name, x, results, cut.precision, bias=bias, frozen=frozen or is_adapted, own=own
-    )
-    prec = precision("bf16") if cut.precision.casts else cut.precision
+    prec = cut.precision
+    yield from linears(module, name, x, results, prec, bias=bias, frozen=frozen or is_adapted, own=own)
+    of_adapters = precision("bf16") if prec.casts else prec
     if adapted and cut.lora_dropout:
-        x = yield from elementwise(module, f"{name}_lora_dropout", "dropout", x, prec)
+        x = yield from elementwise(module, f"{name}_lora_dropout", "dropout", x, of_adapters)
     for (part, width), whole in adapted:
-        thin = yield from linear(module, f"{part}_lora_a", x, float(cut.lora_rank), prec)
-        wide = yield from linear(module, f"{part}_lora_b", thin, width, prec)
+        thin = yield from linear(module, f"{part}_lora_a", x, float(cut.lora_rank), of_adapters)
+        wide = yield from linear(module, f"{part}_lora_b", thin, width, of_adapters)
         shape = flat(x)[0], width
-        yield from elementwise(
-            module, f"{part}_lora_add", "residual", (whole, wide), cut.precision, shape=shape
-        )
+        yield from elementwise(module, f"{part}_lora_add", "residual", (whole, wide), prec, shape=shape)
     return results
 
 

@@ -235,16 +235,14 @@ def _in_chunks(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
         elif op.phase == "forward" or op.collective != "all_gather":
             yield structs.replace(op, payload_bytes=number * op.payload_bytes)
     elem_bytes, hidden = cut.precision.act_bytes, float(model.hidden)
-    matrix = (model.vocab / cut.tp, hidden) if not cut.lora_rank else (0.0, hidden)
+    states, matrix = (cut.tokens, hidden), (0.0 if cut.lora_rank else model.vocab / cut.tp, hidden)
     gradients = tuple(
         made("head", f"{name}_gradient_of_{what}", shape, cut.precision.act_dtype)
-        for what, shape in (("hidden", (cut.tokens, hidden)), ("matrix", matrix))
+        for what, shape in (("hidden", states), ("matrix", matrix))
     )
     rows, trained = cut.tokens * hidden, matrix[0] * hidden
     added, kept = (number - 1.0) * trained, elem_bytes * (rows + trained)
-    both = Op(
-        module="head", name=f"{name}_gradients", phase="forward", kind="kernel", shape=(cut.tokens, hidden)
-    )
+    both = Op(module="head", name=f"{name}_gradients", phase="forward", kind="kernel", shape=states)
     cost = Cost(added, 2.0 * elem_bytes * added, elem_bytes * added)
     yield structs.replace(both, cost=cost, makes=gradients, keeps=gradients)
     yield structs.replace(both, phase="backward", cost=Cost(rows + trained, kept, kept))

@@ -121,9 +121,8 @@ def room(ops: Sequence[Op]) -> Room:
 
 def structures(forward: Sequence[Op]) -> Iterator[tuple[Any, dict[int, bool]]]:
     """The cells of each structure, and which tensors lie in the memory of another one there."""
-    made = {
-        id(one): one for op in forward for one in (*op.reads, *op.makes, *op.keeps) if one.storage is not None
-    }
+    named = (one for op in forward for one in (*op.reads, *op.makes, *op.keeps))
+    made = {id(one): one for one in named if one.storage is not None}
     flags = {id(one.is_view): one.is_view for one in made.values()}
     arrays = {key: flag for key, flag in flags.items() if np.ndim(flag)}
     fixed = {key: bool(flag) for key, flag in flags.items() if key not in arrays}
@@ -429,9 +428,8 @@ class _Gradients:
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
-        self.is_loss = [
-            op.kernel == LOSS_KERNEL and bits > 0 for op, bits in zip(walk.ops, walk.makes, strict=True)
-        ]
+        made = zip(walk.ops, walk.makes, strict=True)
+        self.is_loss = [op.kernel == LOSS_KERNEL and bits > 0 for op, bits in made]
         last = max((i for i, bits in enumerate(walk.makes) if bits), default=0)
         results = 0 if any(self.is_loss) else walk.makes[last]
         self.owner = {bit: bit for bit in each(results)}  # in whose gradient's place that of a tensor lies

@@ -141,9 +141,8 @@ class Trainer:
             return plain.WHOLE, None
         both = self.ep * self.etp
         grid = self.world.reshape(-1, self.ep, self.etp)
-        sharing, parts = (
-            self._along(axis, line_of(grid, self.rank, dim)) for dim, axis in ((1, "ep"), (2, "tp"))
-        )
+        sharing = self._along("ep", line_of(grid, self.rank, 1))
+        parts = self._along("tp", line_of(grid, self.rank, 2))
         alike = [rank for rank in self.holders if rank % both == self.rank % both]
         same_parts = self.context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
         return plain.ExpertPlace(sharing, parts), same_parts

@@ -82,9 +82,8 @@ class ClosedForm:
         grid, heads = (self.ranks, self.local_heads, n, e), (self.local_heads, self.seq, e)
         self.x = x = s.new("input", n, d)
         self.shapes = [(self.heads, *((e, d) if name == "O" else (d, e))) for name in "QKVO"]
-        self.weights = [
-            s.new(name, *shape, is_weight=True) for name, shape in zip("QKVO", self.shapes, strict=True)
-        ]
+        named = zip("QKVO", self.shapes, strict=True)
+        self.weights = [s.new(name, *shape, is_weight=True) for name, shape in named]
         qkv = [
             s.matmul(name, (self.heads, n, e, d), (x, weight), saves=(x,) if name == "q" else ())
             for name, weight in zip("qkv", self.weights, strict=False)
@@ -115,12 +114,10 @@ class ClosedForm:
         d_out = s.matmul("output", (1, d, d, n), (self.c_, grad), "dO")
         dc_ = s.matmul("output", (1, n, d, d), (grad, self.weights[3]), "dc_")
         s.returns(self.c_)
-        dc = self._exchange_back("c", dc_, (self.ranks, n, self.local_heads, e))
+        dc = self._sent_back("c", dc_, (self.ranks, n, self.local_heads, e))
         dq_, dk_, dv_ = self._flash_backward(dc) if self.is_flash else self._scores_backward(dc)
         shape = self.ranks, self.local_heads, n, e
-        grads = [
-            self._exchange_back(name, each, shape) for name, each in (("v", dv_), ("k", dk_), ("q", dq_))
-        ]
+        grads = [self._sent_back(name, each, shape) for name, each in (("v", dv_), ("k", dk_), ("q", dq_))]
         total: Tensor | None = None
         d_weights = [d_out]
         for name, each, weight in zip("vkq", grads, self.weights[2::-1], strict=True):
@@ -131,7 +128,7 @@ class ClosedForm:
             s.collective(name, "all_reduce", whole, "world", self.ranks, d_weight)
         return [grad, total, *d_weights]
 
-    def _exchange_back(self, name: str, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _sent_back(self, name: str, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The gradient `grad` undergoes transpose and all-to-all in reverse.
 
         That of the keys of scores in memory comes with its last two dims swapped, which the copy undoes.

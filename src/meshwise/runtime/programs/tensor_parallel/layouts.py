@@ -188,12 +188,11 @@ def _inner(model: Model, name: str, along: MeshAxis) -> list[Index]:
     parts: list[list[Index]] = [[] for _ in range(along.size)]
     start = 0
     for units, width in sections[name]:
-        for own, piece in zip(
-            parts, np.split(np.arange(start, start + units * width), along.size), strict=True
-        ):
+        pieces = np.split(np.arange(start, start + units * width), along.size)
+        for own, piece in zip(parts, pieces, strict=True):
             own.append(piece)
         start += units * width
-    return [np.concatenate(pieces) for pieces in parts]
+    return [np.concatenate(own) for own in parts]
 
 
 def _with_vectors(model: Model, matrices: Pieces, norm_columns: Index) -> Pieces:
