@@ -78,11 +78,8 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
             mixed = yield from beside_attention(model, cut, mixed)
         is_parallel = model.parallel_block and cut.layout in ("1d", "2d-cp")
         x, beside = (x, (mixed,)) if is_parallel else (mixed, ())
-    if (
-        layer.side == "decoder"
-        or layer.mixer == "cross"
-        or (model.diffusion and model.diffusion.text == "cross")
-    ):
+    has_source = layer.side == "decoder" or layer.mixer == "cross"
+    if has_source or (model.diffusion and model.diffusion.text == "cross"):
         x = yield from cross_attention(model, cut, x)
     if layer.mlp and layer.moe:
         x = yield from moe_mlp(model, cut, x)

@@ -53,10 +53,8 @@ def core_attention(
 
     rows, keys = cut.microbatch * (cut.seq / cut.ring), kv_local * (seq_k / cut.seq)
     widths = num_heads / cut.ulysses * qk_dim, keys * qk_dim, keys * v_dim
-    dealt = tuple(
-        exchanged(one, f"{one.name}.dealt", (rows, width), cut.ulysses)
-        for one, width in zip(heads, widths, strict=True)
-    )
+    sized = zip(heads, widths, strict=True)
+    dealt = tuple(exchanged(one, f"{one.name}.dealt", (rows, width), cut.ulysses) for one, width in sized)
     yield from _exchange("ulysses_qkv", cut, q_bytes + kv_bytes, heads, dealt)
     yield from _keys_and_values(cut, cut.tokens * cut.ulysses * kv_local * (qk_dim + v_dim) * act_bytes)
     attend = _flash if cut.flash else _unfused
@@ -136,19 +134,16 @@ def _flash(
     shape = (cut.microbatch, *arguments[1:])
     rows = cut.microbatch * seq_q
     mixed = made(MODULE, "flash", (rows, heads * v_dim), prec.act_dtype)
-    statistics = made(MODULE, "flash_statistics", (rows, heads), prec.stat_dtype)
+    results = mixed, made(MODULE, "flash_statistics", (rows, heads), prec.stat_dtype)
+    tensors: dict[str, Any] = {"reads": dealt, "makes": results, "keeps": (*dealt, *results)}
     for phase, work, beside_flop in (
         ("forward", flash_attention, score_flop),
         ("backward", flash_attention_backward, backward_flop),
     ):
         cost = work(*arguments, batch=cut.microbatch, elem_bytes=prec.act_bytes) + Cost(beside_flop / rounds)
-        results = mixed, statistics
-        tensors: dict[str, Any] = (
-            {"reads": dealt, "makes": results, "keeps": (*dealt, *results)} if phase == "forward" else {}
-        )
         yield Op(
             module=MODULE, name="flash", phase=phase, kind="attention", shape=shape, cost=cost,
-            causal=model.causal, dtype=prec.act_dtype, count=rounds, **tensors,
+            causal=model.causal, dtype=prec.act_dtype, count=rounds, **tensors if phase == "forward" else {},
         )  # fmt: skip
         if np.any(rounds > 1.0):
             merge = kernel(MODULE, "merge_rounds", "residual", rows, heads * v_dim, prec, phase=phase)

@@ -71,7 +71,7 @@ TABLES = ("tokens", "positions", "token_types", "class_token")
 """Embeddings are stored as rows, [numbers, hidden]; other matrices as [d_out, d_in]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Unit:
     """Weights that are gathered together; a rank of a stage has `count` units like this.
 
@@ -153,25 +153,17 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     apart = 1.0 - alone * model.tied_embedding
     in_first, *in_blocks, in_last = _gathers_of_parts(model, stage, mesh)
     found = [
-        Unit(weights=embedding, count=stage.embeddings * apart, gathers=(in_first * apart, 0.0)),
-        Unit(
-            weights=head + table * model.tied_embedding,
-            count=stage.heads * apart,
-            gathers=(in_last * apart, 0.0),
-        ),
-        Unit(
-            weights=embedding + head,
-            count=stage.heads * (1.0 - apart),
-            gathers=(in_last * (1.0 - apart), 0.0),
-        ),
+        Unit(embedding, stage.embeddings * apart, (in_first * apart, 0.0)),
+        Unit(head + table * model.tied_embedding, stage.heads * apart, (in_last * apart, 0.0)),
+        Unit(embedding + head, stage.heads * (1.0 - apart), (in_last * (1.0 - apart), 0.0)),
     ]
     further = float(model.mtp_layers)
     blocks = [*zip(layer_kinds(model), stage.layers, in_blocks, strict=True)]
     if further:
         join = frozen(mtp_weights(model)) if lora_rank else mtp_weights(model)
-        found.append(Unit(weights=join, count=further * stage.heads, gathers=(further * in_last, 0.0)))
+        found.append(Unit(join, further * stage.heads, (further * in_last, 0.0)))
         copies = (1.0 - alone) * (not model.tied_embedding)
-        found.append(Unit(weights=table, count=copies * stage.heads, gathers=(copies * in_last, 0.0)))
+        found.append(Unit(table, copies * stage.heads, (copies * in_last, 0.0)))
         last = layer_kind(model, model.num_layers - 1)
         blocks.append((last, further * stage.heads, further * in_last))
     for kind, count, in_forward in blocks:
@@ -180,7 +172,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
             of_block = block_weights(model, kind, lora_rank, mesh.plan.lora_targets)
             weights = tuple(one for one in of_block if one.is_expert == is_expert)
             if weights or not is_expert:
-                found.append(Unit(weights=weights, count=count, gathers=(in_forward, in_backward)))
+                found.append(Unit(weights, count, (in_forward, in_backward)))
     return found
 
 
@@ -288,7 +280,7 @@ def shared_weights(
                 )  # fmt: skip
     if model.shares_table and not mesh.plan.lora_rank:
         table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
-        local = Unit(weights=table, count=1.0, gathers=(0.0, 0.0)).local_size(mesh, cut)
+        local = Unit(table, 1.0, (0.0, 0.0)).local_size(mesh, cut)
         apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * (local > 0) * 1.0
         yield Exchange(
             op="tied_embedding", collective="all_reduce", behind="backward", axis="pp",

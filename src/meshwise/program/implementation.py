@@ -166,9 +166,8 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
     workspace: Num = 0.0
     if op.phase == "backward":
         workspace = (cut.ring > 1) * (wide_type * (queries + 3.0 * keys) + 3.0 * kept_type * keys)
-    for number, (seq_q, seq_k, count) in enumerate(
-        ((seq, seq, 1.0), (seq, half, cut.ring_rank), (half, seq, behind))
-    ):
+    done_in = (seq, seq, 1.0), (seq, half, cut.ring_rank), (half, seq, behind)
+    for number, (seq_q, seq_k, count) in enumerate(done_in):
         sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
         moved = work(0.0, *sizes, batch=batch, elem_bytes=cut.precision.act_bytes)
         done = structs.replace(

@@ -66,12 +66,9 @@ def parts(model: Model, cut: Cut) -> dict[str, list[Op]]:
     """The ops of every part, by name, as training software or a serving engine runs them."""
     serves = cut.kind in SERVING
     first, middle, last = (serving_embed, serving_block, serving_head) if serves else (embed, block, head)
-    blocks = zip(layer_names(model), layer_kinds(model), strict=True)
-    return {
-        EMBEDDING: first(model, cut),
-        **{name: middle(model, cut, kind) for name, kind in blocks},
-        HEAD: last(model, cut),
-    }
+    kinds = zip(layer_names(model), layer_kinds(model), strict=True)
+    blocks = {name: middle(model, cut, kind) for name, kind in kinds}
+    return {EMBEDDING: first(model, cut), **blocks, HEAD: last(model, cut)}
 
 
 def cut_of(mesh: Mesh) -> Cut:

@@ -176,12 +176,10 @@ def source_bytes(model: Model, cut: Cut) -> Num:
 
 def _cross_decode(model: Model, cut: Cut, op: Op) -> Op:
     """Attention of new queries to the source, whose keys and values are kept."""
-    batch, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim = op.shape
+    batch, heads, _, seq_q, seq_k, qk_dim, v_dim = op.shape
     flop = 2.0 * batch * heads * seq_q * seq_k * (qk_dim + v_dim)
-    shape = (batch, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
-    return structs.replace(
-        op, kind="decode_attention", shape=shape, cost=Cost(flop, batch * source_bytes(model, cut), 0.0)
-    )
+    cost = Cost(flop, batch * source_bytes(model, cut), 0.0)
+    return structs.replace(op, kind="decode_attention", cost=cost)
 
 
 def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
@@ -196,17 +194,13 @@ def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
         seq_k = seq_k + np.minimum(cut.past / sparse.ratio, sparse.top_k or np.inf)
     elif sparse.top_k:
         seq_k = np.minimum(seq_k, sparse.top_k)
-    token_bytes = cached_numbers(model, cut) * cut.kv_bytes
+    read, written = (batch * seq * cached_numbers(model, cut) * cut.kv_bytes for seq in (seq_k, seq_q))
     return structs.replace(
         op,
         kind="decode_attention",
         library="mla" if model.mla is not None else "",
         shape=(batch, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim),
-        cost=Cost(
-            2.0 * batch * heads * seq_q * seq_k * (qk_dim + v_dim),
-            batch * seq_k * token_bytes,
-            batch * seq_q * token_bytes,
-        ),
+        cost=Cost(2.0 * batch * heads * seq_q * seq_k * (qk_dim + v_dim), read, written),
     )
 
 
@@ -273,11 +267,8 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
 
 def _with_weights(op: Op, stated: list[Op]) -> Op:
     """`op` with the weights of the ops `stated`."""
-    return structs.replace(
-        op,
-        num_params=sum(one.num_params for one in stated),
-        weights=tuple(held for one in stated for held in one.weights),
-    )
+    weights = tuple(held for one in stated for held in one.weights)
+    return structs.replace(op, num_params=sum(one.num_params for one in stated), weights=weights)
 
 
 def is_sent(moe: MoE, cut: Cut) -> Any:

@@ -199,11 +199,8 @@ class Walk:
     def _entering(self, i: int) -> int:
         """What op `i` of a segment reads of other ops."""
         own = self.ops[i].segment
-        return sum(
-            bit
-            for bit in each(self.reads[i])
-            if bit not in self.maker or self.ops[self.maker[bit]].segment != own
-        )
+        makers = ((bit, self.maker.get(bit)) for bit in each(self.reads[i]))
+        return sum(bit for bit, maker in makers if maker is None or self.ops[maker].segment != own)
 
     def _resolved(self, i: int, bits: int, *, recomputes: bool) -> int:
         """What stands for tensors that op `i` needs: themselves, or what they are made again of."""
@@ -401,10 +398,8 @@ class PartMoments:
             waiting |= gradients.of_results(i) if self.trains[i] else 0
             for held in walk.ops[i].weights:
                 size = self.grad_bytes * held.num_params * held.weight.trains
-                dense, of_experts = (
-                    dense + size * (not held.weight.is_expert),
-                    of_experts + size * held.weight.is_expert,
-                )
+                dense = dense + size * (not held.weight.is_expert)
+                of_experts = of_experts + size * held.weight.is_expert
             moment = walk.bytes(values) + gradients.through(i) + dense + of_experts * (span == 1)
             workspace = self.workspace.get((walk.ops[i].module, walk.ops[i].name), 0.0)
             spans[span] = np.maximum(spans[span], moment + workspace)

@@ -15,17 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshwise.runtime.programs import attention_kernels
+from meshwise.runtime.programs.attention_kernels import attention
 from meshwise.runtime.programs.linear_layers import local
 from meshwise.runtime.torch_private import TorchDispatchMode, disable_current_modes
 
-aten, functional = torch.ops.aten, torch.ops._c10d_functional
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMULS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default)
-KEPT = (
-    attention_kernels.attention._opoverload,
-    functional.reduce_scatter_tensor.default,
-    functional.all_to_all_single.default,
-)
+KEPT = (attention._opoverload, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
 
 
 def per_op_contexts(router: nn.Linear | None) -> Callable[[], tuple[Any, Any]]:
