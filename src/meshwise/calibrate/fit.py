@@ -167,16 +167,11 @@ def score(
     errors = [predict_s(group, chip, efficiency) / group.seconds - 1.0 for group in batches(judged)]
     frac = np.concatenate(errors) if errors else np.array([np.nan])
     return Score(
-        name=name,
-        chip=label,
-        rows=len(rows),
-        held_out_rows=0 if few else len(judged),
-        median_abs_frac=float(np.median(np.abs(frac))),
-        mean_abs_frac=float(np.mean(np.abs(frac))),
-        p90_abs_frac=float(np.quantile(np.abs(frac), 0.9)),
-        bias_frac=float(np.median(frac)),
+        name=name, chip=label, rows=len(rows), held_out_rows=0 if few else len(judged),
+        median_abs_frac=float(np.median(np.abs(frac))), mean_abs_frac=float(np.mean(np.abs(frac))),
+        p90_abs_frac=float(np.quantile(np.abs(frac), 0.9)), bias_frac=float(np.median(frac)),
         sources=tuple(sorted({row.source for row in rows})),
-    )
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from meshwise.estimate import intervals
 from meshwise.estimate.intervals import Spread, Spreads
 from meshwise.machine.efficiency import Efficiency, without
 from meshwise.machine.efficiency import constants as efficiency_of
-from meshwise.machine.hardware import Chip, chips
+from meshwise.machine.hardware import Chip, Level, chips
 from meshwise.machine.overheads import Tables
 
 QUANTITIES = {each.name: each for each in (fit_steps.TIME, fit_steps.MEMORY)}
@@ -109,15 +109,11 @@ def _misses(
         tables = fit_steps.as_tables(fit_steps.times(constants, quantity, step))
         if aspect == "generation":
             tables = _without_power(tables, members[0].cluster.chip.generation)
-        efficiencies: dict[tuple[Chip, Any], Efficiency] = {}
         for each in members:
             kernels = None
             if aspect in ("generation", "chip", "dtype"):
-                on = each.cluster.chip, each.cluster.levels
-                if on not in efficiencies:
-                    known = _kernels_without(each.cluster.chip, aspect, each.plans[0].dtype)
-                    efficiencies[on] = efficiency_of(*on, tables=known)
-                kernels = efficiencies[on]
+                dtype = each.plans[0].dtype if aspect == "dtype" else ""
+                kernels = _kernels_without(each.cluster.chip, each.cluster.levels, aspect, dtype)
             found[each.run.id] = quantity.miss(each, tables, kernels)
     return found
 
@@ -130,8 +126,9 @@ def _without_power(tables: Tables, generation: str) -> Tables:
     return replace(tables, **others)
 
 
-def _kernels_without(chip: Chip, aspect: str, dtype: str) -> dict[str, dict[str, Any]]:
-    """The measured kernels of chips that are not like `chip` in an aspect, and links between nodes."""
+@cache
+def _kernels_without(chip: Chip, levels: tuple[Level, ...], aspect: str, dtype: str) -> Efficiency:
+    """The kernels of `chip` by those of chips that are not like it in an aspect; links between nodes stay."""
 
     def keep(key: str, name: str) -> bool:
         if key == "outer.link" or (aspect == "dtype" and f".{dtype}" not in key):
@@ -139,7 +136,7 @@ def _kernels_without(chip: Chip, aspect: str, dtype: str) -> dict[str, dict[str,
         like = name == chip.name or (aspect != "chip" and chips()[name].generation == chip.generation)
         return not like
 
-    return without(keep, chip.generation)
+    return efficiency_of(chip, levels, tables=without(keep, chip.generation))
 
 
 def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Validation:
@@ -184,9 +181,8 @@ def regimes_of(expressed: Expressed) -> list[str]:
 
 def aspects_of(expressed: Expressed) -> dict[str, str]:
     """What a run is like, by aspect."""
-    plan, cluster = expressed.plans[0], expressed.cluster
-    num_chips = cluster.num_chips
-    return intervals.aspects(cluster.chip, dtype=plan.dtype, software=plan.software, num_chips=num_chips)
+    plan, on = expressed.plans[0], expressed.cluster
+    return intervals.aspects(on.chip, dtype=plan.dtype, software=plan.software, num_chips=on.num_chips)
 
 
 def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:

@@ -139,19 +139,13 @@ def _positive(text: str, column: str) -> float:
     return value
 
 
-def _chip(text: str) -> str:
-    name = _known_chip(text.strip().lower())
-    if name is None:
-        raise _Unmodelled(f"no chip of the catalog is called {text!r}")
-    return name
-
-
 @lru_cache
-def _known_chip(name: str) -> str | None:
+def _chip(text: str) -> str:
+    name = text.strip().lower()
     try:
         return find_chip(_NAMES["chips"].get(name, name)).name
     except ClusterError:
-        return None
+        raise _Unmodelled(f"no chip of the catalog is called {text!r}") from None
 
 
 def _numbers(text: str, column: str, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, float]:
@@ -322,13 +316,7 @@ def _from_published(row: dict[str, str]) -> tuple[str, Stated, float]:
     names |= {"variant": value_of(of["variant"], names)}
     shape, software = formulas(of["shape"], names), value_of(of["of"], names)
     seconds = value_of(of["seconds"], names | shape)
-    chip, software = _published_chip(row["hardware"], software)
-    return chip, (of["kind"], names["variant"], shape, software), seconds
-
-
-def _published_chip(hardware: str, software: str) -> tuple[str, str]:
-    """The chip and, for runs on several nodes, their network in place of the software."""
-    for start, (chip, network) in _NAMES["networks"].items():
-        if hardware.startswith(start):
-            return find_chip(chip).name, network
-    return _chip(hardware), software
+    chip = row["hardware"]
+    for start in (start for start in _NAMES["networks"] if row["hardware"].startswith(start)):
+        chip, software = _NAMES["networks"][start]  # of several nodes their network
+    return _chip(chip), (of["kind"], names["variant"], shape, software), seconds

@@ -104,11 +104,14 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     names = {name: facts.get(name) for name in ("has_experts", "fuses_experts", "hidden", "vocab")}
     is_config = any("_target_" in name for name in stated)
     unread += told("read job", of_recipe=framework == "megatron-bridge" and not is_config, **names)
+    batch = facts.get("batch")
+    if batch is not None and batch < 0:  # torchtitan's -1 is one microbatch of every rank
+        batch = facts["local_batch"] * facts["dp"] if facts.get("dp") else None
     return Job(
         framework=framework,
         model=model,
         plan=plan,
-        batch=_batch(facts),
+        batch=batch,
         unread=tuple(unread),
         **{name: facts.get(name) for name in ("seq", "microbatch", "num_gpus")},
     )
@@ -122,21 +125,11 @@ def _check_counts(facts: Facts, path: Path) -> None:
         raise DataError(f"{path}: the batch is {facts['batch']}; it must be at least 1")
 
 
-def _batch(facts: dict[str, Any]) -> int | None:
-    """The global batch; torchtitan's -1 is one microbatch of every rank."""
-    batch, dp = facts.get("batch"), facts.get("dp")
-    if batch is not None and batch < 0:
-        return facts["local_batch"] * dp if dp else None
-    return batch
-
-
 def _preset(stated: Settings) -> Model | None:
     """The preset that torchtitan's module and config are."""
     chosen = stated.get("--module"), stated.get("--config")
-    for name, known in launch_tables().torchtitan_models.items():
-        if known == chosen:
-            return find_model(name)
-    return None
+    names = (name for name, known in launch_tables().torchtitan_models.items() if known == chosen)
+    return next(map(find_model, names), None)
 
 
 NOISE = 1e-6

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
@@ -95,34 +95,19 @@ def _sized(tower: Tower, inputs: Inputs) -> Tower:
         return replace(tower, encoder=encoder, num_inputs=number, num_tokens=tokens)
     assert encoder.patches is not None
     cut = cut_image(sizing, encoder.patches, math.isqrt(tower.merge), inputs.width, inputs.height)
-    patch = encoder.patches.patch
-    patches = replace(encoder.patches, height=cut.rows * patch, width=cut.columns * patch)
-    of_image = cut.num_tokens or cut.num_inputs * (cut.rows * cut.columns // tower.merge + cut.row_ends)
-    num_inputs, num_tokens = inputs.images * cut.num_inputs, inputs.images * of_image
-    encoder = replace(encoder, patches=patches)
-    return replace(tower, encoder=encoder, num_inputs=num_inputs, num_tokens=num_tokens)
+    num, rows, columns, patch = cut["num_inputs"], cut["rows"], cut["columns"], encoder.patches.patch
+    of_image = cut.get("num_tokens") or num * (rows * columns // tower.merge + cut.get("row_ends", 0))
+    encoder = replace(encoder, patches=replace(encoder.patches, height=rows * patch, width=columns * patch))
+    return replace(
+        tower, encoder=encoder, num_inputs=inputs.images * num, num_tokens=inputs.images * of_image
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class CutImage:
-    """One image as `num_inputs` inputs of `rows` x `columns` patches; `row_ends`: further tokens of each.
-
-    `num_tokens`: tokens of the image, where they are not all of its inputs (0: they are).
-    """
-
-    num_inputs: int
-    rows: int
-    columns: int
-    row_ends: int = 0
-    num_tokens: int = 0
-
-
-def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, height: int) -> CutImage:
-    """How an image of `width` x `height` pixels is cut; `merged` patches along a side become one token."""
+def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, height: int) -> dict[str, Any]:
+    """How an image of `width` x `height` pixels is cut, by the catalog's names."""
     names = {"sizing": sizing, "patches": patches, "merged": merged, "width": width, "height": height}
     names |= {"square": patches.patch * merged, "along": patches.width // patches.patch}
-    found = formulas(_SIZINGS[sizing.kind], _FUNCTIONS | names)
-    return CutImage(**{each.name: found[each.name] for each in fields(CutImage) if each.name in found})
+    return formulas(_SIZINGS[sizing.kind], _FUNCTIONS | names)
 
 
 def _rounded(height: int, width: int, square: int, least: int, most: int) -> tuple[int, int]:

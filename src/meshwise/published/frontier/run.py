@@ -171,18 +171,14 @@ def _time_frac(streams: LayerStreams, model: Sizes, choice: _Choice, parts: Step
     return {name: seconds / total for name, seconds in times.items()}
 
 
-def _busy_frac(streams: LayerStreams, model: Sizes, choice: _Choice, seconds: float) -> dict[str, float]:
-    passes = choice.microbatches * float(model.layers) / float(choice.split.pp)
-    busy_s = (streams.flop_s, streams.memory_s, streams.inner_s, streams.outer_s)
-    return {name: passes * float(one) / seconds for name, one in zip(RESOURCES, busy_s, strict=True)}
-
-
 def _point(device: Device, run: Assumptions, model: Sizes, choice: _Choice, goodput: float) -> Point:
     split, devices = choice.split, choice.devices
     parts = step_parts(device, run, model, split, choice.dp)
     seconds = float(step_s(parts, choice.microbatches))
     streams = layer_streams(device, run, model, split)
     shares = _time_frac(streams, model, choice, parts)
+    passes = choice.microbatches * float(model.layers) / float(split.pp)
+    busy_s = (streams.flop_s, streams.memory_s, streams.inner_s, streams.outer_s)
     plan = {name: float(getattr(split, name)) for name in PLAN_FIELDS} | {"dp": choice.dp}
     plan |= {"microbatches": choice.microbatches, "microbatch_tokens": float(split.tokens)}
     return Point(
@@ -192,7 +188,7 @@ def _point(device: Device, run: Assumptions, model: Sizes, choice: _Choice, good
         binds=max(shares, key=lambda name: shares[name]),
         lost_to=max((name for name in shares if name != "compute"), key=lambda name: shares[name]),
         time_frac=shares,
-        busy_frac=_busy_frac(streams, model, choice, seconds),
+        busy_frac={name: passes * float(one) / seconds for name, one in zip(RESOURCES, busy_s, strict=True)},
         params=float(model.params),
         devices=devices,
         step_s=seconds,

@@ -65,7 +65,10 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
     def total(*names: str) -> float:
         return sum(totals[table][name] for name in names for table in TABLES)
 
-    shares = {name: _comm_frac(rows) for name, rows in tables.items()}
+    shares = {  # the notebook's "time spend in comms": of the forward
+        name: float(sum(row["t_comm_fwd"] for row in rows) / sum(row["t_total_fwd"] for row in rows))
+        for name, rows in tables.items()
+    }
     results = {
         name: {"rows": rows, "totals": totals[name], "comm_frac": shares[name]}
         for name, rows in tables.items()
@@ -108,11 +111,6 @@ def _check_known(model: Model, cluster: Cluster, plan: Plan, workload: Workload)
 def _totals(rows: list[dict[str, Any]], depth: int) -> dict[str, float]:
     """Column sums over the rows of a table, times the number of layers."""
     return {name: sum(row[name] for row in rows) * depth for name in NERSC_TABLES["notebook"]["totalled"]}
-
-
-def _comm_frac(rows: list[dict[str, Any]]) -> float:
-    """The notebook's "time spend in comms": share of the forward."""
-    return float(sum(row["t_comm_fwd"] for row in rows) / sum(row["t_total_fwd"] for row in rows))
 
 
 def _excerpt(name: str, rows: list[dict[str, Any]], totals: dict[str, float], comm_frac: float) -> Excerpt:
