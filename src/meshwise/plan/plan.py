@@ -26,7 +26,7 @@ from meshwise.core.files import read_catalog
 from meshwise.core.toml import read_toml
 from meshwise.core.units import WEIGHT_BITS, Num, values_by_key
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
+from meshwise.machine.overheads import SOFTWARE
 from meshwise.plan.fields import catalog_fields, check_fields, read_field
 from meshwise.plan.implementation import IMPLEMENTATIONS, Implementation
 
@@ -60,7 +60,8 @@ class Plan:
     """Degrees of parallelism and the choices that go with them; see `parse_plan` for the text form.
 
     Making one raises PlanError where a value, or a combination of values, makes no sense on any model.
-    A grid sets tp, 1f1b with vpp > 1 is interleaved, and zb-v and dualpipe-v have vpp=2. DualPipe with
+    A grid sets tp, 1f1b with vpp > 1 is interleaved, and zb-v and dualpipe-v have vpp=2. An implementation
+    runs on software of its own where none is stated. DualPipe with
     experts is DeepSeek's framework (arXiv 2412.19437), whose choices count where the plan leaves them open:
     exchanges behind the other microbatch of a pair (overlap_ep), tokens sent once to a rank, recomputation of
     `DUALPIPE_RECOMPUTES`, and under fp8 tokens sent, and inputs of activation functions kept, in fp8.
@@ -118,7 +119,7 @@ class Plan:
     wide_modules: tuple[str, ...] = ()
     imbalance: float = 1.0
     implementation: str = "megatron"
-    software: str = DEFAULT_SOFTWARE
+    software: str = ""
     placement: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
@@ -193,6 +194,7 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         ("dispatch", DISPATCH[paired]),
         ("dispatch_dtype", narrow),
         ("act_input_dtype", narrow),
+        ("software", plan.done_by.software),
         ("recompute", recompute),
         ("recompute_modules", plan.selective_modules if recompute == "selective" else ()),
     ):

@@ -22,7 +22,7 @@ from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested
 from meshwise.launch.read import parse_yaml, shell_words
 from meshwise.launch.write import File, Launch, yaml_text
-from meshwise.plan.plan import DEFAULTS, KEYS, Plan, plan_text
+from meshwise.plan.plan import KEYS, Plan, plan_text
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import RlJob
 
@@ -113,7 +113,8 @@ def _word(value: Any) -> str:
 
 def _not_expressed(job: RlJob, framework: str) -> list[str]:
     plan, lost = job.train_plan, []
-    keys = [key for key in KEYS if getattr(plan, key) != DEFAULTS[key] and key not in TRAINED_KEYS]
+    usual = Plan(implementation=plan.implementation)
+    keys = [key for key in KEYS if getattr(plan, key) != getattr(usual, key) and key not in TRAINED_KEYS]
     if framework == "nemo-rl" and plan.vpp > 1:
         keys.append("vpp")
     lost += [f"{key}={KEYS[key].show(getattr(plan, key))}: no setting says it" for key in keys]
