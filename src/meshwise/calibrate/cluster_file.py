@@ -63,7 +63,8 @@ class Calibration:
         stated |= {name: getattr(self, name) for name in ("name", "source", "checked")}
         rates = {name: getattr(self, name) for name in _OF_CHIP}
         chip = Chip(vendor=MEASURED, generation=self.name, **rates, **stated)
-        reduces = reduces_and_scatters(self.link_name)
+        # What the library of collectives does to reduce and scatter: gloo reduces all.
+        reduces: ReduceScatter = "all_reduce" if self.link_name.startswith("gloo") else "reduce_scatter"
         return Cluster(chip=chip, num_chips=self.num_ranks, reduce_scatter=reduces, **stated)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,11 +75,6 @@ class Calibration:
         """Write the cluster file, whole or not at all; DataError where that fails."""
         head = "# Measured by `meshwise calibrate`; read with --cluster FILE.\n"
         write_text(path, head + cluster_text(self.cluster, digits=5))
-
-
-def reduces_and_scatters(library: str) -> ReduceScatter:
-    """What a library of collectives does to reduce and scatter: gloo reduces all."""
-    return "all_reduce" if library.startswith("gloo") else "reduce_scatter"
 
 
 def fit_link(

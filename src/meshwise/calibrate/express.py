@@ -266,12 +266,8 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
     names = {"run": run, "of": defaults, "model": model, "dtype": dtype, "narrow": NARROW_DTYPES}
-    names |= {
-        "bool": bool,
-        "stages_of": _stages,
-        "states": _NAMES["optimizer_states"],
-        "optimizers": _NAMES["optimizers"],
-    }
+    names |= {"bool": bool, "stages_of": _stages, "optimizers": _NAMES["optimizers"]}
+    names["states"] = _NAMES["optimizer_states"]
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
     keys = {key: value for key, value in columns.items() if value not in (None, "")}
     plan = Plan(**keys, **formulas(_NAMES["plan"], names), **_adapters(run, dtype), dtype=dtype)
@@ -316,10 +312,8 @@ def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
 def _leaves_open(stated: Run, plan: Plan, change: dict[str, Any]) -> bool:
     """Whether a run leaves open what a change of its plan says; offloading replaces partial recomputation."""
     of_recompute = {"recompute": (None,), "recompute_modules": (None, "selective")}
-    columns = {
-        **{"zero": stated.zero_stage, "grad_dtype": stated.grad_dtype},
-        "optimizer": stated.optimizer or stated.optimizer_dtype,
-    }
+    columns = {"zero": stated.zero_stage, "grad_dtype": stated.grad_dtype}
+    columns["optimizer"] = stated.optimizer or stated.optimizer_dtype
     return (
         all(stated.recompute_kind in kinds for key, kinds in of_recompute.items() if key in change)
         and all(value is None for key, value in columns.items() if key in change)

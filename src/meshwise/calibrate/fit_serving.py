@@ -135,8 +135,7 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
         return
 
     def load(pools: Pools) -> LoadResult:
-        served = simulate(of.requests, pools)
-        return LoadResult(of.fleet, of.requests, of.engine, served)
+        return LoadResult(of.fleet, of.requests, of.engine, simulate(of.requests, pools))
 
     def nudge(name: str) -> Mapping[str, float]:
         moves = getattr(pools.worker.times, _IN_PASSES.get(name, name), 1.0) > 0.0

@@ -50,12 +50,9 @@ class MissesByOthers:
     def spreads(self, without: str = "") -> Spreads:
         """How far measured and predicted differ by regime, over the sources other than `without`."""
         runs = [each for each in self.runs if publication(each.run.source) != without]
-        measured: dict[str, set[str]] = {}
-        for each in runs:
-            for aspect, what in aspects_of(each).items():
-                measured.setdefault(aspect, set()).add(what)
+        seen = [aspects_of(each) for each in runs]
         return Spreads(
-            measured={aspect: sorted(found) for aspect, found in measured.items()},
+            measured={aspect: sorted({each[aspect] for each in seen}) for aspect in (seen or [{}])[0]},
             **{quantity: self._spreads(quantity, runs) for quantity in QUANTITIES},
         )
 

@@ -52,11 +52,8 @@ def write_board(board: Board, path: Path) -> None:
 
 def errors_by_release(board: Board, rows: Sequence[Prediction]) -> Mapping[str, ErrorSummary]:
     """Errors of each release, and of `now`, on those of the `rows` that all of them predicted."""
-    known = [
-        row
-        for row in rows
-        if row.expressed and all((row.quantity, row.id) in found for found in board.values())
-    ]
+    rows = [row for row in rows if row.expressed]
+    known = [row for row in rows if all((row.quantity, row.id) in found for found in board.values())]
     return {
         release: summarize([found[row.quantity, row.id] / (row.measured or 1.0) - 1.0 for row in known])
         for release, found in board.items()

@@ -59,13 +59,9 @@ def _arguments(settings: dict[str, Any], callee: str) -> dict[str, Any]:
 def _script(
     framework: str, settings: dict[str, Any], model: Model, loaded: str, of_trainer: dict[str, Any]
 ) -> str:
-    trained = _call(
-        "SFTTrainer",
-        model=_Code("model"),
-        train_dataset=_Code("data"),
-        **of_trainer,
-        args=_call("SFTConfig", output_dir="out", **_arguments(settings, "SFTConfig")),
-    )
+    args = _call("SFTConfig", output_dir="out", **_arguments(settings, "SFTConfig"))
+    data = {"model": _Code("model"), "train_dataset": _Code("data")}
+    trained = _call("SFTTrainer", **data, **of_trainer, args=args)
     names = {"model": model.name, "loaded": loaded, "trained": trained}
     return launch_tables().scripts[framework] % names
 

@@ -107,14 +107,8 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     batch = facts.get("batch")
     if batch is not None and batch < 0:  # torchtitan's -1 is one microbatch of every rank
         batch = facts["local_batch"] * facts["dp"] if facts.get("dp") else None
-    return Job(
-        framework=framework,
-        model=model,
-        plan=plan,
-        batch=batch,
-        unread=tuple(unread),
-        **{name: facts.get(name) for name in ("seq", "microbatch", "num_gpus")},
-    )
+    sizes = {name: facts.get(name) for name in ("seq", "microbatch", "num_gpus")}
+    return Job(framework=framework, model=model, plan=plan, batch=batch, unread=tuple(unread), **sizes)
 
 
 def _check_counts(facts: Facts, path: Path) -> None:

@@ -33,17 +33,12 @@ COLUMNS = ("software", "mode_kind", "chip", "prompts_per_step", "samples_per_pro
 WITHOUT_REFERENCE = ("DAPO", "GPG")
 """Algorithms without a penalty on the distance from a reference (arXiv 2503.14476, 2504.02546)."""
 
-FRAMEWORKS = {"nemo-rl": "nemo-rl", "verl": "verl"}
-"""Ours by how a row's software begins."""
-
 
 def measured(row: Mapping[str, str]) -> dict[str, float]:
     """The seconds that a row states, by quantity."""
-    several, names = {"scoring_s": ("logprob_s", "ref_s")}, ("step_s", "generation_s", "train_s", "sync_s")
-    columns = {name: (name,) for name in names} | several
-    found = {
-        name: sum(positive(row.get(column) or "") or 0.0 for column in each) for name, each in columns.items()
-    }
+    names = ("step_s", "generation_s", "train_s", "sync_s", "logprob_s", "ref_s")
+    found = {name: positive(row.get(name) or "") or 0.0 for name in names}
+    found["scoring_s"] = found.pop("logprob_s") + found.pop("ref_s")
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
@@ -56,7 +51,7 @@ def predicted(step: RlStep) -> dict[str, float]:
 
 def framework_of(row: Mapping[str, str], without: str = "") -> RlFramework:
     """The constants of a row's software, or as if its version was not known."""
-    name = next((ours for start, ours in FRAMEWORKS.items() if row["software"].lower().startswith(start)), "")
+    name = next((name for name in ("nemo-rl", "verl") if row["software"].lower().startswith(name)), "")
     if not name:
         raise DataError(f"column software: {row['software']!r} has no constants; known are NeMo-RL and verl")
     version = re.search(r"v?(\d+\.\d+)", row["software"])

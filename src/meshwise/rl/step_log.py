@@ -98,9 +98,8 @@ class RlExplanation(Shown):
         worst = max(rows, key=lambda row: row["measured_s"] - row["predicted_s"])
         longer_s = worst["measured_s"] - worst["predicted_s"]
         if longer_s > 0.05 * step_s:
-            phase = worst["phase"]
-            longer = f"{longer_s:.3g} s longer than predicted"
-            found.append(f"look first at {phase}, {longer}; it is shortened by {_ADVICE[phase]}")
+            what = f"{worst['phase']}, {longer_s:.3g} s longer than predicted"
+            found.append(f"look first at {what}; it is shortened by {_ADVICE[worst['phase']]}")
         else:
             longest = rows[0]["phase"]
             found.append(f"no phase stands out; the longest, {longest}, is shortened by {_ADVICE[longest]}")

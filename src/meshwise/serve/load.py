@@ -107,9 +107,14 @@ class Fleet:
     @property
     def num_chips(self) -> int:
         """GPUs of all workers, of all pools."""
-        first = self.prefill.num_chips * self.prefill_workers if self.prefill else 0
         encoders = self.encoders.num_chips if self.encoders else 0
-        return self.serving.num_chips * self.workers + first + encoders
+        return sum(of.num_chips * workers for of, workers in self.pools) + encoders
+
+    @property
+    def pools(self) -> list[tuple[Serving, int]]:
+        """The instances of each pool and how many there are, those that only take prompts first."""
+        prefill = [(self.prefill, self.prefill_workers)] if self.prefill else []
+        return [*prefill, (self.serving, self.workers)]
 
     @property
     def transfer_token_s(self) -> float:
@@ -265,9 +270,7 @@ def pool_usd_per_hour(of: Serving, workers: float, usd_per_gpu_hour: Mapping[str
 
 def usd_per_hour(fleet: Fleet, usd_per_gpu_hour: Mapping[str, float]) -> float:
     """Dollars an hour of all workers."""
-    first = fleet.prefill
-    prefill = pool_usd_per_hour(first, fleet.prefill_workers, usd_per_gpu_hour) if first else 0.0
-    return prefill + pool_usd_per_hour(fleet.serving, fleet.workers, usd_per_gpu_hour)
+    return sum(pool_usd_per_hour(of, workers, usd_per_gpu_hour) for of, workers in fleet.pools)
 
 
 def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
@@ -378,8 +381,7 @@ def under_load(
 
 def _has_room(fleet: Fleet) -> bool:
     """Whether every group of each pool has room for one request."""
-    pools = [one for one in (fleet.serving, fleet.prefill) if one is not None]
-    return all(cache_tokens(of) >= (of.prompt + of.output) * of.groups for of in pools)
+    return all(cache_tokens(of) >= (of.prompt + of.output) * of.groups for of, _ in fleet.pools)
 
 
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:

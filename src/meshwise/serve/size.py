@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -439,10 +440,9 @@ def _headroom_frac(choice: Choice, wanted: Wanted, engine: Engine) -> float:
 
 def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:
     """Whether the clusters have so many chips."""
-    used = {fleet.serving.cluster.chip.name: fleet.workers * fleet.serving.cluster.num_chips}
-    if fleet.prefill:
-        chip = fleet.prefill.cluster.chip.name
-        used[chip] = used.get(chip, 0) + fleet.prefill_workers * fleet.prefill.cluster.num_chips
+    used: Counter[str] = Counter()
+    for of, workers in fleet.pools:
+        used[of.cluster.chip.name] += workers * of.cluster.num_chips
     return all(num <= most[chip] for chip, num in used.items())
 
 
