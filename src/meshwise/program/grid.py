@@ -302,12 +302,8 @@ def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
     num_q = tokens(cut) / cut.microbatch * model.num_heads / model.num_kv_heads
     dim, width = model.head_dim / columns, cut.seq / columns
     num_k = tokens(cut) / cut.microbatch
-    sizes = {
-        "q": (batch * num_q, dim),
-        "k": (batch * num_k, dim),
-        "v": (batch * num_k, dim),
-        "scores": (batch * num_q, width),
-    }
+    of_q, of_k = (batch * num_q, dim), (batch * num_k, dim)
+    sizes = {"q": of_q, "k": of_k, "v": of_k, "scores": (batch * num_q, width)}
     q, k, v, scores = (made(ATTENTION, name, shape, cut.precision.act_dtype) for name, shape in sizes.items())
     size: dict[str, Any] = {"cut": cut, "batch": batch}
 

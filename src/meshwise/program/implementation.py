@@ -262,7 +262,8 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
     ops = list(ops)
     widened = {(op.module, op.name.removesuffix(WIDENING)) for op in ops if op.name.endswith(WIDENING)}
     for op in ops:
-        if op.kind == "matmul" and op.phase == "forward" and (op.module, op.name) in widened:
+        multiplies = op.kind == "matmul" and op.phase == "forward"
+        if multiplies and (op.module, op.name) in widened:
             op = structs.replace(op, keeps=(*op.keeps, op.reads[0]))
         if model.moe is not None and op.name == "router_softmax" and op.phase == "forward":
             yield _with_routes(_eager_kernel(op), model.moe, cut)
@@ -273,12 +274,7 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
             yield _eager_kernel(op)
         elif op.kernel == "sum_copies":
             yield weighed_after(op, cut.precision)
-        elif (
-            op.phase == "forward"
-            and op.kind == "matmul"
-            and op.module == ATTENTION
-            and op.name in ("logits", "attend")
-        ):
+        elif multiplies and op.module == ATTENTION and op.name in ("logits", "attend"):
             yield with_repeated_keys(op)
         else:
             yield op

@@ -29,14 +29,9 @@ def compare_script(outcome: ScriptOutcome, estimate: Estimate) -> Comparison:
     for name, label in _STATES.items():
         stated["states", label, "", "bytes"] = float(estimate.memory_bytes[name])
         found["states", label, "", "bytes"] = outcome.states_bytes.get(label, 0.0)
-    return Comparison(
-        tuple(
-            Row(module, op, phase, column, "", {"estimate": stated[place], "script": found[place]})
-            for place in sorted(set(stated) | set(found))
-            for module, op, phase, column in [place]
-            if stated[place] or found[place]
-        )
-    )
+    places = sorted(place for place in stated.keys() | found.keys() if stated[place] or found[place])
+    rows = (Row(*place, "", {"estimate": stated[place], "script": found[place]}) for place in places)
+    return Comparison(tuple(rows))
 
 
 def _totals(ledger: Ledger) -> defaultdict[Place, float]:
