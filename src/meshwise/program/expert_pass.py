@@ -79,14 +79,11 @@ def place(num_ranks: int, num_experts: int, *, tp: int = 1, ep: int | None = Non
     dp = num_ranks // tp
     ep = ep or min(dp, num_experts or 1)
     if dp % ep:
-        raise PlanError(
-            f"{dp} data-parallel ranks do not divide by ep={ep}; use a multiple of {ep} ranks or another ep"
-        )
+        text = f"{dp} data-parallel ranks do not divide by ep={ep}"
+        raise PlanError(f"{text}; use a multiple of {ep} ranks or another ep")
     if num_experts % ep:
-        raise PlanError(
-            f"{num_experts} experts do not divide by {ep} expert-parallel ranks; use a divisor of "
-            f"{num_experts}"
-        )
+        text = f"{num_experts} experts do not divide by {ep} expert-parallel ranks"
+        raise PlanError(f"{text}; use a divisor of {num_experts}")
     return Placement(tp, dp, ep)
 
 

@@ -37,9 +37,8 @@ Options = program_options(__name__, "language-model", "generate")
 def check(options: Any, ranks: int) -> None:
     """A MeshwiseError for what does not fit, before anything starts."""
     if options.min_tokens > options.max_tokens:
-        raise WorkloadError(
-            f"--min-tokens {options.min_tokens} is more than --max-tokens {options.max_tokens}; lower it"
-        )
+        text = f"--min-tokens {options.min_tokens} is more than --max-tokens {options.max_tokens}"
+        raise WorkloadError(f"{text}; lower it")
     _setting(options, ranks)
     _prompts(options)
 

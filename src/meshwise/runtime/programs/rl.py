@@ -56,9 +56,8 @@ def check(options: Any, ranks: int) -> None:
     check_divides("rl: samples", options.num_samples, options.updates, f"--updates {options.updates}")
     check_divides("rl: weights", num_params(the_model(options)), trainers, f"{trainers} trainers")
     if 0 < options.pack_length < options.length:
-        raise WorkloadError(
-            f"rl: --pack-length {options.pack_length} holds no sample of {options.length} tokens; raise it"
-        )
+        text = f"rl: --pack-length {options.pack_length} holds no sample of {options.length} tokens"
+        raise WorkloadError(f"{text}; raise it")
     head_dim = options.hidden // options.heads
     if head_dim % 2:
         raise WorkloadError(f"rl: heads of {head_dim} numbers cannot be rotated in pairs")

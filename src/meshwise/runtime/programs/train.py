@@ -87,9 +87,8 @@ def the_model(options: Any) -> Model:
     stated += [f"the activation {model.activation}"] * (model.activation not in _PARTS["activation"])
     stated += [f"positions {model.positions}"] * (model.positions not in _PARTS["positions"])
     if stated:
-        raise ModelError(
-            f"train: {model.name} has {stated[0]}; choose one shaped like GPT, Llama, Mixtral or DeepSeek-V2"
-        )
+        shapes = "GPT, Llama, Mixtral or DeepSeek-V2"
+        raise ModelError(f"train: {model.name} has {stated[0]}; choose one shaped like {shapes}")
     layers = options.layers or model.num_layers
     return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
 
