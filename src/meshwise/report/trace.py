@@ -1,4 +1,7 @@
-"""The traces of a job: in one sentence and as tables; as a page also ranks over time, memory and rates."""
+"""The traces of a job: in one sentence and as tables; as a page also ranks over time, memory and rates.
+
+Below, the predicted step beside the measured one: a sentence, a bar for each class of work, the ops that join.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section, Text
-from meshwise.report.table import Fields, Table, cell_text, difference_text, percent, records_table, short
+from meshwise.report.table import Fields, Table, bar, difference_text, percent, records_table, short
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath, critical_path
+from meshwise.trace.explain import Explanation, OpDifference
 from meshwise.trace.findings import Finding
 from meshwise.trace.intervals import covered
 from meshwise.trace.memory import MemoryPeak, memory_peaks, timeline
@@ -233,7 +237,7 @@ def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
         "operator": lambda one: short(one.op.removeprefix("aten::"), 24),
         "shape": lambda one: short(one.shape, 32),
         **{"dtype": "dtype", "calls": "count", "median": "median_s"},
-        "FLOP/s": lambda one: cell_text("flop_per_s", one.flop_per_s) if one.flop else "",
+        "FLOP/s": lambda one: with_prefix(one.flop_per_s, "FLOP/s") if one.flop else "",
         **{"bytes/s": "bytes_per_s", "of the roof": "roof_frac"},
     }
     return [records_table("Operators of known work", found[:limit], columns, left=tuple(columns)[:3])]
@@ -416,3 +420,61 @@ def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
     if wires := bandwidths(summary.collectives, cluster):
         sections += bandwidth_tables(wires, limit=MOST_ROWS)
     return sections
+
+
+# --- the predicted step beside the measured one ---------------------------------------------------
+
+_WIDEST = 20
+"""Characters of the longest bar."""
+
+
+def explain_parts(found: Explanation, *, limit: int = 15, everything: bool = False) -> Iterator[Section]:
+    """What is wrong in a sentence, then measured = predicted + differences, the largest first."""
+    above = len(found.mismatches) + 1
+    yield " ".join(sentence(text) + "." for text in found.findings[:above]) + "\n"
+    yield _by_class(found)
+    rows = [(row.module, row.op, row.phase, *_times(row)) for row in found.rows if row.module]
+    if rows:
+        places = ("module", "op", "phase")
+        columns = (*places, "predicted", "measured", "difference")
+        shown = rows if everything else rows[:limit]
+        yield Table("Its ops that join", columns, shown, left=places, no_wrap=True)
+    yield from (sentence(text) + "." for text in found.findings[above:])
+
+
+def explain_page(found: Explanation) -> Page:
+    """Where the measured step differs from the predicted one, all of it."""
+    headline, *sections = explain_parts(found, everything=True)
+    return Page("Predicted against measured", str(headline).strip(), sections)
+
+
+def _by_class(found: Explanation) -> Table | plot.Chart:
+    """From the predicted step to the measured one, class by class; without a prediction what was measured."""
+    title, name = "Time of a step", "class"
+    if found.predicted_s is None:
+        rows = [(row.op, duration(row.measured_s)) for row in found.classes]
+        return Table(title, (name, "measured"), [*rows, ("step", duration(found.measured_s))], no_wrap=True)
+    changes = [row.more_s for row in found.classes]
+    most_s = max(map(abs, changes), default=0.0) or 1.0
+    drawn = [f"{change:+.0f}"[0] + bar(abs(change) / most_s, _WIDEST) if change else "" for change in changes]
+    classes = [(row.op, *_times(row), line) for row, line in zip(found.classes, drawn, strict=True)]
+    columns = (name, "predicted", "measured", "difference", "longer or shorter")
+    first = ("predicted step", duration(found.predicted_s), "", "", "")
+    last = ("measured step", "", duration(found.measured_s), "", "")
+    table = Table(title, columns, [first, *classes, last], left=(name, columns[-1]), no_wrap=True)
+    colors = plot.LESS_COLOR, plot.MORE_COLOR
+    bars = plot.Bars(
+        ["predicted", *(row.op for row in found.classes), "measured"],
+        [found.predicted_s, *changes, found.measured_s],
+        [plot.SUM_COLOR, *(colors[change > 0] for change in changes), plot.SUM_COLOR],
+        [0.0, *(found.predicted_s + sum(changes[:i]) for i in range(len(changes))), 0.0],
+        texts=[duration(found.predicted_s), *map(difference_text, changes), duration(found.measured_s)],
+    )
+    finding = "Red classes take longer than predicted, green ones less; together they are the difference."
+    title, height = "From the predicted step to the measured one", 60 + 26 * len(bars.names)
+    axis = plot.ChartAxis("time of a step", "s")
+    return plot.Chart(title, [bars], axis, finding=finding, table=table, height=height)
+
+
+def _times(row: OpDifference) -> tuple[str, str, str]:
+    return duration(row.predicted_s), duration(row.measured_s), difference_text(row.more_s)
