@@ -1,23 +1,25 @@
-"""What a shell completes beside verbs and options: names of the catalog, frameworks, keys of a plan."""
+"""What a shell completes beside verbs and options: names of the catalog, frameworks, keys of a plan.
+
+Each function is handed what is typed so far; typer keeps those of the names that begin so.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 
 def models(incomplete: str) -> list[str]:
-    """Presets that begin so."""
+    """Presets."""
     from meshwise.model.find import model_names
 
-    return _beginning(model_names(), incomplete)
+    return model_names()
 
 
 def clusters(incomplete: str) -> list[str]:
-    """Presets that begin so, and chips, behind which their number comes."""
+    """Presets, and chips, behind which their number comes."""
     from meshwise.machine.hardware import chips, cluster_names
 
-    return _beginning([*cluster_names(), *(f"{chip}:" for chip in chips())], incomplete)
+    return [*cluster_names(), *(f"{chip}:" for chip in chips())]
 
 
 def machines(incomplete: str) -> list[str]:
@@ -30,14 +32,14 @@ def frameworks(incomplete: str) -> list[str]:
     from meshwise.api import RL_FRAMEWORKS
     from meshwise.launch.settings import FRAMEWORKS
 
-    return _beginning([*FRAMEWORKS, *RL_FRAMEWORKS], incomplete)
+    return [*FRAMEWORKS, *RL_FRAMEWORKS]
 
 
 def methods(incomplete: str) -> list[str]:
     """Methods of fine-tuning."""
     from meshwise.search.fit_card import METHODS
 
-    return _beginning(METHODS, incomplete)
+    return list(METHODS)
 
 
 def plans(incomplete: str) -> list[str]:
@@ -48,11 +50,11 @@ def plans(incomplete: str) -> list[str]:
     start += "," if start else ""
     key, equals, value = last.partition("=")
     if not equals:
-        return _beginning([f"{start}{name}=" for name in KEYS], incomplete)
+        return [f"{start}{name}=" for name in KEYS]
     before, _, value = value.rpartition("|")
     before += "|" if before else ""
     names = KEYS[key].names if key in KEYS else ()
-    return _beginning([f"{start}{key}={before}{name}" for name in names], incomplete)
+    return [f"{start}{key}={before}{name}" for name in names]
 
 
 def join_words_of_bash() -> int:
@@ -68,7 +70,3 @@ def join_words_of_bash() -> int:
     joined = [*words[:first], "".join(words[first : last + 1])]
     os.environ |= {"COMP_WORDS": " ".join(joined), "COMP_CWORD": str(first)}
     return len("".join(words[first : last + (words[last] in ("=", ":"))]))
-
-
-def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]

@@ -1,6 +1,6 @@
 """The traces of a job: in one sentence and as tables; as a page also ranks over time, memory and rates.
 
-Below, the predicted step beside the measured one: a sentence, a bar for each class of work, the ops that join.
+Below, the predicted step beside the measured one: a sentence, a bar for each class of work, ops that join.
 """
 
 from __future__ import annotations

@@ -92,14 +92,14 @@ def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False
     for (group, name, ends), members in calls.items():
         if ends is not None:
             pair = "->".join("?" if rank is None else str(rank) for rank in ends)
-            matches += _matches(pair, "", members, _by_message(ends, members, one_host))
+            matches += _matches(pair, "", members, _numbers(ends, members, one_host))
             continue
         apart = [members] if name or not isinstance(group, str) else _apart(members, one_host)
         for part in apart:
             among: tuple[Group, str] = (group, name if num_names[group] > 1 else "")
             if len(apart) > 1:
                 among = tuple(part), str(group)
-            matches += _matches(*among, part, _by_call(part, one_host))
+            matches += _matches(*among, part, _numbers(None, part, one_host))
     return matches
 
 
@@ -150,23 +150,23 @@ def _is_counted(members: Mapping[int, list[Transfer]]) -> bool:
     return all(t.sequence is not None and not t.is_message for found in members.values() for t in found)
 
 
-def _by_call(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int, list[int]]:
+def _numbers(
+    ends: _Ends | None, members: Mapping[int, list[Transfer]], one_host: bool
+) -> Mapping[int, Sequence[int]]:
+    """The calls of a group, or the messages between two `ends`, numbered; equal numbers are the same call.
+
+    Messages whose other side is not known stand alone.
+    """
     if _is_counted(members):
         return {rank: [t.sequence or 0 for t in found] for rank, found in members.items()}
-    return _by_step(members) or _by_order(members, one_host)
-
-
-def _by_message(
-    ends: _Ends, members: Mapping[int, list[Transfer]], one_host: bool
-) -> Mapping[int, Sequence[int]]:
-    """The messages of one rank to another numbered; those whose other side is not known stand alone."""
-    buffered = any(t.is_buffered for found in members.values() for t in found)
-    uneven = len({len(found) for found in members.values()}) > 1
-    if None in ends or ends[0] == ends[1] or (buffered and uneven):
-        alone = itertools.count()
-        return {rank: [next(alone) for _ in found] for rank, found in members.items()}
-    if buffered:
-        return {rank: range(len(found)) for rank, found in members.items()}
+    if ends is not None:
+        buffered = any(t.is_buffered for found in members.values() for t in found)
+        uneven = len({len(found) for found in members.values()}) > 1
+        if None in ends or ends[0] == ends[1] or (buffered and uneven):
+            alone = itertools.count()
+            return {rank: [next(alone) for _ in found] for rank, found in members.items()}
+        if buffered:
+            return {rank: range(len(found)) for rank, found in members.items()}
     return _by_step(members) or _by_order(members, one_host)
 
 
