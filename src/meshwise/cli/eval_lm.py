@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from meshwise.cli.output import print_answer
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import duration, with_prefix
+from meshwise.core.refusals import refuse
+from meshwise.core.units import duration, to_number, with_prefix
 from meshwise.report.table import Fields, Table, records_table
 
 TOKENS = "tokens scored or generated"
@@ -65,15 +66,13 @@ def eval_lm(
     from meshwise.published.moe_inference import has_rate, report, side_by_side, variants, what_if
 
     found = find_gpt_config(config, override)
-    if not found.num_moe_layers:
-        raise WorkloadError(f"{config} has no mixture-of-experts layer; set moe_freq and moe_expert_count")
-    if not found.vocab_size:
-        raise WorkloadError(f"{config} does not say vocab_size; add --override vocab_size=N")
+    shares = [to_number(text, "--fractions") for text in fractions.split(",")]
+    no_shares = [share for share in shares if not 0 <= share <= 1]
+    refuse("eval-lm", WorkloadError, of=found, name=config, no_shares=no_shares)
     placement = place(ranks * tp, found.moe_expert_count, tp=tp, ep=ranks)
     check_tp(found, tp)
     of = new_pass(found, ep=ranks, tp=tp, dtype=dtype)
     counts = report(of, passes)
-    shares = [_share(text) for text in fractions.split(",")]
     clusters = {chip: find_cluster(f"{chip}:{ranks * tp}") for chip in chips.split(",")}
     what_ifs = [what_if(name, one, clusters) for name, one in variants(of, shares).items()]
     generation = Generation(
@@ -92,16 +91,6 @@ def eval_lm(
     parts = {"counts": _counts(counts), "what-ifs": _what_ifs(what_ifs), "programs": _programs(programs)}
     shown = chain.from_iterable(tables for name, tables in parts.items() if show in (name, "all"))
     print_answer(counts | {"what_ifs": what_ifs, "programs": programs}, shown, json=json)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise WorkloadError(f"--fractions: {text!r} is not a share from 0 to 1")
-    return share
 
 
 def _counts(document: dict[str, Any]) -> Iterator[Table]:

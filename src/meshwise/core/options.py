@@ -18,7 +18,7 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import quantity
+from meshwise.core.units import quantity, to_number
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 REQUIRED = inspect.Parameter.empty
@@ -60,10 +60,7 @@ class Option:
             return text == "yes"
         if self.kind not in (int, float):
             return text
-        try:
-            value = float(text)
-        except ValueError:
-            raise WorkloadError(f"{self.typed}={text} must be a number") from None
+        value = to_number(text, self.typed)
         if self.kind is float:
             return value / 1e3 if self.in_ms else value
         if not value.is_integer():
