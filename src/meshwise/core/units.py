@@ -85,7 +85,7 @@ def to_number(value: str | float, what: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise WorkloadError(f"{what} is {value!r}; it must be a number") from None
+        raise WorkloadError(f"{what}={value} must be a number") from None
 
 
 def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
