@@ -127,9 +127,12 @@ def minimise(loss: Callable[[Array], float], start: Array, *, rounds: int = 4, s
 
 
 def fit(
-    rows: Sequence[Measurement], chip: Chip, boxes: Boxes, build: Callable[[Entries], Efficiency],
+    rows: Sequence[Measurement],
+    chip: Chip,
+    boxes: Boxes,
+    build: Callable[[Entries], Efficiency],
     start: Entries,
-) -> Entries:  # fmt: skip
+) -> Entries:
     """The entries that make `build(entries)` predict `rows` best.
 
     The search moves the constants of `boxes`, each within its limits, from those of `start`.
@@ -167,11 +170,16 @@ def score(
     errors = [predict_s(group, chip, efficiency) / group.seconds - 1.0 for group in batches(judged)]
     frac = np.concatenate(errors) if errors else np.array([np.nan])
     return Score(
-        name=name, chip=label, rows=len(rows), held_out_rows=0 if few else len(judged),
-        median_abs_frac=float(np.median(np.abs(frac))), mean_abs_frac=float(np.mean(np.abs(frac))),
-        p90_abs_frac=float(np.quantile(np.abs(frac), 0.9)), bias_frac=float(np.median(frac)),
+        name=name,
+        chip=label,
+        rows=len(rows),
+        held_out_rows=0 if few else len(judged),
+        median_abs_frac=float(np.median(np.abs(frac))),
+        mean_abs_frac=float(np.mean(np.abs(frac))),
+        p90_abs_frac=float(np.quantile(np.abs(frac), 0.9)),
+        bias_frac=float(np.median(frac)),
         sources=tuple(sorted({row.source for row in rows})),
-    )  # fmt: skip
+    )
 
 
 @dataclass(slots=True)

@@ -61,10 +61,15 @@ def batches(rows: Sequence[Measurement]) -> list[Batch]:
 def predict_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Array:
     """Predicted seconds of each row of `batch` on `chip`."""
     times: dict[str, Callable[[Batch, Chip, Efficiency], Num]] = {
-        "gemm": _gemm_s, "attention": _attention_s, "decode": _decode_s, "memory": _memory_s,
-        "experts": _experts_s, "dispatch": _dispatch_s, "collective": _collective_s,
+        "gemm": _gemm_s,
+        "attention": _attention_s,
+        "decode": _decode_s,
+        "memory": _memory_s,
+        "experts": _experts_s,
+        "dispatch": _dispatch_s,
+        "collective": _collective_s,
         "peer_all_reduce": _peer_all_reduce_s,
-    }  # fmt: skip
+    }
     return np.asarray(times[batch.first.op](batch, chip, efficiency))
 
 

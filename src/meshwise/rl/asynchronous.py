@@ -109,9 +109,15 @@ class _Flow:
 
 
 def steady(
-    pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator, *, trains_s: float, sync_s: float,
-    staleness: int, in_flight: bool,
-) -> Steady:  # fmt: skip
+    pool: RolloutPool,
+    rollouts: Rollouts,
+    rng: np.random.Generator,
+    *,
+    trains_s: float,
+    sync_s: float,
+    staleness: int,
+    in_flight: bool,
+) -> Steady:
     """The steady flow of a trainer that takes `trains_s` a batch and `sync_s` a sync of weights."""
     flow = _Flow(pool, rollouts, rng, staleness, in_flight)
     flow.start_groups(0.0)
@@ -132,7 +138,10 @@ def steady(
     trained = range(WARM_UP * rollouts.num_groups, (WARM_UP + COUNTED) * rollouts.num_groups)
     ages = [group // rollouts.num_groups - flow.started[group] for group in trained if group not in flow.open]
     return Steady(
-        period_s=(now - begins[WARM_UP]) / COUNTED, wait_s=sum(waits[WARM_UP:]) / COUNTED,
-        drain_s=sum(drains[WARM_UP:]) / COUNTED, busy_s=(flow.engines.busy_s - busy[WARM_UP]) / COUNTED,
-        staleness=sum(ages) / len(ages), num_trained=len(ages),
-    )  # fmt: skip
+        period_s=(now - begins[WARM_UP]) / COUNTED,
+        wait_s=sum(waits[WARM_UP:]) / COUNTED,
+        drain_s=sum(drains[WARM_UP:]) / COUNTED,
+        busy_s=(flow.engines.busy_s - busy[WARM_UP]) / COUNTED,
+        staleness=sum(ages) / len(ages),
+        num_trained=len(ages),
+    )

@@ -27,11 +27,20 @@ from meshwise.serve.stationary import CountedWindow, RequestStream, settled
 
 
 def traffic(
-    prompt: int, output: int, *, rate: float | None = None, concurrency: int | None = None,
-    trace: Requests | None = None, num_requests: int | None = None, burstiness: float | None = None,
-    length_ratio: float | None = None, length_sigma: float | None = None, shared_prefix: int | None = None,
-    turns: Turns | None = None, rates: RateCurve | None = None,
-) -> Requests | RequestStream | None:  # fmt: skip
+    prompt: int,
+    output: int,
+    *,
+    rate: float | None = None,
+    concurrency: int | None = None,
+    trace: Requests | None = None,
+    num_requests: int | None = None,
+    burstiness: float | None = None,
+    length_ratio: float | None = None,
+    length_sigma: float | None = None,
+    shared_prefix: int | None = None,
+    turns: Turns | None = None,
+    rates: RateCurve | None = None,
+) -> Requests | RequestStream | None:
     """What is asked for: so many requests or a trace, else a stream of them; None without a load.
 
     WorkloadError for what contradicts itself.

@@ -175,10 +175,15 @@ def sizes(run: Assumptions, training_flop: Num) -> Sizes:
     tokens = run.tokens(params * run.num_experts)
     layers, batch = run.depth(params), run.batch(params)
     return Sizes(
-        training_flop=training_flop, params=params, total_params=params * run.num_experts, tokens=tokens,
-        layers=layers, width=np.sqrt(params / (MAPS * WIDENING * layers)), batch_tokens=batch,
+        training_flop=training_flop,
+        params=params,
+        total_params=params * run.num_experts,
+        tokens=tokens,
+        layers=layers,
+        width=np.sqrt(params / (MAPS * WIDENING * layers)),
+        batch_tokens=batch,
         step_s=run.duration_s * batch / tokens,
-    )  # fmt: skip
+    )
 
 
 def params_where(growing: Callable[[Num], Num], target: Num) -> NDArray[np.float64]:

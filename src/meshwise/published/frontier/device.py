@@ -85,11 +85,16 @@ def device_from_chip(
     inner, outer = (levels[-2], levels[-1]) if len(levels) > 1 else (levels[0], levels[0])
     dtype = "bf16" if "bf16" in chip.matrix_flop_per_s else "fp16"
     return Device(
-        name=chip.name, flop_per_s_8bit=2 * chip.matrix_peak(dtype),
-        memory_bytes_per_s=chip.memory_bytes_per_s, inner_bytes_per_s=2 * inner.bytes_per_s,
-        outer_bytes_per_s=2 * outer.bytes_per_s, domain_ranks=inner.ranks, memory_bytes=chip.memory_bytes,
-        power_watts=chip.power_watts, utilization=utilization,
-    )  # fmt: skip
+        name=chip.name,
+        flop_per_s_8bit=2 * chip.matrix_peak(dtype),
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        inner_bytes_per_s=2 * inner.bytes_per_s,
+        outer_bytes_per_s=2 * outer.bytes_per_s,
+        domain_ranks=inner.ranks,
+        memory_bytes=chip.memory_bytes,
+        power_watts=chip.power_watts,
+        utilization=utilization,
+    )
 
 
 def find_device(text: str, *, utilization: Num = BASE_UTILIZATION) -> Device:
