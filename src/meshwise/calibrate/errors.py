@@ -40,15 +40,8 @@ def summarize(errors: Sequence[float | None]) -> ErrorSummary:
     if not len(known):
         return ErrorSummary(len(errors), 0, None, None, None, None, None)
     size = np.abs(known)
-    return ErrorSummary(
-        num_rows=len(errors),
-        num_expressed=len(known),
-        median_abs_frac=float(np.median(size)),
-        mean_abs_frac=float(np.mean(size)),
-        p90_abs_frac=float(np.quantile(size, 0.9)),
-        max_abs_frac=float(np.max(size)),
-        mean_signed_frac=float(np.mean(known)),
-    )
+    figures = (np.median(size), np.mean(size), np.quantile(size, 0.9), np.max(size), np.mean(known))
+    return ErrorSummary(len(errors), len(known), *map(float, figures))
 
 
 def quantiles(values: NDArray[np.float64], groups: Sequence[Hashable], *shares: float) -> list[float]:

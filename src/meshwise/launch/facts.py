@@ -35,8 +35,7 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
     facts |= {
         "sp": mesh.plan.sequence_parallel,
         "zero_group": None if group == facts["dp"] * facts["cp"] else group,
-        "num_layers": model.num_layers,
-        "mtp_layers": model.mtp_layers,
+        **{key: getattr(model, key) for key in ("num_layers", "mtp_layers")},
         "num_gpus": cluster.num_chips,
         "has_experts": model.moe is not None,
         "redundant_experts": (model.moe and model.moe.copies) or None,

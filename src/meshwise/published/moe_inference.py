@@ -170,10 +170,7 @@ def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
     model = to_model(of.config)
     groups: dict[str, dict[str, Num]] = {
         "shapes": {
-            "tokens": of.tokens,
-            "capacity": of.capacity,
-            "slots": of.slots,
-            "local_experts": of.local_experts,
+            **{name: getattr(of, name) for name in ("tokens", "capacity", "slots", "local_experts")},
             "rows_per_expert": of.ep * of.capacity,
             "slot_use_frac": slot_use(of),
         },

@@ -84,17 +84,11 @@ def device_from_chip(
         raise ClusterError(f"chip {chip.name} has no network: give it at least one level of links")
     inner, outer = (levels[-2], levels[-1]) if len(levels) > 1 else (levels[0], levels[0])
     dtype = "bf16" if "bf16" in chip.matrix_flop_per_s else "fp16"
-    return Device(
-        name=chip.name,
-        flop_per_s_8bit=2 * chip.matrix_peak(dtype),
-        memory_bytes_per_s=chip.memory_bytes_per_s,
-        inner_bytes_per_s=2 * inner.bytes_per_s,
-        outer_bytes_per_s=2 * outer.bytes_per_s,
-        domain_ranks=inner.ranks,
-        memory_bytes=chip.memory_bytes,
-        power_watts=chip.power_watts,
-        utilization=utilization,
-    )
+    names = ("name", "memory_bytes_per_s", "memory_bytes", "power_watts")
+    rates: dict[str, Any] = {name: getattr(chip, name) for name in names}
+    rates |= {"inner_bytes_per_s": 2 * inner.bytes_per_s, "outer_bytes_per_s": 2 * outer.bytes_per_s}
+    peak = 2 * chip.matrix_peak(dtype)
+    return Device(flop_per_s_8bit=peak, domain_ranks=inner.ranks, utilization=utilization, **rates)
 
 
 def find_device(text: str, *, utilization: Num = BASE_UTILIZATION) -> Device:

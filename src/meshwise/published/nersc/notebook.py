@@ -57,8 +57,12 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
 
 def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PublishedStep:
     """Price one layer as the notebook does; PlanError for what it does not know."""
-    _check_known(model, cluster, plan, workload)
-    sp = plan.sequence_parallel
+    SCOPE.check(model, plan, workload)
+    SCOPE.check_links(cluster)
+    sizes = {name: (getattr(model, name), plan.tp) for name in ("num_heads", "hidden", "ffn_hidden")}
+    SCOPE.check_divides(model, sizes)
+    num_chips = cluster.num_chips
+    SCOPE.check_rules(plan=plan, work=workload, num_chips=num_chips, num_groups=plan.data_parallel(num_chips))
     tables = {name: _table(name, model, cluster, plan, workload) for name in TABLES}
     totals = {name: _totals(rows, model.num_layers) for name, rows in tables.items()}
 
@@ -78,7 +82,7 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         model=model,
         cluster=cluster,
         workload=workload,
-        plan={"tp": plan.tp, "sp": sp},
+        plan={"tp": plan.tp, "sp": plan.sequence_parallel},
         ranks=plan.tp,
         columns=("table", *COLUMNS),
         rows=[{"table": name, **row} for name in TABLES for row in tables[name]],
@@ -97,15 +101,6 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         ledger=Ledger.from_rows(_ledger_rows(tables)),
         notes=["the notebook's own counting and timing: blocks only, one flat bandwidth, no optimizer"],
     )
-
-
-def _check_known(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> None:
-    SCOPE.check(model, plan, workload)
-    SCOPE.check_links(cluster)
-    sizes = {name: (getattr(model, name), plan.tp) for name in ("num_heads", "hidden", "ffn_hidden")}
-    SCOPE.check_divides(model, sizes)
-    num_chips = cluster.num_chips
-    SCOPE.check_rules(plan=plan, work=workload, num_chips=num_chips, num_groups=plan.data_parallel(num_chips))
 
 
 def _totals(rows: list[dict[str, Any]], depth: int) -> dict[str, float]:

@@ -121,7 +121,10 @@ def _op_ledger_rows(op: PaperOp, cells: Row, way: str, run: PaperRun, system: Pa
 
 
 def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PaperRun:
-    _check_known(model, plan, workload)
+    SCOPE.check(model, plan, workload)
+    if plan.layout != "1d" and not plan.grid:
+        raise PlanError(f"layout={plan.layout} needs its grid here, as in layout={plan.layout}:4x2")
+    SCOPE.check_rules(plan=plan)
     SCOPE.check_links(cluster)
     m1, m2 = plan.grid if plan.layout != "1d" else (plan.tp, 1)
     strategy = _STRATEGY_OF_LAYOUT[plan.layout]
@@ -151,22 +154,9 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
     )  # fmt: skip
     sizes = {"tp1": m1, "tp2": m2, "dp": dp, "pp": plan.pp}
     order = [axis for name in plan.placement for axis in {"tp": ("tp1", "tp2"), "cp": ()}.get(name, (name,))]
-    return PaperRun(
-        cut=cut,
-        num_layers=float(model.num_layers),
-        batch=float(workload.batch),
-        dp=float(dp),
-        pp=float(plan.pp),
-        inside=_inside({axis: sizes[axis] for axis in order}, cluster.levels[0].ranks),
-    )
-
-
-def _check_known(model: Model, plan: Plan, workload: Workload) -> None:
-    """PlanError for a model, plan or workload that the paper has no numbers for."""
-    SCOPE.check(model, plan, workload)
-    if plan.layout != "1d" and not plan.grid:
-        raise PlanError(f"layout={plan.layout} needs its grid here, as in layout={plan.layout}:4x2")
-    SCOPE.check_rules(plan=plan)
+    inside = _inside({axis: sizes[axis] for axis in order}, cluster.levels[0].ranks)
+    numbers = {"num_layers": model.num_layers, "batch": batch, "dp": dp, "pp": plan.pp}
+    return PaperRun(cut=cut, inside=inside, **{name: float(number) for name, number in numbers.items()})
 
 
 def _inside(sizes: dict[str, int], domain_ranks: float) -> dict[str, float]:
