@@ -69,9 +69,8 @@ def moe_mlp(model: Model, cut: Cut, x: Tensor) -> Stated:
         frozen=cut.lora_rank > 0,
     )  # fmt: skip
     if moe.balance_bias:
-        yield kernel(
-            MODULE, "balance_bias", "residual", tokens, float(moe.num_experts), wide, phase="forward"
-        )
+        width = float(moe.num_experts)
+        yield kernel(MODULE, "balance_bias", "residual", tokens, width, wide, phase="forward")
     yield from elementwise(MODULE, "router_softmax", "softmax", scores, wide)
     if moe.own_norms:
         gates = made(MODULE, "gates", (tokens, float(moe.top_k)), wide.dtype)

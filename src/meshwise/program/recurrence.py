@@ -115,9 +115,8 @@ def _gates(own: Recurrence, cut: Cut, hidden: float) -> Iterator[Op]:
     """Layers of width `gate_rank`, on every rank, and of each the rank's own channels."""
     down = {f"{name}_down": float(own.gate_rank) for name in own.narrow_gates}
     read = made(MODULE, "all_tokens", (cut.tokens, hidden), cut.precision.act_dtype)
-    thin: tuple[Tensor, ...] = yield from changed(
-        plain_linear(MODULE, "gate_down", read, down, cut), lambda op: structs.replace(op, keeps=())
-    )
+    stated = plain_linear(MODULE, "gate_down", read, down, cut)
+    thin = yield from changed(stated, lambda op: structs.replace(op, keeps=()))
     for name, x in zip(own.narrow_gates, thin, strict=True):
         yield from plain_linear(MODULE, f"{name}_up", x, {f"{name}_up": own.inner / cut.tp}, cut)
 

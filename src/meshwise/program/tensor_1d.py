@@ -216,9 +216,8 @@ def _qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         of["q"] = yield from _query_of_latent(model, cut, x, heads * dim)
     for name, width in (("k", dim), ("v", v_dim)):  # of another layer, or values that are the keys
         is_key = model.keys in ("values", "same") and name == "v"
-        of.setdefault(
-            name, of["k"] if is_key else made(ATTENTION, name, (cut.tokens, kv_heads * width), prec.act_dtype)
-        )
+        other = made(ATTENTION, name, (cut.tokens, kv_heads * width), prec.act_dtype)
+        of.setdefault(name, of["k"] if is_key else other)
     turned = ("q",) if model.keys == "shared" else ("q", "k")
     if model.qk_norm_full:
         for op in on_heads(model.norm, "qk_norm", of, ("q", "k"), cut):
@@ -450,16 +449,13 @@ def plain_linear(
     activations' type), whose result is added; one pair for all where it is one layer that `adapts` by that
     name. With `lora_dropout` they read one copy of the input, of which numbers are dropped.
     """
-    results = tuple(
-        made(module, part, (*x.shape[:-1], width), cut.precision.act_dtype) for part, width in parts.items()
-    )
-    d_out = sum(parts.values())
+    (*rows, _), prec, d_out = x.shape, cut.precision, sum(parts.values())
+    results = tuple(made(module, part, (*rows, width), prec.act_dtype) for part, width in parts.items())
     is_adapted = cut.lora_rank > 0 and not frozen
     pairs = zip(parts.items() if not adapts else [(adapts, d_out)], results, strict=False)
     adapted = [pair for pair in pairs if not cut.lora_targets or pair[0][0] in cut.lora_targets] * is_adapted
     if is_adapted:
         yield from dequantized(module, name, x.shape[-1] * d_out, cut)
-    prec = cut.precision
     yield from linears(module, name, x, results, prec, bias=bias, frozen=frozen or is_adapted, own=own)
     of_adapters = precision("bf16") if prec.casts else prec
     if adapted and cut.lora_dropout:

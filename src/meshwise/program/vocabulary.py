@@ -200,10 +200,8 @@ def _predict(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
     if cut.precision.casts:
         cut = replace(cut, precision=precision(cut.head_dtype))
     if model.mlm_transform:
-        prec, is_frozen = cut.precision, cut.lora_rank > 0
-        x = yield from linear(
-            "head", "transform", x, float(model.hidden), prec, bias=model.norm_bias, frozen=is_frozen
-        )
+        prec, how = cut.precision, {"bias": model.norm_bias, "frozen": cut.lora_rank > 0}
+        x = yield from linear("head", "transform", x, float(model.hidden), prec, **how)
         x = yield from elementwise("head", "transform_act", model.plain_activation, x, prec)
         x = yield from norm(model, cut, "head", "transform_norm", x)
     yield from _in_chunks(model, cut, prefix, x) if cut.loss_chunks > 1 else _logits(model, cut, prefix, x)
@@ -211,9 +209,8 @@ def _predict(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
 
 def _logits(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
     vocab, name, prec = model.vocab / cut.tp, f"{prefix}logits", cut.precision
-    (logits,) = yield from column_linear(
-        "head", name, x, {name: vocab}, cut, bias=model.head_bias, frozen=cut.lora_rank > 0
-    )
+    how: dict[str, Any] = {"bias": model.head_bias, "frozen": cut.lora_rank > 0}
+    (logits,) = yield from column_linear("head", name, x, {name: vocab}, cut, **how)
     if model.logit_softcap:
         logits = yield from elementwise("head", f"{prefix}logit_softcap", "softcap", logits, prec)
     yield from _loss(cut, logits, f"{prefix}cross_entropy")

@@ -90,10 +90,8 @@ class Context:
         forget_groups()
         with private.disable_current_modes():  # the recorder and fake tensors have no part in this
             ranks = torch.tensor(of_ranks).view(tuple(axes.values()))
-            groups = [
-                self.group("dp" if name == "copies" else name, line_of(ranks.numpy(), self.rank, dim))
-                for dim, name in enumerate(axes)
-            ]
+            lines = (line_of(ranks.numpy(), self.rank, dim) for dim in range(len(axes)))
+            groups = list(map(self.group, ("dp" if name == "copies" else name for name in axes), lines))
             return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     def group(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -393,9 +393,8 @@ def _made(
     cut = parameter if isinstance(parameter, DTensor) else None
     if cut is not None and seed is None:
         own = torch.empty(cut.to_local().shape, dtype=dtype, device=device)
-        return DTensor.from_local(
-            own, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-        )
+        whole_of: dict[str, Any] = {"shape": cut.shape, "stride": cut.stride(), "run_check": False}
+        return DTensor.from_local(own, cut.device_mesh, cut.placements, **whole_of)
     whole = torch.empty(parameter.shape, dtype=dtype, device=device)
     if seed is not None:
         plain.fill(name, whole, seed, place)
