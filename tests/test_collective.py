@@ -274,8 +274,7 @@ def test_a_library_that_reduces_all_to_reduce_and_scatter(tmp_path: Path) -> Non
 
 
 def test_measured_times_stand_beside(meshwise: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path, picture = tmp_path / "ops.csv", tmp_path / "bus.png"
+    path = tmp_path / "ops.csv"
     path.write_text(
         "hardware,op,dtype,n_gpus,shape,latency_us,kernel_or_library,source\n"
         "H200-SXM-141GB,nccl_all_reduce,fp16,8,bytes=3000000,40,NCCL,mine\n"
@@ -284,8 +283,7 @@ def test_measured_times_stand_beside(meshwise: Any, tmp_path: Path) -> None:
     words = ("collective", "all_reduce", "--cluster", "h200-sxm:8", "--data", str(path))
     measured = {row["payload_bytes"]: row["measured_s"] for row in meshwise(*words, "--json").document}
     assert measured[3e6] == pytest.approx(40e-6) and 5e6 not in measured
-    done = meshwise(*words, "--plot", str(picture))
-    assert "40 µs" in done.out and picture.stat().st_size > 0
+    assert "40 µs" in meshwise(*words).out
 
 
 def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -> None:
