@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.core.ledger import Ledger
-from meshwise.runtime import run
+from meshwise.runtime import recorder, start
 from meshwise.runtime.calibrate import collective_time_s
 from meshwise.runtime.launch import RankPlace, launch
 from meshwise.runtime.programs import find_program, make_options
@@ -115,10 +115,10 @@ def measure(place: RankPlace) -> list[dict[str, Any]]:
     for kind in COLLECTIVES:
         time_s = collective_time_s(place, kind, PAYLOAD_BYTES, repeats=REPEATS, meet=meet)  # type: ignore[arg-type]
         took.append(Took("alone", kind, PAYLOAD_BYTES, time_s))
-    run.OpRecorder = Together  # type: ignore[misc]
+    recorder.OpRecorder = Together  # type: ignore[misc]
     for name, values in PROGRAMS.items():
         options = make_options(find_program(name), values)
-        runs = [run.run_rank(place, name, options, 0, True).ledger for _ in range(NUM_RUNS)]
+        runs = [start.run_rank(place, name, options, 0, True).ledger for _ in range(NUM_RUNS)]
         took += [fastest(name, rows) for rows in zip(*map(large_collectives, runs), strict=True)]
     return [asdict(each) for each in took]
 

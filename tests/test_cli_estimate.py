@@ -112,7 +112,7 @@ def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(m
         ("llama3-70b --cluster h100-80g-sxm:64 --plan tp=8,pp=4 --batch 128 --seq 8192", "of one that fits"),
         ("llama3-8b --cluster h100-80g-sxm:8 --batch 16 --seq 8192", "one change away"),
         ("llama3-70b --cluster h100-80g-sxm:8 --batch 128 --seq 8192", "further away"),
-        ("llama3-8b --cluster 4090:1 --plan recompute=full --batch 16 --seq 2048", "on more chips"),
+        ("llama3-70b --cluster 4090:1 --plan recompute=full --batch 16 --seq 2048", "on more chips"),
     ],
 )
 def test_what_to_try_next_is_priced_as_it_is_said(meshwise: Any, job: str, said: str) -> None:
