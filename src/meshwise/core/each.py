@@ -234,12 +234,13 @@ class Worker:
             self._calls.send((function, item))
             if self._calls.poll(timeout_s):
                 answer: tuple[Any, Exception | None] = self._calls.recv()
-                if fresh:
-                    self.end()
                 return answer
             reason = f"it took longer than timeout_s = {timeout_s:g} s"
         except (OSError, EOFError):
             reason = self._cause_of_death(process)
+        finally:
+            if fresh:
+                self.end()
         self.end()
         return Lost(reason, time.monotonic() - begin), None
 

@@ -79,8 +79,7 @@ def least_memory(
     overheads: Overheads,
 ) -> tuple[Memory, Num]:  # fmt: skip
     """What a rank of `stage` needs in any case, nothing of it told apart as kept."""
-    shards = (1.0 - mesh.offload_optimizer) * gradient_bytes(held, mesh, cut)
-    least = least_step_bytes(model, stage, parts, held, shards, mesh, cut)
+    least = least_step_bytes(model, stage, parts, held, _shards(held, mesh, cut), mesh, cut)
     return _memory(held, mesh, cut, overheads, least), 0.0
 
 
@@ -88,10 +87,10 @@ def _memory(
     held: Sequence[Unit], mesh: Mesh, cut: Cut, overheads: Overheads, step: Num, kept: Num = 0.0
 ) -> Memory:
     """Memory with a peak of `step` bytes beside weights and states, or that of the update if it is more."""
-    on_chip = 1.0 - mesh.offload_optimizer
-    weights = on_chip * sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
+    local = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
+    weights = (1.0 - mesh.offload_optimizer) * local
     states = optimizer_bytes(held, mesh, cut)
-    gradients = on_chip * gradient_bytes(held, mesh, cut)
+    gradients = _shards(held, mesh, cut)
     step = np.maximum(step, gradients + _update_bytes(held, mesh, cut))
     gradients = np.minimum(gradients, step)
     activations = np.minimum(kept, step - gradients)
@@ -109,6 +108,11 @@ def _memory(
 def gradient_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     """Bytes of the gradients that the optimizer reads, the rank's shards."""
     return shard_bytes(mesh, cut) * held_params([unit.trained for unit in held], mesh, cut)
+
+
+def _shards(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
+    """Those of them that lie on the device."""
+    return (1.0 - mesh.offload_optimizer) * gradient_bytes(held, mesh, cut)
 
 
 def _update_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:

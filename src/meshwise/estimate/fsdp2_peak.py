@@ -77,9 +77,7 @@ class UnitBytes(NamedTuple):
         return cls(
             whole=whole,
             buffer=whole * is_cut,
-            copies=np.maximum(
-                whole * is_cut * unit.is_experts, on_host * unit.local_bytes(mesh, cut) - whole
-            ),
+            copies=np.maximum(whole * is_cut * unit.is_experts, unit.host_bytes(mesh, cut) - whole),
             grad=act * size,
             sums=summed * size,
             reduced=summed * padded,

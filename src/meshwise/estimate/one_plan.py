@@ -252,7 +252,8 @@ class Estimate(Shown):
         at_home = replace(self.plan, offload_optimizer=0.0, offload_activations=0.0)
         if at_home == self.plan:
             return 0.0
-        kept = estimate(self.model, self.cluster, at_home, self.workload).memory_bytes
+        same = self.machine.overheads
+        kept = estimate(self.model, self.cluster, at_home, self.workload, overheads=same).memory_bytes
         parts = ("weights", "gradients", "optimizer", "activations")
         of_rank = sum(kept[name] - self.memory_bytes[name] for name in parts)
         return of_rank * min(self.cluster.chips_per_host, self.cluster.num_chips)

@@ -197,8 +197,7 @@ def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
         on_links_s = sum(float(seconds) for _, seconds in cost.exchanged)
         share = float(cost.comm_dp_s) / on_links_s if on_links_s else 0.0
         for exchange, seconds in cost.exchanged:
-            if exchange.occurs:
-                yield _exchange_row(exchange, float(seconds), share)
+            yield _exchange_row(exchange, float(seconds), share)
         waited_s = float(step.comm_dp_s) - float(cost.comm_dp_s)
         if waited_s > 0:
             yield _spent("step", "wait_for_exchange", waited_s, collective="all_reduce", axis="dp")

@@ -231,8 +231,8 @@ def yaml_text(tree: dict[str, Any], indent: str = "") -> str:
 def _command(framework: str, flags: list[str], model: Model, facts: Facts, node: int) -> str:
     """The line that starts one node."""
     tables = launch_tables()
-    names = {"words": shlex.join(flags), "model": model.name, "num_nodes": facts["num_nodes"], "node": node}
-    names["program"] = tables.programs.get(framework)
+    words = " ".join(filter(None, (tables.programs.get(framework), shlex.join(flags))))
+    names = {"words": words, "model": model.name, "num_nodes": facts["num_nodes"], "node": node}
     is_alone = framework in tables.commands and facts["num_nodes"] * node == 1
     return tables.commands["torchrun" if framework in tables.programs and not is_alone else framework] % names
 

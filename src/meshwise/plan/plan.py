@@ -404,6 +404,10 @@ def _read(text: str) -> dict[str, Any]:
     return raw
 
 
+DATA_PARALLEL = "data parallel"
+"""What the plan of no keys is called."""
+
+
 @lru_cache(256)
 def plan_text(plan: Plan) -> str:
     """The shortest text that `parse_plan` turns back into an equal plan."""

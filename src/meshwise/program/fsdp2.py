@@ -116,6 +116,11 @@ class Unit:
         """Bytes of the rank's parts of the weights, wherever they are kept."""
         return self._bytes(self.local_sizes(mesh, cut), cut, shard_bytes(mesh, cut))
 
+    def host_bytes(self, mesh: Mesh, cut: Cut) -> Num:
+        """Those of them that lie on the host."""
+        on_host = mesh.offload_optimizer
+        return on_host * self.local_bytes(mesh, cut) if np.any(on_host) else 0.0
+
     def _bytes(self, sizes: Iterable[Num], cut: Cut, wide: float) -> Num:
         of_each = [elem_bytes(weight, cut, wide) for weight in self.weights]
         return sum((size * each for size, each in zip(sizes, of_each, strict=True)), 0.0)
@@ -232,27 +237,26 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
     ways = 1.0 / stage.share
     to_other_way = mesh.apart(np.abs(mesh.pp - 1.0 - 2.0 * stage.index))
-    on_host = mesh.offload_optimizer
     for unit in held:
-        from_host, to_host = (on_host * of.local_bytes(mesh, cut) for of in (unit, unit.trained))
+        trains = unit.trained
         (holders, first), ranks = unit.replicas(mesh), unit.sharing(mesh)
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * ranks)
         if np.any(ways > 1):
             far_runs = holders / ranks, to_other_way
         gathered, name = unit.gathered_bytes(mesh, cut), "expert_" * unit.is_experts
-        trained = unit.trained.padded_size(mesh, cut)
+        trained = trains.padded_size(mesh, cut)
         grad_bytes = trained * reduced_bytes(mesh, cut)
         rounds = unit.count * reductions(stage, mesh) * (trained > 0)
         common: dict[str, Any] = {"group_size": ranks, "stride": stride, "runs": runs, "shards_copied": ranks}
         for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
             yield Exchange(
                 op=f"{name}weights", collective="all_gather", behind=behind,
-                payload_bytes=gathered, count=count, host_bytes=from_host, **common,
+                payload_bytes=gathered, count=count, host_bytes=unit.host_bytes(mesh, cut), **common,
             )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="reduce_scatter", behind="backward",
-            payload_bytes=grad_bytes, count=rounds * ((ranks > 1) | (on_host > 0)),
-            host_bytes=to_host, **common,
+            payload_bytes=grad_bytes, count=rounds * ((ranks > 1) | (mesh.offload_optimizer > 0)),
+            host_bytes=trains.host_bytes(mesh, cut), **common,
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",

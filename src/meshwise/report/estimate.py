@@ -20,7 +20,7 @@ from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.step import play
 from meshwise.model.architecture import layer_counts
-from meshwise.plan.plan import plan_text
+from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.plan.stages import Stage
 from meshwise.plan.workload import Workload
 from meshwise.program.parts import layer_names
@@ -271,7 +271,7 @@ def _title(estimate: Estimate) -> str:
 
 
 def plan_words(estimate: Estimate) -> str:
-    return plan_text(estimate.plan) or "data parallel"
+    return plan_text(estimate.plan) or DATA_PARALLEL
 
 
 def _time(estimate: Estimate) -> plot.Chart:

@@ -19,7 +19,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
 from meshwise.launch.settings import training_on
-from meshwise.plan.plan import plan_text
+from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import Fields, Table, difference_text, pair_row, records_table
@@ -39,7 +39,7 @@ WORK = ("compute", "memory")
 def parts(
     result: Result,
     budget: TokenBudget | None = None,
-    shown: Callable[[str, int], object] = lambda plan, _: plan or "data parallel",
+    shown: Callable[[str, int], object] = lambda plan, _: plan or DATA_PARALLEL,
 ) -> Iterator[Section]:
     """How many plans there were, the fastest that fit, and how a plan differs that was asked for.
 
@@ -84,11 +84,11 @@ def page(
 
     def link(text: str, microbatch: int) -> PageLink:
         state = opened | {"plan": text, "microbatch": str(microbatch)}
-        return PageLink(text or "data parallel", "#explore?" + urlencode(state))
+        return PageLink(text or DATA_PARALLEL, "#explore?" + urlencode(state))
 
     title = f"{best.model.name} on {best.cluster.num_chips} x {best.cluster.chip.name}"
     headline = (
-        f"{plan_text(best.plan) or 'data parallel'}, microbatch {best.workload.microbatch} is the fastest "
+        f"{plan_text(best.plan) or DATA_PARALLEL}, microbatch {best.workload.microbatch} is the fastest "
         f"of {result.plans_considered:,} plans: {duration(best.step_s)} a step, MFU {best.mfu:.1%}"
     )
     front = [
@@ -137,7 +137,7 @@ def answer_lines(result: Result) -> Iterator[str]:
 
 
 def _with_step(found: Estimate) -> str:
-    text, microbatch = plan_text(found.plan) or "data parallel", found.workload.microbatch
+    text, microbatch = plan_text(found.plan) or DATA_PARALLEL, found.workload.microbatch
     return f"{text}, microbatch {microbatch}, {duration(found.step_s)}"
 
 

@@ -21,7 +21,7 @@ from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import DEFAULTS, Plan, plan_text
+from meshwise.plan.plan import DATA_PARALLEL, DEFAULTS, Plan, plan_text
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that tell one family of plans from another."""
@@ -162,7 +162,7 @@ class BestPlans:
         priced = f"{self.priced:,} plans priced"
         if (first := self.first) is None:
             return priced
-        return f"{priced}; so far {plan_text(first.plan) or 'data parallel'}, {duration(first.step_s)}"
+        return f"{priced}; so far {plan_text(first.plan) or DATA_PARALLEL}, {duration(first.step_s)}"
 
     @property
     def near_front(self) -> list[Found]:
