@@ -24,7 +24,7 @@ from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import Fields, Table, difference_text, pair_row, records_table
 from meshwise.search.assumptions import Assumption, hurts_most
-from meshwise.search.basis import Basis
+from meshwise.search.basis import NOTABLE, Basis
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.difference import Reason
 from meshwise.search.fit_card import CardFit, CardRun
@@ -116,16 +116,21 @@ def how_many(result: Result) -> list[str]:
 
 
 def answer_lines(result: Result) -> Iterator[str]:
-    """The first plan, the first that a framework runs today and the simplest as fast, where they differ."""
+    """The first plan, the first that a framework runs today and the simplest as fast, where they differ.
+
+    The one that a framework runs comes first where it is as fast.
+    """
     best, of_best = result.best[0], result.bases[0]
     what = "most robust" if result.robust else "fastest"
-    yield f"{what}: {_with_step(best)}; {_runs_in(of_best)}"
-    yield f"  leans on {of_best.leans_on}"
-    if result.runnable and result.slower_frac:
-        found, of_found = result.runnable
-        longer = f"{_with_step(found)}, {result.slower_frac:.1%} longer"
-        yield f"{what} that a framework runs: {longer}; {_runs_in(of_found)}"
-        yield f"  leans on {of_found.leans_on}"
+    if result.runnable and 0.0 < (result.slower_frac or 0.0) < NOTABLE:
+        yield from _leaning(what, *result.runnable)
+        yield f"as fast: {_with_step(best)}; {_runs_in(of_best)}"
+        best = result.runnable[0]
+    else:
+        yield from _leaning(what, best, of_best)
+    if result.runnable and (result.slower_frac or 0.0) >= NOTABLE:
+        longer = f", {result.slower_frac:.1%} longer"
+        yield from _leaning(f"{what} that a framework runs", *result.runnable, longer)
     elif result.runnable is None and not of_best.runs_in:
         chip = best.cluster.chip
         if training_on(chip):
@@ -134,6 +139,11 @@ def answer_lines(result: Result) -> Iterator[str]:
             yield f"none of the frameworks that launch writes for runs on {chip.name}"
     if result.simplest and result.simplest[0].plan != best.plan:
         yield f"as fast, as far as the interval tells, and simplest: {_with_step(result.simplest[0])}"
+
+
+def _leaning(what: str, found: Estimate, of: Basis, longer: str = "") -> Iterator[str]:
+    yield f"{what}: {_with_step(found)}{longer}; {_runs_in(of)}"
+    yield f"  leans on {of.leans_on}"
 
 
 def _with_step(found: Estimate) -> str:
