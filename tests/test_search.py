@@ -196,7 +196,7 @@ def test_the_fastest_that_a_framework_runs_stands_beside_the_fastest() -> None:
 
 def test_a_plan_that_a_framework_runs_is_named_first_where_it_is_as_fast(meshwise) -> None:
     """What DualPipe gains here is less than half a percent, and no framework runs it."""
-    text = meshwise("search", "llama3-70b", "--cluster", "mi300x:64", "--batch", 256, "--seq", 8192).output
+    text = meshwise("search", "llama3-70b", "--cluster", "mi300x:64", "--batch", 256, "--seq", 8192).out
     named = [line for line in text.splitlines() if line.startswith(("fastest", "as fast"))]
     assert named[0].startswith("fastest: ") and "; runs in megatron-lm" in text.split("leans on")[0]
     assert "; no framework runs" in named[1] and "fastest that a framework runs" not in text
