@@ -145,8 +145,8 @@ def differences(place: RankPlace, name: str, options: Any) -> dict[str, float]:
     return pairs
 
 
-def run_on_first(place: RankPlace, ranks: int, options: Options, recorded: bool = True) -> Outcome | None:
-    """This rank's outcome in a tensor-parallel world of the first `ranks`; None on the others.
+def on_first(place: RankPlace, ranks: int, function: Any, options: Options) -> Any:
+    """`function(place, options)` in a tensor-parallel world of the first `ranks`; None on the others.
 
     torch names a group by how many the process has made before, so the idle ranks make as many.
     """
@@ -154,6 +154,28 @@ def run_on_first(place: RankPlace, ranks: int, options: Options, recorded: bool 
         for _ in range(NUM_GROUPS[options.layout]):
             dist.new_group([place.rank], use_local_synchronization=True)
         return None
-    return run_rank(
-        replace(place, world_size=ranks), "tensor-parallel", options, quiet=True, recorded=recorded
-    )
+    return function(replace(place, world_size=ranks), options)
+
+
+def run_tensor_parallel(place: RankPlace, options: Options) -> Outcome:
+    """This rank's outcome of the program tensor-parallel."""
+    return run_rank(place, "tensor-parallel", options, quiet=True)
+
+
+def train_checked(place: RankPlace, options: Any, recorded: bool) -> tuple[Outcome, dict[str, float]]:
+    """This rank's outcome of one step of train, and how far loss and gradients are from one process."""
+    from meshwise.runtime.programs.training import Trainer
+    from one_process import differences
+
+    found: dict[str, float] = {}
+    step = Trainer.forward_backward
+
+    def watched(trainer: Trainer) -> float | None:
+        loss = step(trainer)
+        assert loss is not None
+        with trainer.context.recorder.setup():
+            found.update(differences(trainer, loss))
+        return loss
+
+    with mock.patch.object(Trainer, "forward_backward", watched):
+        return run_rank(place, "train", options, quiet=True, recorded=recorded), found

@@ -15,7 +15,8 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.tensor_parallel import Options, check, estimate
-from ranks import run_on_first
+from one_block import differences
+from ranks import on_first, run_tensor_parallel
 
 pytestmark = pytest.mark.slow
 
@@ -60,13 +61,12 @@ def test_output_and_gradients_are_those_of_one_process(
     pool: Ranks, ranks: int, options: dict[str, Any]
 ) -> None:
     """float64; inputs and all weights (biases and norms too) random, in an order that shows a wrong piece."""
-    chosen = Options(**options, dtype="fp64", check=True)
+    chosen = Options(**options, dtype="fp64")
     check(chosen, ranks)
-    outcomes = pool.call(run_on_first, ranks, chosen, False)
-    differences = outcomes[0].result["max_abs_diff"]
+    found = pool.call(on_first, ranks, differences, chosen)[0]
     weights = 12 if chosen.style == "gpt" else 6
-    assert len(differences) == weights + 2
-    assert max(differences.values()) < 1e-10
+    assert len(found) == weights + 2
+    assert max(found.values()) < 1e-10
 
 
 @pytest.mark.parametrize(("ranks", "options"), cases())
@@ -89,7 +89,7 @@ def test_every_rank_runs_what_the_closed_form_says(pool: Ranks, world: str, dtyp
     tape = Tape("estimate", 0, ranks)
     estimate(options, tape)
     ledgers = {"estimate": tape.ledger()}
-    for rank, outcome in enumerate(pool.call(run_on_first, ranks, options)[:ranks]):
+    for rank, outcome in enumerate(pool.call(on_first, ranks, run_tensor_parallel, options)[:ranks]):
         ledgers[f"rank {rank}"] = outcome.ledger
     result = compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
     assert not result.differences()

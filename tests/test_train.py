@@ -23,8 +23,7 @@ from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.attention_kernels import own_places
 from meshwise.runtime.programs.linear_layers import Product
 from meshwise.runtime.programs.train import the_model
-from meshwise.runtime.start import run_rank
-from ranks import run_bare
+from ranks import run_bare, train_checked
 
 pytestmark = pytest.mark.slow
 
@@ -71,14 +70,14 @@ def test_loss_and_gradients_are_those_of_one_rank(words: str, pool: Ranks) -> No
     values = {"plan": f"{plan},dtype=fp64", "model": model, "batch": int(batch)}
     values["layers"] = enough_layers(plan)
     found = checked(pool, recorded="recompute" in plan, **values)
-    assert found["differences"]["loss"] < 1e-10
-    assert found["differences"]["gradients"] < 1e-10
+    assert found["loss"] < 1e-10
+    assert found["gradients"] < 1e-10
 
 
 def test_fp32_agrees_to_its_precision(pool: Ranks) -> None:
     found = checked(pool, plan="pp=2,tp=2,dtype=fp32", batch=4)
-    assert found["differences"]["loss"] < 1e-6
-    assert found["differences"]["gradients"] < 1e-6
+    assert found["loss"] < 1e-6
+    assert found["gradients"] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_fp32_agrees_to_its_precision(pool: Ranks) -> None:
 )
 def test_narrow_products_agree_to_the_sums_of_bf16(plan: str, model: str, pool: Ranks) -> None:
     """Where ranks cast what one process casts, only sums of gradients round apart."""
-    found = checked(pool, plan=plan, batch=4, model=model)["differences"]
+    found = checked(pool, plan=plan, batch=4, model=model)
     assert found["loss"] < 1e-6
     assert found["gradients"] < 1e-2
 
@@ -103,15 +102,15 @@ def test_narrow_products_are_near_those_in_fp32() -> None:
 
 def test_a_difference_is_found(pool: Ranks) -> None:
     """bf16 rounds: the check must see it."""
-    assert checked(pool, plan="tp=2,dtype=bf16", batch=4)["differences"]["gradients"] > 1e-4
+    assert checked(pool, plan="tp=2,dtype=bf16", batch=4)["gradients"] > 1e-4
 
 
 def checked(pool: Ranks, plan: str, recorded: bool = False, **values: Any) -> Any:
     """Loss and gradients are held against one process before the optimizer's turn, so there is none."""
-    options = train_options(check=True, plan=f"{plan},optimizer=none", **values)
-    results = pool.call(run_rank, "train", options, 0, True, None, recorded)
-    assert len({str(result.result["losses"]) for result in results}) == 1  # every rank knows the loss
-    return results[0].result
+    options = train_options(plan=f"{plan},optimizer=none", **values)
+    results = pool.call(train_checked, options, recorded)
+    assert len({str(outcome.result["losses"]) for outcome, _ in results}) == 1  # every rank knows the loss
+    return results[0][1]
 
 
 def test_losses_fall_alike_in_every_world(pool: Ranks) -> None:

@@ -27,7 +27,6 @@ def _leave() -> None:
 
 gc.disable()  # nothing of this is garbage, and the search for it takes a fifth of the time
 
-import meshwise.runtime.programs.train_reference  # noqa: E402
 import meshwise.runtime.programs.training  # noqa: E402
 import meshwise.runtime.start  # noqa: E402, F401
 from meshwise.runtime.programs.context import freeze  # noqa: E402

@@ -137,14 +137,10 @@ def estimate(options: Any, tape: Tape) -> None:
 
 
 def main(options: Any, context: Context) -> dict[str, Any]:
-    """`steps` steps; returns the losses and the bytes of parameters, gradients and optimizer states.
-
-    With `--check` also how far the first loss and its gradients are from one process that holds everything.
-    """
+    """`steps` steps; returns the losses and the bytes of parameters, gradients and optimizer states."""
     import torch
     from torch.profiler import record_function
 
-    from meshwise.runtime.programs.train_reference import differences
     from meshwise.runtime.programs.training import Trainer, local_bytes
 
     recorder = context.recorder
@@ -157,14 +153,11 @@ def main(options: Any, context: Context) -> dict[str, Any]:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         kind = torch.optim.SGD if trainer.plan.optimizer == "sgd" else torch.optim.AdamW
         optimizer = kind(trained, lr=options.lr, foreach=False)
-    losses, found = [], {}
+    losses = []
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):
             loss = trainer.forward_backward()
             grad_bytes = local_bytes([p.grad for p in parameters if p.grad is not None])
-            if options.check and number == 0 and loss is not None:
-                with recorder.setup():
-                    found = {"differences": differences(trainer, loss)}
             with recorder.phase("optimizer"):
                 if trainer.plan.optimizer != "none":
                     optimizer.step()
@@ -175,4 +168,4 @@ def main(options: Any, context: Context) -> dict[str, Any]:
     held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}
     recorder.tape.states(held)
     recorder.tape.op("activations", module="states", phase="step", saved_bytes=recorder.kept_peak_bytes())
-    return {"losses": losses, "bytes": held, **found}
+    return {"losses": losses, "bytes": held}

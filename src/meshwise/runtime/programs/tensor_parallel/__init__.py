@@ -1,10 +1,9 @@
 """A transformer block under tensor parallelism in 1, 2, 2.5 or 3 dimensions: forward, backward, one step.
 
 Every layout computes the same block and is written on plain collectives: 1d (column and row matmuls), 2d
-(SUMMA), 2d-cp (columns x sequence), 2.5d (depths of SUMMA grids) and 3d (a cube). `--check` compares the
-output and every gradient with one process that holds everything. Attention is fused, its heads are split, and
-nothing is dropped; what plans choose beside that (`attention=unfused|grid`, `sp=0`, `panels`, dropout), the
-closed forms price.
+(SUMMA), 2d-cp (columns x sequence), 2.5d (depths of SUMMA grids) and 3d (a cube). Attention is fused, its
+heads are split, and nothing is dropped; what plans choose beside that (`attention=unfused|grid`, `sp=0`,
+`panels`, dropout), the closed forms price.
 """
 
 from __future__ import annotations
@@ -100,16 +99,15 @@ def estimate(options: Any, tape: Tape) -> None:
 
 
 def main(options: Any, context: Context) -> dict[str, Any]:
-    """Forward, backward, and the sum of shared gradients; with `--check`, the differences to one process."""
+    """Forward, backward, and the sum of shared gradients."""
     from meshwise.runtime.programs.tensor_parallel.block import block
     from meshwise.runtime.programs.tensor_parallel.layouts import new_layout, sum_shared_gradients
-    from meshwise.runtime.programs.tensor_parallel.reference import differences
 
     recorder = context.recorder
     cut = cut_of(options, context.world_size)
     on = new_layout(context, model_of(options), cut)
     with recorder.setup():
-        x, gradient, weights = _inputs(options, on, context)
+        x, gradient, weights = make_inputs(options, on, context)
     recorder.weights(*weights.values())
     context.step("inputs", {"x [tokens, columns]": x})
     y = block(on.parts, x, weights)
@@ -118,25 +116,14 @@ def main(options: Any, context: Context) -> dict[str, Any]:
     sum_shared_gradients(on, weights)
     assert x.grad is not None
     context.step("backward", {"dx [tokens, columns]": x.grad})
-    result: dict[str, Any] = {"grid": [int(size) for size in cut.grid]}
-    if options.check and not context.is_fake:
-        with recorder.setup():
-            result["max_abs_diff"] = differences(on, context, x, y, weights, options.seed)
-    return result
+    return {"grid": [int(size) for size in cut.grid]}
 
 
-def _inputs(
+def make_inputs(
     options: Any, on: TensorLayout, context: Context
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """x, the gradient of the output, and the weights: with `--check` cut from whole ones, else local ones."""
-    import meshwise.runtime.programs.tensor_parallel.reference as reference
-
+    """This rank's part of x and of the gradient of the output, and of each weight."""
     dtype, seed = context.dtype(options.dtype), options.seed
-    if options.check and not context.is_fake:
-        weights = reference.my_pieces(on, reference.whole_weights(on.parts.model, context, dtype, seed))
-        wholes = (reference.whole_activations(on, context, dtype, seed, place) for place in (0, 1))
-        x, gradient = (reference.my_part(on, whole) for whole in wholes)
-        return x.requires_grad_(), gradient, {name: w.requires_grad_() for name, w in weights.items()}
     shape = len(on.tokens) * on.heads.batch, len(on.columns)
     x, gradient = (context.normal(*shape, dtype=dtype, key=(seed, place, context.rank)) for place in (0, 1))
     weights = {

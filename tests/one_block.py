@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import meshwise.runtime.programs.tensor_parallel.block as tensor_parallel_block
 from meshwise.model.architecture import Model
+from meshwise.runtime.launch import RankPlace
+from meshwise.runtime.programs import tensor_parallel
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.functions import EPSILON
 from meshwise.runtime.programs.tensor_parallel.block import Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.layouts import TensorLayout
+from meshwise.runtime.start import run_rank
 
 
 def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
@@ -74,24 +81,40 @@ def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
     return F.linear(x, w[f"{name}.weight"].t(), w.get(f"{name}.bias"))
 
 
-def differences(
-    on: TensorLayout, context: Context, x: Tensor, y: Tensor, weights: Weights, seed: int
-) -> dict[str, float]:
-    """Largest difference, on any rank, of the output and of every gradient to those of one process."""
-    whole = whole_weights(on.parts.model, context, y.dtype, seed)
-    whole_x, whole_dy = (whole_activations(on, context, y.dtype, seed, place).double() for place in (0, 1))
-    with torch.enable_grad():
-        whole_x.requires_grad_()
-        leaves = {name: weight.double().requires_grad_() for name, weight in whole.items()}
-        expected = plain_block(on.parts.model, whole_x, leaves)
-        expected.backward(whole_dy)
+def differences(place: RankPlace, options: Any) -> dict[str, float]:
+    """How far, on any rank, output and gradients of tensor-parallel are from one process in float64."""
+    seen: dict[str, Any] = {}
+
+    def inputs(options: Any, on: TensorLayout, context: Context) -> Any:
+        dtype, seed = context.dtype(options.dtype), options.seed
+        whole = whole_weights(on.parts.model, context, dtype, seed)
+        x, grad = (whole_activations(on, context, dtype, seed, nth) for nth in (0, 1))
+        seen.update(on=on, context=context, whole=whole, whole_x=x, whole_dy=grad)
+        weights = {name: weight.requires_grad_() for name, weight in my_pieces(on, whole).items()}
+        return my_part(on, x).requires_grad_(), my_part(on, grad), weights
+
+    def watched(on: Any, x: Tensor, weights: Weights) -> Tensor:
+        seen.update(x=x, weights=weights, y=block(on, x, weights))
+        return seen["y"]
+
+    block = tensor_parallel_block.block
+    with (
+        mock.patch.object(tensor_parallel, "make_inputs", inputs),
+        mock.patch.object(tensor_parallel_block, "block", watched),
+    ):
+        run_rank(place, "tensor-parallel", options, quiet=True, recorded=False)
+    on, leaves = seen["on"], {name: w.double().requires_grad_() for name, w in seen["whole"].items()}
+    whole_x = seen["whole_x"].double().requires_grad_()
+    expected = plain_block(on.parts.model, whole_x, leaves)
+    expected.backward(seen["whole_dy"].double())
     grads = my_pieces(on, {name: _grad(leaf) for name, leaf in leaves.items()})
-    pairs = {"output": (y, my_part(on, expected)), "d input": (_grad(x), my_part(on, _grad(whole_x)))}
-    pairs |= {f"d {name}": (_grad(weight), grads[name]) for name, weight in weights.items()}
+    pairs = {"output": (seen["y"], my_part(on, expected))}
+    pairs |= {"d input": (_grad(seen["x"]), my_part(on, _grad(whole_x)))}
+    pairs |= {f"d {name}": (_grad(weight), grads[name]) for name, weight in seen["weights"].items()}
     found = {}
     for name, (one, other) in pairs.items():
         difference = (one.detach().double() - other.detach()).abs().max()
-        for group in context.groups:
+        for group in seen["context"].groups:
             dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=group)
         found[name] = float(difference)
     return found
