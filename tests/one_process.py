@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting, fill, part_of, routes
 from meshwise.runtime.programs.functions import turned_width, turns
-from meshwise.runtime.programs.training import Trainer, with_labels
+from meshwise.runtime.programs.training import Trainer
 
 
 def differences(trainer: Trainer, loss: float) -> dict[str, float]:
@@ -66,7 +66,7 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     total = 0.0
     batch = trainer.all_tokens().flatten(0, 1)
     for sequence in batch.split(1):
-        loss = decoder(*with_labels(sequence, options.seq)) / len(batch)
+        loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
         loss.backward()
         total += float(loss.detach())
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}

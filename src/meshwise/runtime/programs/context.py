@@ -11,6 +11,7 @@ import gc
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,17 @@ class Context:
         self.recorder.name_axis(group, axis)
         self.groups.append(group)
         return group
+
+
+@contextmanager
+def numbers_of(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made inside are of this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def line_of(grid: NDArray[Any], rank: int, dim: int) -> list[int]:

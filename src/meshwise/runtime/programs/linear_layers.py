@@ -55,13 +55,10 @@ def cut_as(style: Any, name: str, rows: Shard | Replicate) -> dict[str, Any]:
         inner = parallel.RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         around = {name: parallel.PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=rows)}
         return around | {f"{name}.layer": inner, f"{name}.lora_a": inner, f"{name}.lora_b": whole}
-    if isinstance(style, parallel.ColwiseParallel):
-        inner = parallel.ColwiseParallel()
-        gathers = style.input_layouts == (rows,)
-        gather = parallel.PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(Replicate(),))
-        around = {name: gather} if gathers else {}
-        return around | {f"{name}.layer": inner, f"{name}.lora_a": whole, f"{name}.lora_b": inner}
-    return {f"{name}.layer": whole, f"{name}.lora_a": whole, f"{name}.lora_b": whole}
+    inner = parallel.ColwiseParallel()
+    gather = parallel.PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(Replicate(),))
+    around = {name: gather} if style.input_layouts == (rows,) else {}
+    return around | {f"{name}.layer": inner, f"{name}.lora_a": whole, f"{name}.lora_b": inner}
 
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2

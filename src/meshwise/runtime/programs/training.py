@@ -12,7 +12,7 @@ Source: the tensor-parallel tutorial, `fully_shard`, and torchtitan's `paralleli
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from meshwise.plan.stages import V_SHAPED, chunks_of_rank
 from meshwise.runtime.fakes import Parts
 from meshwise.runtime.programs import decoder as plain
 from meshwise.runtime.programs.attention_kernels import Attend, RingAttend, own_places
-from meshwise.runtime.programs.context import Context, line_of
+from meshwise.runtime.programs.context import Context, line_of, numbers_of
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.programs.pipeline import make_schedule
@@ -151,7 +151,7 @@ class Trainer:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.pp
         has_both = self.plan.schedule in (*V_SHAPED, "dualpipe")  # a rank with one end has the other
-        if num == 1 or has_both or not self.model.shares_table or place not in (0, num - 1):
+        if num == 1 or has_both or not self.model.tied_embedding or place not in (0, num - 1):
             return None
         return self.context.group("pp", line_of(self.world, self.rank, 0)[:: num - 1])
 
@@ -204,21 +204,28 @@ class Trainer:
     def _piece(self, stage: int, layers: range) -> plain.Decoder:
         """Some layers of the model, cut by tp and spread over the replicas."""
         plan, context = self.plan, self.context
-        with torch.device("meta"):
-            last = plan.pp * plan.vpp - 1
-            ends = {"is_first": stage == 0, "is_last": stage == last}
-            decoder = plain.Decoder(self.model, self.setting, layers, **ends)
-        if plan.tp > 1:
-            cut_tensors(decoder, self.mesh["tp"], Shard(1) if plan.sequence_parallel else Replicate())
-        dtype, seed = context.dtype(plan.dtype), None if context.is_fake else self.options.seed
+        dtype = context.dtype(plan.dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         reduced = wide if plan.grad_dtype == "fp32" else context.dtype(plan.grad_dtype)
+        last = plan.pp * plan.vpp - 1
+        with torch.device("meta"), numbers_of(dtype if plan.optimizer == "adam-bf16" else wide):
+            decoder = plain.Decoder(
+                self.model, self.setting, layers, is_first=stage == 0, is_last=stage == last
+            )
+        if plan.tp > 1:
+            cut_tensors(decoder, self.mesh["tp"], Shard(1) if plan.sequence_parallel else Replicate())
+        offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+        policies = {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
+            "offload_policy": offload if plan.offload_optimizer else OffloadPolicy(),
+        }
         shard_states(
-            decoder, self.mesh[self.replica_axes], self.experts_mesh, context.device,
-            MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
-            dtype if plan.optimizer == "adam-bf16" else wide, seed,
-            reshard_after_forward=plan.pp == 1 and plan.zero == 3, on_host=plan.offload_optimizer > 0,
+            decoder, self.mesh[self.replica_axes], self.experts_mesh, policies,
+            reshard_after_forward=plan.pp == 1 and plan.zero == 3,
         )  # fmt: skip
+        decoder.to_empty(device="cpu" if plan.offload_optimizer else context.device)
+        if not context.is_fake:
+            fill_states(decoder, self.options.seed, context.device)
 
         def gathered_are_weights(module: nn.Module, _: object) -> None:
             context.recorder.weights(*module.parameters())
@@ -231,26 +238,15 @@ class Trainer:
         return decoder
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """This rank's tokens [microbatches x sequences, own tokens], and their labels (`with_labels`).
-
-        Labels of one kind lie together, so that a loss reads them as they are.
-        """
+        """This rank's tokens [microbatches x sequences, own tokens], and of each the next one."""
         mine = self.all_tokens()[self.replica]
-        tokens, labels = with_labels(mine, self.options.seq)
-        by_kind = labels[..., self.places].transpose(0, 1).contiguous()
-        return tokens[:, self.places].contiguous(), by_kind.transpose(0, 1)
+        return mine[:, self.places].contiguous(), mine[:, self.places + 1].contiguous()
 
     def all_tokens(self) -> Tensor:
         """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens]."""
         torch.manual_seed(self.options.seed)
-        length = self.options.seq + 1 + self.model.mtp_layers
-        shape = self.dp, self.num * self.options.microbatch, length
+        shape = self.dp, self.num * self.options.microbatch, self.options.seq + 1
         return torch.randint(self.model.vocab, shape).to(self.context.device)
-
-
-def with_labels(sequences: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The first tokens of each sequence, and for each the next ones, [sequences, number, tokens]."""
-    return sequences[:, :num_tokens], sequences[:, 1:].unfold(1, num_tokens, 1)
 
 
 def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:
@@ -261,55 +257,37 @@ def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:
 def cut_tensors(decoder: plain.Decoder, mesh: DeviceMesh, rows: Shard | Replicate) -> None:
     """Tensor parallelism over `mesh`, in place; `rows`: how activations are cut between matmuls, or not.
 
-    What each rank does for all tokens is not cut at all.
+    Where they are, weights that every rank has whole see a part of the tokens on each.
     """
-    is_split = isinstance(rows, Shard)
     ends: dict[str, Any] = {
         "embedding.tokens": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
-        "head.norm": parallel.SequenceParallel(),
         "head.logits": parallel.ColwiseParallel(input_layouts=rows, use_local_output=False),
     }
-    if not is_split:
-        del ends["head.norm"]
     held = {name for name in ends if getattr(decoder, name.split(".")[0]) is not None}
     parallel.parallelize_module(decoder, mesh, {name: style for name, style in ends.items() if name in held})
     decoder.tie()
-    if is_split and decoder.embedding is not None and decoder.embedding.positions is not None:
-        whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
-        decoder.embedding.positions = nn.Parameter(whole)
-    columns = parallel.ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
-    names = ("embedding_norm", "hidden_norm", "norm") if is_split else ()
-    for further in decoder.further:
-        norms = dict.fromkeys(names, parallel.SequenceParallel())
-        parallel.parallelize_module(further, mesh, {"projection": columns, **norms})
-    for layer in decoder.blocks:
+    for layer in decoder.layers.values():
         styles: dict[str, Any] = {}
         for name, style in block_plan(rows, layer).items():
-            if isinstance(style, parallel.SequenceParallel) and not is_split:
-                continue
             is_adapted = isinstance(layer.get_submodule(name), Adapted)
             styles |= cut_as(style, name, rows) if is_adapted else {name: style}
         parallel.parallelize_module(layer, mesh, styles)
-        if isinstance(layer.mlp, plain.Mixture):
-            for module in (layer.mlp, layer.mlp.router):
-                for name, parameter in list(module.named_parameters(recurse=False)):
-                    whole = distribute_tensor(parameter.data, mesh, [Replicate()])
-                    setattr(module, name, nn.Parameter(whole))
+    for module in decoder.modules() if isinstance(rows, Shard) else ():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor) and not isinstance(module, plain.Experts):
+                whole = distribute_tensor(parameter.data, mesh, [Replicate()])
+                setattr(module, name, nn.Parameter(whole))
 
 
 def block_plan(rows: Shard | Replicate, layer: plain.Block) -> dict[str, Any]:
     """The styles of a block's modules; `rows` is how activations between them are cut.
 
-    Latents and routed experts take each rank's own tokens, as they are.
+    Norms, latents and routed experts take each rank's own tokens, as they are.
     """
     gather = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
-    plan: dict[str, Any] = dict.fromkeys(("norm1", "norm2"), parallel.SequenceParallel())
-    plan["attention.out"] = parallel.RowwiseParallel(output_layouts=rows)
+    plan: dict[str, Any] = {"attention.out": parallel.RowwiseParallel(output_layouts=rows)}
     if isinstance(layer.attention, plain.LatentAttention):
         plan |= {f"attention.{name}": parallel.ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
-        plan |= {f"attention.{name}": parallel.SequenceParallel() for name in ("kv_down", "kv_norm")}
-        if not isinstance(layer.attention.q_down, nn.Identity):
-            plan |= {f"attention.{name}": parallel.SequenceParallel() for name in ("q_down", "q_norm")}
         plan["attention.shared_key"] = parallel.PrepareModuleInput(**gather)
     else:
         plan |= {"attention": parallel.PrepareModuleInput(**gather)}
@@ -325,82 +303,44 @@ def block_plan(rows: Shard | Replicate, layer: plain.Block) -> dict[str, Any]:
 
 
 def shard_states(
-    decoder: plain.Decoder, mesh: DeviceMesh, experts_mesh: DeviceMesh | None, device: torch.device,
-    policy: MixedPrecisionPolicy, kept: torch.dtype, seed: int | None, *, reshard_after_forward: bool,
-    on_host: bool,
+    decoder: plain.Decoder, mesh: DeviceMesh, experts_mesh: DeviceMesh | None, policies: Mapping[str, Any],
+    *, reshard_after_forward: bool,
 ) -> None:  # fmt: skip
-    """FSDP2 over `mesh`: the embedding, each block, the head; its weights are in the type `kept`.
+    """FSDP2 over `mesh`: the embedding, each block, the head (one group where they are one table).
 
     Experts are spread over `experts_mesh`, the ranks that hold the same ones, along the width of their
     matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
-
-    The decoder comes without storage (meta tensors); each group gets its weights on `device` just before it
-    is cut, so that never more than one is whole: from `seed`, or unset (None), when tensor parallelism leaves
-    no more of them than this rank's part. Blocks are gathered again in the backward if
-    `reshard_after_forward`; the ends stay gathered till then. `on_host`: the shards lie in the host's memory.
+    Blocks are gathered again in the backward if `reshard_after_forward`; the ends stay gathered till then.
     """
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
-    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
-    names = {id(parameter): decoder.alias(name) for name, parameter in decoder.named_parameters()}
+    shard = partial(fully_shard, mesh=mesh, **policies)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(decoder.trains(name))
-    for modules in _groups(decoder):
-        _materialize(modules, names, partial(_made, device=device, dtype=kept, seed=seed))
-        is_block = isinstance(modules[0], plain.Block)
-        with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
-            if isinstance(modules[0], plain.Block) and isinstance(modules[0].mlp, plain.Mixture):
-                experts = modules[0].mlp.experts
+    with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
+        for block in decoder.layers.values():
+            if isinstance(block.mlp, plain.Mixture):
                 shard(
-                    experts, mesh=experts_mesh, shard_placement_fn=lambda _: Shard(1),
+                    block.mlp.experts, mesh=experts_mesh, shard_placement_fn=lambda _: Shard(1),
                     reshard_after_forward=reshard_after_forward,
                 )  # fmt: skip
-            shard(
-                modules if len(modules) > 1 else modules[0], mesh=mesh,
-                reshard_after_forward=reshard_after_forward and is_block,
-            )  # fmt: skip
-    shard(decoder, mesh=mesh)
+            shard(block, reshard_after_forward=reshard_after_forward)
+        ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
+        for end in [ends] if decoder.tie() else ends:
+            shard(end, reshard_after_forward=False)
+    shard(decoder)
 
 
-def _groups(decoder: plain.Decoder) -> list[list[nn.Module]]:
-    """What is gathered together; a table that is embedding and head at once makes them one group."""
-    ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
-    others: list[list[nn.Module]] = [[layer] for layer in decoder.blocks]
-    others += [[one for one in further.children() if one is not further.block] for further in decoder.further]
-    return [ends, *others] if decoder.tie() else [*([end] for end in ends), *others]
+def fill_states(decoder: plain.Decoder, seed: int, device: torch.device) -> None:
+    """Give this rank's part of each weight its numbers, which depend on name and `seed` alone.
 
-
-def _materialize(modules: list[nn.Module], names: dict[int, str], make: Callable[..., Tensor]) -> None:
-    """Give the parameters of `modules` storage and numbers: what `make` makes of each, its name and place."""
-    made: dict[int, nn.Parameter] = {}  # a tied one is made once
-    owners = [owner for module in modules for owner in module.modules()]
-    for owner in owners:
-        for key, parameter in list(owner.named_parameters(recurse=False)):
-            if id(parameter) not in made:
-                place = owner.place if isinstance(owner, plain.Experts) else plain.WHOLE
-                whole = make(parameter, names[id(parameter)], place)
-                made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            setattr(owner, key, made[id(parameter)])
-
-
-def _made(
-    parameter: nn.Parameter, name: str, place: plain.ExpertPlace, *, device: torch.device, dtype: torch.dtype,
-    seed: int | None,
-) -> Tensor:  # fmt: skip
-    """A weight whole, of numbers that depend on its name and `seed` alone, and then cut as `parameter` is.
-
-    One that has no numbers needs its own part alone.
+    Each weight is made whole on `device` and cut as the rank's is, one after the other.
     """
-    cut = parameter if isinstance(parameter, DTensor) else None
-    if cut is not None and seed is None:
-        own = torch.empty(cut.to_local().shape, dtype=dtype, device=device)
-        whole_of: dict[str, Any] = {"shape": cut.shape, "stride": cut.stride(), "run_check": False}
-        return DTensor.from_local(own, cut.device_mesh, cut.placements, **whole_of)
-    whole = torch.empty(parameter.shape, dtype=dtype, device=device)
-    if seed is not None:
-        plain.fill(name, whole, seed, place)
-    if cut is None:
-        return whole
-    return distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
+    for path, module in decoder.named_modules():
+        place = module.place if isinstance(module, plain.Experts) else plain.WHOLE
+        for name, parameter in module.named_parameters(path, recurse=False):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            plain.fill(decoder.alias(name), whole, seed, place)
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.data.to_local().copy_(part.to_local())
 
 
 def local_bytes(tensors: list[Tensor]) -> int:

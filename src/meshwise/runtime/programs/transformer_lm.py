@@ -33,7 +33,7 @@ from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_pass import Placement
-from meshwise.runtime.programs.context import Context
+from meshwise.runtime.programs.context import Context, numbers_of
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, axis, start_gather
 from meshwise.runtime.programs.text_data import PAD
@@ -259,17 +259,6 @@ class TransformerDecoder(nn.Module):
         places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         x += F.embedding(torch.where(tokens == PAD, PAD, places), self.positions)
         return x
-
-
-@contextmanager
-def numbers_of(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters made inside are of this type."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def sinusoidal_positions(num_rows: int, width: int) -> Tensor:
