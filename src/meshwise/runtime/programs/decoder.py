@@ -487,6 +487,7 @@ class Decoder(nn.Module):
 
     def tied(self) -> nn.Parameter | None:
         """This piece's copy of a table that both ends of the model read, if it has one end only."""
-        if not self.is_tied or self.setting.lora_rank or (self.embedding is None) == (self.head is None):
+        ends = [end for end in (self.embedding, self.head) if end is not None]
+        if not self.is_tied or self.setting.lora_rank or len(ends) != 1:
             return None
-        return self.head.logits.weight if self.embedding is None else self.embedding.tokens.weight
+        return ends[0].logits.weight if isinstance(ends[0], Head) else ends[0].tokens.weight
