@@ -1,7 +1,6 @@
-"""Critical path and what-if, memory, rates, bandwidths: known answers, properties, a page."""
+"""Critical path, memory, rates, bandwidths: known answers, properties, a page."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,26 +26,16 @@ def _played(folder, job):
     return summarize_paths([folder])
 
 
-@pytest.mark.parametrize(
-    ("fault", "num_ranks"), [("late rank", 2), ("slow device", 8), ("slow host", 2), ("uneven load", 8)]
-)
-def test_what_if_is_what_the_same_job_takes_without_the_fault(tmp_path, fault, num_ranks):
-    """The same noise played again without the fault: the gain is that of the replay within 6 %."""
-    job = Job(num_ranks, 12, fault, 1, 0.3, 7, has_host=True)
-    slow, healthy = _played(tmp_path / "slow", job), _played(tmp_path / "healthy", replace(job, fault="none"))
-    found = critical_path(slow)
-    spans = [sum(one.partitions[1].seconds.values()) for one in (slow, healthy)]
-    gain = next(one for one in found.what_if if one.change.startswith("rank 1 "))
-    assert gain.gain_s == pytest.approx(spans[0] - spans[1], rel=0.06)
-    assert gain.span_s + gain.gain_s == pytest.approx(spans[0], rel=0.02)
-    most = max(found.pieces, key=lambda piece: piece.by_rank.get(1, 0.0))
-    assert sum(one.by_rank.get(1, 0.0) for one in found.pieces) > 0.5 * found.span_s and most.seconds > 0
+def test_the_path_leads_over_the_late_rank(tmp_path):
+    """Most of it is spent there, though that rank does a fraction of the job's work."""
+    found = critical_path(_played(tmp_path / "slow", Job(8, 12, "slow device", 1, 0.3, 7, has_host=True)))
+    assert sum(one.by_rank.get(1, 0.0) for one in found.pieces) > 0.5 * found.span_s
 
 
 @settings(max_examples=30)
 @given(st.integers(2, 6), st.sampled_from(["none", "pause", "slow link", "late rank"]), st.integers(0, 99))
 def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
-    """Pieces sum to the path; it is no longer than the job; removing anything never makes it longer."""
+    """Pieces sum to the path; it is no longer than the job; idle time is that of its causes."""
     found_in = _played(
         tmp_path_factory.mktemp("job") / "x", Job(2 * (num_ranks // 2), 3, fault, 0, 0.3, seed)
     )
@@ -54,7 +43,6 @@ def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
     assert sum(one.seconds for one in found.pieces) == pytest.approx(found.span_s)
     assert sum(one.share_frac for one in found.pieces) == pytest.approx(1.0)
     assert all(sum(one.by_rank.values()) == pytest.approx(one.seconds) for one in found.pieces)
-    assert all(0 < one.gain_frac < 1 for one in found.what_if)
     for part, one in zip(found_in.intervals(), found_in.partitions, strict=True):
         by_cause = sum(length(part.idle(cause)) for cause in CAUSES)
         assert by_cause / 1e9 == pytest.approx(one.seconds["idle"])
@@ -165,7 +153,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path, meshwise):
 
 
 def test_one_page_of_all(tmp_path, meshwise):
-    """Findings, path, what-if, memory and rates in one file; a name is text, not markup."""
+    """Findings, path, memory and rates in one file; a name is text, not markup."""
     pytest.importorskip("plotly")
     name = "<script>alert(1)</script>"
     trace = write_trace(tmp_path / "rank-0.json", [kernel(name, 0, 10), kernel("gemm", 20, 5)], 0)
@@ -174,5 +162,5 @@ def test_one_page_of_all(tmp_path, meshwise):
     assert name not in page.read_text() and "&lt;script&gt;alert(1)" in page.read_text()
     done = meshwise("trace", "report", str(GLOO4), "-o", str(page), "--cluster", "a100-80g-sxm:4", "--json")
     assert json.loads(done.out) == {"file": str(page), "num_ranks": 4}
-    for text in ("Rank 3 is late in", "What if", "Memory over time", "roofline", "on the wire"):
+    for text in ("Rank 3 is late in", "critical path", "Memory over time", "roofline", "on the wire"):
         assert text in page.read_text(), text

@@ -124,7 +124,7 @@ def plot(found: Summary, *, out: Path = Path("ranks.png")) -> Found:
 
 
 def report(found: Summary, *, out: Path = Path("report.html"), cluster: str | None = None) -> Found:
-    """Write all of it as one HTML file. Findings, pictures, critical path, what-if, memory, rates, tables.
+    """Write all of it as one HTML file. Findings, pictures, critical path, memory, rates, tables.
 
     Args:
         out: Where to write (.html).
@@ -152,17 +152,14 @@ def sections(found: Summary, *, limit: int = 15) -> Found:
 
 
 def path(found: Summary, *, limit: int = 15) -> Found:
-    """Show the critical path through all ranks.
-
-    Also how much shorter the job would be if one thing were faster.
-    """
-    from meshwise.report.trace import path_tables
+    """Show the critical path through all ranks: what decides when the job ends, and how long it takes."""
+    from meshwise.report.trace import path_table
     from meshwise.trace.critical_path import critical_path
 
     if not found.has_all_ranks:
         raise DataError("the critical path goes through all ranks; leave --ranks out")
     critical = critical_path(found)
-    return asdict(critical), path_tables(critical, limit=limit)
+    return asdict(critical), [path_table(critical, limit=limit)]
 
 
 def memory(found: Summary, *, limit: int = 15) -> Found:

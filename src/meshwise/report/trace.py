@@ -206,16 +206,14 @@ def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
     return Table("Kernels, before and after", columns, cells, no_wrap=True)
 
 
-def path_tables(found: CriticalPath, *, limit: int) -> list[Table]:
-    """What the path consists of, and what would shorten it."""
+def path_table(found: CriticalPath, *, limit: int) -> Table:
+    """What the path consists of."""
     columns: Fields = {
         **{"on the path": "kind", "what": "name", "count": "count", "time": "seconds", "share": "share_frac"},
         "most on rank": lambda one: max(one.by_rank, key=lambda rank: one.by_rank[rank]),
     }
     title = f"The critical path through all ranks: {duration(found.span_s)}"
-    shown = [records_table(title, found.pieces[:limit], columns, left=("on the path", "what"))]
-    changes: Fields = {"change": "change", "then takes": "span_s", "gain": "gain_s", "of all": "gain_frac"}
-    return shown + [records_table("What if", found.what_if[:limit], changes)] * bool(found.what_if)
+    return records_table(title, found.pieces[:limit], columns, left=("on the path", "what"))
 
 
 def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
@@ -272,7 +270,7 @@ def page(summary: Summary, cluster: Cluster | None = None) -> Page:
     sections: list[Section] = [Text("Findings", others)] if others else []
     sections += _over_time(summary) if summary.partitions else []
     if summary.has_all_ranks:
-        sections += path_tables(critical_path(summary), limit=MOST_ROWS)
+        sections.append(path_table(critical_path(summary), limit=MOST_ROWS))
     sections += _memory(summary)
     sections += _rates(summary, cluster)
     sections += summary_tables(summary, limit=MOST_ROWS)
