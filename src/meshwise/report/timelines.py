@@ -71,7 +71,7 @@ def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
     hop_s = float(estimate.step.hop_s)
     timeline = play(estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=hop_s)
     names = _names(timeline, chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh)))
-    return [*names, *_actions(timeline), *_once_a_step(estimate, timeline)]
+    return [*names, *action_events(timeline), *_once_a_step(estimate, timeline)]
 
 
 def _names(timeline: Timeline, held: list[Stage]) -> Iterator[dict[str, Any]]:
@@ -86,7 +86,7 @@ def _names(timeline: Timeline, held: list[Stage]) -> Iterator[dict[str, Any]]:
         yield metadata("thread_name", rank, {"name": f"pipeline {timeline.schedule}"})
 
 
-def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def action_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Every rank's actions in the order of their start."""
     ends_ns = (np.rint(1e9 * t).astype(np.int64) for t in (timeline.start_s, timeline.end_s))
     columns = (timeline.rank, timeline.kind, timeline.microbatch, timeline.stage, timeline.chunk, *ends_ns)
