@@ -9,6 +9,7 @@ What cannot be repaired, or has a field of another type than everybody else writ
 from __future__ import annotations
 
 import functools
+import gzip
 import os
 import re
 import zlib
@@ -24,6 +25,8 @@ import msgspec
 from meshwise.trace.events import NAMES
 
 _BLOCK_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 11
+"""Of packed files: what is lost before a damage is less."""
 _MOST_EVENT_BYTES = 1 << 23
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 1 << 30, 400
 _EXACT_US = 2.0**43
@@ -158,33 +161,22 @@ def _blocks(path: Path, notes: Notes) -> Iterator[bytes]:
 
 def _unpacked(file: BinaryIO, notes: Notes) -> Iterator[bytes]:
     """The content of a gzip file of one or several members, up to its end or its first damage."""
-    engine, unpacked = zlib.decompressobj(wbits=31), 0
+    block, unpacked, packed = bytearray(), 0, gzip.GzipFile(fileobj=file)
     most = max(_MOST_UNPACKED_BYTES, _MOST_RATIO * os.fstat(file.fileno()).st_size)
-    for packed in iter(functools.partial(file.read, _BLOCK_BYTES // 8), b""):
-        while packed:
-            before = engine.copy()
-            try:
-                piece = engine.decompress(packed, _BLOCK_BYTES)
-            except zlib.error:
-                notes.others.append("the gzip data is damaged; only what comes before the damage is used")
-                saved = bytearray()
-                with suppress(zlib.error):
-                    for byte in packed:
-                        saved += before.decompress(bytes([byte]))
-                yield bytes(saved)
-                return
-            yield piece
-            unpacked += len(piece)
-            if unpacked > most:
-                notes.others.append(f"it unpacks to more than {_MOST_RATIO} times its size; the rest is left")
-                return
-            packed = engine.unconsumed_tail or engine.unused_data
-            if engine.eof and packed:
-                if packed[:2] != b"\x1f\x8b":
-                    notes.others.append("bytes behind the end of the gzip data are ignored")
-                    return
-                engine = zlib.decompressobj(wbits=31)
-    notes.truncated |= not engine.eof
+    try:
+        while unpacked <= most and (piece := packed.read1(_PIECE_BYTES)):
+            block += piece
+            if len(block) >= _BLOCK_BYTES:
+                unpacked += len(block)
+                yield bytes(block)
+                block.clear()
+    except EOFError:
+        notes.truncated = True
+    except (zlib.error, gzip.BadGzipFile):
+        notes.others.append("the gzip data is damaged; only what comes before the damage is used")
+    if unpacked > most:
+        notes.others.append(f"it unpacks to more than {_MOST_RATIO} times its size; the rest is left")
+    yield bytes(block)
 
 
 def _last_gap(buffer: bytes, searched: int = 0) -> int:
