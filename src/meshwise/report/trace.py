@@ -75,9 +75,7 @@ def clocks_text(summary: Summary) -> str:
     """How the ranks' clocks were made one, in a sentence."""
     alignment = summary.alignment
     differ = "" if alignment.residual_s is None else f", ends then differ by {duration(alignment.residual_s)}"
-    drift = max(map(abs, alignment.drift.values()), default=0.0)
-    drifts = f"; clocks drift by up to {1e6 * drift:.3g} ppm" if drift else ""
-    return f"Clocks: {alignment.method} ({alignment.num_collectives} collectives{differ}){drifts}"
+    return f"Clocks: {alignment.method} ({alignment.num_collectives} collectives{differ})"
 
 
 def _stragglers(summary: Summary, limit: int) -> Table:

@@ -18,21 +18,17 @@ the clocks must differ. (Threads of a CPU leave gloo's calls one after the other
 and on several hosts an offset counts only if it is larger than the ends are apart.)
 
 `residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
-
-Clocks drift. Between two calls of one group the clock of rank r advances by 1 + d[r] times the true time, so
-the ratios of these distances over calls half a trace apart obey the same equation, with d for o. Drifts are
-believed if the ends then lie half as far apart; the times of the traces are divided by 1 + d (`undrifted`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import Ints, Trace, grouped
+from meshwise.trace.events import Ints, grouped
 from meshwise.trace.match import Match, linked
 from meshwise.trace.transfers import SYNCHRONISING
 
@@ -44,8 +40,6 @@ _NUM_ROUNDS = 30
 _FLOOR_NS = 100.0
 _STEADY_NS = 20_000.0
 _COINCIDE_FRAC = 0.9
-_MIN_DRIFT_CALLS = 8
-_MAX_DRIFT = 500e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +50,6 @@ class Alignment:
     offsets_ns: dict[int, int]
     residual_s: float | None
     num_collectives: int
-    drift: dict[int, float] = field(default_factory=dict)
-    """By what share each rank's clock runs faster than the first one's; empty where no drift shows."""
 
     @property
     def offsets_s(self) -> dict[int, float]:
@@ -80,8 +72,7 @@ def align(
         shared += _thinned([m for m in met if m.is_message and not m.first.is_buffered])
     if not shared:
         return Alignment("the ranks' own clocks", dict.fromkeys(ranks, 0), None, 0)
-    blocks = _blocks(shared, ranks)
-    ends = _joined(blocks, len(ranks))
+    ends = _ends(shared, ranks)
     offset = _offsets(ends)
     residual = _residual(ends, offset)
     one_clock = one_host and _coincide(shared) and not (kernels and _is_steady(ends, offset))
@@ -95,20 +86,7 @@ def align(
         offsets_ns={rank: round(one) for rank, one in zip(ranks, offset.tolist(), strict=True)},
         residual_s=residual / 1e9,
         num_collectives=len(shared),
-        drift={} if one_clock else _drift(ranks, blocks, ends, residual),
     )
-
-
-def undrifted(trace: Trace, drift: float) -> Trace:
-    """The trace as a clock without `drift` would have recorded it; its first event stays where it is."""
-
-    def right(time_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        return time_ns - np.rint((time_ns - origin) * (drift / (1 + drift))).astype(np.int64)
-
-    origin = trace.start_ns[0] if len(trace) else 0
-    start = right(trace.start_ns)
-    memory = replace(trace.memory, time_ns=right(trace.memory.time_ns))
-    return replace(trace, start_ns=start, duration_ns=right(trace.end_ns) - start, memory=memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,42 +107,13 @@ class _Ends:
         return np.asarray(np.bincount(self.rank, values, self.num_ranks), dtype=np.float64)
 
 
-_Blocks = list[tuple[Ints, Floats]]
-"""Places of the ranks of a group, and when they left each of its calls: [call, rank]."""
-
-
-def _blocks(shared: Sequence[Match], ranks: Sequence[int]) -> _Blocks:
+def _ends(shared: Sequence[Match], ranks: Sequence[int]) -> _Ends:
+    """When the ranks left these calls, counted from the first of these times."""
     column = {rank: i for i, rank in enumerate(ranks)}
-    origin = min(t.end_ns for m in shared for t in m.by_rank.values())
-    by_rank = (sorted(one.by_rank.items()) for one in shared)
-    ends = grouped((tuple(r for r, _ in of), [t.end_ns - origin for _, t in of]) for of in by_rank)
-    return [(np.array([column[r] for r in of]), np.array(found, float)) for of, found in ends.items()]
-
-
-def _joined(blocks: _Blocks, num_ranks: int) -> _Ends:
-    sizes = np.repeat([len(ranks) for ranks, _ in blocks], [len(end) for _, end in blocks])
-    rank = np.concatenate([np.tile(ranks, len(end)) for ranks, end in blocks])
-    time = np.concatenate([end.ravel() for _, end in blocks])
-    return _Ends(np.repeat(np.arange(len(sizes)), sizes), rank, time, num_ranks)
-
-
-def _drift(ranks: Sequence[int], blocks: _Blocks, ends: _Ends, residual_ns: float) -> dict[int, float]:
-    """The drift of each rank relative to the first from the ends of calls; empty where it explains little."""
-    span_ns = float(ends.time.max() - ends.time.min())
-    distances = []
-    for columns, end in blocks:
-        rows = end[np.argsort(end.mean(axis=1))]
-        distance = rows[len(rows) // 2 :] - rows[: len(rows) - len(rows) // 2]
-        distance = distance[distance.min(axis=1) > 0]
-        if len(rows) >= _MIN_DRIFT_CALLS and len(distance):
-            distances.append((columns, distance / distance.mean(axis=1, keepdims=True) * span_ns))
-    if not distances:
-        return {}
-    drift = _offsets(_joined(distances, len(ranks))) / span_ns
-    steady = replace(ends, time=ends.time / (1 + drift[ends.rank]))
-    if np.abs(drift).max() > _MAX_DRIFT or 2 * _residual(steady, _offsets(steady)) >= residual_ns:
-        return {}
-    return dict(zip(ranks, drift.tolist(), strict=True))
+    call, rank, end_ns = np.array(
+        [(i, column[rank], t.end_ns) for i, one in enumerate(shared) for rank, t in one.by_rank.items()]
+    ).T
+    return _Ends(call, rank, (end_ns - end_ns.min()).astype(np.float64), len(ranks))
 
 
 def _coincide(matches: Sequence[Match]) -> bool:

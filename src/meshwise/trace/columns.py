@@ -134,7 +134,7 @@ class RankTrace:
     rank: int
     trace: Trace | None = None
     file: Path = Path()
-    changes: tuple[Callable[[Trace], Trace], ...] = ()
+    change: Callable[[Trace], Trace] | None = None
     """What is changed of a trace when it is loaded."""
 
     def load(self) -> Trace:
@@ -142,15 +142,13 @@ class RankTrace:
         if self.trace is not None:
             return self.trace
         trace = replace(read_columns(self.file), rank=self.rank)
-        for change in self.changes:
-            trace = change(trace)
-        return trace
+        return self.change(trace) if self.change else trace
 
     def changed(self, change: Callable[[Trace], Trace]) -> RankTrace:
         """The trace as `change` makes it."""
         if self.trace is not None:
             return replace(self, trace=change(self.trace))
-        return replace(self, changes=(*self.changes, change))
+        return replace(self, change=change)
 
 
 class Traces(Sequence[Trace]):

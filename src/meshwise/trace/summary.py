@@ -17,7 +17,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from meshwise.core.errors import DataError
 from meshwise.core.files import write_bytes
 from meshwise.core.notebook import Shown
-from meshwise.trace.align import Alignment, align, undrifted
+from meshwise.trace.align import Alignment, align
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, RankIntervals, intervals, partition
 from meshwise.trace.collectives import Collective, RankWaiting, collectives, ranks_text, stragglers
 from meshwise.trace.columns import Traces
@@ -211,7 +210,6 @@ class Summary(Shown):
                 "residual_s": self.alignment.residual_s,
                 "offsets_s": {str(rank): offset for rank, offset in self.alignment.offsets_s.items()},
                 "num_collectives": self.alignment.num_collectives,
-                "drift_ppm": {str(rank): 1e6 * drift for rank, drift in self.alignment.drift.items()},
             },
             "collectives": calls,
         }
@@ -241,8 +239,6 @@ def summarize_kept(traces: Traces, problems: list[FileProblem]) -> Summary:
     if file is not None and file.exists():
         kept = msgspec.msgpack.decode(file.read_bytes(), type=_Kept)
         summary = Summary(traces, **{name: getattr(kept, name) for name in _KEPT})
-        if drift := summary.alignment.drift:
-            summary = replace(summary, traces=_undrifted(traces, drift))
     else:
         summary = summarize(traces)
         if file is not None:
@@ -250,12 +246,8 @@ def summarize_kept(traces: Traces, problems: list[FileProblem]) -> Summary:
     return replace(summary, problems=problems + summary.problems)
 
 
-def _undrifted(traces: Traces, drift: Mapping[int, float]) -> Traces:
-    return traces.changed({rank: partial(undrifted, drift=of) for rank, of in drift.items()})
-
-
-def summarize(traces: Traces, drift: Mapping[int, float] | None = None) -> Summary:
-    """The summary of the traces of one job, one trace a rank, whose clocks' `drift` was taken off, if any."""
+def summarize(traces: Traces) -> Summary:
+    """The summary of the traces of one job, one trace a rank."""
     marked = marks(traces)
     facts = traces.each(rank_facts, marked)
     hosts = {one.host for one in facts}
@@ -263,9 +255,6 @@ def summarize(traces: Traces, drift: Mapping[int, float] | None = None) -> Summa
     matches = match({one.rank: one.transfers for one in facts}, one_host=one_host)
     kernels = all(one.has_device for one in facts)
     alignment = align([one.rank for one in facts], matches, one_host=one_host, kernels=kernels)
-    if alignment.drift and drift is None:
-        return summarize(_undrifted(traces, alignment.drift), alignment.drift)
-    alignment = replace(alignment, drift=dict(drift or {}))
     offsets = alignment.offsets_ns
     origin = min((one.first_ns - offsets[one.rank] for one in facts if one.first_ns is not None), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
