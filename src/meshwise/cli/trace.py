@@ -152,7 +152,7 @@ def sections(found: Summary, *, limit: int = 15) -> Found:
 
 
 def path(found: Summary, *, limit: int = 15) -> Found:
-    """Show the critical path through all ranks: what decides when the job ends, and how long it takes."""
+    """Show the critical path through all ranks. What decides when the job ends, longest first."""
     from meshwise.report.trace import path_table
     from meshwise.trace.critical_path import critical_path
 
