@@ -54,7 +54,8 @@ class Sparse:
 
     The indexer has `heads` heads of width `head_dim` (DeepSeek-V3.2, arXiv 2512.02556), whose scores are
     added with weights of each token unless `weighted` is False (MiniMax-M3); without heads, a layer uses the
-    choice of the layer before it (GLM-5.2). `ratio`: how many tokens one key stands for (DeepSeek-V4, whose
+    choice of the layer before it (GLM-5.2). `pool`: the indexer scores so many tokens at once, and chooses
+    all of them (GLM-5-Next, Qwen4-Exp). `ratio`: how many tokens one key stands for (DeepSeek-V4, whose
     queries attend to a window of tokens besides); the layers that compress them are `Side`s.
     """
 
@@ -62,7 +63,13 @@ class Sparse:
     heads: int = 0
     head_dim: int = 0
     weighted: bool = True
+    pool: int = 1
     ratio: int = 1
+
+    @property
+    def tokens_per_score(self) -> int:
+        """Tokens that one key of the indexer stands for."""
+        return self.ratio * self.pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +89,9 @@ class Side:
     """A small layer beside the large ones: linear from `d_in` to `d_out`, or `d_out` learned numbers.
 
     It belongs to `module` (attention, mlp, ...; at the ends of a model: embedding or head). Numbers are
-    those of a norm, unless they are used by the op `op`. Each token passes it `times` times, or only every
+    those of a norm, unless they are used by the op `op`; with `taps` those of a convolution of `d_out`
+    channels over so many tokens, each on its own; with `rows` those of a table in which a token looks `times`
+    vectors up, and which tensor-parallel ranks share. Each token passes it `times` times, or only every
     `every`-th token does. Every tensor-parallel rank has all of it and does its own tokens. `shared`: a block
     that `shares` weights takes it from the earlier one too. `kept`: the backward needs what it gives.
     """
@@ -93,6 +102,8 @@ class Side:
     d_in: int = 0
     bias: bool = False
     op: str = ""
+    taps: int = 0
+    rows: int = 0
     times: int = 1
     every: int = 1
     shared: bool = False
@@ -436,17 +447,19 @@ class Streams:
 
     `laurel_rank` 0: hyper-connections (mHC, arXiv 2512.24880; DeepSeek-V4): before attention and before the
     MLP, a layer that reads all streams says how they are mixed, added up for it, and what each takes of it.
-    `between` False: they are not mixed with each other (Hunyuan 4).
+    `between` False: they are not mixed with each other (Hunyuan 4). `gate_rank`: they are normalised, and
+    each of their numbers has its own share in the sum, which comes through a layer of that width (Qwen4-Exp).
     """
 
     number: int
     laurel_rank: int = 0
     between: bool = True
+    gate_rank: int = 0
 
     @property
     def mixes(self) -> int:
         """Numbers by which a hyper-connection mixes streams: to each, from each, and between all."""
-        return (2 + self.number * self.between) * self.number
+        return (1 + (not self.gate_rank) + self.number * self.between) * self.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -671,7 +684,7 @@ def check_count(value: int, what: str, *, zero: bool = False) -> None:
         raise ModelError(f"{what} is {shown}; it must be from {0 if zero else 1} to {most}")
 
 
-_MAY_BE_ZERO = ("vocab", "q_lora_rank", "qk_rope_head_dim", "taps")
+_MAY_BE_ZERO = ("vocab", "q_lora_rank", "qk_rope_head_dim", "taps", "num_norms")
 """Counts that may be zero although they have no default; all others may if that is their default."""
 
 

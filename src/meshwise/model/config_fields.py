@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import count, islice
+from math import isqrt
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
@@ -96,7 +98,8 @@ class SideLayer(msgspec.Struct, forbid_unknown_fields=True):
 
     `linear`: from a width to another; `vector`: so many learned numbers. `on`: kinds of layers that have it
     (`layer_types`, or attention, recurrence, moe, dense; none named: all; of the ends: none). `when`: a
-    field without whose value no layer has it. `kept`: what it gives is kept for the backward.
+    field without whose value no layer has it. `kept`: what it gives is kept for the backward. `taps`, `rows`:
+    as of a `Side`.
     """
 
     module: str
@@ -107,6 +110,8 @@ class SideLayer(msgspec.Struct, forbid_unknown_fields=True):
     on: list[str] = []
     when: str = ""
     bias: bool = False
+    taps: str = "0"
+    rows: str = "0"
     times: str = "1"
     every: str = "1"
     shared: bool = False
@@ -190,13 +195,18 @@ def follows(text: str, c: Config, /, **others: Any) -> Any:
     """What an expression of the catalog makes of the fields of a config, and of `others`.
 
     Besides Python's own: `every(n, one, others)`, a kind for each layer, `one` for each n-th of them;
-    `cycled(kinds)`, the same in turn; `renamed(values, names)`; `up(value, unit)`, rounded up to a multiple.
+    `among(numbers, one, others, first)`, `one` for those of these numbers, counted from `first`;
+    `cycled(kinds)`, the same in turn; `renamed(values, names)`; `up(value, unit)`, rounded up to a multiple;
+    `primes(start, number)`, the sum of as many primes from `start` on.
     """
     layers = range(c.num_hidden_layers)
 
     def every(n: int, one: str, others: str) -> list[str]:
         check_count(n, "layers of a group")
         return [others if (layer + 1) % n else one for layer in layers]
+
+    def among(numbers: Sequence[int], one: Any, others: Any, first: int = 0) -> list[Any]:
+        return [one if first + layer in numbers else others for layer in layers]
 
     def cycled(kinds: Sequence[str]) -> list[str]:
         return [kinds[layer % len(kinds)] for layer in layers]
@@ -208,7 +218,8 @@ def follows(text: str, c: Config, /, **others: Any) -> Any:
         check_count(unit, "unit of a width")
         return -(-value // unit) * unit
 
-    known: dict[str, Any] = {"every": every, "cycled": cycled, "renamed": renamed, "up": up}
+    known: dict[str, Any] = {"every": every, "among": among, "cycled": cycled, "renamed": renamed, "up": up}
+    known["primes"] = _primes
     known |= {"int": int, "bool": bool, "str": str, "isinstance": isinstance, "max": max}
     try:
         return value_of(text, known | structs.asdict(c) | others)
@@ -216,6 +227,12 @@ def follows(text: str, c: Config, /, **others: Any) -> Any:
         raise ModelError(f"{error.name} is missing; the model cannot be sized without it") from None
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ModelError(f"a size does not follow from the others: {error}") from None
+
+
+def _primes(start: int, number: int) -> int:
+    check_count(start, "rows of a table")
+    found = (n for n in count(max(start, 2)) if all(n % d for d in range(2, isqrt(n) + 1)))
+    return sum(islice(found, number))
 
 
 def formulas_of(table: dict[str, str], c: Config, /, **others: Any) -> Fields:

@@ -286,9 +286,9 @@ def mistral_large4(c: Config) -> Fields:
 
 def _indexer(c: Config) -> Fields:
     """Sparse attention, whose choice of keys some layers may take from the one before them (GLM-5.2)."""
-    if not c.index_n_heads:
+    own = part(arch.Sparse, c)
+    if own is None:
         return {}
-    own = _scored(c)
     kinds = c.indexer_types
     if kinds is None and c.index_topk_freq > 1:
         numbers = range(c.num_hidden_layers)
@@ -298,10 +298,6 @@ def _indexer(c: Config) -> Fields:
         return {"sparse": own}
     shared, named = arch.Sparse(top_k=c.index_topk), _named(c, "indexer_types", kinds, ("full", "shared"))
     return {"each": {"sparse": tuple(own if kind == "full" else shared for kind in named)}}
-
-
-def _scored(c: Config) -> arch.Sparse:
-    return arch.Sparse(top_k=c.index_topk, heads=c.index_n_heads, head_dim=c.index_head_dim)
 
 
 def compressed(c: Config) -> Fields:

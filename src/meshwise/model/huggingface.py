@@ -229,8 +229,8 @@ def _sides(stated: list[SideLayer], sizes: dict[str, Any]) -> list[tuple[list[st
         d_in, d_out = one.linear or ("0", one.vector)
         side = Side(
             module=one.module, name=one.name, d_out=_size(d_out, sizes), d_in=_size(d_in, sizes),
-            bias=one.bias, op=one.op, times=_size(one.times, sizes), every=_size(one.every, sizes),
-            shared=one.shared, kept=one.kept,
+            bias=one.bias, op=one.op, taps=_size(one.taps, sizes), rows=_size(one.rows, sizes),
+            times=_size(one.times, sizes), every=_size(one.every, sizes), shared=one.shared, kept=one.kept,
         )  # fmt: skip
         found.append((one.on, side))
     return found

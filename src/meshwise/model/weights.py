@@ -382,18 +382,26 @@ def side_weights(sides: Iterable[Side]) -> Iterator[Weight]:
             yield from _linear(
                 side.module, side.name, side.d_in, side.d_out, bias=side.bias, gradient="tokens"
             )
+        elif side.rows:
+            yield _learned(side.module, side.name, side.rows, side.d_out, cut=ROWS)
         else:
-            yield _learned(side.module, side.name, side.d_out, op=side.op, gradient="tokens")
+            number = max(side.taps, 1) * side.d_out
+            yield _learned(side.module, side.name, number, op=side.op, gradient="tokens")
 
 
 def _streams(model: Model, own: arch.Streams) -> Iterator[Weight]:
     module, hidden, number = "streams", model.hidden, own.number
     if not own.laurel_rank:  # numbers that scale what each of the three kinds of them is made of
         for name in ("attention", "mlp"):
-            yield from _linear(
-                module, f"{name}_mixes", number * hidden, own.mixes, bias=True, gradient="tokens"
-            )
-            yield _learned(module, f"{name}_scale", 2 + own.between, op=f"{name}_mixes", gradient="tokens")
+            width, is_plain = number * hidden, not own.gate_rank
+            yield from _linear(module, f"{name}_mixes", width, own.mixes, bias=is_plain, gradient="tokens")
+            if is_plain:
+                scales = 2 + own.between
+                yield _learned(module, f"{name}_scale", scales, op=f"{name}_mixes", gradient="tokens")
+                continue
+            yield from _norm(model, module, f"{name}_norm", width)
+            yield from _linear(module, f"{name}_down", width, own.gate_rank, gradient="tokens")
+            yield from _linear(module, f"{name}_up", own.gate_rank, width, gradient="tokens")
         return
     for name, d_in, d_out in (
         ("modalities", hidden, number),
@@ -654,12 +662,16 @@ def num_params(model: Model) -> int:
 
 
 def num_active_params(model: Model) -> int:
-    """Parameters that one token meets: of the experts, `top_k` and the shared ones; embedding included."""
+    """Parameters that one token meets: of the experts, `top_k` and the shared ones; embedding included.
+
+    Of tables beside that of the tokens, the vectors that it looks up.
+    """
+    tables = sum((side.rows - side.times) * side.d_out for side in model.sides if side.rows)
     moe = model.moe
     if moe is None:
-        return num_params(model)
+        return num_params(model) - tables
     experts = [weight for weight in block_weights(model, Layer(moe=True)) if weight.is_expert]
     of_images = num_weights(weight for weight in experts if weight.name.startswith(IMAGE))
     one_expert = (num_weights(experts) - of_images) // moe.held
     unused = of_images + round(moe.held - moe.computed) * one_expert
-    return num_params(model) - arch.num_moe_layers(model) * unused
+    return num_params(model) - tables - arch.num_moe_layers(model) * unused

@@ -1,8 +1,9 @@
 """What some families add to a block, to the embedding or to the head; every rank does it for its own tokens.
 
 *Sides* (`model.Side`) are small layers beside the large ones: gates, compressors of keys, further norms. Each
-is one matmul, or one norm; a convolution is the matmul it equals. What they read is kept by the layers that
-they stand beside, and what they give only where that is stated.
+is one matmul, one norm, one convolution of single channels, or one look-up; a convolution over channels is
+the matmul it equals. What they read is kept by the layers that they stand beside, and what they give only
+where that is stated.
 
 *Per-layer embeddings* (Gemma 3n and 4): what a block adds at its end, what comes before the first. The table
 is cut by tp like that of the tokens. Source: `transformers` 5.23, gemma4/modeling_gemma4.py.
@@ -16,7 +17,8 @@ n streams of a token, normalised, and says by (2 + n) n numbers how they are add
 reads, what each takes of its result, and how they are mixed with each other (a matrix made doubly stochastic
 by a few normalisations of n x n numbers, which are not priced). Source of the kernels: mHC, arXiv 2512.24880,
 section 4.3 (the layer's matmul divides by the norm, one kernel mixes the streams and adds the result); of the
-numbers DeepSeek-V4 in `transformers` 5.23.
+numbers DeepSeek-V4 in `transformers` 5.23. In Qwen4-Exp (5.24) the streams are normalised, and each of their
+numbers is added up with a share of its own, which two thin layers make.
 
 *Disentangled attention* (DeBERTa, arXiv 2006.03654, section 3.1): besides keys of tokens, queries meet keys
 made of a table of distances, and keys meet queries made of it. The table is projected in every block. Each
@@ -44,13 +46,16 @@ def side_ops(model: Model, cut: Cut, sides: Iterable[Side]) -> Iterator[Op]:
     for side in sides:
         if side.op:
             continue
+        if side.rows:
+            yield from look_up(side.module, side.name, float(side.times * side.d_out), cut)
+            continue
         rows = cut.split_tokens * side.times / side.every
         shape = rows, float(side.d_in or side.d_out)
         x = made(side.module, f"{side.name}_input", shape, cut.precision.act_dtype)
         ops: Iterator[Op] = (
             plain_linear(side.module, side.name, x, {side.name: float(side.d_out)}, cut, bias=side.bias)
             if side.d_in
-            else elementwise(side.module, side.name, model.norm, x, cut.precision)
+            else elementwise(side.module, side.name, "conv" if side.taps else model.norm, x, cut.precision)
         )
         for op in ops:
             keeps = op.makes if side.kept and op.phase == "forward" else ()
@@ -149,11 +154,23 @@ def hyper_connections(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated
         entering, leaving = (
             made(STREAMS, f"{half}_{name}", (rows, hidden), prec.act_dtype) for name in ("input", "result")
         )
+        gathered: tuple[Tensor, ...] = (streams,)
         name = f"{half}_mixes"
-        yield from plain_linear(STREAMS, name, streams, {name: float(own.mixes)}, cut, bias=True)
-        for kind, reads, makes in (("gather", (streams,), entering), ("mix", (streams, leaving), mixed)):
+        if own.gate_rank:
+            normed = yield from norm(model, cut, STREAMS, f"{half}_norm", streams)
+            down, up = (
+                {f"{half}_{way}": size} for way, size in (("down", float(own.gate_rank)), ("up", width))
+            )
+            (thin,) = yield from plain_linear(STREAMS, f"{half}_down", normed, down, cut)
+            gathered = normed, *(yield from plain_linear(STREAMS, f"{half}_up", thin, up, cut))
+        mixes = {name: float(own.mixes)}
+        yield from plain_linear(STREAMS, name, gathered[0], mixes, cut, bias=not own.gate_rank)
+        gather = "gated_gather" if own.gate_rank else "gather"
+        for kind, reads, keeps, makes in (
+            (gather, gathered, gathered, entering), ("mix", (streams, leaving), (streams,), mixed),
+        ):  # fmt: skip
             of = STREAMS, f"{half}_{kind}", f"stream_{kind}", rows, width, prec
-            yield kernel(*of, phase="forward", reads=reads, makes=(makes,), keeps=(streams,))
+            yield kernel(*of, phase="forward", reads=reads, makes=(makes,), keeps=keeps)
             yield kernel(*of, phase="backward")
     return x
 

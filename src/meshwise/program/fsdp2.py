@@ -67,7 +67,7 @@ LEAST = 4096
 
 FROZEN_GROUP = 64
 """Numbers of a row of a frozen matrix in few bits that share an fp32 scale (QLoRA's blocks)."""
-TABLES = ("tokens", "positions", "token_types", "class_token")
+TABLES = ("tokens", "positions", "token_types", "class_token", "ngrams")
 """Embeddings are stored as rows, [numbers, hidden]; other matrices as [d_out, d_in]."""
 
 

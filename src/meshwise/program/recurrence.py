@@ -35,7 +35,7 @@ SCAN_FLOP = 9.0
 
 def recurrence(model: Model, cut: Cut, x: Tensor) -> Stated:
     """Norm, and the recurrence behind it."""
-    normed = yield from norm(model, cut, MODULE, "norm1", x)
+    normed = (yield from norm(model, cut, MODULE, "norm1", x)) if model.num_norms else x
     return (yield from behind_norm(model, cut, normed, x))
 
 

@@ -165,7 +165,7 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     sparse = one.sparse or Sparse()
     keys = np.minimum(past, layer.window or np.inf) + past / sparse.ratio * (sparse.ratio > 1)
     numbers = keys * cached_numbers(one, cut)
-    scored = sparse.head_dim * past / sparse.ratio
+    scored = sparse.head_dim * past / sparse.tokens_per_score
     return cut.microbatch * (state + (numbers + scored) * cut.kv_bytes)
 
 

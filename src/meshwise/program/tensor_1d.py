@@ -65,7 +65,7 @@ def attention(model: Model, cut: Cut, x: Tensor) -> Stated:
 
     In a parallel block its result is not exchanged yet: `mlp` adds its own to it.
     """
-    normed = yield from _entry_norm(model, cut, ATTENTION, "norm1", x)
+    normed = (yield from _entry_norm(model, cut, ATTENTION, "norm1", x)) if model.num_norms else x
     mixed = yield from (_qkv if model.mla is None else _latent_qkv)(model, cut, normed)
     if model.low_rank and model.low_rank.out:
         mixed = yield from _through_latents(model.low_rank, cut, mixed)
@@ -370,7 +370,9 @@ def _indexer(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
     if own.ratio == 1:
         key = made(ATTENTION, "index_key", (cut.tokens, dim), prec.act_dtype)
         yield from elementwise(ATTENTION, "index_norm", "layernorm", key, prec)
-    keys = (0.5 if model.causal and cut.kind != "decode" else 1.0) * (cut.seq + cut.past) / own.ratio
+    keys = (
+        (0.5 if model.causal and cut.kind != "decode" else 1.0) * (cut.seq + cut.past) / own.tokens_per_score
+    )
     batch, rows = cut.microbatch, heads * seq  # all heads of a sequence read the same keys
     read = made(ATTENTION, "index_scores_input", (cut.microbatch * dim, heads * seq + keys), prec.act_dtype)
     scores = Op(
