@@ -1,7 +1,5 @@
 """Predicted beside measured: both sides sum to their step; a trace of the prediction differs nowhere."""
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -157,23 +155,6 @@ def test_measured_alone(meshwise):
     done = meshwise("explain", str(GLOO4), "--json")
     assert done.code == 0 and set(done.document) == {*("rows", "classes", "step_s", "findings", "mismatches")}
     assert set(done.document["rows"][0]) == {"module", "op", "phase", "predicted_s", "measured_s"}
-
-
-def test_both_timelines_in_one_file(tmp_path, meshwise):
-    """The predicted step begins with the first whole measured one, in processes of its own."""
-    _played(tmp_path, {op: seconds for op, seconds in _classes(tmp_path).items() if op in PATTERNS})
-    words = ("--model", JOB[0], "--cluster", JOB[1], "--plan", JOB[2], "--batch", "2", "--seq", "512")
-    path = tmp_path / "both.json.gz"
-    assert meshwise("explain", str(tmp_path), *words, "--timeline", str(path)).code == 0
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert {"rank 0", "rank 1", "predicted rank 0"} <= set(names.values())
-    predicted = [e for e in events if e["ph"] == "X" and names.get(e["pid"], "").startswith("predicted")]
-    steps = [e["ts"] for e in events if e["name"].startswith("ProfilerStep")]
-    assert min(e["ts"] for e in predicted) == pytest.approx(min(steps))
-    bare = write_trace(tmp_path / "bare.json", [kernel("gemm", 0, 5)], 0, 2)
-    done = meshwise("explain", str(bare), *words, "--timeline", str(path))
-    assert done.code == 2 and "no whole step is marked" in done.err
 
 
 def test_kernels_of_no_class_are_listed(tmp_path):

@@ -1031,7 +1031,6 @@ def explain(
     microbatch: int | None = None,
     kind: str = "train",
     steps: str = "",
-    timeline: str | Path | None = None,
 ) -> Explanation:
     """Where the measured step of a job differs from the predicted one, by class of kernel and collective.
 
@@ -1045,7 +1044,6 @@ def explain(
         microbatch: Sequences of a microbatch [as the plan].
         kind: As in `estimate`.
         steps: Only these: 3-7, or complete (launched before the last one) [neither warm-up nor cut off].
-        timeline: Write traces and predicted step as one file for ui.perfetto.dev.
 
     Returns:
         Rows in seconds a step, each side summing to its step, and findings in words. Where the traces are
@@ -1059,7 +1057,7 @@ def explain(
     from meshwise.trace.explain import reduces_all
     from meshwise.trace.summary import summarize_paths
 
-    job = (model, cluster, plan or None, batch, seq, microbatch, timeline)
+    job = (model, cluster, plan or None, batch, seq, microbatch)
     if any(one is not None for one in job) and (model is None or cluster is None):
         raise DataError(
             "a prediction needs the model that ran and its cluster; give both, or leave out all of the job"
@@ -1073,10 +1071,6 @@ def explain(
         plan = ",".join(filter(None, (plan, "zero=0")))
         note = "gradients are all-reduced: priced with zero=0 (DDP)"
     predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
-    if timeline is not None:
-        from meshwise.report.timelines import write_both
-
-        write_both(summary, predicted, Path(timeline))
     found = join(summary, predicted)
     return replace(found, findings=[*found.findings, note]) if note and not found.mismatches else found
 

@@ -37,9 +37,7 @@ _MOST_POINTS = 20_000
 _ALWAYS = (Kind.COMMUNICATION, Kind.HOST_COMMUNICATION, Kind.ANNOTATION)
 
 
-def write_merged(
-    summary: Summary, path: Path, *, max_slices: int | None = None, beside: Sequence[dict[str, Any]] = ()
-) -> Counter[str]:
+def write_merged(summary: Summary, path: Path, *, max_slices: int | None = None) -> Counter[str]:
     """Write the timeline to `path` (gzip if it ends in .gz), whole or not at all.
 
     Returns how many `slices` were written, how many of them were `cut` where the next one starts, and how
@@ -49,14 +47,12 @@ def write_merged(
         summary: Of the ranks that are shown.
         path: Where to.
         max_slices: Of all ranks, without the lanes of collectives; None for no bound.
-        beside: Further events in the format of the file (a predicted timeline).
     """
     done = Counter[str]()
     lengths, least_ns = np.concatenate([trace.duration_ns for trace in summary.traces]), 0
     if max_slices is not None and len(lengths) > max_slices:
         least_ns = int(np.partition(lengths, -max_slices)[-max_slices]) + 1
-    lanes = _collective_lanes(summary.collectives)
-    events = itertools.chain(_of_ranks(summary, least_ns, done), lanes, beside)
+    events = itertools.chain(_of_ranks(summary, least_ns, done), _collective_lanes(summary.collectives))
     with whole_file(path) as file, ExitStack() as opened:
         out: Any = file
         if path.name.endswith(".gz"):
