@@ -49,7 +49,7 @@ WRITES = {
     "estimate": (f"llama3-8b {H100}", ("--csv x.csv", "--plot x.png", "--html x.html", "--trace x.json")),
     "search": (f"llama3-8b {H100} --batch 8", ("--csv x.csv", "--plot x.png", "--html x.html")),
     "serve": (f"llama3-8b {H100} --pareto", ("--csv x.csv", "--plot x.png", "--html x.html")),
-    "validate": ("--runs RUNS", ("--plot x.png", "--html x.html", "--write-docs .")),
+    "validate": ("--runs RUNS", ("--plot x.png", "--html x.html")),
     "explain": (f"{GLOO} --model llama3-8b {H100}", ("--html x.html",)),
     "launch": (f"llama3-8b {H100} --plan zero=3 --batch 8 --seq 128 --to megatron-lm", ("--out .",)),
     "frontier run": ("--chip h100-80g-sxm", ("--plot x.html",)),
@@ -64,7 +64,7 @@ WRITES = {
 SLOW = {"run": (f"{SMALL} --ranks 1", ("--profile .",))}
 """In a process of its own, whose limit its ranks inherit."""
 EXCEPTIONS = tomllib.loads((Path(__file__).parent / "data" / "exceptions.toml").read_text())
-OUTPUTS = {"--csv", "--plot", "--html", "--trace", "--out", "--profile", "--write-docs"}
+OUTPUTS = {"--csv", "--plot", "--html", "--trace", "--out", "--profile"}
 CASES = [(verb, words, option) for verb, (words, options) in WRITES.items() for option in options]
 READ_ONLY = "/proc/nowhere"
 

@@ -42,7 +42,6 @@ def validate(
     board: Path | None = None,
     release: str = "",
     mend: bool = False,
-    write_docs: Path | None = None,
     leave_one_source_out: bool = False,
     html: Path | None = None,
     worst: int = 8,
@@ -62,7 +61,6 @@ def validate(
         board: CSV of what earlier releases predicted for the same rows, shown old against new.
         release: Keep today's predictions on the board under this name.
         mend: Which one constant would mend the step times of the runs, and by how much.
-        write_docs: Write accuracy.md and its figures to this folder, with the board that lies there.
         leave_one_source_out: Also predict each source from the others (two minutes).
         worst: How many of the worst rows to print.
     """
@@ -86,27 +84,22 @@ def validate(
         validation = predicted_by_others(validation, files)
     for warning in validation.warnings:
         typer.echo(warning, err=True)
-    releases = _releases(validation, board, release, write_docs)
-    if write_docs is not None:
-        from meshwise.report.validation import write_accuracy
-
-        write_accuracy(validation, write_docs, releases)
+    releases = _releases(validation, board, release)
     mends = _mends(files) if mend else []
     document = validation.to_json() | ({"mends": [asdict(each) for each in mends]} if mend else {})
     show(validation, document, json=json, html=html, plot=plot, num_worst=worst, board=releases, mends=mends)
 
 
-def _releases(validation: Validation, board: Path | None, release: str, docs: Path | None) -> Board:
-    """What earlier releases predicted, by the file that is named or lies in the folder of the docs."""
+def _releases(validation: Validation, board: Path | None, release: str) -> Board:
+    """What earlier releases predicted, by the file that is named."""
     from meshwise.calibrate.releases import read_board, with_release, write_board
 
-    path = board or (docs / "board.csv" if docs else None)
-    refuse("board", DataError, path=path, board=board, release=release)
-    if path is None:
+    refuse("board", DataError, board=board, release=release)
+    if board is None:
         return {}
-    known = read_board(path) if path.is_file() else {}
+    known = read_board(board) if board.is_file() else {}
     if release:
-        write_board(with_release(known, release, validation.rows), path)
+        write_board(with_release(known, release, validation.rows), board)
     return {name: found for name, found in known.items() if name != release}
 
 

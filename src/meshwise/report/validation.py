@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,12 @@ from meshwise.calibrate.releases import Board, errors_by_release
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
 from meshwise.core.errors import DataError
-from meshwise.core.files import make_folder, read_catalog, write_text
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.published.convention import PublishedStep
 from meshwise.published.nersc import TOLERANCE, CaseCheck
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.chart_picture import draw_picture
-from meshwise.report.html import static
 from meshwise.report.table import Fields, Table, percent, records_table
 
 TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
@@ -57,20 +54,6 @@ GROUPS: dict[str, Callable[[Prediction], str]] = {
     "half": lambda row: ("held-out half" if is_held_out(row.id) else "fitted half") if row.group else "",
 }
 """What rows are grouped by; rows without a name are in no group."""
-
-
-def lead_table(rows: Sequence[Prediction]) -> Table:
-    """Errors in sample and by the other sources, of all `rows` and by kind, scale, chip and framework."""
-    groups = [("all", list(rows))]
-    for name in ("kind", "scale", "chip", "framework"):
-        found = grouped(rows, GROUPS[name])
-        groups += sorted(found.items(), key=lambda item: _leading_number(item[0]))
-    sources = [str(len({publication(row.source) for row in members})) for _, members in groups]
-    lines = [
-        [label, str(len(members)), num, *_cells(members)[2:4], *_left_out_cells(members)]
-        for (label, members), num in zip(groups, sources, strict=True)
-    ]
-    return Table("", ("step time", "runs", "sources", "median", "mean", *LEFT_OUT_COLUMNS), lines)
 
 
 def _sizes(summary: ErrorSummary) -> tuple[str, str]:
@@ -103,10 +86,10 @@ def group_tables(rows: Sequence[Prediction]) -> Iterator[Table]:
     for name, key in GROUPS.items():
         groups = {label: members for label, members in grouped(rows, key).items() if label}
         if len(groups) > 1 or (groups and name in ("source", "chip")):
-            yield error_table(f"by {name}", sorted(groups.items(), key=lambda item: _leading_number(item[0])))
+            yield error_table(f"by {name}", sorted(groups.items(), key=lambda item: leading_number(item[0])))
 
 
-def _leading_number(label: str) -> int:
+def leading_number(label: str) -> int:
     """The number that a label begins with; 0, which keeps the order of the rows, if there is none."""
     digits = label.split(" ")[0].replace(",", "")
     return int(digits) if digits.isdecimal() else 0
@@ -168,17 +151,6 @@ def order_text(rows: Sequence[Prediction]) -> str:
     return (
         f"Order: in {len(losses)} sets of runs with the same model, batch and GPUs, the plan ranked first is "
         f"{mean} slower than the measured best (mean; worst {worst})."
-    )
-
-
-def coverage_text(rows: Sequence[Prediction]) -> str:
-    """How many measurements lie in their intervals, by rows and by sources; "" where there are none."""
-    of_rows, of_sources = coverage_frac(rows), held.coverage_by_source_frac(rows)
-    if of_rows is None or of_sources is None:
-        return ""
-    return (
-        f"In their intervals: {percent(of_rows)} of the measurements, {percent(of_sources)} in the mean over "
-        "sources (what to expect of a new one)."
     )
 
 
@@ -279,55 +251,6 @@ def _where(source: str) -> PageLink:
         return PageLink(source, f"https://arxiv.org/abs/{paper[1]}")
     repository = re.match(r"[\w.-]+/[\w.-]+(?= )", source)
     return PageLink(source, f"https://github.com/{repository[0]}" if repository else "")
-
-
-# --- docs/accuracy.md ----------------------------------------------------------------------------
-#
-# Rows are split in halves by a hash of their id: constants are fitted on one, the other only judges, and both
-# are shown.
-
-FIGURE = "accuracy_{}.png"
-NUM_WORST = 10
-OF_RUNS = ("step_s", "memory_bytes")
-
-
-def write_accuracy(validation: Validation, folder: Path, board: Board | None = None) -> None:
-    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`; `board`: of earlier releases."""
-    make_folder(folder / "figures")
-    lead = [replace(row, predicted=row.left_out) for row in validation.of("step_s") if row.left_out]
-    runs = [row for row in validation.rows if row.quantity in OF_RUNS]
-    ops = [row for row in validation.rows if row.quantity in TITLES and row.quantity not in OF_RUNS]
-    figures: list[str] = []
-    for name, what, rows in (
-        ("left_out", "step times predicted by the other sources", lead),
-        ("runs", "predicted against measured", runs),
-        ("ops", "predicted against measured", ops),
-    ):
-        if any(row.expressed for row in rows):
-            draw_picture(picture(Validation(rows)), folder / "figures" / FIGURE.format(name))
-            figures.append(f"![{what}](figures/{FIGURE.format(name)})")
-    write_text(folder / "accuracy.md", accuracy_markdown(validation, figures, board or {}))
-
-
-def accuracy_markdown(validation: Validation, figures: Sequence[str] = (), board: Board | None = None) -> str:
-    """The page as text, its words from `static/accuracy.md`: step times in a table and a figure, then all."""
-    by_quantity = [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
-    blocks: list[Table | str] = [lead_table(validation.of("step_s")), *figures[:1]]
-    if board:
-        blocks += ["## Every release, on the same rows", board_table(board, validation.rows)]
-    blocks += ["## Every quantity", error_table("all rows", by_quantity), *figures[1:]]
-    for label, rows in by_quantity:
-        blocks += [f"## {label}", *group_tables(rows), worst_table(rows, NUM_WORST)]
-        blocks += filter(None, (coverage_text(rows), order_text(rows)))
-    blocks += ["## Rows that are not expressed", reasons_table(validation.rows)]
-    return static("accuracy.md").replace("<!-- tables -->", "\n\n".join(map(_markdown, blocks)) + "\n")
-
-
-def _markdown(block: Table | str) -> str:
-    if isinstance(block, str) or not block.rows:
-        return block if isinstance(block, str) else "None."
-    rows = [block.columns, ["---"] * len(block.columns), *block.rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 # --- fits -----------------------------------------------------------------------------------------
