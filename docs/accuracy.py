@@ -1,4 +1,4 @@
-"""Writes docs/accuracy.md and its figures: `python docs/accuracy.py DATA`, where docs/data.md lists the tables.
+"""Writes docs/accuracy.md and its figures: `python docs/accuracy.py DATA` (docs/data.md lists its tables).
 
 Each source is also predicted from the others, which takes two minutes. Rows are split in halves by a hash of
 their id: constants are fitted on one, the other only judges, and both are shown.
