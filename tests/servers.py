@@ -11,18 +11,30 @@ from meshwise.serve.requests import Requests
 from meshwise.serve.simulate import Pools, Served, simulate
 
 NO_LIMIT = 10**9
-BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
+BARE: dict[str, Any] = {
+    "front_s": 0.0,
+    "front_token_s": 0.0,
+    "reply_s": 0.0,
+    "prompt_slowdown": 1.0,
+    "lag_passes": 0,
+}
 VLLM = replace(ENGINES["vllm"], **BARE)
 ONE_AT_A_TIME = replace(ENGINES["trtllm"], max_tokens=1, **BARE)
 """First come, first served, one prompt a pass: a queue with one server."""
 
 
 def passes(
-    fixed_s: float = 0.0, token_s: float = 0.0, *, decode_s: float = 0.0, past_s: float = 0.0
-) -> PassTimes:
+    fixed_s: float = 0.0,
+    token_s: float = 0.0,
+    *,
+    decode_s: float = 0.0,
+    past_s: float = 0.0,
+    engine: Engine = VLLM,
+) -> PassTimes:  # fmt: skip
     """A pass takes `fixed_s`, `token_s` a prompt token, `decode_s` and `past_s` a cached token a sequence."""
     most = 5000
     return PassTimes(
+        engine=engine,
         decode_rest=[fixed_s] * most,
         decode_attention=[Curve([n * decode_s, n * (decode_s + past_s)], 1.0) for n in range(most)],
         prompt_rest=Curve([fixed_s, fixed_s + token_s], 1.0),
@@ -32,9 +44,9 @@ def passes(
 
 def alone(requests: Requests, engine: Engine, times: PassTimes, cache: int) -> Served:
     """What one instance does."""
-    return simulate(requests, Pools(ServingWorker(engine, times, cache)))
+    return simulate(requests, Pools(ServingWorker(replace(times, engine=engine), cache)))
 
 
 def on(requests: Requests, cache: int = NO_LIMIT, *tiers: Tier, **pools: Any) -> Served:
     """What a fleet of vLLM does, whose passes take 2 ms and 10 us a prompt token."""
-    return simulate(requests, Pools(ServingWorker(VLLM, passes(2e-3, 1e-5), cache, tiers), **pools))
+    return simulate(requests, Pools(ServingWorker(passes(2e-3, 1e-5), cache, tiers), **pools))

@@ -27,7 +27,7 @@ from meshwise.serve.requests import (
 )
 from meshwise.serve.router import POLICIES, parse_router
 from meshwise.serve.simulate import Autoscaling, Pools, simulate
-from servers import NO_LIMIT, ONE_AT_A_TIME, VLLM, on, passes
+from servers import NO_LIMIT, ONE_AT_A_TIME, on, passes
 
 TURNS = Turns(turns=4, prompt=300, think_s=2.0)
 
@@ -45,7 +45,7 @@ def test_every_request_of_every_session_is_served_once(
     load = in_closed_loop(3, drawn, num=sessions) if closed else at_rate(3.0, drawn, num=sessions)
     requests = in_sessions(load, TURNS, shared)
     tiers = (Tier("host", 3_000, 1e-6), Tier("disk", 50_000, 1e-5))
-    worker = ServingWorker(VLLM, passes(2e-3, 1e-5), cache, tiers)
+    worker = ServingWorker(passes(2e-3, 1e-5), cache, tiers)
     served = simulate(
         requests,
         Pools(worker, num, worker if prefill else None, 2, transfer_s=1e-3, router=parse_router(router)),
@@ -68,7 +68,7 @@ def test_each_dp_rank_finds_what_it_has_computed_itself(router: str, times: int)
     num, kinds = 8 * 15, 15
     blocks = tuple((i % kinds,) for i in range(num))
     requests = Requests((300,) * num, (2,) * num, concurrency=1, blocks=blocks, block_tokens=300)
-    worker = ServingWorker(VLLM, passes(1e-3), NO_LIMIT, ranks=4)
+    worker = ServingWorker(passes(1e-3), NO_LIMIT, ranks=4)
     served = simulate(requests, Pools(worker, router=parse_router(router)))
     assert (served.found == 0).sum() == times * kinds
 
@@ -125,7 +125,7 @@ def test_what_left_the_chip_comes_back_over_its_link() -> None:
 
 def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
     """Equal requests in turn wait as in M/D/4, and so do those sent to the least loaded; others do not."""
-    worker = ServingWorker(ONE_AT_A_TIME, passes(token_s=1e-3), NO_LIMIT)
+    worker = ServingWorker(passes(token_s=1e-3, engine=ONE_AT_A_TIME), NO_LIMIT)
 
     def wait_s(ratio: float, router: Any) -> float:
         requests = at_rate(3.2 * 2 / (1 + ratio), Lengths(1000, 1, ratio), num=8_000)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise import api
 from meshwise.core.errors import MeshwiseError
+from meshwise.launch.arguments import framework_arguments
 from meshwise.rl.asynchronous import COUNTED, steady
 from meshwise.rl.engines import RolloutPool, drain
 from meshwise.rl.framework import find_framework
 from meshwise.rl.passes import TrainerTimes, num_bins, pack, trainer_times
 from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
-from meshwise.rl.settings import known_settings
 from meshwise.serve.instance import ServingWorker
 from servers import NO_LIMIT, VLLM, passes
 
@@ -28,7 +28,7 @@ PASS_S, TOKEN_S = 1e-2, 1e-5
 def pool(num: int) -> RolloutPool:
     """Engines whose passes take `PASS_S` and `TOKEN_S` a prompt token, whatever they decode."""
     unused: Any = None
-    return RolloutPool(unused, num, VLLM, ServingWorker(VLLM, passes(PASS_S, TOKEN_S), NO_LIMIT))
+    return RolloutPool(unused, num, VLLM, ServingWorker(passes(PASS_S, TOKEN_S), NO_LIMIT))
 
 
 def rollouts(**others: Any) -> Rollouts:
@@ -261,7 +261,7 @@ def test_a_launched_job_reads_as_the_same_job(
     """The settings that are written, read again, give the step of the job to the last digit."""
     job = mw.launch("llama3-8b", "h100-80g-sxm:16", plan, to=to, **LAUNCHED | mode)
     job.write(tmp_path)
-    known = known_settings()[to].arguments
+    known = framework_arguments(to).arguments
     assert all(word.partition("=")[0] in known for word in job.arguments) and not job.not_expressed
     read, unread = api.read_rl_job(tmp_path / job.files[0].path)
     assert not unread

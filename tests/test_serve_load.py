@@ -76,7 +76,7 @@ def test_one_client_waits_for_nobody() -> None:
     of = est.serving(
         find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
     )
-    engine = VLLM
+    engine = replace(VLLM, prompt_slowdown=ENGINES["vllm"].prompt_slowdown)
     load = under_load(Fleet(of), in_closed_loop(1, Lengths(1000, 50), num=3), engine)
     assert load is not None
     assert load.served.ttft_s == pytest.approx(first_token_s(of, engine), rel=0.02)
@@ -317,7 +317,7 @@ def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
 ) -> None:
     requests = in_closed_loop(clients, Lengths(500, 20, 0.5), num=40)
     times = passes(fixed_s=4e-3, token_s=1e-4)
-    worker = ServingWorker(VLLM, times, NO_LIMIT)
+    worker = ServingWorker(times, NO_LIMIT)
     pools = Pools(worker, decodes, worker, prefills, transfer_s=1e-3)
     served = simulate(requests, pools)
     assert served.num_tokens == sum(requests.output)
@@ -328,8 +328,8 @@ def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
 def test_a_pool_of_prompts_takes_as_many_of_them_as_it_is_told() -> None:
     """Six prompts at once, two in a pass of 40 ms: their first tokens come by pairs."""
     requests = Requests((100,) * 6, (1,) * 6, concurrency=6)
-    pair = ServingWorker(replace(VLLM, max_sequences=2), passes(fixed_s=40e-3), NO_LIMIT)
-    served = simulate(requests, Pools(ServingWorker(VLLM, passes(), NO_LIMIT), 1, pair))
+    pair = ServingWorker(passes(fixed_s=40e-3, engine=replace(VLLM, max_sequences=2)), NO_LIMIT)
+    served = simulate(requests, Pools(ServingWorker(passes(), NO_LIMIT), 1, pair))
     assert served.ttft_s == pytest.approx([0.04, 0.04, 0.08, 0.08, 0.12, 0.12])
 
 
@@ -339,7 +339,7 @@ def test_frontends_that_count_on_their_own_send_to_one_worker_at_once() -> None:
     engine = replace(VLLM, max_sequences=1)
 
     def waits_s(router: str) -> float:
-        worker = ServingWorker(engine, passes(fixed_s=1e-3), NO_LIMIT)
+        worker = ServingWorker(passes(fixed_s=1e-3, engine=engine), NO_LIMIT)
         served = simulate(requests, Pools(worker, 7, router=parse_router(router)))
         shares = np.bincount(served.replica, minlength=7) / 350
         assert shares.min() > 0.05 and shares.max() < 0.3
@@ -367,7 +367,7 @@ def test_a_pass_takes_as_long_as_the_rank_with_most_prompts() -> None:
     requests = Requests((500, 500, 500), (50, 50, 50), concurrency=3)
 
     def first_s(**settings: int) -> list[float]:
-        worker = ServingWorker(replace(engine, **settings), times, NO_LIMIT, ranks=2)
+        worker = ServingWorker(replace(times, engine=replace(engine, **settings)), NO_LIMIT, ranks=2)
         return simulate(requests, Pools(worker)).first_s.tolist()
 
     assert first_s() == pytest.approx([2.0, 2.0, 2.0])  # 1,000 tokens on one rank, 500 on the other

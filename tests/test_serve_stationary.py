@@ -20,7 +20,7 @@ from servers import NO_LIMIT, ONE_AT_A_TIME, passes
 
 def one_server(load: float, most: int = MOST_REQUESTS) -> CountedWindow:
     """A queue with one server that takes 1 s for each request, at `load` requests a second."""
-    worker = ServingWorker(ONE_AT_A_TIME, passes(token_s=1e-3), NO_LIMIT)
+    worker = ServingWorker(passes(token_s=1e-3, engine=ONE_AT_A_TIME), NO_LIMIT)
     stream = RequestStream(lambda num: at_rate(load, Lengths(1000, 1), num=num), load, most=most)
     return settled(stream, lambda requests: simulate(requests, Pools(worker)))[0]
 

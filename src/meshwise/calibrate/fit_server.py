@@ -24,7 +24,8 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.toml import toml_text
 from meshwise.serve.engine import FITTED, Engine
 from meshwise.serve.load import Fleet, pools_of
-from meshwise.serve.simulate import Pools, simulate
+from meshwise.serve.pass_times import PassTimes
+from meshwise.serve.simulate import simulate
 
 LATENCIES = ("ttft_s", "tpot_s")
 
@@ -103,8 +104,11 @@ def fit_server(
     measured = np.array([(record.ttft_s, record.tpot_s or math.nan) for record in records])
 
     def predict(step: Array) -> Array:
-        changed = _moved(engine, step)
-        served = [simulate(each, _as(changed, of)) for each, of in zip(requests, pools, strict=True) if of]
+        def moved(times: PassTimes) -> PassTimes:
+            return replace(times, engine=_moved(times.engine, step))
+
+        known = zip(requests, pools, strict=True)
+        served = [simulate(each, of.with_times(moved)) for each, of in known if of]
         tpot_s = [one.tpot_s.mean() if one.tpot_s.size else math.nan for one in served]
         return np.column_stack([[one.ttft_s.mean() for one in served], tpot_s])
 
@@ -131,14 +135,3 @@ def _moved(engine: Engine, step: Array) -> Engine:
     pass_s = max(engine.pass_s + moved.pop("pass_s"), 0.0)
     scaled: dict[str, Any] = {name: getattr(engine, name) * math.exp(by) for name, by in moved.items()}
     return replace(engine, pass_s=pass_s, **scaled)
-
-
-def _as(engine: Engine, pools: Pools) -> Pools:
-    """`pools` whose workers have the constants of `engine`."""
-    in_passes = {name: getattr(engine, name) for name in ("prompt_slowdown", "decode_slowdown", "pass_s")}
-    workers = {
-        name: replace(worker, engine=engine, times=replace(worker.times, **in_passes))
-        for name in ("worker", "prefill")
-        if (worker := getattr(pools, name)) is not None
-    }
-    return replace(pools, **workers)

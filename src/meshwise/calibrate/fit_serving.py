@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from meshwise.estimate.intervals import Spread
 from meshwise.model.find import find_model
 from meshwise.serve import inferencex, measured
 from meshwise.serve.engine import Constants, fitted
-from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import LoadResult, pools_of
+from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.simulate import Pools, simulate
 
 NUDGE = 0.15
@@ -139,7 +140,7 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
 
     def nudge(name: str) -> Mapping[str, float]:
         moves = getattr(pools.worker.times, _IN_PASSES.get(name, name), 1.0) > 0.0
-        return measured.predicted(row, load(_with_larger(pools, name))) if moves else first
+        return measured.predicted(row, load(pools.with_times(partial(_larger, name)))) if moves else first
 
     base = load(pools)
     is_scripted = inferencex.is_row(row) and bool(row.get("measured"))
@@ -161,19 +162,13 @@ _IN_PASSES = {"launched_op_s": "prompt_host_s"}
 """Constants by another name in `PassTimes`."""
 
 
-def _with_larger(pools: Pools, name: str) -> Pools:
-    """`pools` with one constant moved by `NUDGE`."""
+def _larger(name: str, times: PassTimes) -> PassTimes:
+    """`times` with one constant of it, or of its engine, moved by `NUDGE`."""
     name, by = _IN_PASSES.get(name, name), math.exp(NUDGE)
-
-    def moved(worker: ServingWorker) -> ServingWorker:
-        engine, times = worker.engine, worker.times
-        if hasattr(times, name):
-            times = replace(times, **{name: by * getattr(times, name)})
-        else:
-            engine = replace(engine, **{name: by * getattr(engine, name)})
-        return replace(worker, engine=engine, times=times)
-
-    return replace(pools, worker=moved(pools.worker), prefill=pools.prefill and moved(pools.prefill))
+    if hasattr(times, name):
+        return replace(times, **{name: by * getattr(times, name)})
+    engine: Any = {name: by * getattr(times.engine, name)}
+    return replace(times, engine=replace(times.engine, **engine))
 
 
 def serving_toml(found: ServingFit) -> str:

@@ -1,12 +1,13 @@
 """The arguments that each framework takes: names, types, allowed values and defaults at a stated version.
 
-The list (`catalog/framework_arguments.json`) was read from each project's own parser or field definitions; it
-holds the arguments that say something about a plan, a workload or a model.
+The lists (`catalog/framework_arguments.json`, and of post-training `rl_arguments.json`) were read from each
+project's own parser or field definitions; they hold the arguments that say something about a job or a model.
 """
 
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from functools import cache
 from typing import Any
 
@@ -50,7 +51,8 @@ class Framework(msgspec.Struct, frozen=True):
 @cache
 def framework_arguments(name: str) -> Framework:
     """The list of `name`, with the Trainer's for DeepSpeed and Accelerate, with Megatron-LM's for Bridge."""
-    lists = msgspec.json.decode(catalog_text("framework_arguments.json"), type=dict[str, Framework])
+    texts = map(catalog_text, ("framework_arguments.json", "rl_arguments.json"))
+    lists = ChainMap(*(msgspec.json.decode(text, type=dict[str, Framework]) for text in texts))
     found = lists[name]
     if name in ("deepspeed", "accelerate"):
         trainer = {f"--{key}": argument for key, argument in lists[TRAINER].arguments.items()}

@@ -49,7 +49,7 @@ def rollout_pool(
         return RolloutPool(serving, num, engine, None)
     most = min(batches * rollouts.num_groups * rollouts.samples, engine.max_sequences * serving.groups)
     times = tabulate(serving, engine, rollouts.longest, -(-most // serving.groups))
-    return RolloutPool(serving, num, engine, ServingWorker(engine, times, tokens))
+    return RolloutPool(serving, num, engine, ServingWorker(times, tokens))
 
 
 class Engines:

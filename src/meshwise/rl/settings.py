@@ -17,9 +17,10 @@ import msgspec
 
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.expressions import formulas
-from meshwise.core.files import catalog_text, read_catalog, read_text
+from meshwise.core.files import read_catalog, read_text
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested
+from meshwise.launch.arguments import framework_arguments
 from meshwise.launch.read import parse_yaml, shell_words
 from meshwise.launch.write import File, Launch, yaml_text
 from meshwise.plan.plan import KEYS, Plan, plan_text
@@ -36,26 +37,6 @@ BASE_RECIPE = "grpo_math_1B.yaml"
 """The recipe of NeMo-RL in examples/configs from which all others inherit."""
 TRAINED_KEYS = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
 """Keys of a training plan that settings hold."""
-
-
-class RlSetting(msgspec.Struct, frozen=True):
-    """One setting of a framework."""
-
-    type: str
-    default: Any
-
-
-class RlSettings(msgspec.Struct, frozen=True):
-    """All settings of a framework that a job maps to, at a version; the file has source and date too."""
-
-    version: str
-    arguments: dict[str, RlSetting]
-
-
-@cache
-def known_settings() -> dict[str, RlSettings]:
-    """The settings of every framework."""
-    return msgspec.json.decode(catalog_text("rl_arguments.json"), type=dict[str, RlSettings])
 
 
 @cache
@@ -81,16 +62,15 @@ def _table(framework: str, facts: Facts) -> dict[str, str]:
 
 def write_settings(job: RlJob, framework: str, algorithm: str) -> Launch:
     """What starts a job under verl or NeMo-RL; PlanError for what the framework refuses."""
-    facts, known = facts_of(job, algorithm), known_settings()[framework]
+    facts, known = facts_of(job, algorithm), framework_arguments(framework)
     plan, node = job.train_plan, facts["node_gpus"]
     refuse(
         framework, PlanError, job=job, of=job.rollouts, plan=plan, is_fsdp2=facts["is_fsdp2"], node=node,
         is_uneven=job.is_split and facts["nodes"] > 1 and job.rollout_gpus % node,
     )  # fmt: skip
-    settings = {
-        name: facts[fact] for name, fact in _table(framework, facts).items() if facts[fact] is not None
-    }
-    settings = {name: _typed(known.arguments[name], value) for name, value in settings.items()}
+    table = _table(framework, facts).items()
+    settings = {name: facts[fact] for name, fact in table if facts[fact] is not None}
+    settings = {name: _typed(known.arguments[name].type, one) for name, one in settings.items()}
     words = [f"{name}={_word(value)}" for name, value in settings.items()]
     recipe = f"defaults: {BASE_RECIPE}\n{yaml_text(nested(settings))}"
     text = recipe if framework == "nemo-rl" else "\n".join(words) + "\n"
@@ -103,8 +83,8 @@ def write_settings(job: RlJob, framework: str, algorithm: str) -> Launch:
     )  # fmt: skip
 
 
-def _typed(setting: RlSetting, value: Any) -> Any:
-    return {"float": float, "int": int}.get(setting.type, lambda same: same)(value)
+def _typed(kind: str, value: Any) -> Any:
+    return {"float": float, "int": int}.get(kind, lambda same: same)(value)
 
 
 def _word(value: Any) -> str:
@@ -132,9 +112,8 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
     A YAML file, or a script with `name=value` words. DataError where it is of neither framework.
     """
     stated = _stated(path)
-    every = known_settings()
-    framework = max(every, key=lambda name: len(stated.keys() & every[name].arguments.keys()))
-    known = every[framework]
+    framework = max(COMMANDS, key=lambda name: len(stated.keys() & {*framework_arguments(name).arguments}))
+    known = framework_arguments(framework)
     names = stated.keys() & known.arguments.keys()
     if not names:
         raise DataError(f"{path} has no setting of verl or NeMo-RL; name a recipe, or a script of overrides")

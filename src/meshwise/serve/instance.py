@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.prefix_cache import Blocks, PrefixCache, Tier
 from meshwise.serve.requests import Requests
@@ -59,12 +58,11 @@ class EngineSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServingWorker:
-    """What an instance is: its engine, the seconds of its passes, tokens for which its caches have room.
+    """What an instance is: the passes of its engine, tokens for which its caches have room.
 
     `tiers`: where blocks of each of its `ranks` (dp) go that have no room in them.
     """
 
-    engine: Engine
     times: PassTimes
     cache_tokens: int
     tiers: tuple[Tier, ...] = ()
@@ -91,7 +89,7 @@ class Instance:
         reply_s: float = 0.0,
         only_prompts: bool = False,
     ) -> None:
-        self.engine, self.times, self.cache = worker.engine, worker.times, worker.cache_tokens
+        self.engine, self.times, self.cache = worker.times.engine, worker.times, worker.cache_tokens
         self.blocks: Sequence[Blocks] | Mapping[int, Blocks] = requests.blocks  # by index of a sequence
         self.prefixes = [
             PrefixCache(requests.block_tokens, worker.tiers, requests.kept[rank :: worker.ranks])

@@ -422,12 +422,12 @@ def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offlo
             "narrower kv_dtype"
         )
     clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.groups)
-    times = tabulate(serving, engine, requests.longest, -(-clients // serving.groups))
     if serving.speculation is not None:  # the simulation counts a pass for each token that one gives
         each = serving.speculation.tokens_per_pass
         waits = ("lag_passes", "poll_passes", "align_passes")
         engine = replace(engine, **{name: round(each * getattr(engine, name)) for name in waits})
+    times = tabulate(serving, engine, requests.longest, -(-clients // serving.groups))
     tiers: tuple[Tier, ...] = ()
     if offload is not None:
         tiers = offload.tiers(token_bytes(serving), host_bytes_per_s(serving.cluster.chip))
-    return ServingWorker(engine, times, tokens, tiers, serving.dp)
+    return ServingWorker(times, tokens, tiers, serving.dp)

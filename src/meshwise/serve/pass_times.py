@@ -213,12 +213,13 @@ class PassTimes:
 
     `prompt_experts` is what `prompt_rest` leaves out, of the tokens of all groups where these share them
     (`shares_experts`), `sorted_token_s` what a token adds to it in a large pass; slowdowns are those of
-    `serve.engine.Constants` and `serve.engine.Engine`.
-    `prompt_host_s`: time of the host to launch a pass with prompts of more than `prompt_graph_tokens`, during
-    which the chip may wait; `guess_host_s`: what it adds to a pass without prompts for each sequence,
-    `pass_s` to every pass. `encoding_token_s`: what a token of a prompt stands for of encoding its inputs.
+    `serve.engine.Constants` and of the `engine`.
+    `prompt_host_s`: time of the host to launch a pass with more prompt tokens than the engine has graphs of,
+    during which the chip may wait; `guess_host_s`: what it adds to a pass without prompts for each sequence.
+    `encoding_token_s`: what a token of a prompt stands for of encoding its inputs.
     """
 
+    engine: Engine
     decode_rest: Sequence[float]
     decode_attention: Sequence[Curve]
     prompt_rest: Curve
@@ -228,19 +229,15 @@ class PassTimes:
     groups: int = 1
     shares_experts: bool = False
     prompt_host_s: float = 0.0
-    prompt_graph_tokens: float = 0.0
     guess_host_s: float = 0.0
-    prompt_slowdown: float = 1.0
     expert_slowdown: float = 1.0
     encoding_token_s: float = 0.0
-    decode_slowdown: float = 1.0
-    pass_s: float = 0.0
 
     def decode_s(self, sequences: int, context: float) -> float:
         """Seconds of a pass without prompts."""
         each = -(-sequences // self.groups)
         kernels_s = self.decode_rest[each] + self.decode_attention[each](context)
-        return self.decode_slowdown * kernels_s + each * self.guess_host_s + self.pass_s
+        return self.engine.decode_slowdown * kernels_s + each * self.guess_host_s + self.engine.pass_s
 
     def mixed_s(self, spans: Sequence[tuple[int, int]], sequences: int, context: float, even: float) -> float:
         """Seconds of a pass with the tokens from start to end of some prompts.
@@ -255,10 +252,10 @@ class PassTimes:
         routed = tokens / self.groups if self.shares_experts else busiest
         experts_s = self.prompt_experts(routed + each)
         experts_s += (self.expert_slowdown - 1.0) * self.sorted_token_s * (routed + each)
-        device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
-        if busiest + each > self.prompt_graph_tokens:
+        device_s = self.engine.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
+        if busiest + each > self.engine.prompt_graph_tokens:
             device_s = max(device_s, self.prompt_host_s)
-        return device_s + busiest * self.encoding_token_s + self.pass_s
+        return device_s + busiest * self.encoding_token_s + self.engine.pass_s
 
 
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
@@ -293,11 +290,9 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
         sorted_token_s=0.0 if engine.only_prompts and shares else float(est.sorted_token_s(prompted)),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
-        groups=serving.groups, shares_experts=shares, pass_s=engine.pass_s,
+        groups=serving.groups, shares_experts=shares, expert_slowdown=fitted().constants.expert_slowdown,
         guess_host_s=host_s(serving, engine), prompt_host_s=prompt_launches_s(serving, engine, math.inf),
-        prompt_graph_tokens=engine.prompt_graph_tokens, encoding_token_s=est.encoding_token_s(serving),
-        prompt_slowdown=engine.prompt_slowdown, expert_slowdown=fitted().constants.expert_slowdown,
-        decode_slowdown=engine.decode_slowdown,
+        engine=engine, encoding_token_s=est.encoding_token_s(serving),
     )  # fmt: skip
 
 

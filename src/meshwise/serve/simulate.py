@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -32,6 +32,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.instance import NO_RANK, EngineSequence, Instance, ServingWorker
+from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN, Router, RouterPolicy
 
@@ -152,6 +153,11 @@ class Pools:
     scaling: Autoscaling | None = None
     encoders: EncoderPool | None = None
 
+    def with_times(self, changed: Callable[[PassTimes], PassTimes]) -> Pools:
+        """The same workers, whose passes are `changed`."""
+        first, worker = self.prefill, replace(self.worker, times=changed(self.worker.times))
+        return replace(self, worker=worker, prefill=first and replace(first, times=changed(first.times)))
+
 
 class _Pool:
     """Replicas of one kind behind a router: `ready` ones take requests, `all` were ever started."""
@@ -179,7 +185,8 @@ class _Run:
         self.free_s = [0.0] * (pools.encoders.workers if pools.encoders else 0)
         self.bounds: list[tuple[float, int, Instance]] = []  # a heap; older ones of a replica are stale
         first = pools.prefill or pools.worker
-        self.front, reply_s = first.engine, pools.num * first.engine.reply_s
+        self.front = first.times.engine
+        reply_s = pools.num * self.front.reply_s
         make = partial(Instance, pools.worker, requests, self._ended, reply_s=reply_s)
         self.last = self.first = _Pool(Router(pools.router), make, pools.num)
         if pools.prefill is not None:
