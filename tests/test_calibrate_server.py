@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from meshwise.calibrate.fit_server import fit_server
+from meshwise.calibrate.server_records import ServerRecord
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
@@ -119,3 +121,15 @@ def test_a_version_has_the_settings_of_the_one_before_it(asked: str, tile: int, 
     engine = parse_engine(asked)
     assert (engine.expert_tile, engine.title) == (tile, title)
     assert of_version("sglang", "0.5.10.post1").graph_sizes == ENGINES["sglang"].graph_sizes
+
+
+def test_a_fit_starts_from_what_serve_says_on_a_small_chip() -> None:
+    """SGLang takes 4,096 tokens a pass on 48 GB: the first prediction is that of the same load."""
+    on, lengths = find_cluster("l40s:1"), Lengths(2000, 20)
+    of = serving(find_model("llama3-8b"), on, parse_plan("tp=1"), prompt=2000, output=20)
+    engine = ENGINES["sglang"]
+    record = ServerRecord("here", 64, lengths, None, 32, ttft_s=1.0, tpot_s=0.05)
+    found = fit_server([record], lambda prompt, output: Fleet(of), engine)
+    load = under_load(Fleet(of), record.requests, engine)
+    assert load is not None
+    assert found.predicted_before[0, 0] == pytest.approx(load.served.ttft_s.mean())
