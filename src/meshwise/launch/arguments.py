@@ -29,11 +29,6 @@ class Argument(msgspec.Struct, frozen=True):
     default: Any = None
 
     @property
-    def is_flag(self) -> bool:
-        """Whether the argument stands alone on a command line."""
-        return self.type == "flag"
-
-    @property
     def unstated(self) -> Any:
         """What holds where the argument is not written."""
         return False if self.type in ("flag", "bool") and self.default is None else self.default

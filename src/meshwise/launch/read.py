@@ -165,16 +165,16 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     words = shell_words(text, path)
     if "--deepspeed" in words[:-1]:
         _, stated, _ = _parse_deepspeed(*_beside(words, "--deepspeed", path))
-        return "deepspeed", stated | _trainer_flags("deepspeed", words), _gpus(words)
+        return "deepspeed", stated | _arguments("deepspeed", words, path), _gpus(words)
     if "--config_file" in words[:-1]:
         stated = parse_yaml(*_beside(words, "--config_file", path))
-        return "accelerate", stated | _trainer_flags("accelerate", words), None
+        return "accelerate", stated | _arguments("accelerate", words, path), None
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
-        return "torchtitan", _titan_words(words), _gpus(words)
+        return "torchtitan", _arguments("torchtitan", words, path), _gpus(words)
     if any(word.startswith(("model.tensor_", "train.global_", "train.micro_")) for word in words):
         return "megatron-bridge", _bridge(megatron_settings(_bridge_words(words))), _gpus(words)
     if any(word.partition("=")[0] in ("--micro-batch-size", "--num-layers") for word in words):
-        return "megatron-lm", _flags(words, path), _gpus(words)
+        return "megatron-lm", _arguments("megatron-lm", words, path), _gpus(words)
     raise DataError(
         f"{path} is no job of Megatron, torchtitan, DeepSpeed or Accelerate; name a script with its "
         "arguments, or its JSON, YAML or TOML file"
@@ -197,12 +197,6 @@ def _titan_toml(stated: Settings) -> Settings:
         found["activation_checkpoint"] = f"activation-checkpoint:{mode}"
     name, flavor = found.pop("model.name", ""), str(found.pop("model.flavor", "")).lower()
     return found | {"--module": name, "--config": f"{name}_{flavor}"}
-
-
-def _trainer_flags(framework: str, words: list[str]) -> Settings:
-    """The arguments of the Hugging Face Trainer in a command line that names a framework's own file."""
-    known = framework_arguments(framework).arguments
-    return {name: values[0] if values else True for name, values in _options(words).items() if name in known}
 
 
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
@@ -327,35 +321,28 @@ def _options(words: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def _flags(words: list[str], path: Path) -> Settings:
-    """The arguments of Megatron-LM."""
-    known = framework_arguments("megatron-lm").arguments
-    found: Settings = {}
-    for name, values in _options(words).items():
-        if name not in known or known[name].is_flag:
-            found |= {name: True} if name in known else {}
-            continue
-        if not values:
-            raise DataError(f"{path}: {name} has no value")
-        if "$" in values[0]:
-            raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
-        found[name] = values if known[name].type.startswith("list") else values[0]
-    return found
+def _arguments(framework: str, words: list[str], path: Path) -> Settings:
+    """The arguments of a framework in a command line: names with values, with several, or alone.
 
-
-def _titan_words(words: list[str]) -> Settings:
-    """torchtitan's overrides: `--section.name value`, `--section.no_name`, `activation-checkpoint:mode`."""
-    known = framework_arguments("torchtitan").arguments
+    torchtitan's are `--section.name`, turned off by `--section.no_name`; recomputation is a word.
+    """
+    known = framework_arguments(framework).arguments
     modes = [word for word in words if word.startswith("activation-checkpoint:")]
     found: Settings = {"activation_checkpoint": modes[-1]} if modes else {}
-    for name, values in _options([word for word in words if word not in modes]).items():
-        section, dot, key = name[2:].replace("-", "_").partition(".")
-        full = f"{section}.{key}" if dot else name
-        if (turned_off := f"{section}.{key.removeprefix('no_')}") != full and turned_off in known:
+    for option, values in _options([word for word in words if word not in modes]).items():
+        section, dot, key = option[2:].replace("-", "_").partition(".")
+        name, turned_off = f"{section}.{key}" if dot else option, f"{section}.{key.removeprefix('no_')}"
+        kind = known[name].type if name in known else ""
+        if turned_off != name and turned_off in known:
             found[turned_off] = False
+        elif kind == "flag" or not values:
+            if kind not in ("flag", "bool", ""):
+                raise DataError(f"{path}: {name} has no value")
+            found[name] = True
+        elif "$" in values[0] and kind:
+            raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
         else:
-            several = full in known and known[full].type.startswith("list")
-            found[full] = values if several else values[0] if values else True
+            found[name] = values if kind.startswith("list") else values[0]
     return found
 
 

@@ -5,13 +5,15 @@ Only what those arguments can say; `unsaid` lists the fields of a model that the
 
 from __future__ import annotations
 
-import ast
+import math
+import re
+from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
 from meshwise.core.errors import DataError
-from meshwise.core.expressions import formulas
+from meshwise.core.expressions import formulas, value_of
 from meshwise.core.units import whole
 from meshwise.launch.facts import Facts
 from meshwise.launch.tables import launch_tables
@@ -24,8 +26,8 @@ _SAID = {
     *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
     *("mtp_layers", "mla", "moe", "quantized", "sliding_window", "full_attention_every"),
 }
-MOST_TIMES = 10_000
-"""The largest factor in an expression of layers."""
+MOST = 10**7
+"""The largest product of the numbers in an expression of layers."""
 _OF_EXPERTS = {"num_experts": "num_experts", "top_k": "top_k", "expert_ffn": "ffn_hidden"} | {
     name: name for name in ("shared_gate", "balance_bias")
 }
@@ -108,30 +110,16 @@ def _pattern_text(pattern: list[int]) -> str:
 
 def _pattern(text: Any, num_layers: int) -> list[int]:
     """`--moe-layer-freq`: a list expression, or n: every n-th layer from the first."""
-    try:
-        value = _evaluate(ast.parse(str(text), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
-        value = []
+    value, text = None, str(text)
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError):
+        size = math.prod(int(number) for number in re.findall(r"\d+", text) if number.strip("0"))
+        if re.fullmatch(r"[][\d,+* ()]+", text) and "**" not in text and size <= MOST:
+            value = value_of(text, {})
     if isinstance(value, int) and value > 0:
         return [int(layer % value == 0) for layer in range(num_layers)]
     if not isinstance(value, list) or len(value) != num_layers:
         raise DataError(f"--moe-layer-freq {text} does not say for {num_layers} layers which have experts")
     return value
-
-
-def _evaluate(node: ast.expr) -> Any:
-    """An expression of lists and whole numbers, + and *."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.List):
-        return [_evaluate(part) for part in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if max((times for times in (left, right) if isinstance(times, int)), default=0) <= MOST_TIMES:
-            return left * right
-    raise ValueError
 
 
 def _rule(pattern: list[int]) -> dict[str, Any]:
