@@ -153,7 +153,7 @@ def test_replicas_follow_the_load_and_are_paid_for_from_their_start(tmp_path: Pa
     (tmp_path / "day.csv").write_text("second,rate\n0,1\n3600,8\n7200,1\n10800,0\n")
     requests = read_rates(tmp_path / "day.csv").requests(Lengths(100, 20), 1)
     (tmp_path / "bad.csv").write_text("second,rate\n0,1\n0,2\n")
-    with pytest.raises(DataError, match="line 3: a second after the one before"):
+    with pytest.raises(DataError, match="line 3: a second must be after the one before"):
         read_rates(tmp_path / "bad.csv")
     hours = np.histogram(requests.arrival_s, bins=[0, 3600, 7200, 10800])[0]
     assert hours / 3600 == pytest.approx([1, 8, 1], rel=0.06)

@@ -331,7 +331,7 @@ def test_lengths_that_are_none_are_refused(tmp_path: Path) -> None:
     """Other refusals: data/refusals.txt."""
     (tmp_path / "lengths.csv").write_text("prompt,answer\n1,2\n")
     for stated, sentence in (
-        ({"output": None, "max_output": None}, "has the column output"),
+        ({"output": None, "max_output": None}, "must have the columns output"),
         ({}, "leave output and length_sigma out"),
     ):
         with pytest.raises(MeshwiseError, match=sentence):

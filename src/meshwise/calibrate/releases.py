@@ -9,30 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshwise.calibrate.errors import ErrorSummary, summarize
-from meshwise.calibrate.table import header, lines
-from meshwise.calibrate.validate import Prediction
-from meshwise.core.errors import DataError
-from meshwise.core.files import csv_text, write_text
+import msgspec
 
-COLUMNS = ("release", "quantity", "id", "predicted")
+from meshwise.calibrate.errors import ErrorSummary, summarize
+from meshwise.calibrate.validate import Prediction
+from meshwise.core.files import csv_text, read_records, write_text
 
 Board = dict[str, dict[tuple[str, str], float]]
 """What each release predicted, by quantity and id of a row; the oldest release first."""
 
 
+class _Cell(msgspec.Struct):
+    release: str
+    quantity: str
+    id: str
+    predicted: float
+
+
 def read_board(path: Path) -> Board:
     """The board of a file; DataError where it is none."""
-    if missing := [name for name in COLUMNS if name not in header(path)]:
-        raise DataError(f"{path}, line 1: {missing[0]} is missing; a board has {', '.join(COLUMNS)}")
     board: Board = {}
-    for number, row, bad in lines(path):
-        try:
-            if bad:
-                raise bad
-            board.setdefault(row["release"], {})[row["quantity"], row["id"]] = float(row["predicted"])
-        except Exception as error:
-            raise DataError(f"{path}, line {number}: {error}") from None
+    for _, row in read_records(path, _Cell):
+        board.setdefault(row.release, {})[row.quantity, row.id] = row.predicted
     return board
 
 
@@ -47,7 +45,7 @@ def write_board(board: Board, path: Path) -> None:
     cells = [
         (release, *row, f"{value:.4g}") for release, found in board.items() for row, value in found.items()
     ]
-    write_text(path, csv_text([COLUMNS, *cells]))
+    write_text(path, csv_text([_Cell.__struct_fields__, *cells]))
 
 
 def errors_by_release(board: Board, rows: Sequence[Prediction]) -> Mapping[str, ErrorSummary]:

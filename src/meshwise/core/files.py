@@ -9,15 +9,18 @@ import io
 import os
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import msgspec
+
 from meshwise.core.errors import DataError, MeshwiseError
 
 Content = TypeVar("Content")
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 MOST_BYTES = {"CSV": 2**28, "JSON lines": 2**28, "JSON": 2**24}
@@ -74,6 +77,28 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
         yield from ((reader.line_num, cells) for cells in reader if cells)
     except csv.Error as problem:
         raise DataError(f"{str(path)!r} is not valid CSV: {problem}") from None
+
+
+def read_records(path: Path, kind: type[Record], *forms: Sequence[str]) -> Iterator[tuple[int, Record]]:
+    """Number and record of each line of a CSV file; DataError for a cell that its field cannot be.
+
+    Its columns are the fields of `kind`; or one of `forms`, which are the last of these by other names.
+    """
+    rows, fields = read_csv(path), kind.__struct_fields__
+    _, head = next(rows, (1, []))
+    columns = next((form for form in forms or [fields] if {*form} <= {*head}), None)
+    if columns is None:
+        known = " or ".join(map(",".join, forms or [fields]))
+        raise DataError(f"{path}, line 1: it must have the columns {known}")
+    for number, cells in rows:
+        row = dict(zip(head, map(str.strip, cells), strict=False))
+        stated = {field: row.get(name, "") for field, name in zip(fields[::-1], columns[::-1], strict=False)}
+        try:
+            record = msgspec.convert(stated, kind, strict=False)
+        except msgspec.ValidationError as error:
+            reason, _, field = str(error).replace("`", "").lower().partition(" - at $.")
+            raise DataError(f"{path}, line {number}: {field} is {stated[field]!r}; {reason}") from None
+        yield number, record
 
 
 def catalog_text(name: str) -> str:

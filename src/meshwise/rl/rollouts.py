@@ -15,15 +15,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError, WorkloadError
-from meshwise.core.files import read_csv
+from meshwise.core.files import read_records
 from meshwise.core.refusals import refuse
-from meshwise.core.units import whole
 
 SIGMA = 0.9
 """Deviation of the logarithm of lengths where nothing is stated: single tasks have 0.5 to 1.1."""
@@ -138,18 +138,13 @@ def log_mean(mean: float, sigma: float, cap: float) -> float:
     return (low + high) / 2.0
 
 
+class _Length(msgspec.Struct):
+    output: Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+
+
 def read_lengths(path: Path) -> tuple[int, ...]:
     """The column `output` of a CSV file: tokens of measured answers."""
-    rows = read_csv(path)
-    _, head = next(rows, (1, []))
-    if "output" not in head:
-        raise DataError(f"{path}, line 1: a file of lengths has the column output; its columns are {head}")
-    place, found = head.index("output"), []
-    for number, cells in rows:
-        tokens = whole(cells[place].strip()) if place < len(cells) else None
-        if not tokens:
-            raise DataError(f"{path}, line {number}: output is no whole number of at least 1")
-        found.append(tokens)
+    found = tuple(row.output for _, row in read_records(path, _Length))
     if not found:
         raise DataError(f"{path} has no length; give a row for each measured answer")
-    return tuple(found)
+    return found

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from meshwise.core.errors import DataError, WorkloadError
-from meshwise.core.files import read_catalog, read_csv, read_text
+from meshwise.core.files import read_catalog, read_records, read_text
 
 SEED = 0
 """Of the random numbers: the same question has the same answer."""
@@ -31,6 +31,10 @@ CSV_COLUMNS: dict[str, list[str]] = read_catalog("serve_settings.toml")["trace_c
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of a block of Mooncake's traces (arXiv 2407.00079)."""
+
+_Time = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+_Prompt = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+_Output = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +162,20 @@ class RateCurve:
         return Requests(*lengths.draw(arrival.size, rng), tuple((arrival - self.second[0]).tolist()))
 
 
+class _Rate(msgspec.Struct):
+    second: _Time
+    rate: Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+
+
 def read_rates(path: Path) -> RateCurve:
     """A CSV of `second,rate`."""
-    rows = read_csv(path)
-    _, head = next(rows, (1, []))
-    if head != ["second", "rate"]:
-        raise DataError(f"{path}, line 1: rates over time have the columns second,rate")
-    second, rate = list[float](), list[float]()
-    for number, cells in rows:
-        try:
-            at, value = map(float, cells)
-        except ValueError:
-            at, value = math.nan, math.nan
-        if not 0 <= value < _LONGEST_S or not abs(at) < _LONGEST_S or (second and at <= second[-1]):
-            raise DataError(f"{path}, line {number}: a second after the one before and a rate of 0 or more")
-        second.append(at)
-        rate.append(value)
-    if not any(rate[:-1]):
+    rows = list(read_records(path, _Rate))
+    for (_, before), (number, row) in pairwise(rows):
+        if row.second <= before.second:
+            raise DataError(f"{path}, line {number}: a second must be after the one before")
+    if not any(row.rate for _, row in rows[:-1]):
         raise DataError(f"{path} has no time with requests; give rows of second,rate, the last where it ends")
-    return RateCurve(tuple(second), tuple(rate))
+    return RateCurve(tuple(row.second for _, row in rows), tuple(row.rate for _, row in rows))
 
 
 def in_closed_loop(concurrency: int, lengths: Lengths, *, num: int) -> Requests:
@@ -227,14 +226,11 @@ class _Row:
     think_s: float = 0.0
 
 
-_Tokens = Annotated[int, msgspec.Meta(le=10**12)]
-
-
 class _Mooncake(msgspec.Struct):
-    input_length: _Tokens
-    output_length: _Tokens
-    timestamp: float | None = None  # ms
-    delay: float | None = None  # ms
+    input_length: _Prompt
+    output_length: _Output
+    timestamp: _Time | None = None  # ms
+    delay: _Time | None = None  # ms
     session_id: str | int | None = None
     hash_ids: tuple[int, ...] = ()
 
@@ -309,53 +305,29 @@ def _json_lines(path: Path) -> Iterator[_Row]:
         if milliseconds is None:
             missing = "delay, the ms after the turn before" if is_later else "timestamp"
             raise DataError(f"{path}, line {number}: the request has no {missing}")
-        second, prompt, output = _checked(
-            path, number, milliseconds / 1e3, row.input_length, row.output_length
-        )
+        second = milliseconds / 1e3
         think_s = max(second, 0.0) if is_later else 0.0
-        yield _Row(second, prompt, output, row.hash_ids, row.session_id, think_s)
+        yield _Row(second, row.input_length, row.output_length, row.hash_ids, row.session_id, think_s)
+
+
+class _Asked(msgspec.Struct, kw_only=True):
+    arrival: str | None = None
+    prompt: _Prompt
+    output: _Output
 
 
 def _csv_rows(path: Path) -> Iterator[_Row]:
-    rows = read_csv(path)
-    _, head = next(rows, (1, []))
-    columns = next((names for names in CSV_COLUMNS.values() if set(names) <= set(head)), None)
-    if columns is None:
-        known = " or ".join(",".join(names) for names in CSV_COLUMNS.values())
-        raise DataError(f"{path}, line 1: a trace of requests has the columns {known}")
-    for number, cells in rows:
-        row = dict(zip(head, cells, strict=False))
-        *when, prompt, output = (row.get(name, "") for name in columns)
+    for number, row in read_records(path, _Asked, *CSV_COLUMNS.values()):
         try:
-            found = _seconds(when[0]) if when else 0.0, _tokens(prompt), _tokens(output)
+            second = -math.inf if row.arrival is None else _seconds(row.arrival)
         except (ValueError, msgspec.ValidationError):
-            shown = repr(",".join(cells)[:60])
-            raise DataError(
-                f"{path}, line {number}: {shown} has no {', '.join(columns)} in numbers"
-            ) from None
-        second, asked, generated = _checked(path, number, *found)
-        yield _Row(second if when else -math.inf, asked, generated)
-
-
-def _tokens(text: str) -> int:
-    return msgspec.convert(text.strip(), _Tokens, strict=False)
-
-
-_LONGEST_S = 1e18  # as of tables of runs
-
-
-def _checked(path: Path, line: int, second: float, prompt: int, output: int) -> tuple[float, int, int]:
-    if not abs(second) <= _LONGEST_S or prompt < 1 or output < 0:
-        raise DataError(
-            f"{path}, line {line}: arrival {second:g}, prompt {prompt}, output {output}; "
-            "a request has a time below 1e18 s, a prompt of at least 1 token and an output of 0 or more"
-        )
-    return second, prompt, output
+            raise DataError(f"{path}, line {number}: arrival {row.arrival!r} is no time") from None
+        yield _Row(second, row.prompt, row.output)
 
 
 def _seconds(text: str) -> float:
     """Seconds, or a date and time of day whose fraction may have more digits than Python reads (Azure: 7)."""
     if ":" not in text:
-        return float(text)
+        return msgspec.convert(text, _Time, strict=False)
     whole, _, fraction = text.partition(".")
     return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
