@@ -93,7 +93,7 @@ def _groups(path: Path, cluster: Cluster) -> dict[Group, dict[float, list[float]
         for size, seconds in times:
             found[group][size].append(seconds)
         return found
-    for row in read(path).rows:
+    for row in read(path)[0]:
         if row.op == "collective" and _is_like(row, cluster):
             group = row.variant, row.shape["ranks"], row.shape["ranks_per_node"]
             found[group][row.shape["bytes"]].append(row.seconds)

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from meshwise.calibrate.errors import grouped
-from meshwise.calibrate.microdata import BEST, Measurement, Problem, read
+from meshwise.calibrate.microdata import BEST, Measurement, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
+from meshwise.calibrate.table import BadRow
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import read_catalog, write_text
 from meshwise.core.toml import catalog_toml
@@ -78,7 +79,7 @@ class FitReport:
     against its constants, a sentence each."""
 
     scores: list[Score]
-    problems: list[Problem]
+    problems: list[BadRow]
     toml: str
     unbounded: tuple[str, ...]
 
@@ -278,17 +279,18 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
 
     `checked` is the date that the catalog states. Bad rows are reported, good ones count.
     """
-    found = read(*paths)
-    if not found.rows:
+    found = [read(path) for path in paths]
+    rows, bad = [row for good, _ in found for row in good], [row for _, others in found for row in others]
+    if not rows:
         names = ", ".join(map(str, paths))
         raise DataError(f"no row of {names} is a measurement that fits a constant; name other files")
-    bench = _Bench(found.rows, {}, [], [])
+    bench = _Bench(rows, {}, [], [])
     for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_libraries):
         fit_class(bench)
     text = to_toml(bench, checked=checked, data=[path.name for path in paths])
     if write_to is not None and not bench.unbounded:
         write_text(write_to, text)
-    return FitReport(bench.scores, found.problems, text, tuple(bench.unbounded))
+    return FitReport(bench.scores, bad, text, tuple(bench.unbounded))
 
 
 def _fit_gemms(bench: _Bench) -> None:

@@ -3,7 +3,7 @@
 Two kinds of file are read, told apart by their header: one latency a row
 (`hardware,op,dtype,n_gpus,shape,latency_us,kernel_or_library,source`), and figures as publications print
 them (`source,hardware,op,shape_or_size,ranks,value,unit,notes`: microseconds, milliseconds, TFLOP/s, or
-NCCL's bus bandwidth). Each row becomes a `Measurement` of an op that `cost/` can time, or a `Problem`
+NCCL's bus bandwidth). Each row becomes a `Measurement` of an op that `cost/` can time, or a `BadRow`
 that says in one sentence why not: a cell that is wrong (with file, line and column), or an op or a
 machine that the model does not know. Good rows count whatever the others hold.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from meshwise.calibrate.table import BadCell, header, lines
+from meshwise.calibrate.table import BadCell, BadRow, Unmodelled, header, read_each
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.core.expressions import formulas, value_of
 from meshwise.core.files import read_catalog
@@ -50,23 +50,6 @@ class Measurement:
     where: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """A row that is no measurement of ours: its input is bad, or it is merely not modelled."""
-
-    where: str
-    reason: str
-    bad_input: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Measurements:
-    """What files held, in their order."""
-
-    rows: list[Measurement] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-
 OPS_COLUMNS = ("hardware", "op", "dtype", "n_gpus", "shape", "latency_us", "kernel_or_library", "source")
 PUBLISHED_COLUMNS = ("source", "hardware", "op", "shape_or_size", "ranks", "value", "unit", "notes")
 
@@ -85,36 +68,18 @@ Stated = tuple[str, str, dict[str, float], str]
 """Op, variant, shape and software of a row."""
 
 
-class _Unmodelled(Exception):
-    """The row is sound, but no formula of ours times it."""
-
-
-def read(*paths: Path) -> Measurements:
-    """The measurements of `paths`. A file that cannot be read or has the wrong header raises DataError."""
-    found = Measurements()
-    for path in paths:
-        _read_file(path, found)
-    return found
-
-
-def _read_file(path: Path, into: Measurements) -> None:
+def read(path: Path) -> tuple[list[Measurement], list[BadRow]]:
+    """The measurements of a file, and its other rows; DataError where it is none, or its header is wrong."""
     convert = _converter(path, header(path))
-    for number, cells, problem in lines(path):
-        try:
-            if problem is not None:
-                raise problem
-            chip, (op, variant, shape, software), seconds = convert(cells)
-            into.rows.append(
-                Measurement(
-                    chip=chip, op=op, variant=variant, software=software, shape=shape, seconds=seconds,
-                    source=cells["source"], where=f"{path.name}:{number}",
-                )
-            )  # fmt: skip
-        except BadCell as error:
-            reason = f"{path}, line {number}{error}"
-            into.problems.append(Problem(where=f"{path.name}:{number}", reason=reason, bad_input=True))
-        except _Unmodelled as error:
-            into.problems.append(Problem(where=f"{path.name}:{number}", reason=str(error), bad_input=False))
+
+    def measurement(cells: dict[str, str], where: str, _: int) -> Measurement:
+        chip, (op, variant, shape, software), seconds = convert(cells)
+        return Measurement(
+            chip=chip, op=op, variant=variant, software=software, shape=shape, seconds=seconds,
+            source=cells["source"], where=where,
+        )  # fmt: skip
+
+    return read_each(path, measurement)
 
 
 def _converter(path: Path, names: Sequence[str]) -> Callable[[dict[str, str]], tuple[str, Stated, float]]:
@@ -145,7 +110,7 @@ def _chip(text: str) -> str:
     try:
         return find_chip(_NAMES["chips"].get(name, name)).name
     except ClusterError:
-        raise _Unmodelled(f"no chip of the catalog is called {text!r}") from None
+        raise Unmodelled(f"no chip of the catalog is called {text!r}") from None
 
 
 def _numbers(text: str, column: str, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, float]:
@@ -171,7 +136,7 @@ def _stated(row: dict[str, str], ranks: float) -> Stated:
     dtype, _, kv_dtype = row["dtype"].partition("/kv:")
     of = _table(op)
     if of is None:
-        raise _Unmodelled(f"no formula times op {op!r} of {library}")
+        raise Unmodelled(f"no formula times op {op!r} of {library}")
     if op == "moe_experts":
         if dtype not in _EXPERT_DTYPES:
             raise BadCell(f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}", "dtype")
@@ -201,7 +166,7 @@ def _collective_seconds(kind: Collective, value: float, unit: str, size: float, 
         return value * 1e-3
     if unit == "GB/s busbw":  # bus bandwidth is what one rank's link carries: sent bytes over time
         return float(sent_bytes(kind, size, ranks)) / (value * 1e9)
-    raise _Unmodelled(f"{unit!r} of a collective is not a time or a bus bandwidth")
+    raise Unmodelled(f"{unit!r} of a collective is not a time or a bus bandwidth")
 
 
 _FUNCTIONS: dict[str, Any] = {
@@ -310,7 +275,7 @@ def _from_published(row: dict[str, str]) -> tuple[str, Stated, float]:
     if found is None and "lacks" in of:
         raise BadCell(f"{size!r} lacks {of['lacks']}", "shape_or_size")
     if found is None:
-        raise _Unmodelled(f"no size in {size!r}" if of else f"no formula times {op!r} in {unit}")
+        raise Unmodelled(f"no size in {size!r}" if of else f"no formula times {op!r} in {unit}")
     nodes = re.search(r"nodes? x (\d+) ", row["hardware"])
     names |= _FUNCTIONS | found.groupdict() | {"per_node": float(nodes[1]) if nodes else None}
     names |= {"variant": value_of(of["variant"], names)}

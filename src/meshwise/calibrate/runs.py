@@ -16,14 +16,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from meshwise.calibrate.table import BadCell, header, lines
+from meshwise.calibrate.table import BadCell, BadRow, header, read_each
 from meshwise.core.errors import DataError, ModelError
 from meshwise.core.files import read_catalog
 from meshwise.model.find import find_model
@@ -84,16 +83,6 @@ ITERATIONS, UNPADDED, PROSE = _CATALOG["facts"], _CATALOG["single_nodes"], _CATA
 _ITERATION_COLUMNS: tuple[str, ...] = tuple(_CATALOG["columns"])
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A line that is no run, and the sentence that says why."""
-
-    id: str
-    source: str
-    where: str
-    reason: str
-
-
 def published_runs() -> Path:
     """The published runs that ship with the package."""
     return Path(str(resources.files("meshwise") / "catalog" / "published_runs.csv"))
@@ -103,18 +92,12 @@ def read_runs(path: Path) -> tuple[list[Run], list[BadRow]]:
     """The runs of one CSV file and its bad rows; DataError for a file that is no such table."""
     names = header(path)
     _check_header(path, names)
-    runs: list[Run] = []
-    bad: list[BadRow] = []
-    for number, cells, problem in lines(path):
-        where = f"{path}, line {number}"
-        try:
-            if problem is not None:
-                raise problem
-            runs.append(_run(_as_published(cells, number) if is_iterations(names) else cells, where))
-        except BadCell as error:
-            row_id, source = cells.get("id") or f"{path.stem}-{number}", cells.get("source") or path.stem
-            bad.append(BadRow(row_id, source, where, f"{where}{error}"))
-    return runs, bad
+
+    def run(cells: dict[str, str], _: str, number: int) -> Run:
+        stated = _as_published(cells, number) if is_iterations(names) else cells
+        return _run(stated, f"{path}, line {number}")
+
+    return read_each(path, run)
 
 
 def publication(source: str) -> str:

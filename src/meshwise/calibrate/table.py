@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_csv
+
+Item = TypeVar("Item")
 
 
 class BadCell(Exception):
@@ -14,6 +18,20 @@ class BadCell(Exception):
 
     def __init__(self, reason: str, column: str = "") -> None:
         super().__init__(f", column {column}: {reason}" if column else f": {reason}")
+
+
+class Unmodelled(BadCell):
+    """The row is sound, but no formula of ours prices it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A line that is no measurement of ours, and why; `is_sound`: it is merely not modelled."""
+
+    id: str
+    source: str
+    reason: str
+    is_sound: bool
 
 
 def header(path: Path) -> list[str]:
@@ -35,3 +53,22 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, str], BadCell | None]]:
     for number, cells in rows:
         bad = None if len(cells) == len(names) else BadCell(f"the line does not have {len(names)} cells")
         yield number, {name: text.strip() for name, text in zip(names, cells, strict=False)}, bad
+
+
+def read_each(
+    path: Path, convert: Callable[[dict[str, str], str, int], Item]
+) -> tuple[list[Item], list[BadRow]]:
+    """What `convert` makes of the cells, the place and the number of each line; and the bad lines."""
+    found, bad = list[Item](), list[BadRow]()
+    for number, cells, problem in lines(path):
+        where = f"{path.name}:{number}"
+        try:
+            if problem is not None:
+                raise problem
+            found.append(convert(cells, where, number))
+        except BadCell as error:
+            is_sound = isinstance(error, Unmodelled)
+            reason = str(error).removeprefix(": ") if is_sound else f"{path}, line {number}{error}"
+            source = cells.get("source") or path.stem
+            bad.append(BadRow(cells.get("id") or where, source, reason, is_sound))
+    return found, bad

@@ -20,8 +20,8 @@ from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
-from meshwise.calibrate.runs import BadRow, Run, publication, published_runs, read_runs, unread_columns
-from meshwise.calibrate.table import header, lines
+from meshwise.calibrate.runs import Run, publication, published_runs, read_runs, unread_columns
+from meshwise.calibrate.table import BadRow, header, lines
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.intervals import Interval
@@ -176,8 +176,8 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
     return Validation(rows, tuple(warnings))
 
 
-def _unread(row: BadRow) -> Prediction:
-    return Prediction(id=row.id, source=row.source, chip="", quantity="step_s", reason=row.reason)
+def _unread(row: BadRow, quantity: str = "step_s") -> Prediction:
+    return Prediction(id=row.id, source=row.source, chip="", quantity=quantity, reason=row.reason)
 
 
 # --- runs --------------------------------------------------------------------------------------
@@ -273,9 +273,9 @@ def competing(rows: Sequence[Prediction]) -> list[list[Prediction]]:
 
 def predict_ops(path: Path) -> list[Prediction]:
     """The predictions of a file of op and collective latencies."""
-    found = read_ops(path)
+    found, bad = read_ops(path)
     rows: list[Prediction] = []
-    for batch in batches(found.rows):
+    for batch in batches(found):
         chip = find_chip(batch.first.chip)
         predicted = predict_s(batch, chip, constants(chip, links(batch, chip)))
         rows += [
@@ -285,8 +285,7 @@ def predict_ops(path: Path) -> list[Prediction]:
             )
             for row, seconds in zip(batch.rows, predicted.tolist(), strict=True)
         ]  # fmt: skip
-    place: dict[str, Any] = {"source": path.stem, "chip": "", "quantity": "op_s"}
-    return rows + [Prediction(id=one.where, reason=one.reason, **place) for one in found.problems]
+    return rows + [_unread(one, "op_s") for one in bad]
 
 
 # --- tables of servers, watts and post-training: what a row gives, and what is measured of that ----------
