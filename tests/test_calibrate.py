@@ -58,11 +58,11 @@ def test_the_file_is_read_back(samples: list[Sample], tmp_path: Path, meshwise: 
     found.write(file)
     cluster = find_cluster(str(file))
     assert cluster.num_chips == 2
-    assert cluster.chip.matrix_flop_per_s == pytest.approx(found.matrix_flop_per_s, rel=1e-3)
-    assert cluster.chip.memory_bytes_per_s == pytest.approx(found.memory_bytes_per_s, rel=1e-3)
+    assert cluster.chip.matrix_flop_per_s == pytest.approx(found.cluster.chip.matrix_flop_per_s, rel=1e-3)
+    assert cluster.chip.memory_bytes_per_s == pytest.approx(found.cluster.chip.memory_bytes_per_s, rel=1e-3)
     (level,) = cluster.levels
     assert (level.bytes_per_s, level.latency_s) == pytest.approx(
-        (found.link_bytes_per_s, found.link_latency_s), rel=1e-3
+        (found.cluster.levels[0].bytes_per_s, found.cluster.levels[0].latency_s), rel=1e-3
     )
     assert constants(cluster.chip) is IDEAL  # the rates are what kernels reach
     words = ["--cluster", str(file), "--plan", "tp=2,dtype=fp32", "--batch", "2", "--seq", "64", "--json"]

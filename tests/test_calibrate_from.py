@@ -47,10 +47,10 @@ def _job(folder, *, steps=6, jitter=0.0, hosts=("node", "node"), sizes=(1 << 20,
 def test_rates_come_back(tmp_path, meshwise):
     _job(tmp_path, jitter=0.02)
     found = calibrate_from([tmp_path])
-    assert found.matrix_flop_per_s == {"bf16": pytest.approx(FLOP_PER_S, rel=0.02)}
-    assert found.memory_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
-    assert found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
-    assert found.link_latency_s == pytest.approx(HOP_S, rel=0.05)
+    assert found.cluster.chip.matrix_flop_per_s == {"bf16": pytest.approx(FLOP_PER_S, rel=0.02)}
+    assert found.cluster.chip.memory_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
+    assert found.cluster.levels[0].bytes_per_s == pytest.approx(LINK, rel=0.02)
+    assert found.cluster.levels[0].latency_s == pytest.approx(HOP_S, rel=0.05)
     path = tmp_path / "my.toml"
     done = meshwise("calibrate", "--from", str(tmp_path), "-o", str(path), "--json")
     assert done.code == 0 and done.document["file"] == str(path)
@@ -74,14 +74,15 @@ def test_ranks_of_a_host_share_its_way_out(tmp_path):
             now += wire + 5
         write_trace(tmp_path / f"rank-{rank}.json", events, rank, world_size=4, host_name="ab"[rank // 2])
     found = calibrate_from([tmp_path])
-    assert found.link_ranks == 2 and found.link_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
-    assert found.outer is not None and found.outer.bytes_per_s == pytest.approx(LINK / 2, rel=0.02)
+    inner, outer = found.cluster.levels
+    assert inner.ranks == 2 and inner.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
+    assert outer.bytes_per_s == pytest.approx(LINK / 2, rel=0.02)
 
 
 def test_a_collective_lasts_until_its_last_rank_has_left(tmp_path):
     _job(tmp_path, early=0.3)
     found = calibrate_from([tmp_path])
-    assert found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
+    assert found.cluster.levels[0].bytes_per_s == pytest.approx(LINK, rel=0.02)
 
 
 def test_what_the_host_adds_to_a_matmul(tmp_path):
@@ -94,7 +95,7 @@ def test_what_the_host_adds_to_a_matmul(tmp_path):
             now += length + (400 if name == "mm" else 0)
     write_trace(tmp_path / "rank-0.json", events, 0, world_size=1)
     found = calibrate_from([tmp_path])
-    assert found.op_host_s == pytest.approx(4e-4)
+    assert found.cluster.chip.op_host_s == pytest.approx(4e-4)
     found.write(tmp_path / "my.toml")
     job = {"batch": 1, "seq": 64}
     late = mw.estimate("qwen3-0.6b", tmp_path / "my.toml", "tp=1,dtype=fp32", **job)

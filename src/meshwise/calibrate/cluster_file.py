@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +31,35 @@ class Sample:
     unit: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured, and the rates that follow from it."""
+    """What was measured, and the cluster whose rates follow from it."""
 
-    name: str
-    num_ranks: int
-    memory_bytes: float
-    memory_bytes_per_s: float
-    matrix_flop_per_s: dict[str, float]
-    vector_flop_per_s: dict[str, float]
-    link_name: str
-    link_bytes_per_s: float
-    link_latency_s: float
-    samples: tuple[Sample, ...]
-    source: str
-    checked: str
-    link_ranks: int = 0
-    """Ranks that the link joins, where `outer` goes on; 0 for all."""
-    outer: Level | None = None
-    """The link beyond it."""
-    op_host_s: float = 0.0
-    """What the host of a rank without a device adds to each matrix op."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The machine as a cluster."""
-        ranks = self.link_ranks or math.inf
-        speed: dict[str, Any] = {"bytes_per_s": self.link_bytes_per_s, "latency_s": self.link_latency_s}
-        link = Level(name=self.link_name, ranks=ranks, **speed)
-        stated: dict[str, Any] = {"levels": (link, *filter(None, [self.outer]))}
-        stated |= {name: getattr(self, name) for name in ("name", "source", "checked")}
-        rates = {name: getattr(self, name) for name in _OF_CHIP}
-        chip = Chip(vendor=MEASURED, generation=self.name, **rates, **stated)
-        # What the library of collectives does to reduce and scatter: gloo reduces all.
-        reduces: ReduceScatter = "all_reduce" if self.link_name.startswith("gloo") else "reduce_scatter"
-        return Cluster(chip=chip, num_chips=self.num_ranks, reduce_scatter=reduces, **stated)
+    cluster: Cluster
+    samples: Sequence[Sample]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return asdict(self)
+        """What the cluster file holds, of the innermost links, and the samples."""
+        on, link = self.cluster, self.cluster.levels[0]
+        found = {name: getattr(on.chip, name) for name in _OF_CHIP} | {"num_ranks": on.num_chips}
+        found |= {name: getattr(on, name) for name in ("name", "source", "checked")}
+        found |= {f"link_{name}": getattr(link, name) for name in ("name", "bytes_per_s", "latency_s")}
+        return found | {"samples": [asdict(one) for one in self.samples]}
 
     def write(self, path: Path) -> None:
         """Write the cluster file, whole or not at all; DataError where that fails."""
         head = "# Measured by `meshwise calibrate`; read with --cluster FILE.\n"
         write_text(path, head + cluster_text(self.cluster, digits=5))
+
+
+def measured_cluster(name: str, num_ranks: int, *levels: Level, source: str, **rates: Any) -> Cluster:
+    """A machine of so many ranks by the rates of its chip and the links that join them, innermost first."""
+    checked = date.today().isoformat()
+    stated: dict[str, Any] = {"name": name, "source": source, "checked": checked, "levels": levels}
+    # What the library of collectives does to reduce and scatter: gloo reduces all.
+    reduces: ReduceScatter = "all_reduce" if levels[0].name.startswith("gloo") else "reduce_scatter"
+    chip = Chip(vendor=MEASURED, generation=name, **rates, **stated)
+    return Cluster(chip=chip, num_chips=num_ranks, reduce_scatter=reduces, **stated)
 
 
 def fit_link(

@@ -19,13 +19,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link
+from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, measured_cluster
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.cost.collective import carried_out, collective_s
@@ -68,25 +67,19 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
             f"show none {_MIN_CALLS} times; record more steps, of a larger job"
         )
     by_sharing = _wires(summary)
-    inner, outer, node_ranks = _links(summary.traces, by_sharing, moved[""])
+    levels = _links(summary.traces, by_sharing, moved[""])
     wires = sorted(itertools.chain(*by_sharing.values()), key=lambda one: -one.count * one.wire_s)
     name = _chip_name(summary.traces[0])
     lowest = min(matrix.values())
-    return Calibration(
-        name=name,
-        num_ranks=max(summary.traces[0].world_size or 0, len(summary.traces)),
-        memory_bytes=_memory_bytes(summary.traces[0]),
-        memory_bytes_per_s=moved[""],
-        matrix_flop_per_s=matrix,
-        vector_flop_per_s={"fp32": matrix.get("fp32", lowest)},
-        **{f"link_{what}": getattr(inner, what) for what in ("name", "bytes_per_s", "latency_s")},
-        samples=(*map(_op_sample, ops[:_NUM_SAMPLES]), *map(_wire_sample, wires[:_NUM_SAMPLES])),
+    cluster = measured_cluster(
+        name, max(summary.traces[0].world_size or 0, len(summary.traces)), *levels,
         source=f"meshwise calibrate --from traces of {len(summary.traces)} ranks on {name}",
-        checked=date.today().isoformat(),
-        link_ranks=node_ranks,
-        outer=outer,
+        memory_bytes=_memory_bytes(summary.traces[0]), memory_bytes_per_s=moved[""], matrix_flop_per_s=matrix,
+        vector_flop_per_s={"fp32": matrix.get("fp32", lowest)},
         op_host_s=0.0 if summary.traces[0].has_device else _op_host_s(summary, ops, wires),
-    )
+    )  # fmt: skip
+    samples = (*map(_op_sample, ops[:_NUM_SAMPLES]), *map(_wire_sample, wires[:_NUM_SAMPLES]))
+    return Calibration(cluster, samples)
 
 
 def _op_host_s(summary: Summary, ops: Sequence[OpRate], wires: Sequence[Bandwidth]) -> float:
@@ -149,18 +142,18 @@ def _real(rows: Sequence[OpRate], of: str) -> list[OpRate]:
 
 def _links(
     traces: Sequence[Trace], wires: Mapping[int, Sequence[Bandwidth]], copied_bytes_per_s: float
-) -> tuple[Level, Level | None, int]:
-    """The inner link; the outer one and the ranks of a host, where hosts of several ranks met (else 0)."""
+) -> Sequence[Level]:
+    """The inner link; and the outer one, where hosts of several ranks met."""
     name = _library(traces[0])
     copy = Level(name=name, bytes_per_s=copied_bytes_per_s, latency_s=0.0)  # where nothing shows the link
     node_ranks = min(Counter(trace.host for trace in traces).values())
     if not wires and len(traces) == 1:
-        return copy, None, 0
+        return [copy]
     if node_ranks == 1 or not any(wires):
-        return _fitted(name, [one for calls in wires.values() for one in calls]), None, 0
+        return [_fitted(name, [one for calls in wires.values() for one in calls])]
     inside = _fitted(name, wires[0]) if 0 in wires else copy
     sharing = [replace(one, bytes=one.bytes / share) for share in wires if share for one in wires[share]]
-    return inside, _fitted(f"{name} between hosts", sharing), node_ranks
+    return replace(inside, ranks=float(node_ranks)), _fitted(f"{name} between hosts", sharing)
 
 
 def _wires(summary: Summary) -> dict[int, list[Bandwidth]]:

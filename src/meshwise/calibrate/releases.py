@@ -13,7 +13,7 @@ import msgspec
 
 from meshwise.calibrate.errors import ErrorSummary, summarize
 from meshwise.calibrate.validate import Prediction
-from meshwise.core.files import csv_text, read_records, write_text
+from meshwise.core.files import csv_text, read_rows, write_text
 
 Board = dict[str, dict[tuple[str, str], float]]
 """What each release predicted, by quantity and id of a row; the oldest release first."""
@@ -29,7 +29,7 @@ class _Cell(msgspec.Struct):
 def read_board(path: Path) -> Board:
     """The board of a file; DataError where it is none."""
     board: Board = {}
-    for _, row in read_records(path, _Cell):
+    for _, row in read_rows(path, _Cell):
         board.setdefault(row.release, {})[row.quantity, row.id] = row.predicted
     return board
 

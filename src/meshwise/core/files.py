@@ -79,7 +79,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{str(path)!r} is not valid CSV: {problem}") from None
 
 
-def read_records(path: Path, kind: type[Record], *forms: Sequence[str]) -> Iterator[tuple[int, Record]]:
+def read_rows(path: Path, kind: type[Record], *forms: Sequence[str]) -> Iterator[tuple[int, Record]]:
     """Number and record of each line of a CSV file; DataError for a cell that its field cannot be.
 
     Its columns are the fields of `kind`; or one of `forms`, which are the last of these by other names.

@@ -323,7 +323,7 @@ def machine_fit(found: Calibration) -> Iterator[Section]:
     columns: Fields = {"what": "what", "shape": "shape", "dtype": "dtype", "time": "time_s"}
     columns["rate"] = lambda one: with_prefix(one.rate, one.unit)
     left = ("what", "shape", "dtype")
-    yield records_table(found.source, found.samples, columns, left=left, no_wrap=False)
+    yield records_table(found.cluster.source, found.samples, columns, left=left, no_wrap=False)
 
 
 def _constant(name: str, value: float) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError, WorkloadError
-from meshwise.core.files import read_records
+from meshwise.core.files import read_rows
 from meshwise.core.refusals import refuse
 
 SIGMA = 0.9
@@ -144,7 +144,7 @@ class _Length(msgspec.Struct):
 
 def read_lengths(path: Path) -> tuple[int, ...]:
     """The column `output` of a CSV file: tokens of measured answers."""
-    found = tuple(row.output for _, row in read_records(path, _Length))
+    found = tuple(row.output for _, row in read_rows(path, _Length))
     if not found:
         raise DataError(f"{path} has no length; give a row for each measured answer")
     return found

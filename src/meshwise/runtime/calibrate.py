@@ -28,12 +28,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from meshwise.calibrate.cluster_file import Calibration, Sample
+from meshwise.calibrate.cluster_file import Calibration, Sample, measured_cluster
 from meshwise.calibrate.cluster_file import fit_link as fit_calls
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
+from meshwise.machine.hardware import Level
 from meshwise.runtime.launch import RankPlace, Ranks, check_world
 from meshwise.runtime.programs import attention_kernels as kernels
 from meshwise.runtime.programs.context import TORCH_DTYPES
@@ -265,20 +266,13 @@ def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibrat
     cores = f"{platform.machine()}-{os.cpu_count()}-cores"
     called = cores if device == "cpu" else torch.cuda.get_device_name(0)
     name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-").lower()
-    return Calibration(
-        name=name,
-        num_ranks=ranks,
-        memory_bytes=_memory_bytes(device),
-        memory_bytes_per_s=best["copy"],
-        matrix_flop_per_s=matrix,
+    link = Level(name="gloo" if device == "cpu" else "nccl", bytes_per_s=bandwidth, latency_s=latency)
+    cluster = measured_cluster(
+        name, ranks, link, source=f"meshwise calibrate on {name}, torch {torch.__version__}",
+        memory_bytes=_memory_bytes(device), memory_bytes_per_s=best["copy"], matrix_flop_per_s=matrix,
         vector_flop_per_s={"fp32": best.get("multiply-add", matrix["fp32"])},
-        link_name="gloo" if device == "cpu" else "nccl",
-        link_bytes_per_s=bandwidth,
-        link_latency_s=latency,
-        samples=tuple(samples),
-        source=f"meshwise calibrate on {name}, torch {torch.__version__}",
-        checked=time.strftime("%Y-%m-%d"),
-    )
+    )  # fmt: skip
+    return Calibration(cluster, samples)
 
 
 def fit_link(samples: Sequence[Sample], ranks: int) -> tuple[float, float]:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from meshwise.core.errors import DataError, WorkloadError
-from meshwise.core.files import read_catalog, read_records, read_text
+from meshwise.core.files import read_catalog, read_rows, read_text
 
 SEED = 0
 """Of the random numbers: the same question has the same answer."""
@@ -169,7 +169,7 @@ class _Rate(msgspec.Struct):
 
 def read_rates(path: Path) -> RateCurve:
     """A CSV of `second,rate`."""
-    rows = list(read_records(path, _Rate))
+    rows = list(read_rows(path, _Rate))
     for (_, before), (number, row) in pairwise(rows):
         if row.second <= before.second:
             raise DataError(f"{path}, line {number}: a second must be after the one before")
@@ -317,7 +317,7 @@ class _Asked(msgspec.Struct, kw_only=True):
 
 
 def _csv_rows(path: Path) -> Iterator[_Row]:
-    for number, row in read_records(path, _Asked, *CSV_COLUMNS.values()):
+    for number, row in read_rows(path, _Asked, *CSV_COLUMNS.values()):
         try:
             second = -math.inf if row.arrival is None else _seconds(row.arrival)
         except (ValueError, msgspec.ValidationError):
