@@ -272,6 +272,12 @@ def test_a_launched_job_reads_as_the_same_job(
     assert same.step.step_s == asked.step.step_s
 
 
+def test_an_open_job_is_launched_in_a_split_that_the_framework_runs() -> None:
+    """The best split of 16 GPUs gives engines 14, and NeMo-RL gives a pool whole nodes."""
+    asked: Any = {"prompts": 64, "samples": 8, "max_output": 2048}
+    assert mw.launch("llama3-8b", "h100-80g-sxm:16", to="nemo-rl", **asked).arguments
+
+
 def test_what_a_framework_refuses_or_cannot_be_told() -> None:
     def state(to: str, plan: str = "pp=2", **others: Any) -> Any:
         return mw.launch(

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwise.core.errors import ClusterError, MissingExtraError, WorkloadError
+from meshwise.core.errors import ClusterError, MissingExtraError, PlanError, WorkloadError
 from meshwise.core.options import Counts, Latency, Quantity, options_of, stated_in
 from meshwise.core.refusals import refuse
 
@@ -775,8 +775,11 @@ def _launch_rl(
     options = {name: of.default for name, of in options_of(rl).items() if name not in others}
     options |= {"framework": to, "output": asked["max_output"], "train_plan": plan} | asked
     found = _open_rl_job(model, cluster, **options)
-    job = best_split(found).best[0].job if found.is_open else found.job()
-    return write_settings(job, to, found.algorithm)
+    jobs = [step.job for step in best_split(found).best] if found.is_open else [found.job()]
+    for job in jobs[:-1]:  # the fastest that the framework runs
+        with suppress(PlanError):
+            return write_settings(job, to)
+    return write_settings(jobs[-1], to)
 
 
 def explain_rl(

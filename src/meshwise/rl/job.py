@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse
@@ -11,7 +11,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.rl.engines import RolloutPool, rollout_pool
-from meshwise.rl.framework import OVERLAPPED, RlFramework, Transport, find_transport
+from meshwise.rl.framework import OVERLAPPED, RlFramework
 from meshwise.rl.rollouts import Rollouts
 from meshwise.serve.engine import parse_engine
 from meshwise.serve.serving import serving
@@ -23,34 +23,78 @@ BIN_TOKENS = 8192
 """Tokens of a packed bin at least, where nothing is stated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RlJob:
-    """What runs. `rollout_gpus` are those of the rollout pool (all, where colocated).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenJob:
+    """What a user states of a job, by the options of `rl`; None, and "" as the mode, is open.
 
-    `scorers` are models that judge each sample in a forward pass beside the policy's own: a reference, a
-    reward model, a teacher, a critic. `updates`: optimizer steps of a rollout. `pack_length`: tokens of a
-    packed bin in training, `score_tokens` in scoring. `staleness`: how many versions a sample may be behind.
+    `algorithm`: PPO has a critic, which scores and is trained; the others (GRPO, RLOO, DAPO) take a group's
+    own mean as the baseline. `updates`: optimizer steps of a rollout. `pack_length`: tokens of a packed bin
+    in training, `score_tokens` in scoring. `staleness`: how many versions a sample may be behind.
     """
 
     model: Model
     cluster: Cluster
     rollouts: Rollouts
-    mode: str
+    framework: RlFramework
+    mode: str = ""
+    rollout_gpus: int | None = None
+    train_plan: Plan | None = None
+    rollout_plan: Plan | None = None
+    staleness: int | None = None
+    memory_frac: float | None = None
+    updates: int = 1
+    partial: bool | None = None
+    algorithm: str = "grpo"
+    reference: bool = True
+    old_logprobs: bool | None = None
+    reward_model: Model | None = None
+    teacher: Model | None = None
+    engine: str = ""
+    transport: str = ""
+    pack_length: int | None = None
+    score_tokens: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything of the layout is to be found."""
+        return not self.mode or self.train_plan is None or self.rollout_plan is None
+
+    @property
+    def usual_memory_frac(self) -> float:
+        """The share of memory that engines have in this mode, unless another is stated."""
+        of = self.framework
+        usual = of.colocated_memory_frac if self.mode == "colocated" else of.split_memory_frac
+        return usual if self.memory_frac is None else self.memory_frac
+
+    def job(self) -> RlJob:
+        """The job with the defaults of its framework; WorkloadError where options contradict each other."""
+        framework, split, overlapped = self.framework, self.mode != "colocated", self.mode in OVERLAPPED
+        refuse("rl options", WorkloadError, of=self, modes=MODES, overlaps=overlapped)
+        pack = max(BIN_TOKENS, self.rollouts.longest) if self.pack_length is None else self.pack_length
+        transport = framework.split_transport if split else framework.colocated_transport
+        usual: dict[str, Any] = {
+            "rollout_gpus": self.cluster.num_chips, "old_logprobs": self.updates > 1 or split,
+            "score_tokens": framework.score_bins * pack, "partial": framework.in_flight, "pack_length": pack,
+            "staleness": int(overlapped), "memory_frac": self.usual_memory_frac,
+        }  # fmt: skip
+        stated = {each.name: getattr(self, each.name) for each in fields(self)}
+        stated |= {name: value for name, value in usual.items() if stated[name] is None}
+        return RlJob(**stated | {"transport": self.transport or transport})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RlJob(OpenJob):
+    """A job of which nothing is open. `rollout_gpus` are those of the rollout pool (all, where colocated)."""
+
     rollout_gpus: int
     train_plan: Plan
     rollout_plan: Plan
-    framework: RlFramework
-    transport: Transport
-    scorers: Sequence[tuple[str, Model]]
-    scores_policy: bool
-    critic: Model | None = None
-    updates: int = 1
+    staleness: int
+    memory_frac: float
+    partial: bool
+    old_logprobs: bool
     pack_length: int
     score_tokens: int
-    memory_frac: float
-    staleness: int = 0
-    in_flight: bool = False
-    engine: str = ""
 
     def __post_init__(self) -> None:
         refuse(
@@ -58,6 +102,18 @@ class RlJob:
             bins=min(self.pack_length, self.score_tokens),
         )  # fmt: skip
         refuse("rl pools", PlanError, job=self, most_gpus=self.cluster.num_chips - self.is_split)
+
+    @property
+    def critic(self) -> Model | None:
+        """The model that PPO trains beside the policy."""
+        return self.model if self.algorithm == "ppo" else None
+
+    @property
+    def scorers(self) -> dict[str, Model]:
+        """Models that judge each sample in a forward pass beside the policy's own, by what they are."""
+        judges = {"reference": self.model if self.reference else None, "reward": self.reward_model}
+        judges |= {"teacher": self.teacher, "critic": self.critic}
+        return {name: judge for name, judge in judges.items() if judge is not None}
 
     @property
     def is_split(self) -> bool:
@@ -98,70 +154,3 @@ class RlJob:
         )  # fmt: skip
         num = self.rollout_gpus // self.engine_gpus
         return rollout_pool(one, num, engine, rollouts, max(self.staleness, 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenJob:
-    """What a user states of a job, by the options of `rl`; None, and "" as the mode, is open.
-
-    `algorithm`: PPO has a critic, which scores and is trained; the others (GRPO, RLOO, DAPO) take a group's
-    own mean as the baseline.
-    """
-
-    model: Model
-    cluster: Cluster
-    rollouts: Rollouts
-    framework: RlFramework
-    mode: str = ""
-    rollout_gpus: int | None = None
-    train_plan: Plan | None = None
-    rollout_plan: Plan | None = None
-    staleness: int | None = None
-    memory_frac: float | None = None
-    updates: int = 1
-    partial: bool | None = None
-    algorithm: str = "grpo"
-    reference: bool = True
-    old_logprobs: bool | None = None
-    reward_model: Model | None = None
-    teacher: Model | None = None
-    engine: str = ""
-    transport: str = ""
-    pack_length: int | None = None
-    score_tokens: int | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether anything of the layout is to be found."""
-        return not self.mode or self.train_plan is None or self.rollout_plan is None
-
-    @property
-    def usual_memory_frac(self) -> float:
-        """The share of memory that engines have in this mode, unless another is stated."""
-        of = self.framework
-        usual = of.colocated_memory_frac if self.mode == "colocated" else of.split_memory_frac
-        return usual if self.memory_frac is None else self.memory_frac
-
-    def job(self) -> RlJob:
-        """The job with the defaults of its framework; WorkloadError where options contradict each other."""
-        mode, framework, critic = self.mode, self.framework, self.model if self.algorithm == "ppo" else None
-        split, overlapped = mode != "colocated", mode in OVERLAPPED
-        refuse("rl options", WorkloadError, of=self, modes=MODES, overlaps=overlapped)
-        assert self.train_plan is not None and self.rollout_plan is not None
-        pack = max(BIN_TOKENS, self.rollouts.longest) if self.pack_length is None else self.pack_length
-        transport = framework.split_transport if split else framework.colocated_transport
-        judges = {
-            "reference": self.model if self.reference else None, "reward": self.reward_model,
-            "teacher": self.teacher, "critic": critic,
-        }  # fmt: skip
-        return RlJob(
-            model=self.model, cluster=self.cluster, rollouts=self.rollouts, framework=framework, mode=mode,
-            rollout_gpus=self.rollout_gpus or self.cluster.num_chips, train_plan=self.train_plan,
-            rollout_plan=self.rollout_plan, transport=find_transport(self.transport or transport),
-            scorers=tuple((name, judge) for name, judge in judges.items() if judge is not None),
-            scores_policy=self.updates > 1 or split if self.old_logprobs is None else self.old_logprobs,
-            score_tokens=framework.score_bins * pack if self.score_tokens is None else self.score_tokens,
-            in_flight=framework.in_flight if self.partial is None else self.partial, pack_length=pack,
-            staleness=int(overlapped) if self.staleness is None else self.staleness,
-            memory_frac=self.usual_memory_frac, critic=critic, updates=self.updates, engine=self.engine,
-        )  # fmt: skip

@@ -88,9 +88,9 @@ class TrainerTimes:
 def trainer_times(job: RlJob, sequences: Tokens) -> TrainerTimes:
     """What the trainer does with the samples of a step, in the order in which they came."""
     scored = _packed(job, sequences, job.score_tokens)
-    models = ([("policy", job.model)] if job.scores_policy else []) + list(job.scorers)
+    models = ({"policy": job.model} if job.old_logprobs else {}) | job.scorers
     sends_s = _sends_s(job, sequences, SCORED_BYTES)
-    scoring_s = {name: sends_s + _pass_s(job, model, scored, "evaluate") for name, model in models}
+    scoring_s = {name: sends_s + _pass_s(job, model, scored, "evaluate") for name, model in models.items()}
     trained = [model for model in (job.model, job.critic) if model is not None]
     each_s = _sends_s(job, sequences, TRAINED_BYTES) + job.framework.sample_s * len(sequences) / job.train_dp
     train_s, bins = len(trained) * each_s, 0

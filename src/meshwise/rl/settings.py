@@ -44,10 +44,10 @@ def _tables() -> dict[str, Any]:
     return read_catalog("rl_settings.toml")
 
 
-def facts_of(job: RlJob, algorithm: str) -> Facts:
+def facts_of(job: RlJob) -> Facts:
     """What a job is, in plain names."""
     names = {"job": job, "of": job.rollouts, "plan": job.train_plan, "engine_plan": job.rollout_plan}
-    names |= {"algorithm": algorithm, "scorers": dict(job.scorers), "overlaps": job.mode in OVERLAPPED}
+    names |= {"algorithm": job.algorithm, "scorers": job.scorers, "overlaps": job.mode in OVERLAPPED}
     return formulas(_tables()["facts"], _FUNCTIONS | names)
 
 
@@ -60,9 +60,9 @@ def _table(framework: str, facts: Facts) -> dict[str, str]:
     return {setting: fact for name in chosen for setting, fact in parts[name].items()}
 
 
-def write_settings(job: RlJob, framework: str, algorithm: str) -> Launch:
+def write_settings(job: RlJob, framework: str) -> Launch:
     """What starts a job under verl or NeMo-RL; PlanError for what the framework refuses."""
-    facts, known = facts_of(job, algorithm), framework_arguments(framework)
+    facts, known = facts_of(job), framework_arguments(framework)
     plan, node = job.train_plan, facts["node_gpus"]
     refuse(
         framework, PlanError, job=job, of=job.rollouts, plan=plan, is_fsdp2=facts["is_fsdp2"], node=node,

@@ -25,7 +25,7 @@ from meshwise.model.weights import num_params
 from meshwise.plan.plan import plan_text
 from meshwise.rl.asynchronous import Steady, steady
 from meshwise.rl.engines import Drain, RolloutPool, drain
-from meshwise.rl.framework import interval_of
+from meshwise.rl.framework import find_transport, interval_of
 from meshwise.rl.job import RlJob
 from meshwise.rl.passes import PERSISTENT, TrainerTimes, trainer_bytes, trainer_times
 from meshwise.serve.serving import memory_bytes, room_bytes
@@ -214,7 +214,7 @@ def _mean(records: Sequence[Record]) -> Record:
 
 def sync_s(job: RlJob) -> float:
     """Seconds until engines have the new weights."""
-    return job.transport.seconds(SYNC_BYTES * num_params(job.model), job.cluster)
+    return find_transport(job.transport).seconds(SYNC_BYTES * num_params(job.model), job.cluster)
 
 
 def switch_s(job: RlJob, trainer_bytes: dict[str, float]) -> float:
@@ -239,7 +239,7 @@ def rl_step(job: RlJob) -> RlStep:
     steadies = [
         steady(
             pool, rollouts, np.random.default_rng(seed), trains_s=each.seconds + job.framework.step_s,
-            sync_s=sync_s(job), staleness=job.staleness, in_flight=job.in_flight,
+            sync_s=sync_s(job), staleness=job.staleness, in_flight=job.partial,
         )
         for seed, each in enumerate(times[:STEADY_DRAWS])
     ]  # fmt: skip
