@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from meshwise.core.errors import DataError, MeshwiseError
 
+if TYPE_CHECKING:
+    import msgspec
+
 Content = TypeVar("Content")
-Record = TypeVar("Record", bound=msgspec.Struct)
+Record = TypeVar("Record", bound="msgspec.Struct")
 
 
 MOST_BYTES = {"CSV": 2**28, "JSON lines": 2**28, "JSON": 2**24}
@@ -84,6 +85,8 @@ def read_rows(path: Path, kind: type[Record], *forms: Sequence[str]) -> Iterator
 
     Its columns are the fields of `kind`; or one of `forms`, which are the last of these by other names.
     """
+    import msgspec
+
     rows, fields = read_csv(path), kind.__struct_fields__
     _, head = next(rows, (1, []))
     columns = next((form for form in forms or [fields] if {*form} <= {*head}), None)
