@@ -127,7 +127,9 @@ def differences(place: RankPlace, name: str, options: Any) -> dict[str, float]:
         own = {"input": args[1]} | {
             f"W{i + 1}": torch.stack(of) for i, of in enumerate(zip(*args[2], strict=True))
         }
-        whole = {n: _gathered(x, args[3], 2 if n == "W1" else 1) for n, x in own.items() if n != "input"}
+        whole = {
+            n: _gathered(x, args[3].group, 2 if n == "W1" else 1) for n, x in own.items() if n != "input"
+        }
         whole["input"] = expected = _gathered(args[1])
         for first, second in zip(whole["W1"], whole["W2"], strict=True):
             expected = expected + torch.relu(expected @ first) @ second

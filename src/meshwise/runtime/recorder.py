@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 from torch.utils.flop_counter import flop_registry
 
 from meshwise.core.ledger import COLLECTIVES, Collective
@@ -93,9 +94,11 @@ class OpRecorder(private.TorchDispatchMode):
 
     # --- what a program says -----------------------------------------------------------------
 
-    def section(self, name: str) -> AbstractContextManager[None]:
-        """Rows inside belong to module `name` (joined to the sections around it with a slash)."""
-        return _pushed(self._modules, name)
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Rows inside belong to module `name`, joined to those around it with a slash, as in traces."""
+        with record_function(name), _pushed(self._modules, name):
+            yield
 
     def op(self, name: str) -> AbstractContextManager[None]:
         """Rows inside carry `name` as their op."""

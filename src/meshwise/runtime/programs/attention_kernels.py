@@ -188,13 +188,9 @@ def softmax_(scores: Tensor, scale: float, is_causal: bool) -> None:
     """Softmax of `scale * scores` over the last dim, in place; `is_causal` masks above the diagonal."""
     scores.mul_(scale)
     if is_causal:
-        rows, columns = scores.shape[-2:]
-        for begin in range(0, rows, _MASK_BLOCK):
-            end = min(begin + _MASK_BLOCK, rows)
-            scores[..., begin:end, end:columns].fill_(float("-inf"))
-            size = end - begin
-            above = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
-            scores[..., begin:end, begin:end].masked_fill_(above, float("-inf"))
+        places = torch.arange(scores.shape[-1], device=scores.device)
+        for own, rows in zip(places.split(_MASK_BLOCK), scores.split(_MASK_BLOCK, dim=-2), strict=True):
+            rows.masked_fill_(places > own.unsqueeze(1), float("-inf"))
     aten._softmax.out(scores, -1, False, out=scores)
 
 

@@ -64,9 +64,7 @@ class Context:
         """A tensor of normal numbers that depend on `key` alone: the same on any rank of any world."""
         tensor = self.empty(*shape, dtype=dtype)
         if not self.is_fake:
-            digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-            generator = torch.Generator(device=self.device).manual_seed(int.from_bytes(digest) >> 1)
-            tensor.normal_(std=std, generator=generator)
+            tensor.normal_(std=std, generator=generator_of(self.device, *key))
         return tensor
 
     def step(self, name: str, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
@@ -101,6 +99,12 @@ class Context:
         self.recorder.name_axis(group, axis)
         self.groups.append(group)
         return group
+
+
+def generator_of(device: torch.device, *key: int | str) -> torch.Generator:
+    """A generator whose numbers depend on `key` alone."""
+    digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8]) >> 1)
 
 
 @contextmanager

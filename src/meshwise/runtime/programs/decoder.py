@@ -20,7 +20,6 @@ layers. It takes token numbers or activations, and gives activations or the loss
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.programs.attention_kernels import Attend
+from meshwise.runtime.programs.context import generator_of
 from meshwise.runtime.programs.functions import Norm, Rotate, SwiGLU
 from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, local
 from meshwise.runtime.programs.per_op import per_op_contexts
@@ -99,9 +99,7 @@ def fill(name: str, tensor: Tensor, seed: int, place: ExpertPlace = WHOLE) -> No
     if tensor.dim() == 1:
         tensor.fill_(float(name.endswith("weight")))
         return
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]
-    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(key) >> 1)
-    tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+    tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator_of(tensor.device, seed, name))
 
 
 def routes(places: Tensor, sequences: int, model: Model, place: ExpertPlace = WHOLE) -> Routes:

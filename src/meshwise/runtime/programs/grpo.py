@@ -21,7 +21,7 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.functions import Rotate, turns
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, block, shapes
-from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, start_gather, start_scatter
+from meshwise.runtime.programs.tensor_parallel.exchange import axis_of, start_gather, start_scatter
 
 DTYPE = torch.bfloat16
 Cache = list[tuple[Tensor, ...]]
@@ -168,8 +168,7 @@ class GrpoTrainer(_PoolRank):
 
     def __init__(self, options: Any, model: Model, context: Context, packed: PackedBatch) -> None:
         super().__init__(options, model, context, packed)
-        engines = options.rollout_ranks
-        self.dp = MeshAxis(self.pool, context.world_size - engines, context.rank - engines)
+        self.dp = axis_of(self.pool)
         with context.recorder.setup():
             self.policy.flat.requires_grad_()
             self.master = self.policy.flat.detach().chunk(self.dp.size)[self.dp.index].float()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from meshwise.runtime.programs.context import Context
+    from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 
 
 Options = program_options(__name__, "model-2d")
@@ -151,17 +152,20 @@ def main(options: Any, context: Context) -> None:
     """Forward, and backward if asked."""
     import torch
 
+    from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
+
     tp, dp = degrees(options, context.world_size)
     start = _start(options, context)
     mesh = context.mesh(dp=dp, tp=tp)
+    along = MeshAxis(mesh.get_group("tp"), tp, mesh.get_local_rank("tp"))
     with context.recorder.setup():
         start.requires_grad_(options.backward)
-        first, second = local_weights(options, context, tp, mesh.get_local_rank("tp"))
+        first, second = local_weights(options, context, along)
         context.recorder.weights(first, second)
         grads = [torch.zeros_like(weight) for weight in (first, second)] if options.backward else []
         layers = list(zip(_leaves(first, grads[:1]), _leaves(second, grads[1:]), strict=True))
     with context.recorder.section("model-2d"), torch.set_grad_enabled(options.backward):
-        output = forward(context, start, layers, mesh.get_group("tp"), {"W1": first, "W2": second})
+        output = forward(context, start, layers, along, {"W1": first, "W2": second})
     if options.backward:
         backward(options, context, output, grads, mesh.get_group("dp"))
 
@@ -179,15 +183,15 @@ def _start(options: Any, context: Context) -> torch.Tensor:
         return ulysses.forward(attention, context, ulysses.make_inputs(attention, context))
 
 
-def local_weights(options: Any, context: Context, tp: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """W1 [L, d, f/TP] and W2 [L, f/TP, d] of tensor-parallel rank `place`."""
-    hidden, inner = options.hidden, inner_width(options) // tp
+def local_weights(options: Any, context: Context, tp: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's W1 [L, d, f/TP] and W2 [L, f/TP, d]."""
+    hidden, inner = options.hidden, inner_width(options) // tp.size
 
     def weight(number: int, *shape: int, fan_in: int) -> torch.Tensor:
-        dtype, key = context.dtype(options.dtype), (options.seed, number, place)
+        dtype, key = context.dtype(options.dtype), (options.seed, number, tp.index)
         return context.normal(options.layers, *shape, dtype=dtype, key=key, std=fan_in**-0.5)
 
-    return weight(11, hidden, inner, fan_in=hidden), weight(12, inner, hidden, fan_in=inner * tp)
+    return weight(11, hidden, inner, fan_in=hidden), weight(12, inner, hidden, fan_in=inner * tp.size)
 
 
 def _leaves(weight: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -200,10 +204,10 @@ def _leaves(weight: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def forward(
-    context: Context, x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor]], group: Any,
+    context: Context, x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor]], tp: MeshAxis,
     shown: dict[str, torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """All layers x + relu(x W1) W2 of x [N/P, d], over the TP ranks of `group`.
+    """All layers x + relu(x W1) W2 of x [N/P, d], over the ranks of `tp`.
 
     The steps are those of the first, and the end.
     """
@@ -214,7 +218,7 @@ def forward(
     op = context.recorder.op
     for number, (weight_in, weight_out) in enumerate(layers):
         with op("input"):
-            gathered = gather_parts(x, group)
+            gathered = gather_parts(x, tp)
         if number == 0:
             weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
             context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
@@ -224,7 +228,7 @@ def forward(
             context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
         with op("output"):
             partial = torch.mm(inter, weight_out)
-            summed = scatter_sums(partial, group)
+            summed = scatter_sums(partial, tp)
         with op("residual"):
             x = x + summed
         del gathered, inter, partial, summed

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class BeamSearch:
             logprobs[:, :, EOS].masked_fill_((generated <= self.min_tokens)[:, None], -math.inf)
         active = (generated > 0) & ~self.done
         totals = (self.logprob.unsqueeze(-1) + logprobs).flatten(1)
-        best, place = totals.topk(min(2 * beam, totals.shape[1]), dim=1)
+        best, place = totals.topk(2 * beam, dim=1)
         parent, token = place // vocab, place % vocab
         candidates = self.tokens.gather(1, _wide(parent, self.tokens))
         candidates[:, :, column] = token
@@ -80,9 +79,9 @@ class BeamSearch:
 
         live = candidates.gather(1, _wide(rank, candidates))
         origin = torch.arange(beam, device=token.device).expand(num_prompts, beam)
-        origin = torch.where(active[:, None], _padded(parent.gather(1, rank), beam, 0), origin)
-        live = torch.where(active[:, None, None], _padded(live, beam, PAD), self.tokens)
-        self.logprob = torch.where(active[:, None], _padded(lives, beam, -math.inf), self.logprob)
+        origin = torch.where(active[:, None], parent.gather(1, rank), origin)
+        live = torch.where(active[:, None, None], live, self.tokens)
+        self.logprob = torch.where(active[:, None], lives, self.logprob)
         self.tokens = live
         self.done |= active & ((self.num_ended >= beam) | (generated == self.max_tokens))
         first = torch.arange(num_prompts, device=token.device)[:, None] * beam
@@ -156,11 +155,3 @@ def _until_end(tokens: list[int]) -> list[int]:
 def _wide(index: Tensor, like: Tensor) -> Tensor:
     """[B, n] as an index [B, n, width] that gathers whole rows of `like`."""
     return index.unsqueeze(-1).expand(-1, -1, like.shape[-1])
-
-
-def _padded(x: Tensor, count: int, value: Any) -> Tensor:
-    """`x` [B, n, ...] with dim 1 filled up to `count`."""
-    missing = count - x.shape[1]
-    if not missing:
-        return x
-    return torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), value)], dim=1)

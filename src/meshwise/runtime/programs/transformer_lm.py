@@ -17,10 +17,7 @@ logit, the sum of exponentials, and the target's own (Megatron-LM, arXiv 1909.08
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +26,10 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_pass import Placement
-from meshwise.runtime.programs.context import Context, numbers_of
+from meshwise.runtime.programs.context import Context, generator_of, numbers_of
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, axis, start_gather
 from meshwise.runtime.programs.text_data import PAD
@@ -306,8 +302,7 @@ def _draw(model: TransformerDecoder, name: str, piece: Tensor, dim: int | None, 
     """Draw the tensor `name` whole, and copy this rank's `piece` of it, which is cut along `dim`."""
     tp = model.shard.tp
     whole = torch.empty([n * tp.size if place == dim else n for place, n in enumerate(piece.shape)])
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]
-    _fill(name, whole, torch.Generator().manual_seed(int.from_bytes(key) >> 1))
+    _fill(name, whole, generator_of(whole.device, seed, name))
     piece.copy_(whole if dim is None else whole.chunk(tp.size, dim)[tp.index])
 
 
@@ -325,19 +320,8 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 def join(placement: Placement, context: Context) -> tuple[Shard, MeshAxis]:
     """This rank's place in the mesh dp x tp, where dp is copies x ep, and its place in dp."""
     mesh = context.mesh(copies=placement.dp // placement.ep, ep=placement.ep, tp=placement.tp)
-    shard = Shard(tp=axis(mesh, "tp"), ep=axis(mesh, "ep"), section=sections(context))
+    shard = Shard(tp=axis(mesh, "tp"), ep=axis(mesh, "ep"), section=context.recorder.section)
     return shard, axis(context.mesh(dp=placement.dp, tp=placement.tp), "dp")
-
-
-def sections(context: Context) -> Callable[[str], Any]:
-    """Named parts of the program, for torch's profiler and for the recorder."""
-
-    @contextmanager
-    def section(name: str) -> Iterator[None]:
-        with record_function(name), context.recorder.section(name):
-            yield
-
-    return section
 
 
 def new_model(

@@ -244,10 +244,10 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
 
     from meshwise.runtime.programs.attention_kernels import Attend, SoftmaxInPlace
     from meshwise.runtime.programs.functions import Project
-    from meshwise.runtime.programs.tensor_parallel.exchange import swap_parts
+    from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, swap_parts
 
     op, step, num = context.recorder.op, context.step, context.world_size
-    exchange = context.mesh(ulysses=num).get_group("ulysses")
+    exchange = MeshAxis(context.mesh(ulysses=num).get_group("ulysses"), num, context.rank)
     x, weight_q, weight_k, weight_v, weight_o = inputs.values()
     tokens, width = x.shape[0], options.hidden // options.heads
     local_heads, seq = options.heads // num, tokens * num

@@ -35,10 +35,15 @@ ALONE = MeshAxis(None, 1, 0)
 """An axis of one rank."""
 
 
+def axis_of(group: dist.ProcessGroup) -> MeshAxis:
+    """This rank's place in `group`."""
+    size = dist.get_world_size(group)
+    return ALONE if size == 1 else MeshAxis(group, size, dist.get_rank(group))
+
+
 def axis(mesh: DeviceMesh, name: str) -> MeshAxis:
     """The axis of `mesh` called `name`."""
-    group = mesh.get_group(name)
-    return MeshAxis(group, dist.get_world_size(group), dist.get_rank(group))
+    return axis_of(mesh.get_group(name))
 
 
 def _after(work: dist.Work, result: Tensor) -> Finish:
@@ -53,7 +58,7 @@ def _after(work: dist.Work, result: Tensor) -> Finish:
 
 def start_gather(x: Tensor, along: MeshAxis) -> Finish:
     """All-gather: the parts of all ranks, one after the other in dim 0."""
-    if along.size == 1:
+    if along.group is None:
         return lambda: x
     mine = x.contiguous()
     whole = mine.new_empty(along.size * mine.shape[0], *mine.shape[1:])
@@ -63,7 +68,7 @@ def start_gather(x: Tensor, along: MeshAxis) -> Finish:
 
 def start_scatter(x: Tensor, along: MeshAxis) -> Finish:
     """Reduce-scatter: this rank's part in dim 0 of the sum over all ranks."""
-    if along.size == 1:
+    if along.group is None:
         return lambda: x
     whole = x.contiguous()
     mine = whole.new_empty(whole.shape[0] // along.size, *whole.shape[1:])
@@ -73,7 +78,7 @@ def start_scatter(x: Tensor, along: MeshAxis) -> Finish:
 
 def all_sum(x: Tensor, along: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce, in place: the sum, or what `op` says."""
-    if along.size > 1:
+    if along.group is not None:
         dist.all_reduce(x, op, group=along.group)
     return x
 
@@ -85,14 +90,17 @@ def all_max(x: Tensor, along: MeshAxis) -> Tensor:
 
 def all_to_all(x: Tensor, along: MeshAxis) -> Tensor:
     """Part i of dim 0 goes to rank i; the part from rank i comes to place i."""
-    if along.group is None or along.size == 1:
+    if along.group is None:
         return x
-    return exchange_parts(x.contiguous(), along.group)
+    mine = x.contiguous()
+    result = torch.empty_like(mine)
+    dist.all_to_all_single(result, mine, group=along.group)
+    return result
 
 
 def start_broadcast(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     """Broadcast of the owner's `panel`; the others' holds the shape and is not read."""
-    if along.size == 1:
+    if along.group is None:
         return lambda: panel
     buffer = panel.contiguous() if along.index == owner else torch.empty_like(panel).contiguous()
     work = dist.broadcast(buffer, group=along.group, group_src=owner, async_op=True)
@@ -101,61 +109,50 @@ def start_broadcast(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
 
 def start_reduce(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     """Sum of all ranks' `panel`, right on its owner only."""
-    if along.size == 1:
+    if along.group is None:
         return lambda: panel
     return _after(dist.reduce(panel, group=along.group, group_dst=owner, async_op=True), panel)
 
 
-Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+def swap_parts(x: Tensor, along: MeshAxis) -> Tensor:
+    """`all_to_all`, its own inverse."""
+    return _Differentiable.apply(x, all_to_all, all_to_all, along)
 
 
-def swap_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part i of dim 0 goes to rank i of `group`; the part from rank i comes to place i. Its own inverse."""
-    return _Differentiable.apply(x, exchange_parts, exchange_parts, group)
-
-
-def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_parts(x: Tensor, along: MeshAxis) -> Tensor:
     """Parts of dim 0 from all ranks, in their order: [n, ...] -> [n x ranks, ...]."""
-    return _Differentiable.apply(x, _all_gather, _reduce_scatter, group)
+    return _Differentiable.apply(x, _gathered, _scattered, along)
 
 
-def scatter_sums(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def scatter_sums(x: Tensor, along: MeshAxis) -> Tensor:
     """This rank's part of dim 0 of the sum over all ranks: [n x ranks, ...] -> [n, ...]."""
-    return _Differentiable.apply(x, _reduce_scatter, _all_gather, group)
+    return _Differentiable.apply(x, _scattered, _gathered, along)
+
+
+def _gathered(x: Tensor, along: MeshAxis) -> Tensor:
+    return start_gather(x, along)()
+
+
+def _scattered(x: Tensor, along: MeshAxis) -> Tensor:
+    return start_scatter(x, along)()
+
+
+Collective = Callable[[Tensor, MeshAxis], Tensor]
 
 
 class _Differentiable(torch.autograd.Function):
     """The collective `there`, whose gradient is the collective `back`: a gather and a scatter, say."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, group: dist.ProcessGroup) -> Tensor:
-        """`there` of x, which is contiguous."""
-        ctx.back, ctx.group = back, group
-        return there(x, group)
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, along: MeshAxis) -> Tensor:
+        """`there` of x."""
+        ctx.back, ctx.along = back, along
+        return there(x, along)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """`back` of the gradient."""
-        return ctx.back(grad.contiguous(), ctx.group), None, None, None
-
-
-def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The all-to-all of a contiguous x, without a gradient."""
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=group)
-    return out
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_single(out, x, group=group)
-    return out
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_single(out, x, group=group)
-    return out
+        return ctx.back(grad, ctx.along), None, None, None
 
 
 def deal(x: Tensor, heads: Sequence[int], batch: int, dim: int, along: MeshAxis, *, to_heads: bool) -> Tensor:
@@ -167,8 +164,8 @@ def deal(x: Tensor, heads: Sequence[int], batch: int, dim: int, along: MeshAxis,
     if to_heads:
         by_kind = x.view(-1, batch, num * sum(heads), dim).split([num * number for number in heads], dim=2)
         dealt = torch.cat([part.unflatten(2, (num, -1)).movedim(2, 0) for part in by_kind], dim=3)
-        return swap_parts(dealt, along.group).reshape(-1, sum(heads) * dim)
-    by_rank = swap_parts(x.view(num, -1, batch, sum(heads), dim), along.group)
+        return swap_parts(dealt, along).reshape(-1, sum(heads) * dim)
+    by_rank = swap_parts(x.view(num, -1, batch, sum(heads), dim), along)
     parts = [part.movedim(0, 2).flatten(2, 3) for part in by_rank.split(list(heads), dim=3)]
     return torch.cat(parts, dim=2).view(-1, num * sum(heads) * dim)
 
