@@ -20,7 +20,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -64,38 +64,31 @@ def gemm_dtypes(device: str) -> tuple[str, ...]:
     return tuple(dtype for dtype, least in needs.items() if capability >= least)
 
 
+OpCall = tuple[str, str, str, Callable[[], Any], float, str]
+"""A sample before it is measured: what, its shape and dtype, the call, its work, and the unit of its rate."""
+
+
 def op_samples(device: str, quick: bool) -> list[Sample]:
     """Everything that one rank measures alone."""
-    effort = EFFORTS[device, quick]
-    samples = [one for dtype in gemm_dtypes(device) for one in gemm_samples(dtype, device, effort)]
-    samples += memory_samples(device, effort)
-    if device == "cpu" or "bf16" in gemm_dtypes(device):  # flash attention needs what bf16 needs
-        samples += attention_samples(device, effort)
-    one = torch.ones(1, device=device)  # the floor: an op on one element
-    floor = sample("launch", "1", "fp32", partial(one.add_, 1), 1, "1/s", device, effort)
-    return [*samples, floor]
-
-
-def gemm_samples(dtype: str, device: str, effort: Any) -> list[Sample]:
-    """Square GEMMs, one with a short sum, one with few rows."""
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    last = effort.gemm_sides[-1]
-    shapes = [*((side, side, side) for side in effort.gemm_sides), (last, last, 128), (64, last, last)]
-    samples = []
-    for m, n, k in shapes:
-        call = gemm(dtype, m, n, k, device)
-        work = float(matmul_flop(m, n, k))
-        samples.append(sample("gemm", f"{m}x{n}x{k}", dtype, call, work, "FLOP/s", device, effort))
+    effort, samples = EFFORTS[device, quick], []
+    for what, shape, dtype, call, work, unit in op_calls(device, effort):
+        seconds = fastest_s(call, device, effort)
+        samples.append(Sample(what, shape, dtype, seconds, work / seconds, unit))
     return samples
 
 
-def sample(
-    what: str, shape: str, dtype: str, call: Callable[[], Any], work: float, unit: str, device: str,
-    effort: Any,
-) -> Sample:  # fmt: skip
-    """The time of `call`, which does `work`, and its rate in `unit`."""
-    seconds = fastest_s(call, device, effort)
-    return Sample(what, shape, dtype, seconds, work / seconds, unit)
+def op_calls(device: str, effort: Any) -> Iterator[OpCall]:
+    """Square GEMMs, one with a short sum, one with few rows; memory, attention, and an op on one element."""
+    dtypes, last = gemm_dtypes(device), effort.gemm_sides[-1]
+    shapes = [*((side, side, side) for side in effort.gemm_sides), (last, last, 128), (64, last, last)]
+    for dtype, (m, n, k) in itertools.product(dtypes, shapes):
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        call, flop = gemm(dtype, m, n, k, device), float(matmul_flop(m, n, k))
+        yield "gemm", f"{m}x{n}x{k}", dtype, call, flop, "FLOP/s"
+    yield from memory_calls(device, effort.copy_bytes)
+    for tokens in effort.tokens if "bf16" in dtypes else ():  # flash attention needs what bf16 needs
+        yield from attention_calls(tokens, device)
+    yield "launch", "1", "fp32", partial(torch.ones(1, device=device).add_, 1), 1, "1/s"
 
 
 def gemm(dtype: str, m: int, n: int, k: int, device: str) -> Callable[[], Any]:
@@ -120,40 +113,33 @@ def _num_operands(operand_bytes: int, device: str) -> int:
     return min(1 + 2 * cache_bytes // operand_bytes, _MOST_OPERANDS)
 
 
-def memory_samples(device: str, effort: Any) -> list[Sample]:
+def memory_calls(device: str, size_bytes: int) -> Iterator[OpCall]:
     """A copy and a cast beyond the caches, in bytes read plus written; on a CPU multiply-adds inside them."""
-    source = torch.ones(effort.copy_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    size_bytes, copy = source.numel() * 4, partial(target.copy_, source)
-    samples = [sample("copy", str(size_bytes), "fp32", copy, 2 * size_bytes, "B/s", device, effort)]
-    cast, num = partial(source.to, torch.bfloat16), source.numel()
-    samples.append(sample("cast", f"{num} to bf16", "fp32", cast, num * (4 + 2), "B/s", device, effort))
+    num = size_bytes // 4
+    source = torch.ones(num, device=device)
+    yield "copy", str(4 * num), "fp32", partial(torch.empty_like(source).copy_, source), 8 * num, "B/s"
+    yield "cast", f"{num} to bf16", "fp32", partial(source.to, torch.bfloat16), num * (4 + 2), "B/s"
     if device == "cpu":
         num = 1 << 15
         x, y, z = (torch.ones(num) for _ in range(3))
-        add = partial(z.addcmul_, x, y)
-        samples.append(sample("multiply-add", str(num), "fp32", add, 2 * num, "FLOP/s", device, effort))
-    return samples
+        yield "multiply-add", str(num), "fp32", partial(z.addcmul_, x, y), 2 * num, "FLOP/s"
 
 
-def attention_samples(device: str, effort: Any) -> list[Sample]:
+def attention_calls(tokens: int, device: str) -> Iterator[OpCall]:
     """Fused causal attention of 16 heads of 128, forward and backward."""
     heads, width = 16, 128
-    samples = []
-    for tokens in effort.tokens:
-        whole = 1, heads, tokens, width
-        q, k, v, grad = (torch.randn(whole, device=device).to(torch.bfloat16) for _ in range(4))
-        out, lse = kernels.flash_attention(q, k, v, True)
-        forward = partial(kernels.flash_attention, q, k, v, True)
-        backward = partial(kernels.flash_attention_backward, grad, q, k, v, out, lse, True)
-        sizes = (attended_pairs(tokens, tokens, causal=True), heads, heads, tokens, tokens, width, width)
-        for name, call, work in (
-            ("attention", forward, flash_attention),
-            ("attention backward", backward, flash_attention_backward),
-        ):
-            flop, shape = float(work(*sizes, batch=1, elem_bytes=2).flop), f"{heads}x{tokens}x{width}"
-            samples.append(sample(name, shape, "bf16", call, flop, "FLOP/s", device, effort))
-    return samples
+    whole = 1, heads, tokens, width
+    q, k, v, grad = (torch.randn(whole, device=device).to(torch.bfloat16) for _ in range(4))
+    out, lse = kernels.flash_attention(q, k, v, True)
+    forward = partial(kernels.flash_attention, q, k, v, True)
+    backward = partial(kernels.flash_attention_backward, grad, q, k, v, out, lse, True)
+    sizes = (attended_pairs(tokens, tokens, causal=True), heads, heads, tokens, tokens, width, width)
+    for name, call, work in (
+        ("attention", forward, flash_attention),
+        ("attention backward", backward, flash_attention_backward),
+    ):
+        flop = float(work(*sizes, batch=1, elem_bytes=2).flop)
+        yield name, f"{heads}x{tokens}x{width}", "bf16", call, flop, "FLOP/s"
 
 
 def collective_samples(place: RankPlace, quick: bool) -> list[Sample]:
