@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -82,14 +81,14 @@ def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
 
 
 def differences(place: RankPlace, options: Any) -> dict[str, float]:
-    """How far, on any rank, output and gradients of tensor-parallel are from one process in float64."""
+    """How far, on this rank, output and gradients of tensor-parallel are from one process in float64."""
     seen: dict[str, Any] = {}
 
     def inputs(options: Any, on: TensorLayout, context: Context) -> Any:
         dtype, seed = context.dtype(options.dtype), options.seed
         whole = whole_weights(on.parts.model, context, dtype, seed)
         x, grad = (whole_activations(on, context, dtype, seed, nth) for nth in (0, 1))
-        seen.update(on=on, context=context, whole=whole, whole_x=x, whole_dy=grad)
+        seen.update(on=on, whole=whole, whole_x=x, whole_dy=grad)
         weights = {name: weight.requires_grad_() for name, weight in my_pieces(on, whole).items()}
         return my_part(on, x).requires_grad_(), my_part(on, grad), weights
 
@@ -111,13 +110,10 @@ def differences(place: RankPlace, options: Any) -> dict[str, float]:
     pairs = {"output": (seen["y"], my_part(on, expected))}
     pairs |= {"d input": (_grad(seen["x"]), my_part(on, _grad(whole_x)))}
     pairs |= {f"d {name}": (_grad(weight), grads[name]) for name, weight in seen["weights"].items()}
-    found = {}
-    for name, (one, other) in pairs.items():
-        difference = (one.detach().double() - other.detach()).abs().max()
-        for group in seen["context"].groups:
-            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=group)
-        found[name] = float(difference)
-    return found
+    return {
+        name: float((one.detach().double() - other.detach()).abs().max())
+        for name, (one, other) in pairs.items()
+    }
 
 
 def _grad(tensor: Tensor) -> Tensor:

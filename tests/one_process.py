@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting, fill, part_of, routes
+from meshwise.runtime.programs.decoder import (
+    TABLE,
+    TIED,
+    Decoder,
+    ExpertPlace,
+    Setting,
+    cut_dim,
+    fill,
+    routes,
+)
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.training import Trainer
 
@@ -73,3 +82,9 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     if TABLE in grads and decoder.tie():
         grads[TIED] = grads[TABLE]
     return total, {name: grad.cpu() for name, grad in grads.items()}
+
+
+def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
+    """Of the matrices `name` of all experts, those at `place`."""
+    mine = experts.chunk(place.ranks.size)[place.ranks.index]
+    return mine.chunk(place.parts.size, cut_dim(name))[place.parts.index]

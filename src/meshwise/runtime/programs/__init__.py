@@ -90,8 +90,9 @@ def program_options(module: str, *tables: str, **properties: property) -> Any:
 
 def _type_of(row: Mapping[str, Any]) -> Any:
     """The type of an option, within its limits; one without a default may be None."""
-    limits = {name: row[name] for name in ("ge", "gt", "le") if name in row}
     kind: Any = Literal[tuple(row["names"])] if "names" in row else _plain_type(row)
+    limits: dict[str, Any] = {"ge": -_MOST, "le": _MOST} if kind is int else {}
+    limits |= {name: row[name] for name in ("ge", "gt", "le") if name in row}
     kind = Annotated[kind, msgspec.Meta(**limits)] if limits else kind
     return kind if "default" in row else kind | None
 
@@ -131,22 +132,19 @@ def parse_options(program: Program, words: Sequence[str]) -> Any:
 
 def make_options(program: Program, values: Mapping[str, Any]) -> Any:
     """The options of `program` from `values` by field name, checked; texts are converted."""
-    for name, value in values.items():  # one at a time, so that the message names the option
-        row = program.options.rows.get(name)
-        if row is None:
-            raise WorkloadError(f"{program.name} has no option {name!r}")
-        try:
-            number = msgspec.convert(value, _type_of(row), strict=False)
-        except msgspec.ValidationError as error:
-            text = str(error).replace("Expected", "expected")
-            if "names" in row:
-                text = f"choose one of {', '.join(row['names'])}"
-            raise WorkloadError(f"{program.name}: {_flag(name)} {value}: {text}") from None
-        except UnicodeEncodeError:
-            raise WorkloadError(f"{program.name}: the value of {_flag(name)} is not text in UTF-8") from None
-        if isinstance(number, int) and abs(number) > _MOST:
-            raise WorkloadError(f"{program.name}: {_flag(name)} {value} is too large; the most is {_MOST}")
-    return msgspec.convert(dict(values), program.options, strict=False)
+    rows = program.options.rows
+    if unknown := values.keys() - rows.keys():
+        raise WorkloadError(f"{program.name} has no option {min(unknown)!r}")
+    try:
+        return msgspec.convert(dict(values), program.options, strict=False)
+    except UnicodeEncodeError:
+        raise WorkloadError(f"{program.name}: the value of an option is not text in UTF-8") from None
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).replace("Expected", "expected").partition(" - at `$.")
+        name = place.rstrip("`")
+        if "names" in rows[name]:
+            text = f"choose one of {', '.join(rows[name]['names'])}"
+        raise WorkloadError(f"{program.name}: {_flag(name)} {values[name]}: {text}") from None
 
 
 def option_help(program: Program) -> list[tuple[str, str]]:

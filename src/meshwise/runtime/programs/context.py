@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ TORCH_DTYPES |= {"tf32": torch.float32, "fp32": torch.float32, "fp64": torch.flo
 class Context:
     """Where a rank runs. The default process group is initialised; `is_fake` under a dry run.
 
-    `root` is the rank that speaks: `say` prints there and nowhere else. `groups` are those made so far.
+    `root` is the rank that speaks: `say` prints there and nowhere else.
     """
 
     rank: int
@@ -45,7 +45,6 @@ class Context:
     root: int = 0
     is_fake: bool = False
     quiet: bool = False
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def dtype(self, name: str) -> torch.dtype:
         """The torch dtype that meshwise calls `name`."""
@@ -97,7 +96,6 @@ class Context:
         """A group of `ranks`, this rank among them, known to the recorder as mesh axis `axis`."""
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
         self.recorder.name_axis(group, axis)
-        self.groups.append(group)
         return group
 
 

@@ -78,12 +78,6 @@ def cut_dim(name: str) -> int:
     return 1 if name.endswith("down") else 2
 
 
-def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
-    """Of the matrices `name` of all experts, those at `place`."""
-    mine = experts.chunk(place.ranks.size)[place.ranks.index]
-    return mine.chunk(place.parts.size, cut_dim(name))[place.parts.index]
-
-
 def fill(name: str, tensor: Tensor, seed: int, place: ExpertPlace = WHOLE) -> None:
     """Norms' weights one, biases zero, matrices normal with deviation width^-1/2.
 
