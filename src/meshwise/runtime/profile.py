@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,75 +109,44 @@ def capture_environment(directory: Path, **options: bool) -> dict[str, str]:
 def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:
     """Exit code and seconds of a command that ends with us, its ranks included, however we end.
 
-    SIGTERM and SIGINT go to the command's processes, which write what they have; then they end us, too.
+    SIGTERM and SIGINT end the command's processes, which write what they have; then they end us, too.
     """
     program = sys.executable if command[0] in ("python", "python3") else command[0]
     pipe, silent = subprocess.PIPE, subprocess.DEVNULL
-    begin = time.perf_counter()
-    with (
-        _PassedOn() as signals,
-        subprocess.Popen(["sh", "-c", _GUARD], stdin=pipe, stderr=silent, start_new_session=True) as guard,
-    ):
-        assert guard.stdin is not None
-        try:
-            process = subprocess.Popen(
-                [program, *command[1:]], env=environment, stdout=stdout, start_new_session=True
-            )
-        except FileNotFoundError:
-            reason = f"no such command: {command[0]}"
-            raise MissingExtraError(f"{reason}; give it as python script.py ...") from None
-        guard.stdin.write(f"{process.pid}\n".encode())
-        guard.stdin.flush()
-        signals.go_to(process)
-        exit_code = process.wait()
-        guard.kill()
+    begin, received, lines = time.perf_counter(), list[int](), list[Any]()
+
+    def end(number: int, frame: Any) -> None:
+        received.append(number)
+        for line in lines:
+            line.close()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGINT) if is_main}
+    try:
+        process = subprocess.Popen(
+            [program, *command[1:]], env=environment, stdout=stdout, start_new_session=True
+        )
+        guarding = ["sh", "-c", _GUARD, str(process.pid)]
+        with subprocess.Popen(guarding, stdin=pipe, stderr=silent, start_new_session=True) as guard:
+            lines.append(guard.stdin)
+            if received:  # before there was a guard
+                lines[0].close()
+            exit_code = process.wait()
+            if not received:
+                guard.kill()
+    except FileNotFoundError:
+        raise MissingExtraError(f"no such command: {command[0]}; give it as python script.py ...") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[-1])
     return exit_code, time.perf_counter() - begin
 
 
 _GUARD = f"""
-read group && ! read more && kill -TERM "-$group" || exit
-for second in $(seq {_GRACE_S}); do kill -0 "-$group" && sleep 1 || exit; done
-kill -KILL "-$group"
+read more || kill -TERM "-$0" || exit
+for second in $(seq {_GRACE_S}); do kill -0 "-$0" && sleep 1 || exit; done
+kill -KILL "-$0"
 """
-"""Ends a group of processes when the pipe to this script closes, which is when we have ended."""
-
-
-class _PassedOn:
-    """While the block runs, SIGTERM and SIGINT go to a command's processes; after it, they are ours."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._late = threading.Timer(_GRACE_S, self._stop, [signal.SIGKILL])
-        self._late.daemon = True
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _PassedOn:
-        if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGTERM, signal.SIGINT)
-            self._before = {number: signal.signal(number, self._handle) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._late.cancel()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._number:
-            signal.raise_signal(self._number)
-
-    def go_to(self, process: subprocess.Popen[bytes]) -> None:
-        """The command, from now on; a signal that came before reaches it, too."""
-        self._process = process
-        if self._number:
-            self._stop(signal.SIGTERM)
-
-    def _stop(self, number: int) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if not self._number:
-            self._late.start()
-        self._number = number
-        self._stop(signal.SIGTERM)
+"""Ends a group of processes when the pipe to this script closes: we have ended, or are told to."""
