@@ -2,7 +2,7 @@
 
 The ranks form a mesh of dp x tp; each dp rank takes every dp-th batch of blocks, and the experts are spread
 over `ep` ranks of dp, which exchange tokens twice in each MoE layer. All ranks take the same number of steps,
-because of that exchange: who runs out of text repeats a batch that does not count. A batch is routed for
+because of that exchange: who runs out of text takes a batch of padding. A batch is routed for
 itself, so the loss does not depend on the number of ranks. What a pass computes stays on the device until
 the end. The weights are random: what a trained model would do with more care costs the same.
 """
@@ -100,10 +100,8 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     begin_s = time.perf_counter()
     with shard.section("eval_lm"), torch.no_grad():
         for number in range(dp.index, num_steps * dp.size, dp.size):
-            if number < num_batches:
-                _pass(model, blocks.batch(number, size), totals, context)
-            else:  # so that the other ranks can go on
-                _pass(model, blocks.batch(0, size), None, context)
+            counts = number < num_batches  # behind them is padding, so that the other ranks can go on
+            _pass(model, blocks.batch(number, size), totals, context, counts=counts)
     if context.device.type == "cuda":
         torch.cuda.synchronize(context.device)
     own_us = np.array([round((time.perf_counter() - begin_s) * 1e6)])
@@ -129,8 +127,10 @@ def _blocks(options: Any, found: LanguageModelSetting) -> Blocks:
     return read_blocks(options.text, found.config.tokens_per_sample, options.max_blocks)
 
 
-def _pass(model: TransformerDecoder, batch: Blocks, totals: Tensor | None, context: Context) -> None:
-    """One batch through the model, into `totals`; None: it does not count."""
+def _pass(
+    model: TransformerDecoder, batch: Blocks, totals: Tensor, context: Context, *, counts: bool
+) -> None:
+    """One batch through the model, into `totals` (padding has no loss; its routing `counts` as little)."""
     import torch
 
     from meshwise.runtime.programs import transformer_lm as lm_model
@@ -140,11 +140,9 @@ def _pass(model: TransformerDecoder, batch: Blocks, totals: Tensor | None, conte
     output = model(inputs)
     logprobs, routing = model.embed_tokens.target_logprobs(output.logits, targets), output.metrics
     del inputs, output
-    if totals is None:
-        return
     nats, metrics = totals[0], totals[1:]
     nats -= logprobs.sum(dtype=torch.float64)
-    for layer_metrics in routing:
+    for layer_metrics in routing if counts else ():
         metrics += layer_metrics
 
 

@@ -14,7 +14,7 @@ after the combine, on S rows and not on E C.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +46,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Where tokens go: an entry of each list a choice, [S] each.
+    """Where tokens go, by choice and token [top_k, S].
 
     `expert`, and its slot (`slot`; meaningless where not `kept`); `weight`: of this expert in the token's
     result, 0 where dropped. `metrics`: in the order of `metric_names`.
     """
 
-    expert: list[Tensor]
-    slot: list[Tensor]
-    kept: list[Tensor]
-    weight: list[Tensor]
+    expert: Tensor
+    slot: Tensor
+    kept: Tensor
+    weight: Tensor
     metrics: Tensor
 
 
@@ -71,23 +71,26 @@ def metric_names(top_k: int) -> list[str]:
 def route(logits: Tensor, num_slots: int, top_k: int) -> Routing:
     """The routing of S tokens from their gate logits [S, E], with `num_slots` slots an expert, in fp32.
 
-    The masks [S, E] count positions by a running sum over the tokens. The weights of two choices are those
-    of the experts that had a slot left, in proportion to their gates.
+    Places in the queues of experts are counted by a running sum, over all first choices and then all second
+    ones. The weights of two choices are those of the experts that had a slot left, in proportion to their
+    gates.
     """
     gates = logits.float().softmax(dim=-1)
     num_experts = gates.shape[1]
-    experts = [gates.argmax(dim=1)]
+    chosen = gates.argmax(dim=1)
     if top_k > 1:
-        experts.append(logits.masked_fill(_one_hot(experts[0], num_experts), -math.inf).argmax(dim=1))
-    masks = [_one_hot(expert, num_experts) for expert in experts]
-    slots = [_picked(place, expert) for place, expert in zip(_places(masks), experts, strict=True)]
-    kept = [slot < num_slots for slot in slots]
-    weights = [_picked(gates, expert) * fits for expert, fits in zip(experts, kept, strict=True)]
+        others = logits.masked_fill(_one_hot(chosen, num_experts), -math.inf)
+        chosen = torch.cat([chosen, others.argmax(dim=1)])
+    mask = _one_hot(chosen, num_experts)
+    place = mask.cumsum(dim=0).gather(1, chosen[:, None]) - 1
+    expert, slot = chosen.view(top_k, -1), place.view(top_k, -1)
+    kept = slot < num_slots
+    weight = gates.gather(1, expert.t()).t() * kept
     if top_k > 1:
-        total = (weights[0] + weights[1]).clamp_min(torch.finfo(gates.dtype).eps)
-        weights = [weight / total for weight in weights]
-    metrics = torch.stack([torch.special.entr(gates).sum(dim=1).mean(), *_load(masks, kept)])
-    return Routing(experts, slots, kept, weights, metrics)
+        weight = weight / weight.sum(dim=0).clamp_min(torch.finfo(gates.dtype).eps)
+    entropy = torch.special.entr(gates).sum(dim=1).mean()
+    metrics = torch.cat([entropy[None], _load(mask.unflatten(0, (top_k, -1)), kept)])
+    return Routing(expert, slot, kept, weight, metrics)
 
 
 def _one_hot(index: Tensor, width: int) -> Tensor:
@@ -96,35 +99,15 @@ def _one_hot(index: Tensor, width: int) -> Tensor:
     return mask.scatter_(1, index[:, None], True)
 
 
-def _picked(table: Tensor, column: Tensor) -> Tensor:
-    """Of each row of `table` the number in its `column`."""
-    return table.gather(1, column[:, None]).squeeze(1)
-
-
-def _places(masks: Sequence[Tensor]) -> list[Tensor]:
-    """Each choice's place [S, E] in each expert's queue; second choices queue behind all first ones."""
-    places = [mask.cumsum(dim=0).sub_(1) for mask in masks]
-    for place in places[1:]:
-        place.add_(masks[0].sum(dim=0))
-    return places
-
-
-def _load(masks: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+def _load(masks: Tensor, kept: Tensor) -> Tensor:
     """Per choice: overflow %, unused experts, and the % of tokens at the top and bottom fifth of experts."""
-    result = []
-    for mask, fits in zip(masks, kept, strict=True):
-        num_tokens, num_experts = mask.shape
-        loads = mask.sum(dim=0)
-        wanted = loads.sum()
-        by_load = loads.sort(descending=True).values * (100.0 / num_tokens)
-        num_sampled = max(math.ceil(num_experts * SAMPLE_FRACTION), 1)
-        result += [
-            100.0 * (wanted - fits.sum()) / wanted.clamp_min(1),
-            (loads == 0).sum().float(),
-            by_load[:num_sampled].sum(),
-            by_load[-num_sampled:].sum(),
-        ]
-    return result
+    _, num_tokens, num_experts = masks.shape
+    loads = masks.sum(dim=1)
+    by_load = loads.sort(dim=1, descending=True).values * (100.0 / num_tokens)
+    num_sampled = max(math.ceil(num_experts * SAMPLE_FRACTION), 1)
+    overflow, unused = 100.0 * (~kept).sum(dim=1) / num_tokens, (loads == 0).sum(dim=1)
+    ends = by_load[:, :num_sampled].sum(dim=1), by_load[:, -num_sampled:].sum(dim=1)
+    return torch.stack([overflow, unused, *ends], dim=1).flatten()
 
 
 class DenseDispatch:
@@ -166,9 +149,8 @@ class SparseDispatch:
 
     def __init__(self, routing: Routing, num_experts: int, num_slots: int, dtype: torch.dtype) -> None:
         self.num_rows = num_rows = num_experts * num_slots
-        choices = zip(routing.expert, routing.slot, routing.kept, strict=True)
-        self.rows = [torch.where(kept, expert * num_slots + slot, num_rows) for expert, slot, kept in choices]
-        self.weight = [weight.to(dtype) for weight in routing.weight]
+        self.rows = torch.where(routing.kept, routing.expert * num_slots + routing.slot, num_rows)
+        self.weight = routing.weight.to(dtype)
 
     def scatter(self, tokens: Tensor) -> Tensor:
         """Rows of `tokens` [S, M] in their slots [E C, M]; empty slots are zero."""

@@ -288,22 +288,17 @@ def init_parameters(model: TransformerDecoder, seed: int) -> None:
     Embedding normal with deviation M^-1/2 and a zero row for padding, matrices Xavier-uniform (queries, keys
     and values with gain 2^-1/2), norms one, biases zero: fairseq's.
     """
-    ep = model.shard.ep
+    tp, first = model.shard.tp, model.shard.ep.index
     for name, parameter in model.named_parameters():
         dim = _CUT_DIM.get(".".join(name.split(".")[-2:]))
-        if ".experts." not in name:
-            _draw(model, name, parameter.data, dim, seed)
-            continue
-        for place, expert in enumerate(parameter.data, start=ep.index * len(parameter)):
-            _draw(model, name.replace(".experts.", f".experts.{place}."), expert, dim, seed)
-
-
-def _draw(model: TransformerDecoder, name: str, piece: Tensor, dim: int | None, seed: int) -> None:
-    """Draw the tensor `name` whole, and copy this rank's `piece` of it, which is cut along `dim`."""
-    tp = model.shard.tp
-    whole = torch.empty([n * tp.size if place == dim else n for place, n in enumerate(piece.shape)])
-    _fill(name, whole, generator_of(whole.device, seed, name))
-    piece.copy_(whole if dim is None else whole.chunk(tp.size, dim)[tp.index])
+        pieces = {name: parameter.data}
+        if ".experts." in name:
+            number = enumerate(parameter.data, start=first * len(parameter))
+            pieces = {name.replace(".experts.", f".experts.{place}."): expert for place, expert in number}
+        for each, piece in pieces.items():  # drawn whole, and cut along `dim`
+            whole = torch.empty([n * tp.size if place == dim else n for place, n in enumerate(piece.shape)])
+            _fill(each, whole, generator_of(whole.device, seed, each))
+            piece.copy_(whole if dim is None else whole.chunk(tp.size, dim)[tp.index])
 
 
 def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
