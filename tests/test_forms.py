@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import meshwise as mw
-from meshwise.cli.output import finite
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.summary import summarize_paths
 
@@ -112,7 +112,7 @@ def test_json_and_python_and_the_table_agree(meshwise: Any, words: str) -> None:
     answer, shown = FORMS[words]
     document = meshwise(*words.split(), "--json").document
     result = answer()
-    python = json.loads(json.dumps(finite(result.to_json())))
+    python = json.loads(msgspec.json.encode(result.to_json(), enc_hook=lambda number: number.item()))
     python = python["rows"] if isinstance(document, list) else python
     for found in (document, python) if isinstance(document, dict) else ():
         for name in (MEASURED | (OF_COMMAND if words.startswith("compare") else set())) & found.keys():

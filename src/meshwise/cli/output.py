@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -80,7 +79,8 @@ def write_rows(path: Path | None, rows: Iterable[Iterable[Any]]) -> None:
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout; JSON has no NaN, so what is not finite becomes null."""
-    text = msgspec.json.format(msgspec.json.encode(finite(document)), indent=2).decode()
+    encoded = msgspec.json.encode(document, enc_hook=lambda number: number.item())  # numpy's own types
+    text = msgspec.json.format(encoded, indent=2).decode()
     if not (sys.stdout.encoding or "utf").lower().startswith("utf"):
         text = re.sub(r"[^\0-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
     sys.stdout.write(text + "\n")
@@ -115,17 +115,6 @@ def how_far() -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("") as status:
         yield lambda text: status.update(f"{text} (Ctrl-C keeps it)")
-
-
-def finite(value: Any) -> Any:
-    """`value` with every float that is not finite replaced by None, all the way down."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None  # a numpy float becomes a Python one
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value.item() if hasattr(value, "item") else value
 
 
 def console() -> Console:

@@ -1,7 +1,7 @@
 """Arithmetic on sets of half-open intervals [start, end), as two integer arrays.
 
 A set is *merged* when its intervals are sorted and do not touch: then its length is the sum of the
-lengths, and two merged sets intersect by counting, at every boundary, how many of them are open.
+lengths, and two merged sets are combined by counting, at every boundary, which of them are open.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ def length(spans: Spans) -> int:
 
 def intersection(a: Spans, b: Spans) -> Spans:
     """Where two merged sets overlap, merged."""
-    time = np.concatenate([a[0], b[0], a[1], b[1]])
-    step = np.repeat(np.array([1, -1], dtype=np.int64), [len(a[0]) + len(b[0]), len(a[1]) + len(b[1])])
-    order = np.lexsort((step, time))
-    time, inside = time[order], np.cumsum(step[order]) == 2
-    both = np.flatnonzero(inside[:-1])
-    return time[both], time[both + 1]
+    return _overlaid(a, b, 3)
 
 
 def difference(a: Spans, b: Spans) -> Spans:
     """What of `a` lies outside `b`, merged."""
-    time = np.concatenate([a[0], a[1], b[0], b[1]])
-    step = np.repeat(np.array([1, -1, 2, -2], dtype=np.int64), [len(a[0]), len(a[0]), len(b[0]), len(b[0])])
+    return _overlaid(a, b, 1)
+
+
+def _overlaid(a: Spans, b: Spans, depth: int) -> Spans:
+    """Where two merged sets lie over each other to a `depth`: `a` counts 1, `b` counts 2."""
+    time = np.concatenate([*a, *b])
+    step = np.repeat(np.array([1, -1, 2, -2]), np.repeat([len(a[0]), len(b[0])], 2))
     order = np.argsort(time, kind="stable")
-    time, inside = time[order], np.cumsum(step[order]) == 1
-    alone = np.flatnonzero(inside[:-1])
-    return merged(time[alone], time[alone + 1])
+    time, here = time[order], np.flatnonzero(np.cumsum(step[order])[:-1] == depth)
+    return merged(time[here], time[here + 1])
 
 
 def covered(spans: Spans, time: NDArray[Any]) -> NDArray[np.float64]:

@@ -177,11 +177,13 @@ def _inside(trace: Trace, chosen: np.ndarray) -> Ints:
     return inclusive(own + added_at(launcher, launched, len(trace)), parents(trace))
 
 
-def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[AcrossRanks]:
-    """One row per (name, quantity) of `values`, which holds seconds by rank; ranks without it count as 0."""
-    ranks = sorted({rank for by_rank in values.values() for rank in by_rank})
+def joint(found: Iterable[tuple[str, str, int, float]]) -> list[AcrossRanks]:
+    """One row per name and quantity of what is `found` of ranks in seconds; ranks without it count as 0."""
+    values = grouped(((name, quantity), (rank, seconds)) for name, quantity, rank, seconds in found)
+    ranks = sorted({rank for by_rank in values.values() for rank, _ in by_rank})
     rows = []
-    for (name, quantity), by_rank in values.items():
+    for (name, quantity), same in values.items():
+        by_rank = dict(same)
         seconds = np.array([by_rank.get(rank, 0.0) for rank in ranks])
         least, mean, most = float(seconds.min()), float(seconds.mean()), float(seconds.max())
         straggler = ranks[int((-seconds if quantity in _HAS_WAITING else seconds).argmax())]
@@ -192,21 +194,16 @@ def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[AcrossR
 
 def joint_sections(found: Sequence[Section]) -> list[AcrossRanks]:
     """The joint table of the sections of all ranks: CPU time, compute, communication and waiting of each."""
-    values: dict[tuple[str, str], dict[int, float]] = {}
-    for row in found:
-        for quantity in ("cpu_s", "compute_s", "communication_s", "wait_s"):
-            values.setdefault((row.name, quantity.removesuffix("_s")), {})[row.rank] = getattr(row, quantity)
-    return [row for row in joint(values) if row.max_s > 0]
+    parts = ("cpu", "compute", "communication", "wait")
+    rows = joint((one.name, part, one.rank, getattr(one, f"{part}_s")) for one in found for part in parts)
+    return [row for row in rows if row.max_s > 0]
 
 
 def joint_operators(rows: Mapping[int, list[OperatorTotal]], *, sort_by: str = "cpu") -> list[AcrossRanks]:
     """The joint table of the operators of all ranks: their CPU (or device) time, the largest mean first."""
-    values: dict[tuple[str, str], dict[int, float]] = {}
-    for rank, found in rows.items():
-        for row in found:
-            seconds = row.cpu_s if sort_by == "cpu" else row.device_s
-            values.setdefault((row.name, sort_by), {})[rank] = seconds
-    return sorted(joint(values), key=lambda row: -row.mean_s)
+    seconds = "cpu_s" if sort_by == "cpu" else "device_s"
+    found = ((one.name, sort_by, rank, getattr(one, seconds)) for rank, own in rows.items() for one in own)
+    return sorted(joint(found), key=lambda row: -row.mean_s)
 
 
 @dataclass(frozen=True, slots=True)
