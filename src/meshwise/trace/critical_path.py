@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwise.trace.breakdown import work
 from meshwise.trace.collectives import Collective
-from meshwise.trace.events import Ints, Kind, Trace
+from meshwise.trace.events import Ints, Kind, Trace, grouped
 from meshwise.trace.intervals import NO_SPANS
 from meshwise.trace.summary import Summary
 
@@ -73,15 +73,14 @@ def critical_path(summary: Summary) -> CriticalPath:
     ranks = {rank: one for rank, one in played if len(one.start)}
     if not ranks:
         return CriticalPath(0.0, [])
-    found: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, kind, name, length in _walk(summary, ranks, shared):
-        found[kind, name][rank].append(length)
-    total = sum(sum(lengths) for steps in found.values() for lengths in steps.values())
+    walked = _walk(summary, ranks, shared)
+    found = grouped(((kind, name), (rank, length)) for rank, kind, name, length in walked)
+    total = sum(length for steps in found.values() for _, length in steps)
     pieces = []
     for key, steps in found.items():
-        by_rank = {rank: sum(lengths) / 1e9 for rank, lengths in sorted(steps.items())}
-        own, count = sum(map(sum, steps.values())), sum(map(len, steps.values()))
-        pieces.append(PathPiece(*key, count, own / 1e9, own / total, by_rank))
+        by_rank = {rank: sum(lengths) / 1e9 for rank, lengths in sorted(grouped(steps).items())}
+        own = sum(length for _, length in steps)
+        pieces.append(PathPiece(*key, len(steps), own / 1e9, own / total, by_rank))
     pieces.sort(key=lambda piece: (-piece.seconds, piece.name))
     return CriticalPath(total / 1e9, pieces)
 
