@@ -401,12 +401,12 @@ SMALL = {
 @st.composite
 def program_words(draw: st.DrawFn) -> list[str]:
     """The words of a small program with strange values for some of its options."""
-    from meshwise.runtime.programs import find_program, option_help
+    from meshwise.runtime.programs import find_program
 
     name = draw(st.sampled_from(sorted(SMALL)))
     stated = SMALL[name].split()
     options = ["--ranks", "--rank", "--device"]
-    options += [option.split()[0] for option, _ in option_help(find_program(name))]
+    options += [f"--{option.replace('_', '-')}" for option in find_program(name).options.rows]
     few = st.integers(1, 9).map(str)
     for flag in draw(st.lists(st.sampled_from(options), max_size=3, unique=True)):
         if flag in stated:

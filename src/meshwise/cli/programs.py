@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwise import api
-from meshwise.cli.output import STDERR, print_answer, print_parts, show
+from meshwise.cli.output import STDERR, print_answer, show
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.options import options_of, stated_in, takes
 from meshwise.core.refusals import refuse
@@ -182,12 +182,12 @@ def is_command(program: str) -> bool:
 
 def _parse(context: typer.Context, name: str, show_help: bool) -> tuple[Program, dict[str, Any]]:
     """The program and its options; `--help` prints the options of both and ends."""
-    from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
+    from meshwise.runtime.programs import PROGRAMS, find_program, parse_options, words_of
 
     if show_help:
         typer.echo(context.get_help())
         if name:
-            _print_options(find_program(name))
+            typer.echo(f"\n{words_of(find_program(name)).format_help()}")
         else:
             typer.echo(f"\nPrograms: {', '.join(PROGRAMS)}.")
             typer.echo(f"The options of each: meshwise {context.info_name} PROGRAM --help")
@@ -197,14 +197,6 @@ def _parse(context: typer.Context, name: str, show_help: bool) -> tuple[Program,
     program = find_program(name)
     options = parse_options(program, context.args)
     return program, {field.name: getattr(options, field.name) for field in fields(options)}
-
-
-def _print_options(program: Program) -> None:
-    from meshwise.report.table import Facts
-    from meshwise.runtime.programs import option_help
-
-    rows = [(f"  {option}", text) for option, text in option_help(program)]
-    print_parts([f"\n{program.doc}\n\nOptions of {program.name}:", Facts(rows)])
 
 
 def _show(outcome: Outcome | ScriptOutcome, csv: Path | None, json: bool, **shown: Any) -> None:

@@ -139,7 +139,7 @@ def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def _num_periods(keys: Sequence[object]) -> int:
-    """How often the sequence repeats itself: what all keys occur a multiple of, else as often as the rarest."""
+    """How often the sequence repeats itself: what all keys occur a multiple of, else that of the rarest."""
     counts = Counter(keys)
     if (most := math.gcd(*counts.values())) > _RARE_STEPS:
         return most

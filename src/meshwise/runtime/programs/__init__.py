@@ -15,10 +15,11 @@ A program is a module that can be imported without torch and has
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 
@@ -101,33 +102,37 @@ def _plain_type(row: Mapping[str, Any]) -> type:
     return type(row["default"]) if "default" in row else {"int": int, "str": str}[row.get("type", "str")]
 
 
+class _Words(argparse.ArgumentParser):
+    """Reads the words of a program; what is wrong with them is a WorkloadError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise WorkloadError(f"{self.prog}: {message.removeprefix('argument ')}")
+
+
+def words_of(program: Program) -> argparse.ArgumentParser:
+    """What reads words as options of `program` (`--seq 4096 --causal --dtype=bf16`), and explains them."""
+    none: Any = argparse.SUPPRESS
+    words = _Words(program.name, none, program.doc, add_help=False, allow_abbrev=False, argument_default=none)
+    for name, row in program.options.rows.items():
+        kind, default = _plain_type(row), row.get("default")
+        shown = "" if default in (None, "", False) else f" [{default}]"
+        how: dict[str, Any] = {"metavar": "|".join(row.get("names", ())) or kind.__name__}
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else how
+        words.add_argument(_flag(name), help=f"{row['doc']}{shown}".replace("%", "%%"), **how)
+    return words
+
+
 def parse_options(program: Program, words: Sequence[str]) -> Any:
-    """The options of `program` that `words` spell: `--seq 4096 --causal --no-backward --dtype=bf16`.
+    """The options of `program` that `words` spell.
 
     WorkloadError names the option that is unknown, malformed, or out of its range.
     """
-    kinds = {name: _plain_type(row) for name, row in program.options.rows.items()}
-    values: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, has_value, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--"):
-            raise WorkloadError(f"{program.name}: {word!r} is not an option; write --name value")
-        if name.startswith("no_") and kinds.get(name[3:]) is bool and not has_value:
-            values[name[3:]] = False
-        elif name not in kinds:
-            flags = [_flag(known) for known in kinds]
-            hint = did_you_mean(flag, flags, f"it has {', '.join(flags)}")
-            raise WorkloadError(f"{program.name} has no option {flag}; {hint}")
-        elif kinds[name] is bool and not has_value:
-            values[name] = True
-        elif not has_value and not rest:
-            raise WorkloadError(f"{program.name}: option {flag} needs a value; write {flag} VALUE")
-        else:
-            values[name] = value if has_value else rest.pop(0)
-    return make_options(program, values)
+    values, others = words_of(program).parse_known_args(words)
+    if others:
+        flags = [_flag(known) for known in program.options.rows]
+        hint = did_you_mean(others[0], flags, f"it has {', '.join(flags)}")
+        raise WorkloadError(f"{program.name} has no option {others[0]}; {hint}")
+    return make_options(program, vars(values))
 
 
 def make_options(program: Program, values: Mapping[str, Any]) -> Any:
@@ -145,17 +150,6 @@ def make_options(program: Program, values: Mapping[str, Any]) -> Any:
         if "names" in rows[name]:
             text = f"choose one of {', '.join(rows[name]['names'])}"
         raise WorkloadError(f"{program.name}: {_flag(name)} {values[name]}: {text}") from None
-
-
-def option_help(program: Program) -> list[tuple[str, str]]:
-    """What the options of `program` are called and take, and what they mean and default to."""
-    rows = []
-    for name, row in program.options.rows.items():
-        kind, default = _plain_type(row), row.get("default")
-        text = "|".join(row.get("names", ())) or ("" if kind is bool else kind.__name__)
-        shown = "" if default in (None, "", False) else f" [{default}]"
-        rows.append((f"{_flag(name)} {text}".rstrip(), f"{row['doc']}{shown}"))
-    return rows
 
 
 def _flag(name: str) -> str:
