@@ -28,7 +28,7 @@ from meshwise.calibrate.microdata import BEST, Measurement, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
 from meshwise.calibrate.table import BadRow
 from meshwise.core.errors import DataError, MissingExtraError
-from meshwise.core.files import read_catalog, write_text
+from meshwise.core.files import read_catalog
 from meshwise.core.toml import catalog_toml
 from meshwise.cost.experts import ACTIVATES_ALL
 from meshwise.machine.efficiency import CLASSES, Efficiency, constants, lookup, on_pcie
@@ -274,8 +274,8 @@ def _named(op: str, name: str) -> Callable[[Measurement], bool]:
     return lambda row: row.op == op and constants_name(row) == name
 
 
-def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None) -> FitReport:
-    """Fits every class of op to the measurements of `paths`; writes the catalog to `write_to` if given.
+def fit_all(paths: Sequence[Path], *, checked: str) -> FitReport:
+    """Fits every class of op to the measurements of `paths`.
 
     `checked` is the date that the catalog states. Bad rows are reported, good ones count.
     """
@@ -288,8 +288,6 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
     for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_libraries):
         fit_class(bench)
     text = to_toml(bench, checked=checked, data=[path.name for path in paths])
-    if write_to is not None and not bench.unbounded:
-        write_text(write_to, text)
     return FitReport(bench.scores, bad, text, tuple(bench.unbounded))
 
 

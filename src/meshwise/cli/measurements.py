@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -141,20 +142,15 @@ def fit(
         only: Kernels and collectives, whole steps, serving engines, or (all) the first two.
         write: Write the catalog; --no-write only reports.
     """
-    found: dict[str, Any] = {}
     if ray and only in ("ops", "serving"):
         raise DataError("--ray is for the rows of steps; leave it out with --only ops or serving")
     if ray:
         ray_for(ray)  # the fit of kernels, which comes first, takes minutes
-    if only == "serving":
-        found["serving"] = _fit_serving(*_needed(data, SERVING_FILES), write=write, quiet=json)
-    if only in ("ops", "all"):
-        found["ops"] = _fit_ops(_needed(data, OP_FILES), write=write, quiet=json)
+    name: str = "ops" if only == "all" else only
+    with on_nodes(*((ray, "parts of the rows") if name == "steps" else ("",))):
+        found = {name: _fit(name, data, write=write, quiet=json)}
     if only == "all":
         found |= _fit_steps_afresh(data, write=write, ray=ray, quiet=json)
-    if only == "steps":
-        with on_nodes(ray, "parts of the rows"):
-            found["steps"] = _fit_steps(_needed(data, RUN_FILES), write=write, quiet=json)
     unfounded = any(each.get("problems") for each in found.values())
     if json:
         print_json(found | {"written": write and not unfounded})
@@ -162,62 +158,66 @@ def fit(
         raise typer.Exit(1)
 
 
-def _needed(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise DataError(f"{folder} has no {missing[0]}; name the folder of the measurements with --data")
-    return [folder / name for name in names]
+def _fit(name: str, data: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
+    """The document of one fit to the measurements in `data`, whose constants go into the catalog."""
+    from meshwise.core.files import write_text
+    from meshwise.report.pages import parts_of
 
-
-def _catalog(name: str) -> Path:
-    return Path(__file__).parents[1] / "catalog" / name
-
-
-def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
-    from meshwise.calibrate.fit import fit_all
-    from meshwise.report.validation import op_fit
-
-    place = _catalog("efficiency.toml") if write else None
-    found = fit_all(paths, checked=date.today().isoformat(), write_to=place)
+    fitted, names = _FITS[name]
+    if missing := [file for file in names if not (data / file).is_file()]:
+        raise DataError(f"{data} has no {missing[0]}; name the folder of the measurements with --data")
+    found, texts = fitted([data / file for file in names])
     if not quiet:
-        print_parts(op_fit(found))
-    if found.unbounded:
-        typer.echo(f"not written: {'; '.join(found.unbounded)}", err=True)
-    return found.to_json()
+        print_parts(parts_of(found))
+    document: dict[str, Any] = found.to_json()
+    if problems := document.get("problems"):
+        typer.echo(f"not written: {'; '.join(problems)}", err=True)
+    elif write:
+        for file, text in texts:
+            write_text(Path(__file__).parents[1] / "catalog" / file, text)
+    return document
 
 
-def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
+Fitted = tuple[Any, Iterable[tuple[str, str]]]
+"""What a fit found, and the files of the catalog that it makes."""
+
+
+def _fit_ops(paths: list[Path]) -> Fitted:
+    from meshwise.calibrate.fit import fit_all
+
+    found = fit_all(paths, checked=date.today().isoformat())
+    return found, [("efficiency.toml", found.toml)]
+
+
+def _fit_steps(paths: list[Path]) -> Fitted:
     from meshwise.calibrate.fit_steps import fit_overheads, priced_runs
     from meshwise.calibrate.leave_one_source_out import intervals_toml, misses_by_others
     from meshwise.calibrate.runs import published_runs
-    from meshwise.core.files import write_text
-    from meshwise.report.validation import step_fit
 
     paths = [published_runs(), *paths]
     runs = priced_runs(paths)
     found = fit_overheads(runs, checked=date.today().isoformat(), data=[path.name for path in paths])
-    if not quiet:
-        print_parts(step_fit(found))
-    if found.problems:
-        typer.echo(f"not written: {'; '.join(found.problems)}", err=True)
-    elif write:
-        write_text(_catalog("overheads.toml"), found.toml)
-        spreads = misses_by_others(runs, found.constants).spreads()
-        write_text(_catalog("intervals.toml"), intervals_toml(spreads))
-    return found.to_json()
+
+    def texts() -> Iterator[tuple[str, str]]:
+        yield "overheads.toml", found.toml
+        yield "intervals.toml", intervals_toml(misses_by_others(runs, found.constants).spreads())
+
+    return found, texts()
 
 
-def _fit_serving(path: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
+def _fit_serving(paths: list[Path]) -> Fitted:
     from meshwise.calibrate.fit_serving import fit_serving, serving_toml
-    from meshwise.core.files import write_text
-    from meshwise.report.validation import serving_fit
 
-    found = fit_serving(path)
-    if not quiet:
-        print_parts(serving_fit(found))
-    if write:
-        write_text(_catalog("serving.toml"), serving_toml(found))
-    return found.to_json()
+    found = fit_serving(*paths)
+    return found, [("serving.toml", serving_toml(found))]
+
+
+_FITS: dict[str, tuple[Callable[[list[Path]], Fitted], tuple[str, ...]]] = {
+    "ops": (_fit_ops, OP_FILES),
+    "steps": (_fit_steps, RUN_FILES),
+    "serving": (_fit_serving, SERVING_FILES),
+}
+"""What fits constants, and the tables that it needs."""
 
 
 def _fit_steps_afresh(data: Path, *, write: bool, ray: str, quiet: bool) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from meshwise.core.options import options_of, stated_in, takes
 from meshwise.core.refusals import refuse
 
 if TYPE_CHECKING:
-    from meshwise.report.answer import Section
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
     from meshwise.runtime.start import Outcome
@@ -139,21 +137,19 @@ def calibrate(
         serving: Records of vLLM's or SGLang's bench, GenAI-Perf or AIPerf, to fit an engine's constants to.
     """
     from meshwise.core.files import check_writable, write_text
-    from meshwise.report import validation as fits
 
     check_writable(out)
     measures = stated_in({"device": device, "ranks": ranks, "quick": quick}, calibrate)
     stated = {"serving": serving, "source": source, "steps": steps, "measures": measures}
     refuse("calibrate", DataError, **stated, **asked)
     found: Any
-    parts: Callable[[Any], Iterable[Section]]
     if serving:
-        found, parts, use = api.calibrate_server(serving, **asked), fits.server_fit, "serve --engine"
+        found, use = api.calibrate_server(serving, **asked), "serve --engine"
         write_text(out, found.toml)
     else:
-        found, parts, use = _measured(source, steps, device, ranks, quick), fits.machine_fit, "--cluster"
+        found, use = _measured(source, steps, device, ranks, quick), "--cluster"
         found.write(out)
-    print_answer(found.to_json() | {"file": str(out)}, parts(found), json=json)
+    show(found, found.to_json() | {"file": str(out)}, json=json)
     if not json:
         print(f"wrote {out}; use it as {use} {out}")
 

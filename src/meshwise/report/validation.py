@@ -256,7 +256,7 @@ def _where(source: str) -> PageLink:
 # --- fits -----------------------------------------------------------------------------------------
 
 
-def op_fit(found: FitReport) -> Iterator[Section]:
+def op_parts(found: FitReport) -> Iterator[Section]:
     """The error of every set of constants on its held-out rows (of 10 µs or 1 MiB and more)."""
     columns: Fields = {
         **{"constants": "name", "chip": "chip", "rows": "rows", "held out": "held_out_rows"},
@@ -269,7 +269,7 @@ def op_fit(found: FitReport) -> Iterator[Section]:
         yield f"{len(found.problems)} rows could not be used; the first: {first}"
 
 
-def step_fit(found: StepFit) -> Iterator[Section]:
+def step_parts(found: StepFit) -> Iterator[Section]:
     """The fitted overheads and their error on both halves of the rows."""
     rows = [[name, f"{value:.4g}"] for name, value in found.constants.items()]
     yield Table("", ("overheads of steps", "value"), rows)
@@ -277,7 +277,7 @@ def step_fit(found: StepFit) -> Iterator[Section]:
     yield f"mean error {fitted} on the rows that fitted, {held_out} on those held out"
 
 
-def serving_fit(found: ServingFit) -> Iterator[Section]:
+def serving_parts(found: ServingFit) -> Iterator[Section]:
     """The constants, and the errors of each model and each system left out of the fit."""
     rows = [[name, f"{getattr(found.constants, name):.4g}"] for name in found.constants.__struct_fields__]
     yield Table("", ("constants of engines", "value"), rows)
@@ -299,7 +299,7 @@ def serving_fit(found: ServingFit) -> Iterator[Section]:
         yield Table("", columns, rows, left=columns[:2])
 
 
-def server_fit(found: ServerFit) -> Iterator[Section]:
+def server_parts(found: ServerFit) -> Iterator[Section]:
     """The constants before and after, and how far predictions lie off the records."""
     document = found.to_json()
     of = document["constants"]
@@ -318,7 +318,7 @@ def server_fit(found: ServerFit) -> Iterator[Section]:
         yield f"{name}: off by {after:.1%} in the mean, {before:.1%} before"
 
 
-def machine_fit(found: Calibration) -> Iterator[Section]:
+def machine_parts(found: Calibration) -> Iterator[Section]:
     """What was measured of a machine."""
     columns: Fields = {"what": "what", "shape": "shape", "dtype": "dtype", "time": "time_s"}
     columns["rate"] = lambda one: with_prefix(one.rate, one.unit)
