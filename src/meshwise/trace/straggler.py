@@ -53,6 +53,7 @@ _SPAN_FRAC = 0.02
 _PAUSE_RATIO, _PAUSE_RATIO_STEADY = 8.0, 4.0
 _SEVERAL_RANKS, _SEVERAL_SPREADS, _OFTEN = 8, 6 * 1.48, 0.8
 _PERIODS_PER_STEP = (1, 2, 3, 4, 6, 8)
+_SAME_FRAC = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +140,18 @@ def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def _num_periods(keys: Sequence[object]) -> int:
-    """How often the sequence repeats itself: what all keys occur a multiple of, else that of the rarest."""
+    """How often the sequence repeats itself.
+
+    What all keys occur a multiple of; where that says nothing, from the sequence, else of the rarest key.
+    """
     counts = Counter(keys)
     if (most := math.gcd(*counts.values())) > _RARE_STEPS:
         return most
+    known = {key: number for number, key in enumerate(counts)}
+    numbers = np.array([known[key] for key in keys])
+    for period in range(1, len(keys) // MIN_STEPS + 1):
+        if (numbers[period:] == numbers[:-period]).mean() >= _SAME_FRAC:
+            return len(keys) // period
     return min((num for num in counts.values() if num > _RARE_STEPS), default=1)
 
 
