@@ -30,7 +30,7 @@ Sources: S. Subramanian et al., arXiv 2410.00273; ShashankSubramanian/transforme
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ from meshwise.core.expressions import formulas
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
-from meshwise.published.nersc.paper_ops import Comm, Direction, PaperCut, PaperOp, layer
+from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
 from meshwise.published.nersc.tables import NERSC_TABLES, TABLES, WAYS
 
 LAUNCH_S = 20e-6
@@ -160,30 +160,37 @@ def collective_s(kind: Collective, volume_bytes: Num, ranks: Num, inside: Num, s
 
 
 def _op_row(op: PaperOp, run: PaperRun, system: PaperSystem) -> Row:
-    names = {"op": op, "system": system, "longer": np.maximum, "launch_s": LAUNCH_S}
-    names |= {"efficiency": COMPUTE_EFFICIENCY}
-    cells: Row = {"name": op.name}
-    for way, direction in WAYS:
-        work: Direction = getattr(op, direction)
-        names |= {"work": work, "comms_s": sum(comm_seconds(work, op.panels, run, system), 0.0)}
+    names = op | {"system": system, "longer": np.maximum, "launch_s": LAUNCH_S}
+    names["efficiency"] = COMPUTE_EFFICIENCY
+    cells: Row = {"name": op["name"]}
+    for way, phase in WAYS:
+        work = work_of(op, phase)
+        names |= work | {"comms_s": sum(comm_seconds(work["comms"], op["panels"], run, system), 0.0)}
         found = formulas(NERSC_TABLES["paper"]["cells"], names)
         cells |= {name.replace("WAY", way): cell for name, cell in found.items() if name[0] != "_"}
-        cells |= _comm_cells(way, [_placed(comm, run) for comm in work.comms])
-    cells["t_bwd"] = cells["t_bwd"] + (cells["t_fwd"] if op.recompute else 0.0)
+        cells |= _comm_cells(way, [_placed(comm, run) for comm in work["comms"]])
+    cells["t_bwd"] = cells["t_bwd"] + (cells["t_fwd"] if op["recompute"] else 0.0)
     return _row(cells)
 
 
-def comm_seconds(work: Direction, panels: Num | None, run: PaperRun, system: PaperSystem) -> list[Num]:
-    """Seconds of each communication of `work`, all panels together."""
+def work_of(op: PaperOp, phase: str) -> PaperOp:
+    """What an op does in one direction."""
+    prefix = "backward_" if phase == "backward" else ""
+    return {name: op[prefix + name] for name in ("flop", "traffic", "vector_flop", "comms")}
+
+
+def comm_seconds(comms: Iterable[Any], panels: Num | None, run: PaperRun, system: PaperSystem) -> list[Num]:
+    """Seconds of each communication, all panels together."""
     steps = 1.0 if panels is None else panels
-    placed = [_placed(comm, run) for comm in work.comms]
+    placed = [_placed(comm, run) for comm in comms]
     return [steps * collective_s(kind, volume / steps, n, t, system) for kind, volume, n, t in placed]
 
 
-def _placed(comm: Comm, run: PaperRun) -> _Placed:
-    """`comm` on its group; in a group of one it moves nothing."""
-    ranks, inside = run.groups[comm.axis]
-    return comm.kind, comm.volume_bytes * np.greater(ranks, 1.0), ranks, inside
+def _placed(comm: tuple[Collective, str, Num], run: PaperRun) -> _Placed:
+    """A communication on its group; in a group of one it moves nothing."""
+    kind, axis, volume_bytes = comm
+    ranks, inside = run.groups[axis]
+    return kind, volume_bytes * np.greater(ranks, 1.0), ranks, inside
 
 
 def _comm_cells(way: str, comms: list[_Placed]) -> Row:

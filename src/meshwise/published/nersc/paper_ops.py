@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwise.core.expressions import formulas, value_of
-from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
 from meshwise.published.nersc.tables import NERSC_TABLES, TABLES
@@ -39,43 +38,15 @@ def product_flop(m: Num, n: Num, k: Num, batch: Num = 1.0) -> Num:
     return matmul_flop(m, n, k, batch=batch) - batch * m * n
 
 
-class Comm(NamedTuple):
-    """A communication over the axis `tp1` (m1 ranks) or `tp2` (m2 ranks); empty: a rank with itself.
+PaperOp = dict[str, Any]
+"""A row of the paper's tables, for one microbatch, by the names of the catalog; `backward_` begins some.
 
-    `volume_bytes` is the full tensor, as it counts where the axis has more than one rank.
-    """
-
-    kind: Collective
-    axis: str
-    volume_bytes: Num
-
-
-@dataclass(frozen=True, slots=True)
-class Direction:
-    """What an op does in one direction; `vector_flop` are done by the vector units inside a matmul op."""
-
-    flop: Num
-    traffic_bytes: Num
-    comms: tuple[Comm, ...]
-    vector_flop: Num
-
-
-@dataclass(frozen=True, slots=True)
-class PaperOp:
-    """A row of the paper's tables, for one microbatch.
-
-    `panels`: communication in so many steps, overlapped with the compute (SUMMA).
-    `recompute`: the backward does the forward again.
-    """
-
-    name: str
-    forward: Direction
-    backward: Direction
-    saved_bytes: Num
-    weight_bytes: Num
-    matmul: bool
-    panels: Num | None
-    recompute: bool
+`comms` are (kind, axis, bytes) of the full tensor; the axis is `tp1` (m1 ranks), `tp2` (m2 ranks), or empty: a
+rank with itself. `vector_flop` are done by the vector units inside a matmul. `panels`: communication in so
+many steps, overlapped with the compute (SUMMA). `recompute`: the backward does the forward again.
+"""
+_USUAL: PaperOp = {"vector_flop": 0.0, "comms": (), "weight_bytes": 0.0, "matmul": False, "recompute": False}
+_USUAL |= {"backward_vector_flop": 0.0, "backward_comms": ()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +92,6 @@ def layer(cut: PaperCut) -> dict[str, list[PaperOp]]:
 
 def _op(stated: Mapping[str, str], names: Mapping[str, Any]) -> PaperOp:
     """An op by its own formulas, and by those of its form."""
-    rest = {key: text for key, text in stated.items() if key not in ("name", "form", "when")}
-    own = formulas(rest, names)
-    found = formulas(_SHEET["forms"][stated["form"]], {**names, **own}) | own
-
-    def direction(prefix: str) -> Direction:
-        comms = tuple(Comm(*comm) for comm in found.get(f"{prefix}comms") or ())
-        vector_flop = found.get(f"{prefix}vector_flop", 0.0)
-        return Direction(found[f"{prefix}flop"], found[f"{prefix}traffic"], comms, vector_flop)
-
-    return PaperOp(
-        stated["name"], direction(""), direction("backward_"), found["saved_bytes"],
-        found.get("weight_bytes", 0.0), found.get("matmul", False), found["panels"],
-        recompute=bool(found.get("recompute")),
-    )  # fmt: skip
+    own = formulas({key: text for key, text in stated.items() if key not in ("name", "form", "when")}, names)
+    found = formulas(_SHEET["forms"][stated["form"]], {**names, **own})
+    return _USUAL | found | own | {"name": stated["name"]}

@@ -29,6 +29,7 @@ from meshwise.published.nersc.paper import (
     comm_seconds,
     paper_system,
     price,
+    work_of,
 )
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
 from meshwise.published.nersc.tables import GPT_BLOCKS, TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
@@ -100,23 +101,25 @@ def _ledger_rows(run: PaperRun, cluster: Cluster, priced: Iteration) -> Iterator
     tables, system = layer(run.cut), paper_system(cluster)
     for table in TABLES:
         for op, cells in zip(tables[table], priced.tables[table], strict=True):
-            kept = {"saved_bytes": op.saved_bytes, "weight_bytes": op.weight_bytes}
+            kept = {name: op[name] for name in ("saved_bytes", "weight_bytes")}
             for way, phase in WAYS:
-                yield from op_rows(table, op.name, phase, kept, _op_ledger_rows(op, cells, way, run, system))
+                rows = _op_ledger_rows(work_of(op, phase), op["panels"], cells, way, run, system)
+                yield from op_rows(table, op["name"], phase, kept, rows)
 
 
-def _op_ledger_rows(op: PaperOp, cells: Row, way: str, run: PaperRun, system: PaperSystem) -> list[LedgerRow]:
+def _op_ledger_rows(
+    work: PaperOp, panels: Any, cells: Row, way: str, run: PaperRun, system: PaperSystem
+) -> list[LedgerRow]:
     """One direction of an op, and its communications, which share what the op waits for them."""
-    work = op.forward if way == "fwd" else op.backward
     compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
     memory_s = compute_s / cells[f"intensity_{way}"]
     flop, time_s = cells[f"flops_{way}"] * TFLOP, cells[f"t_{way}"] - wait_s
-    rows = [work_row(flop, work.traffic_bytes, compute_s, memory_s, time_s)]
-    seconds = comm_seconds(work, op.panels, run, system)
-    for comm, comm_s in zip(work.comms, seconds, strict=True):
+    rows = [work_row(flop, work["traffic"], compute_s, memory_s, time_s)]
+    seconds = comm_seconds(work["comms"], panels, run, system)
+    for (kind, axis, volume_bytes), comm_s in zip(work["comms"], seconds, strict=True):
         if comm_s > 0:
-            ranks, exposed_s = run.groups[comm.axis][0], wait_s * comm_s / sum(seconds)
-            rows.append(comm_row(comm.kind, comm.axis, ranks, comm.volume_bytes, comm_s, exposed_s))
+            ranks, exposed_s = run.groups[axis][0], wait_s * comm_s / sum(seconds)
+            rows.append(comm_row(kind, axis, ranks, volume_bytes, comm_s, exposed_s))
     return rows
 
 
