@@ -20,7 +20,7 @@ from meshwise.rl.framework import find_framework
 from meshwise.rl.passes import TrainerTimes, num_bins, pack, trainer_times
 from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
 from meshwise.serve.instance import ServingWorker
-from servers import NO_LIMIT, VLLM, passes
+from servers import NO_LIMIT, passes
 
 PASS_S, TOKEN_S = 1e-2, 1e-5
 
@@ -28,7 +28,7 @@ PASS_S, TOKEN_S = 1e-2, 1e-5
 def pool(num: int) -> RolloutPool:
     """Engines whose passes take `PASS_S` and `TOKEN_S` a prompt token, whatever they decode."""
     unused: Any = None
-    return RolloutPool(unused, num, VLLM, ServingWorker(passes(PASS_S, TOKEN_S), NO_LIMIT))
+    return RolloutPool(unused, num, ServingWorker(passes(PASS_S, TOKEN_S), NO_LIMIT))
 
 
 def rollouts(**others: Any) -> Rollouts:

@@ -126,9 +126,8 @@ class Ledger(Printed):
     def to_polars(self) -> polars.DataFrame:
         """The table as a polars frame (needs polars)."""
         pl = frames("polars")
-        texts = {name: pl.Series(self.columns[name], dtype=pl.String) for name in TEXT_COLUMNS}
-        columns = {name: texts.get(name, self.columns[name]) for name in COLUMNS}
-        found: polars.DataFrame = pl.DataFrame(columns)
+        texts = dict.fromkeys(TEXT_COLUMNS, pl.String)
+        found: polars.DataFrame = pl.DataFrame(self.columns, schema_overrides=texts)
         return found
 
 

@@ -32,7 +32,6 @@ class RolloutPool:
 
     serving: Serving
     num: int
-    engine: Engine
     worker: ServingWorker | None
 
 
@@ -46,10 +45,10 @@ def rollout_pool(
     engine = replace(engine, front_s=0.0, front_token_s=0.0, reply_s=0.0)
     tokens = cache_tokens(serving)
     if tokens < rollouts.longest * serving.groups:
-        return RolloutPool(serving, num, engine, None)
+        return RolloutPool(serving, num, None)
     most = min(batches * rollouts.num_groups * rollouts.samples, engine.max_sequences * serving.groups)
     times = tabulate(serving, engine, rollouts.longest, -(-most // serving.groups))
-    return RolloutPool(serving, num, engine, ServingWorker(times, tokens))
+    return RolloutPool(serving, num, ServingWorker(times, tokens))
 
 
 class Engines:
