@@ -41,8 +41,8 @@ def product_flop(m: Num, n: Num, k: Num, batch: Num = 1.0) -> Num:
 PaperOp = dict[str, Any]
 """A row of the paper's tables, for one microbatch, by the names of the catalog; `backward_` begins some.
 
-`comms` are (kind, axis, bytes) of the full tensor; the axis is `tp1` (m1 ranks), `tp2` (m2 ranks), or empty: a
-rank with itself. `vector_flop` are done by the vector units inside a matmul. `panels`: communication in so
+`comms` are (kind, axis, bytes) of the full tensor; the axis is `tp1` (m1 ranks), `tp2` (m2 ranks), or empty:
+a rank with itself. `vector_flop` are done by the vector units inside a matmul. `panels`: communication in so
 many steps, overlapped with the compute (SUMMA). `recompute`: the backward does the forward again.
 """
 _USUAL: PaperOp = {"vector_flop": 0.0, "comms": (), "weight_bytes": 0.0, "matmul": False, "recompute": False}
