@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 import meshwise.runtime.programs.tensor_parallel.block as tensor_parallel_block
@@ -15,7 +17,8 @@ from meshwise.runtime.launch import RankPlace
 from meshwise.runtime.programs import tensor_parallel
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.functions import EPSILON
-from meshwise.runtime.programs.tensor_parallel.block import Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.block import Gathered, Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 from meshwise.runtime.programs.tensor_parallel.layouts import TensorLayout
 from meshwise.runtime.start import run_rank
 
@@ -36,20 +39,68 @@ def whole_activations(on: TensorLayout, context: Context, dtype: torch.dtype, se
     return context.normal(*shape, dtype=dtype, key=(seed, 2, nth))
 
 
+Index = NDArray[np.int64]
+"""Columns of a matrix, since a rank's part of a fused projection lies scattered in the whole."""
+
+
+def part(whole: Index, along: MeshAxis) -> Index:
+    """This rank's equal part of `whole`, cut over the ranks of an axis."""
+    return np.split(whole, along.size)[along.index]
+
+
 def my_part(on: TensorLayout, whole: Tensor) -> Tensor:
     """What the rank holds of [seq, batch, hidden] between the matmuls: [tokens x batch, columns]."""
-    return whole[on.tokens][:, :, on.columns].flatten(0, 1)
+    tokens = np.concatenate([np.arange(begin, end) for begin, end in on.heads.spans])
+    if isinstance(on.parts.into_pair, Gathered):
+        tokens = part(tokens, on.parts.into_pair.a)
+    columns = part(np.arange(whole.shape[2]), on.parts.row_axis)
+    return whole[tokens][:, :, columns].flatten(0, 1)
 
 
 def my_pieces(on: TensorLayout, whole: Weights) -> dict[str, Tensor]:
     """What the rank holds of each weight."""
-    pieces = {}
-    for name, indices in on.pieces.items():
-        piece = whole[name]
-        for dim, index in enumerate(indices):
-            piece = piece.index_select(dim, torch.from_numpy(index).to(piece.device))
-        pieces[name] = piece
+    product, pieces = on.parts.into_pair, {}
+    own = part(np.arange(on.parts.model.hidden), on.parts.row_axis)
+    for name, weight in whole.items():
+        owner, _, kind = name.partition(".")
+        index: tuple[Index, ...] = (own,)
+        if not owner.startswith("norm"):
+            is_first, is_cube = owner in ("qkv", "fc1"), isinstance(product, Gathered)
+            row, over = (product.a, product.b) if is_cube else (product.in_row, product.in_column)
+            inner = inner_columns(on.parts.model, owner, row)
+            mine = inner[row.index]
+            # on a grid the rows of a matrix are in the order in which a row of ranks holds them
+            wide = own if is_cube else np.arange(on.parts.model.hidden)
+            rows = wide if is_first else mine if is_cube else np.concatenate(inner)
+            index = part(rows, over), mine if is_first else own
+        for dim, place in enumerate(index if kind == "weight" else index[-1:]):
+            weight = weight.index_select(dim, torch.from_numpy(place))
+        assert weight.shape == on.shapes[name]
+        pieces[name] = weight
     return pieces
+
+
+def inner_columns(model: Model, name: str, along: MeshAxis) -> list[Index]:
+    """The columns of a first matrix (rows of a second) that each rank of `along` holds.
+
+    A matrix is fused of sections of (units, width), heads and their size; a rank has its share of the units
+    of every section.
+    """
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    sections = {
+        "qkv": [(heads, dim), (kv_heads, dim), (kv_heads, dim)],
+        "out_proj": [(heads, dim)],
+        "fc1": [(model.ffn_hidden, 1)] * (1 + model.gated),
+        "fc2": [(model.ffn_hidden, 1)],
+    }
+    parts: list[list[Index]] = [[] for _ in range(along.size)]
+    start = 0
+    for units, width in sections[name]:
+        pieces = np.split(np.arange(start, start + units * width), along.size)
+        for own, piece in zip(parts, pieces, strict=True):
+            own.append(piece)
+        start += units * width
+    return [np.concatenate(own) for own in parts]
 
 
 def plain_block(model: Model, x: Tensor, w: Weights) -> Tensor:

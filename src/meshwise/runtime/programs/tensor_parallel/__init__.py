@@ -124,13 +124,13 @@ def make_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """This rank's part of x and of the gradient of the output, and of each weight."""
     dtype, seed = context.dtype(options.dtype), options.seed
-    shape = len(on.tokens) * on.heads.batch, len(on.columns)
-    x, gradient = (context.normal(*shape, dtype=dtype, key=(seed, place, context.rank)) for place in (0, 1))
+    x, gradient = (
+        context.normal(*on.between, dtype=dtype, key=(seed, place, context.rank)) for place in (0, 1)
+    )
     weights = {
-        name: context.normal(
-            *(len(index) for index in piece), dtype=dtype, key=(seed, 2, place),
-            std=len(piece[0]) ** -0.5,
-        ).requires_grad_()
-        for place, (name, piece) in enumerate(on.pieces.items())
-    }  # fmt: skip
-    return x.requires_grad_(), gradient, weights
+        name: context.normal(*shape, dtype=dtype, key=(seed, 2, place), std=shape[0] ** -0.5)
+        for place, (name, shape) in enumerate(on.shapes.items())
+    }
+    for leaf in (x, *weights.values()):
+        leaf.requires_grad_()
+    return x, gradient, weights

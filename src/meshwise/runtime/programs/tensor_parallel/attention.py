@@ -44,6 +44,11 @@ class LocalHeads:
     recorder: OpRecorder
 
     @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return self.seq // self.along.size
+
+    @property
     def spans(self) -> Spans:
         """This rank's tokens."""
         order = chunk_order(self.along.size, is_causal=self.is_causal)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwise.model.architecture import Model
@@ -24,25 +23,20 @@ from meshwise.runtime.programs.tensor_parallel.attention import FusedAttention, 
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Gathered, Summa, Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, axis, deal
 
-Index = NDArray[np.int64]
-"""Columns of a matrix, since a rank's part of a fused projection lies scattered in the whole."""
-Pieces = Mapping[str, tuple[Index, ...]]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TensorLayout:
     """One rank's part of a block.
 
-    `tokens` (of each of `heads.batch` sequences) and `columns` are those of x that the rank holds between the
-    matmuls; `pieces` are one index array per dim of each weight. `sums`: weights whose gradients are summed
-    once a step, by the beginnings of their names (vectors where there is none), and over which axis.
+    `between`: rows and columns of x that the rank holds between the matmuls; `shapes`: of its part of each
+    weight. `sums`: weights whose gradients are summed once a step, by the beginnings of their names (vectors
+    where there is none), and over which axis.
     """
 
     parts: BlockParts
     heads: LocalHeads
-    tokens: Index
-    columns: Index
-    pieces: Pieces
+    between: tuple[int, int]
+    shapes: Mapping[str, tuple[int, ...]]
     sums: tuple[tuple[str | None, MeshAxis], ...]
 
 
@@ -82,20 +76,15 @@ def _on_cube(context: Context, model: Model, cut: Cut) -> TensorLayout:
         with op("ulysses_out"):
             return deal(mixed, sections[:1], heads.batch, heads.head_dim, column, to_heads=False)
 
-    own = part(np.arange(model.hidden), column)
-    matrices = {}
-    for first, second in PAIRS:
-        matrices[first] = part(own, depth), _inner(model, first, row)[row.index]
-        matrices[second] = part(_inner(model, second, row)[row.index], depth), own
+    second = row.size * depth.size, column.size
     return TensorLayout(
         parts=BlockParts(
             model=model, recorder=context.recorder, attend=attend, row_axis=column,
             into_pair=Gathered(row, depth, column), out_of_pair=Gathered(column, depth, row),
         ),
         heads=heads,
-        tokens=part(_positions(heads), row),
-        columns=own,
-        pieces=_with_vectors(model, matrices, own),
+        between=(heads.num_tokens // row.size * heads.batch, model.hidden // column.size),
+        shapes=local_shapes(model, (column.size * depth.size, row.size), second),
         sums=(("norm", row), (None, depth), ("", ALONE if cut.layout == "3d" else sequence)),
     )  # fmt: skip
 
@@ -104,7 +93,6 @@ def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
     """The rank has 1 / rows of the tokens in 1 / columns of their width.
 
     With a depth (2.5 dimensions) there are several such grids, which share their weights: 1 / (rows depth).
-    The order of inner columns is that in which the row holds them.
     """
     columns, rows, *depths = map(int, cut.grid)
     sizes = {"tp_depth": depths[0]} if depths else {}
@@ -115,11 +103,6 @@ def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
         over_tokens = context.mesh(tp_seq=depths[0] * rows, tp_col=columns)
         depth, sequence = axis(mesh, "tp_depth"), axis(over_tokens, "tp_seq")
     heads = _heads(context, model, cut, sequence, row.size)
-    own = part(np.arange(model.hidden), row)
-    matrices = {}
-    for first, second in PAIRS:
-        matrices[first] = part(np.arange(model.hidden), column), _inner(model, first, row)[row.index]
-        matrices[second] = part(np.concatenate(_inner(model, second, row)), column), own
     summa = Summa(row, column, math.lcm(row.size, column.size), depth)
     return TensorLayout(
         parts=BlockParts(
@@ -127,9 +110,8 @@ def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
             attend=lambda qkv: FusedAttention.apply(qkv, heads),
         ),
         heads=heads,
-        tokens=_positions(heads),
-        columns=own,
-        pieces=_with_vectors(model, matrices, own),
+        between=(heads.num_tokens * heads.batch, model.hidden // row.size),
+        shapes=local_shapes(model, (column.size, row.size), (column.size, row.size)),
         sums=((None, sequence),),
     )  # fmt: skip
 
@@ -148,15 +130,16 @@ def sum_shared_gradients(on: TensorLayout, weights: Weights) -> None:
                 grad.copy_(summed.view_as(grad))
 
 
-# --- pieces ------------------------------------------------------------------------------------
+def local_shapes(model: Model, first: tuple[int, int], second: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a rank's part of each weight, where each pair's matrices are cut so many ways.
 
-PAIRS = (("qkv", "out_proj"), ("fc1", "fc2"))
-"""First and second matmul of attention and of the MLP."""
-
-
-def part(whole: Index, along: MeshAxis) -> Index:
-    """This rank's equal part of `whole`, cut over the ranks of an axis."""
-    return np.split(whole, along.size)[along.index]
+    Biases are cut as the columns of their matrices, norms as those of x.
+    """
+    ways = {"qkv": first, "fc1": first}
+    return {
+        name: tuple(np.floor_divide(shape, ways.get(name.partition(".")[0], second)[-len(shape) :]).tolist())
+        for name, shape in shapes(model).items()
+    }
 
 
 def _heads(context: Context, model: Model, cut: Cut, along: MeshAxis, parts: int) -> LocalHeads:
@@ -165,41 +148,3 @@ def _heads(context: Context, model: Model, cut: Cut, along: MeshAxis, parts: int
         model.num_heads // parts, model.num_kv_heads // parts, model.head_dim, int(cut.microbatch),
         int(cut.seq), model.causal, along, context.recorder,
     )  # fmt: skip
-
-
-def _positions(heads: LocalHeads) -> Index:
-    """The position of every token that attends on this rank."""
-    return np.concatenate([np.arange(begin, end) for begin, end in heads.spans])
-
-
-def _inner(model: Model, name: str, along: MeshAxis) -> list[Index]:
-    """The columns of a first matrix (rows of a second) that each rank of `along` holds.
-
-    A matrix is fused of sections of (units, width), heads and their size; a rank has its share of the units
-    of every section.
-    """
-    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
-    sections = {
-        "qkv": [(heads, dim), (kv_heads, dim), (kv_heads, dim)],
-        "out_proj": [(heads, dim)],
-        "fc1": [(model.ffn_hidden, 1)] * (1 + model.gated),
-        "fc2": [(model.ffn_hidden, 1)],
-    }
-    parts: list[list[Index]] = [[] for _ in range(along.size)]
-    start = 0
-    for units, width in sections[name]:
-        pieces = np.split(np.arange(start, start + units * width), along.size)
-        for own, piece in zip(parts, pieces, strict=True):
-            own.append(piece)
-        start += units * width
-    return [np.concatenate(own) for own in parts]
-
-
-def _with_vectors(model: Model, matrices: Pieces, norm_columns: Index) -> Pieces:
-    """The pieces of `matrices`, of their biases, and of the norms."""
-    pieces: dict[str, tuple[Index, ...]] = {}
-    for name in shapes(model):
-        owner, kind = name.split(".")
-        piece = matrices.get(owner, (norm_columns,))
-        pieces[name] = piece if kind == "weight" else piece[-1:]
-    return pieces
