@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,17 +19,25 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from meshwise.core.compare import Comparison
 from meshwise.core.errors import PlanError
 from meshwise.program.tape import Tape
-from meshwise.runtime.launch import RankPlace
+from meshwise.runtime.compare_program import compare_program
+from meshwise.runtime.launch import RankPlace, _join, launch
 from meshwise.runtime.programs import model_2d, ulysses
-from meshwise.runtime.programs.context import Context
+from meshwise.runtime.programs.context import Context, forget_groups
 from meshwise.runtime.programs.tensor_parallel import Options
 from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.start import Outcome, run_rank
+from ports import own_port
 
 
-def total_of_ranks(place: RankPlace, factor: int) -> int:
+def total_of_ranks(place: RankPlace, factor: int, folder: str = "") -> int:
+    """The sum of `factor` times each rank; each leaves its process id in a `folder` and waits for `go`."""
+    if folder:
+        Path(folder, str(place.rank)).write_text(str(os.getpid()))
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
     total = torch.tensor([float(place.rank * factor)], device=place.device)
     dist.all_reduce(total)
     return int(total)
@@ -71,11 +83,6 @@ def run_script(place: RankPlace, words: list[str], port: int) -> None:
     os.environ.update({name: str(value) for name, value in world.items()})
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
-
-
-def num_threads(place: RankPlace) -> int:
-    """Threads of this rank's process."""
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def many_sums(place: RankPlace, num: int) -> int:
@@ -181,3 +188,84 @@ def train_checked(place: RankPlace, options: Any, recorded: bool) -> tuple[Outco
 
     with mock.patch.object(Trainer, "forward_backward", watched):
         return run_rank(place, "train", options, quiet=True, recorded=recorded), found
+
+
+class Ranks:
+    """Ranks of this machine that stay for many calls, each in a process group of its own.
+
+    `with Ranks(4) as ranks: ranks.call(function, *args)`
+    """
+
+    def __init__(self, ranks: int) -> None:
+        with Listener(("127.0.0.1", 0)) as listener:
+            arguments = (serve, ranks, listener.address)
+            self.launcher = threading.Thread(target=launch, args=arguments, daemon=True)
+            self.launcher.start()
+            lines = [listener.accept() for _ in range(ranks)]
+        self.lines = [line for _, line in sorted((line.recv(), line) for line in lines)]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks."""
+        for line in self.lines:
+            line.send(None)
+            line.close()
+        self.launcher.join()
+
+    def call(self, function: Any, *args: Any) -> list[Any]:
+        """The results of `function(place, *args)` by rank."""
+        port = own_port()
+        for line in self.lines:
+            line.send((port, function, args))
+        answers = [line.recv() for line in self.lines]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def compared(pool: Ranks, *args: Any, **how: Any) -> Comparison:
+    """`compare_program`, whose run is on the ranks of `pool`."""
+
+    def call(function: Any, ranks: int, *given: Any, port: int) -> list[Any]:
+        return pool.call(function, *given)
+
+    with mock.patch("meshwise.runtime.compare_program.launch", call):
+        return compare_program(*args, **how)
+
+
+def serve(place: RankPlace, address: Any) -> None:
+    """A rank of `Ranks`: answers calls until it is told to end."""
+    gc.unfreeze()
+    frozen = caches()
+    gc.freeze()  # the collector looks through what is new alone
+    line = Client(address)
+    line.send(place.rank)
+    while (call := line.recv()) is not None:
+        port, function, args = call
+        dist.destroy_process_group()  # each keeps a thread that wakes a hundred times a second
+        for cache in frozen + caches():  # they hold groups that have ended
+            cache.cache_clear()
+        forget_groups()
+        gc.collect()
+        _join(place, init_method=f"tcp://127.0.0.1:{port}")
+        try:
+            answer = function(place, *args)
+        except Exception as error:
+            answer = error
+        line.send(answer)
+
+
+def caches() -> list[Any]:
+    """The caches of torch.distributed, found among all objects that are not frozen."""
+    return [
+        held
+        for held in gc.get_objects()
+        if type(held) is functools._lru_cache_wrapper  # isinstance would wake lazy objects of torch
+        and held.__module__.startswith("torch.distributed")
+    ]

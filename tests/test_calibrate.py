@@ -21,7 +21,7 @@ from meshwise.machine.efficiency import IDEAL, constants
 from meshwise.machine.hardware import Link, find_cluster
 from meshwise.runtime import calibrate as measure
 from meshwise.runtime.calibrate import COLLECTIVES, Sample, calibrate, fit_link, from_samples
-from meshwise.runtime.launch import Ranks
+from ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

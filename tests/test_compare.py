@@ -15,11 +15,10 @@ from meshwise.machine.hardware import find_cluster
 
 pytest.importorskip("torch")
 
-from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run, new_tape
-from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.start import run_rank
+from ranks import Ranks, compared
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +31,7 @@ def pools() -> Iterator[Callable[[int], Ranks]]:
     running: dict[int, Ranks] = {}
     yield lambda ranks: running.setdefault(ranks, Ranks(ranks)) if ranks not in running else running[ranks]
     for pool in running.values():
-        pool.kill()
+        pool.close()
 
 
 @st.composite
@@ -103,7 +102,7 @@ def test_log_sizes_estimate_is_dry_run(backward: bool) -> None:
 def assert_all_agree(name: str, ranks: int, rank: int, values: dict[str, Any], pool: Ranks) -> None:
     program = find_program(name)
     options = make_options(program, values)
-    found = compare_program(program, options, ranks=ranks, rank=rank, pool=pool)
+    found = compared(pool, program, options, ranks=ranks, rank=rank)
     assert found.rows and set(found.rows[0].values) == {"estimate", "dry_run", "run"}
     assert found.agree, found.differences()[:3]
 
@@ -166,8 +165,8 @@ def test_seconds_stand_beside_each_other_and_are_no_difference(pools: Callable[[
     """As the cluster would take, by FLOP and bytes of each op; as the run took."""
     program, cluster = find_program("model-2d"), find_cluster("h100-80g-sxm:2")
     options = make_options(program, {"seq": 128, "hidden": 64, "ffn_hidden": 64, "layers": 1, "tp": 2})
-    found = compare_program(program, options, ranks=2, pool=pools(2), cluster=cluster)
-    bare = compare_program(program, options, ranks=2, pool=pools(2))
+    found = compared(pools(2), program, options, ranks=2, cluster=cluster)
+    bare = compared(pools(2), program, options, ranks=2)
     times = [row for row in found.rows if row.column == TIME]
     assert found.agree and [row for row in found.rows if row not in times] == list(bare.rows)
     assert {row.op for row in times} >= {row.op for row in bare.rows if row.column == "flop"}

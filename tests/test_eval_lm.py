@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from meshwise.core.errors import WorkloadError
-from meshwise.runtime.launch import RankPlace, Ranks
+from meshwise.runtime.launch import RankPlace
 from meshwise.runtime.programs.eval_lm import Options, check
 from meshwise.runtime.programs.text_data import PAD, read_blocks
 from meshwise.runtime.programs.transformer_lm import sinusoidal_positions
 from meshwise.runtime.start import Outcome, run_rank
-from ranks import run_bare
+from ranks import Ranks, run_bare
 
 pytestmark = pytest.mark.slow
 

@@ -15,15 +15,13 @@ from closed_form import check_estimate_is_the_dry_run
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.generation import generation_events
 from meshwise.program.lifetime import peak_bytes
-from meshwise.runtime.compare_program import compare_program
-from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.generate import Options, check, generation
 from meshwise.runtime.programs.search import BeamSearch, advance_all, next_logprobs
 from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL, PAD
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 from meshwise.runtime.start import run_rank
-from ranks import run_bare
+from ranks import Ranks, compared, run_bare
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +172,7 @@ def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any], pool:
     """The three instruments agree on every number, and the run on the peak."""
     sizes: dict[str, Any] = {"override": TINY, "prompt_tokens": 5, "max_tokens": 3, "min_tokens": 3} | options
     chosen = Options(**sizes)
-    found = compare_program(find_program("generate"), chosen, ranks=2, pool=pool)
+    found = compared(pool, find_program("generate"), chosen, ranks=2)
     outcome = pool.call(run_rank, "generate", chosen, 0, True)[0]
     assert found.agree, found.differences()[:3]
     assert found.rows[-1].values["estimate"] == outcome.peak_bytes

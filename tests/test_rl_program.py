@@ -8,12 +8,10 @@ import pytest
 
 from meshwise.model.weights import num_params
 from meshwise.rl.step import SYNC_BYTES
-from meshwise.runtime.compare_program import compare_program
-from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, parse_options
 from meshwise.runtime.programs.rl import the_model
 from meshwise.runtime.start import run_rank
-from ranks import run_bare
+from ranks import Ranks, compared, run_bare
 
 pytestmark = pytest.mark.slow
 RL = find_program("rl")
@@ -37,7 +35,7 @@ def pool() -> Iterator[Ranks]:
 )
 def test_passes_tokens_payloads_and_memory_of_both_pools_agree(rank: int, words: str, pool: Ranks) -> None:
     """Estimate, dry run and run, to the last digit."""
-    found = compare_program(RL, parse_options(RL, words.split()), ranks=4, rank=rank, pool=pool)
+    found = compared(pool, RL, parse_options(RL, words.split()), ranks=4, rank=rank)
     assert not found.differences()
     columns = {(row.op, row.column): row.values for row in found.rows}
     assert {"tokens", "passes", "matmul", "attention", "broadcast"} <= {op for op, _ in columns}

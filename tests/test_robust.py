@@ -156,33 +156,35 @@ def test_nothing_is_measured_by_a_clock_that_may_jump() -> None:
 
 
 def test_a_stopped_rank_is_named_and_can_go_on(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
     import ranks as on_ranks
-    from meshwise.runtime.launch import Ranks
+    from forks import wait_until
+    from meshwise.runtime.launch import launch
 
     monkeypatch.setattr("meshwise.runtime.launch._LOOK_S", 0.2)
     said: list[str] = []
+    files = [tmp_path / "0", tmp_path / "1"]
 
-    def go_on() -> None:
+    def strike() -> None:
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        os.kill(int(files[1].read_text()), signal.SIGSTOP)
+        (tmp_path / "go").touch()
         deadline = time.monotonic() + 120.0
         while "stopped" not in "".join(said) and time.monotonic() < deadline:
             said.append(capfd.readouterr().err)
             time.sleep(0.1)
         time.sleep(1.0)  # the launcher looks again
-        os.kill(ranks._processes[1].pid, signal.SIGCONT)
+        os.kill(int(files[1].read_text()), signal.SIGCONT)
 
-    with Ranks(2) as ranks:
-        ranks.call(on_ranks.total_of_ranks, 1)  # both are up
-        os.kill(ranks._processes[1].pid, signal.SIGSTOP)
-        watcher = threading.Thread(target=go_on)
-        watcher.start()
-        ranks.call(on_ranks.total_of_ranks, 1)
-        watcher.join()
-        text = "".join([*said, capfd.readouterr().err])
-        assert text.count("rank 1 is stopped by a signal") == 1
-        assert f"kill -CONT {ranks._processes[1].pid}" in text
+    watcher = threading.Thread(target=strike)
+    watcher.start()
+    assert launch(on_ranks.total_of_ranks, 2, 1, str(tmp_path)) == [1, 1]
+    watcher.join()
+    text = "".join([*said, capfd.readouterr().err])
+    assert text.count("rank 1 is stopped by a signal") == 1
+    assert f"kill -CONT {files[1].read_text()}" in text
 
 
 def test_only_this_machine_reaches_the_meeting_point() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
 import re
 import shutil
@@ -25,19 +26,15 @@ from meshwise.core.errors import MissingExtraError, PlanError
 from meshwise.runtime.launch import (
     RANKS_PER_CORE,
     RankError,
-    Ranks,
     check_world,
     first_host,
+    launch,
     meeting_point,
     outside_place,
 )
-from meshwise.runtime.programs import find_program, make_options
-from meshwise.runtime.start import run_rank
 from ports import own_port
 
 pytestmark = pytest.mark.slow
-
-TINY_LLAMA = Path(__file__).parent / "data" / "tiny_llama.json"
 
 
 def is_running(pid: int) -> bool:
@@ -59,11 +56,9 @@ def test_first_failure_is_reported_and_all_end(
     function: Callable[..., None], failing: int, error: type[Exception], message: str
 ) -> None:
     """The other rank waits in a barrier and would wait for half an hour."""
-    with Ranks(2) as ranks:
-        pids = [process.pid for process in ranks._processes]
-        with pytest.raises(error, match="^" + message.replace(".", r"\.")):
-            ranks.call(function, failing)
-        assert not any(map(is_running, pids))
+    with pytest.raises(error, match="^" + message.replace(".", r"\.")):
+        launch(function, 2, failing)
+    assert not [process for process in mp.active_children() if process.name.startswith("rank")]
 
 
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
@@ -90,20 +85,6 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_running, pids)))
     wait_until(lambda: not list(temporary.glob("pymp-*")))
     shutil.rmtree(temporary)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_the_threads_of_a_call_end_with_it() -> None:
-    train = find_program("train")
-    options = make_options(
-        train, {"model": str(TINY_LLAMA), "seq": 16, "batch": 1, "layers": 1, "plan": "tp=2"}
-    )
-    with Ranks(2) as ranks:
-        found = []
-        for _ in range(2):
-            ranks.call(run_rank, "train", options, 0, True)
-            found.append(max(ranks.call(on_ranks.num_threads)))
-    assert found[1] < found[0] + 9  # the groups of one call have nine
 
 
 def test_worlds_that_do_not_fit() -> None:

@@ -23,7 +23,7 @@ pytest.importorskip("torch")
 
 import ranks as on_ranks
 from forks import PATIENCE_S, wait_until
-from meshwise.runtime.launch import RankError, Ranks
+from meshwise.runtime.launch import RankError, launch
 
 MOMENTS = int(os.environ.get("MOMENTS", "0"))
 SEED = os.environ.get("SEED", "0")
@@ -95,8 +95,7 @@ def test_a_signal_to_a_rank_or_to_what_starts_it(
     striker = threading.Thread(target=strike)
     striker.start()
     try:
-        with Ranks(2) as ranks:
-            outcome: Any = ranks.call(on_ranks.many_sums, 300)
+        outcome: Any = launch(on_ranks.many_sums, 2, 300)
     except RankError as error:
         outcome = str(error)
     ended.set()

@@ -12,11 +12,10 @@ pytest.importorskip("torch")
 from meshwise.core.compare import WORK, compare, work_of
 from meshwise.program.tape import Tape
 from meshwise.runtime.compare_program import compare_program
-from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.tensor_parallel import Options, check, estimate
 from one_block import differences
-from ranks import on_first, run_tensor_parallel
+from ranks import Ranks, on_first, run_tensor_parallel
 
 pytestmark = pytest.mark.slow
 

@@ -18,12 +18,11 @@ from meshwise.model.weights import num_params
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.fakes import Parts
-from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.attention_kernels import own_places
 from meshwise.runtime.programs.linear_layers import Product
 from meshwise.runtime.programs.train import the_model
-from ranks import run_bare, train_checked
+from ranks import Ranks, compared, run_bare, train_checked
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +149,7 @@ def test_all_instruments_agree(words: str, pool: Ranks) -> None:
     """FLOP, collectives, states, and the peak of activations, to the last digit."""
     rank, model, batch, plan = words.split()
     options = train_options(plan=plan, batch=int(batch), model=model, layers=enough_layers(plan))
-    found = compare_program(TRAIN, options, ranks=4, rank=int(rank), pool=pool)
+    found = compared(pool, TRAIN, options, ranks=4, rank=int(rank))
     assert set(found.rows[0].values) == {"estimate", "dry_run", "run"}
     assert "saved_bytes" in {row.column for row in found.rows if row.op == "activations"}
     assert found.agree, found.differences()[:3]

@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options
-from ranks import differences
+from ranks import Ranks, differences
 
 pytestmark = pytest.mark.slow
 

@@ -35,7 +35,7 @@ from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.machine.hardware import Level
-from meshwise.runtime.launch import RankPlace, Ranks, check_world
+from meshwise.runtime.launch import RankPlace, check_world, launch
 from meshwise.runtime.programs import attention_kernels as kernels
 from meshwise.runtime.programs.context import TORCH_DTYPES
 from meshwise.runtime.torch_private import scaled_mm
@@ -235,8 +235,7 @@ def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Ca
     if device == "cuda":
         torch.cuda.empty_cache()  # the first rank measures on the same GPU
     if ranks > 1:
-        with Ranks(ranks, device_type=device) as pool:
-            samples += pool.call(collective_samples, quick)[0]
+        samples += (launch(collective_samples, ranks, quick, device_type=device) or [[]])[0]
     return from_samples(samples, device, ranks)
 
 

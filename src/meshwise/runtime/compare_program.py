@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from meshwise.estimate.row_times import with_times
 from meshwise.machine.hardware import Cluster
 from meshwise.program.tape import Tape
 from meshwise.runtime.dry_run import dry_run
-from meshwise.runtime.launch import Ranks
+from meshwise.runtime.launch import launch
 from meshwise.runtime.programs import Program
 from meshwise.runtime.start import run_rank
 
@@ -25,12 +24,11 @@ def compare_program(
     rank: int = 0,
     with_run: bool = True,
     port: int = 0,
-    pool: Ranks | None = None,
     cluster: Cluster | None = None,
 ) -> Comparison:
     """Estimate, dry run and (`with_run`) real CPU run of `program` on rank `rank`, number by number.
 
-    `pool` is used where given, else ranks are started. A machine's own additions (allocator, workspace)
+    A machine's own additions (allocator, workspace)
     stay out: a CPU has none. With a `cluster`, the seconds that it would take stand beside those of the run.
     """
     dry = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
@@ -41,8 +39,9 @@ def compare_program(
     if cluster is not None:
         ledgers = {name: with_times(ledger, cluster) for name, ledger in ledgers.items()}
     if with_run:
-        with nullcontext(pool) if pool is not None else Ranks(ranks, port=port) as started:
-            ledgers["run"] = started.call(run_rank, program.name, options, rank, True)[rank].ledger
+        outcomes = launch(run_rank, ranks, program.name, options, rank, True, port=port)
+        assert outcomes is not None
+        ledgers["run"] = outcomes[rank].ledger
     timed = cluster is not None
     if program.states != "all":
         part_of, columns = {"work": (work_of, WORK), "totals": (totals_of, TOTALS)}[program.states]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import itertools
 import multiprocessing as mp
 import os
 import re
@@ -21,14 +20,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,123 +80,120 @@ def launch(
         if ranks != outside.world_size:
             raise PlanError(f"--ranks {ranks} contradicts the {outside.world_size} ranks that were started")
         return _call_here(function, outside, *args)
-    with Ranks(ranks, device_type=device_type, port=port) as pool:
-        return pool.call(function, *args)
-
-
-class Ranks:
-    """A pool of ranks on this machine, one process each, ready for several calls.
-
-    Use as a context manager: `with Ranks(4) as ranks: ranks.call(function, *args)`.
-    """
-
-    def __init__(self, ranks: int, *, device_type: str = "cpu", port: int = 0) -> None:
-        check_world(ranks, device_type)
-        if not 0 <= port <= _LAST_PORT:
-            raise PlanError(f"--port {port} is no port; name one up to {_LAST_PORT}, or leave it out")
-        try:
-            self._store = _meeting_store(port)
-        except (RuntimeError, dist.DistError, OSError) as error:
-            raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
-        threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks))
-        context = _context(device_type)
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        self._ended = threading.Event()
-        threading.Thread(target=self._name_stopped, args=[ranks], daemon=True).start()
+    check_world(ranks, device_type)
+    if not 0 <= port <= _LAST_PORT:
+        raise PlanError(f"--port {port} is no port; name one up to {_LAST_PORT}, or leave it out")
+    try:
+        store = _meeting_store(port)
+    except (RuntimeError, dist.DistError, OSError) as error:
+        raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
+    started: list[_Rank] = []
+    ended = threading.Event()
+    threading.Thread(target=_name_stopped, args=(started, ranks, ended), daemon=True).start()
+    try:
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            place = RankPlace(rank, ranks, rank, device_type)
-            arguments = (place, self._store.port, threads, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
-            try:
-                process.start()
-            except (EOFError, OSError):
-                self.kill()
-                raise RankError(f"rank {rank} did not start: its server was ended; run it again") from None
-            theirs.close()
-            self._processes.append(process)
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            for pipe in self._pipes:
-                _try_send(pipe, None)
-            for process in self._processes:
-                process.join(timeout=5)
-        self.kill()
-
-    def kill(self) -> None:
-        """Stop every rank at once."""
-        self._ended.set()
-        if server := _server_pid():
-            with suppress(ProcessLookupError):
-                os.kill(server, signal.SIGCONT)  # it tells how ranks end
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-        for pipe in self._pipes:
+            started.append(_start(RankPlace(rank, ranks, rank, device_type), store.port, (function, args)))
+        answers = _answers(started)
+        for process, pipe in started:
             pipe.close()
+            process.join(timeout=5)
+        return answers
+    finally:
+        ended.set()
+        _kill(started)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of `function(place, *args)` by rank; RankError (or the rank's own MeshwiseError)."""
-        for pipe in self._pipes:
-            _try_send(pipe, (function, args))
-        results: dict[int, Any] = {}
-        while len(results) < len(self._pipes):
-            failures = self._listen(results, timeout_s=_LOOK_S)
-            if failures:
-                time.sleep(_COLLECT_S)
-                failures = self._listen(results, timeout_s=0.0) | failures
-                self.kill()
-                raise min(failures.values(), key=lambda failure: failure[0])[1]
-        return [results[rank] for rank in sorted(results)]
 
-    def _name_stopped(self, ranks: int) -> None:
-        """Say once of each rank that a signal stopped it: all others wait for it, silently."""
-        named: set[int] = set()
-        while not self._ended.wait(_LOOK_S):
-            waited = {process.pid or 0: f"rank {rank}" for rank, process in enumerate(self._processes)}
-            if len(waited) < ranks:
-                waited[_server_pid()] = f"rank {len(waited)} does not start: the process that starts it"
-            for pid in filter(_is_stopped, waited.keys() - named):
-                named.add(pid)
-                how = f"continue it (kill -CONT {pid}) or end it (kill -KILL {pid})"
-                text = f"meshwise: {waited[pid]} is stopped by a signal, and all wait for it; {how}"
-                print(text, file=sys.stderr)
+class _Rank(NamedTuple):
+    """The process of a rank, and where it answers: with its result, or when it failed and why."""
 
-    def _listen(self, results: dict[int, Any], timeout_s: float | None) -> dict[int, _Failure]:
-        """Take in what ranks have answered; those that failed or died, by rank."""
-        waiting = [rank for rank in range(len(self._pipes)) if rank not in results]
-        handles: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
-        handles |= {self._processes[rank].sentinel: rank for rank in waiting}
-        failures: dict[int, _Failure] = {}
-        for rank in {handles[ready] for ready in wait(list(handles), timeout_s)}:
-            try:
-                answer = self._pipes[rank].recv() if self._pipes[rank].poll() else None
-            except (EOFError, OSError):  # the rank ended before, or while, it answered
-                answer = None
-            if answer is None:
-                self._processes[rank].join(timeout=5)
-                code = self._processes[rank].exitcode or 0
-                death = f"it ended with exit code {code} before it was done"
-                if code < 0:
-                    hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
-                    death = f"it was ended by {signal.Signals(-code).name}{hint}"
-                failures[rank] = 0.0, RankError(f"rank {rank} failed: {death}")  # it cannot say when
-            elif isinstance(answer[-1], MeshwiseError):
-                failures[rank] = answer
-            else:
-                results[rank] = answer[0]
-        return failures
+    process: BaseProcess
+    pipe: Connection
 
 
 _Failure = tuple[float, MeshwiseError]
 """When a rank failed, and its error."""
+
+
+def _start(place: RankPlace, port: int, call: tuple[Callable[..., Any], Any]) -> _Rank:
+    """Start a rank, which meets the others at `port` of this machine and makes the `call`."""
+    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // place.world_size))
+    context = _context(place.device_type)
+    ours, theirs = context.Pipe()
+    arguments = (place, port, threads, theirs, *call)
+    process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {place.rank}")
+    try:
+        process.start()
+    except (EOFError, OSError):
+        reason = "did not start: its server was ended; run it again"
+        raise RankError(f"rank {place.rank} {reason}") from None
+    theirs.close()
+    return _Rank(process, ours)
+
+
+def _kill(started: Sequence[_Rank]) -> None:
+    """Stop every rank at once."""
+    if server := _server_pid():
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGCONT)  # it tells how ranks end
+    for rank in started:
+        if rank.process.is_alive():
+            rank.process.kill()
+        rank.process.join()
+        rank.pipe.close()
+
+
+def _answers(started: Sequence[_Rank]) -> list[Any]:
+    """The results by rank; RankError (or the rank's own MeshwiseError) of the first that fails."""
+    results: dict[int, Any] = {}
+    while len(results) < len(started):
+        failures = _listen(started, results, timeout_s=_LOOK_S)
+        if failures:
+            time.sleep(_COLLECT_S)
+            failures = _listen(started, results, timeout_s=0.0) | failures
+            raise min(failures.values(), key=lambda failure: failure[0])[1]
+    return [results[rank] for rank in sorted(results)]
+
+
+def _name_stopped(started: Sequence[_Rank], ranks: int, ended: threading.Event) -> None:
+    """Say once of each rank that a signal stopped it: all others wait for it, silently."""
+    named: set[int] = set()
+    while not ended.wait(_LOOK_S):
+        waited = {rank.process.pid or 0: rank.process.name for rank in tuple(started)}
+        if len(waited) < ranks:
+            waited[_server_pid()] = f"rank {len(waited)} does not start: the process that starts it"
+        for pid in filter(_is_stopped, waited.keys() - named):
+            named.add(pid)
+            how = f"continue it (kill -CONT {pid}) or end it (kill -KILL {pid})"
+            text = f"meshwise: {waited[pid]} is stopped by a signal, and all wait for it; {how}"
+            print(text, file=sys.stderr)
+
+
+def _listen(started: Sequence[_Rank], results: dict[int, Any], timeout_s: float) -> dict[int, _Failure]:
+    """Take in what ranks have answered; those that failed or died, by rank."""
+    handles: dict[Any, int] = {}
+    for number, rank in enumerate(started):
+        if number not in results:
+            handles |= {rank.pipe: number, rank.process.sentinel: number}
+    failures: dict[int, _Failure] = {}
+    for number in {handles[ready] for ready in wait(list(handles), timeout_s)}:
+        process, pipe = started[number]
+        try:
+            answer = pipe.recv() if pipe.poll() else None
+        except (EOFError, OSError):  # the rank ended before, or while, it answered
+            answer = None
+        if answer is None:
+            process.join(timeout=5)
+            code = process.exitcode or 0
+            death = f"it ended with exit code {code} before it was done"
+            if code < 0:
+                hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
+                death = f"it was ended by {signal.Signals(-code).name}{hint}"
+            failures[number] = 0.0, RankError(f"rank {number} failed: {death}")  # it cannot say when
+        elif isinstance(answer[-1], MeshwiseError):
+            failures[number] = answer
+        else:
+            results[number] = answer[0]
+    return failures
 
 
 def _server_pid() -> int:
@@ -225,12 +221,6 @@ def _failure(rank: int, error: Exception) -> MeshwiseError:
         return type(error)(f"rank {rank}: {error}")
     trace = traceback.format_exc().strip()
     return RankError(f"rank {rank} failed: {type(error).__name__}: {error}\n{trace}")
-
-
-def _try_send(pipe: Connection, message: Any) -> None:
-    """Send; a rank that is gone is noticed where its answer is awaited."""
-    with suppress(OSError):
-        pipe.send(message)
 
 
 def _meeting_store(port: int) -> dist.TCPStore:
@@ -271,32 +261,24 @@ def _context(device_type: str) -> Any:
 # --- inside a rank -----------------------------------------------------------------------------
 
 
-def _serve(place: RankPlace, port: int, threads: int, pipe: Connection) -> None:
-    """The life of a rank: answer calls, each in a process group of its own, until told to stop."""
-    from meshwise.runtime.programs.context import forget  # imports DTensor, which no launcher needs
-
+def _serve(
+    place: RankPlace, port: int, threads: int, pipe: Connection, function: Callable[..., Any], args: Any
+) -> None:
+    """The life of a rank: meet the others, make the call, answer, and wait until all others have."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
     _die_with_launcher()
     torch.set_num_threads(threads)
     if place.device_type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store = dist.TCPStore(LOOPBACK, port, is_master=False)
-        for number in itertools.count():
-            if (call := pipe.recv()) is None:
-                break
-            if number > 0:  # every rank has answered
-                dist.destroy_process_group()  # each keeps a thread that wakes a hundred times a second
-                forget()
-            _join(place, store=dist.PrefixStore(str(number), store))
-            function, args = call
-            pipe.send((function(place, *args),))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except EOFError:
-        return
+        _join(place, store=dist.TCPStore(LOOPBACK, port, is_master=False))
+        pipe.send((function(place, *args),))
+        with suppress(EOFError):
+            pipe.recv()
+        dist.destroy_process_group()
     except Exception as error:
-        _try_send(pipe, (time.monotonic(), _failure(place.rank, error)))
+        with suppress(OSError):  # a launcher that is gone
+            pipe.send((time.monotonic(), _failure(place.rank, error)))
         sys.stdout.flush()
         os._exit(1)
 

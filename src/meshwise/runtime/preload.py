@@ -29,7 +29,7 @@ gc.disable()  # nothing of this is garbage, and the search for it takes a fifth 
 
 import meshwise.runtime.programs.training  # noqa: E402
 import meshwise.runtime.start  # noqa: E402, F401
-from meshwise.runtime.programs.context import freeze  # noqa: E402
 
-freeze()
+gc.collect()
+gc.freeze()  # all this lasts as long as a rank, and forks share its memory
 gc.enable()

@@ -6,8 +6,6 @@ move nothing, under `run` they are gloo or NCCL.
 
 from __future__ import annotations
 
-import functools
-import gc
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,33 +142,3 @@ def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:
         yield f"{entry.name} {entry.symbols}: {list(entry.shape)}, {entry.elements:,} elements, {size}"
     yield f"Current memory allocation: {last.current_bytes / 1e9:.2f} GB"
     yield f"Peak memory allocation: {last.peak_bytes / 1e9:.2f} GB"
-
-
-_frozen: list[Any] = []
-
-
-def freeze() -> None:
-    """Say that all objects of now last as long as the process; forks of it share their memory.
-
-    The collector of garbage takes a quarter of a second to look through what is imported.
-    """
-    _frozen.extend(_caches())
-    gc.collect()
-    gc.freeze()
-
-
-def forget() -> None:
-    """Let go of groups that have ended, which caches of torch.distributed hold, found among all objects."""
-    for cache in _frozen + _caches():
-        cache.cache_clear()
-    forget_groups()
-    gc.collect()
-
-
-def _caches() -> list[Any]:
-    return [
-        held
-        for held in gc.get_objects()
-        if type(held) is functools._lru_cache_wrapper  # isinstance would wake lazy objects of torch
-        and held.__module__.startswith("torch.distributed")
-    ]
