@@ -87,7 +87,7 @@ def launch(
         store = _meeting_store(port)
     except (RuntimeError, dist.DistError, OSError) as error:
         raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
-    started: list[_Rank] = []
+    started: list[StartedRank] = []
     ended = threading.Event()
     threading.Thread(target=_name_stopped, args=(started, ranks, ended), daemon=True).start()
     try:
@@ -103,8 +103,8 @@ def launch(
         _kill(started)
 
 
-class _Rank(NamedTuple):
-    """The process of a rank, and where it answers: with its result, or when it failed and why."""
+class StartedRank(NamedTuple):
+    """A rank of this machine: its process, and where it answers (its result, or when it failed and why)."""
 
     process: BaseProcess
     pipe: Connection
@@ -114,7 +114,7 @@ _Failure = tuple[float, MeshwiseError]
 """When a rank failed, and its error."""
 
 
-def _start(place: RankPlace, port: int, call: tuple[Callable[..., Any], Any]) -> _Rank:
+def _start(place: RankPlace, port: int, call: tuple[Callable[..., Any], Any]) -> StartedRank:
     """Start a rank, which meets the others at `port` of this machine and makes the `call`."""
     threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // place.world_size))
     context = _context(place.device_type)
@@ -127,10 +127,10 @@ def _start(place: RankPlace, port: int, call: tuple[Callable[..., Any], Any]) ->
         reason = "did not start: its server was ended; run it again"
         raise RankError(f"rank {place.rank} {reason}") from None
     theirs.close()
-    return _Rank(process, ours)
+    return StartedRank(process, ours)
 
 
-def _kill(started: Sequence[_Rank]) -> None:
+def _kill(started: Sequence[StartedRank]) -> None:
     """Stop every rank at once."""
     if server := _server_pid():
         with suppress(ProcessLookupError):
@@ -142,7 +142,7 @@ def _kill(started: Sequence[_Rank]) -> None:
         rank.pipe.close()
 
 
-def _answers(started: Sequence[_Rank]) -> list[Any]:
+def _answers(started: Sequence[StartedRank]) -> list[Any]:
     """The results by rank; RankError (or the rank's own MeshwiseError) of the first that fails."""
     results: dict[int, Any] = {}
     while len(results) < len(started):
@@ -154,7 +154,7 @@ def _answers(started: Sequence[_Rank]) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _name_stopped(started: Sequence[_Rank], ranks: int, ended: threading.Event) -> None:
+def _name_stopped(started: Sequence[StartedRank], ranks: int, ended: threading.Event) -> None:
     """Say once of each rank that a signal stopped it: all others wait for it, silently."""
     named: set[int] = set()
     while not ended.wait(_LOOK_S):
@@ -168,7 +168,7 @@ def _name_stopped(started: Sequence[_Rank], ranks: int, ended: threading.Event) 
             print(text, file=sys.stderr)
 
 
-def _listen(started: Sequence[_Rank], results: dict[int, Any], timeout_s: float) -> dict[int, _Failure]:
+def _listen(started: Sequence[StartedRank], results: dict[int, Any], timeout_s: float) -> dict[int, _Failure]:
     """Take in what ranks have answered; those that failed or died, by rank."""
     handles: dict[Any, int] = {}
     for number, rank in enumerate(started):
