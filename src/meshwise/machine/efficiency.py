@@ -340,7 +340,8 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     source = chip.generation if family else "all chips"
     found: Any = mean([table[name] for name in donors])
     if isinstance(found, GemmEfficiency):
-        found = replace(found, tile_s=found.tile_s / _ratio(chip, donors, _core_flop_per_s))
+        if not family:
+            found = replace(found, tile_s=found.tile_s / _ratio(chip, donors, _core_flop_per_s))
         if family and chip.power_watts:
             found = replace(found, throttle_frac=_throttle_frac(found, chip, donors))
         if family and chip.name in chips() and num_cores(chips()[chip.name]) <= LARGE_CORES:
