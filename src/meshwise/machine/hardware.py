@@ -421,7 +421,6 @@ class Rates:
     matrix_flop_per_s: Num
     vector_flop_per_s: Num
     memory_bytes_per_s: Num
-    memory_bytes: Num
     links: tuple[Link, ...]
     node_ranks: Num = math.inf
 
@@ -480,7 +479,6 @@ def rates(cluster: Cluster, dtype: str) -> Rates:
         matrix_flop_per_s=cluster.chip.matrix_peak(dtype),
         vector_flop_per_s=cluster.chip.vector_peak(dtype),
         memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
-        memory_bytes=cluster.chip.memory_bytes,
         links=links_of(levels),
         node_ranks=levels[0].ranks,
     )
