@@ -231,6 +231,18 @@ def test_the_search_for_a_split_says_how_far_it_is_and_can_be_ended() -> None:
     assert heard[-1] == "3 candidates looked at on 8 GPUs"
 
 
+def test_a_training_plan_that_cannot_be_searched_is_asked_for() -> None:
+    """Not "no split holds it": Megatron-LM, whose plans are tried, does not run there."""
+    with pytest.raises(MeshwiseError, match="megatron-lm does not run on tpu-v5p; state train_plan"):
+        step(**OPEN, cluster="tpu-v5p:16")
+
+
+def test_a_dense_model_judges_samples_of_experts() -> None:
+    asked: Any = {"prompts": 16, "samples": 8, "output": 500, "mode": "colocated", "rollout_plan": "tp=4"}
+    judged = mw.rl("qwen3-30b-a3b", "h100-80g-sxm:16", train_plan="ep=8", reward_model="llama3-8b", **asked)
+    assert judged.to_json()["scoring_s"]["reward"] > 0
+
+
 def test_what_is_stated_stays() -> None:
     for one in step(**OPEN | {"mode": "split", "rollout_gpus": 2, "train_plan": "tp=2,recompute=full"})[
         "best"

@@ -67,6 +67,7 @@ class _Looks:
     plans: dict[int, Plan | None] = field(default_factory=dict)
     drains: dict[tuple[Any, ...], Drain | None] = field(default_factory=dict)
     trains_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    refused: PlanError | None = None
 
     def train_plan(self, gpus: int) -> Plan | None:
         """The fastest plan of Megatron-LM that fits `gpus` GPUs, bins full; None if none does."""
@@ -80,10 +81,15 @@ class _Looks:
             bins = num_bins(lengths, probe.pack_length) / asked.updates
             cluster, batch = replace(asked.cluster, num_chips=gpus), math.ceil(bins / gpus) * gpus
             how: dict[str, Any] = {"stated": SPACE, "to": "megatron-lm", "top": 1, "with_changes": False}
-            with suppress(PlanError):  # a model that Megatron-LM does not have
-                self.plans[gpus] = None
+            self.plans[gpus] = None
+            try:
                 best = search(asked.model, cluster, batch=batch, seq=probe.pack_length, **how).best
                 self.plans[gpus] = best[0].plan if best else None
+            except PlanError as error:  # a model or a chip that Megatron-LM does not have
+                reason, _, _ = str(error).partition(";")
+                self.refused = PlanError(
+                    f"training plans of Megatron-LM are tried: {reason}; state train_plan"
+                )
         return self.plans[gpus]
 
     def about_s(self, job: RlJob) -> float:
@@ -206,15 +212,15 @@ def _price(step: RlStep) -> tuple[int, int]:
 
 def _looked(asked: OpenJob, hear: Hear) -> list[tuple[float, RlJob]]:
     """Every candidate with its seconds at first look, the fastest first; PlanError where no plan divides."""
-    looks, found, refused = _Looks(asked), list[tuple[float, RlJob]](), None
+    looks, found = _Looks(asked), list[tuple[float, RlJob]]()
     for job in candidates(asked, looks):
         try:
             found.append((looks.about_s(job), job))
         except PlanError as error:
-            refused = error
+            looks.refused = error
         hear(f"{len(found)} candidates looked at on {asked.cluster.num_chips} GPUs")
-    if refused and not found:
-        raise refused
+    if looks.refused and not found:
+        raise looks.refused
     return sorted(found, key=lambda each: each[0])
 
 

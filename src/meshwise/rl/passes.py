@@ -21,6 +21,7 @@ from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 from meshwise.rl.job import RlJob
 from meshwise.rl.rollouts import Tokens
+from meshwise.serve.serving import without_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def _as_run(job: RlJob, model: Model, work: Workload) -> Plan:
     parallelism, which does not cut the tokens between matmuls, it hides no exchange (pytorch issue 137524).
     Where nobody knows what such modules keep, PyTorch's own parts stand for them.
     """
-    plan = job.train_plan
+    plan = job.train_plan if model.moe else without_experts(job.train_plan)
     dropped = () if work.kind == "train" else (*TRAINING_KEYS, "implementation")
     asked = replace(plan, **{key: DEFAULTS[key] for key in dropped})
     divides = plan.stages is None and model.num_layers % (plan.pp * plan.vpp) == 0

@@ -197,12 +197,17 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
         moe = model.moe and replace(model.moe, first_dense_layers=0, every=1)
         draft = replace(model, name=f"{model.name}-mtp", num_layers=1, layers=last, moe=moe)
     else:
-        plan = replace(plan, ep=1, etp=None, expert_dtype=None, imbalance=1.0, overlap_ep=False)
+        plan = without_experts(plan)
     guesses = replace(
         serving, model=draft, mesh=resolve_serving(draft, plan, serving.cluster, serving.prompt)
     )
     found = Speculation(drafts=stated.get("drafts", 1), acceptance=stated["accept"], draft=guesses)
     return replace(serving, speculation=found)
+
+
+def without_experts(plan: Plan) -> Plan:
+    """`plan` for a model that has none, beside one that has."""
+    return replace(plan, ep=1, etp=None, expert_dtype=None, imbalance=1.0, overlap_ep=False)
 
 
 def resolve_serving(model: Model, plan: Plan, cluster: Cluster, prompt: int) -> Mesh:
