@@ -18,7 +18,7 @@ from meshwise import api
 from meshwise.cli.command import command_options, flags
 from meshwise.cli.output import how_far, on_nodes, print_answer, print_parts, show, write_rows
 from meshwise.core.errors import PlanError, WorkloadError
-from meshwise.core.files import check_writable, write_text
+from meshwise.core.files import write_text
 from meshwise.core.options import options_in, options_of, stated_in, takes
 from meshwise.core.refusals import refuse
 
@@ -118,8 +118,6 @@ def search(
 
     budget = api.budget(**options_in(asked, api.budget))
     of_study, alone = _beside(asked, api.search), _beside(asked, api.study)
-    for path in filter(None, (csv, plot)):
-        check_writable(path)
     if plot is not None:
         check_format(plot)
     present, job = None, None

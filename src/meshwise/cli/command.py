@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 
 import meshwise.cli.complete as complete
-from meshwise.core.files import read_catalog
+from meshwise.core.files import check_writable, read_catalog
 from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
 _TEXTS = read_catalog("options.toml")
+_FILES = ("csv", "html", "plot", "trace")
+"""Options that name a file for the answer: it can be made, before the work begins."""
 
 
 def command_options(function: Callable[..., Any]) -> dict[str, Option]:
@@ -31,6 +33,8 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
     options = command_options(function)
 
     def call(**values: Any) -> None:
+        for path in filter(None, map(values.get, _FILES)):
+            check_writable(path)
         function(**{name: _value(options[name], value) if name in options else value
                     for name, value in values.items()})  # fmt: skip
 
