@@ -35,12 +35,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from meshwise.core.errors import DataError, MeshwiseError
-from meshwise.report.html import escape, plotly_js, static
+from meshwise.report.html import escape
 from meshwise.web.forms import form_html, view_name
 from meshwise.web.views import QUICK, VIEWS, Hear, Server, answer, options
 
@@ -54,6 +55,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+STATIC = [("meshwise", "web/static"), ("meshwise", "report/static"), ("plotly", "package_data")]
+"""Packages and their folders of scripts and styles."""
 MOST_BYTES = 1_000_000
 """A state is no larger."""
 READ_S = 20.0
@@ -67,7 +70,7 @@ def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
     app = Starlette(
         routes=[
             Route("/", _index),
-            Route("/static/{name}", _static),
+            Mount("/static", StaticFiles(packages=STATIC)),
             Route("/api/progress/{name}", _progress),
             Route("/api/drop", _drop, methods=["POST"]),
             Route("/api/drop/{name}/{file:path}", _receive, methods=["PUT"]),
@@ -78,10 +81,6 @@ def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
     )
     app.state.server = server or Server()
     app.state.pool = Pool()
-    app.state.files = {"plotly.js": plotly_js()} | {name: static(name) for name in ("draw.js", "style.css")}
-    own = resources.files("meshwise.web") / "static"
-    names = ("page.js", "page.css", "page.html")
-    app.state.files |= {name: (own / name).read_text(encoding="utf-8") for name in names}
     return app
 
 
@@ -126,16 +125,8 @@ class _Guard:
 async def _index(request: Request) -> Response:
     links = "".join(f'<a href="#{view}">{escape(view_name(view))}</a>' for view in VIEWS)
     written = "".join(form_html(view, options(view)) for view in VIEWS)
-    page = request.app.state.files["page.html"]
+    page = (resources.files("meshwise.web") / "static" / "page.html").read_text(encoding="utf-8")
     return HTMLResponse(page.replace("<!--links-->", links).replace("<!--forms-->", written))
-
-
-async def _static(request: Request) -> Response:
-    name = request.path_params["name"]
-    if name not in request.app.state.files:
-        return Response("there is no such file", 404)
-    kinds = {"css": "text/css", "js": "text/javascript", "html": "text/html"}
-    return Response(request.app.state.files[name], media_type=kinds[name.partition(".")[2]])
 
 
 async def _api(request: Request) -> Response:
