@@ -254,7 +254,7 @@ def test_a_damaged_or_foreign_database_is_one_sentence(tmp_path, fake, damage):
 def test_ray_is_an_extra(meshwise, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     done = meshwise("sweep", str(_file(tmp_path, GRID)), "--ray", "auto")
-    assert done.code == 3 and "Ray is not installed" in done.err
+    assert done.code == 3 and "ray is not installed" in done.err
 
 
 def test_no_option_of_a_sweep_is_dropped(tmp_path: Path) -> None:

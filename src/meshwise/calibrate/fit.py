@@ -27,7 +27,8 @@ from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import BEST, Measurement, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
 from meshwise.calibrate.table import BadRow
-from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.errors import DataError
+from meshwise.core.extras import import_extra
 from meshwise.core.files import read_catalog
 from meshwise.core.toml import catalog_toml
 from meshwise.cost.experts import ACTIVATES_ALL
@@ -114,10 +115,7 @@ def minimise(loss: Callable[[Array], float], start: Array, *, rounds: int = 4, s
 
     Source: Nelder and Mead, The Computer Journal 7, 1965.
     """
-    try:
-        from scipy.optimize import minimize
-    except ImportError:
-        raise MissingExtraError('scipy is not installed; run: pip install "meshwise[dev]"') from None
+    minimize = import_extra("scipy.optimize", "dev").minimize
     best = np.asarray(start, float)
     limits = {"maxiter": steps + 1, "maxfev": np.inf, "fatol": 1e-7, "xatol": np.inf}
     for turn in range(rounds):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.errors import DataError
+from meshwise.core.extras import import_extra
 
 LOOPBACK = "127.0.0.1"
 Port = Annotated[int, range(2**16)]
@@ -25,8 +25,7 @@ def web(*, port: Port = 8000, host: str = LOOPBACK, traces: Path | None = None) 
         traces: Folder below which the page may read profiler traces.
     """
     for package in ("starlette", "uvicorn", "plotly"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(f'{package} is not installed; run: pip install "meshwise[web]"')
+        import_extra(package, "web")
     if traces is not None and not traces.is_dir():
         raise DataError(f"--traces {traces} is no folder; name the folder of your profiler traces")
     from meshwise.web.app import serve_page

@@ -12,7 +12,6 @@ On a cluster (`on_ray`) every node needs meshwise, and files that items name lie
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import re
@@ -33,7 +32,8 @@ from multiprocessing.connection import Connection, Pipe
 from types import ModuleType
 from typing import IO, Any, TypeVar
 
-from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.errors import DataError
+from meshwise.core.extras import import_extra
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -88,10 +88,8 @@ def ray_for(address: str) -> ModuleType:
     """Ray, for a cluster at `address`; DataError where it is no address, MissingExtraError without Ray."""
     if address not in ("auto", "local") and not re.fullmatch(r"(ray://)?[^/\s]+:\d{1,5}", address):
         raise DataError(f"--ray {address} is no address of a cluster; write HOST:PORT, auto or local")
-    try:
-        return importlib.import_module("ray")
-    except ImportError:
-        raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
+    ray: ModuleType = import_extra("ray", "ray")
+    return ray
 
 
 @contextmanager

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError
+from meshwise.core.extras import import_extra
 from meshwise.core.files import csv_text, write_text
-from meshwise.core.notebook import Printed, frames
+from meshwise.core.notebook import Printed
 
 if TYPE_CHECKING:
     import pandas
@@ -120,12 +121,12 @@ class Ledger(Printed):
 
     def to_pandas(self) -> pandas.DataFrame:
         """The table as a pandas frame (needs pandas)."""
-        found: pandas.DataFrame = frames("pandas").DataFrame(self.columns)
+        found: pandas.DataFrame = import_extra("pandas", "frames").DataFrame(self.columns)
         return found
 
     def to_polars(self) -> polars.DataFrame:
         """The table as a polars frame (needs polars)."""
-        pl = frames("polars")
+        pl = import_extra("polars", "frames")
         texts = dict.fromkeys(TEXT_COLUMNS, pl.String)
         found: polars.DataFrame = pl.DataFrame(self.columns, schema_overrides=texts)
         return found

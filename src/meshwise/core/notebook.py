@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from meshwise.core.errors import MissingExtraError
+from meshwise.core.extras import import_extra
 
 if TYPE_CHECKING:
     import pandas
@@ -51,19 +51,11 @@ class Shown(Printed):
 
     def to_pandas(self) -> pandas.DataFrame:
         """Its rows as a pandas frame, a column a number (needs pandas)."""
-        found: pandas.DataFrame = frames("pandas").json_normalize(self.records())
+        found: pandas.DataFrame = import_extra("pandas", "frames").json_normalize(self.records())
         return found
 
     def to_polars(self) -> polars.DataFrame:
         """The same as a polars frame (needs polars)."""
-        rows = frames("polars").json_normalize(self.records(), infer_schema_length=None)
+        rows = import_extra("polars", "frames").json_normalize(self.records(), infer_schema_length=None)
         found: polars.DataFrame = rows
         return found
-
-
-def frames(package: str) -> Any:
-    """pandas or polars; MissingExtraError without it."""
-    try:
-        return import_module(package)
-    except ImportError:
-        raise MissingExtraError(f'{package} is not installed; run: pip install "meshwise[frames]"') from None

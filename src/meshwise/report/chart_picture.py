@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.errors import DataError
+from meshwise.core.extras import import_extra
 from meshwise.core.files import whole_file
 from meshwise.core.units import duration, with_prefix
 from meshwise.report import answer as plot
@@ -38,13 +39,9 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
     It belongs to no window, so drawing never opens one and never changes the caller's backend.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError('matplotlib is not installed; run: pip install "meshwise[plot]"') from None
-    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
-    FigureCanvasAgg(figure)
+    new = import_extra("matplotlib.figure", "plot").Figure
+    figure: Figure = new(figsize=(width_inches, height_inches), layout="constrained")
+    import_extra("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
     return figure
 
 

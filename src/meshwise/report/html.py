@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from importlib import resources
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwise.core.errors import MissingExtraError
+from meshwise.core.extras import import_extra
 from meshwise.core.files import check_writable, write_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
@@ -75,10 +74,8 @@ def static(name: str) -> str:
 
 def plotly_js() -> str:
     """The script of plotly, as its wheel ships it; MissingExtraError without plotly."""
-    found = importlib.util.find_spec("plotly")
-    if found is None or found.origin is None:
-        raise MissingExtraError('pages need plotly; run: pip install "meshwise[web]"')
-    return (Path(found.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    folder = Path(import_extra("plotly", "web").__file__).parent
+    return (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 def _section(section: Section, place: int, links: bool) -> str:

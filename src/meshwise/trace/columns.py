@@ -9,7 +9,6 @@ half-way goes on, and a trace that has changed is read again. A file is written 
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,7 @@ import msgspec
 import numpy as np
 
 from meshwise.core.each import all_of
-from meshwise.core.errors import MissingExtraError
+from meshwise.core.extras import import_extra
 from meshwise.core.files import make_folder, whole_file
 from meshwise.trace.events import COLUMNS, Kind, MemoryEvents, Trace, kind_of
 
@@ -43,14 +42,6 @@ _BUILT = (*COLUMNS, "label_kind", "memory", "selected")
 _TOLD = {name: kind for name, kind in get_type_hints(Trace).items() if name not in _BUILT}
 """What of a trace is no column."""
 _About = msgspec.defstruct("_About", list(_TOLD.items()))
-
-
-def polars_module() -> Any:
-    """Polars, which writes and reads Parquet."""
-    try:
-        return importlib.import_module("polars")
-    except ImportError:
-        raise MissingExtraError('polars is not installed; run: pip install "meshwise[frames]"') from None
 
 
 def columns_file(files: Sequence[Path]) -> Path:
@@ -75,7 +66,7 @@ def _folder(of: Path) -> Path:
 
 def write_columns(trace: Trace, reasons: Sequence[str], path: Path) -> None:
     """Keep a trace, and what is wrong with its file, at `path`; events also by name, for queries."""
-    pl = polars_module()
+    pl = import_extra("polars", "frames")
     about = _About(**{name: getattr(trace, name) for name in _TOLD})
     frame = pl.DataFrame({name: getattr(trace, name) for name in COLUMNS})
     kinds = [Kind(kind).name.lower() for kind in trace.label_kind.tolist()]
@@ -104,13 +95,13 @@ def _text(value: Any) -> str:
 
 def read_reasons(path: Path) -> tuple[int, list[str]]:
     """The rank of a kept trace, and what was wrong with its file."""
-    metadata = polars_module().read_parquet_metadata(path)
+    metadata = import_extra("polars", "frames").read_parquet_metadata(path)
     return msgspec.json.decode(metadata[_ABOUT])["rank"], msgspec.json.decode(metadata[_REASONS])
 
 
 def read_columns(path: Path) -> Trace:
     """The trace that is kept at `path`."""
-    pl = polars_module()
+    pl = import_extra("polars", "frames")
     text = pl.read_parquet_metadata(path)[_ABOUT]
     about: Any = msgspec.json.decode(text, type=_About, dec_hook=lambda kind, value: kind(value))
     kinds = [kind_of(*label) for label in about.labels] or [Kind.OTHER]

@@ -22,10 +22,11 @@ import numpy as np
 
 from meshwise.core.columns import distinct_columns
 from meshwise.core.errors import DataError
+from meshwise.core.extras import import_extra
 from meshwise.core.ledger import COLLECTIVES, Ledger
 from meshwise.cost.collective import sent_bytes
 from meshwise.trace.collectives import Collective
-from meshwise.trace.columns import Traces, polars_module
+from meshwise.trace.columns import Traces
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.operators import self_time
@@ -123,7 +124,7 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
     Of collectives, a row is one rank in one call; of steps, one step of one rank. DataError for SQL that is
     not understood, MissingExtraError without polars.
     """
-    pl = polars_module()
+    pl = import_extra("polars", "frames")
     traces, problems = kept_traces(captures_in(paths))
     summary = summarize_kept(traces, problems)
     summary.check_readable()
