@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.one_plan import TIME_PARTS, Estimate, estimate, model_flop
-from meshwise.estimate.priced_part import Wait, price_parts
+from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.step import play, price_step
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import find_cluster
@@ -403,7 +403,7 @@ def test_launches_that_block_add_up_with_the_kernels() -> None:
     def host_s(blocks: bool) -> float:
         pays = replace(on, overheads=Overheads(host_s=1e-5, blocked_s=8e-6, launches_block=blocks))
         rows = price_parts({"layer": ops}, pays)["layer"].rows
-        return sum(row.spent_s for row in rows if isinstance(row, Wait) and row.phase == "forward")
+        return sum(row.spent_s for row in rows if row.is_wait and row.phase == "forward")
 
     launches = sum(op.phase == "forward" and op.kind != "collective" for op in ops)
     assert host_s(False) == 0.0  # the kernels of GPT-3 are longer than their launches

@@ -99,7 +99,6 @@ def _memory(
         gradients=gradients,
         optimizer=states,
         activations=activations,
-        cache=0.0,
         buffers=step - gradients - activations,
         overhead=overheads.context_bytes + overheads.fragment_frac * (weights + states + step),
     )

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import in_flight_microbatches
-from meshwise.estimate.priced_part import DENSE, EXPERTS, Part, PricedOp
+from meshwise.estimate.priced_part import DENSE, EXPERTS, Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
@@ -51,12 +51,12 @@ class Memory:
     """Bytes of one rank of a stage at its peak, by what they hold; `total` is their sum."""
 
     weights: Num
-    gradients: Num
-    optimizer: Num
-    activations: Num
-    cache: Num
-    buffers: Num
-    overhead: Num
+    gradients: Num = 0.0
+    optimizer: Num = 0.0
+    activations: Num = 0.0
+    cache: Num = 0.0
+    buffers: Num = 0.0
+    overhead: Num = 0.0
 
     @property
     def total(self) -> Num:
@@ -117,7 +117,6 @@ def stage_memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        cache=0.0,
         buffers=buffers,
         overhead=overheads.context_bytes + overheads.fragment_frac * tensors,
     )
@@ -135,19 +134,11 @@ def serving_memory(
     for count, part, kind in zip(stage.layers, blocks, layer_kinds(model), strict=True):
         dense, experts = part.held
         weights = weights + count * (form.weight_bytes * dense.params + form.expert_bytes * experts.params)
-        ops = (row.op for row in part.rows if isinstance(row, PricedOp))
-        wide: Num = sum(op.num_params for op in ops if is_wide(op, cut))
+        wide: Num = sum(row.op.num_params for row in part.rows if is_wide(row.op, cut))
         weights = weights + count * (form.act_bytes - form.weight_bytes) * wide
         cache = cache + count * mesh.num_microbatches * cache_bytes(model, cut, kind)
-    return Memory(
-        weights=weights,
-        gradients=0.0,
-        optimizer=0.0,
-        activations=0.0,
-        cache=cache,
-        buffers=working_bytes(model, cut),
-        overhead=overheads.context_bytes,
-    )
+    working = working_bytes(model, cut)
+    return Memory(weights=weights, cache=cache, buffers=working, overhead=overheads.context_bytes)
 
 
 def state_bytes(

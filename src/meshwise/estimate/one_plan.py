@@ -21,7 +21,7 @@ from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
 from meshwise.estimate.balance import step_cost
 from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
-from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, FORWARD, MATRIX_KINDS, Part, PricedOp
+from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, FORWARD, MATRIX_KINDS, Part
 from meshwise.estimate.rows import part_rows, runs_of_parts, spent_on, step_rows
 from meshwise.estimate.stage_cost import StageCost
 from meshwise.estimate.step import StepCost, price_step
@@ -466,7 +466,7 @@ def part_flop(part: Part, phase: str) -> float:
     """Matrix FLOP of a part in a phase of the ledger, whose backward has the gradients of weights too."""
     found = 0.0
     for row in part.rows:
-        if isinstance(row, PricedOp) and row.op.kind in MATRIX_KINDS:
+        if row.op.kind in MATRIX_KINDS:
             share = {
                 CORE_PHASE: row.op.redone_frac,
                 AGAIN: row.phase == FORWARD and row.is_redone,

@@ -31,6 +31,8 @@ MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 """Kinds of op whose FLOP are matrix work."""
 FORWARD, BACKWARD, WEIGHT, CORE_PHASE, AGAIN = "forward", "backward", "weight", "core", "recompute"
 LINKS = ("near_forward_s", "near_backward_s", "far_forward_s", "far_backward_s")
+WAIT, SUM = "wait", "sum"
+"""Kinds of what is no op of a layout."""
 DENSE, EXPERTS = 0, 1
 """Places of what is not of experts, and of these, in pairs."""
 
@@ -47,15 +49,15 @@ class PricedOp(Struct, frozen=True, eq=False):
     spent_s: Num
     is_redone: bool = True
 
+    @property
+    def is_wait(self) -> bool:
+        """Whether it is no op of the layout (`waiting`)."""
+        return self.op.kind in (WAIT, SUM)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wait:
-    """Time of a phase that is no op of the layout: waiting for the host, or adding up gradients."""
 
-    name: str
-    phase: str
-    spent_s: Num
-    is_memory: bool = False
+def waiting(name: str, phase: str, spent_s: Num, kind: str = WAIT) -> PricedOp:
+    """Time of a phase that is no op of the layout: waiting for the host, or (`SUM`) adding up gradients."""
+    return PricedOp(Op(module="", name=name, phase=phase, kind=kind), spent_s, phase, spent_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +100,7 @@ class Part(PhaseTimes):
     """
 
     machine: Machine
-    rows: tuple[PricedOp | Wait, ...]
+    rows: tuple[PricedOp, ...]
     again_s: Num
     core_s: Num
     saved_bytes: Num
@@ -153,8 +155,8 @@ def _part(
     params = sum(op.num_params - op.num_frozen for op in forward)
     stream_bytes_per_s = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     adding_s = overheads.adding_bytes(sum_bytes) * params / stream_bytes_per_s
-    waits.append(Wait("add_gradients", WEIGHT, adding_s, is_memory=True))
-    waits += [Wait("next_microbatch", FORWARD, overheads.microbatch_s)] * fetches
+    waits.append(waiting("add_gradients", WEIGHT, adding_s, SUM))
+    waits += [waiting("next_microbatch", FORWARD, overheads.microbatch_s)] * fetches
     for wait in waits:
         seconds[wait.phase] = seconds[wait.phase] + wait.spent_s
     kept, loss = activations(ops), _loss_room(ops)
@@ -356,7 +358,7 @@ def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> N
     return np.maximum(overheads.not_hidden_frac(axis), held)
 
 
-def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> Iterator[Wait]:
+def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> Iterator[PricedOp]:
     """What a phase waits for the CPU to launch its ops; all of that time where launches block or it computes.
 
     `spent_s`: what the ops of each phase take. Where a schedule splits the backward, ranks wait for each
@@ -368,7 +370,7 @@ def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> I
         (BACKWARD, WEIGHT, spent_s[BACKWARD] + spent_s[WEIGHT]),
     ):
         late_s = np.maximum(_launches_s(ops, phase, overheads) - busy_s * (not overheads.launches_block), 0.0)
-        yield Wait("host", late_in, late_s + _own_host_s(ops, phase, machine))
+        yield waiting("host", late_in, late_s + _own_host_s(ops, phase, machine))
 
 
 def _own_host_s(ops: Iterable[Op], phase: str, machine: Machine) -> Num:

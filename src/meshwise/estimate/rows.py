@@ -16,18 +16,16 @@ from typing import Any
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, Part, PricedOp, Wait
+from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, SUM, Part, PricedOp
 from meshwise.estimate.stage_cost import StageCost
 from meshwise.estimate.step import StepCost, hop_bytes
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import V_SHAPED, Stage
-from meshwise.program.exchange import Exchange
-from meshwise.program.op import op_row
+from meshwise.program.op import Op, on_links, op_row
 from meshwise.program.parts import EMBEDDING, HEAD
 from meshwise.program.walk import with_saved_bytes
 
@@ -78,15 +76,12 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
     """
     for phase in phases:
         for row in _with_saved_bytes(part):
-            if isinstance(row, Wait) and not (waits and float(row.spent_s)):
-                continue
-            if isinstance(row, PricedOp) and not float(row.op.count):
-                continue
-            if phase == AGAIN and isinstance(row, PricedOp) and not row.is_redone:
+            is_there = waits and row.spent_s if row.is_wait else row.op.count
+            if not float(is_there) or (phase == AGAIN and not row.is_redone):
                 continue
             runs_in = {"weight": "backward"}.get(row.phase, row.phase)
             if phase == CORE_PHASE:
-                if isinstance(row, PricedOp) and float(row.op.redone_frac):
+                if float(row.op.redone_frac):
                     again = _row(name, part.machine, row, "recompute")
                     yield again | {"count": again["count"] * float(row.op.redone_frac)}
             elif runs_in == ("forward" if phase == AGAIN else phase):
@@ -94,10 +89,10 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
 
 
 @lru_cache(maxsize=64)
-def _with_saved_bytes(part: Part) -> list[PricedOp | Wait]:
+def _with_saved_bytes(part: Part) -> list[PricedOp]:
     """The rows of a part, each forward op with what it is the first to keep: found once for all phases."""
-    ops = iter(with_saved_bytes([row.op for row in part.rows if isinstance(row, PricedOp)]))
-    return [structs.replace(row, op=next(ops)) if isinstance(row, PricedOp) else row for row in part.rows]
+    ops = with_saved_bytes([row.op for row in part.rows])
+    return [structs.replace(row, op=op) for row, op in zip(part.rows, ops, strict=True)]
 
 
 def runs_of_parts(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[tuple[str, Part, str, float]]:
@@ -127,11 +122,11 @@ def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
             yield _spent("step", "offload", waited_s, phase)
 
 
-def _row(part: str, machine: Machine, row: PricedOp | Wait, phase: str) -> Row:
-    if isinstance(row, Wait):
-        spent_s = float(row.spent_s)
-        return _spent(part, row.name, spent_s, phase) | ({"memory_s": spent_s} if row.is_memory else {})
+def _row(part: str, machine: Machine, row: PricedOp, phase: str) -> Row:
     op, count = row.op, float(row.op.count)
+    if row.is_wait:
+        spent_s = float(row.spent_s)
+        return _spent(part, op.name, spent_s, phase) | ({"memory_s": spent_s} if op.kind == SUM else {})
     once_s = float(row.spent_s) / count if count else 0.0
     module = part if part.endswith(op.module) else f"{part}.{op.module}"
     found = op_row(op) | {"module": module, "phase": phase, "time_s": once_s}
@@ -139,16 +134,6 @@ def _row(part: str, machine: Machine, row: PricedOp | Wait, phase: str) -> Row:
         return found | {"comm_s": float(row.time_s), "exposed_s": once_s}
     compute_s, memory_s = machine.roofline_s(op)
     return found | {"compute_s": float(compute_s), "memory_s": float(memory_s)}
-
-
-def _on_links(collective: str, axis: str, group_size: Any, payload_bytes: Any) -> Row:
-    return {
-        "collective": collective,
-        "axis": axis,
-        "group_size": float(group_size),
-        "payload_bytes": float(payload_bytes),
-        "sent_bytes": float(sent_bytes(collective, payload_bytes, group_size)),  # type: ignore[arg-type]
-    }
 
 
 # --- the pipeline, and once a step --------------------------------------------------------------
@@ -164,9 +149,9 @@ def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) ->
     num_messages = sum(times for *_, times in messages)
     exposed_s = min(float(step.comm_pp_s) / num_messages, float(step.hop_s))
     for op, phase, kind, times in messages:
-        on_links = _on_links(kind, "pp", mesh.pp, hop_bytes(model, step.cut))
+        row = on_links(kind, "pp", mesh.pp, hop_bytes(model, step.cut))
         once = {"count": times, "comm_s": float(step.hop_s), "exposed_s": exposed_s}
-        yield _spent("pipeline", op, exposed_s, phase) | on_links | once
+        yield _spent("pipeline", op, exposed_s, phase) | row | once
     waited_s = float(step.comm_pp_s) - num_messages * exposed_s
     if waited_s > 0:
         yield _spent("pipeline", "wait_for_messages", waited_s, collective="send", axis="pp")
@@ -213,8 +198,8 @@ def _spent(module: str, op: str, seconds: Num, phase: str = "step", **on: str) -
     return {"module": module, "op": op, "phase": phase, "time_s": float(seconds), **on}
 
 
-def _exchange_row(exchange: Exchange, seconds: float, share: float) -> Row:
-    count, paid_s = float(exchange.count), seconds / float(exchange.count) * share
-    row = _on_links(exchange.collective, exchange.axis, exchange.group_size, exchange.payload_bytes)
+def _exchange_row(op: Op, seconds: float, share: float) -> Row:
+    count, paid_s = float(op.count), seconds / float(op.count) * share
+    row = on_links(op.collective, op.axis, op.group_size, op.payload_bytes)
     once = {"count": count, "comm_s": seconds / count, "exposed_s": paid_s}
-    return _spent("step", exchange.op, paid_s, exchange.behind or "step") | row | once
+    return _spent("step", op.name, paid_s, op.phase) | row | once

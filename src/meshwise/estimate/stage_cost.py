@@ -32,11 +32,11 @@ from meshwise.program import fsdp2
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import (
     STAGES,
-    Exchange,
     Held,
     at_stage,
     exchanges,
     num_reductions,
+    occurs,
     shared_weights,
 )
 from meshwise.program.implementation import shards_each_weight
@@ -84,7 +84,7 @@ class StageCost:
     held: tuple[Held, Held]
     time: StageTime
     memory: Memory
-    exchanged: list[tuple[Exchange, Num]]
+    exchanged: list[tuple[Op, Num]]
     comm_dp_s: Num
     exposed_s: Num
     filling_s: Num
@@ -162,7 +162,7 @@ def needed_memory(
 class _Exchanged(NamedTuple):
     """What a stage's replicas exchange, and what is waited for it: see `StageCost`."""
 
-    exchanged: list[tuple[Exchange, Num]]
+    exchanged: list[tuple[Op, Num]]
     comm_dp_s: Num = 0.0
     exposed_s: Num = 0.0
     filling_s: Num = 0.0
@@ -202,13 +202,13 @@ def _exchanged(
         )
         of_one = shared_weights(model, shared, stage, mesh, cut, grad_bytes(mesh))
     found, own = (
-        [(one, _exchange_s(one, machine)) for one in some if one.occurs] for some in (of_replicas, of_one)
+        [(one, _exchange_s(one, machine)) for one in some if occurs(one)] for some in (of_replicas, of_one)
     )
     own_s = sum((seconds for _, seconds in own), 0.0)
-    grads_s = sum((s for one, s in found if one.op.endswith("gradients")), 0.0) / reductions
-    gathers_s = sum((s for one, s in found if one.op.endswith("weights") and one.behind == "backward"), 0.0)
+    grads_s = sum((s for one, s in found if one.name.endswith("gradients")), 0.0) / reductions
+    gathers_s = sum((s for one, s in found if one.name.endswith("weights") and one.phase == "backward"), 0.0)
     gathers_s = gathers_s / rounds
-    behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
+    behind_forward = sum((s for one, s in found if one.phase == "forward"), 0.0) / rounds
     pieces = np.maximum(stage.layers_passed, 1.0)
     first_s = behind_forward / pieces
     is_far = machine.leaves_node(mesh.replicas, mesh.stride("cp"))
@@ -248,7 +248,7 @@ def _window(mesh: Mesh) -> Num:
     return np.where(mesh.zero < 2, np.maximum(others, 1.0), 1.0)[()]
 
 
-def _exchange_s(one: Exchange, machine: Machine) -> Num:
+def _exchange_s(one: Op, machine: Machine) -> Num:
     """Time of the links for all `count` collectives of an exchange."""
     sizes = one.payload_bytes, one.group_size, one.stride
     seconds = machine.collective_s(one.collective, *sizes, runs=Runs(*one.runs))

@@ -6,7 +6,7 @@ same for all families, whose fields `catalog/huggingface_fields.toml` lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import count, islice
 from math import isqrt
@@ -80,9 +80,9 @@ NAMES: dict[str, dict[str, Any]] = read_catalog("huggingface_names.toml")
 class Joint(msgspec.Struct, forbid_unknown_fields=True):
     """Layers beside a transformer: `norms` of a width, `linears` from a width to another.
 
-    A width is a product such as `2*2*tower`, one by another such as `hidden_size/heads`, or one less another:
-    of numbers, of `tower` and `text` (the hidden sizes), and of fields of the tower's config. A list there
-    stands for its length (`sizes.0` for its first value), a name for the number of that name.
+    A width is an expression such as `2*2*tower` or `hidden_size // heads`: of numbers, of `tower` and `text`
+    (the hidden sizes), and of fields of the tower's config, of whose lists there are `len(sizes)` and
+    `sizes[0]`. A name stands for the number of that name.
     """
 
     norms: list[str] = []
@@ -94,7 +94,7 @@ class Joint(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SideLayer(msgspec.Struct, forbid_unknown_fields=True):
-    """A small layer beside the large ones (`architecture.Side`); its widths are products, as of a `Joint`.
+    """A small layer beside the large ones (`architecture.Side`); its widths are expressions, as of a `Joint`.
 
     `linear`: from a width to another; `vector`: so many learned numbers. `on`: kinds of layers that have it
     (`layer_types`, or attention, recurrence, moe, dense; none named: all; of the ends: none). `when`: a
@@ -122,8 +122,9 @@ class TowerConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What stands beside a model and is left out: its key, its family, and the layers that join it.
 
     `optional`: a config without the key has no such tower; else it has the family's own sizes. `merge`: so
-    many of its tokens become one of the text, a number or a product. `always`: it is of that family, whatever
-    it calls itself. `sizing`: how an image is cut (`model.inputs`); without it the tower is counted alone.
+    many of its tokens become one of the text, a number or an expression. `always`: it is of that family,
+    whatever it calls itself. `sizing`: how an image is cut (`model.inputs`); without it the tower is counted
+    alone.
     `crossed`: as of `architecture.Tower`.
     """
 
@@ -221,10 +222,16 @@ def follows(text: str, c: Config, /, **others: Any) -> Any:
     known: dict[str, Any] = {"every": every, "among": among, "cycled": cycled, "renamed": renamed, "up": up}
     known["primes"] = _primes
     known |= {"int": int, "bool": bool, "str": str, "isinstance": isinstance, "max": max}
+    return worked_out(text, known | structs.asdict(c) | others)
+
+
+def worked_out(text: str, names: Mapping[str, Any]) -> Any:
+    """What an expression makes of these names; ModelError where it makes nothing."""
     try:
-        return value_of(text, known | structs.asdict(c) | others)
-    except AttributeError as error:
-        raise ModelError(f"{error.name} is missing; the model cannot be sized without it") from None
+        return value_of(text, names)
+    except (AttributeError, KeyError) as error:
+        missing = getattr(error, "name", error.args[0])
+        raise ModelError(f"{missing} is missing; the model cannot be sized without it") from None
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ModelError(f"a size does not follow from the others: {error}") from None
 

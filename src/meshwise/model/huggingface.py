@@ -17,7 +17,6 @@ models. The class in `architectures` says which head the model ends with.
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import replace
 from difflib import get_close_matches
@@ -46,6 +45,7 @@ from meshwise.model.config_fields import (
     WholeConfig,
     follows,
     spellings,
+    worked_out,
 )
 from meshwise.model.config_rules import block_fields, head_fields, said_by, with_layers
 from meshwise.model.weights import num_params, num_projected
@@ -149,11 +149,12 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             raise ModelError(
                 f"hidden_size {c.hidden_size} does not divide by {c.num_attention_heads} heads; give head_dim"
             )
-    sides = _sides(spelling.sides, raw | structs.asdict(c) | fields)
+    sides = _sides(spelling.sides, _sizes(raw | structs.asdict(c) | fields))
     blocks = [(on, side) for on, side in sides if side.module not in ENDS]
     fields = with_layers(fields | head_fields(c, spelling.head, fields), blocks)
     fields["sides"] = tuple(side for _, side in sides if side.module in ENDS)
-    return fields | {"left_out": _left_out("merger", spelling.joints, raw | {"tower": fields["hidden"]})}
+    sizes = _sizes(raw | {"tower": fields["hidden"]})
+    return fields | {"left_out": _left_out("merger", spelling.joints, sizes)}
 
 
 def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
@@ -197,18 +198,18 @@ def _tower(
     spelling = spellings()[family]
     config = spelling.nested | config | {"text": text_width}
     if spelling.block == "none":  # known by its sizes alone
-        sizes = config | raw | {"tower": config["hidden_size"]}
-        counted = _left_out(f"{name} tower", spelling.joints, config)
+        sizes = _sizes(config | raw | {"tower": config["hidden_size"]})
+        counted = _left_out(f"{name} tower", spelling.joints, _sizes(config))
         return [*counted, *_left_out("projector", tower.joints, sizes)], []
     found = Model(name=family, **_fields(config | {"architectures": None}, family, nested=True))
     encoder = replace(checked_model(found, family), left_out=())
-    sizes = config | raw | {"tower": found.hidden}
+    sizes = _sizes(config | raw | {"tower": found.hidden})
     counted = (
         (f"{name} tower", num_params(found)), *found.left_out, *_left_out("projector", tower.joints, sizes)
     )  # fmt: skip
     projectors = tuple(
         one
-        for joints, of in ((spelling.joints, config | {"tower": found.hidden}), (tower.joints, sizes))
+        for joints, of in ((spelling.joints, _sizes(config | {"tower": found.hidden})), (tower.joints, sizes))
         for joint in joints
         for one in _projectors(joint, of)
     )
@@ -252,27 +253,21 @@ def _left_out(name: str, joints: list[Joint], sizes: dict[str, Any]) -> tuple[tu
     return ((name, number),) if number else ()
 
 
+def _sizes(known: dict[str, Any]) -> dict[str, Any]:
+    """What expressions of widths name; lists are tables by place, which no number multiplies."""
+    sizes: dict[str, Any] = {"len": len}
+    for name, value in known.items():
+        value = known.get(value) if isinstance(value, str) else value
+        sizes[name] = dict(enumerate(value)) if isinstance(value, list) else value
+    return sizes
+
+
 def _size(text: str, sizes: dict[str, Any]) -> int:
-    """A product of numbers and fields, one by another, or one less another."""
-    if "-" in text:
-        more, _, less = text.partition("-")
-        return _size(more, sizes) - _size(less, sizes)
-
-    def factor(text: str) -> int:
-        key, _, index = text.partition(".")
-        value = int(text) if text.isdecimal() else sizes.get(key)
-        if isinstance(value, dict):
-            value = value.get(index)
-        if isinstance(value, list):
-            value = value[int(index)] if index and len(value) > int(index) else len(value)
-        value = sizes.get(value) if isinstance(value, str) else value
-        if not isinstance(value, int):
-            raise ModelError(f"{key} is {value!r}; the parts beside the model cannot be sized without it")
-        check_count(value, key, zero=True)
-        return value
-
-    above, below = (math.prod(map(factor, half.split("*"))) for half in (*text.split("/", 1), "1")[:2])
-    return above // max(below, 1)
+    """The width that an expression makes of `_sizes`."""
+    if not isinstance(size := worked_out(text, sizes), int):
+        raise ModelError(f"{text} is {size!r}; the parts beside the model cannot be sized without it")
+    check_count(size, f"the size {text!r}", zero=True)
+    return size
 
 
 def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:

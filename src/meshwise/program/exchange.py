@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import GRID_AXES, Cut
-from meshwise.program.op import Op
+from meshwise.program.op import Op, collective
 
 Column = tuple[float, float, float, float]
 """1 where a tensor is held as shards, for each ZeRO stage."""
@@ -79,39 +80,23 @@ def replicas(mesh: Mesh, *, of_experts: bool) -> tuple[Num, Num]:
     return (mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp) if of_experts else (mesh.replicas, 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Exchange:
-    """`count` alike collectives of a step; `payload_bytes` is the full tensor of one.
+def exchange(
+    name: str, phase: str, kind: str, payload_bytes: Num, group_size: Num, axis: str = "dp", **more: Any
+) -> Op:
+    """Collectives of a step, which the compute of `phase` may hide, or which run in it."""
+    return collective("step", name, phase, kind, axis, payload_bytes, group_size, **more)
 
-    The ranks lie `stride` apart, in `runs` of so many ranks and that far apart (`Mesh.replica_runs`).
-    `behind`: the phase whose compute may hide it, or in which it runs. `axis`: that of the ranks, dp for all
-    replicas. `shards_copied`: ranks whose shards old software copies one by one, for each message.
-    `host_bytes` come from the host before it, or go there behind it.
-    """
 
-    op: str
-    collective: str
-    behind: str
-    payload_bytes: Num
-    group_size: Num
-    stride: Num
-    count: Num
-    runs: tuple[Num, Num] = (np.inf, 1.0)
-    shards_copied: Num = 0.0
-    host_bytes: Num = 0.0
-    axis: str = "dp"
-
-    @property
-    def occurs(self) -> bool:
-        """Whether anything is exchanged, in some plan of a grid at least."""
-        happens = (self.count > 0) & ((self.group_size > 1) | (self.host_bytes > 0))
-        return bool(happens.any() if isinstance(happens, np.ndarray) else happens)
+def occurs(one: Op) -> bool:
+    """Whether anything is exchanged, in some plan of a grid at least."""
+    happens = (one.count > 0) & ((one.group_size > 1) | (one.host_bytes > 0))
+    return bool(happens.any() if isinstance(happens, np.ndarray) else happens)
 
 
 def exchanges(
     held: tuple[Held, Held], stage: Stage, mesh: Mesh, *, grad_bytes: float, weight_bytes: float,
     bucket_params: Num, messages_per_block: float,
-) -> Iterator[Exchange]:  # fmt: skip
+) -> Iterator[Op]:  # fmt: skip
     """The exchanges of one rank of `stage` in one step.
 
     Under DualPipe a rank holds two stages, each of which sees half of the microbatches there and half on the
@@ -145,27 +130,27 @@ def exchanges(
         weights = messages(moved, gathered)
         weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
         copied = gathered * group
-        of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload}
-        of_shards = {"collective": "reduce_scatter", "host_bytes": sums_on_host(mesh) * grad_payload / group}
-        of_weights: dict[str, Any] = {"collective": "all_gather", "payload_bytes": weight_payload}
-        for op, shards_copied, count, how in (
-            ("gradients", copied, sharded * reductions * grads, of_grads | of_shards),
-            ("gradients", 0.0, (1.0 - sharded) * grads, of_grads | {"collective": "all_reduce"}),  # DDP
-            ("weights", copied, rounds * sharded * weights, of_weights | {"behind": "forward"}),
-            ("weights", copied, rounds * gathered * weights, of_weights | {"behind": "backward"}),
-        ):
-            how |= {"group_size": group, "stride": stride, "runs": runs}
-            yield Exchange(op=f"{name}{op}", count=count, shards_copied=shards_copied, **how)
-        yield Exchange(
-            op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_payload / group, group_size=ranks / at_place, stride=far,
-            runs=far_runs, count=reductions * grads,
+        of_grads = f"{name}gradients", "backward"
+        how: dict[str, Any] = {"stride": stride, "runs": runs}
+        sharing = how | {"shards_copied": copied}
+        yield exchange(
+            *of_grads, "reduce_scatter", grad_payload, group, count=sharded * reductions * grads,
+            host_bytes=sums_on_host(mesh) * grad_payload / group, **sharing,
+        )  # fmt: skip
+        whole = (1.0 - sharded) * grads  # DDP
+        yield exchange(*of_grads, "all_reduce", grad_payload, group, count=whole, **how)
+        for phase, share in (("forward", sharded), ("backward", gathered)):
+            of = f"{name}weights", phase, "all_gather", weight_payload, group
+            yield exchange(*of, count=rounds * share * weights, **sharing)
+        yield exchange(
+            *of_grads, "all_reduce", grad_payload / group, ranks / at_place, stride=far, runs=far_runs,
+            count=reductions * grads,
         )  # fmt: skip
 
 
 def shared_weights(
     model: Model, shared: Iterable[Op], stage: Stage, mesh: Mesh, cut: Cut, grad_bytes: float
-) -> Iterator[Exchange]:
+) -> Iterator[Op]:
     """Gradients of weights that several ranks of one replica hold, summed once a step.
 
     `shared`: what the tensor-parallel ranks exchange for one block (`block.shared_gradients`).
@@ -174,16 +159,14 @@ def shared_weights(
     """
     if model.tied_embedding and mesh.plan.lora_rank == 0:
         apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * 1.0
-        yield Exchange(
-            op="tied_embedding", collective="all_reduce", behind="",
-            payload_bytes=grad_bytes * model.vocab * model.hidden / cut.tp, group_size=1.0 + apart,
-            stride=mesh.apart(mesh.pp - 1.0), count=apart,
+        payload = grad_bytes * model.vocab * model.hidden / cut.tp
+        yield exchange(
+            "tied_embedding", "step", "all_reduce", payload, 1.0 + apart, stride=mesh.apart(mesh.pp - 1.0),
+            count=apart,
         )  # fmt: skip
     replicated = ("cp",) if cut.layout != "2d-cp" else ("cp", GRID_AXES[1])
     for op in shared:
         if op.axis not in replicated:  # those are replicas, whose exchange is `exchanges`'
-            yield Exchange(
-                op="shared_norms", collective=op.collective, behind="",
-                payload_bytes=op.payload_bytes * stage.num_layers, group_size=op.group_size,
-                stride=op.stride, count=(stage.num_layers > 0) * 1.0,
-            )  # fmt: skip
+            payload, there = op.payload_bytes * stage.num_layers, (stage.num_layers > 0) * 1.0
+            named = structs.replace(op, module="step", name="shared_norms", axis="dp")
+            yield structs.replace(named, payload_bytes=payload, count=there)

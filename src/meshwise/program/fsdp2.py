@@ -52,7 +52,8 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import FSDP2, Exchange, at_stage, num_reductions, replicas
+from meshwise.program.exchange import FSDP2, at_stage, exchange, num_reductions, replicas
+from meshwise.program.op import Op
 from meshwise.program.order import gathers
 from meshwise.program.tensor_1d import shards
 from meshwise.program.weights_of_ops import is_quantized
@@ -233,7 +234,7 @@ def optimizer_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     return (1.0 - share) * whole
 
 
-def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
+def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Op]:
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
     ways = 1.0 / stage.share
     to_other_way = mesh.apart(np.abs(mesh.pp - 1.0 - 2.0 * stage.index))
@@ -247,27 +248,24 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
         trained = trains.padded_size(mesh, cut)
         grad_bytes = trained * reduced_bytes(mesh, cut)
         rounds = unit.count * reductions(stage, mesh) * (trained > 0)
-        common: dict[str, Any] = {"group_size": ranks, "stride": stride, "runs": runs, "shards_copied": ranks}
-        for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
-            yield Exchange(
-                op=f"{name}weights", collective="all_gather", behind=behind,
-                payload_bytes=gathered, count=count, host_bytes=unit.host_bytes(mesh, cut), **common,
+        place: dict[str, Any] = {"stride": stride, "runs": runs, "shards_copied": ranks}
+        for phase, count in zip(("forward", "backward"), unit.gathers, strict=True):
+            yield exchange(
+                f"{name}weights", phase, "all_gather", gathered, ranks, count=count,
+                host_bytes=unit.host_bytes(mesh, cut), **place,
             )  # fmt: skip
-        yield Exchange(
-            op=f"{name}gradients", collective="reduce_scatter", behind="backward",
-            payload_bytes=grad_bytes, count=rounds * ((ranks > 1) | (mesh.offload_optimizer > 0)),
-            host_bytes=trains.host_bytes(mesh, cut), **common,
+        of_grads = f"{name}gradients", "backward"
+        yield exchange(
+            *of_grads, "reduce_scatter", grad_bytes, ranks, host_bytes=trains.host_bytes(mesh, cut),
+            count=rounds * ((ranks > 1) | (mesh.offload_optimizer > 0)), **place,
         )  # fmt: skip
-        yield Exchange(
-            op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_bytes / ranks, group_size=ways * holders / ranks, stride=far,
-            runs=far_runs, count=rounds * (ways * holders > ranks),
+        yield exchange(
+            *of_grads, "all_reduce", grad_bytes / ranks, ways * holders / ranks, stride=far, runs=far_runs,
+            count=rounds * (ways * holders > ranks),
         )  # fmt: skip
 
 
-def shared_weights(
-    model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut
-) -> Iterator[Exchange]:
+def shared_weights(model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Op]:
     """Gradients of weights that several ranks of one replica hold, summed once a step."""
     accumulates = (1.0 - sums_are_shards(mesh)) * ((mesh.pp > 1) | (mesh.num_microbatches > 1))
     is_wide = 1.0 if SOFTWARE[mesh.plan.software].sums_wide else accumulates
@@ -276,19 +274,17 @@ def shared_weights(
         for weight in unit.weights:
             is_part = weight.gradient == "part" or (weight.gradient == "tokens" and cut.sequence_parallel)
             if weight.cut == WHOLE and is_part and weight.trains and not weight.is_expert:
-                yield Exchange(
-                    op="shared_weights", collective="all_reduce", behind="backward", axis="tp",
-                    payload_bytes=weight.size * (narrow + is_wide * (wide - narrow)),
-                    group_size=mesh.tp, stride=mesh.stride("tp"),
-                    count=unit.count * reductions(stage, mesh) * (mesh.tp > 1),
+                payload = weight.size * (narrow + is_wide * (wide - narrow))
+                yield exchange(
+                    "shared_weights", "backward", "all_reduce", payload, mesh.tp, "tp",
+                    stride=mesh.stride("tp"), count=unit.count * reductions(stage, mesh) * (mesh.tp > 1),
                 )  # fmt: skip
     if model.shares_table and not mesh.plan.lora_rank:
         table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
         local = Unit(table, 1.0, (0.0, 0.0)).local_size(mesh, cut)
         apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * (local > 0) * 1.0
-        yield Exchange(
-            op="tied_embedding", collective="all_reduce", behind="backward", axis="pp",
-            payload_bytes=local * shard_bytes(mesh, cut), group_size=1.0 + apart,
+        yield exchange(
+            "tied_embedding", "backward", "all_reduce", local * shard_bytes(mesh, cut), 1.0 + apart, "pp",
             stride=mesh.apart(mesh.pp - 1.0), count=apart,
         )  # fmt: skip
 

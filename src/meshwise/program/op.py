@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from msgspec import Struct, structs
 
 from meshwise.core.units import DTYPE_BYTES, WEIGHT_BITS, Num
@@ -107,7 +108,9 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     tensor; it may run while the op `hides_behind` of the same module and phase computes (`behind_gradient`:
     only its gradient of the input, or of the weight). In a dispatch of
     tokens each token chooses so many `choices`, of some of `groups` of experts (`cost.experts.met_places`),
-    and is sent once to each rank, and node, that they meet.
+    and is sent once to each rank, and node, that they meet. Ranks lie `stride` apart, in `runs` of so many
+    and that far apart (`Mesh.replica_runs`). `shards_copied`: ranks whose shards old software copies one by
+    one, for each message; `host_bytes` come from the host before it, or go there behind it.
     `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
     collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
     `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
@@ -144,6 +147,9 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     group_size: Num = 1.0
     stride: Num = 1.0
     payload_bytes: Num = 0.0
+    runs: tuple[Num, Num] = (np.inf, 1.0)
+    shards_copied: Num = 0.0
+    host_bytes: Num = 0.0
     choices: float = 0.0
     groups: tuple[float, float] = (0.0, 0.0)
     hides_behind: str = ""
@@ -398,6 +404,17 @@ def backward_last(ops: list[Op]) -> list[Op]:
     return forward + [op for group in reversed(groups) for op in group]
 
 
+def on_links(kind: Any, axis: str, group_size: Num, payload_bytes: Num) -> dict[str, Any]:
+    """The columns of a collective."""
+    return {
+        "collective": kind,
+        "axis": axis,
+        "group_size": float(group_size),
+        "payload_bytes": float(payload_bytes),
+        "sent_bytes": float(sent_bytes(kind, payload_bytes, group_size)),
+    }
+
+
 def op_row(op: Op, *, weight_elem_bytes: float = 2.0) -> dict[str, Any]:
     """The columns of one occurrence of `op`, and how often it occurs.
 
@@ -412,13 +429,7 @@ def op_row(op: Op, *, weight_elem_bytes: float = 2.0) -> dict[str, Any]:
         "dtype": op.dtype,
     }
     if op.kind == "collective":
-        return row | {
-            "collective": op.collective,
-            "axis": op.axis,
-            "group_size": float(op.group_size),
-            "payload_bytes": float(op.payload_bytes),
-            "sent_bytes": float(sent_bytes(op.collective, op.payload_bytes, op.group_size)),  # type: ignore[arg-type]
-        }
+        return row | on_links(op.collective, op.axis, op.group_size, op.payload_bytes)
     return row | {
         "flop": float(op.cost.flop),
         "read_bytes": float(op.cost.read_bytes),

@@ -25,7 +25,7 @@ from meshwise.core.refusals import refuse, told
 from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
-from meshwise.estimate.priced_part import Part, PricedOp, price_parts
+from meshwise.estimate.priced_part import Part, price_parts
 from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
@@ -292,8 +292,8 @@ def _price_stage(serving: Serving, stage: Stage, priced: Sequence[Part], cut: Cu
     time_s["engine"] = serving.engine_s
     for count, part in contents(stage, priced):
         for row in part.rows:
-            if isinstance(row, PricedOp) or serving.machine.op_host_s:
-                name = _spent_on(row.op) if isinstance(row, PricedOp) else "engine"
+            if not row.is_wait or serving.machine.op_host_s:
+                name = "engine" if row.is_wait else _spent_on(row.op)
                 time_s[name] = time_s[name] + count * row.spent_s
     overheads = serving.machine.overheads
     return PricedPass(time_s, serving_memory(serving.model, stage, priced, serving.mesh, cut, overheads))
