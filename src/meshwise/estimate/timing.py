@@ -14,13 +14,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import (
@@ -64,9 +63,6 @@ DISPATCH_CORES = 24.0
 
 STACK_CELLS = 2**15
 """Numbers that are timed in one call at most: more do not stay in the cache."""
-
-MANY_CELLS = 2**11
-"""Numbers of an op of which many are alike: they are timed once for each kind, but for what is soon said."""
 
 EXPERT_LIBRARIES = ("aiter", "triton", "trtllm")
 """Libraries of grouped matmuls, the preferred one first."""
@@ -234,20 +230,10 @@ def op_times(ops: Sequence[Op], machine: Machine) -> list[Num]:
         most = max(1, STACK_CELLS // max(1, math.prod(shape)))
         for chosen in (alike[i : i + most] for i in range(0, len(alike), most)):
             stacks = _stacked([_numbers(ops[i]) for i in chosen], ndim)
-            timed = partial(_SECONDS[kind], machine, ops[chosen[0]])
-            is_large = math.prod(shape) > MANY_CELLS and kind != "kernel" and ndim == 1
-            seconds = np.asarray(_of_kinds(timed, stacks) if is_large else timed(*stacks))
+            seconds = np.asarray(_SECONDS[kind](machine, ops[chosen[0]], *stacks))
             for i, each_s in zip(chosen, seconds.tolist() if seconds.ndim == 1 else seconds, strict=True):
                 times[i] = each_s
     return times
-
-
-def _of_kinds(timed: Callable[..., Num], stacks: Sequence[Stack]) -> Num:
-    """`timed` of `stacks`, once for all cells whose numbers are the same."""
-    spread = np.broadcast_arrays(*stacks)
-    table = np.stack([stack.ravel() for stack in spread])
-    first, kind = distinct_columns(table)
-    return np.broadcast_to(timed(*table[:, first]), first.shape)[kind].reshape(spread[0].shape)
 
 
 def _numbers(op: Op) -> tuple[Num, ...]:

@@ -220,23 +220,23 @@ class BestPlans:
         self.runnable = _first(cells, figures, rows, self.runnable, "step_s")
 
     def _add_front(self, cells: Cells, times: Floats, memory: Floats) -> None:
-        """Plans of rows whose corner (least time, least memory) the front does not beat; a few rows first."""
+        """Plans of rows whose corner (least time, least memory) the front does not beat."""
         by_row = times.reshape(-1, times.shape[-1])
         held = np.where(np.isfinite(by_row), memory.reshape(by_row.shape), np.inf)
         corner_s, corner_bytes = by_row.min(axis=0), held.min(axis=0)
-        rows = np.flatnonzero(np.isfinite(corner_s))
-        for some in (rows[:: max(len(rows) // 64, 1)], rows):
-            some = some[~self._beaten(corner_s[some], corner_bytes[some])]
-            seconds, size = by_row[:, some], held[:, some]
-            cells_of = np.flatnonzero(np.isfinite(seconds))
-            at = cells_of[~self._beaten(seconds.ravel()[cells_of], size.ravel()[cells_of])]
-            order = at[np.lexsort((size.ravel()[at], seconds.ravel()[at]))]
-            least = np.minimum.accumulate(size.ravel()[order])
-            is_new = np.ones(len(order), dtype=bool)
-            is_new[1:] = least[1:] < least[:-1]
-            tails, picked = np.divmod(order[is_new], max(len(some), 1))
-            places = tails * by_row.shape[1] + some[picked] if len(some) else order[:0]
-            self.front = _front([*self.front, *(found_at(cells, int(place)) for place in places)])
+        some = np.flatnonzero(np.isfinite(corner_s) & ~self._beaten(corner_s, corner_bytes))
+        if not some.size:
+            return
+        seconds, size = by_row[:, some].ravel(), held[:, some].ravel()
+        cells_of = np.flatnonzero(np.isfinite(seconds))
+        at = cells_of[~self._beaten(seconds[cells_of], size[cells_of])]
+        order = at[np.lexsort((size[at], seconds[at]))]
+        least = np.minimum.accumulate(size[order])
+        is_new = np.ones(len(order), dtype=bool)
+        is_new[1:] = least[1:] < least[:-1]
+        tails, picked = np.divmod(order[is_new], len(some))
+        places = tails * by_row.shape[1] + some[picked]
+        self.front = _front([*self.front, *(found_at(cells, int(place)) for place in places)])
 
     def _beaten(self, step_s: Floats, memory: Floats) -> NDArray[np.bool_]:
         """Which of these a plan of the front beats, or equals, in both."""
