@@ -135,7 +135,5 @@ def test_the_sample_of_a_space_is_of_its_plans() -> None:
     assert sum(one.memory_bytes <= found.capacity_bytes for one in sample) >= found.plans_feasible > 0
     assert min(one.step_s for one in sample if one.memory_bytes <= found.capacity_bytes) == best.step_s
     for one in sample[:200]:
-        again = mw.estimate(
-            best.model, best.cluster, one.plan_text, batch=8, seq=2048, microbatch=one.values["microbatch"]
-        )
+        again = mw.estimate(best.model, best.cluster, one.text, batch=8, seq=2048, microbatch=one.microbatch)
         assert again.step_s == one.step_s

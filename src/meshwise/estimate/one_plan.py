@@ -247,6 +247,11 @@ class Estimate(Shown):
             for row in part_rows(name, self.step.parts[name], phases, waits=False)
         )
 
+    def changed(self, microbatch: int | None = None, **keys: Any) -> Estimate:
+        """The same job under a plan with other values of some keys."""
+        work = self.workload if microbatch is None else replace(self.workload, microbatch=microbatch)
+        return estimate(self.model, self.cluster, replace(self.plan, **keys), work)
+
     def host_bytes(self) -> float:
         """Bytes that the ranks of a host, at most, keep in its memory: each as much as the fullest."""
         at_home = replace(self.plan, offload_optimizer=0.0, offload_activations=0.0)

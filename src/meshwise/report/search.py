@@ -25,7 +25,8 @@ from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import Fields, Table, difference_text, pair_row, records_table
 from meshwise.search.assumptions import Assumption, hurts_most
 from meshwise.search.basis import NOTABLE, Basis
-from meshwise.search.cloud import Sampled, cloud
+from meshwise.search.best_plans import Found
+from meshwise.search.cloud import cloud
 from meshwise.search.difference import Reason
 from meshwise.search.fit_card import CardFit, CardRun
 from meshwise.search.search import Result
@@ -293,18 +294,16 @@ def why_none(result: Result) -> str:
 
 
 def _space(
-    result: Result, sample: Sequence[Sampled], color: str, link: Callable[[str, int], PageLink]
+    result: Result, sample: Sequence[Found], color: str, link: Callable[[str, int], PageLink]
 ) -> plot.Chart:
     """Step time against memory: a sample of the space, colored by the key `color`, and the Pareto front."""
-    by_value: dict[Any, list[Sampled]] = {}
+    by_value: dict[Any, list[Found]] = {}
     for one in sample:
         by_value.setdefault(one.values.get(color), []).append(one)
     values = sorted(by_value, key=lambda value: (isinstance(value, str), value is None, value))
     marks: list[plot.Mark] = []
     for value, shade in zip(values, itertools.cycle(plot.COLORS), strict=False):
-        points = [
-            (of.step_s, of.memory_bytes, of.plan_text, of.values["microbatch"]) for of in by_value[value]
-        ]
+        points = [(of.step_s, of.memory_bytes, of.text, of.microbatch) for of in by_value[value]]
         marks.append(_plans(f"{color}={value}", points, link, color=shade, line="", opacity=0.55))
     front = [(one.step_s, one.memory_bytes, plan_text(one.plan), one.microbatch) for one in result.pareto]
     marks.append(_plans("Pareto front", front, link, color=plot.FRONT_COLOR))

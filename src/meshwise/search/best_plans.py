@@ -21,7 +21,7 @@ from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, Grid, num_stated
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import DATA_PARALLEL, DEFAULTS, Plan, plan_text
+from meshwise.plan.plan import DATA_PARALLEL, DEFAULTS, KEYS, Plan, plan_text
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that tell one family of plans from another."""
@@ -60,6 +60,12 @@ class Found:
         plan = replace(self.base, **{key: value for key, value in self.values.items() if key != "microbatch"})
         alone = {"cp_kind": plan.cp == 1, "sp": plan.tp == 1 and plan.layout == "1d"}
         return replace(plan, **{key: DEFAULTS[key] for key, is_alone in alone.items() if is_alone})
+
+    @property
+    def text(self) -> str:
+        """What the plan states, which need not be the shortest text of it."""
+        chosen = {key: value for key, value in self.values.items() if value != DEFAULTS.get(key, value)}
+        return ",".join(f"{key}={KEYS[key].show(value)}" for key, value in chosen.items())
 
     @property
     def microbatch(self) -> int:

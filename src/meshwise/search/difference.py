@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.plan.plan import KEYS
 
 MICROBATCH = "microbatch"
@@ -91,11 +91,8 @@ def _changes(here: Estimate, best: Estimate, left: Sequence[str]) -> Iterator[Re
 
 
 def _changed(here: Estimate, best: Estimate, keys: tuple[str, ...]) -> Reason | None:
-    of_plan = {key: getattr(best.plan, key) for key in keys if key != MICROBATCH}
-    microbatch = _value(MICROBATCH, best if MICROBATCH in keys else here)
     try:
-        plan, work = replace(here.plan, **of_plan), replace(here.workload, microbatch=microbatch)
-        return Reason(keys, here, estimate(here.model, here.cluster, plan, work))
+        return Reason(keys, here, here.changed(**{key: _value(key, best) for key in keys}))
     except MeshwiseError:
         return None
 

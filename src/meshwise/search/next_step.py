@@ -6,13 +6,13 @@ A change touches one key and leaves what is computed (types, optimizer, adapters
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.plan.plan import DEFAULTS, Plan
-from meshwise.plan.workload import Workload
 from meshwise.search.search import Result, search
 
 _LEAST_GAIN = 0.01
@@ -85,27 +85,18 @@ def other_plans(found: Estimate) -> Result:
 
 
 def _neighbours(found: Estimate) -> Iterator[tuple[str, Estimate]]:
-    work = found.workload
-    for key, value in _changes(found.plan, work.microbatch):
-        try:
-            if key == "microbatch":
-                plan, near = found.plan, Workload(batch=work.batch, seq=work.seq, microbatch=value)
-            else:
-                plan, near = _changed(found.plan, key, value), work
-            text = value if isinstance(value, str) else f"{value:g}"
-            yield f"{key}={text}", estimate(found.model, found.cluster, plan, near)
-        except MeshwiseError:  # it is no plan of this model or cluster
-            continue
+    for key, value in _changes(found.plan, found.workload.microbatch):
+        text = value if isinstance(value, str) else f"{value:g}"
+        with suppress(MeshwiseError):  # it is no plan of this model or cluster
+            yield f"{key}={text}", found.changed(**{key: value}, **GO_TOGETHER.get(key, {}))
 
 
-def _changed(plan: Plan, key: str, value: Any) -> Plan:
-    """The plan with one key changed; what only went with its old value is left open."""
-    changes: dict[str, Any] = {key: value}
-    if key in ("pp", "vpp"):
-        changes["stages"] = None
-    if key == "recompute":
-        changes |= {"recompute_layers": None, "recompute_every": 1, "recompute_modules": ()}
-    return replace(plan, **changes)
+GO_TOGETHER: dict[str, dict[str, Any]] = {
+    "pp": {"stages": None},
+    "vpp": {"stages": None},
+    "recompute": {"recompute_layers": None, "recompute_every": 1, "recompute_modules": ()},
+}
+"""What only went with the old value of a key, and is left open where that changes."""
 
 
 def _changes(plan: Plan, microbatch: int) -> Iterator[tuple[str, Any]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from meshwise.estimate.one_plan import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.plan.plan import plan_text
 from meshwise.search.best_plans import Found
 
@@ -44,6 +44,6 @@ def versions(
     """The plan `first` under each of `names`; `fastest`: the fastest plan of a search under one of them."""
     found: list[Version] = []
     for name in names:
-        run = estimate(first.model, first.cluster, replace(first.plan, software=name), first.workload)
+        run = first.changed(software=name)
         found.append(Version(name, run, fastest(name), found[0].plan.step_s if found else run.step_s))
     return tuple(found)
