@@ -80,7 +80,7 @@ class Axis:
     def numbers(self, key: str) -> NDArray[np.float64]:
         """The values of one of its keys as numbers."""
         column = self.keys.index(key)
-        return np.array([_number(key, values[column]) for values in self.values], dtype=np.float64)
+        return np.array([number_of(key, values[column]) for values in self.values], dtype=np.float64)
 
     @property
     def num_stated(self) -> NDArray[np.intp]:
@@ -151,7 +151,7 @@ class Grid:
         """The meshes at places on the row axes, all of their cells; where a cell is no plan after all."""
         num_tail, num_axes = len(self.tail_axes), np.broadcast(*places).ndim
         numbers = self.fixed | _spread(self.tail_axes, num_tail + num_axes) | _flat(self.row_axes, places)
-        mesh, _ = _mesh(self.plan, self.workload, self.cluster, numbers)
+        mesh = mesh_of(self.plan, self.workload, self.cluster.num_chips, numbers)
         broken = (
             one[(..., *map(operator.mul, places, np.greater(one.shape[num_tail:], 1)))] for one in self.broken
         )
@@ -307,8 +307,7 @@ def _alike(
 
     DualPipe with experts implies other values of such keys than other plans.
     """
-    plan = _first_plan(stated, numbers, is_paired=False)
-    if plan is not None:
+    if plan := _first_plan(stated, numbers, is_paired=False):
         yield plan, numbers
     paired = {
         "schedule": [name for name in numbers.get("schedule", ()) if name.startswith("dualpipe")],
@@ -317,8 +316,7 @@ def _alike(
     numbers = numbers | {key: values for key, values in paired.items() if key in numbers}
     if kinds := sorted(numbers.get("recompute", ()), key="selective".__eq__):
         stated = stated | {"recompute": kinds[0]}  # of which others than selective name no modules
-    plan = _first_plan(stated, numbers, is_paired=True)
-    if plan is not None:
+    if plan := _first_plan(stated, numbers, is_paired=True):
         yield plan, numbers
 
 
@@ -352,14 +350,13 @@ def _grid(
     model: Model, cluster: Cluster, workload: Workload, values: Mapping[str, Sequence[Any]], plan: Plan,
     switches: dict[str, Any], repeats: _Repeats, refused: Refusals, adversity: Adversity,
 ) -> Iterator[Grid]:  # fmt: skip
-    tail = [axis for keys in TAIL if (axis := _axis(keys, values, plan)) is not None]
-    row_axes = [axis for keys in ROWS if (axis := _axis(keys, values, plan)) is not None]
-    if not all(axis.values for axis in (*tail, *row_axes)):
+    axes = [axis for keys in (*TAIL, *ROWS) if (axis := _axis(keys, values, plan)) is not None]
+    if not all(axis.values for axis in axes):
         return
-    num_axes = len(tail) + len(row_axes)
-    spread = _spread((*tail, *row_axes), num_axes)
+    num_axes, num_tail = len(axes), sum(axis.keys in TAIL for axis in axes)
+    spread = _spread(axes, num_axes)
     fixed: dict[str, Num] = {key: number_of(key, getattr(plan, key)) for key in NUMBERS if key not in spread}
-    mesh, sizes = _mesh(plan, workload, cluster, fixed | spread)
+    mesh = mesh_of(plan, workload, cluster.num_chips, sizes := fixed | spread)
     broken = [
         np.array(one, dtype=bool, ndmin=num_axes)
         for one in (
@@ -369,12 +366,15 @@ def _grid(
             *refused(mesh),
         )
     ]
-    for i, axis in enumerate(row_axes, len(tail)):
-        row_axes[i - len(tail)], broken = _narrowed(axis, i, broken)
+    for i, axis in enumerate(axes):
+        axes[i], broken = _narrowed(axis, i, broken)
+    tail, row_axes = axes[:num_tail], axes[num_tail:]
+    if not all(axis.values for axis in tail):
+        return
 
     def mesh_of_stems(is_stem: NDArray[np.bool_]) -> tuple[Mesh, tuple[NDArray[np.intp], ...]]:
         stems = np.unravel_index(np.flatnonzero(is_stem), lengths)
-        return _mesh(plan, workload, cluster, of_all | _flat(row_axes[1:], stems))[0], stems
+        return mesh_of(plan, workload, cluster.num_chips, of_all | _flat(row_axes[1:], stems)), stems
 
     of_rows = [one[(0,) * len(tail)] for one in broken if prod(one.shape[: len(tail)]) == 1]
     num_chunks, *lengths = (len(axis.values) for axis in row_axes)
@@ -485,31 +485,10 @@ def _differ(order: Sequence[str], mesh: Mesh) -> Any:
 
 
 def _axis(keys: tuple[str, ...], values: Mapping[str, Sequence[Any]], plan: Plan) -> Axis | None:
-    """The axis of `keys`, or None where none of them varies; of several keys, the values that go together."""
+    """The axis of `keys`, all combinations of their values, or None where none of them varies."""
     if not any(key in values for key in keys):
         return None
-    combined = itertools.product(*(values.get(key, (getattr(plan, key, None),)) for key in keys))
-    is_tail = keys in TAIL and len(keys) > 1
-    return Axis(keys, [found for found in combined if not is_tail or _go_together(plan, keys, found)])
-
-
-def _go_together(plan: Plan, keys: tuple[str, ...], found: tuple[Any, ...]) -> bool:
-    try:
-        replace(plan, **dict(zip(keys, found, strict=True)))
-    except PlanError:
-        return False
-    return True
-
-
-def _mesh(
-    plan: Plan, workload: Workload, cluster: Cluster, sizes: dict[str, Num]
-) -> tuple[Mesh, dict[str, Num]]:
-    microbatch = sizes.pop("microbatch")
-    return mesh_of(plan, workload, cluster.num_chips, sizes, microbatch), sizes
-
-
-def _number(key: str, value: Any) -> float:
-    return float(value) if key == "microbatch" else number_of(key, value)
+    return Axis(keys, [*itertools.product(*(values.get(key, (getattr(plan, key, None),)) for key in keys))])
 
 
 def _along(numbers: NDArray[Any], place: int, num_axes: int) -> NDArray[Any]:

@@ -47,6 +47,9 @@ def tower_time(tower: TowerParts, stage: Stage, machine: Machine) -> StageTime:
     return stage_time(tower.encoder, of_stage, by_part, tower.mesh, tower.cut, machine)
 
 
+ADDED = "comm_dp_s", "exposed_s", "filling_s", "optimizer_s", "gradient_bytes", "kept_bytes"
+
+
 def with_tower(own: StageCost, tower: TowerParts, machine: Machine) -> StageCost:
     """A stage and the tower on it: all adds up but workspace, which one uses after the other."""
     encoder, mesh, cut = tower.encoder, tower.mesh, tower.cut
@@ -69,13 +72,8 @@ def with_tower(own: StageCost, tower: TowerParts, machine: Machine) -> StageCost
             overhead=own.memory.overhead + is_there * (cost.memory.overhead - context),
         ),
         exchanged=[*own.exchanged, *((one, is_there * seconds) for one, seconds in cost.exchanged)],
-        comm_dp_s=own.comm_dp_s + is_there * cost.comm_dp_s,
-        exposed_s=own.exposed_s + is_there * cost.exposed_s,
-        filling_s=own.filling_s + is_there * cost.filling_s,
-        optimizer_s=own.optimizer_s + cost.optimizer_s,
-        gradient_bytes=own.gradient_bytes + cost.gradient_bytes,
-        kept_bytes=own.kept_bytes + cost.kept_bytes,
         towers=(*own.towers, stage),
+        **{name: getattr(own, name) + is_there * getattr(cost, name) for name in ADDED},
     )
 
 

@@ -154,14 +154,14 @@ class Mesh:
         return stride, (np.where(in_run > 1.0, in_run, np.inf), self.stride(outer))
 
 
-def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], microbatch: Num) -> Mesh:
-    """The mesh of `plan` with the numbers `sizes` (one for each of `NUMBERS`), unchecked.
+def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num]) -> Mesh:
+    """The mesh of `plan` with the numbers `sizes` (one for each of `NUMBERS`, and a microbatch), unchecked.
 
     What a plan leaves out follows: dp is what the world leaves, etp is tp (1 where an engine spreads
     experts), ZeRO shards over all replicas. With ep=1 every rank has all experts, and none is busier.
     """
     tp, cp, pp, vpp, schedule = (sizes[key] for key in ("tp", "cp", "pp", "vpp", "schedule"))
-    kind = sizes["cp_kind"]
+    kind, microbatch = sizes["cp_kind"], sizes.get("microbatch", float(workload.microbatch))
     ulysses = 1.0 + (kind == _ULYSSES) * (cp - 1.0) + (kind == _TWO_LEVEL) * (sizes["ulysses"] - 1.0)
     ring = cp / ulysses
     grid: tuple[Num, ...] = ()

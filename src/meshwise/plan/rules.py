@@ -53,7 +53,7 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> M
     sizes = numbers_of(plan)
     if plan.layout != "1d":
         check_layout(model, plan, workload.seq)
-    mesh = mesh_of(plan, workload, cluster.num_chips, sizes, float(workload.microbatch))
+    mesh = mesh_of(plan, workload, cluster.num_chips, sizes)
     if workload.num_at_once % int(mesh.dp * mesh.microbatch) and workload.kind == "sampling":
         raise WorkloadError(
             f"steps follow each other, and the {workload.num_at_once} sequences of one do not divide by "

@@ -384,10 +384,11 @@ def product(
         )  # fmt: skip
 
 
-def both_ways(op: Op, shape: tuple[Num, ...]) -> Iterator[Op]:
-    """A forward op, and a backward of this shape that does twice its work."""
+def both_ways(op: Op, shape: tuple[Num, ...] | None = None) -> Iterator[Op]:
+    """A forward op, and a backward (of another shape) that does twice its work; what is sent goes back."""
     yield op
-    yield structs.replace(op, phase="backward", shape=shape, cost=op.cost * 2.0, reads=(), keeps=())
+    shape, tensors = op.shape if shape is None else shape, {"reads": (), "makes": (), "keeps": ()}
+    yield structs.replace(op, phase="backward", shape=shape, cost=op.cost * 2.0, **tensors)
 
 
 def backward_last(ops: list[Op]) -> list[Op]:

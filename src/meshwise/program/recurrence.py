@@ -84,8 +84,8 @@ def _local(size: float, units: int, cut: Cut) -> Num:
 
 def _exchange(name: str, cut: Cut, width: Num) -> Iterator[Op]:
     payload, ranks = cut.tokens * width * cut.precision.act_bytes, cut.ulysses * cut.ring
-    for phase in ("forward", "backward"):
-        yield collective(MODULE, name, phase, "all_to_all", "cp", payload, ranks, stride=cut.cp_stride)
+    there = collective(MODULE, name, "forward", "all_to_all", "cp", payload, ranks, stride=cut.cp_stride)
+    yield from both_ways(there)
 
 
 def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
@@ -135,9 +135,8 @@ def _time_steps(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
     prec, rows, steps = cut.precision, cut.tokens, float(own.dt_rank + 2 * own.state_dim)
     x = made(MODULE, "convolved", (rows, inner), prec.act_dtype)
     (y,) = yield from plain_linear(MODULE, "x_proj", x, {"x_proj": steps}, cut)
-    for phase in ("forward", "backward"):
-        payload = rows * steps * prec.act_bytes
-        yield collective(MODULE, "x_proj", phase, "all_reduce", "tp", payload, cut.tp, stride=cut.tp_stride)
+    sent = "all_reduce", "tp", rows * steps * prec.act_bytes, cut.tp
+    yield from both_ways(collective(MODULE, "x_proj", "forward", *sent, stride=cut.tp_stride))
     if own.inner_norms:
         yield from elementwise(MODULE, "x_norm", "rmsnorm", y, prec)
     ranks = made(MODULE, "steps", (rows, float(own.dt_rank)), prec.act_dtype)
@@ -154,4 +153,4 @@ def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
         module=MODULE, name="scan", phase="forward", kind="kernel", shape=(rows, inner), cost=cost,
         reads=(kept,), makes=(result,), keeps=(kept,), dtype=prec.dtype,
     )  # fmt: skip
-    yield from both_ways(op, op.shape)
+    yield from both_ways(op)

@@ -136,7 +136,7 @@ def _priced(
     plan, prompt = base.mesh.plan, base.prompt
     ranks, tp, ep = (np.array(column, dtype=np.float64)[:, None] for column in zip(*layouts, strict=True))
     sizes = numbers_of(plan) | {"tp": tp, "ep": ep}
-    mesh = mesh_of(plan, Workload(batch=1, seq=prompt, kind="decode"), MAX_RANKS, sizes, 1.0)
+    mesh = mesh_of(plan, Workload(batch=1, seq=prompt, kind="decode"), MAX_RANKS, sizes)
     of = replace(base, mesh=replace(mesh, dp=ranks / tp), cluster=replace(cluster, num_chips=MAX_RANKS))
     memory = memory_bytes(of, 1.0)
     room = of.usable_bytes - memory["weights"] - memory["working"]
@@ -168,7 +168,7 @@ def _is_plan(base: Serving, cluster: Cluster, layout: Layout) -> bool:
     plan = base.mesh.plan
     sizes = numbers_of(plan) | {"tp": float(tp), "ep": float(ep)}
     workload = Workload(batch=ranks // tp, seq=base.prompt, kind="decode")
-    mesh = mesh_of(plan, workload, ranks, sizes, 1.0)
+    mesh = mesh_of(plan, workload, ranks, sizes)
     return not any(rule.is_broken for rule in rules(base.model, mesh, sizes, cluster))
 
 
