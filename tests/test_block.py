@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.core.errors import PlanError
 from meshwise.cost.op import attended_pairs
-from meshwise.estimate.priced_part import PricedOp
 from meshwise.estimate.timing import op_times
 from meshwise.model.architecture import Layer, Model
 from meshwise.model.find import find_model
@@ -288,7 +287,7 @@ def test_dualpipe_with_experts_is_deepseeks_framework() -> None:
 
 def test_an_op_takes_as_long_whichever_are_timed_with_it() -> None:
     found = mw.estimate("deepseek-v3", "h800-sxm:64", "pp=2,ep=32,dispatch=per_rank", batch=64, seq=4096)
-    rows = [row for part in found.step.parts.values() for row in part.rows if isinstance(row, PricedOp)]
+    rows = [row for part in found.step.of.by_part for row in part.rows if not row.is_wait]
     assert {row.op.name for row in rows if row.op.choices} == {"dispatch", "combine"}
     for row in rows:
         assert op_times([row.op], found.machine) == pytest.approx([row.time_s])

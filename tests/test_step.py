@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.one_plan import TIME_PARTS, Estimate, estimate, model_flop
+from meshwise.estimate.priced_model import priced_model
 from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.step import play, price_step
 from meshwise.estimate.timing import Machine, machine, op_times
@@ -65,7 +66,8 @@ def layers_memory(name: str, extra: str) -> tuple[float, float]:
     cluster = find_cluster(f"a100-80g-sxm:{gpus}")
     mesh = resolve(model, plan, Workload(batch=batch, seq=2048, microbatch=micro), cluster)
     first = replace(stages_of(model, mesh)[0], embeddings=0.0, heads=0.0)
-    memory = price_step(model, mesh, machine(cluster, "bf16", ideal=True), [first]).stages[0].memory
+    priced = priced_model(model, mesh, machine(cluster, "bf16", ideal=True))
+    memory = price_step(priced, [first]).stages[0].memory
     states = memory.weights + memory.gradients + memory.optimizer
     return float(states) / GIB, float(memory.activations) / GIB
 
@@ -118,9 +120,9 @@ def test_a_layer_with_and_without_sequence_parallelism_korthikanti_table_4(
     """
     plan = f"tp=8,sp={sp},attention=unfused,software=megatron-2020"
     of = priced("megatron-22b", plan, cluster="a100-80g-sxm:8", batch=4, microbatch=4)
-    layer = of.step.parts["layer"]
+    layer = of.step.of.parts["layer"]
     assert 1e3 * float(layer.forward_s) == pytest.approx(forward_ms, rel=0.09)
-    adding_s = sum(row.spent_s for row in layer.rows if getattr(row, "name", "") == "add_gradients")
+    adding_s = sum(row.spent_s for row in layer.rows if row.op.name == "add_gradients")
     backward_s = float(layer.backward_s + layer.weight_s - adding_s)
     assert 1e3 * backward_s == pytest.approx(backward_ms, rel=0.02)
 
@@ -162,7 +164,7 @@ def test_the_stage_of_the_head_waits_for_its_microbatches() -> None:
 
 
 def played_pipeline(of: Estimate) -> Timeline:
-    return play(of.model, of.mesh, of.step, of.machine, hop_s=float(of.step.hop_s))
+    return play(of.step, hop_s=float(of.step.hop_s))
 
 
 def test_uneven_stages_are_played() -> None:
@@ -229,7 +231,7 @@ def placed(model: str | mw.Model, pp: int, plan: str, cluster: str = "h100-80g-s
 def test_no_placement_has_a_faster_slowest_stage(name: str, layers: int, pp: int, schedule: str) -> None:
     model = replace(mw.find_model(name), num_layers=layers)
     of = placed(model, pp, f"schedule={schedule}")
-    seconds = [part.forward_s + part.backward_s + part.weight_s for part in of.step.parts.values()]
+    seconds = [part.forward_s + part.backward_s + part.weight_s for part in of.step.of.by_part]
     embedding, layer, head = map(float, seconds)
     slowest = min(
         max(sizes[0] * layer + embedding, *(size * layer for size in sizes[1:-1]), sizes[-1] * layer + head)
@@ -256,7 +258,7 @@ def test_stages_that_are_stated_as_they_are_placed_cost_the_same(pp: int, plan: 
 @pytest.mark.parametrize("plan", ["pp=4,vpp=4,ep=64", "pp=8,vpp=2,ep=32", "pp=8,vpp=4,ep=32"])
 def test_short_ends_take_as_long_as_they_do_played(plan: str) -> None:
     of = mw.estimate("deepseek-v3", "gb200:256", f"{plan},dtype=fp8", batch=2048, seq=4096)
-    played = play(of.model, of.mesh, of.step, of.machine, hop_s=float(of.step.hop_s))
+    played = play(of.step, hop_s=float(of.step.hop_s))
     found_s = float(of.step.work_s + of.step.bubble_s + of.step.comm_pp_s)
     assert found_s == pytest.approx(played.makespan_s, rel=0.02)
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from meshwise.core.columns import chosen_cells
 from meshwise.core.units import Num
-from meshwise.estimate.ends import best_ends, least_of_others_s, other_ends, part_weights
-from meshwise.estimate.priced_cuts import PricedParts, priced_parts
+from meshwise.estimate.ends import Ends, best_ends, least_of_others_s, other_ends, part_weights
+from meshwise.estimate.priced_model import PricedModel, priced_model
 from meshwise.estimate.stage_cost import StageCost
 from meshwise.estimate.step import StepCost, Wants, mean_phases_s, price_step, waits_s
 from meshwise.estimate.timing import Machine
@@ -40,70 +40,68 @@ NO_GAIN_FRAC = 1e-4
 
 def step_cost(model: Model, mesh: Mesh, machine: Machine) -> StepCost:
     """The cost of one step of the plans of `mesh`, with the `ends` that make it fastest."""
-    parts = priced_parts(model, mesh, machine)
-    return placed_cost(model, placed(model, mesh, machine, parts), machine, parts)
+    return placed_cost(placed(priced_model(model, mesh, machine)))
 
 
-def placed(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Mesh:
-    """`mesh` with the `ends` that make the slowest stage fastest; with none where layers are dealt evenly.
+def with_ends(of: PricedModel, ends: Ends) -> PricedModel:
+    """The same plans with other ends."""
+    return replace(of, mesh=replace(of.mesh, ends=ends))
+
+
+def placed(of: PricedModel) -> PricedModel:
+    """The plans with the `ends` that make the slowest stage fastest; with none where layers are dealt evenly.
 
     Of stages that the plan states, with the ends that it would have without stating them.
     """
+    mesh = of.mesh
     if has_fixed_ends(mesh):
-        return mesh
+        return of
     if mesh.plan.stages:
-        unstated = placed(model, replace(mesh, plan=replace(mesh.plan, stages=None)), machine, parts)
-        return replace(mesh, ends=placed_cost(model, unstated, machine, parts).mesh.ends)
-    seconds, *_ = part_weights(model, mesh, machine, parts, again=0.0)
-    return replace(mesh, ends=best_ends(model, mesh, seconds))
+        unstated = replace(of, mesh=replace(mesh, plan=replace(mesh.plan, stages=None)))
+        return with_ends(of, placed_cost(placed(unstated)).of.mesh.ends)
+    seconds, *_ = part_weights(of, again=0.0)
+    return with_ends(of, best_ends(of.model, mesh, seconds))
 
 
-def placed_cost(
-    model: Model, mesh: Mesh, machine: Machine, parts: PricedParts, wants: Wants | None = None
-) -> StepCost:
-    """The cost of one step of the plans of a `placed` mesh, with other ends wherever they are faster.
+def placed_cost(of: PricedModel, wants: Wants | None = None) -> StepCost:
+    """The cost of one step of `placed` plans, with other ends wherever they are faster.
 
-    `parts`: those of `mesh`. `wants`: the plans whose memory is told (`price_step`) and whose other ends are
-    tried; None: all. In a grid `step_s`, `memory_bytes` and `mesh` alone are those of the fastest ends; the
+    `wants`: the plans whose memory is told (`price_step`) and whose other ends are
+    tried; None: all. In a grid `step_s`, `memory_bytes` and the mesh alone are those of the fastest ends; the
     rest is as it is with those that make the slowest stage fastest.
     """
-    if has_fixed_ends(mesh):
-        return price_step(model, mesh, machine, None, parts, wants)
-    found = price_step(model, mesh, machine, None, parts)
-    if mesh.plan.stages or not mesh.trains:
-        return found
-    return _with_faster_ends(model, found, machine, parts, wants)
+    if has_fixed_ends(of.mesh):
+        return price_step(of, wants=wants)
+    found = price_step(of)
+    return found if of.mesh.plan.stages or not of.mesh.trains else _with_faster_ends(found, wants)
 
 
-def _with_faster_ends(
-    model: Model, found: StepCost, machine: Machine, parts: PricedParts, wants: Wants | None
-) -> StepCost:
+def _with_faster_ends(found: StepCost, wants: Wants | None) -> StepCost:
     """`found` with other ends wherever its step is faster by them; see `placed_cost`."""
-    bound, worth_s = _bound(found, machine), found.step_s * (1.0 - NO_GAIN_FRAC)
-    others_s = least_of_others_s(model, found.mesh, [part.total_s for part in found.parts.values()])
-    least_s = bound.step_s(found.mesh, np.maximum(sum(bound.mean_s), others_s))
+    of, bound, worth_s = found.of, _bound(found), found.step_s * (1.0 - NO_GAIN_FRAC)
+    others_s = least_of_others_s(of.model, of.mesh, [part.total_s for part in of.by_part])
+    least_s = bound.step_s(of.mesh, np.maximum(sum(bound.mean_s), others_s))
     is_open = least_s < worth_s
     needed = 0.0 if wants is None else _least(found, lambda cost: cost.memory.total)
     if wants is not None:
-        is_open = is_open & wants(found.mesh, least_s, needed)
+        is_open = is_open & wants(of.mesh, least_s, needed)
     shape = np.shape(np.atleast_1d(worth_s))
     cells = np.nonzero(np.broadcast_to(is_open, shape))
     if not cells[0].size:
         return found
     flat = partial(chosen_cells, cells=cells, shape=shape)
-    mesh, parts = found.mesh.mapped(flat), parts.of_rows(cells[-1])
+    opened = of.of_rows(cells[-1], of.mesh.mapped(flat))
     bound, worth_s, needed = bound.mapped(flat), flat(worth_s), flat(needed)
-    for tried in other_ends(model, mesh, machine, parts):
-        least_s = np.atleast_1d(bound.step_s(mesh, tried.slowest_s))
+    for tried in other_ends(opened):
+        least_s = np.atleast_1d(bound.step_s(opened.mesh, tried.slowest_s))
         is_open = least_s < worth_s
         if wants is not None:
-            is_open = is_open & wants(mesh, least_s, needed)
+            is_open = is_open & wants(opened.mesh, least_s, needed)
         some = np.nonzero(is_open)
         if some[0].size:
             of_some = partial(chosen_cells, cells=some, shape=cells[0].shape)
             first, last = map(of_some, tried.ends)
-            with_ends = replace(mesh.mapped(of_some), ends=(first, last))
-            cost = price_step(model, with_ends, machine, None, parts.of_rows(some))
+            cost = price_step(with_ends(opened.of_rows(some, opened.mesh.mapped(of_some)), (first, last)))
             found = _with_faster(found, cost, of_some(worth_s), tuple(index[some] for index in cells))
     return found
 
@@ -115,15 +113,13 @@ def _with_faster(
     shape = np.shape(found.step_s)
     if not shape:
         return cost if _is_better(cost, found.step_s, found.memory_bytes, worth_s) else found
-    before = found.step_s, found.memory_bytes, *found.mesh.ends
+    before = found.step_s, found.memory_bytes, *found.of.mesh.ends
     wholes = [np.array(np.broadcast_to(one, shape), dtype=np.float64) for one in before]
     is_better = _is_better(cost, wholes[0][cells], wholes[1][cells], worth_s)
-    for whole, other in zip(wholes, (cost.step_s, cost.memory_bytes, *cost.mesh.ends), strict=True):
+    for whole, other in zip(wholes, (cost.step_s, cost.memory_bytes, *cost.of.mesh.ends), strict=True):
         whole[cells] = np.where(is_better, other, whole[cells])
     step_s, memory_bytes, first, last = wholes
-    return replace(
-        found, mesh=replace(found.mesh, ends=(first, last)), step_s=step_s, memory_bytes=memory_bytes
-    )
+    return replace(found, of=with_ends(found.of, (first, last)), step_s=step_s, memory_bytes=memory_bytes)
 
 
 def _is_better(cost: StepCost, step_s: Num, memory_bytes: Num, worth_s: Num) -> Any:
@@ -159,8 +155,8 @@ class _Bound:
         return _Bound(mean_s, of(self.is_bound), of(self.hop_s), of(self.rest_s), self.slowed)
 
 
-def _bound(found: StepCost, machine: Machine) -> _Bound:
-    mesh = found.mesh
+def _bound(found: StepCost) -> _Bound:
+    mesh, overheads = found.of.mesh, found.of.machine.overheads
     lone_s = _least(found, lambda cost: cost.time.unpaired_s)
     return _Bound(
         mean_s=mean_phases_s(mesh, found.stages),
@@ -169,7 +165,7 @@ def _bound(found: StepCost, machine: Machine) -> _Bound:
         rest_s=np.minimum(mesh.pp, mesh.num_microbatches) * lone_s
         + _least(found, lambda cost: cost.comm_dp_s)
         + _least(found, lambda cost: cost.optimizer_s),
-        slowed=1.0 + machine.overheads.straggler_frac * np.log2(mesh.world),
+        slowed=1.0 + overheads.straggler_frac * np.log2(mesh.world),
     )
 
 

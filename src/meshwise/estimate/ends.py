@@ -22,15 +22,13 @@ from numpy.typing import NDArray
 from meshwise.core.columns import distinct_columns, some_columns
 from meshwise.core.units import Num
 from meshwise.estimate.memory import held_params, recomputed
-from meshwise.estimate.priced_cuts import PricedParts
+from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import DENSE, EXPERTS
-from meshwise.estimate.timing import Machine
 from meshwise.estimate.tower import FRONT
-from meshwise.estimate.tower_cost import tower_parts, tower_time
+from meshwise.estimate.tower_cost import tower_time, towers_of
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import MIRRORED, ROUND, folding, loses_step, patterns_of, stages_of
-from meshwise.program.parts import cut_of
 
 Ends = tuple[Num, Num]
 Weights = Sequence[Num]
@@ -82,12 +80,12 @@ class Tried:
     slowest_s: Num
 
 
-def other_ends(model: Model, mesh: Mesh, machine: Machine, parts: PricedParts) -> Iterator[Tried]:
-    """Ends with which no others beat both the slowest and the heaviest stage, but those that `mesh` has.
+def other_ends(of: PricedModel) -> Iterator[Tried]:
+    """Ends with which no others beat both the slowest and the heaviest stage, but those that its mesh has.
 
     The fastest of each plan come first.
     """
-    weights = part_weights(model, mesh, machine, parts, again=1.0)
+    model, mesh, weights = of.model, of.mesh, part_weights(of, again=1.0)
     layers = np.minimum(mesh.recompute_layers, float(model.num_layers))
     matters = mesh.recompute, layers, mesh.pp, mesh.vpp, mesh.schedule, mesh.is_paired * 1.0, *mesh.ends
     spread = np.broadcast_arrays(*matters, *itertools.chain(*weights))
@@ -196,21 +194,19 @@ def _heaviest(model: Model, mesh: Mesh, weights: Sequence[Weights]) -> list[Num]
     return heaviest
 
 
-def part_weights(
-    model: Model, mesh: Mesh, machine: Machine, parts: PricedParts, again: float
-) -> list[Weights]:
+def part_weights(of: PricedModel, again: float) -> list[Weights]:
     """Seconds of a microbatch, with `again` times what all layers recompute; dense weights; experts."""
-    by_part = list(parts.spread().values())
+    model, mesh, by_part = of.model, of.mesh, of.by_part
     seconds = [part.total_s if mesh.trains else part.forward_s for part in by_part]
-    for tower in tower_parts(model, mesh, machine):
-        seconds[0] = seconds[0] + tower_time(tower, FRONT, machine).total_s
+    for tower in towers_of(of):
+        seconds[0] = seconds[0] + tower_time(tower, FRONT).total_s
     if again:
         selective, full = recomputed(replace(FRONT, layers=(model.num_layers / mesh.pp,)), mesh)
         for i, block in enumerate(by_part[1:-1], 1):
             seconds[i] = seconds[i] + again * (selective * block.core_s + np.floor(full) * block.again_s)
     kinds = (DENSE,) if model.moe is None else (DENSE, EXPERTS)
     head = replace(FRONT, embeddings=0.0, heads=1.0, layers=(0.0,) * len(by_part[1:-1]))
-    of_head = held_params(model, head, by_part, cut_of(mesh))  # a tied table may lie there again
+    of_head = held_params(of, head)  # a tied table may lie there again
     params = [[part.held[kind].params for part in by_part] for kind in kinds]
     return [seconds, *params, *([[*params[DENSE][:-1], of_head[DENSE].params]] * model.tied_embedding)]
 

@@ -34,8 +34,7 @@ from meshwise.estimate.fsdp2_peak import (
     shortened,
 )
 from meshwise.estimate.memory import Memory
-from meshwise.estimate.priced_part import Part
-from meshwise.machine.overheads import Overheads
+from meshwise.estimate.priced_model import PricedModel
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
@@ -62,31 +61,25 @@ _SPLIT = tuple(i for i, name in enumerate(SCHEDULES) if name.startswith(("zb", "
 
 
 def fsdp2_memory(
-    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
-    overheads: Overheads, wanted: Any = True,
-) -> tuple[Memory, Num]:  # fmt: skip
+    of: PricedModel, stage: Stage, held: Sequence[Unit], wanted: Any = True
+) -> tuple[Memory, Num]:
     """Memory of one rank of `stage` at its peak, and the most that it keeps for the backward at once.
 
     `held` are the units of its weights. Of the peak, gradients take what the optimizer reads, activations
     what is kept, and buffers the rest. `wanted`: the plans to tell it for.
     """
-    step, kept = _step_bytes(model, stage, parts, held, mesh, cut, wanted)
-    return _memory(held, mesh, cut, overheads, step, kept), kept
+    step, kept = _step_bytes(of, stage, held, wanted)
+    return _memory(of, held, step, kept), kept
 
 
-def least_memory(
-    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
-    overheads: Overheads,
-) -> tuple[Memory, Num]:  # fmt: skip
+def least_memory(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> tuple[Memory, Num]:
     """What a rank of `stage` needs in any case, nothing of it told apart as kept."""
-    least = least_step_bytes(model, stage, parts, held, _shards(held, mesh, cut), mesh, cut)
-    return _memory(held, mesh, cut, overheads, least), 0.0
+    return _memory(of, held, least_step_bytes(of, stage, held)), 0.0
 
 
-def _memory(
-    held: Sequence[Unit], mesh: Mesh, cut: Cut, overheads: Overheads, step: Num, kept: Num = 0.0
-) -> Memory:
+def _memory(of: PricedModel, held: Sequence[Unit], step: Num, kept: Num = 0.0) -> Memory:
     """Memory with a peak of `step` bytes beside weights and states, or that of the update if it is more."""
+    mesh, cut, overheads = of.mesh, of.cut, of.machine.overheads
     local = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
     weights = (1.0 - mesh.offload_optimizer) * local
     states = optimizer_bytes(held, mesh, cut)
@@ -166,10 +159,9 @@ class _Sizes(NamedTuple):
     shared: Num
 
 
-def _step_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut, wanted: Any
-) -> tuple[Num, Num]:
+def _step_bytes(of: PricedModel, stage: Stage, held: Sequence[Unit], wanted: Any) -> tuple[Num, Num]:
     """The most that is alive in a step beside shards of weights and states, and the most that is kept."""
+    model, mesh = of.model, of.mesh
     in_pipeline = mesh.pp > 1
     most_layers = np.ceil(model.num_layers / (mesh.pp * mesh.vpp)) if not mesh.plan.stages else np.inf
     redone = np.minimum(np.ceil(np.minimum(mesh.recompute_layers, model.num_layers) / mesh.vpp), most_layers)
@@ -183,7 +175,7 @@ def _step_bytes(
     shape, orders = num_microbatches.shape, np.stack([schedule.ravel(), num_microbatches.ravel()])
     is_stage = stage.num_layers + stage.embeddings + stage.heads > 0
     is_there = _along(is_stage & wanted, shape).ravel()
-    columns = _SizeTable(_sizes(model, parts, held, mesh, cut), shape)
+    columns = _SizeTable(_sizes(of, held), shape)
     there = np.flatnonzero(is_there)
     table = np.stack([key.ravel()[there] for key in keys])
     first, which = distinct_columns(table)
@@ -219,7 +211,8 @@ class _SizeTable:
         return mapped(lambda _: next(rows), self.tree)
 
 
-def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut) -> _Sizes:
+def _sizes(of: PricedModel, held: Sequence[Unit]) -> _Sizes:
+    model, mesh, cut, parts = of.model, of.mesh, of.cut, of.by_part
     is_selective = np.equal(mesh.recompute, _SELECTIVE)
     # Under tp DTensor makes the gradient of the whole table on each rank, and sums it over microbatches.
     of_table = model.vocab * model.hidden * (not cut.lora_rank)
@@ -353,16 +346,16 @@ def _in_a_piece(model: Model, cut: Cut) -> Num:
     return np.maximum(kept - prec.act_bytes * rows * model.hidden, 0.0)
 
 
-def least_step_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], shards: Num, mesh: Mesh, cut: Cut
-) -> Num:
-    """The least that a step has alive on a rank of `stage`; `shards`: bytes of the gradients' shards."""
+def least_step_bytes(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> Num:
+    """The least that a step has alive on a rank of `stage`."""
+    model, mesh, cut = of.model, of.mesh, of.cut
+    shards = _shards(held, mesh, cut)
     whole = sum((unit.count * unit.gathered_bytes(mesh, cut) for unit in held), 0.0)
     stored = (unit.count * rows * width for unit in held for rows, width in unit.trained.stored(cut))
     sums = np.where(sums_are_shards(mesh) > 0, shards, reduced_bytes(mesh, cut) * sum(stored, 0.0))
     sums = sums * (mesh.num_microbatches > 1)
-    a_microbatch, a_layer = _kept(model, stage, parts, mesh, cut)
-    turn = _turn(stage, parts, mesh)
+    a_microbatch, a_layer = _kept(of, stage)
+    turn = _turn(of, stage)
     alone = (1.0 - at_stage(FSDP2.weights, mesh.zero)) * whole + sums + a_microbatch + turn
     is_split = np.isin(mesh.schedule, _SPLIT)
     num_chunks = mesh.vpp * weight_copies(mesh.schedule)
@@ -378,9 +371,10 @@ def least_step_bytes(
     return np.where(mesh.pp > 1, active + alive + turn * ~is_split, alone)[()]
 
 
-def _kept(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> tuple[Num, Num]:
+def _kept(of: PricedModel, stage: Stage) -> tuple[Num, Num]:
     """What the layers of a rank keep of a microbatch, and one of them, at least."""
-    one_input, is_full = block_input_bytes(model, cut), np.equal(mesh.recompute, _FULL)
+    model, mesh, parts = of.model, of.mesh, of.by_part
+    one_input, is_full = block_input_bytes(model, of.cut), np.equal(mesh.recompute, _FULL)
     blocks = [
         part.saved_bytes - np.equal(mesh.recompute, _SELECTIVE) * part.core_bytes for part in parts[1:-1]
     ]
@@ -400,11 +394,11 @@ def _kept(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cu
     return kept, on_chip * a_layer * np.equal(stage.heads, 0.0)
 
 
-def _turn(stage: Stage, parts: Sequence[Part], mesh: Mesh) -> Num:
+def _turn(of: PricedModel, stage: Stage) -> Num:
     """What the head, or the first block of a backward, holds in its turn beyond what it keeps."""
-    is_selective = np.equal(mesh.recompute, _SELECTIVE)
+    is_selective = np.equal(of.mesh.recompute, _SELECTIVE)
     turns = []
-    for part in parts[1:]:
+    for part in of.by_part[1:]:
         live = part.live[0]
         most = np.where(is_selective, live.backward.before, live.whole_backward.before)
         turns.append(np.maximum(most - part.saved_bytes, 0.0))

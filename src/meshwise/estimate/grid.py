@@ -26,9 +26,9 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.adverse import Adversity, adverse_machine
 from meshwise.estimate.balance import placed, placed_cost
-from meshwise.estimate.priced_cuts import PricedParts, priced_parts
+from meshwise.estimate.priced_model import PricedModel, priced_model
 from meshwise.estimate.step import StepCost, Wants, least_of_ops, least_step_s
-from meshwise.estimate.timing import Machine, machine_for
+from meshwise.estimate.timing import machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
@@ -94,9 +94,9 @@ class Grid:
 
     `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows`: of each row
     the place on the first of the `row_axes`, that of `CHUNKS`, and the stem; `stems`: of each stem the place
-    on each of the others. `fixed`: the numbers that do not vary. `parts`: the parts of the model in every
-    stem; `least_s`: no plan of a row takes less (`step.least_step_s`). `broken`: where cells are no plans by
-    rules that look at a tail axis, along all axes.
+    on each of the others. `fixed`: the numbers that do not vary. `priced`: the model in every stem.
+    `least_s`: no plan of a row takes less (`step.least_step_s`). `broken`: where cells are no plans by rules
+    that look at a tail axis, along all axes.
     """
 
     model: Model
@@ -109,10 +109,9 @@ class Grid:
     stems: tuple[NDArray[np.intp], ...]
     rows: tuple[NDArray[np.intp], NDArray[np.intp]]
     fixed: dict[str, Num]
-    machine: Machine
     adversity: Adversity
     broken: list[NDArray[np.bool_]]
-    parts: PricedParts
+    priced: PricedModel
     least_s: NDArray[np.float64]
 
     @property
@@ -168,39 +167,36 @@ class Grid:
         for first in range(0, len(some), self.rows_at_once):
             of = some[first : first + self.rows_at_once]
             mesh, broken = self.mesh(of)
-            mesh = self.adversity.mesh(self.model, mesh, self.machine)
-            parts = self.parts.of_rows(self.rows[1][of])
-            mesh = placed(self.model, mesh, self.machine, parts)
+            mesh = self.adversity.mesh(self.model, mesh, self.priced.machine)
+            priced = placed(self.priced.of_rows(self.rows[1][of], mesh))
             if wants is None:
-                yield self._cells([*tail, of], mesh, parts, wants, broken)
+                yield self._cells([*tail, of], priced, wants, broken)
             else:
-                yield from self._wanted(of, mesh, parts, wants, broken)
+                yield from self._wanted(of, priced, wants, broken)
 
     def _wanted(
-        self, rows: NDArray[np.intp], mesh: Mesh, parts: PricedParts, wants: Wants, broken: Any
+        self, rows: NDArray[np.intp], priced: PricedModel, wants: Wants, broken: Any
     ) -> Iterator[Cells]:
         """Price the wanted plans of some rows, by what their ops take and need: a few, then what is left."""
         shape = (*self.shape[:-1], len(rows))
-        least = [np.broadcast_to(one, shape) for one in least_of_ops(self.model, mesh, parts, self.machine)]
-        left = np.nonzero(np.broadcast_to(~np.asarray(broken) & wants(mesh, *least), shape))
+        least = [np.broadcast_to(one, shape) for one in least_of_ops(priced)]
+        left = np.nonzero(np.broadcast_to(~np.asarray(broken) & wants(priced.mesh, *least), shape))
         for few in (True, False):
             if not left[0].size:
                 return
-            of_left = mesh.mapped(partial(chosen_cells, cells=left, shape=shape))
+            of_left = priced.mesh.mapped(partial(chosen_cells, cells=left, shape=shape))
             worth = wants(of_left, *(one[left] for one in least), few=few)
             chosen, left = (tuple(index[is_in] for index in left) for is_in in (worth, ~worth))
             if chosen[0].size:
                 some = partial(some_columns, places=np.flatnonzero(worth), num=len(worth))
                 places = [*chosen[:-1], rows[chosen[-1]]]
-                yield self._cells(places, of_left.mapped(some), parts.of_rows(chosen[-1]), wants)
+                yield self._cells(places, priced.of_rows(chosen[-1], of_left.mapped(some)), wants)
 
     def _cells(
-        self, places: Sequence[NDArray[np.intp]], mesh: Mesh, parts: PricedParts, wants: Wants | None,
-        broken: Any = False,
-    ) -> Cells:  # fmt: skip
-        """Price the cells of `mesh`, whose `places` are those on the tail axes and their rows."""
-        cost = placed_cost(self.model, mesh, self.machine, parts, wants)
-        return Cells(self, (*places[:-1], *self._places(places[-1])), cost.mesh, cost, broken)
+        self, at: Sequence[NDArray[np.intp]], priced: PricedModel, wants: Wants | None, broken: Any = False
+    ) -> Cells:
+        """Price the cells of a mesh, which are `at` these places on the tail axes and rows."""
+        return Cells(self, (*at[:-1], *self._places(at[-1])), placed_cost(priced, wants), broken)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,9 +209,13 @@ class Cells:
 
     grid: Grid
     places: tuple[NDArray[np.intp], ...]
-    mesh: Mesh
     step: StepCost
     broken: Any
+
+    @property
+    def mesh(self) -> Mesh:
+        """Their mesh."""
+        return self.step.of.mesh
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -392,11 +392,11 @@ def _grid(
     rows = of_chunks, of_stems
     machine = adverse_machine(machine_for(cluster, plan, workload.kind), adversity)
     mesh = adversity.mesh(model, mesh, machine)
-    parts = priced_parts(model, mesh, machine)
-    least_s = np.broadcast_to(least_step_s(model, mesh, parts, machine), (num_chunks, len(stems[0])))
+    priced = priced_model(model, mesh, machine)
+    least_s = np.broadcast_to(least_step_s(priced), (num_chunks, len(stems[0])))
     yield Grid(
-        model, cluster, workload, plan, switches, tail, row_axes, stems, rows, fixed, machine, adversity,
-        [one for one in broken if prod(one.shape[: len(tail)]) > 1 and one.any()], parts, least_s[rows],
+        model, cluster, workload, plan, switches, tail, row_axes, stems, rows, fixed, adversity,
+        [one for one in broken if prod(one.shape[: len(tail)]) > 1 and one.any()], priced, least_s[rows],
     )  # fmt: skip
 
 

@@ -13,21 +13,20 @@ recomputation keeps only each block's input, and at the peak one block whole whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwise.core.units import DTYPE_BYTES, Num
+from meshwise.core.units import Num
 from meshwise.cost.schedule import in_flight_microbatches
+from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import DENSE, EXPERTS, Part
-from meshwise.machine.overheads import Overheads
-from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.architecture import layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import STAGES, Column, Held, at_stage, sums_on_host
+from meshwise.program.exchange import STAGES, Column, Held, at_stage, grad_bytes, sums_on_host, weight_bytes
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.serving import cache_bytes, is_wide, working_bytes
 
@@ -64,16 +63,6 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def weight_bytes(mesh: Mesh) -> float:
-    """Bytes of one weight: 4 in fp32 and tf32, 2 under every narrower type, unless `param_dtype` says fp8."""
-    return 1.0 if mesh.plan.param_dtype == "fp8" else max(2.0, DTYPE_BYTES[mesh.plan.dtype])
-
-
-def grad_bytes(mesh: Mesh) -> float:
-    """Bytes of one gradient as it is accumulated and reduced."""
-    return DTYPE_BYTES[mesh.plan.grad_dtype]
-
-
 def recomputed(stage: Stage, mesh: Mesh) -> tuple[Num, Num]:
     """Shares of a stage's layers whose core attention, and whose whole forward, the backward runs again."""
     selective = (mesh.recompute == RECOMPUTE.index("selective")) * 1.0
@@ -81,14 +70,9 @@ def recomputed(stage: Stage, mesh: Mesh) -> tuple[Num, Num]:
     return selective, full * np.minimum(mesh.recompute_layers / np.maximum(stage.layers_passed, 1.0), 1.0)
 
 
-def contents(stage: Stage, parts: Sequence[Part]) -> list[tuple[Num, Part]]:
-    """How many of each part a stage holds; `parts` are embedding, blocks by kind, head, in this order."""
-    return list(zip((stage.embeddings, *stage.layers, stage.heads), parts, strict=True))
-
-
-def held_params(model: Model, stage: Stage, parts: Sequence[Part], cut: Cut) -> tuple[Held, Held]:
+def held_params(of: PricedModel, stage: Stage) -> tuple[Held, Held]:
     """Dense weights and experts on one rank of a stage; a head on another stage holds a tied table again."""
-    there = contents(stage, parts)
+    there, model, cut = of.contents(stage), of.model, of.cut
     dense, experts = (
         Held(*(sum(count * part.held[kind][i] for count, part in there) for i in range(len(Held._fields))))
         for kind in (DENSE, EXPERTS)
@@ -98,16 +82,13 @@ def held_params(model: Model, stage: Stage, parts: Sequence[Part], cut: Cut) -> 
     return dense._replace(params=dense.params + tied, trained=trained), experts
 
 
-def stage_memory(
-    model: Model, stage: Stage, parts: Sequence[Part], held: tuple[Held, Held], mesh: Mesh, cut: Cut,
-    overheads: Overheads,
-) -> Memory:  # fmt: skip
-    """Memory of one rank of `stage`, which holds `held`, at its peak; `overheads` come on top."""
+def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memory:
+    """Memory of one rank of `stage`, which holds `held`, at its peak."""
+    mesh, overheads = of.mesh, of.machine.overheads
     if mesh.serves:
-        return serving_memory(model, stage, parts, mesh, cut, overheads)
-    weights, gradients, optimizer = state_bytes(held, stage.share, mesh, cut, overheads)
-    activations = _activation_bytes(model, stage, parts, mesh, cut)
-    buffers = _buffer_bytes(model, stage, parts, mesh, cut)
+        return serving_memory(of, stage)
+    weights, gradients, optimizer = state_bytes(of, held, stage.share)
+    activations, buffers = _activation_bytes(of, stage), _buffer_bytes(of, stage)
     # Sharded gradients of a lone microbatch take the place of its activations, block by block.
     alone = (mesh.zero >= 3) & (mesh.num_microbatches == 1)
     activations = activations - np.minimum(activations, alone * gradients)
@@ -122,12 +103,10 @@ def stage_memory(
     )
 
 
-def serving_memory(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
-) -> Memory:
+def serving_memory(of: PricedModel, stage: Stage) -> Memory:
     """Of a serving engine: weights (layers as the plan keeps them, the ends in bf16), cache, and one pass."""
-    embedding, *blocks, head = parts
-    form = cut.precision
+    model, cut, form = of.model, of.cut, of.cut.precision
+    embedding, *blocks, head = of.by_part
     ends = stage.embeddings * embedding.held[DENSE].params + stage.heads * head.held[DENSE].params
     weights = form.act_bytes * ends
     cache: Num = 0.0
@@ -136,20 +115,19 @@ def serving_memory(
         weights = weights + count * (form.weight_bytes * dense.params + form.expert_bytes * experts.params)
         wide: Num = sum(row.op.num_params for row in part.rows if is_wide(row.op, cut))
         weights = weights + count * (form.act_bytes - form.weight_bytes) * wide
-        cache = cache + count * mesh.num_microbatches * cache_bytes(model, cut, kind)
+        cache = cache + count * of.mesh.num_microbatches * cache_bytes(model, cut, kind)
     working = working_bytes(model, cut)
-    return Memory(weights=weights, cache=cache, buffers=working, overhead=overheads.context_bytes)
+    return Memory(weights, cache=cache, buffers=working, overhead=of.machine.overheads.context_bytes)
 
 
-def state_bytes(
-    held: tuple[Held, Held], share: Num, mesh: Mesh, cut: Cut, overheads: Overheads
-) -> tuple[Num, Num, Num]:
+def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[Num, Num, Num]:
     """Bytes of weights, gradients and optimizer states of one rank; `share` as in `Stage`.
 
     Where gradients are summed in a wider type than they are computed in, `second_grad_bytes` are kept too.
     Where software casts the fp32 weights of the optimizer as it reads them, it holds no others, but for those
     that were gathered from the shards of other ranks for the whole step (ZeRO 1 and 2).
     """
+    mesh, overheads = of.mesh, of.machine.overheads
     in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
     per_state = OPTIMIZER_BYTES[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
@@ -168,7 +146,7 @@ def state_bytes(
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
         own = np.where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
         weights = weights - weight_bytes(mesh) * own
-    weights = weights - spared_bytes(mesh, cut) * shard("quantized", STAGES.weights)
+    weights = weights - spared_bytes(mesh, of.cut) * shard("quantized", STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
@@ -190,29 +168,30 @@ def checkpoint_layers(stage: Stage, mesh: Mesh) -> Num:
     return np.minimum(mesh.plan.recompute_every, np.maximum(stage.layers_passed / mesh.vpp, 1.0))
 
 
-def microbatch_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+def microbatch_bytes(of: PricedModel, stage: Stage) -> Num:
     """What a stage keeps of one microbatch between its forward and its backward, the head's part left out."""
+    mesh = of.mesh
     selective, full = recomputed(stage, mesh)
     a_chunk = np.maximum(stage.layers_passed / mesh.vpp, 1.0)
     inputs_frac = np.ceil(a_chunk / checkpoint_layers(stage, mesh)) / a_chunk
-    one_input = block_input_bytes(model, cut) * inputs_frac
-    embedding, *blocks, _ = parts
+    one_input = block_input_bytes(of.model, of.cut) * inputs_frac
+    embedding, *blocks, _ = of.by_part
     kept = stage.embeddings * embedding.saved_bytes
     for count, part in zip(stage.layers, blocks, strict=True):
         kept = kept + count * kept_bytes(part, one_input, selective, full)
     return stage.share * kept
 
 
-def _activation_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+def _activation_bytes(of: PricedModel, stage: Stage) -> Num:
     """Bytes kept for the backward on one rank of a stage when most microbatches are in flight."""
+    mesh = of.mesh
     if not mesh.trains:
-        return block_input_bytes(model, cut)
+        return block_input_bytes(of.model, of.cut)
     in_flight = in_flight_microbatches(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, stage.index)
-    kept = microbatch_bytes(model, stage, parts, mesh, cut)
-    return kept * in_flight * (1.0 - mesh.offload_activations)
+    return microbatch_bytes(of, stage) * in_flight * (1.0 - mesh.offload_activations)
 
 
-def _turn_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+def _turn_bytes(of: PricedModel, stage: Stage) -> Num:
     """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
 
     At the head: what it keeps, what the loss (of a chunk) books beyond that, and its weight gradient. In a
@@ -220,12 +199,12 @@ def _turn_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, c
     the widest gradient of an activation, and the gradients of its weights and of the head's, before they are
     added to the sum (experts add theirs one by one).
     """
-    elem_bytes = cut.precision.act_bytes
-    selective, full = recomputed(stage, mesh)
+    model, cut, elem_bytes = of.model, of.cut, of.cut.precision.act_bytes
+    selective, full = recomputed(stage, of.mesh)
     one_input = block_input_bytes(model, cut)
-    _, *blocks, head = parts
+    _, *blocks, head = of.by_part
     trains_head = (head.held[DENSE].trained == head.held[DENSE].params) * 1.0
-    alike = checkpoint_layers(stage, mesh)
+    alike = checkpoint_layers(stage, of.mesh)
     head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp * trains_head
     in_chunks = cut.loss_chunks > 1
     hidden_bytes = in_chunks * elem_bytes * cut.tokens * model.hidden  # beside their kept gradients
@@ -238,14 +217,15 @@ def _turn_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, c
     return largest
 
 
-def _buffer_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
     """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
 
     Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
     sequence parallelism; a pipeline holds two messages of each direction; ZeRO-3 two gathered blocks
     (the one computing and the one prefetched).
     """
-    _, *blocks, _ = parts
+    model, mesh, cut = of.model, of.mesh, of.cut
+    _, *blocks, _ = of.by_part
     gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes
     if cut.layout not in ("1d", "2d-cp"):  # panels, or the blocks of a product
         gathered = 2.0 * blocks[0].exchange_bytes
@@ -259,4 +239,4 @@ def _buffer_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh,
         widest = np.maximum(widest, sum(of_block))
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     whole = MAX_GATHERED_BLOCKS * widest * sharded
-    return gathered + messages + whole + _turn_bytes(model, stage, parts, mesh, cut)
+    return gathered + messages + whole + _turn_bytes(of, stage)

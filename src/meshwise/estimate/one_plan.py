@@ -21,6 +21,7 @@ from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
 from meshwise.estimate.balance import step_cost
 from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
+from meshwise.estimate.priced_model import priced_model
 from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, FORWARD, MATRIX_KINDS, Part
 from meshwise.estimate.rows import part_rows, runs_of_parts, spent_on, step_rows
 from meshwise.estimate.stage_cost import StageCost
@@ -195,7 +196,7 @@ class Estimate(Shown):
         total = sum(
             float(cost.stage.num_stages) * times * part_flop(part, phase)
             for cost in self.step.stages
-            for _, part, phase, times in runs_of_parts(self.mesh, self.step, cost)
+            for _, part, phase, times in runs_of_parts(self.step, cost)
         )
         ranks = self.cluster.num_chips / self.plan.pp
         return total * float(self.mesh.num_microbatches) * ranks
@@ -206,7 +207,7 @@ class Estimate(Shown):
         return Ledger.from_rows(row for cost in self.step.stages for row in self._rows(cost))
 
     def _rows(self, cost: StageCost) -> Iterator[dict[str, Any]]:
-        return step_rows(self.model, self.mesh, self.step, cost)
+        return step_rows(self.step, cost)
 
     def seen_from(self, rank: int) -> Mesh:
         """The mesh with the shards of one rank and its place in a ring."""
@@ -227,14 +228,14 @@ class Estimate(Shown):
         a little longer; the rows then add up to the step of a world whose ranks are all like this one.
         """
         step = self.rank_step(rank)
-        rows = step_rows(self.model, step.mesh, _with_waits_of(self.step, step), step.stages[-1])
+        rows = step_rows(_with_waits_of(self.step, step), step.stages[-1])
         return Ledger.from_rows(row | {"rank": float(rank)} for row in rows)
 
     def rank_step(self, rank: int) -> StepCost:
         """The step with the shards and the place in a ring of one rank, whose stage is the last of them."""
         mesh, (_, _, stage) = self.seen_from(rank), self._place(rank)
         stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, stage)]
-        return price_step(self.model, mesh, self.machine, stages)
+        return price_step(priced_model(self.model, mesh, self.machine), stages)
 
     def layer(self) -> Ledger:
         """The ops of one layer of each kind, one microbatch, on one rank."""
@@ -244,7 +245,7 @@ class Estimate(Shown):
         return Ledger.from_rows(
             row | {"origin": "estimate"}
             for name in layer_names(self.model)
-            for row in part_rows(name, self.step.parts[name], phases, waits=False)
+            for row in part_rows(name, self.step.of.parts[name], phases, waits=False)
         )
 
     def changed(self, microbatch: int | None = None, **keys: Any) -> Estimate:
@@ -414,7 +415,7 @@ def estimate(
     if efficiency is not None:
         runs_on = replace(runs_on, efficiency=efficiency)
     step = step_cost(model, mesh, runs_on)
-    return Estimate(model, cluster, plan, workload, step.mesh, runs_on, step)
+    return Estimate(model, cluster, plan, workload, step.of.mesh, runs_on, step)
 
 
 @lru_cache(256)

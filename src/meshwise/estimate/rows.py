@@ -17,12 +17,11 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.memory import contents, recomputed
+from meshwise.estimate.memory import recomputed
 from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, SUM, Part, PricedOp
 from meshwise.estimate.stage_cost import StageCost
 from meshwise.estimate.step import StepCost, hop_bytes
 from meshwise.estimate.timing import Machine
-from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import V_SHAPED, Stage
 from meshwise.program.op import Op, on_links, op_row
@@ -53,13 +52,14 @@ def spent_on(row: Row) -> str:
     return "memory" if (row["memory_s"] or 0.0) > (row["compute_s"] or 0.0) else "compute"
 
 
-def step_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+def step_rows(step: StepCost, cost: StageCost) -> Iterator[Row]:
     """All rows of the first rank of a stage."""
+    mesh = step.of.mesh
     common = {"origin": "estimate", "rank": float(cost.stage.index) * float(mesh.stride("pp"))}
     m = float(mesh.num_microbatches)
-    for row in _part_rows(mesh, step, cost):
+    for row in _part_rows(step, cost):
         yield common | row | {"count": row.get("count", 1.0) * m}
-    for row in (*_pipeline_rows(model, mesh, step, cost), *_once_a_step(mesh, step, cost)):
+    for row in (*_pipeline_rows(step, cost), *_once_a_step(step, cost)):
         yield common | row
     for field in fields(cost.memory):
         held = float(getattr(cost.memory, field.name))
@@ -95,15 +95,13 @@ def _with_saved_bytes(part: Part) -> list[PricedOp]:
     return [structs.replace(row, op=op) for row, op in zip(part.rows, ops, strict=True)]
 
 
-def runs_of_parts(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[tuple[str, Part, str, float]]:
+def runs_of_parts(step: StepCost, cost: StageCost) -> Iterator[tuple[str, Part, str, float]]:
     """What a stage runs for one microbatch: the name of each part, in which phase, and how often."""
-    towers = zip(cost.towers, step.towers, strict=False)
-    of_towers = ((f"{one.name}.", stage, one.mesh, one.parts) for stage, one in towers)
-    for prefix, stage, on, parts in (("", cost.stage, mesh, step.parts), *of_towers):
-        selective, full = map(float, recomputed(stage, on))
-        for (count, part), name in zip(contents(stage, list(parts.values())), parts, strict=True):
+    for stage, one in ((cost.stage, step.of), *zip(cost.towers, step.towers, strict=False)):
+        prefix, (selective, full) = f"{one.name}." * bool(one.name), map(float, recomputed(stage, one.mesh))
+        for (count, part), name in zip(one.contents(stage), one.parts, strict=True):
             shares = {"forward": 1.0}
-            if on.trains:
+            if one.mesh.trains:
                 again = {AGAIN: full, CORE_PHASE: selective} if name not in (EMBEDDING, HEAD) else {}
                 shares |= again | {"backward": 1.0}
             for phase, share in shares.items():
@@ -111,9 +109,9 @@ def runs_of_parts(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[tuple
                     yield f"{prefix}{name}", part, phase, times
 
 
-def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+def _part_rows(step: StepCost, cost: StageCost) -> Iterator[Row]:
     """What a stage does for one microbatch."""
-    for name, part, phase, times in runs_of_parts(mesh, step, cost):
+    for name, part, phase, times in runs_of_parts(step, cost):
         for row in part_rows(name, part, (phase,)):
             yield row | {"count": row.get("count", 1.0) * times}
     for phase in ("forward", "backward"):
@@ -139,8 +137,9 @@ def _row(part: str, machine: Machine, row: PricedOp, phase: str) -> Row:
 # --- the pipeline, and once a step --------------------------------------------------------------
 
 
-def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+def _pipeline_rows(step: StepCost, cost: StageCost) -> Iterator[Row]:
     """Messages to and from the neighbouring stages, and what a rank waits for while others work."""
+    mesh = step.of.mesh
     if float(step.unpaired_s):
         yield _spent("pipeline", "unpaired", step.unpaired_s, collective="all_to_all", axis="ep")
     if float(mesh.pp) == 1.0:
@@ -149,7 +148,7 @@ def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) ->
     num_messages = sum(times for *_, times in messages)
     exposed_s = min(float(step.comm_pp_s) / num_messages, float(step.hop_s))
     for op, phase, kind, times in messages:
-        row = on_links(kind, "pp", mesh.pp, hop_bytes(model, step.cut))
+        row = on_links(kind, "pp", mesh.pp, hop_bytes(step.of))
         once = {"count": times, "comm_s": float(step.hop_s), "exposed_s": exposed_s}
         yield _spent("pipeline", op, exposed_s, phase) | row | once
     waited_s = float(step.comm_pp_s) - num_messages * exposed_s
@@ -176,8 +175,9 @@ def _messages(mesh: Mesh, stage: Stage) -> Iterator[tuple[str, str, str, float]]
         yield "gradients", "backward", "recv", behind
 
 
-def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+def _once_a_step(step: StepCost, cost: StageCost) -> Iterator[Row]:
     """The exchanges of the replicas, the optimizer, and waiting for ranks that take longer."""
+    mesh = step.of.mesh
     if mesh.trains:
         on_links_s = sum(float(seconds) for _, seconds in cost.exchanged)
         share = float(cost.comm_dp_s) / on_links_s if on_links_s else 0.0

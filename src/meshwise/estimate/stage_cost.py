@@ -15,29 +15,27 @@ from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes, least_m
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
     Memory,
-    contents,
-    grad_bytes,
     held_params,
     microbatch_bytes,
     recomputed,
     stage_memory,
-    weight_bytes,
 )
-from meshwise.estimate.priced_part import Part, PhaseTimes
+from meshwise.estimate.priced_model import PricedModel
+from meshwise.estimate.priced_part import PhaseTimes
 from meshwise.estimate.timing import Machine
-from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
 from meshwise.program import fsdp2
-from meshwise.program.cut import Cut
 from meshwise.program.exchange import (
     STAGES,
     Held,
     at_stage,
     exchanges,
+    grad_bytes,
     num_reductions,
     occurs,
     shared_weights,
+    weight_bytes,
 )
 from meshwise.program.implementation import shards_each_weight
 from meshwise.program.op import Op
@@ -94,15 +92,13 @@ class StageCost:
     towers: tuple[Stage, ...] = ()
 
 
-def stage_time(
-    model: Model, stage: Stage, by_part: Sequence[Part], mesh: Mesh, cut: Cut, machine: Machine
-) -> StageTime:
+def stage_time(of: PricedModel, stage: Stage) -> StageTime:
     """Add up the parts of a stage; only the blocks are recomputed, not embedding and head.
 
     Offloaded activations travel to the host while the forward computes, and back while the backward does;
     what the host link needs beyond that is waited for.
     """
-    held = [(stage.share * count, part) for count, part in contents(stage, by_part)]
+    mesh, held = of.mesh, [(stage.share * count, part) for count, part in of.contents(stage)]
     if not mesh.trains:
         return StageTime(sum((count * part.forward_s for count, part in held), 0.0), 0.0, 0.0)
     times = {
@@ -112,13 +108,12 @@ def stage_time(
     selective, full = recomputed(stage, mesh)
     for count, part in held[1:-1]:
         again = {"": selective * part.core_s + full * part.again_s}
-        again |= {of: full * getattr(part, f"{of}forward_s") for of in ("near_", "far_")}
-        for of, seconds in again.items():
-            times[f"{of}backward_s"] = times[f"{of}backward_s"] + count * seconds
+        again |= {links: full * getattr(part, f"{links}forward_s") for links in ("near_", "far_")}
+        for links, seconds in again.items():
+            times[f"{links}backward_s"] = times[f"{links}backward_s"] + count * seconds
     if isinstance(mesh.offload_activations, float) and mesh.offload_activations == 0.0:
         return StageTime(**times)
-    moved_bytes = mesh.offload_activations * microbatch_bytes(model, stage, by_part, mesh, cut)
-    one_way_s = moved_bytes / machine.host_bytes_per_s
+    one_way_s = mesh.offload_activations * microbatch_bytes(of, stage) / of.machine.host_bytes_per_s
     out_s = np.maximum(one_way_s - times["forward_s"], 0.0)
     back_s = np.maximum(one_way_s - times["backward_s"] - times["weight_s"], 0.0)
     times |= {"forward_s": times["forward_s"] + out_s, "backward_s": times["backward_s"] + back_s}
@@ -126,36 +121,36 @@ def stage_time(
 
 
 def stage_cost(
-    model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op],
-    mesh: Mesh, cut: Cut, machine: Machine, time: StageTime, idle_s: Num = 0.0, *, has_peak: bool = True,
+    of: PricedModel, stage: Stage, shared: Sequence[Op], time: StageTime, idle_s: Num = 0.0, *,
+    has_peak: bool = True,
 ) -> StageCost:  # fmt: skip
     """`idle_s`: how long a microbatch takes longer on the slowest stage.
 
     `has_peak`: whether FSDP2's memory is told at its peak, or as much of it as there is in any case.
     """
-    held = held_params(model, stage, by_part, cut)
-    units = fsdp2.units(model, stage, mesh) if shards_each_weight(cut) else []
-    exchanged = _exchanged(model, stage, held, units, shared, time, idle_s, mesh, cut, machine)
-    memory, kept = needed_memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=has_peak)
-    gradients = gradient_bytes(units, mesh, cut) if units else memory.gradients
-    optimizer_s = (
-        _optimizer_s(held, stage.share, memory, gradients, mesh, cut, machine) if mesh.trains else 0.0
-    )
+    held, units = held_params(of, stage), units_of(of, stage)
+    exchanged = _exchanged(of, stage, held, units, shared, time, idle_s)
+    memory, kept = needed_memory(of, stage, held, units, has_peak=has_peak)
+    gradients = gradient_bytes(units, of.mesh, of.cut) if units else memory.gradients
+    optimizer_s = _optimizer_s(of, held, stage.share, memory, gradients) if of.mesh.trains else 0.0
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, **exchanged._asdict(), optimizer_s=optimizer_s,
         gradient_bytes=gradients, kept_bytes=kept,
     )  # fmt: skip
 
 
+def units_of(of: PricedModel, stage: Stage) -> list[fsdp2.Unit]:
+    """The units of weights of a rank of `stage`, where these are held one by one."""
+    return fsdp2.units(of.model, stage, of.mesh) if shards_each_weight(of.cut) else []
+
+
 def needed_memory(
-    model: Model, stage: Stage, by_part: Sequence[Part], held: tuple[Held, Held],
-    units: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut, machine: Machine, *, has_peak: bool,
-) -> tuple[Memory, Num]:  # fmt: skip
+    of: PricedModel, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], *, has_peak: bool
+) -> tuple[Memory, Num]:
     """What a stage needs, and the most that it keeps for the backward; `has_peak`: as in `stage_cost`."""
     if units:
-        told = fsdp2_memory if has_peak else least_memory
-        return told(model, stage, by_part, units, mesh, cut, machine.overheads)
-    memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
+        return (fsdp2_memory if has_peak else least_memory)(of, stage, units)
+    memory = stage_memory(of, stage, held)
     return memory, memory.activations
 
 
@@ -169,8 +164,8 @@ class _Exchanged(NamedTuple):
 
 
 def _exchanged(
-    model: Model, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], shared: Sequence[Op],
-    time: StageTime, idle_s: Num, mesh: Mesh, cut: Cut, machine: Machine,
+    of: PricedModel, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit],
+    shared: Sequence[Op], time: StageTime, idle_s: Num,
 ) -> _Exchanged:  # fmt: skip
     """The exchanges of a stage's replicas.
 
@@ -180,6 +175,7 @@ def _exchanged(
     backward is through, so that hides nothing. `units`: those of FSDP2, if it is that; `shared`: as in
     `shared_weights`.
     """
+    model, mesh, cut, machine = of.model, of.mesh, of.cut, of.machine
     if not mesh.trains:
         return _Exchanged([])
     overheads = machine.overheads
@@ -191,16 +187,9 @@ def _exchanged(
         of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:
         reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), mesh.num_microbatches)
-        of_replicas = exchanges(
-            held,
-            stage,
-            mesh,
-            grad_bytes=grad_bytes(mesh),
-            weight_bytes=weight_bytes(mesh),
-            bucket_params=overheads.bucket_params(mesh.replicas),
-            messages_per_block=overheads.messages_per_block,
-        )
-        of_one = shared_weights(model, shared, stage, mesh, cut, grad_bytes(mesh))
+        buckets, of_block = overheads.bucket_params(mesh.replicas), overheads.messages_per_block
+        of_replicas = exchanges(held, stage, mesh, bucket_params=buckets, messages_per_block=of_block)
+        of_one = shared_weights(model, shared, stage, mesh, cut)
     found, own = (
         [(one, _exchange_s(one, machine)) for one in some if occurs(one)] for some in (of_replicas, of_one)
     )
@@ -257,23 +246,16 @@ def _exchange_s(one: Op, machine: Machine) -> Num:
     return one.count * (seconds + one.host_bytes / machine.host_bytes_per_s)
 
 
-def _optimizer_s(
-    held: tuple[Held, Held],
-    share: Num,
-    memory: Memory,
-    gradients: Num,
-    mesh: Mesh,
-    cut: Cut,
-    machine: Machine,
-) -> Num:
+def _optimizer_s(of: PricedModel, held: tuple[Held, Held], share: Num, memory: Memory, gradients: Num) -> Num:
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
     Offloaded states are updated on the host: gradients go there and weights come back over the host link,
     in the backward those of one layer while the others' come. FSDP2 keeps all of it there, and the host is
     taken to read and write it as fast.
     """
+    mesh, machine = of.mesh, of.machine
     rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
-    if shards_each_weight(cut):
+    if shards_each_weight(of.cut):
         on_chip = 2.0 * memory.optimizer + 2.0 * (1.0 - mesh.offload_optimizer) * gradients + memory.weights
         return on_chip / rate + mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s
     dense, experts = held

@@ -12,9 +12,8 @@ microbatch) is computed along those alone, and only the last sums run over the w
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Protocol
 
@@ -26,35 +25,29 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import Timeline, simulate
 from meshwise.estimate.fsdp2_memory import fsdp2_memory
-from meshwise.estimate.memory import (
-    held_params,
-)
-from meshwise.estimate.priced_cuts import PricedParts, priced_parts
-from meshwise.estimate.priced_part import Part
-from meshwise.estimate.stage_cost import StageCost, StageTime, needed_memory, stage_cost, stage_time
-from meshwise.estimate.timing import Machine
-from meshwise.estimate.tower_cost import TowerParts, added_times, tower_parts, tower_time, with_tower
-from meshwise.model.architecture import Model, layer_kind, layer_kinds
+from meshwise.estimate.memory import held_params
+from meshwise.estimate.priced_model import PricedModel
+from meshwise.estimate.stage_cost import StageCost, StageTime, needed_memory, stage_cost, stage_time, units_of
+from meshwise.estimate.tower_cost import added_times, tower_time, towers_of, with_tower
+from meshwise.model.architecture import layer_counts
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, differ, has_fixed_ends, layers_of_chunks, stages_of
-from meshwise.program import fsdp2
 from meshwise.program.block import shared_gradients
-from meshwise.program.cut import Cut
 from meshwise.program.implementation import shards_each_weight
-from meshwise.program.parts import block_input_bytes, cut_of
+from meshwise.program.parts import block_input_bytes
 
 PHASES = ("forward_s", "backward_s", "weight_s")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCost:
-    """A step of one plan, or of each plan of a grid; `mesh` has the `ends` that balance its stages.
+    """A step of one plan, or of each plan of a grid; the mesh of `of` has the `ends` that balance its stages.
 
     `work_s`: the microbatches on the slowest stage. With `unpaired_s`, `bubble_s`, `comm_pp_s`, `comm_dp_s`,
     `optimizer_s` and `straggler_s` they add up to `step_s`. `memory_bytes`: what the fullest stage needs.
     """
 
-    mesh: Mesh
+    of: PricedModel
     step_s: Num
     work_s: Num
     unpaired_s: Num
@@ -66,9 +59,7 @@ class StepCost:
     hop_s: Num
     memory_bytes: Num
     stages: list[StageCost]
-    parts: dict[str, Part]
-    cut: Cut
-    towers: list[TowerParts] = field(default_factory=list)
+    towers: list[PricedModel]
 
 
 class Wants(Protocol):
@@ -83,51 +74,46 @@ class Wants(Protocol):
 
 
 def price_step(
-    model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage] | None = None,
-    parts: PricedParts | None = None, wants: Wants | None = None,
-) -> StepCost:  # fmt: skip
-    """The cost of one step of the plans of `mesh`, divided into stages by its `ends`.
+    of: PricedModel, stages: Sequence[Stage] | None = None, wants: Wants | None = None
+) -> StepCost:
+    """The cost of one step of the plans of a mesh, divided into stages by its `ends`.
 
-    `stages` None: those that the plans make. `parts`: those of `mesh` where they are priced already. `wants`:
-    the plans for which FSDP2's `memory_bytes` are told, infinite for all others; None: all.
+    `stages` None: those that the plans make. `wants`: the plans for which FSDP2's `memory_bytes` are told,
+    infinite for all others; None: all.
     """
-    cut, by_name = cut_of(mesh), (parts or priced_parts(model, mesh, machine)).spread()
-    by_part = list(by_name.values())
-    shared = shared_gradients(model, cut) if mesh.trains else []
-    towers = list(tower_parts(model, mesh, machine))
-    has_peak = wants is None or not shards_each_weight(cut) or bool(towers)
+    model, mesh = of.model, of.mesh
+    shared = shared_gradients(model, of.cut) if mesh.trains else []
+    towers = towers_of(of)
+    has_peak = wants is None or not shards_each_weight(of.cut) or bool(towers)
     stages = stages or stages_of(model, mesh)
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
-    times = [stage_time(model, stage, by_part, mesh, cut, machine) for stage in stages]
-    totals_s = list(map(partial(_with_towers_s, towers=towers, machine=machine), stages, times))
+    times = [stage_time(of, stage) for stage in stages]
+    totals_s = list(map(partial(_with_towers_s, towers=towers), stages, times))
     slowest_s = _largest(totals_s, exists)
     costs = [
-        stage_cost(
-            model, stage, by_part, shared, mesh, cut, machine, time, slowest_s - total_s, has_peak=has_peak
-        )
+        stage_cost(of, stage, shared, time, slowest_s - total_s, has_peak=has_peak)
         for stage, time, total_s in zip(stages, times, totals_s, strict=True)
     ]
-    costs = [reduce(partial(with_tower, machine=machine), towers, cost) for cost in costs]
+    costs = [reduce(with_tower, towers, cost) for cost in costs]
     work_s = slowest_s * mesh.num_microbatches
-    hop_s = message_s(model, mesh, cut, machine)
-    bubble, comm_pp = _pipeline_waits(model, mesh, by_part, towers, costs, cut, machine, hop_s, slowest_s)
+    hop_s = message_s(of)
+    bubble, comm_pp = _pipeline_waits(of, towers, costs, hop_s, slowest_s)
     comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     optimizer = _largest([cost.optimizer_s for cost in costs], exists)
     lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
     unpaired_s = lone_s * np.minimum(mesh.pp, mesh.num_microbatches)
     alone_s = work_s + unpaired_s + bubble + comm_pp + comm_dp + optimizer
-    straggler = alone_s * (machine.overheads.straggler_frac * np.log2(mesh.world))
+    straggler = alone_s * (of.machine.overheads.straggler_frac * np.log2(mesh.world))
     memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     if wants is not None and not has_peak:
         wanted = wants(mesh, alone_s + straggler, memory_bytes)
         for stage, is_there in zip(stages, exists, strict=True):
-            units = fsdp2.units(model, stage, mesh)
-            peak, _ = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads, wanted)
+            peak, _ = fsdp2_memory(of, stage, units_of(of, stage), wanted)
             memory_bytes = np.maximum(memory_bytes, is_there * peak.total)
             wanted = wanted & wants(mesh, alone_s + straggler, memory_bytes)
         memory_bytes = np.where(wanted, memory_bytes, np.inf)
     return StepCost(
-        mesh=mesh,
+        of=of,
         step_s=alone_s + straggler,
         work_s=work_s,
         unpaired_s=unpaired_s,
@@ -139,23 +125,21 @@ def price_step(
         hop_s=hop_s,
         memory_bytes=memory_bytes,
         stages=costs,
-        parts=by_name,
-        cut=cut,
         towers=towers,
     )
 
 
 def _pipeline_waits(
-    model: Model, mesh: Mesh, by_part: Sequence[Part], towers: Sequence[TowerParts],
-    costs: Sequence[StageCost], cut: Cut, machine: Machine, hop_s: Num, slowest_s: Num,
-) -> tuple[Num, Num]:  # fmt: skip
+    of: PricedModel, towers: Sequence[PricedModel], costs: Sequence[StageCost], hop_s: Num, slowest_s: Num
+) -> tuple[Num, Num]:
     """The bubble, and what messages of `hop_s` [s] add to the step.
 
     The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
     """
+    mesh = of.mesh
     bubble, comm_pp = waits_s(mesh, mean_phases_s(mesh, costs), hop_s, lead_s(mesh, costs, slowest_s))
-    if mesh.plan.stages and mesh.trains and np.any(is_own := differ(model, mesh)):  # of any shape: played
-        times = times_of_chunks(model, chunks(model, mesh.plan.stages), mesh, by_part, towers, cut, machine)
+    if mesh.plan.stages and mesh.trains and np.any(is_own := differ(of.model, mesh)):  # of any shape: played
+        times = times_of_chunks(of, chunks(of.model, mesh.plan.stages), towers)
         played_s = [_played_s(mesh, times, hop_s=hop) for hop in (0.0, hop_s)]
         own_s = np.maximum(played_s[0] - slowest_s * mesh.num_microbatches, 0.0)
         bubble = np.where(is_own, own_s * (mesh.pp > 1), bubble)[()]
@@ -199,18 +183,11 @@ def _held_s(mesh: Mesh, hop_s: Num) -> Num:
     return 2.0 * hop_s * mesh.num_microbatches * mesh.vpp * (1.0 - mesh.overlap_pp)
 
 
-def times_of_chunks(
-    model: Model, of: Sequence[Stage], mesh: Mesh, by_part: Sequence[Part], towers: Sequence[TowerParts],
-    cut: Cut, machine: Machine,
-) -> list[StageTime]:  # fmt: skip
-    """One microbatch of each chunk of a pipeline, its towers included."""
+def times_of_chunks(of: PricedModel, held: Sequence[Stage], towers: Sequence[PricedModel]) -> list[StageTime]:
+    """One microbatch of each of the chunks `held` of a pipeline, its towers included."""
     return [
-        reduce(
-            added_times,
-            (tower_time(tower, chunk, machine) for tower in towers),
-            stage_time(model, chunk, by_part, mesh, cut, machine),
-        )
-        for chunk in of
+        reduce(added_times, (tower_time(tower, chunk) for tower in towers), stage_time(of, chunk))
+        for chunk in held
     ]
 
 
@@ -231,20 +208,21 @@ def _played_s(mesh: Mesh, times: Sequence[StageTime], *, hop_s: Num) -> Num:
     return np.array(found)[kind].reshape(cells.shape[1:])[()]
 
 
-def message_s(model: Model, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
+def message_s(of: PricedModel) -> Num:
     """Time of one message to the next stage; 0 without a pipeline."""
-    return machine.collective_s("send", hop_bytes(model, cut), mesh.pp, mesh.stride("pp")) * (mesh.pp > 1)
+    pp = of.mesh.pp
+    return of.machine.collective_s("send", hop_bytes(of), pp, of.mesh.stride("pp")) * (pp > 1)
 
 
-def hop_bytes(model: Model, cut: Cut) -> Num:
+def hop_bytes(of: PricedModel) -> Num:
     """A message to the next stage: a block's input, sent by the tp ranks in pieces, but for FSDP2's."""
-    in_one_piece = cut.sequence_parallel or shards_each_weight(cut)
-    return block_input_bytes(model, cut) / (1.0 if in_one_piece else cut.tp)
+    in_one_piece = of.cut.sequence_parallel or shards_each_weight(of.cut)
+    return block_input_bytes(of.model, of.cut) / (1.0 if in_one_piece else of.cut.tp)
 
 
-def _with_towers_s(stage: Stage, time: StageTime, towers: Sequence[TowerParts], machine: Machine) -> Num:
+def _with_towers_s(stage: Stage, time: StageTime, towers: Sequence[PricedModel]) -> Num:
     """One microbatch of a stage and its towers."""
-    return time.total_s + sum((tower_time(tower, stage, machine).total_s for tower in towers), 0.0)
+    return time.total_s + sum((tower_time(tower, stage).total_s for tower in towers), 0.0)
 
 
 def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
@@ -253,26 +231,21 @@ def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
 
 
 def play(
-    model: Model, mesh: Mesh, step: StepCost, machine: Machine, *, hop_s: float = 0.0,
+    step: StepCost, *, num_microbatches: int | None = None, hop_s: float = 0.0,
     slowdown: Sequence[float] | float = 1.0,
 ) -> Timeline:  # fmt: skip
-    """Play the pipeline of one plan; `slowdown` stretches the compute of a rank (or of each)."""
-    parts, of = list(step.parts.values()), chunks(model, layers_of_chunks(model, mesh))
-    times = times_of_chunks(model, of, mesh, parts, step.towers, step.cut, machine)
+    """Play the pipeline of one plan (or some microbatches of it); `slowdown` stretches the compute of a rank
+    (or of each).
+    """
+    model, mesh = step.of.model, step.of.mesh
+    times = times_of_chunks(step.of, chunks(model, layers_of_chunks(model, mesh)), step.towers)
     phases = (np.array([float(getattr(time, phase)) for time in times]) for phase in PHASES)
-    return simulate(
-        mesh.plan.schedule,
-        *phases,
-        pp=int(mesh.pp),
-        m=int(mesh.num_microbatches),
-        v=int(mesh.vpp),
-        p2p_s=hop_s,
-        slowdown=slowdown,
-    )
+    sizes = {"pp": int(mesh.pp), "m": num_microbatches or int(mesh.num_microbatches), "v": int(mesh.vpp)}
+    return simulate(mesh.plan.schedule, *phases, **sizes, p2p_s=hop_s, slowdown=slowdown)
 
 
-def least_step_s(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine) -> Num:
-    """The least time [s] of a training step of the plans of `mesh`, whatever they recompute and shard.
+def least_step_s(of: PricedModel) -> Num:
+    """The least time [s] of a training step of the plans of a mesh, whatever they recompute and shard.
 
     The slowest stage takes no less than the mean of all, and recomputation, exchanges of replicas, messages
     between stages and the optimizer only add to
@@ -281,43 +254,39 @@ def least_step_s(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine)
 
     so a search need not price a plan whose least time is longer than what it has found.
     """
-    layers = Counter(layer_kind(model, layer) for layer in range(model.num_layers))
-    counts = (1.0, *(float(layers[kind]) for kind in layer_kinds(model)), 1.0)
-    names = ("forward_s", "backward_s", "weight_s", "unpaired_s")
-    return _of_mean_s(mesh, [parts.total(name, counts) / mesh.pp for name in names], machine)
+    counts = (1.0, *map(float, layer_counts(of.model).values()), 1.0)
+    names = (*PHASES, "unpaired_s")
+    return _of_mean_s(of, [of.total(name, counts) / of.mesh.pp for name in names])
 
 
-def least_of_ops(model: Model, mesh: Mesh, parts: PricedParts, machine: Machine) -> tuple[Num, Num]:
-    """The least time [s] and memory [bytes] of a training step of the plans of `mesh`, as they recompute.
+def least_of_ops(of: PricedModel) -> tuple[Num, Num]:
+    """The least time [s] and memory [bytes] of a training step of the plans of a mesh, as they recompute.
 
     The time as in `least_step_s`; the fullest stage needs no less than the emptiest, towers left out. Where
     stages are given it needs no less than the first, and the slowest is known.
     """
-    cut, by_part = cut_of(mesh), list(parts.spread().values())
-    towers, stages = list(tower_parts(model, mesh, machine)), stages_of(model, mesh)
-    times = times_of_chunks(model, stages, mesh, by_part, towers, cut, machine)
-    mean_s = _means_s(mesh, stages, times, (*PHASES, "unpaired_s"))
-    is_fixed = has_fixed_ends(mesh)
+    stages = stages_of(of.model, of.mesh)
+    times = times_of_chunks(of, stages, towers_of(of))
+    mean_s = _means_s(of.mesh, stages, times, (*PHASES, "unpaired_s"))
+    is_fixed = has_fixed_ends(of.mesh)
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
     slowest_s = _largest([time.total_s for time in times], exists) if is_fixed else 0.0
     needed: Num = np.inf
     for stage in stages[:1] if is_fixed else stages:
-        held = held_params(model, stage, by_part, cut)
-        units = fsdp2.units(model, stage, mesh) if shards_each_weight(cut) else []
-        memory, _ = needed_memory(model, stage, by_part, held, units, mesh, cut, machine, has_peak=False)
+        memory, _ = needed_memory(of, stage, held_params(of, stage), units_of(of, stage), has_peak=False)
         needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
-    return _of_mean_s(mesh, mean_s, machine, slowest_s), needed
+    return _of_mean_s(of, mean_s, slowest_s), needed
 
 
-def _of_mean_s(mesh: Mesh, mean_s: Sequence[Num], machine: Machine, slowest_s: Num = 0.0) -> Num:
+def _of_mean_s(of: PricedModel, mean_s: Sequence[Num], slowest_s: Num = 0.0) -> Num:
     """A step of stages that take the mean: forward, backward, gradient of the weights, and unpaired.
 
     It is no shorter than all microbatches on a stage that takes `slowest_s`.
     """
-    *phases_s, unpaired_s = mean_s
+    mesh, (*phases_s, unpaired_s) = of.mesh, mean_s
     step_s = mesh.num_microbatches * sum(phases_s)
     if not mesh.plan.stages:  # of any shape: played
         step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, *phases_s)
     step_s = np.maximum(step_s, mesh.num_microbatches * slowest_s)
     step_s = step_s + np.minimum(mesh.pp, mesh.num_microbatches) * unpaired_s
-    return step_s * (1.0 + machine.overheads.straggler_frac * np.log2(mesh.world))
+    return step_s * (1.0 + of.machine.overheads.straggler_frac * np.log2(mesh.world))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from meshwise.core.units import Num
+from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
@@ -67,6 +67,16 @@ def sums_on_host(mesh: Mesh) -> Num:
     return mesh.offload_optimizer * at_stage(STAGES.sums, mesh.zero)
 
 
+def weight_bytes(mesh: Mesh) -> float:
+    """Bytes of one weight: 4 in fp32 and tf32, 2 under every narrower type, unless `param_dtype` says fp8."""
+    return 1.0 if mesh.plan.param_dtype == "fp8" else max(2.0, DTYPE_BYTES[mesh.plan.dtype])
+
+
+def grad_bytes(mesh: Mesh) -> float:
+    """Bytes of one gradient as it is accumulated and reduced."""
+    return DTYPE_BYTES[mesh.plan.grad_dtype]
+
+
 class Held(NamedTuple):
     """Weights on one rank: how many, and how many of them train, or are kept in the plan's `frozen_dtype`."""
 
@@ -94,9 +104,8 @@ def occurs(one: Op) -> bool:
 
 
 def exchanges(
-    held: tuple[Held, Held], stage: Stage, mesh: Mesh, *, grad_bytes: float, weight_bytes: float,
-    bucket_params: Num, messages_per_block: float,
-) -> Iterator[Op]:  # fmt: skip
+    held: tuple[Held, Held], stage: Stage, mesh: Mesh, *, bucket_params: Num, messages_per_block: float
+) -> Iterator[Op]:
     """The exchanges of one rank of `stage` in one step.
 
     Under DualPipe a rank holds two stages, each of which sees half of the microbatches there and half on the
@@ -125,10 +134,10 @@ def exchanges(
             return number * (params > 0)  # no message where nothing is held
 
         grads = messages(trained, summed)
-        grad_payload = grad_bytes * trained / np.maximum(grads, 1.0)
+        grad_payload = grad_bytes(mesh) * trained / np.maximum(grads, 1.0)
         moved = gathered * params + (1.0 - gathered) * trained  # frozen weights do not change
         weights = messages(moved, gathered)
-        weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
+        weight_payload = weight_bytes(mesh) * moved / np.maximum(weights, 1.0)
         copied = gathered * group
         of_grads = f"{name}gradients", "backward"
         how: dict[str, Any] = {"stride": stride, "runs": runs}
@@ -148,9 +157,7 @@ def exchanges(
         )  # fmt: skip
 
 
-def shared_weights(
-    model: Model, shared: Iterable[Op], stage: Stage, mesh: Mesh, cut: Cut, grad_bytes: float
-) -> Iterator[Op]:
+def shared_weights(model: Model, shared: Iterable[Op], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Op]:
     """Gradients of weights that several ranks of one replica hold, summed once a step.
 
     `shared`: what the tensor-parallel ranks exchange for one block (`block.shared_gradients`).
@@ -159,7 +166,7 @@ def shared_weights(
     """
     if model.tied_embedding and mesh.plan.lora_rank == 0:
         apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * 1.0
-        payload = grad_bytes * model.vocab * model.hidden / cut.tp
+        payload = grad_bytes(mesh) * model.vocab * model.hidden / cut.tp
         yield exchange(
             "tied_embedding", "step", "all_reduce", payload, 1.0 + apart, stride=mesh.apart(mesh.pp - 1.0),
             count=apart,

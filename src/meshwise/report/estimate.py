@@ -370,10 +370,7 @@ def _pipeline(estimate: Estimate) -> Section | None:
     num_drawn = min(num_all, max(NUM_SHOWN // (2 * plan.vpp) // every, 1) * every)
     if 2 * plan.pp * plan.vpp * num_drawn > MAX_ACTIONS:
         return Text("Pipeline", [f"{plan.pp} stages are too many to draw; use --trace for Perfetto"])
-    timeline = play(
-        estimate.model, replace(mesh, num_microbatches=num_drawn), estimate.step, estimate.machine,
-        hop_s=float(estimate.step.hop_s),
-    )  # fmt: skip
+    timeline = play(estimate.step, num_microbatches=num_drawn, hop_s=float(estimate.step.hop_s))
     times = (np.arange(NUM_BINS) + 0.5) * timeline.makespan_s / NUM_BINS
     names = [f"stage {rank}" for rank in range(timeline.num_ranks)]
     busy = timeline.busy_s / timeline.makespan_s

@@ -65,8 +65,7 @@ def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
     """The events of all pipeline ranks in the Trace Event format."""
     if not estimate.trains:
         raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
-    hop_s = float(estimate.step.hop_s)
-    timeline = play(estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=hop_s)
+    timeline = play(estimate.step, hop_s=float(estimate.step.hop_s))
     names = _names(timeline, chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh)))
     return [*names, *action_events(timeline), *_once_a_step(estimate, timeline)]
 

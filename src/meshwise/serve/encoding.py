@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import WorkloadError
-from meshwise.estimate.memory import contents
+from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import DENSE, Part, price_parts
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
@@ -75,8 +75,10 @@ def _parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[tuple[Part, f
     of_request = replace(mesh, kind="prefill", microbatch=1.0, seq=seq)
     for tower in model.towers:
         if tower.num_tokens:
-            priced = list(price_parts(parts(tower.encoder, _cut(tower, mesh)), machine).values())
-            for count, part in contents(tower_stage(tower.encoder, FRONT), priced):
+            cut = _cut(tower, mesh)
+            by_name = price_parts(parts(tower.encoder, cut), machine)
+            priced = PricedModel(tower.encoder, mesh, machine, cut, by_name)
+            for count, part in priced.contents(tower_stage(tower.encoder, FRONT)):
                 yield part, float(count)
     cut = cut_of(of_request)
     forward = [op for op in projected(model, cut) if op.phase == "forward"]

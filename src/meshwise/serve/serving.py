@@ -13,7 +13,7 @@ the process's context. Arrays of sequences broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -24,8 +24,9 @@ from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse, told
 from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
-from meshwise.estimate.memory import Memory, contents, serving_memory
-from meshwise.estimate.priced_part import Part, price_parts
+from meshwise.estimate.memory import Memory, serving_memory
+from meshwise.estimate.priced_model import PricedModel
+from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
@@ -274,29 +275,28 @@ def decode_pass(serving: Serving, sequences: Num, past: Num) -> PricedPass:
 
 def _price_pass(serving: Serving, cut: Cut) -> PricedPass:
     model, mesh, runs_on = serving.model, serving.mesh, serving.machine
-    priced = list(price_parts(parts(model, cut), runs_on).values())
-    slowest, *others = (_price_stage(serving, stage, priced, cut) for stage in stages_of(model, mesh))
+    priced = PricedModel(model, mesh, runs_on, cut, price_parts(parts(model, cut), runs_on))
+    slowest, *others = (_price_stage(serving, stage, priced) for stage in stages_of(model, mesh))
     for one in others:
         slowest = _larger(slowest, one)
     if not others:
         return slowest
     time_s = {name: mesh.pp * spent_s for name, spent_s in slowest.time_s.items()}
     once_s = time_s["engine"] - (mesh.pp - 1.0) * serving.engine_s  # the engine plans a pass for all stages
-    time_s |= {"comm_pp": mesh.pp * message_s(model, mesh, cut, runs_on), "engine": once_s}
+    time_s |= {"comm_pp": mesh.pp * message_s(priced), "engine": once_s}
     return PricedPass(time_s, slowest.memory)
 
 
-def _price_stage(serving: Serving, stage: Stage, priced: Sequence[Part], cut: Cut) -> PricedPass:
+def _price_stage(serving: Serving, stage: Stage, priced: PricedModel) -> PricedPass:
     """What one batch takes in one stage."""
     time_s: dict[str, Num] = dict.fromkeys(PARTS, 0.0)
     time_s["engine"] = serving.engine_s
-    for count, part in contents(stage, priced):
+    for count, part in priced.contents(stage):
         for row in part.rows:
             if not row.is_wait or serving.machine.op_host_s:
                 name = "engine" if row.is_wait else _spent_on(row.op)
                 time_s[name] = time_s[name] + count * row.spent_s
-    overheads = serving.machine.overheads
-    return PricedPass(time_s, serving_memory(serving.model, stage, priced, serving.mesh, cut, overheads))
+    return PricedPass(time_s, serving_memory(priced, stage))
 
 
 def _larger(one: PricedPass, other: PricedPass) -> PricedPass:

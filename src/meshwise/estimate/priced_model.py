@@ -1,13 +1,14 @@
-"""The parts of a model in all plans of a grid, each priced once for every distinct cut of a block.
+"""A model on a mesh, its parts priced: what times, exchanges and memory of stages follow from.
 
-What is not of experts is priced once for all cuts that differ in experts alone.
+In a grid of plans parts are priced once for every distinct cut of a block, and what is not of experts once
+for all cuts that differ in experts alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,31 +16,36 @@ from numpy.typing import NDArray
 
 from meshwise.core.columns import chosen_cells, distinct_columns
 from meshwise.core.units import Num
-from meshwise.estimate.memory import grad_bytes
 from meshwise.estimate.priced_part import Part, price_parts
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
+from meshwise.program.exchange import grad_bytes
 from meshwise.program.implementation import shards_each_weight
 from meshwise.program.parts import cut_of, parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PricedParts:
-    """Every part of a model on one rank and one microbatch, priced once for each distinct cut.
+@dataclass(frozen=True, eq=False)
+class PricedModel:
+    """A model under the plans of `mesh`, which `cut` its blocks so, on `machine`.
 
-    `kind`: the cut of each row of a grid; None where all rows have one.
+    `of_cuts`: the parts of one rank and one microbatch by name (embedding, blocks of each kind, head), priced
+    once for each distinct cut. `kind`: the cut of each row of a grid; None where all rows have one. `name`:
+    of a tower.
     """
 
+    model: Model
+    mesh: Mesh
+    machine: Machine
+    cut: Cut
     of_cuts: dict[str, Part]
     kind: NDArray[np.intp] | None = None
+    name: str = ""
 
-    def of_rows(self, rows: Any) -> PricedParts:
-        """The parts of some rows."""
-        return self if self.kind is None else replace(self, kind=self.kind[rows])
-
-    def spread(self) -> dict[str, Part]:
+    @cached_property
+    def parts(self) -> dict[str, Part]:
         """The parts of every row."""
         if self.kind is None:
             return self.of_cuts
@@ -49,6 +55,20 @@ class PricedParts:
             for name, part in self.of_cuts.items()
         }
 
+    @cached_property
+    def by_part(self) -> list[Part]:
+        """The same in their order."""
+        return list(self.parts.values())
+
+    def contents(self, stage: Stage) -> list[tuple[Num, Part]]:
+        """How many of each part a stage holds."""
+        return list(zip((stage.embeddings, *stage.layers, stage.heads), self.by_part, strict=True))
+
+    def of_rows(self, rows: Any, mesh: Mesh) -> PricedModel:
+        """Some rows, whose plans are those of `mesh`."""
+        kind = self.kind if self.kind is None else self.kind[rows]
+        return replace(self, mesh=mesh, cut=cut_of(mesh), kind=kind)
+
     def total(self, name: str, counts: Sequence[float]) -> Num:
         """The sum over so many of each part of one of their numbers, in every row."""
         each = [getattr(part, name) for part in self.of_cuts.values()]
@@ -56,24 +76,24 @@ class PricedParts:
         return found[self.kind] if self.kind is not None and found.ndim else found[()]
 
 
-def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> PricedParts:
-    """The parts of a model in all rows of `mesh`; its keys of `estimate.grid.TAIL` play no part."""
+def priced_model(model: Model, mesh: Mesh, machine: Machine, name: str = "") -> PricedModel:
+    """A model in all rows of `mesh`; its keys of `estimate.grid.TAIL` play no part."""
     cut = cut_of(mesh)
     hide = tuple(axis for axis in ("tp", "ep") if getattr(mesh.plan, f"overlap_{axis}"))
     numbers = {field.name: getattr(cut, field.name) for field in fields(cut)}
     arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
-    if arrays:
-        columns = np.stack(np.broadcast_arrays(*arrays.values()))
-        flat = columns.reshape(len(arrays), -1)
-        first, cells = distinct_columns(flat)
-        table, places = _by_experts(cuts := dict(zip(arrays, flat[:, first], strict=True)))
-        along = {name: values[table if name in OF_EXPERTS else table[:, :1]] for name, values in cuts.items()}
-        found = _priced(model, replace(cut, **along), hide, machine, grad_bytes(mesh))
-        of_cuts = partial(chosen_cells, cells=places, shape=table.shape)
-        return PricedParts(
-            {name: part.mapped(of_cuts) for name, part in found.items()}, cells.reshape(columns.shape[1:])
-        )
-    return PricedParts(_price_alike(model, cut, hide, machine, grad_bytes(mesh)))
+    if not arrays:
+        alike = _price_alike(model, cut, hide, machine, grad_bytes(mesh))
+        return PricedModel(model, mesh, machine, cut, alike, name=name)
+    columns = np.stack(np.broadcast_arrays(*arrays.values()))
+    flat = columns.reshape(len(arrays), -1)
+    first, cells = distinct_columns(flat)
+    table, places = _by_experts(cuts := dict(zip(arrays, flat[:, first], strict=True)))
+    along = {name: values[table if name in OF_EXPERTS else table[:, :1]] for name, values in cuts.items()}
+    found = _priced(model, replace(cut, **along), hide, machine, grad_bytes(mesh))
+    of_cuts = partial(chosen_cells, cells=places, shape=table.shape)
+    by_cut = {name: part.mapped(of_cuts) for name, part in found.items()}
+    return PricedModel(model, mesh, machine, cut, by_cut, cells.reshape(columns.shape[1:]), name)
 
 
 OF_EXPERTS = ("ep", "etp", "ep_stride", "dispatch_per_rank", "imbalance")
