@@ -247,6 +247,13 @@ def test_gpt_oss_fits_on_one_h100_at_the_size_of_its_checkpoint() -> None:
     # openai/gpt-oss-120b: 65.2 GB of safetensors, experts in mxfp4, the rest in bf16.
     of = mw.serve("gpt-oss-120b", "h100-80g-sxm:1").serving
     assert est.weight_bytes(of) == pytest.approx(65.2e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "released"), [("fp4", 125.96e9), ("fp8", 185.5e9)])
+def test_a_table_of_n_grams_weighs_what_is_released(dtype: str, released: float) -> None:
+    """Qwen3.8-Flash-Next in NVFP4 and FP8, with the vision tower and what predicts further tokens."""
+    of = server("qwen3.8-flash-next", "h200:4", tp=4, dtype=dtype)
+    assert 0.97 * released < 4 * est.weight_bytes(of) < released
     assert est.max_sequences(of) > 10
     assert est.max_sequences(server("gpt-oss-120b", "h100-80g-sxm:1")) == 0
 

@@ -22,6 +22,7 @@ from meshwise.cost.schedule import in_flight_microbatches
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import DENSE, EXPERTS, Part
 from meshwise.model.architecture import layer_kinds
+from meshwise.model.weights import table_params
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
@@ -104,11 +105,15 @@ def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memo
 
 
 def serving_memory(of: PricedModel, stage: Stage) -> Memory:
-    """Of a serving engine: weights (layers as the plan keeps them, the ends in bf16), cache, and one pass."""
+    """Of a serving engine: weights (layers as the plan keeps them, the ends in bf16), cache, and one pass.
+
+    Tables of n-grams have 8 bits a number where layers have no more (as Qwen3.8-Flash-Next is released).
+    """
     model, cut, form = of.model, of.cut, of.cut.precision
     embedding, *blocks, head = of.by_part
     ends = stage.embeddings * embedding.held[DENSE].params + stage.heads * head.held[DENSE].params
-    weights = form.act_bytes * ends
+    of_tables = stage.embeddings * table_params(model) / cut.tp
+    weights = form.act_bytes * ends - (form.act_bytes - max(form.weight_bytes, 1.0)) * of_tables
     cache: Num = 0.0
     for count, part, kind in zip(stage.layers, blocks, layer_kinds(model), strict=True):
         dense, experts = part.held

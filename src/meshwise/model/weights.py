@@ -666,12 +666,18 @@ def num_active_params(model: Model) -> int:
 
     Of tables beside that of the tokens, the vectors that it looks up.
     """
-    tables = sum((side.rows - side.times) * side.d_out for side in model.sides if side.rows)
+    found = sum(side.times * side.d_out for side in model.sides if side.rows)
+    unread = table_params(model) - found
     moe = model.moe
     if moe is None:
-        return num_params(model) - tables
+        return num_params(model) - unread
     experts = [weight for weight in block_weights(model, Layer(moe=True)) if weight.is_expert]
     of_images = num_weights(weight for weight in experts if weight.name.startswith(IMAGE))
     one_expert = (num_weights(experts) - of_images) // moe.held
     unused = of_images + round(moe.held - moe.computed) * one_expert
-    return num_params(model) - tables - arch.num_moe_layers(model) * unused
+    return num_params(model) - unread - arch.num_moe_layers(model) * unused
+
+
+def table_params(model: Model) -> int:
+    """Parameters of tables beside that of the tokens (n-grams)."""
+    return sum(side.rows * side.d_out for side in model.sides)
