@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -87,8 +88,8 @@ class OpRecorder(private.TorchDispatchMode):
         self._saved: set[int] = set()
         self._labels: dict[int | None, tuple[str, str]] = {}  # autograd node -> module and op of its forward
         self._last_label = ("", "")
-        self._rows: dict[int, dict[str, Any]] = {}  # autograd node -> row of its forward
-        self._saved_early: dict[int, float] = {}  # kept before the row was written
+        self._rows: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)  # node -> rows of its forward
+        self._saved_bytes: Counter[int] = Counter()  # node -> what it keeps
         self._kept = Kept()
         self._patches, self._shapes = ExitStack(), DeviceFakes()
 
@@ -171,6 +172,9 @@ class OpRecorder(private.TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patches.close()
+        for number, size_bytes in self._saved_bytes.items():
+            if rows := self._rows[number]:  # it counts with the first of them that does the node's work
+                max(rows, key=_standing)["saved_bytes"] = size_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -272,18 +276,7 @@ class OpRecorder(private.TorchDispatchMode):
         row = self.tape.op(**{**row, "op": op, "module": module, "phase": phase})
         if not in_backward:
             self._labels.setdefault(number, self._label())
-            self._stand_for(number, row)
-
-    def _stand_for(self, number: int, row: dict[str, Any]) -> None:
-        """What node `number` keeps counts with the first of its rows that does its work, if any does."""
-        before = self._rows.get(number)
-        if before is None:
-            row["saved_bytes"] = self._saved_early.pop(number, 0.0)
-        elif _standing(row) > _standing(before):
-            row["saved_bytes"], before["saved_bytes"] = before["saved_bytes"], 0.0
-        else:
-            return
-        self._rows[number] = row
+            self._rows[number].append(row)
 
     def _label(self) -> tuple[str, str]:
         """Where the program is now: its module, and the op that it names, if it does."""
@@ -337,10 +330,7 @@ class OpRecorder(private.TorchDispatchMode):
             return held
         self._saved.add(key)
         self._labels.setdefault(number, self._label())
-        if number in self._rows:
-            self._rows[number]["saved_bytes"] += storage.nbytes()
-        else:
-            self._saved_early[number] = self._saved_early.get(number, 0.0) + storage.nbytes()
+        self._saved_bytes[number] += storage.nbytes()
         return held
 
 

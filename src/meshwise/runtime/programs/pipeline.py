@@ -13,9 +13,10 @@ those of the way there, so that no stage takes the other way's end for its neigh
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -85,15 +86,11 @@ def _actions(rank: int, num_ranks: int, microbatches_each_way: int) -> Iterator[
     """What a rank computes, and when it gathers weights and reduces gradients."""
     stages = rank, 2 * num_ranks - rank
     pending: tuple[deque[int], deque[int]] = deque(), deque()  # gradients of weights, by chunk
-    passed = {"F": [0, 0], "B": [0, 0]}
+    numbers: defaultdict[tuple[bool, int], Iterator[int]] = defaultdict(count)
     computed = []
     for kind, chunk in zip(*rank_order("dualpipe", rank, num_ranks, 2 * microbatches_each_way), strict=True):
         name = KINDS[kind]
-        if name == "W":
-            number = pending[chunk].popleft()
-        else:
-            way = passed["F" if name == "F" else "B"]
-            number, way[chunk] = way[chunk], way[chunk] + 1
+        number = pending[chunk].popleft() if name == "W" else next(numbers[name == "F", chunk])
         if name == "I":
             pending[chunk].append(number)
         computed.append(PipelineAction.from_str(f"{stages[chunk]}{name}{number}"))
