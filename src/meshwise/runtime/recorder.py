@@ -90,7 +90,7 @@ class OpRecorder(private.TorchDispatchMode):
         self._last_label = ("", "")
         self._rows: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)  # node -> rows of its forward
         self._saved_bytes: Counter[int] = Counter()  # node -> what it keeps
-        self._kept = Kept()
+        self._kept, self._holders = Tape("kept"), Counter[int]()
         self._patches, self._shapes = ExitStack(), DeviceFakes()
 
     # --- what a program says -----------------------------------------------------------------
@@ -129,8 +129,18 @@ class OpRecorder(private.TorchDispatchMode):
     def hold(self, tensor: torch.Tensor, holder: object) -> None:
         """`tensor` is kept for the backward for as long as `holder` is there."""
         storage = _local(tensor).untyped_storage()
-        if not self._pauses and storage._cdata in self._live and storage._cdata not in self._weights:
-            self._kept.hold(storage, holder)
+        key = storage._cdata
+        if self._pauses or key not in self._live or key in self._weights:
+            return
+        self._holders[key] += 1
+        if self._holders[key] == 1:
+            self._kept.allocate(key, storage.nbytes())
+        weakref.finalize(holder, self._let_go, key)
+
+    def _let_go(self, key: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            self._kept.release(key)
 
     def kept_peak_bytes(self) -> float:
         """The most bytes that autograd kept for the backward at once, weights apart."""
@@ -491,29 +501,6 @@ class SavedTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-
-
-class Kept:
-    """Bytes kept now and at most."""
-
-    def __init__(self) -> None:
-        self.bytes, self.peak_bytes = 0.0, 0.0
-        self._holders: dict[int, int] = {}
-
-    def hold(self, storage: torch.UntypedStorage, holder: object) -> None:
-        """`storage` is kept for as long as `holder` is."""
-        key, size_bytes = storage._cdata, storage.nbytes()
-        self._holders[key] = self._holders.get(key, 0) + 1
-        if self._holders[key] == 1:
-            self.bytes += size_bytes
-            self.peak_bytes = max(self.peak_bytes, self.bytes)
-        weakref.finalize(holder, self._let_go, key, size_bytes)
-
-    def _let_go(self, key: int, size_bytes: int) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-            self.bytes -= size_bytes
 
 
 def seen_through(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
