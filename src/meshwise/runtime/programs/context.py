@@ -7,7 +7,6 @@ move nothing, under `run` they are gloo or NCCL.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwise.core.errors import PlanError
 from meshwise.program.tape import Step
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.recorder import OpRecorder
@@ -74,11 +72,8 @@ class Context:
         """A mesh of all ranks with named axes, outermost first: `mesh(dp=2, tp=8)` puts tp on neighbours.
 
         Only this rank's own groups are made, so that a rank of a large world costs no more than one of a
-        small. The recorder learns which group is which axis. PlanError where the axes do not cover the world.
+        small. The recorder learns which group is which axis.
         """
-        if math.prod(axes.values()) != self.world_size:
-            cut = " x ".join(f"{name}={size}" for name, size in axes.items())
-            raise PlanError(f"{cut} is {math.prod(axes.values())} ranks, the world has {self.world_size}")
         return self.grid(range(self.world_size), **axes)
 
     def grid(self, of_ranks: Sequence[int], **axes: int) -> DeviceMesh:

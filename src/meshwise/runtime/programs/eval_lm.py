@@ -86,10 +86,8 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
 
     begin_s = time.perf_counter()
     found = setting(options, context.world_size)
-    shard, dp = lm_model.join(found.placement, context)
-    model = lm_model.new_model(
-        options.seed, found.config, found.dtype, shard, context, grouped=options.grouped_gemm
-    )
+    of = options.seed, found.config, found.dtype, found.placement
+    model, dp = lm_model.new_model(*of, context, grouped=options.grouped_gemm)
     blocks, size = _blocks(options, found), found.config.batch_size_valid
     num_batches = -(-len(blocks) // size)
     num_steps = num_passes(num_batches, dp.size, options.max_valid_steps)
@@ -98,7 +96,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     dist.barrier()
     load_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
-    with shard.section("eval_lm"), torch.no_grad():
+    with context.recorder.section("eval_lm"), torch.no_grad():
         for number in range(dp.index, num_steps * dp.size, dp.size):
             counts = number < num_batches  # behind them is padding, so that the other ranks can go on
             _pass(model, blocks.batch(number, size), totals, context, counts=counts)

@@ -94,7 +94,7 @@ EPSILON = 1e-5
 
 
 class Norm(torch.autograd.Function):
-    """LayerNorm (`is_centered`) or RMSNorm; keeps x, and 1 / deviation (and the mean) of each row.
+    """LayerNorm (`is_centered`) or RMSNorm; keeps x, and the sum of squares (and the sum) of each row.
 
     `width`: columns of the whole rows, which may be spread over the ranks `along` an axis.
     """
@@ -106,19 +106,18 @@ class Norm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """[..., columns] -> the same."""
         rows = x.flatten(0, -2)
-        scales = all_sum(norm_sums(rows, is_centered), along)
-        norm_scales_(scales, width)
+        sums = all_sum(norm_sums(rows, is_centered), along)
         ctx.width, ctx.along, ctx.has_bias = width, along, bias is not None
-        ctx.save_for_backward(x, scales, weight)
-        return norm_apply(rows, scales, weight, bias).view(x.shape)
+        ctx.save_for_backward(x, sums, weight)
+        return norm_apply(rows, sums, weight, bias, width).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
         """One exchange of the sums that the gradient of x needs; the weights' are of the rank's tokens."""
-        x, scales, weight = ctx.saved_tensors
-        rows, d_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        sums = all_sum(norm_gradient_sums(d_rows, rows, scales, weight), ctx.along)
-        dx, d_weight, d_bias = norm_backward(d_rows, rows, scales, weight, sums, ctx.width)
+        x, sums, weight = ctx.saved_tensors
+        of = grad.flatten(0, -2), x.flatten(0, -2), sums, weight
+        d_sums = all_sum(norm_gradient_sums(*of, ctx.width), ctx.along)
+        dx, d_weight, d_bias = norm_backward(*of, d_sums, ctx.width)
         return dx.view(x.shape), d_weight, d_bias if ctx.has_bias else None, None, None, None
 
 
@@ -133,19 +132,10 @@ def norm_sums(x: Tensor, is_centered: bool) -> Tensor:
 norm_sums.register_fake(lambda x, is_centered: x.new_empty(x.shape[0], 1 + is_centered, dtype=lse_dtype(x)))
 
 
-@custom_op("meshwise::norm_scales_", mutates_args={"sums"})
-def norm_scales_(sums: Tensor, width: int) -> None:
-    """From sums over `width` columns to 1 / deviation and mean."""
-    sums.div_(width)
-    if sums.shape[1] == 2:
-        sums[:, 0] -= sums[:, 1].square()
-    sums[:, 0] = (sums[:, 0] + EPSILON).rsqrt()
-
-
 @custom_op("meshwise::norm_apply", mutates_args=())
-def norm_apply(x: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def norm_apply(x: Tensor, sums: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
     """(x - mean) / deviation * weight + bias."""
-    y = _normed(x, scales) * weight
+    y = _normed(x, sums, width)[0] * weight
     return (y if bias is None else y + bias).to(x.dtype)
 
 
@@ -153,36 +143,37 @@ norm_apply.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 @custom_op("meshwise::norm_gradient_sums", mutates_args=())
-def norm_gradient_sums(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+def norm_gradient_sums(grad: Tensor, x: Tensor, sums: Tensor, weight: Tensor, width: int) -> Tensor:
     """Per row: the sums that the gradient of x needs over the whole width."""
-    inner = grad.to(scales.dtype) * weight
-    sums = [(inner * _normed(x, scales)).sum(-1), inner.sum(-1)]
-    return torch.stack(sums[: scales.shape[1]], dim=-1)
+    inner = grad.to(sums.dtype) * weight
+    found = [(inner * _normed(x, sums, width)[0]).sum(-1), inner.sum(-1)]
+    return torch.stack(found[: sums.shape[1]], dim=-1)
 
 
-norm_gradient_sums.register_fake(lambda grad, x, scales, *_: torch.empty_like(scales))
+norm_gradient_sums.register_fake(lambda grad, x, sums, *_: torch.empty_like(sums))
 
 
 @custom_op("meshwise::norm_backward", mutates_args=())
 def norm_backward(
-    grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, sums: Tensor, width: int
+    grad: Tensor, x: Tensor, sums: Tensor, weight: Tensor, d_sums: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias."""
-    normed, wide = _normed(x, scales), grad.to(scales.dtype)
-    inner = wide * weight - normed * (sums[:, :1] / width)
+    (normed, scale), wide = _normed(x, sums, width), grad.to(sums.dtype)
+    inner = wide * weight - normed * (d_sums[:, :1] / width)
     if sums.shape[1] == 2:
-        inner = inner - sums[:, 1:] / width
-    dx = inner * scales[:, :1]
+        inner = inner - d_sums[:, 1:] / width
+    dx = inner * scale
     return dx.to(x.dtype), (wide * normed).sum(0).to(weight.dtype), wide.sum(0).to(weight.dtype)
 
 
 norm_backward.register_fake(
-    lambda grad, x, scales, weight, *_: tuple(torch.empty_like(of) for of in (x, weight, weight))
+    lambda grad, x, sums, weight, *_: tuple(torch.empty_like(of) for of in (x, weight, weight))
 )
 
 
-def _normed(x: Tensor, scales: Tensor) -> Tensor:
-    wide = x.to(scales.dtype)
-    if scales.shape[1] == 2:
-        wide = wide - scales[:, 1:]
-    return wide * scales[:, :1]
+def _normed(x: Tensor, sums: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """x less its mean (where it is centered) over its deviation, and 1 / deviation, of each row."""
+    means, wide = sums / width, x.to(sums.dtype)
+    mean = means[:, 1:]  # none of a norm that is not centered
+    scale = (means[:, :1] - mean.square().sum(1, keepdim=True) + EPSILON).rsqrt()
+    return (wide - mean if mean.shape[1] else wide) * scale, scale

@@ -76,10 +76,10 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
 
     begin_s = time.perf_counter()
     found = _setting(options, context.world_size)
-    shard, dp = lm_model.join(found.placement, context)
     prompts = _prompts(options)
     columns = max(map(len, prompts)) + options.max_tokens
-    model = lm_model.new_model(options.seed, found.config, found.dtype, shard, context, max_positions=columns)
+    of = options.seed, found.config, found.dtype, found.placement
+    model, dp = lm_model.new_model(*of, context, max_positions=columns)
     mine = list(range(dp.index, len(prompts), dp.size))
     num_rows = -(-len(prompts) // dp.size)
     rows = [prompts[number] for number in mine + [0] * (num_rows - len(mine))]  # who has fewer repeats one
@@ -91,7 +91,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     dist.barrier()
     load_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
-    with shard.section("generate"), torch.no_grad():
+    with context.recorder.section("generate"), torch.no_grad():
         first = min(map(len, prompts))
         advance_all(model, search, first=first, dp=dp, is_fake=context.is_fake)
     if context.is_fake:

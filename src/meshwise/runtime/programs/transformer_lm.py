@@ -312,24 +312,23 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         nn.init.xavier_uniform_(tensor, gain, generator)
 
 
-def join(placement: Placement, context: Context) -> tuple[Shard, MeshAxis]:
-    """This rank's place in the mesh dp x tp, where dp is copies x ep, and its place in dp."""
+def new_model(
+    seed: int, config: GptConfig, dtype: str, placement: Placement, context: Context, **how: Any
+) -> tuple[TransformerDecoder, MeshAxis]:
+    """The model as this rank holds it, filled at random from a seed, and the rank's place in dp.
+
+    The mesh is dp x tp, where dp is copies x ep. `how` as for `TransformerDecoder`.
+    """
     mesh = context.mesh(copies=placement.dp // placement.ep, ep=placement.ep, tp=placement.tp)
     shard = Shard(tp=axis(mesh, "tp"), ep=axis(mesh, "ep"), section=context.recorder.section)
-    return shard, axis(context.mesh(dp=placement.dp, tp=placement.tp), "dp")
-
-
-def new_model(
-    seed: int, config: GptConfig, dtype: str, shard: Shard, context: Context, **how: Any
-) -> TransformerDecoder:
-    """The model as this rank holds it, filled at random from a seed; `how` as for `TransformerDecoder`."""
+    dp = axis(context.mesh(dp=placement.dp, tp=placement.tp), "dp")
     with context.recorder.setup():
         model = TransformerDecoder(config, shard, device=context.device, dtype=context.dtype(dtype), **how)
         context.recorder.weights(*model.parameters())
         if not context.is_fake:
             with disable_current_modes():  # whole tensors, of which pieces are cut, are not the program's
                 init_parameters(model, seed)
-    return model.eval()
+    return model.eval(), dp
 
 
 def on_device(blocks: NDArray[np.int64], context: Context) -> Tensor:
