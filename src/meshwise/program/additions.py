@@ -3,7 +3,8 @@
 *Sides* (`model.Side`) are small layers beside the large ones: gates, compressors of keys, further norms. Each
 is one matmul, one norm, one convolution of single channels, or one look-up; a convolution over channels is
 the matmul it equals. What they read is kept by the layers that they stand beside, and what they give only
-where that is stated.
+where that is stated. They, and hyper-connections, multiply in 16 bits where large layers do in fewer: neither
+recipes nor released checkpoints narrow them.
 
 *Per-layer embeddings* (Gemma 3n and 4): what a block adds at its end, what comes before the first. The table
 is cut by tp like that of the tokens. Source: `transformers` 5.23, gemma4/modeling_gemma4.py.
@@ -29,20 +30,37 @@ score with that key. The library `transformers` writes all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
 
 from meshwise.model.architecture import Model, Side, Streams
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, Tensor, changed, elementwise, kernel, linear, made, product
+from meshwise.program.op import (
+    Op,
+    Stated,
+    Tensor,
+    changed,
+    elementwise,
+    kernel,
+    linear,
+    made,
+    precision,
+    product,
+)
 from meshwise.program.tensor_1d import ATTENTION, look_up, norm, plain_linear
 
 PER_LAYER, STREAMS = "per_layer", "streams"
 
 
+def _in_16_bits(cut: Cut) -> Cut:
+    return replace(cut, precision=precision("bf16")) if cut.precision.casts else cut
+
+
 def side_ops(model: Model, cut: Cut, sides: Iterable[Side]) -> Iterator[Op]:
     """The ops of `sides`, forward and backward, but for numbers that another op uses."""
+    cut = _in_16_bits(cut)
     for side in sides:
         if side.op:
             continue
@@ -145,6 +163,7 @@ def _of(model: Model) -> tuple[Streams, float]:
 
 def hyper_connections(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated:
     """What both halves of a block do with the streams: read them, add them up, mix them, add the result."""
+    cut = _in_16_bits(cut)
     rows, hidden, prec = cut.split_tokens, float(model.hidden), cut.precision
     width = own.number * hidden
     for half in ("attention", "mlp"):
