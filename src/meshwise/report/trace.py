@@ -246,7 +246,8 @@ def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
         **{"algorithm": "algorithm_bytes_per_s", "bus": "bus_bytes_per_s"},
         **{"link": "link", "of it": "link_frac", "predicted": "predicted_s"},
     }
-    return [records_table("Collectives on the wire", found[:limit], columns, left=("collective", "group"))]
+    left = ("collective", "group", "bytes")  # which together name a row
+    return [records_table("Collectives on the wire", found[:limit], columns, left=left)]
 
 
 # --- as a page -----------------------------------------------------------------------------------
