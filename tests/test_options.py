@@ -53,6 +53,12 @@ LIBRARY = {  # verb of the command line: verbs of the library, and which of thei
 }
 
 
+def test_every_option_says_what_it_means() -> None:
+    """In words of its own: what another verb says of it stands there, not its name."""
+    options = [(verb, one) for verb, of in verbs_of(typer.main.get_command(app)) for one in of.values()]
+    assert not [(verb, one.name) for verb, one in options if not one.help or "As in `" in one.help]
+
+
 @pytest.mark.parametrize("verb", LIBRARY)
 def test_command_line_and_python_have_the_same_options(verb: str) -> None:
     """By name, help and default; a time that Python takes in seconds may be typed in milliseconds."""

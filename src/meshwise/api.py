@@ -417,7 +417,9 @@ def serve(
             released weights; without a plan instances of a node or more, so that the model fits].
         prompt: Tokens of a prompt [2048], of its text where it has images or sound too.
         output: Tokens generated after it [256].
-        images, image_size, audio_s: As in `estimate`, of each request; their tokens come on top of `prompt`.
+        images: Images in each request; their tokens come on top of those of the prompt.
+        image_size: As in `estimate`.
+        audio_s: Seconds of sound in each request; its tokens come on top too.
         encoder_cluster: GPUs of an instance that only encodes images and sound [those of the model].
         encoder_workers: How many of them.
         sequences: Running sequences of the instance: 1,8,64 [powers of two, up to what fits].
@@ -670,7 +672,7 @@ def rl(
         reward_model: A model that judges each answer in a pass [rewards by rules].
         teacher: A model whose log-probabilities are distilled.
         framework: Whose overheads and defaults: nemo-rl or verl, with a version as nemo-rl=0.4.
-        engine: As in `serve` [the framework's].
+        engine: vllm, sglang or trtllm, with version and settings: vllm@0.12.0 [the framework's].
         transport: How weights travel: ipc, nccl, reshard, checkpoint-engine, per-tensor [the framework's].
         memory_frac: As in `search`.
         pack_length: Tokens of a packed bin in training [the longest sample, at least 8192].
