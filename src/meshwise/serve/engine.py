@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -88,11 +88,6 @@ class ChipSettings(msgspec.Struct, frozen=True):
         named = bool(self.chips) and chip.name.startswith(self.chips)
         return named or chip.memory_bytes < self.below_gib * 2**30
 
-    def without(self, keys: Collection[str]) -> ChipSettings:
-        """The others of these settings."""
-        left = {key: value for key, value in self.set.items() if key not in keys}
-        return msgspec.structs.replace(self, set=left)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
@@ -124,8 +119,8 @@ class Engine:
     `front_s` to `prompt_slowdown` are those of all engines (`serve.engine.Constants`) unless they were fitted
     to a server of one's own, as are `decode_slowdown`, the time of passes without prompts over that of their
     kernels, and `pass_s`, the host's time before each pass. `on_chips`: what else the server starts with on
-    chips of less memory. `settings_of`: the version that settings are of, if it is another; `fitted_to`: what
-    the constants were fitted to.
+    chips of less memory, but for what is `stated`. `settings_of`: the version that settings are of, if it is
+    another; `fitted_to`: what the constants were fitted to.
     """
 
     name: str
@@ -161,18 +156,18 @@ class Engine:
     decode_slowdown: float = 1.0
     pass_s: float = 0.0
     on_chips: tuple[ChipSettings, ...] = ()
+    stated: frozenset[str] = frozenset()
     settings_of: str = ""
     fitted_to: str = ""
 
     def having(self, **settings: Any) -> Engine:
         """The engine started with `settings`, on whichever chip."""
-        on_chips = tuple(of.without(settings) for of in self.on_chips)
-        return replace(self, on_chips=on_chips, **settings)
+        return replace(self, stated=self.stated | settings.keys(), **settings)
 
     def on(self, chip: Chip) -> Engine:
         """The engine with what it starts with on `chip`, where nothing else was stated."""
-        found = next((of.set for of in self.on_chips if of.hold(chip)), {})
-        return self.having(**found)
+        usual: dict[str, Any] = next((of.set for of in self.on_chips if of.hold(chip)), {})
+        return self.having(**{key: value for key, value in usual.items() if key not in self.stated})
 
     @property
     def of_prompts(self) -> Engine:

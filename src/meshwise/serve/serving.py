@@ -14,7 +14,7 @@ the process's context. Arrays of sequences broadcast.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -301,15 +301,12 @@ def _price_stage(serving: Serving, stage: Stage, priced: PricedModel) -> PricedP
 
 def _larger(one: PricedPass, other: PricedPass) -> PricedPass:
     """The time of the slower of two stages, and the memory of that which holds more."""
-    is_slower = other.total_s > one.total_s
-    is_fuller = other.memory.total > one.memory.total
-    memory = {
-        each.name: np.where(is_fuller, getattr(other.memory, each.name), getattr(one.memory, each.name))
-        for each in fields(Memory)
-    }
-    time_s: dict[str, Num] = {
-        name: np.where(is_slower, other.time_s[name], one.time_s[name]) for name in PARTS
-    }
+
+    def chosen(is_other: Any, mine: Mapping[str, Num], others: Mapping[str, Num]) -> dict[str, Num]:
+        return {name: np.where(is_other, others[name], mine[name]) for name in mine}
+
+    time_s = chosen(other.total_s > one.total_s, one.time_s, other.time_s)
+    memory = chosen(other.memory.total > one.memory.total, asdict(one.memory), asdict(other.memory))
     return PricedPass(time_s, Memory(**memory))
 
 

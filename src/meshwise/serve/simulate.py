@@ -59,23 +59,6 @@ class Autoscaling:
         }
 
 
-class Autoscaler:
-    """What `scaling` asks for over time."""
-
-    def __init__(self, scaling: Autoscaling) -> None:
-        self.scaling, self.num_before = scaling, 0
-        self.asked: list[tuple[float, int]] = []
-
-    def wanted(self, second: float, num_sent: int, num_waiting: int) -> int:
-        """Replicas for the requests that were sent up to now and not before, and those that wait."""
-        scaling = self.scaling
-        rate = (num_sent - self.num_before + num_waiting) / scaling.every_s
-        self.num_before = num_sent
-        self.asked = [one for one in self.asked if one[0] > second - scaling.hold_s]
-        self.asked.append((second, math.ceil(rate / scaling.requests_per_s)))
-        return min(max(max(num for _, num in self.asked), scaling.least), scaling.most)
-
-
 Seconds = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
@@ -201,7 +184,7 @@ class _Run:
         ]
         heapq.heapify(self.events)
         self.next_head = len(self.events)
-        self.scaler = Autoscaler(pools.scaling) if pools.scaling else None
+        self.num_before, self.asked = 0, list[tuple[float, int]]()  # at the last look; replicas by the second
         if pools.scaling:
             self._at(pools.scaling.every_s, self._scale, None)
 
@@ -267,10 +250,10 @@ class _Run:
     def _scale(self, second: float, _: None) -> None:
         """Start or stop replicas as the load of the last interval asks for."""
         pool, scaling = self.last, self.pools.scaling
-        assert self.scaler and scaling
+        assert scaling
         waiting = sum(len(one.queue) for one in pool.ready)
         alive = [one for one in pool.all if one.stop_s is None and (one in pool.ready or one.sent == 0)]
-        num = self.scaler.wanted(second, self.num_sent, waiting)
+        num = self._wanted(scaling, second, waiting)
         for new in [pool.start(second) for _ in range(num - len(alive))]:
             self._at(second + scaling.start_s, self._is_ready, new)
         least_busy = sorted(pool.ready, key=lambda one: (one.sent, -one.number))
@@ -281,12 +264,20 @@ class _Run:
         if self.num_ended < len(self.sequences):
             self._at(second + scaling.every_s, self._scale, None)
 
+    def _wanted(self, scaling: Autoscaling, second: float, num_waiting: int) -> int:
+        """Replicas for the requests that were sent since the last look, and those that wait."""
+        rate = (self.num_sent - self.num_before + num_waiting) / scaling.every_s
+        self.num_before = self.num_sent
+        self.asked = [one for one in self.asked if one[0] > second - scaling.hold_s]
+        self.asked.append((second, math.ceil(rate / scaling.requests_per_s)))
+        return min(max(max(num for _, num in self.asked), scaling.least), scaling.most)
+
     def _is_ready(self, second: float, replica: Instance) -> None:
         replica.now = replica.seen = second
         self.last.ready.append(replica)
 
     def _stop_if_idle(self, replica: Instance, second: float) -> None:
-        if not replica.sent and self.scaler and replica not in self.last.ready:
+        if not replica.sent and self.pools.scaling and replica not in self.last.ready:
             replica.stop_s = second
 
     # --- time ------------------------------------------------------------------------------------
