@@ -291,9 +291,11 @@ def shell_words(text: str, path: Path) -> list[str]:
 
 
 def _split(text: str, path: Path) -> list[str]:
-    """The words of a command line of the script `path`; DataError where a quotation has no end."""
+    """The words of a command line of the script `path`, `;` apart; DataError where a quotation has no end."""
+    words = shlex.shlex(text, posix=True, punctuation_chars=";")
+    words.whitespace_split = True
     try:
-        return shlex.split(text, comments=True)
+        return [word for word in words if not word or word.strip(";")]
     except ValueError as error:
         raise DataError(f"{path} is not a shell script that can be read: {error}") from None
 

@@ -73,8 +73,8 @@ def model_of(facts: Facts, tp: int, where: str) -> Model | None:
         return None
     mla = MLA(**{field.name: facts.get(field.name) or 0 for field in fields(MLA)}) if facts["mla"] else None
     names = {"tp": tp, "own": mla, "int": int, "window_of": _window, "whole": _whole}
-    moe = _moe(facts, facts["num_layers"]) if facts.get("num_experts") else None
     said = formulas(launch_tables().model, facts | names)
+    moe = _moe(facts, said["ffn_hidden"]) if facts.get("num_experts") else None
     return checked_model(Model(name=where, mla=mla, moe=moe, **said), where)
 
 
@@ -90,10 +90,10 @@ def _whole(argument: str, text: Any) -> int:
     return found
 
 
-def _moe(facts: Facts, num_layers: int) -> MoE:
-    shared, width = facts.get("shared_ffn") or 0, facts.get("expert_ffn") or facts["ffn_hidden"]
+def _moe(facts: Facts, ffn_hidden: int) -> MoE:
+    shared, width = facts.get("shared_ffn") or 0, facts.get("expert_ffn") or ffn_hidden
     num_shared = max(shared // width, 1) if shared else 0
-    pattern = _pattern(facts.get("moe_layers") or 1, num_layers)
+    pattern = _pattern(facts.get("moe_layers") or 1, facts["num_layers"])
     stated: Facts = {field: facts[fact] for fact, field in _OF_EXPERTS.items() if fact != "expert_ffn"}
     stated |= {field: facts.get(fact) or 0 for fact, field in _OF_SOME_EXPERTS.items()}
     stated["router_bias"] = "linear" in facts["biases"].split("+")
