@@ -366,6 +366,33 @@ def test_commands_of_one_line_and_experts_of_the_usual_width_are_read(tmp_path: 
     assert job.model is not None and job.model.moe is not None and job.model.moe.ffn_hidden == 4096
 
 
+@pytest.mark.parametrize(
+    ("command", "num_gpus", "batch"),
+    [
+        ("deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json --bf16 True "
+         "--gradient_checkpointing 2>&1 | tee log.txt", 16, 128),
+        ("accelerate launch --config_file acc.yaml --num_processes 16 train.py "
+         "--per_device_train_batch_size 2 --gradient_accumulation_steps 4", 16, 128),
+    ],
+)  # fmt: skip
+def test_microbatches_that_are_accumulated_are_a_batch(
+    tmp_path: Path, command: str, num_gpus: int, batch: int
+) -> None:
+    """The launcher's words go before those of its file; what the shell does behind them is not theirs."""
+    (tmp_path / "ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, '
+        '"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
+    )
+    (tmp_path / "acc.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+        "  fsdp_activation_checkpointing: true\nmixed_precision: bf16\nnum_processes: 8\n"
+    )
+    (tmp_path / "job.sh").write_text(command + "\n")
+    job = mw.read_job(tmp_path / "job.sh")
+    assert (job.num_gpus, job.batch, job.microbatch) == (num_gpus, batch, 2)
+    assert (job.plan.recompute, job.unread) == ("full", ())
+
+
 def test_estimate_and_search_take_a_file(meshwise: Any) -> None:
     words = ("--cluster", "h100-80g-sxm:32", "--from", str(JOBS / "megatron.sh"), "--json")
     priced = meshwise("estimate", *words).document

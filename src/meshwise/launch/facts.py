@@ -157,6 +157,8 @@ def recover(facts: Facts) -> Facts:
         found["dp"] = facts["batch"] // (facts["microbatch"] * facts["num_microbatches"])
     if "dp" not in found and facts.get("num_gpus"):
         found["dp"] = facts["num_gpus"] // (tp * cp * pp)
+    if not facts.get("batch") and found.get("dp") and facts.get("microbatch") and "num_microbatches" in facts:
+        found["batch"] = found["dp"] * facts["microbatch"] * facts["num_microbatches"]
     if facts.get("instances", 1) > 1 and "dp" not in found:
         raise DataError("how many GPUs share the states depends on their number; say it with --cluster")
     if facts.get("instances", 1) > 1:

@@ -45,6 +45,8 @@ _COUNTS = {
     *("instances", "microbatch", "local_batch", "pipeline_microbatch", "num_microbatches"),
 }
 """Facts that others are divided by, or that lists are as long as: from 1 to `_MOST`."""
+_OLD_NAMES = {"--gradient_checkpointing": "--activation_checkpointing"}
+"""Names of arguments that still hold."""
 _SCALAR = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
@@ -311,13 +313,15 @@ def _expand(text: str, known: dict[str, str]) -> str:
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:
-    """The values of each `--name value ...` and `--name=value`; the last of a name holds."""
+    """The values of each `--name value ...` and `--name=value`, up to a pipe; the last of a name holds."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             found[name] = [value] if equals else []
+        elif re.match(r"\d*[<>]|[|&]", word):
+            name = ""
         elif name:
             found[name].append(word)
     return found
@@ -334,6 +338,7 @@ def _arguments(framework: str, words: list[str], path: Path) -> Settings:
     for option, values in _options([word for word in words if word not in modes]).items():
         section, dot, key = option[2:].replace("-", "_").partition(".")
         name, turned_off = f"{section}.{key}" if dot else option, f"{section}.{key.removeprefix('no_')}"
+        name = option[2:] if name not in known and option[2:] in known else _OLD_NAMES.get(name, name)
         kind = known[name].type if name in known else ""
         if turned_off != name and turned_off in known:
             found[turned_off] = False
@@ -341,7 +346,7 @@ def _arguments(framework: str, words: list[str], path: Path) -> Settings:
             if kind not in ("flag", "bool", ""):
                 raise DataError(f"{path}: {name} has no value")
             found[name] = True
-        elif "$" in values[0] and kind:
+        elif "$" in values[0] and name == option and kind:
             raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
         else:
             found[name] = values if kind.startswith("list") else values[0]
@@ -349,8 +354,8 @@ def _arguments(framework: str, words: list[str], path: Path) -> Settings:
 
 
 def _gpus(words: list[str]) -> int | None:
-    """GPUs of all nodes, where torchrun's words say how many."""
+    """GPUs of all nodes, where the words of torchrun, or of deepspeed, say how many."""
     said = {name.replace("_", "-"): values for name, values in _options(words).items()}
-    nodes = whole((said.get("--nnodes") or ["1"])[0])
-    node = whole((said.get("--nproc-per-node") or [""])[0])
+    nodes = whole((said.get("--nnodes") or said.get("--num-nodes") or ["1"])[0])
+    node = whole((said.get("--nproc-per-node") or said.get("--num-gpus") or [""])[0])
     return nodes * node if nodes and node else None
