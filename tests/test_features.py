@@ -142,7 +142,10 @@ PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and
     "per_layer": (replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)), {}),
     "sparse": (SPARSE, {"weighted": False}),
     "low_rank": (replace(LLAMA, low_rank=LowRank(query=512, out=256, groups=8)), {}),
-    "streams": (replace(LLAMA, streams=Streams(number=4)), {"laurel_rank": 64, "between": False, "gate_rank": 64}),
+    "streams": (
+        replace(LLAMA, streams=Streams(number=4)),
+        {"laurel_rank": 64, "between": False, "gate_rank": 64},
+    ),
     "diffusion": (
         replace(FLUX, layers=(), positions="none"),
         {"text": "cross", "modulation": "shared", "guidance": False, "num_classes": 10, "refiner_layers": 1},
