@@ -72,6 +72,23 @@ def test_waits_need_no_steady_clocks(tmp_path_factory, drifts_ppm, seed):
         assert [one.wait_s[r] * 1e6 for r in range(3)] == pytest.approx((at.max() - at).tolist(), abs=5)
 
 
+def test_a_lost_kernel_shifts_no_clock(tmp_path):
+    """Rank 1 lost one of 12 calls in the middle: its others are still matched, and its clock is told."""
+    rng = np.random.default_rng(1)
+    begin, arrivals = 50_000.0 * np.arange(12) + rng.uniform(0, 100, 12), rng.uniform(0, 500, (12, 3))
+    for rank, offset_us in enumerate((0.0, 3e6, -2e6)):
+        starts, ends = (
+            begin + arrivals[:, rank] + offset_us,
+            begin + arrivals.max(axis=1) + WIRE_US + offset_us,
+        )
+        spans = zip(starts.round(3).tolist(), (ends - starts).round(3).tolist(), strict=True)
+        calls = [all_reduce(*span, 10, [0, 1, 2]) for i, span in enumerate(spans) if (rank, i) != (1, 6)]
+        write_trace(tmp_path / f"rank-{rank}.json", calls, rank)
+    found = summarize_paths([tmp_path])
+    assert [found.alignment.offsets_s[rank] for rank in range(3)] == pytest.approx([0.0, 3.0, -2.0], abs=1e-6)
+    assert sorted(one.num_ranks for one in found.collectives) == [2] + [3] * 11
+
+
 def test_profilers_that_start_apart(tmp_path):
     """Rank r's profile lacks the first r calls; the others still find each other."""
     rng = np.random.default_rng(0)

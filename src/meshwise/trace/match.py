@@ -15,9 +15,9 @@ every rank, if their traces begin and end with the same calls. In this order of 
    distance than under the next one, else the one that needs the smallest offset.
    A stream whose kernels do not say of whom they are may belong to several groups. There, ranks with as many
    calls are of one group only if these can all overlap and their ends keep a steady distance.
-4. Where no shift fits, because a trace lacks calls or holds those of another group too, every pair of alike
-   calls votes for the distance between its ends; the distance with most votes is the one between the
-   clocks, and calls are the same whose ends then coincide.
+4. Where no shift fits, or leaves more than a tenth of the ends apart, because a trace lacks calls or holds
+   those of another group too, every pair of alike calls votes for the distance between its ends; the distance
+   with most votes is the one between the clocks, and calls are the same whose ends then coincide.
 
 A message is matched the same way: the k-th send from rank a to rank b in a group is the k-th receive of rank
 b from rank a. Sequence numbers do not help there, for each rank counts its own. A buffered send (gloo's) may
@@ -46,6 +46,8 @@ _FAR_STEADIER = 0.2
 """Median deviation of the ends under a shift, relative to the next best one, that settles unknown clocks."""
 _MAX_VOTES = 5_000_000
 _SAME_END_NS = 1_000_000
+_MORE_TOGETHER = 1.2
+"""By how many times more calls must end together by the vote than in order."""
 _UNEVEN = ("all_to_all", "gather", "scatter")
 """Collectives whose size differs between ranks."""
 
@@ -212,9 +214,22 @@ def _by_order(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int
     alone = itertools.count(2 * len(longest) + 2 * _EXTRA_SHIFT)
     numbers = {}
     for rank, found in members.items():
-        positions = _shifted(longest, found, one_host) or _voted(longest, found)
+        positions = _shifted(longest, found, one_host)
+        if (num := _num_together(longest, found, positions)) < _GOOD_FIT * len(found):
+            voted = _voted(longest, found)
+            is_better = not positions or _MORE_TOGETHER * num < len(voted) - voted.count(None)
+            positions = voted if is_better else positions
         numbers[rank] = [next(alone) if position is None else position for position in positions]
     return numbers
+
+
+def _num_together(
+    reference: Sequence[Transfer], found: Sequence[Transfer], positions: Sequence[int | None]
+) -> int:
+    """How many of `found` end as far from the calls at their positions in `reference` as most of them do."""
+    placed = [(j, one) for j, one in zip(positions, found, strict=False) if j in range(len(reference))]
+    apart = np.array([one.end_ns - reference[j or 0].end_ns for j, one in placed] or [0])
+    return int((np.abs(apart - np.median(apart)) <= _SAME_END_NS).sum()) if placed else 0
 
 
 def _signatures(*lists: Sequence[Transfer]) -> list[Ints]:
