@@ -37,15 +37,12 @@ def check_layout(model: Model, plan: Plan, seq: int) -> None:
     if plan.lora_rank:
         raise PlanError(f"layout={plan.layout} has no adapters; leave lora_rank={plan.lora_rank} out")
     grid = plan.grid or default_grid(plan.layout, plan.tp)
-    check_grid(
-        model, plan.layout, grid, plan.tp, seq=seq, panels=plan.panels, scores_split=plan.attention == "grid"
-    )
+    check_grid(model, plan.layout, grid, plan.tp, seq=seq, panels=plan.panels)
 
 
 def check_grid(
-    model: Model, layout: str, grid: tuple[int, ...], ranks: int, *, seq: int, panels: int = 1,
-    scores_split: bool = False,
-) -> None:  # fmt: skip
+    model: Model, layout: str, grid: tuple[int, ...], ranks: int, *, seq: int, panels: int = 1
+) -> None:
     """PlanError, naming the number, where `layout` on `grid` does not divide ranks, model or sequence."""
     name = ":".join(filter(None, (layout, "x".join(map(str, grid)))))
     for sentence in grid_conflicts(layout, grid, ranks):
@@ -70,7 +67,7 @@ def check_grid(
     for what, present in missing.items():
         if layout != "1d" and present:
             raise PlanError(f"layout {name} has no {what}, which {model.name} needs; use layout=1d")
-    for what, size, divisor in _divisions(model, layout, grid or (ranks,), seq, panels, scores_split):
+    for what, size, divisor in _divisions(model, layout, grid or (ranks,), seq, panels):
         if size % divisor:
             raise PlanError(
                 f"layout {name} cuts the {what} of {model.name} by {divisor}, which does not divide {size}; "
@@ -79,7 +76,7 @@ def check_grid(
 
 
 def _divisions(
-    model: Model, layout: str, grid: tuple[int, ...], seq: int, panels: int, scores_split: bool
+    model: Model, layout: str, grid: tuple[int, ...], seq: int, panels: int
 ) -> list[tuple[str, int, int]]:
     """What is cut, its size, and by how much."""
     hidden, ffn = ("hidden width", model.hidden), ("ffn width", model.ffn_hidden)
@@ -103,6 +100,4 @@ def _divisions(
     steps = panels * math.lcm(columns, rows)
     cuts = [(*what, steps) for what in (hidden, ffn, inner)]
     cuts.append((*tokens, halves * rows * depth if rows * depth > 1 else 1))
-    if scores_split:
-        return [*cuts, (*tokens, steps), ("head width", model.head_dim, columns)]
     return [*cuts, *((*what, columns) for what in heads)]

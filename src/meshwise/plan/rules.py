@@ -80,6 +80,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         yield from _model_rules(model, mesh)
     else:
         yield rule("layout_of_sequence", (sizes["cp"] > 1) | (sizes["ulysses"] > 1))
+        yield rule("attention_of_paper", mesh.plan.attention == "grid")
     yield from _expert_rules(model, mesh, sizes)
     group, all_ranks = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
     yield _divides("zero_group", group, all_ranks)

@@ -27,7 +27,7 @@ class Cut:
 
     A `layout` of several dimensions lays the tp ranks out as a `grid`, its first axis on neighbouring ranks:
     columns x rows (2d, 2d-cp), columns x rows x depth (2.5d, 3d). `panels`: in how many pieces SUMMA sends
-    each block that both cuts share. `grid_scores` splits attention's scores over the grid, not its heads.
+    each block that both cuts share.
 
     `imbalance` is the load of the busiest expert rank over the mean. `dispatch_per_rank` sends a token once
     to each rank that holds some of its experts, with `dispatch_bytes` an element (results come back in the
@@ -74,7 +74,6 @@ class Cut:
     layout: str = "1d"
     grid: tuple[Num, ...] = ()
     panels: Num = 1.0
-    grid_scores: bool = False
     flash: bool = True
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()

@@ -16,10 +16,7 @@ Y = X W is ab forward, dX = dY W' is abt, dW = X' dY is atb. There are `panels` 
 one rank owns each in either cut; the first is waited for, the others travel while panels multiply. A rank
 keeps its own blocks alone.
 
-Attention, *heads split*: each rank has heads/c heads of its row's tokens, and all-gathers keys and values
-over the column. *Scores split* (`grid_scores`; in two dimensions): each rank has d/c of the width of every
-head; the scores are an abt product [T/r, s/c], softmax all-reduces maxima and sums over the row, the mix is
-an ab product.
+Attention: each rank has heads/c heads of its row's tokens, and all-gathers keys and values over the column.
 
 *2.5 dimensions* (Tesseract, arXiv 2105.14500): each of d depths is such a grid with 1/d of the row's tokens,
 so a rank holds T/(r d) of them. The weights are the same in every depth, so their gradients are all-reduced
@@ -55,7 +52,7 @@ from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, Cost, matmul
 from meshwise.model.architecture import Model
 from meshwise.model.weights import COLUMNS, Weight, Weights
-from meshwise.program.context import core_attention, score_kernels
+from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Stated, Tensor, collective, elementwise, kernel, made
 from meshwise.program.tensor_1d import ATTENTION, MLP
@@ -119,9 +116,9 @@ def attention(model: Model, cut: Cut, x: Tensor) -> Stated:
         turned = (model.num_heads + model.num_kv_heads) * model.head_dim / ranks
         projected = made(ATTENTION, "qkv", (rows, turned), cut.precision.act_dtype)
         yield from elementwise(ATTENTION, "rotary", "rotary", projected, cut.precision)
-    yield from (_scores_split if cut.grid_scores else _heads_split)(model, cut)
+    yield from _heads_split(model, cut)
     d_in = float(model.num_heads * model.head_dim)
-    kept = cut.grid_scores or is_cube(cut) or not cut.flash  # else fused attention keeps it
+    kept = is_cube(cut) or not cut.flash  # else fused attention keeps it
     yield from _linear(ATTENTION, "out_proj", d_in, model.hidden, cut, SECOND, bias=model.out_bias, kept=kept)
     return (yield from _leave(model, cut, ATTENTION, 1, x))
 
@@ -178,10 +175,10 @@ def _linear(
 
 
 def summa(
-    form: str, module: str, name: str, phase: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
+    form: str, module: str, name: str, phase: str, m: Num, n: Num, k: Num, cut: Cut, *,
     keeps: tuple[Tensor, ...] = (), is_weight_grad: bool = False,
 ) -> Iterator[Op]:  # fmt: skip
-    """`batch` products C = A B, A B' or A' B of blocks, panel by panel.
+    """A product C = A B, A B' or A' B of blocks, panel by panel.
 
     m, n, k are what the rank multiplies in total: of the dim that the panels run along, all of it.
     """
@@ -196,16 +193,16 @@ def summa(
         "atb": [("broadcast", a, row), ("reduce", c, column)],
     }
     for kind, size, axis in moves[form]:
-        sent: dict[str, Any] = {"payload_bytes": batch * size * prec.act_bytes, **axis}
+        sent: dict[str, Any] = {"payload_bytes": size * prec.act_bytes, **axis}
         yield collective(module, name, phase, kind, **sent)
         yield collective(module, name, phase, kind, hides_behind=name, count=panels - 1.0, **sent)
     first = Op(
-        module=module, name=name, phase=phase, kind="matmul", shape=(batch, m, n, k), dtype=prec.dtype,
-        cost=matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
+        module=module, name=name, phase=phase, kind="matmul", shape=(1.0, m, n, k), dtype=prec.dtype,
+        cost=matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes),
         reads=keeps, keeps=keeps, is_weight_grad=is_weight_grad,
     )  # fmt: skip
     yield first
-    added = Cost(0.0, batch * c * prec.act_bytes) if form == "ab" else Cost()  # C is read again and added to
+    added = Cost(0.0, c * prec.act_bytes) if form == "ab" else Cost()  # C is read again and added to
     yield structs.replace(first, cost=first.cost + added, count=panels - 1.0, reads=(), keeps=())
 
 
@@ -293,45 +290,3 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
             yield op
         elif op.collective in axes:
             yield structs.replace(op, **axes[op.collective])
-
-
-def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
-    """d/c of every head a rank; queries that share keys are rows of one product."""
-    columns = cut.grid[COL]
-    batch = cut.microbatch * model.num_kv_heads
-    num_q = tokens(cut) / cut.microbatch * model.num_heads / model.num_kv_heads
-    dim, width = model.head_dim / columns, cut.seq / columns
-    num_k = tokens(cut) / cut.microbatch
-    of_q, of_k = (batch * num_q, dim), (batch * num_k, dim)
-    sizes = {"q": of_q, "k": of_k, "v": of_k, "scores": (batch * num_q, width)}
-    q, k, v, scores = (made(ATTENTION, name, shape, cut.precision.act_dtype) for name, shape in sizes.items())
-    size: dict[str, Any] = {"cut": cut, "batch": batch}
-
-    yield from summa("abt", ATTENTION, "logits", "forward", num_q, cut.seq, dim, keeps=(q, k), **size)
-    yield from summa("ab", ATTENTION, "logits", "backward", num_q, dim, cut.seq, **size)
-    yield from summa("atb", ATTENTION, "logits", "backward", cut.seq, dim, num_q, **size)
-    scores = yield from _softmax(scores, cut, model)
-    yield from summa("ab", ATTENTION, "attend", "forward", num_q, dim, cut.seq, keeps=(scores, v), **size)
-    yield from summa("abt", ATTENTION, "attend", "backward", num_q, cut.seq, dim, **size)
-    yield from summa("atb", ATTENTION, "attend", "backward", cut.seq, dim, num_q, **size)
-
-
-def _softmax(scores: Tensor, cut: Cut, model: Model) -> Stated:
-    """Softmax, what comes before it, and dropout, of rows of scores that are spread over a row of ranks.
-
-    The forward all-reduces maxima, then sums; the backward the products of probability and gradient.
-    """
-    prec = cut.precision
-    kernels = [(name, name) for name in [*score_kernels(model), "softmax"]]
-    if model.dropout_frac:
-        kernels.append(("dropout_softmax", "dropout"))
-    for name, kind in kernels:
-        for op in elementwise(ATTENTION, name, kind, scores, prec):
-            yield op
-            scores = op.makes[0] if op.makes else scores
-            if name == "softmax":
-                yield collective(
-                    ATTENTION, name, op.phase, "all_reduce", payload_bytes=prec.stat_bytes * scores.shape[0],
-                    count=2.0 if op.phase == "forward" else 1.0, **cut.axis(COL),
-                )  # fmt: skip
-    return scores

@@ -94,7 +94,6 @@ def cut_of(mesh: Mesh) -> Cut:
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=mesh.gathers_keys,
         panels=float(plan.panels),
-        grid_scores=plan.attention == "grid",
         flash=plan.attention == "flash",
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         narrow_matmuls=plan.dtype if is_narrow else "",
