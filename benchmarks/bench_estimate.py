@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import median_s, report
-from meshwise.estimate.grid import price_grid
+from meshwise.estimate.grid import grids
 from meshwise.estimate.one_plan import estimate
 from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.timing import Machine
@@ -66,8 +66,8 @@ MANY = {
 def many_plans(**more: Any) -> int:
     """Every valid plan of a space of 30 million combinations; what is invalid is not priced."""
     cluster, load = find_cluster("a100-80g-sxm:512"), Workload(batch=1536, seq=2048)
-    cells = price_grid(GPT3, cluster, load, {"stages": (EVEN,), **MANY, **more})
-    return sum(int(np.size(one.array(one.step.step_s))) for one in cells)
+    of = grids(GPT3, cluster, load, {"stages": (EVEN,), **MANY, **more})
+    return sum(int(np.size(one.array(one.step.step_s))) for grid in of for one in grid.price())
 
 
 def main() -> None:

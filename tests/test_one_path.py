@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.grid import price_grid
+from meshwise.estimate.grid import grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
@@ -139,7 +139,8 @@ def check_grid(
     space, load = {key: VALUES[key] for key in keys}, Workload(batch=768, seq=4096, kind=kind)
     found: dict[tuple[str, ...], tuple[float, float]] = {}
     one_each = {key: (value,) for key, value in base.items()}
-    for cells in price_grid(find_model(model), find_cluster(cluster), load, space | one_each):
+    of = grids(find_model(model), find_cluster(cluster), load, space | one_each)
+    for cells in itertools.chain.from_iterable(grid.price() for grid in of):
         step_s, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
         broken = np.broadcast_to(cells.broken, cells.shape)
         for index in np.ndindex(cells.shape):

@@ -20,7 +20,8 @@ from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
-from meshwise.plan.layouts import check_grid
+from meshwise.plan.layouts import block_rules
+from meshwise.plan.plan import refuse
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
@@ -187,7 +188,7 @@ def _heads_cut(layout: str, grid: tuple[int, ...], ranks: int) -> int:
 
 def _fits(model: Model, layout: str, grid: tuple[int, ...], ranks: int, seq: int) -> bool:
     try:
-        check_grid(model, layout, grid, ranks, seq=seq)
+        refuse(block_rules(model, layout, grid, ranks, seq))
     except PlanError:
         return False
     return True

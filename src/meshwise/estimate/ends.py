@@ -24,8 +24,7 @@ from meshwise.core.units import Num
 from meshwise.estimate.memory import held_params, recomputed
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import DENSE, EXPERTS
-from meshwise.estimate.tower import FRONT
-from meshwise.estimate.tower_cost import tower_time, towers_of
+from meshwise.estimate.tower import FRONT, tower_time, towers_of
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import MIRRORED, ROUND, folding, loses_step, patterns_of, stages_of

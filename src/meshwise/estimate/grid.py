@@ -31,9 +31,9 @@ from meshwise.estimate.step import StepCost, Wants, least_of_ops, least_step_s
 from meshwise.estimate.timing import machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.layouts import check_layout, default_grid
+from meshwise.plan.layouts import default_grid, layout_rules
 from meshwise.plan.mesh import Mesh, mesh_of
-from meshwise.plan.plan import DEFAULTS, NUMBERS, Plan, number_of
+from meshwise.plan.plan import DEFAULTS, NUMBERS, Plan, number_of, refuse
 from meshwise.plan.rules import rules
 from meshwise.plan.workload import Workload
 
@@ -249,12 +249,6 @@ class Cells:
         return num
 
 
-def price_grid(*job: Any, **how: Any) -> Iterator[Cells]:
-    """Price all plans of `grids`, whose arguments these are."""
-    for grid in grids(*job, **how):
-        yield from grid.price()
-
-
 def grids(
     model: Model, cluster: Cluster, workload: Workload, space: Space, *, distinct: bool = False,
     refused: Refusals = lambda mesh: (), under: Callable[[Plan], Adversity] = lambda plan: Adversity(),
@@ -285,7 +279,7 @@ def grids(
         for plan, some in _alike(stated, numbers):
             try:
                 if plan.layout != "1d":
-                    check_layout(model, plan, workload.seq)
+                    refuse(layout_rules(model, plan, workload.seq), {"plan": plan})
                 if distinct and _canonical(plan) in seen:
                     continue
                 cluster.chip.matrix_peak(plan.dtype)

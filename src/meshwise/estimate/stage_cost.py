@@ -35,6 +35,7 @@ from meshwise.program.exchange import (
     num_reductions,
     occurs,
     shared_weights,
+    sums_on_host,
     weight_bytes,
 )
 from meshwise.program.implementation import shards_each_weight
@@ -51,6 +52,11 @@ class StageTime(PhaseTimes):
 
     offload_forward_s: Num = 0.0
     offload_backward_s: Num = 0.0
+
+    def __add__(self, other: StageTime) -> StageTime:
+        """Both, one after the other."""
+        names = [each.name for each in fields(StageTime)]
+        return StageTime(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def free_s(self, is_far: Num, idle_s: Num) -> tuple[Num, Num]:
         """For how long the links between nodes (those inside, where `is_far` is 0) are free, by direction.
@@ -265,6 +271,7 @@ def _optimizer_s(of: PricedModel, held: tuple[Held, Held], share: Num, memory: M
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
     both_ways = np.maximum if mesh.plan.optimizer_in_bwd else operator.add
-    grads_left = grad_bytes(mesh) * (1.0 - at_stage(STAGES.sums, mesh.zero))
-    on_host = both_ways(grads_left, weight_bytes(mesh)) / machine.host_bytes_per_s
-    return params * (on_chip + mesh.offload_optimizer * on_host)
+    # the others went with their reduction
+    grads = (mesh.offload_optimizer - sums_on_host(mesh)) * grad_bytes(mesh)
+    moved = both_ways(grads, mesh.offload_optimizer * weight_bytes(mesh))
+    return params * (on_chip + moved / machine.host_bytes_per_s)

@@ -28,7 +28,7 @@ from meshwise.estimate.fsdp2_memory import fsdp2_memory
 from meshwise.estimate.memory import held_params
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.stage_cost import StageCost, StageTime, needed_memory, stage_cost, stage_time, units_of
-from meshwise.estimate.tower_cost import added_times, tower_time, towers_of, with_tower
+from meshwise.estimate.tower import tower_time, towers_of, with_tower
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, differ, has_fixed_ends, layers_of_chunks, stages_of
@@ -186,8 +186,7 @@ def _held_s(mesh: Mesh, hop_s: Num) -> Num:
 def times_of_chunks(of: PricedModel, held: Sequence[Stage], towers: Sequence[PricedModel]) -> list[StageTime]:
     """One microbatch of each of the chunks `held` of a pipeline, its towers included."""
     return [
-        reduce(added_times, (tower_time(tower, chunk) for tower in towers), stage_time(of, chunk))
-        for chunk in held
+        sum((tower_time(tower, chunk) for tower in towers), start=stage_time(of, chunk)) for chunk in held
     ]
 
 

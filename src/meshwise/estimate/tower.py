@@ -1,4 +1,4 @@
-"""A tower beside a language model: the mesh that it runs on, and what the stages of the pipeline hold of it.
+"""A tower beside a language model: the mesh that it runs on, what stages hold of it and pay for it.
 
 An encoder of images or sound is a model of its own, priced like any other: its blocks, what they keep,
 weights, gradients and optimizer states follow from its ops. It lies where the embedding of the language model
@@ -16,10 +16,14 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import Num
+from meshwise.estimate.memory import Memory
+from meshwise.estimate.priced_model import PricedModel, priced_model
+from meshwise.estimate.stage_cost import StageCost, StageTime, stage_cost, stage_time
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
+from meshwise.program.block import shared_gradients
 
 FRONT = Stage(index=0.0, num_stages=1.0, embeddings=1.0, heads=0.0, layers=())
 """The stage of the embedding, where towers lie too."""
@@ -78,3 +82,46 @@ def tower_stage(encoder: Model, stage: Stage) -> Stage:
     counts = layer_counts(encoder)
     layers = tuple(counts[kind] * stage.embeddings for kind in layer_kinds(encoder))
     return replace(stage, layers=layers, heads=stage.embeddings)
+
+
+def towers_of(of: PricedModel) -> list[PricedModel]:
+    """The towers whose tokens the model reads, each on a mesh of its own; a pass that decodes has none of
+    their work."""
+    return [
+        priced_model(tower.encoder, tower_mesh(tower, of.mesh), of.machine, tower.name)
+        for tower in of.model.towers
+        if tower.num_tokens and of.mesh.kind != "decode"
+    ]
+
+
+def tower_time(tower: PricedModel, stage: Stage) -> StageTime:
+    """One microbatch of a tower on a stage of the language model."""
+    return stage_time(tower, tower_stage(tower.model, stage))
+
+
+ADDED = "comm_dp_s", "exposed_s", "filling_s", "optimizer_s", "gradient_bytes", "kept_bytes"
+
+
+def with_tower(own: StageCost, tower: PricedModel) -> StageCost:
+    """A stage and the tower on it: all adds up but workspace, which one uses after the other."""
+    encoder, stage = tower.model, tower_stage(tower.model, own.stage)
+    shared = shared_gradients(encoder, tower.cut, layer_kinds(encoder)[0]) if tower.mesh.trains else []
+    cost = stage_cost(tower, stage, shared, stage_time(tower, stage))
+    is_there = own.stage.embeddings > 0
+    memory = {
+        name: getattr(own.memory, name) + is_there * getattr(cost.memory, name)
+        for name in ("weights", "gradients", "optimizer", "activations", "cache")
+    }
+    context = tower.machine.overheads.context_bytes
+    return replace(
+        own,
+        time=own.time + cost.time,
+        memory=Memory(
+            **memory,
+            buffers=np.maximum(own.memory.buffers, is_there * cost.memory.buffers),
+            overhead=own.memory.overhead + is_there * (cost.memory.overhead - context),
+        ),
+        exchanged=[*own.exchanged, *((one, is_there * seconds) for one, seconds in cost.exchanged)],
+        towers=(*own.towers, stage),
+        **{name: getattr(own, name) + is_there * getattr(cost, name) for name in ADDED},
+    )

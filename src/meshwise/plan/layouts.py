@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import NARROW_DTYPES, Plan, grid_conflicts
+from meshwise.plan.plan import NARROW_DTYPES, Plan, Rule, grid_rules, rule
 
 
 def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
@@ -28,26 +29,22 @@ def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
     return side, side, ranks // side**2
 
 
-def check_layout(model: Model, plan: Plan, seq: int) -> None:
-    """PlanError where a plan's layout of several dimensions does not fit the plan, the model or `seq`."""
-    if plan.cp > 1:
-        raise PlanError(f"layout={plan.layout} cuts the sequence itself; leave cp={plan.cp} out")
-    if plan.dtype in NARROW_DTYPES:
-        raise PlanError(f"layout={plan.layout} has no casts for dtype={plan.dtype}; use bf16, or layout=1d")
-    if plan.lora_rank:
-        raise PlanError(f"layout={plan.layout} has no adapters; leave lora_rank={plan.lora_rank} out")
+def layout_rules(model: Model, plan: Plan, seq: int) -> Iterator[Rule]:
+    """Rules of a layout of several dimensions: of the plan, the model and `seq`."""
+    yield rule("layout_cp", plan.cp > 1)
+    yield rule("layout_dtype", plan.dtype in NARROW_DTYPES)
+    yield rule("layout_lora", plan.lora_rank > 0)
     grid = plan.grid or default_grid(plan.layout, plan.tp)
-    check_grid(model, plan.layout, grid, plan.tp, seq=seq, panels=plan.panels)
+    yield from block_rules(model, plan.layout, grid, plan.tp, seq, plan.panels)
 
 
-def check_grid(
-    model: Model, layout: str, grid: tuple[int, ...], ranks: int, *, seq: int, panels: int = 1
-) -> None:
-    """PlanError, naming the number, where `layout` on `grid` does not divide ranks, model or sequence."""
+def block_rules(
+    model: Model, layout: str, grid: tuple[int, ...], ranks: int, seq: int, panels: int = 1
+) -> Iterator[Rule]:
+    """Where `layout` on `grid` lacks what a block of the model has, or does not divide it, or the ranks."""
+    yield from grid_rules(layout, grid, ranks)
     name = ":".join(filter(None, (layout, "x".join(map(str, grid)))))
-    for sentence in grid_conflicts(layout, grid, ranks):
-        raise PlanError(sentence)
-    missing = {
+    for what, present in {
         "experts": model.moe,
         "latent attention": model.mla,
         "norms of queries": model.qk_norm,
@@ -63,16 +60,11 @@ def check_grid(
         "compressed queries and results": model.low_rank,
         "sparse attention": model.sparse,
         "small layers beside the large ones": any(layer.sides for layer in model.layers),
-    }
-    for what, present in missing.items():
-        if layout != "1d" and present:
-            raise PlanError(f"layout {name} has no {what}, which {model.name} needs; use layout=1d")
+    }.items():
+        yield rule("layout_lacks", layout != "1d" and present, layout=name, what=what, model=model)
     for what, size, divisor in _divisions(model, layout, grid or (ranks,), seq, panels):
-        if size % divisor:
-            raise PlanError(
-                f"layout {name} cuts the {what} of {model.name} by {divisor}, which does not divide {size}; "
-                "use another grid"
-            )
+        sizes = {"divisor": divisor, "size": size}
+        yield rule("layout_divides", size % divisor, layout=name, what=what, model=model, **sizes)
 
 
 def _divisions(

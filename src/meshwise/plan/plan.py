@@ -328,25 +328,22 @@ def _choice_rules(plan: Plan) -> Iterator[Rule]:
     yield rule("lora_dropout", plan.lora_dropout and not plan.lora_rank)
 
 
-def grid_conflicts(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[str]:
-    """One sentence for each contradiction between a layout, its grid and the ranks of tp."""
-    dims, shape = GRID_DIMS[layout], "x".join(map(str, grid))
-    if layout == "1d" and grid:
-        yield f"grid={shape} needs a layout with a grid; add layout=2d, 2d-cp, 2.5d or 3d"
-    elif len(grid) != dims:
-        yield f"layout={layout} needs a grid of {dims} numbers, as in layout={layout}:{'x'.join('2' * dims)}"
-    elif grid and math.prod(grid) != ranks:
-        yield f"the grid {shape} has {math.prod(grid)} ranks but tp={ranks}; leave tp out"
-    elif (layout == "2.5d" and grid[0] != grid[1]) or (layout == "3d" and len(set(grid)) > 1):
-        yield f"layout={layout}:{shape} needs a square, or a cube of 3d, as in 2.5d:2x2x4 or 3d:2x2x2"
+def grid_rules(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[Rule]:
+    """Rules of a layout, its grid and the ranks of tp; each holds only where those before it do."""
+    dims, shape, size = GRID_DIMS[layout], "x".join(map(str, grid)), math.prod(grid)
+    yield rule("grid_of_1d", layout == "1d" and grid, shape=shape)
+    yield rule("grid_dims", len(grid) != dims, layout=layout, dims=dims, like="x".join("2" * dims))
+    yield rule("grid_ranks", grid and size != ranks, shape=shape, size=size, ranks=ranks)
+    is_skew = (layout == "2.5d" and grid[0] != grid[1]) or (layout == "3d" and len(set(grid)) > 1)
+    yield rule("grid_square", is_skew, layout=layout, shape=shape)
 
 
 def _check(plan: Plan) -> None:
     """Raises the first contradiction of a plan."""
     sizes = numbers_of(plan)
     refuse(number_rules(plan, sizes), {"plan": plan, **sizes})
-    for sentence in grid_conflicts(plan.layout, plan.grid, plan.tp) if plan.grid else ():
-        raise PlanError(sentence)
+    if plan.grid:
+        refuse(grid_rules(plan.layout, plan.grid, plan.tp))
     refuse(_choice_rules(plan), {"plan": plan})
 
 

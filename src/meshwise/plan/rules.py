@@ -17,7 +17,7 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, in_sequence, layer_kinds
-from meshwise.plan.layouts import check_layout
+from meshwise.plan.layouts import layout_rules
 from meshwise.plan.mesh import Mesh, mesh_of
 from meshwise.plan.plan import (
     DEFAULTS,
@@ -52,7 +52,7 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> M
     """
     sizes = numbers_of(plan)
     if plan.layout != "1d":
-        check_layout(model, plan, workload.seq)
+        refuse(layout_rules(model, plan, workload.seq), {"plan": plan})
     mesh = mesh_of(plan, workload, cluster.num_chips, sizes)
     if workload.num_at_once % int(mesh.dp * mesh.microbatch) and workload.kind == "sampling":
         raise WorkloadError(
@@ -68,7 +68,7 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> M
 def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> Iterator[Rule]:
     """Every rule that the plans of `mesh` must keep, in the order in which a person is told.
 
-    `sizes`: the numbers as the plan states them. Rules of layouts of several dimensions are `check_layout`'s.
+    `sizes`: the numbers as the plan states them. Those of layouts of several dimensions: `layout_rules`.
     """
     yield from _kind_rules(model, mesh, sizes)
     yield from number_rules(mesh.plan, sizes)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model, checked_model
 from meshwise.model.find import find_model
-from meshwise.plan.layouts import check_grid, default_grid
+from meshwise.plan.layouts import block_rules, default_grid
+from meshwise.plan.plan import refuse
 from meshwise.program.block import block as block_ops
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
@@ -41,7 +42,7 @@ def check(options: Any, ranks: int) -> None:
     checked_model(model_of(options), "tensor-parallel")
     check_divides("tensor-parallel: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
     cut = cut_of(options, ranks)
-    check_grid(model_of(options), cut.layout, tuple(map(int, cut.grid)), ranks, seq=options.seq)
+    refuse(block_rules(model_of(options), cut.layout, tuple(map(int, cut.grid)), ranks, options.seq))
 
 
 def model_of(options: Any) -> Model:
