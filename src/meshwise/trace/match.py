@@ -4,9 +4,10 @@ All ranks of a process group call its collectives in one order, so the k-th call
 every rank, if their traces begin and end with the same calls. In this order of trust:
 
 1. Sequence numbers, where the trace has them.
-2. The steps that the profiler marks: the k-th call of step N. N is the same on all ranks.
-3. Else each rank's list is shifted against the longest until kinds and sizes agree. A shift is possible
-   only if a clock offset exists under which no rank leaves a synchronising call before all have entered it:
+2. Else each rank's list is shifted against the longest until marked steps, kinds and sizes agree; where no
+   shift does that, kinds and sizes alone, for a profiler may have counted its steps otherwise. A shift is
+   possible only if a clock offset exists under which no rank leaves a synchronising call before all have
+   entered it:
 
        max over calls of (start_b - end_a) <= offset of b <= min over calls of (end_b - start_a)
 
@@ -15,7 +16,7 @@ every rank, if their traces begin and end with the same calls. In this order of 
    distance than under the next one, else the one that needs the smallest offset.
    A stream whose kernels do not say of whom they are may belong to several groups. There, ranks with as many
    calls are of one group only if these can all overlap and their ends keep a steady distance.
-4. Where no shift fits, or leaves more than a tenth of the ends apart, because a trace lacks calls or holds
+3. Where no shift fits, or leaves more than a tenth of the ends apart, because a trace lacks calls or holds
    those of another group too, every pair of alike calls votes for the distance between its ends; the distance
    with most votes is the one between the clocks, and calls are the same whose ends then coincide.
 
@@ -124,7 +125,7 @@ def _can_meet(a: Sequence[Transfer], b: Sequence[Transfer], one_host: bool) -> b
     """Whether the k-th call of one rank can be the k-th of the other; it may where one has more."""
     if len(a) != len(b):
         return True
-    unshifted = next((one for one in _possible(a, b) if one.shift == 0), None)
+    unshifted = next((one for one in _possible(a, b, by_step=False) if one.shift == 0), None)
     jumps = np.diff(times(b)[1] - times(a)[1])
     is_steady = not len(jumps) or np.median(np.abs(jumps)) <= _SLACK_NS
     return bool(unshifted and is_steady and (not one_host or abs(unshifted.offset_ns) <= _SLACK_NS))
@@ -169,29 +170,7 @@ def _numbers(
             return {rank: [next(alone) for _ in found] for rank, found in members.items()}
         if buffered:
             return {rank: range(len(found)) for rank, found in members.items()}
-    return _by_step(members) or _by_order(members, one_host)
-
-
-def _by_step(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
-    """Calls numbered by the marked step and their place in it; empty where the steps of two ranks differ."""
-    kinds: dict[int, list[str]] = {}
-    widest = 1 + max(len(found) for found in members.values())
-    numbers: dict[int, list[int]] = {}
-    for rank, found in members.items():
-        own: dict[int, list[str]] = defaultdict(list)
-        numbers[rank] = []
-        for call in found:
-            numbers[rank].append(call.step * widest + len(own[call.step]))
-            own[call.step].append(call.kind)
-        if -1 in own or any(kinds.setdefault(step, names) != names for step, names in own.items()):
-            return {}
-    longest = max(members, key=lambda rank: len(members[rank]))
-    first = dict(zip(numbers[longest], members[longest], strict=True))
-    for rank, found in members.items():
-        both = [(first[n], call) for n, call in zip(numbers[rank], found, strict=True) if n in first]
-        if both and _offset_bounds(*zip(*both, strict=True)) is None:
-            return {}
-    return numbers
+    return _by_order(members, one_host)
 
 
 def _offset_bounds(a: Sequence[Transfer], b: Sequence[Transfer]) -> tuple[int, int] | None:
@@ -214,7 +193,8 @@ def _by_order(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int
     alone = itertools.count(2 * len(longest) + 2 * _EXTRA_SHIFT)
     numbers = {}
     for rank, found in members.items():
-        positions = _shifted(longest, found, one_host)
+        shifts = (_shifted(longest, found, one_host, by_step=by_step) for by_step in (True, False))
+        positions = next(filter(None, shifts), [])
         if (num := _num_together(longest, found, positions)) < _GOOD_FIT * len(found):
             voted = _voted(longest, found)
             is_better = not positions or _MORE_TOGETHER * num < len(voted) - voted.count(None)
@@ -232,13 +212,14 @@ def _num_together(
     return int((np.abs(apart - np.median(apart)) <= _SAME_END_NS).sum()) if placed else 0
 
 
-def _signatures(*lists: Sequence[Transfer]) -> list[Ints]:
-    """Kind and size of every call as one number, the same for the calls of two ranks that may be one."""
-    known: dict[tuple[str, float | None], int] = {}
+def _signatures(*lists: Sequence[Transfer], by_step: bool = True) -> list[Ints]:
+    """Step, kind and size of every call as one number, the same for calls of two ranks that may be one."""
+    known: dict[tuple[int, str, float | None], int] = {}
 
     def number(call: Transfer) -> int:
         kind = "message" if call.is_message else call.kind
-        return known.setdefault((kind, None if kind in _UNEVEN else call.payload_bytes), len(known))
+        size = None if kind in _UNEVEN else call.payload_bytes
+        return known.setdefault((call.step * by_step, kind, size), len(known))
 
     return [np.array([number(call) for call in calls], dtype=np.int64) for calls in lists]
 
@@ -258,9 +239,11 @@ class _Shift:
     """Median distance between the ends, on one clock."""
 
 
-def _shifted(reference: Sequence[Transfer], found: Sequence[Transfer], one_host: bool) -> list[int | None]:
+def _shifted(
+    reference: Sequence[Transfer], found: Sequence[Transfer], one_host: bool, *, by_step: bool
+) -> list[int | None]:
     """Positions in `reference` of the calls of `found` under the best shift; empty if none is possible."""
-    shifts = _possible(reference, found)
+    shifts = _possible(reference, found, by_step=by_step)
     if one_host:
         shifts = [one for one in shifts if one.coincide_frac >= _GOOD_FIT] or shifts
     if not shifts:
@@ -277,11 +260,13 @@ def _shifted(reference: Sequence[Transfer], found: Sequence[Transfer], one_host:
     return list(range(best.shift, best.shift + len(found)))
 
 
-def _possible(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[_Shift]:
-    """The shifts under which kinds and sizes agree and some clock offset lets all calls overlap."""
-    sign_a, sign_b = _signatures(reference, found)
+def _possible(reference: Sequence[Transfer], found: Sequence[Transfer], *, by_step: bool) -> list[_Shift]:
+    """The shifts under which steps, kinds and sizes agree and some clock offset lets all calls overlap."""
+    sign_a, sign_b = _signatures(reference, found, by_step=by_step)
+    near = range(-_EXTRA_SHIFT, len(reference) - len(found) + _EXTRA_SHIFT + 1)
+    later, earlier = np.flatnonzero(sign_a == sign_b[0])[:1], np.flatnonzero(sign_b == sign_a[0])[:1]
     shifts = []
-    for shift in range(-_EXTRA_SHIFT, len(reference) - len(found) + _EXTRA_SHIFT + 1):
+    for shift in sorted({*near, *later.tolist(), *(-earlier).tolist()}):
         a = slice(max(0, shift), min(len(sign_a), shift + len(sign_b)))
         b = slice(max(0, -shift), max(0, -shift) + a.stop - a.start)
         if (a.stop - a.start) * 2 < len(found) or (sign_a[a] != sign_b[b]).any():
