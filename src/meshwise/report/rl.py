@@ -10,7 +10,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
 from meshwise.report.table import Fields, Table, percent, records_table
-from meshwise.rl.best_split import BestSplit, RlAnswer
+from meshwise.rl.best_split import RlAnswer
 from meshwise.rl.step import PHASES, RlStep
 from meshwise.rl.step_log import RlExplanation
 
@@ -32,7 +32,7 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
         low_s, high_s = document["step_s_interval"].values()
         rate = f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
         yield f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): {rate}"
-        if answer.split is not None and (staler := answer.split.staler) is not None:
+        if answer.best and (staler := answer.staler) is not None:
             bound = staler.job.staleness
             options = f"--mode {staler.job.mode} --staleness {bound}"
             yield f"with samples up to {bound} steps old it takes {duration(staler.step_s)} ({options})"
@@ -51,8 +51,8 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
         each = ", ".join(f"{name} {with_prefix(part, 'B')}" for name, part in held.items() if part)
         yield f"{pool} GPU: {with_prefix(sum(held.values()), 'B')} ({each})"
     yield Text("Notes", step.notes, "note: ")
-    if answer.split is not None:
-        yield from _split(answer.split)
+    if answer.best:
+        yield from _split(answer)
 
 
 def page(answer: RlAnswer) -> Page:
@@ -63,7 +63,7 @@ def page(answer: RlAnswer) -> Page:
     return Page(title, headline, list(parts(answer)), not answer.is_no)
 
 
-def _split(split: BestSplit) -> Iterator[Section]:
+def _split(split: RlAnswer) -> Iterator[Section]:
     """Every candidate that was priced, the best first; what other splits take, and what more memory gains."""
     columns: Fields = {
         "mode": lambda step: step.job.mode,
@@ -86,7 +86,7 @@ def _split(split: BestSplit) -> Iterator[Section]:
 
 def _phases(answer: RlAnswer) -> Chart:
     """The phases of what was asked, or of every candidate, one bar each; the table is of the first."""
-    steps = list(answer.split.best) if answer.split else [answer.step]
+    steps = [*answer.best] or [answer.step]
     steps = [step for step in steps if step.step_s is not None]
     names = [f"{i}: {_name(step)}" for i, step in enumerate(steps, 1)]
     starts, marks = [0.0] * len(steps), []

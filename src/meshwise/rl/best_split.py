@@ -159,18 +159,23 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
                     continue
 
 
-@dataclass(frozen=True, slots=True)
-class BestSplit:
-    """`best`: steps of the best candidates, the best first, those with a looser bound on staleness last.
+@dataclass(frozen=True, repr=False)
+class RlAnswer(Shown):
+    """`step` is what was asked for, or the best; `usd_per_gpu_hour`, `num_steps` are of a run.
 
-    `on_fewer`: the best on parts of the cluster. `about_s`: rollout GPUs and seconds at first look of the
-    best mode with its engine: how flat it is there. `larger_share`: the best with more memory for engines.
+    Of an open layout `best`: steps of the best candidates, the best first, those with a looser bound on
+    staleness last. `on_fewer`: the best on parts of the cluster. `about_s`: rollout GPUs and seconds at first
+    look of the best mode with its engine: how flat it is there. `larger_share`: the best with more memory for
+    engines.
     """
 
-    best: tuple[RlStep, ...]
-    on_fewer: tuple[RlStep, ...]
-    about_s: tuple[tuple[int, float], ...]
-    larger_share: RlStep | None
+    step: RlStep
+    best: tuple[RlStep, ...] = ()
+    on_fewer: tuple[RlStep, ...] = ()
+    about_s: tuple[tuple[int, float], ...] = ()
+    larger_share: RlStep | None = None
+    num_steps: int | None = None
+    usd_per_gpu_hour: float | None = None
 
     @property
     def staler(self) -> RlStep | None:
@@ -190,10 +195,32 @@ class BestSplit:
             if not any(all(np.less_equal(_price(faster), _price(step))) for faster in ordered[:i])
         ]
 
+    @property
+    def is_no(self) -> bool:
+        """Whether nothing fits."""
+        return not self.step.fits
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """Dollars of a step, and days and dollars of a run, as far as they were asked for."""
+        step_s, found = self.step.step_s, dict[str, float]()
+        if step_s is None:
+            return found
+        hours = self.step.job.cluster.num_chips * step_s / 3600.0
+        if self.usd_per_gpu_hour is not None:
+            found["usd_per_step"] = hours * self.usd_per_gpu_hour
+        if self.num_steps is not None:
+            found["run_days"] = self.num_steps * step_s / 86400.0
+            if self.usd_per_gpu_hour is not None:
+                found["run_usd"] = self.num_steps * found["usd_per_step"]
+        return found
+
     def to_json(self) -> dict[str, Any]:
-        """The keys that an open layout adds to the document."""
-        larger = self.larger_share
-        return {
+        """The document that `meshwise rl --json` prints; of an open layout with all that was found."""
+        found, larger = self.step.to_json() | self.cost, self.larger_share
+        if not self.best:
+            return found
+        return found | {
             "best": [step.to_json() for step in self.best],
             "pareto": [
                 {"mode": step.job.mode, "staleness": step.job.staleness, "gpus": step.gpus}
@@ -203,6 +230,10 @@ class BestSplit:
             "splits": [{"rollout_gpus": gpus, "about_s": about_s} for gpus, about_s in self.about_s],
             "larger_share": larger and {"memory_frac": larger.job.memory_frac, "step_s": larger.step_s},
         }
+
+    def records(self) -> list[dict[str, Any]]:
+        """The candidates, or the one step that was asked for."""
+        return [step.to_json() for step in self.best or [self.step]]
 
 
 def _price(step: RlStep) -> tuple[int, int]:
@@ -239,7 +270,7 @@ def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
             yield rl_step(job)
 
 
-def best_split(asked: OpenJob, hear: Hear = unheard) -> BestSplit:
+def best_split(asked: OpenJob, hear: Hear = unheard) -> RlAnswer:
     """The best candidates; PlanError where there is none."""
     looked = _looked(asked, hear)
     if not looked:
@@ -267,7 +298,7 @@ def best_split(asked: OpenJob, hear: Hear = unheard) -> BestSplit:
         if (job.mode, job.staleness, job.rollout_plan) == (top.mode, top.staleness, top.rollout_plan)
     ]
     fewer = tuple(_on_fewer(asked, bound, hear))
-    return BestSplit(tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, best[0]))
+    return RlAnswer(best[0], tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, best[0]))
 
 
 def _larger_share(asked: OpenJob, top: RlStep) -> RlStep | None:
@@ -282,47 +313,6 @@ def _larger_share(asked: OpenJob, top: RlStep) -> RlStep | None:
     return found if found.fits and (found.step_s or 0.0) < _SPARES_FRAC * (top.step_s or 0.0) else None
 
 
-# --- the answer of `rl` --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False)
-class RlAnswer(Shown):
-    """`step` is what was asked for, or the best of `split`; `usd_per_gpu_hour`, `num_steps` are of a run."""
-
-    step: RlStep
-    split: BestSplit | None = None
-    num_steps: int | None = None
-    usd_per_gpu_hour: float | None = None
-
-    @property
-    def is_no(self) -> bool:
-        """Whether nothing fits."""
-        return not self.step.fits
-
-    @property
-    def cost(self) -> dict[str, float]:
-        """Dollars of a step, and days and dollars of a run, as far as they were asked for."""
-        step_s, found = self.step.step_s, dict[str, float]()
-        if step_s is None:
-            return found
-        hours = self.step.job.cluster.num_chips * step_s / 3600.0
-        if self.usd_per_gpu_hour is not None:
-            found["usd_per_step"] = hours * self.usd_per_gpu_hour
-        if self.num_steps is not None:
-            found["run_days"] = self.num_steps * step_s / 86400.0
-            if self.usd_per_gpu_hour is not None:
-                found["run_usd"] = self.num_steps * found["usd_per_step"]
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """The document that `meshwise rl --json` prints."""
-        return self.step.to_json() | self.cost | (self.split.to_json() if self.split else {})
-
-    def records(self) -> list[dict[str, Any]]:
-        """The candidates, or the one step that was asked for."""
-        return self.split.to_json()["best"] if self.split else [self.step.to_json()]
-
-
 def answer(
     asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None, on_candidate: Hear = unheard
 ) -> RlAnswer:
@@ -335,7 +325,5 @@ def answer(
     for name, number in (("train_steps", num_steps), ("price", usd_per_gpu_hour)):
         if number is not None and not 0 < number < 1e15:
             raise WorkloadError(f"{name}={number:g} must be above zero")
-    if asked.is_open:
-        split = best_split(asked, on_candidate)
-        return RlAnswer(split.best[0], split, num_steps, usd_per_gpu_hour)
-    return RlAnswer(rl_step(asked.job()), None, num_steps, usd_per_gpu_hour)
+    found = best_split(asked, on_candidate) if asked.is_open else RlAnswer(rl_step(asked.job()))
+    return replace(found, num_steps=num_steps, usd_per_gpu_hour=usd_per_gpu_hour)
