@@ -319,6 +319,15 @@ def test_what_software_fuses() -> None:
         )
 
 
+def test_a_chip_of_one_software_is_priced_under_it() -> None:
+    left, stated, other = (
+        mw.estimate("qwen3-30b-a3b", "tpu-v7:64", f"ep=8{text}", batch=128, seq=4096)
+        for text in ("", ",software=xla-2024", ",software=megatron-2024")
+    )
+    assert left.step_s == stated.step_s < other.step_s
+    assert left.plan == stated.plan and "megatron-2024 does not run on tpu-v7" in " ".join(other.notes)
+
+
 # --- implementations: what fsdp2 is told, and that its grid of plans is its plans -------------------
 
 FSDP2 = Plan(implementation="fsdp2", zero=3)

@@ -111,7 +111,8 @@ def estimate(
     from meshwise.estimate.one_plan import estimate as price
     from meshwise.model.architecture import with_capacity
 
-    machine, cut = _cluster(cluster, collectives), _plan(plan)
+    machine = _cluster(cluster, collectives)
+    cut = _plan(plan, machine if kind == "train" else None)
     shape = with_capacity(_model(model), capacity_factor)
     shape = _with_inputs(shape, images, image_size, audio_s, frames)
     work = _workload(
@@ -224,7 +225,7 @@ def search(
         return found
     size = next(iter(microbatch), 1)
     work = Workload(batch=batch, seq=job["seq"], microbatch=size)
-    return replace(found, beside=price(job["model"], job["cluster"], _plan(beside), work))
+    return replace(found, beside=price(job["model"], job["cluster"], _plan(beside, job["cluster"]), work))
 
 
 def study(
@@ -1270,10 +1271,13 @@ def _choices(plan: str | Path | Plan | Mapping[str, Sequence[Any]]) -> Mapping[s
     return plan_choices(plan_text(plan) if isinstance(plan, Plan) else str(plan))
 
 
-def _plan(plan: str | Path | Plan) -> Plan:
+def _plan(plan: str | Path | Plan, trained_on: Cluster | None = None) -> Plan:
+    """The plan of a text; of one to train on chips that run their maker's software alone, under that."""
+    from meshwise.machine.overheads import software_on
     from meshwise.plan.plan import parse_plan
 
-    return parse_plan(str(plan)) if isinstance(plan, str | Path) else plan
+    software = software_on(trained_on.chip) if trained_on else ""
+    return parse_plan(str(plan), software) if isinstance(plan, str | Path) else plan
 
 
 def _seq(model: Model, seq: int | None) -> int:

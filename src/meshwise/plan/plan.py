@@ -351,17 +351,17 @@ DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in
 """The fields of a plan that states nothing."""
 
 
-def parse_plan(text: str) -> Plan:
+def parse_plan(text: str, software: str = "") -> Plan:
     """The plan that `text` spells: `tp=8,pp=4,schedule=1f1b,...`, or the path of a TOML file of these keys.
 
     A layout with a grid may name it: `layout=2d:4x2`. Uneven stages are `stages=10-12-10`, a placement
-    `placement=tp-pp-dp-cp`. What is left out has the default of `Plan`.
+    `placement=tp-pp-dp-cp`. What is left out has the default of `Plan`, or of the argument `software`.
 
     Raises:
         PlanError: The text or the file cannot be read, or `Plan` refuses what it says.
     """
     try:
-        return Plan(**plan_keys(text))
+        return Plan(**{"software": software, **plan_keys(text)})
     except PlanError as error:
         raise PlanError(f"{text}: {error}" if text.endswith(".toml") else str(error)) from None
 

@@ -123,8 +123,9 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
     rates = estimate.tokens_per_s, estimate.tokens_per_s / chips
     rate, per_gpu = (with_prefix(value, "") for value in rates)
+    software = f" on {plan.software}" * (plan.software != plan.done_by.software)
     lines = [
-        ("plan", f"{degrees}, {plan.implementation}"),
+        ("plan", f"{degrees}, {plan.implementation}{software}"),
         (unit_of_work(estimate), f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
         ("tokens/s", f"{rate} ({per_gpu} per GPU)"),
         ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
