@@ -325,7 +325,9 @@ def test_a_chip_of_one_software_is_priced_under_it() -> None:
         for text in ("", ",software=xla-2024", ",software=megatron-2024")
     )
     assert left.step_s == stated.step_s < other.step_s
-    assert left.plan == stated.plan and "megatron-2024 does not run on tpu-v7" in " ".join(other.notes)
+    assert left.plan == stated.plan and "megatron-2024 does not run on tpu-v7" in " ".join(
+        other.to_json()["notes"]
+    )
 
 
 # --- implementations: what fsdp2 is told, and that its grid of plans is its plans -------------------
