@@ -11,11 +11,10 @@ ranks that never meet in one group are aligned through those that both meet. Whe
 unlinked (the stages of a pipeline), messages link them: a send and its receive end together too, though less
 exactly. Ranks without anything in common keep their own clock.
 
-Traces that name one host share its clock, so their offsets are 0 if the calls then coincide. They are
-estimated all the same where that cannot be (a rank would leave a call before another enters it), or where
-the ends of kernels keep a distance so steady (20 us) and so much larger than its deviation (10 times) that
-the clocks must differ. (Threads of a CPU leave gloo's calls one after the other, so there that says nothing,
-and on several hosts an offset counts only if it is larger than the ends are apart.)
+Traces that name one host share its clock, so their offsets are 0 if the calls then coincide; where a rank
+would leave a call before another enters it, they are estimated all the same. (Threads of a CPU leave gloo's
+calls one after the other, so on several hosts an offset counts there only if it is larger than the ends are
+apart.)
 
 `residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
 """
@@ -38,7 +37,6 @@ _MAX_COLLECTIVES, _MAX_ENDS = 4000, 500_000
 _MAX_ITERATIONS, _SOLVED_NS = 2000, 1e-3
 _NUM_ROUNDS = 30
 _FLOOR_NS = 100.0
-_STEADY_NS = 20_000.0
 _COINCIDE_FRAC = 0.9
 
 
@@ -75,7 +73,7 @@ def align(
     ends = _ends(shared, ranks)
     offset = _offsets(ends)
     residual = _residual(ends, offset)
-    one_clock = one_host and _coincide(shared) and not (kernels and _is_steady(ends, offset))
+    one_clock = one_host and _coincide(shared)
     if one_clock:
         offset = np.zeros_like(offset)
         residual = _residual(ends, offset)
@@ -121,22 +119,6 @@ def _coincide(matches: Sequence[Match]) -> bool:
     times = [one.by_rank.values() for one in matches]
     overlap = [max(t.start_ns for t in calls) <= min(t.end_ns for t in calls) for calls in times]
     return float(np.mean(overlap)) >= _COINCIDE_FRAC
-
-
-def _is_steady(ends: _Ends, offset: Floats) -> bool:
-    """Whether the ends show a steady offset."""
-    aligned = ends.time - offset[ends.rank]
-    error = np.abs(aligned - _medians(ends.call, aligned)[ends.call])
-    deviation = np.maximum(_medians(ends.rank, error), _FLOOR_NS)
-    return bool(((deviation < _STEADY_NS) & (np.abs(offset[np.unique(ends.rank)]) > 10 * deviation)).any())
-
-
-def _medians(group: Ints, values: Floats) -> Floats:
-    """The median of `values` in each group, in the order of the groups' numbers."""
-    order = np.lexsort((values, group))
-    _, first, count = np.unique(group[order], return_index=True, return_counts=True)
-    middle = order[np.stack([first + (count - 1) // 2, first + count // 2])]
-    return np.asarray(values[middle].mean(axis=0))
 
 
 def _thinned(matches: Sequence[Match]) -> list[Match]:
