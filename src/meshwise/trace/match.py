@@ -244,8 +244,6 @@ def _shifted(
 ) -> list[int | None]:
     """Positions in `reference` of the calls of `found` under the best shift; empty if none is possible."""
     shifts = _possible(reference, found, by_step=by_step)
-    if one_host:
-        shifts = [one for one in shifts if one.coincide_frac >= _GOOD_FIT] or shifts
     if not shifts:
         return []
     steadiest, *others = sorted(shifts, key=lambda one: one.spread_ns)
