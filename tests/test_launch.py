@@ -115,6 +115,14 @@ def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) 
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+@pytest.mark.parametrize(("model", "lost"), [("qwen3-vl-8b", 0), ("deepseek-v4-flash", 6), ("inkling", 2)])
+def test_what_a_model_loses_is_told_in_a_few_words(model: str, lost: int) -> None:
+    """Without images a tower is no part of it."""
+    job = mw.launch(model, "h200-sxm:64", "", to="megatron-lm", batch=64, seq=8192)
+    assert len(job.not_expressed) == lost
+    assert all(len(sentence) < 100 for sentence in job.not_expressed)
+
+
 def test_serving_spreads_experts_over_all_ranks() -> None:
     words = {"batch": 256, "seq": 8192}
     flags = mw.launch("deepseek-v3", "h200-sxm:16", "tp=8,ep=16", to="vllm", **words).arguments

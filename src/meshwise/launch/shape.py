@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -38,9 +38,13 @@ _OF_SOME_EXPERTS = {"shared_ffn": "shared_ffn_hidden"} | {
 
 
 def unsaid(model: Model) -> list[str]:
-    """`field=value` for each field of `model` that has no argument and is not the usual."""
+    """`field=value` for each field of `model` that has no argument and is not the usual.
+
+    Towers that read nothing are no part of it.
+    """
+    model = replace(model, towers=tuple(tower for tower in model.towers if tower.num_tokens))
     found = [
-        f"model.{field.name}={getattr(model, field.name)}"
+        f"model.{field.name}={_shown(getattr(model, field.name))}"
         for field in fields(model)
         if field.name not in _SAID and getattr(model, field.name) != field.default
     ]
@@ -50,6 +54,18 @@ def unsaid(model: Model) -> list[str]:
     if model.moe and model.moe.router_bias != model.linear_bias:  # as all linear layers of Megatron Core
         found.append(f"model.moe.router_bias={model.moe.router_bias}")
     return found
+
+
+def _shown(value: Any) -> Any:
+    """A value in a few words: of a part what is not the usual, of several their names or how they differ."""
+    if isinstance(value, tuple):
+        names = (one.name for one in value if hasattr(one, "name"))
+        return ", ".join(names) or f"blocks of {len({*value})} kinds"
+    if not is_dataclass(value):
+        return value
+    own = ((field.name, getattr(value, field.name), field.default) for field in fields(value))
+    stated = ", ".join(f"{name}={here!r}" for name, here, usual in own if here != usual)
+    return f"{type(value).__name__}({stated})"
 
 
 def shape_of(model: Model, seq: int) -> Facts:
