@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.trace.breakdown import work
+from meshwise.trace.breakdown import RankIntervals, intervals, work
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import Ints, Kind, Trace, grouped
 from meshwise.trace.intervals import NO_SPANS
-from meshwise.trace.summary import Summary
+from meshwise.trace.summary import Summary, waits_ns
 
 _SLACK_NS = 500
 """By how much work may seem to begin before what it waited for was over."""
@@ -59,6 +59,8 @@ class _Rank:
     """Number of the collective that several ranks recorded; -1 for other work."""
     before: Ints
     """What ended last before each began, -1 for nothing."""
+    parts: RankIntervals
+    """Why it was idle, on its own clock."""
 
 
 def critical_path(summary: Summary) -> CriticalPath:
@@ -69,15 +71,16 @@ def critical_path(summary: Summary) -> CriticalPath:
     for i, one in enumerate(shared):
         for rank, event in one.events.items():
             number[rank][event] = i
-    played = zip(summary.traces.ranks, summary.traces.each(_rank, offsets, number), strict=True)
+    found = summary.traces.each(_rank, offsets, number, waits_ns(summary.collectives))
+    played = zip(summary.traces.ranks, found, strict=True)
     ranks = {rank: one for rank, one in played if len(one.start)}
     if not ranks:
         return CriticalPath(0.0, [])
     walked = _walk(summary, ranks, shared)
-    found = grouped(((kind, name), (rank, length)) for rank, kind, name, length in walked)
-    total = sum(length for steps in found.values() for _, length in steps)
+    spent = grouped(((kind, name), (rank, length)) for rank, kind, name, length in walked)
+    total = sum(length for steps in spent.values() for _, length in steps)
     pieces = []
-    for key, steps in found.items():
+    for key, steps in spent.items():
         by_rank = {rank: sum(lengths) / 1e9 for rank, lengths in sorted(grouped(steps).items())}
         own = sum(length for _, length in steps)
         pieces.append(PathPiece(*key, len(steps), own / 1e9, own / total, by_rank))
@@ -85,8 +88,8 @@ def critical_path(summary: Summary) -> CriticalPath:
     return CriticalPath(total / 1e9, pieces)
 
 
-def _rank(trace: Trace, offset_ns: int, number: Mapping[int, int]) -> _Rank:
-    """The work of one rank; `number` is that of the collective of each of its events."""
+def _rank(trace: Trace, offset_ns: int, number: Mapping[int, int], wait_ns: Mapping[int, int]) -> _Rank:
+    """The work of one rank; of its events `number` is that of the collective, `wait_ns` the waiting."""
     done, spans = work(trace), NO_SPANS
     alone = np.flatnonzero(done.kind != Kind.OTHER)
     if not trace.has_device:
@@ -107,7 +110,7 @@ def _rank(trace: Trace, offset_ns: int, number: Mapping[int, int]) -> _Rank:
     label, seen = np.full(len(event), -1), event[event >= 0]
     used, label[event >= 0] = np.unique((trace.label[seen], done.kind[seen]), axis=1, return_inverse=True)
     labels = tuple((Kind(kind).name.lower(), trace.labels[name][1]) for name, kind in used.T.tolist())
-    return _Rank(start, end, label, labels, call, before)
+    return _Rank(start, end, label, labels, call, before, intervals(trace, wait_ns))
 
 
 def _ended_before(time: Ints, end: Ints) -> Ints:
@@ -120,7 +123,6 @@ def _walk(
     summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Collective]
 ) -> Iterator[tuple[int, str, str, int]]:
     """(rank, kind, name, ns) of every piece, the last first."""
-    parts = {one.rank: one for one in summary.intervals()}
     place = {(rank, call): at for rank, one in ranks.items() for at, call in enumerate(one.call.tolist())}
     rank = max(ranks, key=lambda r: int(ranks[r].end.max()))
     at = int(ranks[rank].end.argmax())
@@ -141,5 +143,5 @@ def _walk(
         now, at = begin, before
         if at >= 0 and (left := int(ranks[rank].end[at])) < now:
             offset = summary.alignment.offsets_ns[rank]
-            yield rank, "idle", parts[rank].why_idle(left + offset, now + offset), now - left
+            yield rank, "idle", ranks[rank].parts.why_idle(left + offset, now + offset), now - left
             now = left
