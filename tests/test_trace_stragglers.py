@@ -55,6 +55,12 @@ def test_a_rank_without_a_trace_is_not_taken_for_a_slow_link(tmp_path, fault):
     assert "rank 2 (without a trace) comes late, or a slow link" in first.text
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_nobody_is_blamed_for_the_pause_of_a_rank_without_a_trace(tmp_path, seed):
+    write_job(tmp_path, Job(8, 10, "pause", 3, 0.3, seed, missing=(3,)))
+    assert not [one for one in summarize_paths([tmp_path]).findings if 0 < len(one.ranks) < 7]
+
+
 @pytest.mark.parametrize(("core_wait_s", "is_named"), [(0.0, True), (0.02, True), (0.5, False)])
 def test_want_of_a_core_is_no_slow_rank(tmp_path, core_wait_s, is_named):
     """Rank 1 is late by 4 to 5 ms a step for 11 steps, and its threads had no core for so long."""
