@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from meshwise.model.architecture import Model
 from meshwise.rl.passes import PackedBatch
 from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.context import Context
+from meshwise.runtime.programs.context import Context, generator_of
 from meshwise.runtime.programs.functions import Rotate, turns
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, block, shapes
 from meshwise.runtime.programs.tensor_parallel.exchange import axis_of, start_gather, start_scatter
@@ -112,13 +112,12 @@ class _PoolRank:
     def step(self, number: int) -> float:
         """One step; its mean reward."""
         own, share = self.generate(number), self.options.num_samples // self.options.rollout_ranks
-        found = []
-        for engine in range(self.options.rollout_ranks):
-            samples = own if engine == self.context.rank else None
-            if samples is None:
-                samples = self.context.empty(share, self.options.length, dtype=torch.int64)
+        shape = share, self.options.length
+        found = [self.context.empty(*shape, dtype=torch.int64) for _ in range(self.options.rollout_ranks)]
+        if own is not None:
+            found[self.context.rank] = own
+        for engine, samples in enumerate(found):
             dist.broadcast(samples, engine, group=self.everyone)
-            found.append(samples)
         samples = torch.cat(found)
         answers = samples[:, self.options.prompt :]
         rewards = (answers % 2 == 0).float().mean(dim=1)
@@ -140,7 +139,7 @@ class GrpoEngine(_PoolRank):
 
     @torch.no_grad()
     def generate(self, number: int) -> Tensor:
-        """Answers drawn from the policy (by Gumbel noise on its logits) to this engine's prompts."""
+        """Answers drawn from the policy to this engine's prompts."""
         options, context = self.options, self.context
         own = options.prompts // options.rollout_ranks
         with context.recorder.setup():
@@ -152,9 +151,8 @@ class GrpoEngine(_PoolRank):
             hidden = self.policy.hidden(tokens, cache).view(*tokens.shape, -1)[:, -1]
             logits = self.policy.logits(hidden)
             with context.recorder.setup():
-                noise = context.normal(*logits.shape, dtype=torch.float32, key=(*place, new))
-                uniform = torch.erf(noise.abs().clamp(min=1e-9) * 0.5**0.5).clamp(1e-6, 1 - 1e-6)
-                tokens = (logits - (-uniform.log()).log()).argmax(dim=1, keepdim=True)
+                chance = None if context.is_fake else generator_of(context.device, *place, new)
+                tokens = logits.softmax(dim=1).multinomial(1, generator=chance)
             samples = torch.cat((samples, tokens), dim=1)
             self.passes += 1
             self.tokens += len(tokens)

@@ -106,28 +106,23 @@ def _with_messages(orders: Orders, ranks: Mapping[int, int]) -> Orders:
     """
     complete: Orders = {rank: [] for rank in orders}
     received: set[str] = set()
-    waiting = {rank: deque(order) for rank, order in orders.items()}
-    while any(waiting.values()):
-        for rank, order in waiting.items():
-            if not order or not _is_ready(order[0], received, ranks):
-                continue
-            action = order.popleft()
-            complete[rank].append(action)
+    waiting = {rank: deque(order) for rank, order in orders.items() if order}
+    while waiting:
+        for rank, order in list(waiting.items()):
+            action = order[0]
             stage, kind, number = action.stage_index, action.computation_type.value, action.microbatch_index
             send, receive, step = _MESSAGES.get(kind, ("", "", 0))
+            if step and stage - step in ranks and f"{stage}{receive}{number}" not in received:
+                continue
+            complete[rank].append(order.popleft())
             if step and stage + step in ranks:
                 complete[rank].append(PipelineAction.from_str(f"{stage}{send}{number}"))
                 arrival = f"{stage + step}{receive}{number}"
                 complete[ranks[stage + step]].append(PipelineAction.from_str(arrival))
                 received.add(arrival)
+            if not order:
+                del waiting[rank]
     return complete
-
-
-def _is_ready(action: Any, received: set[str], ranks: Mapping[int, int]) -> bool:
-    """Whether what an action computes with has come, or comes from nowhere."""
-    _, receive, step = _MESSAGES.get(action.computation_type.value, ("", "", 0))
-    from_outside = step and action.stage_index - step in ranks
-    return not from_outside or f"{action.stage_index}{receive}{action.microbatch_index}" in received
 
 
 SCHEDULES: dict[str, Any] = {
