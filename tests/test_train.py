@@ -218,3 +218,10 @@ def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Any) -> None:
         peaks[document["num_steps"]] = document["peak_bytes"]
     assert peaks[1] < peaks[2] == peaks[3]
     assert "peak memory of 2 steps" in meshwise("dryrun", "train", "--ranks", "4", *words).out
+
+
+def test_a_run_is_profiled(meshwise: Any, tmp_path: Path) -> None:
+    """torch's profiler watches all tensors from before the weights are made."""
+    words = ("--model", MODELS["llama"], "--plan", "tp=2", "--seq", "16", "--profile", str(tmp_path))
+    assert meshwise("run", "train", "--ranks", "2", *words, "--json").document["num_steps"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-1.json"]

@@ -119,14 +119,17 @@ def _start(place: RankPlace, port: int, call: tuple[Callable[..., Any], Any]) ->
     threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // place.world_size))
     context = _context(place.device_type)
     ours, theirs = context.Pipe()
-    arguments = (place, port, threads, theirs, *call)
+    arguments = (place, port, threads, theirs)
     process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {place.rank}")
     try:
         process.start()
     except (EOFError, OSError):
+        ours.close()
         reason = "did not start: its server was ended; run it again"
         raise RankError(f"rank {place.rank} {reason}") from None
     theirs.close()
+    with suppress(OSError):  # one that is gone is noticed where its answer is awaited
+        ours.send(call)
     return StartedRank(process, ours)
 
 
@@ -170,15 +173,12 @@ def _name_stopped(started: Sequence[StartedRank], ranks: int, ended: threading.E
 
 def _listen(started: Sequence[StartedRank], results: dict[int, Any], timeout_s: float) -> dict[int, _Failure]:
     """Take in what ranks have answered; those that failed or died, by rank."""
-    handles: dict[Any, int] = {}
-    for number, rank in enumerate(started):
-        if number not in results:
-            handles |= {rank.pipe: number, rank.process.sentinel: number}
     failures: dict[int, _Failure] = {}
-    for number in {handles[ready] for ready in wait(list(handles), timeout_s)}:
+    waiting: dict[Any, int] = {rank.pipe: n for n, rank in enumerate(started) if n not in results}
+    for number in map(waiting.__getitem__, wait(waiting, timeout_s)):
         process, pipe = started[number]
         try:
-            answer = pipe.recv() if pipe.poll() else None
+            answer = pipe.recv()
         except (EOFError, OSError):  # the rank ended before, or while, it answered
             answer = None
         if answer is None:
@@ -261,15 +261,17 @@ def _context(device_type: str) -> Any:
 # --- inside a rank -----------------------------------------------------------------------------
 
 
-def _serve(
-    place: RankPlace, port: int, threads: int, pipe: Connection, function: Callable[..., Any], args: Any
-) -> None:
+def _serve(place: RankPlace, port: int, threads: int, pipe: Connection) -> None:
     """The life of a rank: meet the others, make the call, answer, and wait until all others have."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
     _die_with_launcher()
     torch.set_num_threads(threads)
     if place.device_type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        function, args = pipe.recv()
+    except EOFError:  # the launcher has given up
+        return
     try:
         _join(place, store=dist.TCPStore(LOOPBACK, port, is_master=False))
         pipe.send((function(place, *args),))

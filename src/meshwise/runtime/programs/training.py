@@ -223,9 +223,8 @@ class Trainer:
             decoder, self.mesh[self.replica_axes], self.experts_mesh, policies,
             reshard_after_forward=plan.pp == 1 and plan.zero == 3,
         )  # fmt: skip
-        decoder.to_empty(device="cpu" if plan.offload_optimizer else context.device)
-        if not context.is_fake:
-            fill_states(decoder, self.options.seed, context.device)
+        home = torch.device("cpu") if plan.offload_optimizer else context.device
+        make_states(decoder, home, None if context.is_fake else self.options.seed, context.device)
 
         def gathered_are_weights(module: nn.Module, _: object) -> None:
             context.recorder.weights(*module.parameters())
@@ -329,18 +328,27 @@ def shard_states(
     shard(decoder)
 
 
-def fill_states(decoder: plain.Decoder, seed: int, device: torch.device) -> None:
-    """Give this rank's part of each weight its numbers, which depend on name and `seed` alone.
+def make_states(decoder: plain.Decoder, home: torch.device, seed: int | None, device: torch.device) -> None:
+    """Give this rank's part of each weight (a meta tensor) its memory, on `home`, and its numbers.
 
-    Each weight is made whole on `device` and cut as the rank's is, one after the other.
+    They depend on name and `seed` alone (None: there are none). Each weight is made whole on `device` and cut
+    as the rank's is, one after the other.
     """
     for path, module in decoder.named_modules():
         place = module.place if isinstance(module, plain.Experts) else plain.WHOLE
-        for name, parameter in module.named_parameters(path, recurse=False):
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            plain.fill(decoder.alias(name), whole, seed, place)
-            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.data.to_local().copy_(part.to_local())
+        for key, weight in list(module.named_parameters(recurse=False)):
+            own, on = (
+                torch.empty_like(weight.to_local(), device=home),
+                (weight.device_mesh, weight.placements),
+            )
+            if seed is not None:
+                whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                plain.fill(decoder.alias(f"{path}.{key}"), whole, seed, place)
+                own.copy_(distribute_tensor(whole, *on, src_data_rank=None).to_local())
+            sizes: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride()}
+            made = DTensor.from_local(own, *on, run_check=False, **sizes)
+            setattr(module, key, nn.Parameter(made, requires_grad=weight.requires_grad))
+    decoder.tie()
 
 
 def local_bytes(tensors: list[Tensor]) -> int:
