@@ -120,7 +120,8 @@ class OpRecorder(private.TorchDispatchMode):
 
     def weights(self, *tensors: torch.Tensor) -> None:
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
-        self._weights.update(_local(tensor).untyped_storage()._cdata for tensor in tensors)
+        storages = [_local(tensor).untyped_storage() for tensor in tensors]
+        self._weights.update(storage._cdata for storage in storages if storage.nbytes())
 
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Collectives of `group` run along the mesh axis `axis`."""

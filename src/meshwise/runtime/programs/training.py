@@ -337,16 +337,12 @@ def make_states(decoder: plain.Decoder, home: torch.device, seed: int | None, de
     for path, module in decoder.named_modules():
         place = module.place if isinstance(module, plain.Experts) else plain.WHOLE
         for key, weight in list(module.named_parameters(recurse=False)):
-            own, on = (
-                torch.empty_like(weight.to_local(), device=home),
-                (weight.device_mesh, weight.placements),
-            )
+            made = torch.empty_like(weight, device=home)
             if seed is not None:
                 whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
                 plain.fill(decoder.alias(f"{path}.{key}"), whole, seed, place)
-                own.copy_(distribute_tensor(whole, *on, src_data_rank=None).to_local())
-            sizes: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride()}
-            made = DTensor.from_local(own, *on, run_check=False, **sizes)
+                on = weight.device_mesh, weight.placements
+                made.to_local().copy_(distribute_tensor(whole, *on, src_data_rank=None).to_local())
             setattr(module, key, nn.Parameter(made, requires_grad=weight.requires_grad))
     decoder.tie()
 
