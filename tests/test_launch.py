@@ -422,6 +422,10 @@ def test_estimate_and_search_take_a_file(meshwise: Any) -> None:
         ('{"a": 1}', "no DeepSpeed configuration"),
         ("--num-layers $N --hidden-size 8", "not in the file"),
         ("--num-layers x --hidden-size 8", "must be of type int"),
+        (
+            "--num-layers 8 --recompute-granularity full --recompute-method block",
+            "needs --recompute-num-layers",
+        ),
     ],
 )
 def test_a_file_that_is_no_job_is_refused(tmp_path: Path, text: str, sentence: str) -> None:

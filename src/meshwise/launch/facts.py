@@ -148,6 +148,8 @@ def recover(facts: Facts) -> Facts:
     if form == "full":
         found["recompute_every"] = facts.get("recompute_num") or 1
     if form == "block":
+        if not facts.get("recompute_num"):
+            raise DataError("recomputing blocks needs --recompute-num-layers; state how many")
         found["recompute_layers"] = facts["recompute_num"] * found.get("vpp", 1)
     if "p2p_overlap" in facts:
         found["overlap_pp"] = facts["p2p_overlap"]

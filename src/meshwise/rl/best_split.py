@@ -129,9 +129,11 @@ def _splits(asked: OpenJob, mode: str) -> list[int | None]:
     """GPUs of rollout worth a look; whole nodes where the cluster has several."""
     if mode == "colocated":
         return [None]
-    if asked.rollout_gpus is not None:
-        return [asked.rollout_gpus]
     gpus = asked.cluster.num_chips
+    if asked.rollout_gpus is not None:
+        if not 0 < asked.rollout_gpus < gpus:
+            raise PlanError(f"rollout_gpus={asked.rollout_gpus} must leave GPUs to train, of {gpus}")
+        return [asked.rollout_gpus]
     node = min(asked.cluster.chips_per_host, gpus)
     unit = node if gpus >= 4 * node else 1
     found = {round(gpus * eighths / 8 / unit) * unit for eighths in SPLITS}

@@ -111,17 +111,23 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
 
     A YAML file, or a script with `name=value` words. DataError where it is of neither framework.
     """
-    stated = _stated(path)
+    stated = {name: value for name, value in _stated(path).items() if "${" not in str(value)}
     framework = max(COMMANDS, key=lambda name: len(stated.keys() & {*framework_arguments(name).arguments}))
     known = framework_arguments(framework)
     names = stated.keys() & known.arguments.keys()
     if not names:
         raise DataError(f"{path} has no setting of verl or NeMo-RL; name a recipe, or a script of overrides")
+    for name in names:
+        kind = known.arguments[name].type
+        if re.search("int|float", kind) and not isinstance(stated[name], int | float | None):
+            raise DataError(f"{path}: {name} {stated[name]} must be of type {kind}")
     first: Facts = {"trainer": "megatron"}
     for parts in _tables()[framework].values():
         first |= {fact: stated[name] for name, fact in parts.items() if name in stated}
     if first.get("is_fsdp2") is True or str(first["trainer"]).startswith("fsdp"):
         first["trainer"] = "fsdp2"
+    if first["trainer"] not in _tables()[framework]:
+        raise DataError(f"{path}: the trainer {first['trainer']} is not read; megatron, fsdp and fsdp2 are")
     # verl's asynchronous jobs have files of their own
     first.setdefault("is_overlapped", "staleness" in first)
     table = _table(framework, first)
