@@ -92,15 +92,15 @@ def _with_faster_ends(found: StepCost, wants: Wants | None) -> StepCost:
     flat = partial(chosen_cells, cells=cells, shape=shape)
     opened = of.of_rows(cells[-1], of.mesh.mapped(flat))
     bound, worth_s, needed = bound.mapped(flat), flat(worth_s), flat(needed)
-    for tried in other_ends(opened):
-        least_s = np.atleast_1d(bound.step_s(opened.mesh, tried.slowest_s))
+    for ends, slowest_s in other_ends(opened):
+        least_s = np.atleast_1d(bound.step_s(opened.mesh, slowest_s))
         is_open = least_s < worth_s
         if wants is not None:
             is_open = is_open & wants(opened.mesh, least_s, needed)
         some = np.nonzero(is_open)
         if some[0].size:
             of_some = partial(chosen_cells, cells=some, shape=cells[0].shape)
-            first, last = map(of_some, tried.ends)
+            first, last = map(of_some, ends)
             cost = price_step(with_ends(opened.of_rows(some, opened.mesh.mapped(of_some)), (first, last)))
             found = _with_faster(found, cost, of_some(worth_s), tuple(index[some] for index in cells))
     return found

@@ -12,7 +12,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial, reduce
 from typing import Any
 
@@ -71,18 +71,11 @@ def least_of_others_s(model: Model, mesh: Mesh, seconds: Weights) -> Num:
     return fullest * reduce(np.minimum, seconds[1:-1])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tried:
-    """Other ends, one of each plan; what its slowest stage takes with them, infinite where it has no more."""
-
-    ends: Ends
-    slowest_s: Num
-
-
-def other_ends(of: PricedModel) -> Iterator[Tried]:
+def other_ends(of: PricedModel) -> Iterator[tuple[Ends, Num]]:
     """Ends with which no others beat both the slowest and the heaviest stage, but those that its mesh has.
 
-    The fastest of each plan come first.
+    One of each plan at a time, the fastest first, with what its slowest stage then takes: without end where
+    a plan has no more.
     """
     model, mesh, weights = of.model, of.mesh, part_weights(of, again=1.0)
     layers = np.minimum(mesh.recompute_layers, float(model.num_layers))
@@ -105,7 +98,7 @@ def other_ends(of: PricedModel) -> Iterator[Tried]:
         found = np.stack([*own, np.full(own.shape[1], np.inf)])
         found[:, nth[0].astype(np.intp)] = nth[1:]
         first, last, slowest = (one[kind].reshape(shape)[()] for one in found)
-        yield Tried((first, last), slowest)
+        yield (first, last), slowest
 
 
 def _by_rank(table: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
