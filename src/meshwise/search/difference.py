@@ -62,11 +62,8 @@ class Reason:
 def reasons(asked: Estimate, best: Estimate) -> list[Reason]:
     """The changes that lead from a plan to another one of the same job, in their order."""
     found: list[Reason] = []
-    here, start, idle = (
-        asked,
-        asked,
-        list[str](),
-    )  # what changes nothing yet is told with what it comes to matter with
+    here, start = asked, asked
+    idle: list[str] = []  # what changes nothing yet is told with what it comes to matter with
     left = [key for key in (*KEYS, MICROBATCH) if _value(key, asked) != _value(key, best)]
     while left:
         reason = next(_changes(here, best, left), None)
