@@ -115,12 +115,14 @@ def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) 
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-@pytest.mark.parametrize(("model", "lost"), [("qwen3-vl-8b", 0), ("deepseek-v4-flash", 6), ("inkling", 2)])
+@pytest.mark.parametrize(
+    ("model", "lost"), [("qwen3-vl-8b", 0), ("deepseek-v4-flash", 6), ("nemotron-3-nano", 2)]
+)
 def test_what_a_model_loses_is_told_in_a_few_words(model: str, lost: int) -> None:
     """Without images a tower is no part of it."""
     job = mw.launch(model, "h200-sxm:64", "", to="megatron-lm", batch=64, seq=8192)
     assert len(job.not_expressed) == lost
-    assert all(len(sentence) < 100 for sentence in job.not_expressed)
+    assert all(len(sentence) < 150 for sentence in job.not_expressed)
 
 
 def test_serving_spreads_experts_over_all_ranks() -> None:
@@ -359,6 +361,18 @@ def test_a_script_with_variables_and_arrays_is_read() -> None:
     assert job.model is not None
     assert job.model.num_kv_heads == 8
     assert [sentence.split()[0] for sentence in job.unread] == ["--cuda-graph-impl"]
+
+
+def test_any_pattern_of_layers_with_experts_is_read(tmp_path: Path) -> None:
+    words = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 1024 "
+        "--ffn-hidden-size 4096 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 "
+        "--micro-batch-size 1 --global-batch-size 16 --num-experts 8 --bf16 "
+        "--moe-layer-freq '([0]*2+[1]*3+[0]+[1]*2)'"
+    )
+    (tmp_path / "job.sh").write_text(words)
+    model = mw.read_job(tmp_path / "job.sh").model
+    assert [layer.moe for layer in model.layers] == [False] * 2 + [True] * 3 + [False] + [True] * 2
 
 
 def test_commands_of_one_line_and_experts_of_the_usual_width_are_read(tmp_path: Path) -> None:

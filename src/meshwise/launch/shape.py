@@ -17,7 +17,7 @@ from meshwise.core.expressions import formulas, value_of
 from meshwise.core.units import whole
 from meshwise.launch.facts import Facts
 from meshwise.launch.tables import launch_tables
-from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer
+from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer, layer_kind
 from meshwise.model.config_rules import moe_rule
 
 _SAID = {
@@ -90,8 +90,8 @@ def model_of(facts: Facts, tp: int, where: str) -> Model | None:
     mla = MLA(**{field.name: facts.get(field.name) or 0 for field in fields(MLA)}) if facts["mla"] else None
     names = {"tp": tp, "own": mla, "int": int, "window_of": _window, "whole": _whole}
     said = formulas(launch_tables().model, facts | names)
-    moe = _moe(facts, said["ffn_hidden"]) if facts.get("num_experts") else None
-    return checked_model(Model(name=where, mla=mla, moe=moe, **said), where)
+    model = Model(name=where, mla=mla, **said)
+    return checked_model(_with_experts(model, facts) if facts.get("num_experts") else model, where)
 
 
 def _window(text: Any) -> int:
@@ -106,14 +106,17 @@ def _whole(argument: str, text: Any) -> int:
     return found
 
 
-def _moe(facts: Facts, ffn_hidden: int) -> MoE:
-    shared, width = facts.get("shared_ffn") or 0, facts.get("expert_ffn") or ffn_hidden
+def _with_experts(model: Model, facts: Facts) -> Model:
+    shared, width = facts.get("shared_ffn") or 0, facts.get("expert_ffn") or model.ffn_hidden
     num_shared = max(shared // width, 1) if shared else 0
-    pattern = _pattern(facts.get("moe_layers") or 1, facts["num_layers"])
+    has_experts = [here > 0 for here in _pattern(facts.get("moe_layers") or 1, model.num_layers)]
+    rule = moe_rule(has_experts)
     stated: Facts = {field: facts[fact] for fact, field in _OF_EXPERTS.items() if fact != "expert_ffn"}
     stated |= {field: facts.get(fact) or 0 for fact, field in _OF_SOME_EXPERTS.items()}
     stated["router_bias"] = "linear" in facts["biases"].split("+")
-    return MoE(ffn_hidden=width, num_shared_experts=num_shared, **_rule(pattern), **stated)
+    moe = MoE(ffn_hidden=width, num_shared_experts=num_shared, **(rule or {}), **stated)
+    kinds = (replace(layer_kind(model, i), moe=here) for i, here in enumerate(has_experts))
+    return replace(model, moe=moe, layers=() if rule else tuple(kinds))
 
 
 # --- which layers have experts: ([0]*3+[1]*58) -------------------------------------------------
@@ -136,13 +139,3 @@ def _pattern(text: Any, num_layers: int) -> list[int]:
     if not isinstance(value, list) or len(value) != num_layers:
         raise DataError(f"--moe-layer-freq {text} does not say for {num_layers} layers which have experts")
     return value
-
-
-def _rule(pattern: list[int]) -> dict[str, Any]:
-    """`first_dense_layers` and `every` of a pattern of layers with experts."""
-    rule = moe_rule([here > 0 for here in pattern])
-    if rule is None:
-        raise DataError(
-            f"experts in layers {_pattern_text(pattern)} are not every n-th after some dense layers"
-        )
-    return rule
