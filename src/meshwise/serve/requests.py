@@ -137,10 +137,13 @@ class Lengths:
 
 
 def at_rate(rate: float, lengths: Lengths, *, num: int, burstiness: float = 1.0) -> Requests:
-    """`num` requests at `rate` a second."""
+    """`num` requests, gaps between them drawn, at `rate` a second on average however few they are."""
     rng = np.random.default_rng(SEED)
-    gaps = rng.gamma(burstiness, 1.0 / (burstiness * rate), num)
-    return Requests(*lengths.draw(num, rng), tuple(np.cumsum(gaps).tolist()))
+    second = np.cumsum(rng.gamma(burstiness, 1.0 / (burstiness * rate), num))
+    drawn = Requests(*lengths.draw(num, rng), tuple(second.tolist()))
+    if num < 2:
+        return drawn
+    return replace(drawn, arrival_s=tuple((second * ((drawn.rate or rate) / rate)).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
