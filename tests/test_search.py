@@ -194,6 +194,17 @@ def test_the_fastest_that_a_framework_runs_stands_beside_the_fastest() -> None:
     assert anywhere.runnable[1].runs_in == runnable.bases[0].runs_in
 
 
+def test_where_little_fits_it_is_told_what_offloading_gives(meshwise) -> None:
+    job = ("nemotron-3-nano", "--cluster", "h100:8", "--batch", 64, "--seq", 4096)
+    found = meshwise("search", *job, "--json").document
+    spared, best_s = found["offloaded"], found["best"][0]["step_s"]
+    plan = ("--plan", spared["plan_text"], "--microbatch", spared["microbatch"])
+    again = meshwise("estimate", *job, *plan, "--json").document
+    assert again["step_s"] == spared["step_s"] < 0.9 * best_s and again["fits"]
+    assert "offload_optimizer=1" in spared["plan_text"]
+    assert meshwise("search", "llama3-8b", *job[1:], "--json").document["offloaded"] is None
+
+
 def test_a_plan_that_a_framework_runs_is_named_first_where_it_is_as_fast(meshwise) -> None:
     """What DualPipe gains here is less than half a percent, and no framework runs it."""
     text = meshwise("search", "llama3-70b", "--cluster", "mi300x:64", "--batch", 256, "--seq", 8192).out

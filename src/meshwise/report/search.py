@@ -138,6 +138,10 @@ def answer_lines(result: Result) -> Iterator[str]:
             yield "no framework runs any plan of this space; --to FRAMEWORK searches what one has"
         else:
             yield f"none of the frameworks that launch writes for runs on {chip.name}"
+    if result.offloaded:
+        found, of_found = result.offloaded
+        share = found.step_s / result.best[0].step_s
+        yield f"with states on the host: {_with_step(found)}, {1.0 - share:.0%} less; {_runs_in(of_found)}"
     if result.simplest and result.simplest[0].plan != best.plan:
         yield f"as fast, as far as the interval tells, and simplest: {_with_step(result.simplest[0])}"
 

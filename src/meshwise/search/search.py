@@ -56,6 +56,11 @@ OFFLOADED = ({"offload_optimizer": (ANY,)}, {"offload_optimizer": (ANY,), "offlo
 activations can take more of a host's memory than it has."""
 
 
+FEW_FRAC, WORTH_FRAC = 0.05, 0.9
+"""Where no larger share of the priced plans fits, it is told what states of the optimizer on the host give,
+if a step then takes no more than this share of the fastest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """What would make a plan fit: `num_chips` chips, or another value of `key`.
@@ -87,9 +92,10 @@ class Result(Shown):
     are those so far. `weighed`: which assumptions would change the choice, where the caller asked. `stated`:
     the values that keys were given; `to`: the framework whose plans alone were looked at. `bases`: what the
     plans of `best` rest on. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as
-    fast as the first of `best`, as far as the interval tells. `robust`: plans are ranked, and those of
-    `pareto` priced, under all adversities. `not_tried`: the largest value tried of each size that has larger
-    ones. `versions`: the first of `best` under several versions of software.
+    fast as the first of `best`, as far as the interval tells; `offloaded`: the fastest with states of the
+    optimizer on the host, where few plans fit without and it is much faster. `robust`: plans are ranked, and
+    those of `pareto` priced, under all adversities. `not_tried`: the largest value tried of each size that
+    has larger ones. `versions`: the first of `best` under several versions of software.
     """
 
     plans_considered: int
@@ -110,6 +116,7 @@ class Result(Shown):
     bases: tuple[Basis, ...] = ()
     runnable: tuple[Estimate, Basis] | None = None
     simplest: tuple[Estimate, Basis] | None = None
+    offloaded: tuple[Estimate, Basis] | None = None
     robust: bool = False
     not_tried: Mapping[str, int] = field(default_factory=dict)
     versions: tuple[Version, ...] = ()
@@ -151,6 +158,7 @@ class Result(Shown):
             ],
             "runnable": self.runnable and _best_json(*self.runnable) | {"slower_frac": self.slower_frac},
             "simplest": self.simplest and _best_json(*self.simplest),
+            "offloaded": self.offloaded and _best_json(*self.offloaded),
             "not_tried": [f"{key} above {most}" for key, most in self.not_tried.items()],
             "pareto": [found.to_json() for found in self.pareto],
             "nearest_miss": miss
@@ -205,8 +213,9 @@ def search(
     adversities come together (`estimate.adverse`), and let them fit then. `capped`: try sizes up to the usual
     ones (`not_tried` says which are larger), but of keys that are `*`. `assumptions`: also say which of
     them would change the choice; `software`: versions under which the first plan is priced too, and searched
-    for. `with_changes`: what would fit where nothing does. `on_plans` hears of the
-    plans kept so far; Ctrl-C ends the search with them. The result has no `best` where nothing fits.
+    for. `with_changes`: what would fit where nothing does, and what offloading gives where little does.
+    `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them. The result has no `best`
+    where nothing fits.
 
     Raises:
         PlanError: A stated key is unknown, or cannot be `*`; a framework is unknown, or lacks what is stated.
@@ -249,6 +258,13 @@ def search(
     def against(adversity: Adversity) -> Found | None:
         return space.price(against=adversity).first
 
+    def offloaded() -> tuple[Estimate, Basis] | None:
+        if not (with_changes and best) or kept.stopped or kept.feasible > FEW_FRAC * kept.priced:
+            return None
+        first = spared.price().first
+        is_worth_it = first is not None and first.step_s < WORTH_FRAC * ranked[0].step_s
+        return with_basis(spared.estimate(first)) if first and is_worth_it else None
+
     def under(name: str) -> Found | None:
         return replace(space, stated={**space.stated, "software": (name,)}).price().first
 
@@ -273,6 +289,7 @@ def search(
         bases=tuple(bases.values()),
         runnable=None if kept.runnable is None else with_basis(space.estimate(kept.runnable)),
         simplest=with_basis(simplest([*chosen, *near])) if chosen else None,
+        offloaded=offloaded(),
         robust=robust,
         versions=versions(software, chosen[0], under) if software and chosen else (),
         not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
