@@ -75,7 +75,8 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     total = 0.0
     batch = trainer.all_tokens().flatten(0, 1)
     for sequence in batch.split(1):
-        loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
+        labels = sequence[:, 1:].unfold(1, options.seq, 1)  # the next tokens, and later ones
+        loss = decoder(sequence[:, : options.seq], labels) / len(batch)
         loss.backward()
         total += float(loss.detach())
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}

@@ -37,7 +37,7 @@ def test_the_peak_is_the_dry_runs(words: str, request: pytest.FixtureRequest) ->
     ranks, rank, layers, seq, microbatch, batch = map(int, numbers)
     sizes = {"layers": layers, "seq": seq, "microbatch": microbatch, "batch": batch}
     peak_bytes = mw.dry_run("train", ranks=ranks, rank=rank, model=model, plan=plan, **sizes).peak_bytes
-    cut = replace(mw.find_model(model), num_layers=layers, dropout_frac=0.0, mtp_layers=0)
+    cut = replace(mw.find_model(model), num_layers=layers, dropout_frac=0.0)
     del sizes["layers"]
     estimate = mw.estimate(cut, f"b200-sxm:{ranks}", f"{plan},implementation=fsdp2", **sizes)
     memory = estimate.rank_step(rank).stages[-1].memory

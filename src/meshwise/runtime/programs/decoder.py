@@ -14,6 +14,7 @@ router, so that all get the same number (Megatron-LM's `--moe-router-force-load-
 shapes are known beforehand, and every world computes the same. The router still learns, through the weights
 of the answers.
 
+Behind the last block a module may say the token after the next (multi-token prediction, arXiv 2412.19437).
 The first piece of a decoder has the embedding, the last one the head and the loss; such a piece may have no
 layers. It takes token numbers or activations, and gives activations or the loss.
 """
@@ -22,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
@@ -386,6 +387,32 @@ class Block(nn.Module):
             return x + self.setting.redone(kind, self.mlp, self.norm2(x))
 
 
+LOSS_WEIGHT = 0.3
+"""Of the mean loss of all modules, beside the model's (DeepSeek-V3's for its first ten trillion tokens)."""
+
+
+class FurtherToken(nn.Module):
+    """One module of multi-token prediction."""
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm = DecoderNorm(model), DecoderNorm(model)
+        self.projection = nn.Linear(2 * model.hidden, model.hidden, bias=False)
+        has_experts = is_moe_layer(model, model.num_layers - 1)
+        plain = replace(setting, redone_modules=())  # of recomputation only the model's blocks know
+        self.block = Block(model, plain, has_experts=has_experts, is_redone=False)
+        self.norm = DecoderNorm(model)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """[batch, own tokens, hidden] x 2 -> the same, before `norm`."""
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(x)], dim=-1)
+        joined = self.projection(both)
+        if isinstance(joined, DTensor):
+            rows = Shard(1) if x.shape[1] < joined.shape[1] else Replicate()
+            joined = joined.redistribute(placements=[rows]).to_local()
+        return self.block(joined)
+
+
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
 
 
@@ -427,33 +454,43 @@ class Decoder(nn.Module):
         self, model: Model, setting: Setting, layers: range, *, is_first: bool = True, is_last: bool = True
     ) -> None:
         super().__init__()
-        self.embedding = Embedding(model, setting) if is_first else None
+        looks_up = is_first or (is_last and model.mtp_layers > 0)
+        self.embedding = Embedding(model, setting) if looks_up else None
         self.layers = nn.ModuleDict()
         for place, number in enumerate(layers):
             has_experts, is_redone = is_moe_layer(model, number), place < setting.redone_layers
             self.layers[str(number)] = Block(model, setting, has_experts=has_experts, is_redone=is_redone)
         self.head = Head(model) if is_last else None
-        self.is_tied, self.setting = model.tied_embedding, setting
+        self.further = nn.ModuleList(FurtherToken(model, setting) for _ in range(model.mtp_layers * is_last))
+        self.is_first, self.is_tied, self.shares_table = is_first, model.tied_embedding, model.shares_table
+        self.setting = setting
         self.tie()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Token numbers or activations [batch, tokens, hidden] -> activations, or the tokens' mean loss.
 
-        `labels` [batch, tokens]: the next tokens.
+        `labels` [batch, 1 + modules of multi-token prediction, tokens]: the next tokens, and later ones.
         """
         section = self.setting.recorder.section
-        if self.embedding is not None:
+        if self.is_first:
+            assert self.embedding is not None
             with section("embedding"):
-                x = self.embedding(x)
-            if self.setting.lora_rank:  # frozen, but the blocks that read it pass gradients on
-                x.requires_grad_()
+                x = self._for_blocks(self.embedding(x))
         for block in self.layers.values():
             x = block(x)
         if self.head is None:
             return x
         assert labels is not None
         with section("head"):
-            return self._loss(self.head(x), labels)
+            loss = self._loss(self.head(x), labels[:, 0])
+        for number, further in enumerate(self.further):
+            with section("further"):
+                assert self.embedding is not None
+                table = self.embedding.tokens if self.is_first else self.embedding  # used as it was gathered
+                x = further(x, self._for_blocks(table(labels[:, number])))
+                further_loss = self._loss(self.head.logits(further.norm(x)), labels[:, number + 1])
+            loss = loss + LOSS_WEIGHT / len(self.further) * further_loss
+        return loss
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy [nats], the mean over tokens; computed in fp32 at least."""
@@ -461,6 +498,15 @@ class Decoder(nn.Module):
             wide = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(wide.flatten(0, -2), labels.flatten())
             return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def _for_blocks(self, embedded: Tensor) -> Tensor:
+        """Beside adapters an embedding is frozen, but the blocks that read it pass gradients on."""
+        return embedded.requires_grad_() if self.setting.lora_rank else embedded
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks, those of multi-token prediction last."""
+        return [*self.layers.values(), *(further.block for further in self.further)]
 
     def tie(self) -> bool:
         """Make embedding and head one table where the model says so and both are here; whether they are."""
@@ -479,7 +525,7 @@ class Decoder(nn.Module):
 
     def tied(self) -> nn.Parameter | None:
         """This piece's copy of a table that both ends of the model read, if it has one end only."""
-        ends = [end for end in (self.embedding, self.head) if end is not None]
-        if not self.is_tied or self.setting.lora_rank or len(ends) != 1:
+        end, has_one = self.embedding or self.head, self.is_first == (self.head is None)
+        if end is None or not has_one or not self.shares_table or self.setting.lora_rank:
             return None
-        return ends[0].logits.weight if isinstance(ends[0], Head) else ends[0].tokens.weight
+        return end.logits.weight if isinstance(end, Head) else end.tokens.weight

@@ -5,9 +5,9 @@ Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism
 torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
 by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules, of the first layers
 of each chunk, or of ops whose results are not kept (`recompute`), adapters beside frozen weights
-(`lora_rank`), AdamW or SGD. Gradients of several microbatches add up before the optimizer steps. Dropout and
-multi-token prediction are left out. Layouts beyond 1d, and what `catalog/train.toml` leaves out, are priced
-by `meshwise estimate` under implementation=fsdp2 and refused here.
+(`lora_rank`), AdamW or SGD. Gradients of several microbatches add up before the optimizer steps. Dropout is
+left out. Layouts beyond 1d, and what `catalog/train.toml` leaves out, are priced by `meshwise estimate` under
+implementation=fsdp2 and refused here.
 """
 
 from __future__ import annotations
@@ -76,10 +76,7 @@ def the_plan(options: Any) -> Plan:
 
 
 def the_model(options: Any) -> Model:
-    """The model without dropout and multi-token prediction, cut to its first layers where asked.
-
-    ModelError for one of another shape.
-    """
+    """The model without dropout, cut to its first layers where asked; ModelError for one of another shape."""
     model = find_model(options.model)
     stated = list(_beside(model, _PARTS["model"]))
     for kind in layer_kinds(model):
@@ -92,8 +89,7 @@ def the_model(options: Any) -> Model:
         shapes = "GPT, Llama, Mixtral or DeepSeek-V2"
         raise ModelError(f"train: {model.name} has {stated[0]}; choose one shaped like {shapes}")
     layers = options.layers or model.num_layers
-    plain = replace(model, num_layers=layers, dropout_frac=0.0, mtp_layers=0)
-    return checked_model(plain, model.name)
+    return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
 
 
 def _beside(part: Any, built: Sequence[str]) -> Iterator[str]:

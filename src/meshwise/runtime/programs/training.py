@@ -151,7 +151,7 @@ class Trainer:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.pp
         has_both = self.plan.schedule in (*V_SHAPED, "dualpipe")  # a rank with one end has the other
-        if num == 1 or has_both or not self.model.tied_embedding or place not in (0, num - 1):
+        if num == 1 or has_both or not self.model.shares_table or place not in (0, num - 1):
             return None
         return self.context.group("pp", line_of(self.world, self.rank, 0)[:: num - 1])
 
@@ -237,14 +237,20 @@ class Trainer:
         return decoder
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """This rank's tokens [microbatches x sequences, own tokens], and of each the next one."""
+        """This rank's tokens [microbatches x sequences, own tokens], and of each the next ones.
+
+        Labels [microbatches x sequences, number, own tokens]: those of one kind lie together, so that a loss
+        reads them as they are.
+        """
         mine = self.all_tokens()[self.replica]
-        return mine[:, self.places].contiguous(), mine[:, self.places + 1].contiguous()
+        tokens, *labels = (mine[:, self.places + later] for later in range(2 + self.model.mtp_layers))
+        return tokens.contiguous(), torch.stack(labels).transpose(0, 1)
 
     def all_tokens(self) -> Tensor:
         """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens]."""
         torch.manual_seed(self.options.seed)
-        shape = self.dp, self.num * self.options.microbatch, self.options.seq + 1
+        length = self.options.seq + 1 + self.model.mtp_layers
+        shape = self.dp, self.num * self.options.microbatch, length
         return torch.randint(self.model.vocab, shape).to(self.context.device)
 
 
@@ -265,7 +271,10 @@ def cut_tensors(decoder: plain.Decoder, mesh: DeviceMesh, rows: Shard | Replicat
     held = {name for name in ends if getattr(decoder, name.split(".")[0]) is not None}
     parallel.parallelize_module(decoder, mesh, {name: style for name, style in ends.items() if name in held})
     decoder.tie()
-    for layer in decoder.layers.values():
+    columns = parallel.ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
+    for further in decoder.further:
+        parallel.parallelize_module(further, mesh, {"projection": columns})
+    for layer in decoder.blocks:
         styles: dict[str, Any] = {}
         for name, style in block_plan(rows, layer).items():
             is_adapted = isinstance(layer.get_submodule(name), Adapted)
@@ -307,6 +316,7 @@ def shard_states(
 ) -> None:  # fmt: skip
     """FSDP2 over `mesh`: the embedding, each block, the head (one group where they are one table).
 
+    What multi-token prediction has beside a block is one group too.
     Experts are spread over `experts_mesh`, the ranks that hold the same ones, along the width of their
     matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
     Blocks are gathered again in the backward if `reshard_after_forward`; the ends stay gathered till then.
@@ -315,7 +325,7 @@ def shard_states(
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(decoder.trains(name))
     with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
-        for block in decoder.layers.values():
+        for block in decoder.blocks:
             if isinstance(block.mlp, plain.Mixture):
                 shard(
                     block.mlp.experts, mesh=experts_mesh, shard_placement_fn=lambda _: Shard(1),
@@ -323,8 +333,11 @@ def shard_states(
                 )  # fmt: skip
             shard(block, reshard_after_forward=reshard_after_forward)
         ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
-        for end in [ends] if decoder.tie() else ends:
-            shard(end, reshard_after_forward=False)
+        others: list[Any] = [ends] if decoder.tie() else ends
+        for further in decoder.further:
+            others.append([module for module in further.children() if module is not further.block])
+        for unit in others:
+            shard(unit, reshard_after_forward=False)
     shard(decoder)
 
 
