@@ -316,7 +316,7 @@ def _chunk(
     for unit, part in sizes.further if has_head else ():
         kind = kinds.index(layer_kind(model, model.num_layers - 1))
         block = _layer(sizes, 1 + kind, sizes.blocks[-1])
-        block = block._replace(part=block.part.without_recomputation(), kept=block.part.saved)
+        block = block._replace(part=block.part.without_recomputation(), kept=block.part.saved, back=0.0)
         parts += [block] * model.mtp_layers
         of_head = sum(layer.kept for layer in parts[-1 - model.mtp_layers :])
         parts.append(LivePart((unit,), part, sizes.kept[-1] - of_head))  # what both keep is kept once
