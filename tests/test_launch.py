@@ -376,15 +376,16 @@ def test_any_pattern_of_layers_with_experts_is_read(tmp_path: Path) -> None:
 
 
 def test_commands_of_one_line_and_experts_of_the_usual_width_are_read(tmp_path: Path) -> None:
-    """`TP=2; PP=2`; without `--ffn-hidden-size` experts are four times as wide as the model."""
+    """`TP=2; PP=$((4 / TP))`; without `--ffn-hidden-size` experts are four times as wide as the model."""
     (tmp_path / "job.sh").write_text(
-        "TP=2; PP=2\ntorchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 1024 "
+        "TP=2; PP=$((4 / $TP))\n"
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 1024 "
         "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 "
-        "--global-batch-size 8 --vocab-size 32000 --num-experts 8 --moe-router-topk 2 --bf16 "
-        "--tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP}; echo done\n"
+        "--global-batch-size $(( 2*(TP + PP) )) --vocab-size 32000 --num-experts 8 --moe-router-topk 2 "
+        "--bf16 --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP}; echo done\n"
     )
     job = mw.read_job(tmp_path / "job.sh", CLUSTER)
-    assert (job.plan.tp, job.plan.pp) == (2, 2)
+    assert (job.plan.tp, job.plan.pp, job.batch) == (2, 2, 8)
     assert job.model is not None and job.model.moe is not None and job.model.moe.ffn_hidden == 4096
 
 

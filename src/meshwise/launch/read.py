@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from meshwise.core.errors import DataError
+from meshwise.core.expressions import value_of
 from meshwise.core.files import parse_text, read_text
 from meshwise.core.refusals import told
 from meshwise.core.toml import parse_toml
@@ -269,8 +270,9 @@ def _bridge_words(words: list[str]) -> Settings:
 
 
 def shell_words(text: str, path: Path) -> list[str]:
-    """The words of a shell script with its variables and arrays put in."""
-    tokens = _split(text.replace("\\\n", " "), path)
+    """The words of a shell script with its variables, arrays and arithmetic put in."""
+    text = re.sub(r"\$\(\(((?:[^()]|\([^()]*\))+)\)\)", _one_word, text.replace("\\\n", " "))
+    tokens = _split(text, path)
     known: dict[str, str] = {}
     words: list[str] = []
     array: str | None = None
@@ -303,13 +305,26 @@ def _split(text: str, path: Path) -> list[str]:
 
 
 def _expand(text: str, known: dict[str, str]) -> str:
-    """`$X`, `${X}`, `${X[@]}` and `${X:-default}` replaced where they are known."""
+    """`$X`, `${X}`, `${X[@]}`, `${X:-default}` and `$[X * 2]` replaced where they are known."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
         return known.get(name, default if default is not None else match[0])
 
-    return re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)", value, text)
+    def result(match: re.Match[str]) -> str:
+        numbers = {name: int(text) for name, text in known.items() if text.isdecimal()}
+        try:
+            return str(value_of(match[1].replace("/", "//"), numbers))
+        except (KeyError, SyntaxError, TypeError, ValueError, ZeroDivisionError):
+            return f"$(({match[1]}))"
+
+    text = re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)", value, text)
+    return re.sub(r"\$\[([\w$+\-*/%()]+)\]", result, text)
+
+
+def _one_word(match: re.Match[str]) -> str:
+    """Arithmetic `$((X * 2))` in the shell's older form `$[X*2]`, which has no space and no such end."""
+    return f"$[{''.join(match[1].split())}]"
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:

@@ -198,6 +198,9 @@ def _tower(
     spelling = spellings()[family]
     config = spelling.nested | config | {"text": text_width}
     if spelling.block == "none":  # known by its sizes alone
+        for what, sentence in spelling.refused.items():
+            if worked_out(what, config):
+                raise ModelError(sentence.format(**config))
         sizes = _sizes(config | raw | {"tower": config["hidden_size"]})
         counted = _left_out(f"{name} tower", spelling.joints, _sizes(config))
         return [*counted, *_left_out("projector", tower.joints, sizes)], []
