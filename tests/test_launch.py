@@ -17,6 +17,7 @@ from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, TRAINING
 from meshwise.launch.tables import VALUE, table_of
+from meshwise.model.architecture import is_moe_layer
 from meshwise.plan.implementation import IMPLEMENTATIONS, Implementation
 from test_one_path import VALUES
 
@@ -307,7 +308,7 @@ def test_what_experts_are_priced_with_is_written_and_missed(tmp_path: Path) -> N
     text = job.files[0].text.replace("--moe-grouped-gemm\n", "")
     (tmp_path / "job.sh").write_text(text)
     (unread,) = mw.read_job(tmp_path / "job.sh", CLUSTER).unread
-    assert unread.startswith("--moe-grouped-gemm is not set")
+    assert unread.startswith("--moe-grouped-gemm and --moe-permute-fusion are not both set")
 
 
 PRICED = ("parts", "losses", "shards_each_weight", "fuses_norms", "sorts_arrivals")
@@ -373,6 +374,23 @@ def test_any_pattern_of_layers_with_experts_is_read(tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(words)
     model = mw.read_job(tmp_path / "job.sh").model
     assert [layer.moe for layer in model.layers] == [False] * 2 + [True] * 3 + [False] + [True] * 2
+
+
+def test_arrays_that_are_added_to_are_read_whole(tmp_path: Path) -> None:
+    """`A+=(...)`, `A=("${A[@]}" ...)`, words that end with a bracket; a tokenizer's own vocabulary."""
+    (tmp_path / "job.sh").write_text(
+        "MODEL=(\n--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048\n"
+        "--num-experts 8 --moe-layer-freq '([0]*1+[1]*3)' --max-position-embeddings 2048\n)\n"
+        'TRAINING=(--micro-batch-size 1 --bf16)\nDDP=(--use-distributed-optimizer)\nTRAINING+=("${DDP[@]}")\n'
+        'if [ "${FEW:-0}" = 1 ]; then\n  TRAINING=(\n    "${TRAINING[@]}"\n --global-batch-size 8\n  )\nfi\n'
+        'MORE="--tokenizer-type Llama2Tokenizer"\nMORE+=" --grad-reduce-in-bf16"\n'
+        'torchrun --nproc-per-node 8 pretrain_gpt.py ${MODEL[@]} "${TRAINING[@]}" $MORE\n'
+    )
+    job = mw.read_job(tmp_path / "job.sh")
+    assert (job.num_gpus, job.batch, job.microbatch) == (8, 8, 1)
+    assert (job.plan.dtype, job.plan.zero, job.plan.grad_dtype) == ("bf16", 1, "bf16")
+    assert job.model is not None and job.model.vocab == 32000
+    assert [is_moe_layer(job.model, layer) for layer in range(4)] == [False, True, True, True]
 
 
 def test_commands_of_one_line_and_experts_of_the_usual_width_are_read(tmp_path: Path) -> None:

@@ -302,7 +302,13 @@ def _fill_in(asked: dict[str, Any], source: Path | None) -> Job | None:
         if asked[name] in (None, ()):
             asked[name] = getattr(job, name)
     if asked["model"] is None:
-        raise WorkloadError(f"{source} does not name its model; name it: meshwise VERB MODEL --from ...")
+        has_shape = job.framework == "megatron-lm"
+        lacks = (
+            "all of its model's shape (layers, hidden size, heads, --vocab-size)"
+            if has_shape
+            else "its model"
+        )
+        raise WorkloadError(f"{source} does not name {lacks}; name it: meshwise VERB MODEL --from ...")
     keys = {key: getattr(job.plan, key) for key in DEFAULTS if getattr(job.plan, key) != DEFAULTS[key]}
     asked["plan"] = Plan(**(keys | plan_keys(asked["plan"])))
     return job

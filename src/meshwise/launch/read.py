@@ -82,6 +82,10 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     """
     framework, stated, words_gpus = _parse(path)
     num_gpus = num_gpus or words_gpus
+    if framework == "megatron-lm" and "--vocab-size" not in stated:
+        kind = "GPT2BPETokenizer" if "--merge-file" in stated else str(stated.get("--tokenizer-type"))
+        if kind in launch_tables().tokenizers:
+            stated["--vocab-size"] = launch_tables().tokenizers[kind]
     facts, unread = read_settings(framework, stated)
     facts.setdefault("software", software_of(framework))
     _check_counts(facts, path)
@@ -275,18 +279,22 @@ def shell_words(text: str, path: Path) -> list[str]:
     tokens = _split(text, path)
     known: dict[str, str] = {}
     words: list[str] = []
-    array: str | None = None
+    array = content = ""
     for token in tokens:
-        start = re.match(r"(\w+)\+?=(.*)", token, re.DOTALL)
-        if array is not None:
-            known[array] += " " + _expand(token.rstrip(")"), known)
-            array = None if token.endswith(")") else array
-        elif start and start[2].startswith("(") and not start[2].endswith(")"):
-            array = start[1]
-            known[array] = known.get(array, "") + " " + _expand(start[2][1:], known)
-        elif start and not token.startswith("-"):
-            known[start[1]] = _expand(start[2].strip("()"), known)
-        else:
+        start = None if array else re.match(r"(\w+)(\+?)=(\(?)(.*)", token, re.DOTALL)
+        if start:
+            name, adds, opens, token = start.groups()
+            content = known.get(name, "") if adds else ""
+            if opens:
+                array = name
+            else:
+                known[name] = content + _expand(token, known)
+        if array:
+            closes = token.count(")") > token.count("(")
+            content += _expand(token[:-1] if closes else token, known) + " "
+            if closes:
+                known[array], array = content, ""
+        elif not start:
             for part in _expand(token, known).split("\n"):  # a variable, or `bash -c '...'`
                 words += _split(part, path) if " --" in part or part.startswith("--") else [part]
     if not any(word.startswith("--") or "=" in word for word in words):  # a file of variables only

@@ -51,6 +51,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     programs: dict[str, str]
     scripts: dict[str, str]
     model_elsewhere: dict[str, tuple[str, str]]
+    tokenizers: dict[str, int]
     torchtitan_models: dict[str, tuple[str, str]]
     torchtune_models: dict[str, tuple[str, str]]
 
