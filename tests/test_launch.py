@@ -376,6 +376,16 @@ def test_any_pattern_of_layers_with_experts_is_read(tmp_path: Path) -> None:
     assert [layer.moe for layer in model.layers] == [False] * 2 + [True] * 3 + [False] + [True] * 2
 
 
+def test_norms_of_latents_are_told_and_read(tmp_path: Path) -> None:
+    """Megatron Core leaves them out without `--qk-layernorm`; merges are of the vocabulary of GPT-2."""
+    job = mw.launch("deepseek-v3", CLUSTER, "ep=8", to="megatron-lm", batch=64, seq=4096)
+    assert "--qk-layernorm" in job.arguments
+    text = job.files[0].text.replace("--vocab-size", "--merge-file $4 --lr $5 #")
+    (tmp_path / "job.sh").write_text(text)
+    model = mw.read_job(tmp_path / "job.sh", CLUSTER).model
+    assert model is not None and model.mla and not model.qk_norm and model.vocab == 50257
+
+
 def test_arrays_that_are_added_to_are_read_whole(tmp_path: Path) -> None:
     """`A+=(...)`, `A=("${A[@]}" ...)`, words that end with a bracket; a tokenizer's own vocabulary."""
     (tmp_path / "job.sh").write_text(

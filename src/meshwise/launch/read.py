@@ -369,7 +369,7 @@ def _arguments(framework: str, words: list[str], path: Path) -> Settings:
             if kind not in ("flag", "bool", ""):
                 raise DataError(f"{path}: {name} has no value")
             found[name] = True
-        elif "$" in values[0] and name == option and kind:
+        elif "$" in values[0] and name == option and kind and name not in launch_tables().neutral:
             raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
         else:
             found[name] = values if kind.startswith("list") else values[0]
