@@ -463,6 +463,7 @@ def test_estimate_and_search_take_a_file(meshwise: Any) -> None:
     [
         ("hello", "no job of"),
         ('{"a": 1}', "no DeepSpeed configuration"),
+        ("deepspeed main.py --deepspeed --zero_stage 3", "--deepspeed names no file, from which"),
         ("--num-layers $N --hidden-size 8", "not in the file"),
         ("--num-layers x --hidden-size 8", "must be of type int"),
         (

@@ -190,7 +190,10 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
 
 def _beside(words: list[str], option: str, path: Path) -> tuple[str, Path]:
     """The text of the file that `option` names, which lies beside the script at `path`."""
-    file = path.parent / Path(words[words.index(option) + 1]).name
+    named = words[words.index(option) + 1]
+    if named.startswith("-"):
+        raise DataError(f"{path}: {option} names no file, from which settings are read; write it behind it")
+    file = path.parent / Path(named).name
     return read_text(file, "job"), file
 
 
