@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -127,9 +128,7 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
             f"{family} is a part of a model that is counted and not priced; give the whole config"
         )
     c = _typed(raw, spelling, nested=nested)
-    for what, sentence in spelling.refused.items():
-        if follows(what, c):
-            raise ModelError(sentence.format(**structs.asdict(c)))
+    _check_refused(spelling, lambda text: follows(text, c), structs.asdict(c))
     for name, text in spelling.derived.items():
         c = structs.replace(c, **{name: follows(text, c)})
     fields = block_fields(c, spelling.block)
@@ -155,6 +154,13 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
     fields["sides"] = tuple(side for _, side in sides if side.module in ENDS)
     sizes = _sizes(raw | {"tower": fields["hidden"]})
     return fields | {"left_out": _left_out("merger", spelling.joints, sizes)}
+
+
+def _check_refused(spelling: Spelling, holds: Callable[[str], Any], fields: Mapping[str, Any]) -> None:
+    """ModelError where an expression that its family refuses holds."""
+    for what, sentence in spelling.refused.items():
+        if holds(what):
+            raise ModelError(sentence.format(**fields))
 
 
 def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
@@ -198,9 +204,7 @@ def _tower(
     spelling = spellings()[family]
     config = spelling.nested | config | {"text": text_width}
     if spelling.block == "none":  # known by its sizes alone
-        for what, sentence in spelling.refused.items():
-            if worked_out(what, config):
-                raise ModelError(sentence.format(**config))
+        _check_refused(spelling, lambda text: worked_out(text, config), config)
         sizes = _sizes(config | raw | {"tower": config["hidden_size"]})
         counted = _left_out(f"{name} tower", spelling.joints, _sizes(config))
         return [*counted, *_left_out("projector", tower.joints, sizes)], []
