@@ -20,6 +20,7 @@ import pytest
 
 import meshwise as mw
 from meshwise.core.errors import MeshwiseError, ModelError
+from meshwise.core.expressions import value_of
 from meshwise.model import config_rules
 from meshwise.model.architecture import Model, is_moe_layer, layer_kind, num_moe_layers
 from meshwise.model.config_fields import DEFAULTS, NAMES, spellings
@@ -263,6 +264,12 @@ def test_a_file_that_is_no_config(text: bytes, tmp_path: Path) -> None:
     path.write_bytes(text)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_config(path)
+
+
+@pytest.mark.parametrize("text", ["n.__class__", "().__class__.__base__", "[n for n in (1,)]", "lambda: 1"])
+def test_expressions_have_no_private_attributes_and_no_code(text: str) -> None:
+    with pytest.raises(ValueError, match="is no part of an expression"):
+        value_of(text, {"n": 1})
 
 
 def test_every_field_that_a_rule_or_a_family_reads_is_stated() -> None:

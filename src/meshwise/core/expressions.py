@@ -1,4 +1,7 @@
-"""Expressions of the catalog: a part of Python, walked by hand, so that nothing that is read can run code."""
+"""Expressions of the catalog: a part of Python without private attributes, walked by hand.
+
+Nothing that is read can run code.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def _value(node: Any, names: Mapping[str, Any]) -> Any:
             return node.value
         case ast.Name():
             return names[node.id]
-        case ast.Attribute():
+        case ast.Attribute() if not node.attr.startswith("_"):
             return getattr(of(node.value), node.attr)
         case ast.Subscript():
             return of(node.value)[of(node.slice)]
