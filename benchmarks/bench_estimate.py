@@ -37,7 +37,8 @@ def one_estimate() -> None:
 
 def block_grid() -> int:
     """100,000 blocks: 5 tp x 20 microbatches x 1,000 sequences."""
-    base = rates(find_cluster("h100-80g-sxm:8"), "bf16")
+    cluster = find_cluster("h100-80g-sxm:8")
+    base = rates(cluster.chip, cluster.levels, "bf16")
     on = Machine(base=base, by_dtype={"bf16": base})
     cut = Cut(
         microbatch=np.arange(1.0, 21.0)[:, None],

@@ -31,8 +31,8 @@ from meshwise.machine.hardware import (
     cluster_text,
     find_chip,
     find_cluster,
+    links_of,
     parse_cluster,
-    rates,
     sliced,
 )
 
@@ -224,7 +224,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     assert [(x.name, x.ranks) for x in cluster.levels] == [("nvlink", 4), ("ethernet", math.inf)]
     assert cluster.chip.levels[0].bytes_per_s == 200e9
     assert (cluster.source, cluster.checked) == ("our machine room", "2026-11-20")
-    assert rates(cluster, "bf16").matrix_flop_per_s == 500e12
+    assert cluster.chip.matrix_peak("bf16") == 500e12
 
 
 def test_a_file_may_name_a_chip_of_the_catalog(tmp_path: Path) -> None:
@@ -343,6 +343,7 @@ def test_a_cluster_is_read_again_from_its_own_text(name: str, of_cluster: str, o
 )
 def test_a_part_of_a_torus_is_the_most_cubic_box(name: str, shape: tuple[int, ...]) -> None:
     cluster = find_cluster(name)
-    assert sliced(cluster.levels, cluster.num_chips)[0].torus == shape
-    ranks = [1.0, *(link.ranks for link in rates(cluster, "bf16").links)][: len(shape) + 1]
+    levels = sliced(cluster.levels, cluster.num_chips)
+    assert levels[0].torus == shape
+    ranks = [1.0, *(link.ranks for link in links_of(levels))][: len(shape) + 1]
     assert tuple(outer / inner for inner, outer in pairwise(ranks)) == shape

@@ -34,7 +34,6 @@ def attention_s(
     qk_dim: Num,
     v_dim: Num,
     causal: bool,
-    window: int = 0,
     backward: bool = False,
     flop_per_s: Num,
     memory_bytes_per_s: Num,
@@ -48,7 +47,7 @@ def attention_s(
     chip's published peaks. With the ideal efficiency this is FLOP / peak of the unmasked pairs (the
     bytes of a fused kernel are far below). Everything broadcasts.
     """
-    pairs = attended_pairs(seq_q, seq_k, causal=causal, window=window)
+    pairs = attended_pairs(seq_q, seq_k, causal=causal)
     if causal:  # half of a diagonal tile lies above the mask and is computed all the same
         pairs = pairs + 0.5 * seq_q * efficiency.tile
     softmax = efficiency.softmax_dim

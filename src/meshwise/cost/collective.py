@@ -168,15 +168,18 @@ def collective_lines(
     `links`: levels, innermost first. A caller that times many
     payloads of one group computes its lines once.
     """
-    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices, groups, runs)
-    protocols = group.steps()
-    lines = [_ring(kind, group, steps) for steps in protocols]
-    is_switched = not np.any(links[0].ways)
-    if kind == "all_reduce" and group.outer.tree_latency is not None and is_switched:
-        lines += [_tree(group, steps) for steps in protocols]
-    if kind == "all_reduce" and group.inner.switch_frac is not None and is_switched:
-        lines.append(_switch(group, protocols[1][0]))
-    launch_s = _launch_s(protocols[0])
+    inner, outer = efficiency.inner, efficiency.outer
+    quick, bulk = _steps(group_ranks, stride, links, inner, outer, runs)
+    protocols = {"quick": quick, "bulk": bulk}.items()
+    of_tokens = choices, groups
+    lines = [_ring(kind, group_ranks, name, steps, of_tokens) for name, steps in protocols]
+    adds_in_trees = kind == "all_reduce" and not np.any(links[0].ways)
+    if adds_in_trees and outer.tree_latency is not None:
+        lines += [_tree(group_ranks, name, steps) for name, steps in protocols]
+    if adds_in_trees and inner.switch_frac is not None:
+        lines.append(_switch(group_ranks, links[0], inner, bulk[0]))
+    # The launch of the slowest kind of link that the group uses.
+    launch_s = reduce(np.maximum, (step.used * step.efficiency.launch_s for step in quick))
     return [replace(line, delay_s=line.delay_s + launch_s) for line in lines]
 
 
@@ -212,62 +215,6 @@ def peer_all_reduce_s(
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """A group on its links, innermost first."""
-
-    ranks: Num
-    stride: Num
-    links: tuple[Link, ...]
-    inner: LinkEfficiency
-    outer: LinkEfficiency
-    choices: float = 0.0
-    groups: tuple[float, float] = (0.0, 0.0)
-    runs: Runs = ONE_RUN
-
-    def steps(self) -> tuple[list[_Step], list[_Step]]:
-        """The levels, innermost first, as the quick protocol meets them and as that for bulk does."""
-        protocols: tuple[list[_Step], list[_Step]] = [], []
-        inside: Num = 1.0
-        joined: Num = 1.0  # ranks of a domain of the level inside
-        for level, link in enumerate(self.links):
-            outermost = level == len(self.links) - 1
-            here = self.ranks if outermost else members(self.ranks, self.stride, link.ranks, self.runs)
-            is_axis = np.asarray(link.ways) > 0
-            is_outer = bool(level) and not np.all(is_axis)
-            efficiency = self.outer if is_outer else self.inner
-            along = here / inside
-            apart = np.where(is_axis, np.maximum(self.stride / np.asarray(joined, float), 1.0), 1.0)
-            ways = np.where((link.ways == 2) & (along * apart * joined >= link.ranks), 2.0, 1.0)
-            axis_hops = apart * np.where(ways == 2, np.floor(along / 2.0), along - 1.0)
-            hops = np.where(is_axis, axis_hops, self.ranks / inside - self.ranks / here)
-            # Neighbours inside a node synchronise at the same time, those between nodes one by one.
-            syncs = hops if is_outer else np.log2(here)
-            used = np.asarray(here) > np.asarray(inside)
-            bytes_per_s = _share_bytes_per_s(link, here, efficiency) / apart
-            quick_s = link.latency_s * efficiency.quick_latency
-            for bulk, steps in enumerate(protocols):
-                sync_s = link.latency_s * efficiency.bulk_latency if bulk else 0.0
-                steps.append(
-                    _Step(
-                        inside=inside,
-                        here=here,
-                        used=used,
-                        is_axis=is_axis,
-                        ways=ways,
-                        rails=link.rails,
-                        bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
-                        hop_s=apart * (quick_s + sync_s),
-                        hops_s=hops * quick_s,
-                        syncs_s=syncs * sync_s,
-                        efficiency=efficiency,
-                        bulk=bool(bulk),
-                    )
-                )
-            inside, joined = here, link.ranks
-        return protocols
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     """One level of links as one protocol meets it.
 
@@ -288,7 +235,50 @@ class _Step:
     hops_s: Num
     syncs_s: Num
     efficiency: LinkEfficiency
-    bulk: bool
+
+
+def _steps(
+    ranks: Num, stride: Num, links: tuple[Link, ...], inner: LinkEfficiency, outer: LinkEfficiency, runs: Runs
+) -> tuple[list[_Step], list[_Step]]:
+    """The levels, innermost first, as the quick protocol meets them and as that for bulk does."""
+    protocols: tuple[list[_Step], list[_Step]] = [], []
+    inside: Num = 1.0
+    joined: Num = 1.0  # ranks of a domain of the level inside
+    for level, link in enumerate(links):
+        outermost = level == len(links) - 1
+        here = ranks if outermost else members(ranks, stride, link.ranks, runs)
+        is_axis = np.asarray(link.ways) > 0
+        is_outer = bool(level) and not np.all(is_axis)
+        efficiency = outer if is_outer else inner
+        along = here / inside
+        apart = np.where(is_axis, np.maximum(stride / np.asarray(joined, float), 1.0), 1.0)
+        ways = np.where((link.ways == 2) & (along * apart * joined >= link.ranks), 2.0, 1.0)
+        axis_hops = apart * np.where(ways == 2, np.floor(along / 2.0), along - 1.0)
+        hops = np.where(is_axis, axis_hops, ranks / inside - ranks / here)
+        # Neighbours inside a node synchronise at the same time, those between nodes one by one.
+        syncs = hops if is_outer else np.log2(here)
+        used = np.asarray(here) > np.asarray(inside)
+        bytes_per_s = _share_bytes_per_s(link, here, efficiency) / apart
+        quick_s = link.latency_s * efficiency.quick_latency
+        for bulk, steps in enumerate(protocols):
+            sync_s = link.latency_s * efficiency.bulk_latency if bulk else 0.0
+            steps.append(
+                _Step(
+                    inside=inside,
+                    here=here,
+                    used=used,
+                    is_axis=is_axis,
+                    ways=ways,
+                    rails=link.rails,
+                    bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
+                    hop_s=apart * (quick_s + sync_s),
+                    hops_s=hops * quick_s,
+                    syncs_s=syncs * sync_s,
+                    efficiency=efficiency,
+                )
+            )
+        inside, joined = here, link.ranks
+    return protocols
 
 
 def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Num:
@@ -299,23 +289,14 @@ def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Nu
     return link.bytes_per_s * np.where(np.asarray(ranks) > 2, through_host, 1.0)
 
 
-def _named(algorithm: str, steps: Sequence[_Step]) -> str:
-    return f"{algorithm}, {'bulk' if steps[0].bulk else 'quick'}"
-
-
-def _launch_s(steps: Sequence[_Step]) -> Num:
-    """The launch of the slowest kind of link that the group uses."""
-    launch_s: Num = 0.0
-    for step in steps:
-        launch_s = np.where(step.used, np.maximum(launch_s, step.efficiency.launch_s), launch_s)
-    return launch_s
-
-
-def _ring(kind: Collective, group: _Group, steps: Sequence[_Step]) -> Line:
+def _ring(
+    kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step],
+    of_tokens: tuple[float, tuple[float, float]],
+) -> Line:  # fmt: skip
     """The closed forms of the top of this file, with the bandwidth and latency of one protocol."""
     passes = 2.0 if kind == "all_reduce" else 1.0  # reduce-scatter, then all-gather
-    ring_part = sent_bytes(kind, 1.0, group.ranks)
-    own_part = 1.0 / group.ranks
+    ring_part = sent_bytes(kind, 1.0, ranks)
+    own_part = 1.0 / ranks
     wire: Num = 0.0
     delay_s: Num = 0.0
     axes_bytes_per_s: Num = 0.0
@@ -324,7 +305,8 @@ def _ring(kind: Collective, group: _Group, steps: Sequence[_Step]) -> Line:
             wire = np.where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = np.where(step.used, step.hop_s, delay_s)
         elif kind in ("all_to_all", "dispatch"):
-            part = _leaving(kind, group, steps, level) + step.efficiency.all_to_all_own_part * own_part
+            leaving = _leaving(kind, ranks, steps[level:], of_tokens)
+            part = leaving + step.efficiency.all_to_all_own_part * own_part
             wire = np.maximum(wire, np.where(step.used, part / (step.ways * step.bytes_per_s), 0.0))
             delay_s = np.maximum(delay_s, np.where(step.used, step.hop_s, 0.0))
         else:
@@ -336,34 +318,34 @@ def _ring(kind: Collective, group: _Group, steps: Sequence[_Step]) -> Line:
     has_axes = np.asarray(axes_bytes_per_s) > 0.0
     wire = np.maximum(wire, np.where(has_axes, axes_part / np.where(has_axes, axes_bytes_per_s, 1.0), 0.0))
     rings = kind not in ("send", "recv", "all_to_all", "dispatch")
-    return Line(_named("ring" if rings else "direct", steps), delay_s, wire)
+    return Line(f"{'ring' if rings else 'direct'}, {protocol}", delay_s, wire)
 
 
-def _leaving(kind: Collective, group: _Group, steps: Sequence[_Step], level: int) -> Num:
-    """Share of the payload that a rank sends over the links of this level."""
-    step = steps[level]
+def _leaving(
+    kind: Collective, ranks: Num, steps: Sequence[_Step], of_tokens: tuple[float, tuple[float, float]]
+) -> Num:
+    """Share of the payload that a rank sends over the links of the first of these levels."""
+    step = steps[0]
     along = step.here / step.inside
     crossing = np.where(step.is_axis, np.floor(along**2 / 4.0) / along, 1.0 - 1.0 / along)
-    part = _passing(steps, level) / group.ranks * crossing
+    part = _passing(steps) / ranks * crossing
     if kind == "all_to_all":
         return part
-    met, of_all = (
-        met_places(places, group.choices, group.groups) for places in (group.ranks / step.inside, group.ranks)
-    )
+    met, of_all = (met_places(places, *of_tokens) for places in (ranks / step.inside, ranks))
     return np.where(step.is_axis, part, met / of_all * crossing)
 
 
-def _passing(steps: Sequence[_Step], level: int) -> Num:
-    """Members whose data passes this level: those of its domain, and of all that axes or rails lead on to."""
-    members_here: Num = steps[level].here
+def _passing(steps: Sequence[_Step]) -> Num:
+    """Members whose data passes a level: those of its domain, and of all that axes or rails lead on to."""
+    members_here: Num = steps[0].here
     leads_on: Any = True
-    for step in steps[level + 1 :]:
+    for step in steps[1:]:
         leads_on = leads_on & (step.is_axis | (np.asarray(step.rails) > 0))
         members_here = np.where(leads_on, step.here, members_here)
     return members_here
 
 
-def _tree(group: _Group, steps: Sequence[_Step]) -> Line:
+def _tree(ranks: Num, protocol: str, steps: Sequence[_Step]) -> Line:
     """All-reduce by a double binary tree over the domains of level 0, with a chain inside each.
 
     The chains of all domains run at the same time.
@@ -373,15 +355,14 @@ def _tree(group: _Group, steps: Sequence[_Step]) -> Line:
     for level, step in enumerate(steps):
         wire = np.maximum(wire, np.where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
-        chain_s = step.hops_s * step.here / group.ranks + step.syncs_s
+        chain_s = step.hops_s * step.here / ranks + step.syncs_s
         delay_s = delay_s + 2.0 * (climb * step.hop_s if level else chain_s)
-    return Line(_named("tree", steps), delay_s, wire)
+    return Line(f"tree, {protocol}", delay_s, wire)
 
 
-def _switch(group: _Group, step: _Step) -> Line:
+def _switch(ranks: Num, link: Link, inner: LinkEfficiency, step: _Step) -> Line:
     """All-reduce inside one domain of level 0 whose switch adds; never done for larger groups."""
-    link = group.links[0]
-    added_bytes_per_s = link.bytes_per_s * (group.inner.switch_frac or 1.0)
-    inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
-    delay_s = np.where(inside_one, link.latency_s * group.inner.switch_latency, np.inf)
-    return Line("switch", delay_s, (1.0 + 1.0 / group.ranks) / added_bytes_per_s)
+    added_bytes_per_s = link.bytes_per_s * (inner.switch_frac or 1.0)
+    inside_one = np.asarray(step.here) >= np.asarray(ranks)
+    delay_s = np.where(inside_one, link.latency_s * inner.switch_latency, np.inf)
+    return Line("switch", delay_s, (1.0 + 1.0 / ranks) / added_bytes_per_s)

@@ -21,13 +21,12 @@ def scaled_cast_s(
     rows: Num,
     columns: Num,
     *,
-    in_bytes: Num = 2.0,
     out_bytes: Num,
     memory_bytes_per_s: Num,
     num_cores: Num = 1.0,
     efficiency: CastEfficiency,
 ) -> Num:
-    """Time [s] to cast `rows x columns` elements of `in_bytes` to scaled ones of `out_bytes`."""
-    moved_bytes = efficiency.passes * rows * columns * (in_bytes + out_bytes)
+    """Time [s] to cast `rows x columns` elements of 2 bytes to scaled ones of `out_bytes`."""
+    moved_bytes = efficiency.passes * rows * columns * (2.0 + out_bytes)
     moving_s = moved_bytes / (memory_bytes_per_s * efficiency.memory_frac)
     return efficiency.launch_s + moving_s + rows * efficiency.row_s / num_cores

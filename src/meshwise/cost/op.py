@@ -70,12 +70,8 @@ def attended_pairs(seq_q: Num, seq_k: Num, *, causal: bool, window: int = 0) -> 
     pairs = seq_q * (seq_k - 0.5 * seq_q) if causal else seq_q * seq_k
     if not window:
         return pairs
-    return pairs - (1.0 if causal else 2.0) * _beyond_window(seq_q, seq_k, window)
-
-
-def _beyond_window(seq_q: Num, seq_k: Num, window: int) -> Num:
     first, last = np.maximum(seq_k - seq_q - window, 0.0), np.maximum(seq_k - window, 0.0)
-    return 0.5 * (last * last - first * first)
+    return pairs - (1.0 if causal else 2.0) * (0.5 * (last * last - first * first))
 
 
 def flash_attention(

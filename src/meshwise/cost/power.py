@@ -16,45 +16,25 @@ Constants and their sources: `catalog/power.toml`.
 
 from __future__ import annotations
 
-from functools import cache
-
-import msgspec
 import numpy as np
 
 from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
 
-
-class ChipPower(msgspec.Struct, frozen=True):
-    """Shares of a chip's power limit: working, more of it at the matrix unit's full rate, and waiting."""
-
-    working_frac: float
-    matrix_frac: float
-    waiting_frac: float
-
-
-class NodePower(msgspec.Struct, frozen=True):
-    """Watts of the rest of a node for each of its chips, and what its supplies pass on of what they take."""
-
-    host_watts: float
-    supply_frac: float
-
-
-@cache
-def _constants() -> tuple[ChipPower, NodePower]:
-    catalog = read_catalog("power.toml")
-    return msgspec.convert(catalog["chip"], ChipPower), msgspec.convert(catalog["node"], NodePower)
+_CATALOG = read_catalog("power.toml")
+CHIP: dict[str, float] = _CATALOG["chip"]
+"""Shares of a chip's power limit: working, more of it at the matrix unit's full rate, and waiting."""
+NODE: dict[str, float] = _CATALOG["node"]
+"""Watts of the rest of a node for each of its chips, and what its supplies pass on of what they take."""
 
 
 def chip_watts(limit_watts: Num, *, waiting_frac: Num, matrix_frac: Num) -> Num:
     """Mean watts of a chip that waits `waiting_frac` of the time and else does `matrix_frac` of the matrix
     FLOP/s that its limit sustains."""
-    power, _ = _constants()
-    working = np.minimum(power.working_frac + power.matrix_frac * matrix_frac, 1.0)
-    return limit_watts * ((1.0 - waiting_frac) * working + waiting_frac * power.waiting_frac)
+    working = np.minimum(CHIP["working_frac"] + CHIP["matrix_frac"] * matrix_frac, 1.0)
+    return limit_watts * ((1.0 - waiting_frac) * working + waiting_frac * CHIP["waiting_frac"])
 
 
 def node_watts(watts: Num) -> Num:
     """Mean watts that a node takes from the wall for one of its chips, which draws `watts`."""
-    _, node = _constants()
-    return (watts + node.host_watts) / node.supply_frac
+    return (watts + NODE["host_watts"]) / NODE["supply_frac"]

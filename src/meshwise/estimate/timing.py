@@ -195,19 +195,16 @@ def _machine(
     chip: Chip, levels: tuple[Level, ...], reduce_scatter: ReduceScatter, dtype: str, ideal: bool,
     overheads: Overheads, collectives: tuple[MeasuredCollective, ...],
 ) -> Machine:  # fmt: skip
-    num_chips = math.prod(levels[0].torus)  # the levels of a slice already
-    cluster = Cluster(name=chip.name, chip=chip, num_chips=num_chips, levels=levels)
     dtypes = {dtype, "bf16" if dtype in NARROW_DTYPES else dtype}
-    own = constants(chip, levels)
     return Machine(
-        base=rates(cluster, dtype),
+        base=rates(chip, levels, dtype),
         reached_frac=(
             *(1.0 for _ in levels[0].torus or (1,)),
             *(overheads.reached_frac(level.name, level.bytes_per_s) for level in levels[1:]),
         ),
         reduce_scatter=reduce_scatter,
-        by_dtype={name: rates(cluster, name) for name in dtypes},
-        efficiency=IDEAL if ideal else own,
+        by_dtype={name: rates(chip, levels, name) for name in dtypes},
+        efficiency=IDEAL if ideal else constants(chip, levels),
         num_cores=float(num_cores(chip)),
         overheads=overheads,
         power_watts=chip.power_watts,
@@ -289,23 +286,21 @@ def _matmul_s(
     )  # fmt: skip
     busy_s = np.maximum(busy_s * np.where(one_by_one, batch, 1.0), machine.sustained_s(flop, op.dtype))
     if _is_core(op):
-        aligned = _aligned(m) & _aligned(n) & _aligned(k)
-        return busy_s * np.where(aligned, 1.0, overheads.misaligned_slowdown)
+        is_aligned = _halvings(m) + _halvings(n) + _halvings(k) == 0.0
+        return busy_s * np.where(is_aligned, 1.0, overheads.misaligned_slowdown)
     # The weight's dimensions are the row lengths of all operands: (n, k), or (m, n) of its gradient.
     halvings = np.maximum(_halvings(n), _halvings(np.where(is_weight_grad, m, k)))
     return busy_s * (1.0 + overheads.unaligned_frac * halvings)
-
-
-def _aligned(size: Stack) -> Any:
-    """Whether rows of `size` 16-bit elements start at multiples of 16 bytes, which the fast kernels need."""
-    return np.mod(size, 8.0) == 0.0
 
 
 _HALVINGS = np.array([0.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0, 3.0])
 
 
 def _halvings(size: Stack) -> Any:
-    """How often 16 bytes must be halved until rows of `size` 16-bit elements start at multiples of them."""
+    """How often 16 bytes must be halved until rows of `size` 16-bit elements start at multiples of them.
+
+    Fast kernels of attention need those that start at multiples of the whole 16.
+    """
     return _HALVINGS[np.mod(size, 8.0).astype(np.intp)]
 
 

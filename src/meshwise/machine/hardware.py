@@ -472,13 +472,12 @@ def links_of(levels: Sequence[Level]) -> tuple[Link, ...]:
     return tuple(link for level in levels for link in _axes(level))
 
 
-def rates(cluster: Cluster, dtype: str) -> Rates:
-    """The numbers of `cluster` that the cost model computes with, for matrix work in `dtype`."""
-    levels = sliced(cluster.levels, cluster.num_chips)
+def rates(chip: Chip, levels: Sequence[Level], dtype: str) -> Rates:
+    """The numbers that the cost model computes with, of `chip` on the levels of a job (`sliced`)."""
     return Rates(
-        matrix_flop_per_s=cluster.chip.matrix_peak(dtype),
-        vector_flop_per_s=cluster.chip.vector_peak(dtype),
-        memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
+        matrix_flop_per_s=chip.matrix_peak(dtype),
+        vector_flop_per_s=chip.vector_peak(dtype),
+        memory_bytes_per_s=chip.memory_bytes_per_s,
         links=links_of(levels),
         node_ranks=levels[0].ranks,
     )
