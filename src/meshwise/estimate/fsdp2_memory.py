@@ -87,14 +87,9 @@ def _memory(of: PricedModel, held: Sequence[Unit], step: Num, kept: Num = 0.0) -
     step = np.maximum(step, gradients + _update_bytes(held, mesh, cut))
     gradients = np.minimum(gradients, step)
     activations = np.minimum(kept, step - gradients)
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=states,
-        activations=activations,
-        buffers=step - gradients - activations,
-        overhead=overheads.context_bytes + overheads.fragment_frac * (weights + states + step),
-    )
+    buffers = step - gradients - activations
+    overhead = overheads.context_bytes + overheads.fragment_frac * (weights + states + step)
+    return Memory(weights, gradients, states, activations, buffers=buffers, overhead=overhead)
 
 
 def gradient_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:

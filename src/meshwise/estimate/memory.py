@@ -94,14 +94,8 @@ def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memo
     alone = (mesh.zero >= 3) & (mesh.num_microbatches == 1)
     activations = activations - np.minimum(activations, alone * gradients)
     tensors = weights + gradients + optimizer + activations + buffers
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        buffers=buffers,
-        overhead=overheads.context_bytes + overheads.fragment_frac * tensors,
-    )
+    overhead = overheads.context_bytes + overheads.fragment_frac * tensors
+    return Memory(weights, gradients, optimizer, activations, buffers=buffers, overhead=overhead)
 
 
 def serving_memory(of: PricedModel, stage: Stage) -> Memory:

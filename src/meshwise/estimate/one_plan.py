@@ -8,8 +8,7 @@ counts the FLOP that the ranks really do: recomputation and the scores that fuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
@@ -17,10 +16,12 @@ import numpy as np
 
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import told
 from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
 from meshwise.estimate.balance import step_cost
 from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
+from meshwise.estimate.memory import Memory
 from meshwise.estimate.priced_model import priced_model
 from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, FORWARD, MATRIX_KINDS, Part
 from meshwise.estimate.rows import part_rows, runs_of_parts, spent_on, step_rows
@@ -48,7 +49,7 @@ TIME_PARTS = (
 )
 WORKING_PARTS = ("compute", "memory", "optimizer")
 """Parts of a step in which a chip does not wait."""
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "buffers", "overhead")
+MEMORY_PARTS = tuple(field.name for field in fields(Memory))
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +108,7 @@ class Estimate(Shown):
     def time_s(self) -> dict[str, float]:
         """Seconds of the rank that sets the pace by what they are spent on; their sum is `step_s`."""
         seconds = dict.fromkeys(TIME_PARTS, 0.0)
-        for row in self._rows(self.pace):
+        for row in step_rows(self.step, self.pace):
             if "time_s" in row:
                 seconds[spent_on({"memory_s": None, "compute_s": None, "collective": "", **row})] += (
                     row.get("count", 1.0) * row["time_s"]
@@ -118,7 +119,7 @@ class Estimate(Shown):
     def hidden_s(self) -> dict[str, float]:
         """Seconds of communication of the same rank that hide behind its compute, by axis."""
         found = {name: 0.0 for name in TIME_PARTS if name.startswith("comm_")}
-        for row in self._rows(self.pace):
+        for row in step_rows(self.step, self.pace):
             if "exposed_s" in row:
                 found[f"comm_{row['axis'][:2]}"] += row["count"] * (row["comm_s"] - row["exposed_s"])
         found["comm_ep"] -= float(self.step.unpaired_s)
@@ -204,44 +205,33 @@ class Estimate(Shown):
     @cached_property
     def ledger(self) -> Ledger:
         """Every op of a step on the first rank of each kind of stage; each rank's rows add up to the step."""
-        return Ledger.from_rows(row for cost in self.step.stages for row in self._rows(cost))
-
-    def _rows(self, cost: StageCost) -> Iterator[dict[str, Any]]:
-        return step_rows(self.step, cost)
-
-    def seen_from(self, rank: int) -> Mesh:
-        """The mesh with the shards of one rank and its place in a ring."""
-        mesh, (cp, dp, _) = self.mesh, self._place(rank)
-        return replace(mesh, ring_rank=float(cp // mesh.ulysses), shard=dp * mesh.cp + cp)
-
-    def _place(self, rank: int) -> list[int]:
-        """Number of a rank along cp, dp and pp."""
-        mesh = self.mesh
-        return [rank // int(mesh.stride(axis)) % int(getattr(mesh, axis)) for axis in ("cp", "dp", "pp")]
+        return Ledger.from_rows(row for cost in self.step.stages for row in step_rows(self.step, cost))
 
     def rank_ledger(self, rank: int) -> Ledger:
         """The same of one rank, with its own shards of weights and its own place in a ring.
 
-        A rank whose shards are smaller waits for the others.
+        A rank whose shards are smaller waits for the others: its step ends no sooner than theirs.
 
         Ranks of a ring under implementation=fsdp2 do the same FLOP in rounds of other shapes, which may take
         a little longer; the rows then add up to the step of a world whose ranks are all like this one.
         """
-        step = self.rank_step(rank)
-        rows = step_rows(_with_waits_of(self.step, step), step.stages[-1])
+        own, waited_for = self.rank_step(rank), ("comm_dp_s", "optimizer_s", "straggler_s")
+        least = {name: np.maximum(getattr(own, name), getattr(self.step, name)) for name in waited_for}
+        rows = step_rows(replace(own, **least), own.stages[-1])
         return Ledger.from_rows(row | {"rank": float(rank)} for row in rows)
 
     def rank_step(self, rank: int) -> StepCost:
         """The step with the shards and the place in a ring of one rank, whose stage is the last of them."""
-        mesh, (_, _, stage) = self.seen_from(rank), self._place(rank)
+        mesh, axes = self.mesh, ("cp", "dp", "pp")
+        cp, dp, stage = (rank // int(mesh.stride(axis)) % int(getattr(mesh, axis)) for axis in axes)
+        mesh = replace(mesh, ring_rank=float(cp // mesh.ulysses), shard=dp * mesh.cp + cp)
         stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, stage)]
         return price_step(priced_model(self.model, mesh, self.machine), stages)
 
     def layer(self) -> Ledger:
         """The ops of one layer of each kind, one microbatch, on one rank."""
-        phases = ("forward", "backward") if self.trains else ("forward",)
-        again = {"selective": (CORE_PHASE,), "full": ("recompute",)}.get(self.plan.recompute, ())
-        phases = (phases[0], *(again if self.trains else ()), *phases[1:])
+        again = {"selective": (CORE_PHASE,), "full": (AGAIN,)}.get(self.plan.recompute, ())
+        phases = ("forward", *again, "backward") if self.trains else ("forward",)
         return Ledger.from_rows(
             row | {"origin": "estimate"}
             for name in layer_names(self.model)
@@ -283,42 +273,18 @@ class Estimate(Shown):
                 if tower.num_tokens
                 else f"text alone: {self.model.name} reads no {tower.name} here (images, audio_s)"
             )
-        if self.model.left_out and not any(tower.num_tokens for tower in towers.values()):
-            parts = ", ".join(f"{name} ({number:,} parameters)" for name, number in self.model.left_out)
-            notes.append(f"not priced of {self.model.name}: {parts}")
-        if self.model.positions == "rotary" and self.workload.seq > self.model.max_seq:
-            notes.append(
-                f"{self.workload.seq:,} tokens are beyond the {self.model.max_seq:,} of {self.model.name}: "
-                "its rotary positions reach further, untrained"
-            )
-        if self.workload.kind in SERVING:
-            notes += quantized_note(self.model, self.plan)
-        if self.workload.kind == "prefill":
-            notes.append("kernels alone: serve adds what the engine's host takes (first token)")
-        if self.model.diffusion is not None:
-            notes.append("the transformer alone: text encoder, VAE and scheduler are not priced")
-        if self.trains and self.plan.lora_rank:
-            notes.append(
-                "MFU under LoRA counts matmuls of frozen weights twice: they have no weight gradient"
-            )
-        total, capacity = self.memory_bytes["total"], self.cluster.chip.memory_bytes
-        if not self.fits:
-            notes.append(
-                f"out of memory: a rank needs {total / 1e9:.2f} GB but {self.cluster.chip.name} has "
-                f"{capacity / 1e9:.2f} GB, {(total - capacity) / 1e9:.2f} GB short; the largest part is "
-                + max(MEMORY_PARTS, key=lambda name: self.memory_bytes[name])
-            )
-        if host_bytes := self.host_bytes():
-            notes.append(f"what is offloaded takes up to {host_bytes / 1e9:,.0f} GB of a host's memory")
-        if any(self.mesh.ends) and self.plan.stages is None:
-            sizes = "-".join(map(str, layers_of_chunks(self.model, self.mesh)))
-            notes.append(
-                f"layers are placed so that the slowest stage is fastest: stages={sizes}; stages=even has as "
-                "many on each"
-            )
-        own = software_on(self.cluster.chip)
-        if self.trains and own not in ("", self.plan.software):
-            notes.append(f"{self.plan.software} does not run on {self.cluster.chip.name}; add software={own}")
+        chip, needed, host_bytes = self.cluster.chip, self.memory_bytes, self.host_bytes()
+        notes += told(
+            "estimate notes", of=self, model=self.model, plan=self.plan, work=self.workload, chip=chip,
+            num_tokens=sum(tower.num_tokens for tower in towers.values()),
+            left_out=", ".join(f"{name} ({number:,} parameters)" for name, number in self.model.left_out),
+            quantized=quantized_note(self.model, self.plan) if self.mesh.serves else (),
+            needed_gb=needed["total"] / 1e9, chip_gb=chip.memory_bytes / 1e9,
+            short_gb=(needed["total"] - chip.memory_bytes) / 1e9, host_gb=host_bytes / 1e9,
+            largest=max(MEMORY_PARTS, key=lambda name: needed[name]), own_software=software_on(chip),
+            is_placed=any(self.mesh.ends) and self.plan.stages is None,
+            stages="-".join(map(str, layers_of_chunks(self.model, self.mesh))),
+        )  # fmt: skip
         notes += map(str, self.cluster.collectives)
         notes.append(f"interval: {self.step_s_interval.reason}")
         for origin, names in self.inherited.items():
@@ -343,33 +309,26 @@ class Estimate(Shown):
 
     def to_json(self, *, ledger: bool = True) -> dict[str, Any]:
         """The document that `meshwise estimate --json` prints."""
-        document: dict[str, Any] = {
+        document = {name: getattr(self, name) for name in _SHOWN} | {
             "model": {"name": self.model.name, "num_params": num_params(self.model)},
             "towers": [_tower_json(tower) for tower in self.model.towers if tower.num_tokens],
             "cluster": self.cluster.to_json(),
             "plan": asdict(self.plan) | {"dp": int(self.mesh.dp), "sp": self.plan.sequence_parallel},
             "workload": asdict(self.workload),
-            "step_s": self.step_s,
             "step_s_interval": self.step_s_interval.to_json(),
-            "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_gpu": self.tokens_per_s / self.cluster.num_chips,
-            "flop_per_step": self.flop_per_step,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "power_watts": self.power_watts,
-            "memory_bytes": self.memory_bytes,
             "memory_bytes_interval": self.memory_bytes_interval.to_json(),
-            "fits": self.fits,
-            "time_s": self.time_s,
-            "hidden_s": self.hidden_s,
-            "pace_rank": self.pace_rank,
             "stages": [_stage_json(self.model, cost) for cost in self.step.stages],
-            "experts": self.experts,
             "notes": self.notes(),
         }
-        if ledger:
-            document["ledger"] = self.ledger.to_json()
-        return document
+        return document | ({"ledger": self.ledger.to_json()} if ledger else {})
+
+
+_SHOWN = (
+    *("step_s", "tokens_per_s", "flop_per_step", "mfu", "hfu", "power_watts", "memory_bytes", "fits"),
+    *("time_s", "hidden_s", "pace_rank", "experts"),
+)
+"""What the document of an estimate says as it is."""
 
 
 def interval_of(
@@ -382,12 +341,6 @@ def interval_of(
     if not is_training:
         missing = {"generation": "of a pass alone"}
     return interval_around(quantity, value, found, missing)
-
-
-def _with_waits_of(step: StepCost, own: StepCost) -> StepCost:
-    """A rank's `own` step, which ends no sooner than the exchange, the optimizer and stragglers of `step`."""
-    waited_for = ("comm_dp_s", "optimizer_s", "straggler_s")
-    return replace(own, **{name: np.maximum(getattr(own, name), getattr(step, name)) for name in waited_for})
 
 
 def estimate(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 
 import numpy as np
 from msgspec import Struct, structs
@@ -93,8 +94,8 @@ class Part(PhaseTimes):
     more than what is kept at its fullest moment (`program.walk`). `loose_bytes` are kept by ops behind which
     the part trains no weights.
     `held`: weights, dense ones and those of experts.
-    `loss_bytes` is what a loss fills beyond what is kept of it, `booked_loss_bytes` what is booked for that
-    (`program.walk.room`); `widest_bytes` is the largest gradient of an activation that the backward holds,
+    `booked_loss_bytes` is what is booked for a loss beyond what is kept of it (`program.walk.room`);
+    `widest_bytes` is the largest gradient of an activation that the backward holds,
     `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `live`: the most alive in its
     forward and backward, where memory is told moment by moment; of the head, then of multi-token prediction.
     """
@@ -108,7 +109,6 @@ class Part(PhaseTimes):
     redone_bytes: Num
     loose_bytes: Num
     held: tuple[Held, Held]
-    loss_bytes: Num
     booked_loss_bytes: Num
     widest_bytes: Num
     exchange_bytes: Num
@@ -159,7 +159,7 @@ def _part(
     waits += [waiting("next_microbatch", FORWARD, overheads.microbatch_s)] * fetches
     for wait in waits:
         seconds[wait.phase] = seconds[wait.phase] + wait.spent_s
-    kept, loss = activations(ops), _loss_room(ops)
+    kept = activations(ops)
     return Part(
         machine=machine,
         rows=(*priced, *waits),
@@ -178,10 +178,15 @@ def _part(
             _held(op for op in forward if not op.is_expert),
             _held(op for op in forward if op.is_expert),
         ),
-        loss_bytes=loss.filled_bytes,
-        booked_loss_bytes=loss.booked_bytes,
-        widest_bytes=_widest_bytes(ops),
-        exchange_bytes=_exchange_bytes(ops),
+        booked_loss_bytes=_loss_room(ops).booked_bytes,
+        widest_bytes=_largest(
+            op.cost.write_bytes
+            for op in ops
+            if op.phase == BACKWARD and op.kind in ("matmul", "kernel") and not op.is_weight_grad
+        ),
+        exchange_bytes=_largest(
+            op.payload_bytes for op in ops if op.axis.startswith("tp") and op.collective != "all_reduce"
+        ),
         live=_live(ops, grad_bytes) if grad_bytes else (),
     )
 
@@ -412,17 +417,6 @@ def _loss_room(ops: Sequence[Op]) -> Room:
     return largest
 
 
-def _widest_bytes(ops: Sequence[Op]) -> Num:
-    widest: Num = 0.0
-    for op in ops:
-        if op.phase == BACKWARD and op.kind in ("matmul", "kernel") and not op.is_weight_grad:
-            widest = np.maximum(widest, op.cost.write_bytes)
-    return widest
-
-
-def _exchange_bytes(ops: Sequence[Op]) -> Num:
-    largest: Num = 0.0
-    for op in ops:
-        if op.axis.startswith("tp") and op.collective != "all_reduce":
-            largest = np.maximum(largest, op.payload_bytes)
-    return largest
+def _largest(sizes: Iterable[Num]) -> Num:
+    nothing: Num = 0.0
+    return reduce(np.maximum, sizes, nothing)

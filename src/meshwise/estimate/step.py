@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Protocol
 
 import numpy as np
@@ -88,7 +88,10 @@ def price_step(
     stages = stages or stages_of(model, mesh)
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
     times = [stage_time(of, stage) for stage in stages]
-    totals_s = list(map(partial(_with_towers_s, towers=towers), stages, times))
+    totals_s = [
+        time.total_s + sum((tower_time(tower, stage).total_s for tower in towers), 0.0)
+        for stage, time in zip(stages, times, strict=True)
+    ]
     slowest_s = _largest(totals_s, exists)
     costs = [
         stage_cost(of, stage, shared, time, slowest_s - total_s, has_peak=has_peak)
@@ -219,28 +222,18 @@ def hop_bytes(of: PricedModel) -> Num:
     return block_input_bytes(of.model, of.cut) / (1.0 if in_one_piece else of.cut.tp)
 
 
-def _with_towers_s(stage: Stage, time: StageTime, towers: Sequence[PricedModel]) -> Num:
-    """One microbatch of a stage and its towers."""
-    return time.total_s + sum((tower_time(tower, stage).total_s for tower in towers), 0.0)
-
-
 def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
     """The largest of `values`, of those that exist."""
     return reduce(np.maximum, map(operator.mul, values, exists))
 
 
-def play(
-    step: StepCost, *, num_microbatches: int | None = None, hop_s: float = 0.0,
-    slowdown: Sequence[float] | float = 1.0,
-) -> Timeline:  # fmt: skip
-    """Play the pipeline of one plan (or some microbatches of it); `slowdown` stretches the compute of a rank
-    (or of each).
-    """
+def play(step: StepCost, *, num_microbatches: int | None = None, hop_s: float = 0.0) -> Timeline:
+    """Play the pipeline of one plan (or some microbatches of it)."""
     model, mesh = step.of.model, step.of.mesh
     times = times_of_chunks(step.of, chunks(model, layers_of_chunks(model, mesh)), step.towers)
     phases = (np.array([float(getattr(time, phase)) for time in times]) for phase in PHASES)
     sizes = {"pp": int(mesh.pp), "m": num_microbatches or int(mesh.num_microbatches), "v": int(mesh.vpp)}
-    return simulate(mesh.plan.schedule, *phases, **sizes, p2p_s=hop_s, slowdown=slowdown)
+    return simulate(mesh.plan.schedule, *phases, **sizes, p2p_s=hop_s)
 
 
 def least_step_s(of: PricedModel) -> Num:

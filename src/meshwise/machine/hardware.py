@@ -30,6 +30,7 @@ import numpy as np
 
 from meshwise.core.errors import ClusterError, did_you_mean
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import check_fields, parse_toml, read_toml, toml_text
 from meshwise.core.units import DTYPE_BYTES, Num
 
@@ -224,17 +225,10 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
             raise ClusterError(f"{at}: ranks is {level.ranks:g}, but torus {shape} has {ranks}; leave it out")
         if level.torus:
             level = replace(level, ranks=float(math.prod(level.torus)))
-        for wrong, reason in (
-            (levels and levels[-1].ranks == math.inf, "only the last level may lack ranks"),
-            (levels and level.ranks <= levels[-1].ranks, "ranks must grow outward"),
-            (levels and level.torus, "only the innermost level can be a torus"),
-            (level.mesh and (levels or level.torus), "a mesh is the innermost level, without a torus"),
-            (level.rails and not levels, "the innermost level has no rails; list a node's links before it"),
-            (not isinstance(shared, int | float) or not 1.0 <= shared <= 1e6,
-             f"oversubscription is {shared}; it must be 1 or more"),
-        ):  # fmt: skip
-            if wrong:
-                raise ClusterError(f"{at}: {reason}")
+        is_number = isinstance(shared, int | float)
+        refuse(
+            "level", ClusterError, f"{at}: ", levels=levels, level=level, shared=shared, is_number=is_number
+        )
         if "ranks" in stated:
             _count(level.ranks, f"{at}: ranks")
         levels.append(replace(level, bytes_per_s=level.bytes_per_s / shared))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from meshwise.core.errors import PlanError
+from meshwise.core.refusals import broken
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import NARROW_DTYPES, Plan, Rule, grid_rules, rule
 
@@ -38,30 +40,24 @@ def layout_rules(model: Model, plan: Plan, seq: int) -> Iterator[Rule]:
     yield from block_rules(model, plan.layout, grid, plan.tp, seq, plan.panels)
 
 
+def parts_beyond(what: str, model: Model, **names: Any) -> Iterator[tuple[Any, str]]:
+    """The parts of models that are unknown to `what` (`catalog/refusals.toml`): whether there, and a word."""
+    kinds, fields = {*model.layers}, ("head_dim", "keys", "sides")
+    parts = {layer.mixer for layer in kinds} | {
+        name for name in fields if any(getattr(layer, name) for layer in kinds)
+    }
+    names |= {"model": model, "parts": parts}
+    return ((holds, word.format(**names)) for holds, word in broken(f"parts beyond {what}", names))
+
+
 def block_rules(
     model: Model, layout: str, grid: tuple[int, ...], ranks: int, seq: int, panels: int = 1
 ) -> Iterator[Rule]:
     """Where `layout` on `grid` lacks what a block of the model has, or does not divide it, or the ranks."""
     yield from grid_rules(layout, grid, ranks)
     name = ":".join(filter(None, (layout, "x".join(map(str, grid)))))
-    for what, present in {
-        "experts": model.moe,
-        "latent attention": model.mla,
-        "norms of queries": model.qk_norm,
-        "sinks": model.sinks,
-        "layer scales": model.layer_scale,
-        "recurrences": model.recurrence,
-        "cross-attention": model.encoder or any(layer.mixer == "cross" for layer in model.layers),
-        "scores of distances": model.distances,
-        "per-layer embeddings": model.per_layer,
-        "several residual streams": model.streams,
-        "layers of several sizes": any(layer.head_dim or layer.keys for layer in model.layers),
-        "gated attention": model.attention_gate,
-        "compressed queries and results": model.low_rank,
-        "sparse attention": model.sparse,
-        "small layers beside the large ones": any(layer.sides for layer in model.layers),
-    }.items():
-        yield rule("layout_lacks", layout != "1d" and present, layout=name, what=what, model=model)
+    for present, what in parts_beyond("a layout", model) if layout != "1d" else ():
+        yield rule("layout_lacks", present, layout=name, what=what, model=model)
     for what, size, divisor in _divisions(model, layout, grid or (ranks,), seq, panels):
         sizes = {"divisor": divisor, "size": size}
         yield rule("layout_divides", size % divisor, layout=name, what=what, model=model, **sizes)

@@ -126,7 +126,11 @@ class Plan:
         check_fields(self, KEYS, PlanError)
         for name, value in _implied(self):
             object.__setattr__(self, name, value)
-        _check(self)
+        sizes = numbers_of(self)
+        refuse(number_rules(self, sizes), {"plan": self, **sizes})
+        if self.grid:
+            refuse(grid_rules(self.layout, self.grid, self.tp))
+        refuse(_choice_rules(self), {"plan": self})
 
     @property
     def sequence_parallel(self) -> bool:
@@ -338,15 +342,6 @@ def grid_rules(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[Rule]
     yield rule("grid_square", is_skew, layout=layout, shape=shape)
 
 
-def _check(plan: Plan) -> None:
-    """Raises the first contradiction of a plan."""
-    sizes = numbers_of(plan)
-    refuse(number_rules(plan, sizes), {"plan": plan, **sizes})
-    if plan.grid:
-        refuse(grid_rules(plan.layout, plan.grid, plan.tp))
-    refuse(_choice_rules(plan), {"plan": plan})
-
-
 DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}
 """The fields of a plan that states nothing."""
 
@@ -387,7 +382,14 @@ def plan_choices(text: str) -> dict[str, tuple[Any, ...]]:
 
 def _read(text: str) -> dict[str, Any]:
     """The keys of a plan's text or file as they are written; `layout=2d:4x2` is a layout and a grid."""
-    raw = read_toml(Path(text), PlanError) if text.endswith(".toml") else _read_items(text)
+    raw: dict[str, Any] = {}
+    if text.endswith(".toml"):
+        raw |= read_toml(Path(text), PlanError)
+    else:
+        raw |= values_by_key(text, "plan", PlanError)
+        for key, value in raw.items():
+            if not value:
+                raise PlanError(f"plan item {key!r} is not key=value; write for example tp=8,pp=4")
     layout, colon, grid = str(raw.get("layout", "")).partition(":")
     if colon:
         if "grid" in raw:
@@ -426,11 +428,3 @@ def _makes(keys: dict[str, Any], plan: Plan) -> bool:
         return Plan(**keys) == plan
     except PlanError:
         return False
-
-
-def _read_items(text: str) -> dict[str, Any]:
-    raw = values_by_key(text, "plan", PlanError)
-    for key, value in raw.items():
-        if not value:
-            raise PlanError(f"plan item {key!r} is not key=value; write for example tp=8,pp=4")
-    return dict(raw)

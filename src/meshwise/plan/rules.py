@@ -17,7 +17,7 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, in_sequence, layer_kinds
-from meshwise.plan.layouts import layout_rules
+from meshwise.plan.layouts import layout_rules, parts_beyond
 from meshwise.plan.mesh import Mesh, mesh_of
 from meshwise.plan.plan import (
     DEFAULTS,
@@ -208,23 +208,7 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
 
 def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Blocks of which the library `transformers` keeps other tensors than `program.implementation` states."""
-    is_flash, activation = mesh.plan.attention == "flash", model.activation
-    of_layernorm = model.norm == "layernorm" and model.norm_weight
-    for what, is_there in (
-        ("parallel blocks", model.parallel_block),
-        ("scores of distances", model.distances is not None),
-        ("per-layer embeddings", model.per_layer is not None),
-        ("several residual streams", model.streams is not None),
-        ("small layers beside the large ones", any(layer.sides for layer in model.layers)),
-        ("compressed queries and results", model.low_rank is not None),
-        ("shared keys", any(layer.keys for layer in model.layers)),
-        (f"blocks of {model.num_norms} norms", model.num_norms != 2),
-        ("norms over all queries and all keys", model.qk_norm_full),
-        (f"the activation {activation}", activation not in ("swiglu", "gelu", "relu")),
-        ("GELU beside learned positions", activation == "gelu" and model.positions == "learned"),
-        ("SwiGLU behind LayerNorm under fused attention", of_layernorm and model.gated and is_flash),
-        (f"layout={mesh.plan.layout}", mesh.plan.layout != "1d"),
-    ):
+    for is_there, what in parts_beyond("transformers", model, plan=mesh.plan):
         yield rule("huggingface", is_there, what=what)
 
 

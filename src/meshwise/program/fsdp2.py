@@ -289,15 +289,10 @@ def shared_weights(model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh,
         )  # fmt: skip
 
 
-def is_packed(weight: Weight, cut: Cut) -> bool:
-    """Whether a weight is kept, and moved, in few bits."""
-    return cut.frozen_bytes is not None and is_quantized(weight) and not weight.trains
-
-
 def elem_bytes(weight: Weight, cut: Cut, wide: float) -> float:
-    """Bytes of an element of a weight, of which those of others take `wide`; scales included."""
+    """Bytes of an element of a weight: `wide`, or few where it is frozen and kept so, scales included."""
     few = cut.frozen_bytes
-    return wide if few is None or not is_packed(weight, cut) else few + 4.0 / FROZEN_GROUP
+    return wide if few is None or weight.trains or not is_quantized(weight) else few + 4.0 / FROZEN_GROUP
 
 
 def shard_bytes(mesh: Mesh, cut: Cut) -> float:

@@ -54,7 +54,7 @@ from meshwise.model.architecture import Model
 from meshwise.model.weights import COLUMNS, Weight, Weights
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, Tensor, collective, elementwise, kernel, made
+from meshwise.program.op import Op, Precision, Stated, Tensor, collective, elementwise, kernel, made
 from meshwise.program.tensor_1d import ATTENTION, MLP
 from meshwise.program.weights_of_ops import num_held
 
@@ -174,6 +174,16 @@ def _linear(
     return _linear_by_panels(module, name, d_in, d_out, cut, bias=bias, kept=kept)
 
 
+def _multiplied(
+    module: str, name: str, phase: str, m: Num, n: Num, k: Num, prec: Precision, **fields: Any
+) -> Op:
+    """A product of two blocks that a rank has."""
+    return Op(
+        module=module, name=name, phase=phase, kind="matmul", shape=(1.0, m, n, k), dtype=prec.dtype,
+        cost=matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes), **fields,
+    )  # fmt: skip
+
+
 def summa(
     form: str, module: str, name: str, phase: str, m: Num, n: Num, k: Num, cut: Cut, *,
     keeps: tuple[Tensor, ...] = (), is_weight_grad: bool = False,
@@ -196,11 +206,9 @@ def summa(
         sent: dict[str, Any] = {"payload_bytes": size * prec.act_bytes, **axis}
         yield collective(module, name, phase, kind, **sent)
         yield collective(module, name, phase, kind, hides_behind=name, count=panels - 1.0, **sent)
-    first = Op(
-        module=module, name=name, phase=phase, kind="matmul", shape=(1.0, m, n, k), dtype=prec.dtype,
-        cost=matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes),
-        reads=keeps, keeps=keeps, is_weight_grad=is_weight_grad,
-    )  # fmt: skip
+    first = _multiplied(
+        module, name, phase, m, n, k, prec, reads=keeps, keeps=keeps, is_weight_grad=is_weight_grad
+    )
     yield first
     added = Cost(0.0, c * prec.act_bytes) if form == "ab" else Cost()  # C is read again and added to
     yield structs.replace(first, cost=first.cost + added, count=panels - 1.0, reads=(), keeps=())
@@ -242,23 +250,16 @@ def _linear_in_cube(
     def exchange(phase: str, kind: str, of: dict[str, Any], behind: str = "") -> Op:
         return collective(module, name, phase, kind, hides_behind=behind, **of)
 
-    def multiply(phase: str, m: Num, n: Num, k: Num, **fields: Any) -> Op:
-        cost = matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes)
-        return Op(
-            module=module, name=name, phase=phase, kind="matmul", shape=(1.0, m, n, k), cost=cost,
-            dtype=prec.dtype, **fields,
-        )  # fmt: skip
-
     yield exchange("forward", "all_gather", a)
     yield exchange("forward", "all_gather", b)
-    yield multiply("forward", m, n, k, reads=own, keeps=own)
+    yield _multiplied(module, name, "forward", m, n, k, prec, reads=own, keeps=own)
     yield exchange("forward", "reduce_scatter", c)
     yield exchange("backward", "all_gather", c)
     yield exchange("backward", "all_gather", b)
     yield exchange("backward", "all_gather", a, behind=name)
-    yield multiply("backward", m, k, n)
+    yield _multiplied(module, name, "backward", m, k, n, prec)
     yield exchange("backward", "reduce_scatter", a, behind=name)
-    yield multiply("backward", k, n, m, is_weight_grad=True)
+    yield _multiplied(module, name, "backward", k, n, m, prec, is_weight_grad=True)
     yield exchange("backward", "reduce_scatter", b)
     if bias:
         yield kernel(module, f"{name}_bias", "add_bias", m, n, prec, phase="backward")

@@ -71,14 +71,13 @@ class Script:
         self.events.append(stated)
 
     def matmul(
-        self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Tensor], out: str = "", *,
-        saves: Sequence[Tensor] = (), saves_result: bool = False, **how: Any,
-    ) -> Tensor:  # fmt: skip
+        self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Tensor], out: str = "", **how: Any
+    ) -> Tensor:
         """A product of `shape` (batch, m, n, k)."""
         batch, m, n, k = shape
         made = Tensor(out or name, (batch, m, n), self.dtype)
-        saves, flop = (*saves, made) if saves_result else saves, matmul_flop(m, n, k, batch=batch)
-        self.op(name, "matmul", shape, reads=reads, makes=(made,), saves=saves, flop=flop, **how)
+        flop = matmul_flop(m, n, k, batch=batch)
+        self.op(name, "matmul", shape, reads=reads, makes=(made,), flop=flop, **how)
         return made
 
     def kernel(

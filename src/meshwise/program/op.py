@@ -222,15 +222,10 @@ def precision(dtype: str, weight_dtype: str | None = None, expert_dtype: str | N
 def linear(
     module: str, name: str, x: Tensor, d_out: Num, prec: Precision, *, bias: bool = False,
     frozen: bool = False,
-    grouped: bool = False,
 ) -> Stated:  # fmt: skip
-    """Y[rows, d_out] = X[rows, d_in] W + b, forward and backward; `grouped`: one W for each batch of rows.
-
-    The bias is added in the matmul's epilogue (a `grouped` matmul has none: a kernel adds it); its gradient
-    is a reduction of its own. A `frozen` layer has no weight gradient and keeps nothing.
-    """
+    """Y[rows, d_out] = X[rows, d_in] W + b, forward and backward (see `linears`)."""
     y = made(module, name, (*x.shape[:-1], d_out), prec.act_dtype)
-    yield from linears(module, name, x, (y,), prec, bias=bias, frozen=frozen, grouped=grouped)
+    yield from linears(module, name, x, (y,), prec, bias=bias, frozen=frozen)
     return y
 
 
@@ -238,8 +233,11 @@ def linears(
     module: str, name: str, x: Tensor, results: Sequence[Tensor], prec: Precision, *, bias: bool = False,
     frozen: bool = False, grouped: bool = False, own: Tensor | None = None,
 ) -> Iterator[Op]:  # fmt: skip
-    """Linear layers of one input in one matmul, which makes the `results` side by side (see `linear`).
+    """Linear layers of one input in one matmul, which makes the `results` side by side, forward and backward.
 
+    The bias is added in the matmul's epilogue; its gradient is a reduction of its own. A `grouped` matmul has
+    a matrix for each batch of rows, and no epilogue: a kernel adds the bias. A `frozen` layer has no weight
+    gradient and keeps nothing.
     `own`: the rank's own tokens of `x`, where it is gathered: of them it keeps a narrow copy.
     """
     *batches, rows, d_in = x.shape
