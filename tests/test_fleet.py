@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -238,7 +239,6 @@ def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Any) -> None
 
 
 def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise: Any, tmp_path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
     sessions = ("--rate", "30", "--turns", "3", "--think-s", "1", "--num-requests", "90", "--workers", "4")
     words = (*BASE, *sessions, "--router", "session", "--autoscale", "utilization=0.5,min=2,max=5")
     document = meshwise(*words, "--to", "vllm-stack", "--out", str(tmp_path), "--json").document
@@ -284,4 +284,4 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     (container,) = values["prefill"]["containers"]
     assert "--kv-transfer-config" in container["args"] and "--tensor-parallel-size" not in container["args"]
     plain = meshwise(*BASE, *pools[6:], "--to", "kubernetes").out
-    assert 'kind: "Deployment"' in plain and "router" not in plain
+    assert "kind: Deployment" in plain and "router" not in plain

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import meshwise as mw
 from meshwise import api
-from meshwise.core.errors import MeshwiseError
+from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.launch.arguments import framework_arguments
 from meshwise.rl.asynchronous import COUNTED, steady
 from meshwise.rl.engines import RolloutPool, drain
@@ -264,6 +264,8 @@ LAUNCHED: dict[str, Any] = {
         ({"mode": "colocated"}, "tp=2,sp=0,ep=1"),
         ({"mode": "colocated"}, "cp=2,zero=3,implementation=fsdp2,recompute=full"),
         ({"mode": "one_step_off", "rollout_gpus": 8}, "pp=2,recompute=full"),
+        ({"mode": "split", "rollout_gpus": 8}, "cp=2,zero=3,implementation=fsdp2,recompute=full"),
+        ({"mode": "async", "rollout_gpus": 8, "staleness": 2}, "tp=2,recompute=full"),
     ],
     ids=str,
 )
@@ -275,13 +277,54 @@ def test_a_launched_job_reads_as_the_same_job(
     job.write(tmp_path)
     known = framework_arguments(to).arguments
     assert all(word.partition("=")[0] in known for word in job.arguments) and not job.not_expressed
-    read, unread = api.read_rl_job(tmp_path / job.files[0].path)
+    read, unread = api.read_rl_job(tmp_path / ("job.sh" if to == "verl" else "recipe.yaml"))
     assert not unread
     same = mw.rl("llama3-8b", "h100-80g-sxm:16", output=512, **read)
     asked = mw.rl(
         "llama3-8b", "h100-80g-sxm:16", output=512, train_plan=plan, framework=to, **LAUNCHED | mode
     )
     assert same.step.step_s == asked.step.step_s
+
+
+def test_a_recipe_inherits_and_refers_to_other_settings(tmp_path: Path) -> None:
+    """As NeMo-RL's recipes are written (`defaults:`, `${mul:a,b}`); of verl's trainers FSDP is usual."""
+    texts = {
+        "base": "grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 32}\npolicy:\n"
+        "  megatron_cfg: {enabled: true, tensor_model_parallel_size: 4}\n  dtensor_cfg: {enabled: false}\n"
+        "  max_total_sequence_length: 4096\n  train_micro_batch_size: 2\n  sequence_packing:\n"
+        "    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\n",
+        "mine": "defaults: base.yaml\npolicy:\n  max_total_sequence_length: 8192\n"
+        "  megatron_cfg: {pipeline_model_parallel_size: '${.tensor_model_parallel_size}'}\n"
+        "  generation: {max_new_tokens: 6144}\nloss_fn: {force_on_policy_ratio: true}\n",
+        "sft": "sft: {max_num_epochs: 1}\npolicy: {max_total_sequence_length: 4096}\n",
+        "again": "defaults: again.yaml\n", "alone": "defaults: ../other.yaml\ngrpo: {max_rollout_turns: 1}\n",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    read, unread = api.read_rl_job(tmp_path / "mine.yaml")
+    wanted = {
+        "prompts": 64, "samples": 32, "prompt": 2048, "max_output": 6144, "pack_length": 16384, "updates": 4,
+        "train_plan": "tp=4,sp=0,pp=4", "old_logprobs": False,
+    }  # fmt: skip
+    assert {name: read[name] for name in wanted} == wanted and not unread
+    for name, sentence in (("sft", "no job"), ("again", "inherits"), ("alone", "no file is there")):
+        with pytest.raises(DataError, match=sentence):
+            api.read_rl_job(tmp_path / f"{name}.yaml")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "SP=${SP:-${CP:-2}}\nROLLOUT=(\n  actor_rollout_ref.rollout.name=vllm  # or sglang\n"
+        "  actor_rollout_ref.rollout.n=8\n)\npython3 -m verl.trainer.main_ppo ${ROLLOUT[@]} \\\n"
+        "  actor_rollout_ref.actor.ulysses_sequence_parallel_size=$SP data.train_batch_size=64 \\\n"
+        "  trainer.nnodes=$NODES\n"
+    )
+    read, _ = api.read_rl_job(script)
+    assert (
+        read["train_plan"] == "cp=2,zero=3,recompute=full,implementation=fsdp2"
+        and read["mode"] == "colocated"
+    )
+    script.write_text(script.read_text().replace("=$SP", "=$OTHER"))
+    with pytest.raises(DataError, match=r"OTHER of .* is not in the file"):
+        api.read_rl_job(script)
 
 
 def test_an_open_job_is_launched_in_a_split_that_the_framework_runs() -> None:
@@ -302,6 +345,7 @@ def test_what_a_framework_refuses_or_cannot_be_told() -> None:
     )  # fmt: skip
     for refused, sentence in (
         ({"to": "verl", "updates": 32}, "counts prompts"),
+        ({"to": "nemo-rl", "plan": "pp=3", "mode": "split", "rollout_gpus": 10}, "do not divide by pp=3"),
         ({"to": "verl", "plan": "tp=2,zero=3,implementation=fsdp2"}, "no tensor or pipeline"),
         ({"to": "nemo-rl", "mode": "split", "rollout_gpus": 4}, "whole nodes"),
         ({"to": "nemo-rl", "batch": 64}, "no batch or seq"),

@@ -93,6 +93,15 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, without what is None."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= {name: one for name, one in inner.items() if one is not None}
+    return found
+
+
 def toml_text(tables: Iterable[tuple[str, Mapping[str, Any]]], digits: int | None = None) -> str:
     """Each table under its head (`[chip]`, `[[levels]]`; of the first perhaps none), floats to `digits`."""
     blocks = (

@@ -80,7 +80,8 @@ def read_value(framework: str, name: str, value: Any) -> Any:
 
 def _convert(kind: str, value: Any) -> Any:
     if kind.startswith("list of "):
-        parts = value if isinstance(value, list | tuple) else [value]
+        parts = re.split(r"[\s,]+", value.strip("[] ")) if isinstance(value, str) else value
+        parts = parts if isinstance(parts, list | tuple) else [parts]
         return [_convert(kind.removeprefix("list of "), part) for part in parts]
     if isinstance(value, list):
         (value,) = value

@@ -24,8 +24,9 @@ from meshwise.core.errors import DataError
 from meshwise.core.expressions import value_of
 from meshwise.core.files import parse_text, read_text
 from meshwise.core.refusals import told
-from meshwise.core.toml import parse_toml
+from meshwise.core.toml import flat, parse_toml
 from meshwise.core.units import whole
+from meshwise.core.yaml import parse_yaml, yaml_value
 from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
@@ -48,9 +49,6 @@ _COUNTS = {
 """Facts that others are divided by, or that lists are as long as: from 1 to `_MOST`."""
 _OLD_NAMES = {"--gradient_checkpointing": "--activation_checkpointing"}
 """Names of arguments that still hold."""
-_SCALAR = {"true": True, "false": False, "null": None, "~": None, "": None}
-
-
 _YAML_OF_MEGATRON = re.compile(
     r"^(MODEL_ARGS|language_model|model|train|ddp|dist|optimizer|dataset|comm_overlap|mixed_precision):",
     re.MULTILINE,
@@ -162,19 +160,20 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     if text.lstrip().startswith("{"):
         return _parse_deepspeed(text, path)
     if re.search(r"^(distributed_type|compute_environment):", text, re.MULTILINE):
-        return "accelerate", parse_yaml(text, path), None
+        return "accelerate", flat(parse_yaml(text, str(path))), None
     if _YAML_OF_MEGATRON.search(text):
-        stated = megatron_settings(parse_yaml(text, path))
+        stated = megatron_settings(flat(parse_yaml(text, str(path))))
         is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
         return ("megatron-bridge", _bridge(stated), None) if is_bridge else ("megatron-lm", stated, None)
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
-        return "torchtitan", _titan_toml(_flat(parse_toml(text, str(path)))), None
+        return "torchtitan", _titan_toml(flat(parse_toml(text, str(path)))), None
     words = shell_words(text, path)
     if "--deepspeed" in words[:-1]:
         _, stated, _ = _parse_deepspeed(*_beside(words, "--deepspeed", path))
         return "deepspeed", stated | _arguments("deepspeed", words, path), _gpus(words)
     if "--config_file" in words[:-1]:
-        stated = parse_yaml(*_beside(words, "--config_file", path))
+        text, file = _beside(words, "--config_file", path)
+        stated = flat(parse_yaml(text, str(file)))
         return "accelerate", stated | _arguments("accelerate", words, path), None
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
         return "torchtitan", _arguments("torchtitan", words, path), _gpus(words)
@@ -210,52 +209,10 @@ def _titan_toml(stated: Settings) -> Settings:
 
 
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
-    stated = parse_text(text, str(path), "JSON", lambda text: _flat(json.loads(text)))
+    stated = parse_text(text, str(path), "JSON", lambda text: flat(json.loads(text)))
     if not any(name.startswith(("zero_optimization", "train_")) for name in stated):
         raise DataError(f"{path} is no DeepSpeed configuration: it has no zero_optimization and no batch")
     return "deepspeed", {name: value for name, value in stated.items() if value != "auto"}, None
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Settings:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
-    found: Settings = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
-def parse_yaml(text: str, path: Path) -> Settings:
-    """Mappings of plain values and lists of them, nested by indentation, as `{"a.b": 1}`."""
-    found: Settings = {}
-    outer: list[tuple[int, str]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        code = line.split(" #")[0].rstrip()
-        if not code or code.lstrip().startswith(("#", "---")):
-            continue
-        match = re.fullmatch(r"( *)(?:- +(.*)|-|([\w.-]+):\s*(.*))", code)
-        if match is None:
-            raise DataError(f"{path} line {number}: {line.strip()!r} is not `key: value`")
-        indent, item, key, value = len(match[1]), match[2], match[3], match[4]
-        while outer and outer[-1][0] >= indent + (key is None):
-            outer.pop()
-        if key is None:
-            found.setdefault(outer[-1][1] if outer else "", []).append(_scalar(item or ""))
-            continue
-        outer.append((indent, f"{outer[-1][1]}.{key}" if outer else key))
-        if value and value != "{}":
-            found[outer[-1][1]] = _value(value)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _value(text: str) -> Any:
-    """A plain value, or a list of them in brackets."""
-    inline = re.fullmatch(r"\[(.*)\]", text)
-    return [_scalar(part) for part in inline[1].split(",")] if inline else _scalar(text)
-
-
-def _scalar(text: str) -> Any:
-    plain = text.strip().strip("'\"")
-    return _SCALAR.get(plain.lower(), plain)
 
 
 def _bridge(stated: Settings) -> Settings:
@@ -270,7 +227,14 @@ def _bridge(stated: Settings) -> Settings:
 def _bridge_words(words: list[str]) -> Settings:
     """Overrides of a recipe on its command line: `section.name=value`; a leading + adds a name."""
     pairs = (word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[a-z0-9_.]+=", word))
-    return {name: _value(value) for name, value in pairs}
+    return {name: _word(value) for name, value in pairs}
+
+
+def _word(text: str) -> Any:
+    try:
+        return yaml_value(text)
+    except ValueError:  # which only data and names of runs are
+        return text
 
 
 # --- command lines -----------------------------------------------------------------------------
@@ -294,12 +258,15 @@ def shell_words(text: str, path: Path) -> list[str]:
                 known[name] = content + _expand(token, known)
         if array:
             closes = token.count(")") > token.count("(")
-            content += _expand(token[:-1] if closes else token, known) + " "
+            content += _member(token[:-1] if closes else token, known) + " "
             if closes:
                 known[array], array = content, ""
         elif not start:
             for part in _expand(token, known).split("\n"):  # a variable, or `bash -c '...'`
-                words += _split(part, path) if " --" in part or part.startswith("--") else [part]
+                is_several = (
+                    " --" in part or part.startswith("--") or _SEVERAL.match(part) or _ARRAY.fullmatch(token)
+                )
+                words += _split(part, path) if is_several else [part]
     if not any(word.startswith("--") or "=" in word for word in words):  # a file of variables only
         words = " ".join(known.values()).split()
     return words
@@ -313,6 +280,18 @@ def _split(text: str, path: Path) -> list[str]:
         return [word for word in words if not word or word.strip(";")]
     except ValueError as error:
         raise DataError(f"{path} is not a shell script that can be read: {error}") from None
+
+
+_MOST_DEFAULTS, _MOST_CHARACTERS = 10, 10**5
+"""Defaults within each other, and characters of a word that is put in."""
+_SEVERAL = re.compile(r"\s*\+*[\w.]+\.\w+=\S+\s+\+*[\w.]+\.\w+=")
+_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
+
+
+def _member(token: str, known: dict[str, str]) -> str:
+    """A word of an array, in quotes where it would be several; what holds options is several."""
+    text = _expand(token, known)
+    return text if _ARRAY.fullmatch(token) or "--" in text or " " not in text else shlex.quote(text)
 
 
 def _expand(text: str, known: dict[str, str]) -> str:
@@ -329,7 +308,10 @@ def _expand(text: str, known: dict[str, str]) -> str:
         except (KeyError, SyntaxError, TypeError, ValueError, ZeroDivisionError):
             return f"$(({match[1]}))"
 
-    text = re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)", value, text)
+    for _ in range(_MOST_DEFAULTS):  # `${X:-${Y:-4}}` from the inside out, `${X:-$Y}` from the outside in
+        before, text = text, re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|\$(\w+)", value, text)
+        if text == before or len(text) > _MOST_CHARACTERS:
+            break
     return re.sub(r"\$\[([\w$+\-*/%()]+)\]", result, text)
 
 

@@ -19,6 +19,7 @@ from meshwise.core.errors import PlanError
 from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
 from meshwise.core.toml import nested
+from meshwise.core.yaml import yaml_text
 from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
@@ -209,20 +210,6 @@ def _titan_words(settings: Settings) -> list[str]:
 
 def _override(value: Any) -> str:
     return msgspec.json.encode(value).decode() if isinstance(value, list | bool) else str(value)
-
-
-def yaml_text(tree: dict[str, Any], indent: str = "") -> str:
-    """Nested mappings, and lists of them, as YAML; a value is written as JSON, which is YAML too."""
-    lines = ""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            lines += f"{indent}{key}:\n{yaml_text(value, indent + '  ')}"
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            items = (yaml_text(item, indent + "  ") for item in value)
-            lines += f"{indent}{key}:\n" + "".join(f"{indent}- {item[len(indent) + 2 :]}" for item in items)
-        else:
-            lines += f"{indent}{key}: {msgspec.json.encode(value).decode()}\n"
-    return lines
 
 
 # --- what is started ---------------------------------------------------------------------------

@@ -20,21 +20,18 @@ from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog, read_text
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested
+from meshwise.core.yaml import yaml_text
 from meshwise.launch.arguments import framework_arguments
-from meshwise.launch.read import parse_yaml, shell_words
-from meshwise.launch.write import File, Launch, yaml_text
+from meshwise.launch.read import shell_words
+from meshwise.launch.write import File, Launch
 from meshwise.plan.plan import KEYS, Plan, plan_text
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import RlJob
+from meshwise.rl.recipes import BASE_RECIPE, read_recipe, resolved
 
 Facts = dict[str, Any]
 
-COMMANDS = {
-    "verl": "python3 -m verl.trainer.main_ppo",
-    "nemo-rl": "uv run examples/run_grpo.py --config examples/configs/recipe.yaml",
-}
-BASE_RECIPE = "grpo_math_1B.yaml"
-"""The recipe of NeMo-RL in examples/configs from which all others inherit."""
+FRAMEWORKS = ("verl", "nemo-rl")
 TRAINED_KEYS = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
 """Keys of a training plan that settings hold."""
 
@@ -57,7 +54,19 @@ def _table(framework: str, facts: Facts) -> dict[str, str]:
     chosen = ["always", facts.get("trainer", "megatron")]
     chosen += ["split"] * (not facts.get("is_colocated", True))
     chosen += ["overlapped"] * bool(facts.get("is_overlapped"))
-    return {setting: fact for name in chosen for setting, fact in parts[name].items()}
+    chosen += ["queued"] * bool(facts.get("is_queued"))
+    return {setting: fact for name in chosen for setting, fact in parts.get(name, {}).items()}
+
+
+def _program(framework: str, facts: Facts) -> str:
+    """What is started: verl's pools that are apart have programs and configurations of their own."""
+    if framework == "nemo-rl":
+        return "uv run examples/run_grpo.py --config examples/configs/recipe.yaml"
+    if facts["is_colocated"]:
+        return "python3 -m verl.trainer.main_ppo" + " model_engine=megatron" * facts["is_megatron"]
+    program = "fully_async_policy.fully_async_main" if facts["is_queued"] else "one_step_off_policy.main_ppo"
+    config = program.partition("_policy")[0] + "_ppo" + "_megatron" * facts["is_megatron"] + "_trainer"
+    return f"python3 -m verl.experimental.{program} --config-path=config --config-name={config}"
 
 
 def write_settings(job: RlJob, framework: str) -> Launch:
@@ -75,7 +84,7 @@ def write_settings(job: RlJob, framework: str) -> Launch:
     recipe = f"defaults: {BASE_RECIPE}\n{yaml_text(nested(settings))}"
     text = recipe if framework == "nemo-rl" else "\n".join(words) + "\n"
     file = File("recipe.yaml" if framework == "nemo-rl" else "overrides.txt", text)
-    command = COMMANDS[framework] + (f" {shlex.join(words)}" if framework == "verl" else "")
+    command = _program(framework, facts) + (f" {shlex.join(words)}" if framework == "verl" else "")
     return Launch(
         framework=framework, version=known.version, files=(file, File("job.sh", f'{command} "$@"\n')),
         arguments=tuple(words), not_expressed=tuple(_not_expressed(job, framework)), command=command,
@@ -98,6 +107,8 @@ def _not_expressed(job: RlJob, framework: str) -> list[str]:
     if framework == "nemo-rl" and plan.vpp > 1:
         keys.append("vpp")
     lost += [f"{key}={KEYS[key].show(getattr(plan, key))}: no setting says it" for key in keys]
+    if framework == "verl" and not job.old_logprobs:
+        lost.append("old_logprobs: verl scores with the policy before it updates; say old_logprobs=True")
     if job.rollouts.oversample > 1:
         lost.append("oversample: DAPO of verl and NeMo-RL's use_dynamic_sampling decide while they run")
     return lost
@@ -109,43 +120,70 @@ def _not_expressed(job: RlJob, framework: str) -> list[str]:
 def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The options of `rl` that a file states, its framework among them, and what no option holds.
 
-    A YAML file, or a script with `name=value` words. DataError where it is of neither framework.
+    A YAML file with the recipes that it inherits from (`defaults:`), or a script with `name=value` words;
+    references to other settings (`${policy.precision}`) are followed. DataError where it is of neither.
     """
-    stated = {name: value for name, value in _stated(path).items() if "${" not in str(value)}
-    framework = max(COMMANDS, key=lambda name: len(stated.keys() & {*framework_arguments(name).arguments}))
-    known = framework_arguments(framework)
-    names = stated.keys() & known.arguments.keys()
-    if not names:
-        raise DataError(f"{path} has no setting of verl or NeMo-RL; name a recipe, or a script of overrides")
-    for name in names:
-        kind = known.arguments[name].type
-        if re.search("int|float", kind) and not isinstance(stated[name], int | float | None):
-            raise DataError(f"{path}: {name} {stated[name]} must be of type {kind}")
-    first: Facts = {"trainer": "megatron"}
-    for parts in _tables()[framework].values():
-        first |= {fact: stated[name] for name, fact in parts.items() if name in stated}
-    if first.get("is_fsdp2") is True or str(first["trainer"]).startswith("fsdp"):
-        first["trainer"] = "fsdp2"
+    written = _stated(path)
+    framework = max(FRAMEWORKS, key=lambda name: len(written.keys() & {*framework_arguments(name).arguments}))
+    known = framework_arguments(framework).arguments
+    if not any(name.startswith(tuple(_tables()["read"][framework])) for name in written):
+        raise DataError(f"{path} is no job of verl or NeMo-RL; name a recipe of GRPO, or a script")
+    defaults = {name: one.default for name, one in known.items() if one.default not in (None, "???")}
+    settings = {name: _parsed(value) for name, value in resolved({**defaults, **written}).items()}
+    stated = {name: settings[name] for name in (*known, _ONE_STEP_OFF) if name in written}
+    first = _kind(framework, stated)
     if first["trainer"] not in _tables()[framework]:
         raise DataError(f"{path}: the trainer {first['trainer']} is not read; megatron, fsdp and fsdp2 are")
-    # verl's asynchronous jobs have files of their own
-    first.setdefault("is_overlapped", "staleness" in first)
     table = _table(framework, first)
-    defaults = {fact: known.arguments[name].default for name, fact in table.items()}
-    given = {fact: value for fact, value in defaults.items() if "${" not in str(value) and value != "???"}
-    facts = given | first | {fact: stated[name] for name, fact in table.items() if name in stated}
-    unread = sorted(f"{name}={stated[name]}" for name in names - table.keys())
-    return _options(framework, facts, path), unread
+    facts = {fact: settings[name] for name, fact in table.items() if name in settings}
+    for name in stated:
+        if table.get(name, _OF_CLUSTER[0]) not in _OF_CLUSTER:
+            _check_type(name, known[name].type, stated[name], path)
+    beside = (stated.keys() & known.keys()) - {*table, _MODEL}
+    unread = sorted(f"{name}={stated[name]}" for name in beside if stated[name] != known[name].default)
+    return _options(framework, first | facts, {fact: name for name, fact in table.items()}, path), unread
+
+
+def _kind(framework: str, stated: Facts) -> Facts:
+    """What any part of the framework's table finds stated, and the facts by which its parts are chosen."""
+    found: Facts = {"trainer": "megatron", "is_on_policy": False}
+    for parts in _tables()[framework].values():
+        found |= {fact: stated[name] for name, fact in parts.items() if name in stated}
+    if found.get("is_fsdp2") is True or str(found["trainer"]).startswith("fsdp"):
+        found["trainer"] = "fsdp2"
+    if framework == "verl":
+        found["is_queued"] = any(name.startswith("async_training.") for name in stated)
+        found |= {"staleness": 1} if stated.get(_ONE_STEP_OFF) else {}
+        found["is_overlapped"] = bool(found.get("staleness"))
+        is_apart = found["is_queued"] or found["is_overlapped"]
+        found["is_colocated"] = not is_apart and found.get("is_colocated", True)
+    return found
+
+
+def _check_type(name: str, kind: str, value: Any, path: Path) -> None:
+    if "$" in str(value):
+        raise DataError(f"{path}: the value {value} of {name} is not in the file; write it out")
+    if re.search("int|float", kind) and not isinstance(value, int | float | None):
+        raise DataError(f"{path}: {name} {value} must be of type {kind}")
 
 
 def _stated(path: Path) -> Facts:
+    """The settings of a file by name; those of recipes that it inherits from, where it does not say them."""
     text = read_text(path, "job")
-    if re.search(r"^[\w-]+:", text, re.MULTILINE):
-        found = parse_yaml(text, path)
-    else:
+    if not re.search(r"^[\w-]+:", text, re.MULTILINE):
         words = [word.lstrip("+") for word in shell_words(text, path)]
         found = dict(word.split("=", 1) for word in words if re.match(r"[\w.]+\.[\w.]+=", word))
-    return {name: _parsed(value) for name, value in found.items()}
+        is_verl = any("actor_rollout_ref." in name for name in found)
+        return found | (_of_program(words, found) if is_verl else {})
+    return read_recipe(text, path)
+
+
+def _of_program(words: list[str], stated: Facts) -> Facts:
+    """What verl's program and the configuration that it names say beside `stated` settings."""
+    line = " ".join([*words, *stated])
+    is_megatron = re.search(r"(model_engine=|--config-name[= ])\S*megatron|\.actor\.megatron\.", line)
+    trainer = {_VERL_TRAINER: "megatron" if is_megatron else "fsdp"} if _VERL_TRAINER not in stated else {}
+    return trainer | {_ONE_STEP_OFF: "one_step_off_policy" in line}
 
 
 def _parsed(value: Any) -> Any:
@@ -156,10 +194,10 @@ def _parsed(value: Any) -> Any:
         return text
 
 
-def _options(framework: str, facts: Facts, path: Path) -> dict[str, Any]:
-    """The options of `rl` that facts are."""
+def _options(framework: str, facts: Facts, names_of: dict[str, str], path: Path) -> dict[str, Any]:
+    """The options of `rl` that facts are; `names_of` them are the settings that say them."""
     try:
-        found = {name: facts[name] for name in ("prompts", "samples", "memory_frac", "engine")}
+        found = {name: facts[name] for name in ("samples", "memory_frac", "engine")}
         found |= formulas(_tables()["options"], _FUNCTIONS | facts)
         names = ("tp", "pp", "cp", "ep", "vpp", *(("etp",) if (facts.get("ep") or 1) > 1 else ()))
         keys: dict[str, Any] = {key: facts[key] for key in names if facts.get(key)}
@@ -170,12 +208,19 @@ def _options(framework: str, facts: Facts, path: Path) -> dict[str, Any]:
         replicas = facts.get("rollout_dp") or 1  # tp x replicas ranks share experts, if any do
         engine = Plan(tp=tp, pp=pp, ep=ep, dp=replicas if ep == 1 and replicas > 1 else None)
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise DataError(f"{path} does not say enough of a job of {framework}: {error}") from None
+        what = names_of.get(error.args[0], error.args[0])
+        raise DataError(f"{path} does not say enough of a job of {framework}: {what}") from None
     found = {name: value for name, value in found.items() if value is not None and name not in _BETWEEN}
     plans = {"train_plan": plan_text(plan), "rollout_plan": plan_text(engine) or "tp=1"}
     return found | plans | {"framework": framework}
 
 
+_VERL_TRAINER, _ONE_STEP_OFF = "actor_rollout_ref.actor.strategy", "one_step_off_policy"
+"""What follows from verl's `model_engine` or from the configuration, and from the program, that are named."""
+_MODEL = "policy.model_name"
+"""What the argument MODEL says."""
+_OF_CLUSTER = ("nodes", "train_nodes", "train_node_gpus")
+"""Facts that `--cluster` says."""
 _FUNCTIONS = {"bool": bool, "int": int, "max": max, "min": min, "round": round}
 _BETWEEN = ("split", "longest", "cap")
 """What formulas of the catalog call, and what those of options only need on the way."""

@@ -23,7 +23,8 @@ from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse, told
-from meshwise.launch.write import launch, yaml_text
+from meshwise.core.yaml import yaml_text
+from meshwise.launch.write import launch
 from meshwise.plan.workload import Workload
 from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.load import LoadResult
