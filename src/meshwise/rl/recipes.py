@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ BASE_RECIPE = "grpo_math_1B.yaml"
 _MOST_STEPS, _MOST_CHARACTERS = 20, 1000
 """Recipes that inherit one from another and references of a setting; characters of a value on the way."""
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_RESOLVERS = {"mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max, "min": min}
+_RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
+    "mul": operator.mul,
+    "add": operator.add,
+    "div": operator.truediv,
+    "max": max,
+    "min": min,
+}
 
 
 def read_recipe(text: str, path: Path, above: tuple[Path, ...] = ()) -> Facts:
@@ -62,7 +69,7 @@ def _refer(text: str, at: str, settings: Facts) -> Any:
     if function == "oc.select":
         return settings.get(values[0], values[-1])
     if function:
-        number = reduce(_RESOLVERS[function], map(float, values))
+        number: float = reduce(_RESOLVERS[function], [float(value) for value in values])
         return int(number) if number.is_integer() else number
     name = text.lstrip(".")
     beside = at.split(".")[: len(name) - len(text)] if text != name else []
