@@ -9,7 +9,7 @@ from typing import Any
 from meshwise.core.errors import PlanError
 from meshwise.core.refusals import broken
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import NARROW_DTYPES, Plan, Rule, grid_rules, rule
+from meshwise.plan.plan import NARROW_DTYPES, Plan, Rule, grid_rules, rule, rules_of
 
 
 def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
@@ -33,9 +33,7 @@ def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
 
 def layout_rules(model: Model, plan: Plan, seq: int) -> Iterator[Rule]:
     """Rules of a layout of several dimensions: of the plan, the model and `seq`."""
-    yield rule("layout_cp", plan.cp > 1)
-    yield rule("layout_dtype", plan.dtype in NARROW_DTYPES)
-    yield rule("layout_lora", plan.lora_rank > 0)
+    yield from rules_of("layout", plan=plan, narrow=NARROW_DTYPES)
     grid = plan.grid or default_grid(plan.layout, plan.tp)
     yield from block_rules(model, plan.layout, grid, plan.tp, seq, plan.panels)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError, did_you_mean
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import broken
 from meshwise.core.toml import read_toml
 from meshwise.core.units import WEIGHT_BITS, Num, values_by_key
 from meshwise.cost.schedule import SCHEDULES
@@ -272,6 +273,11 @@ def rule(name: str, is_broken: Any, /, **values: Any) -> Rule:
     return Rule(is_broken, *_RULES[name], values)
 
 
+def rules_of(table: str, /, **names: Any) -> Iterator[Rule]:
+    """The rules of a table of `catalog/refusals.toml`, whose conditions and sentences are of `names`."""
+    return (Rule(is_broken, PlanError, text, names) for is_broken, text in broken(table, names))
+
+
 def refuse(rules: Iterable[Rule], names: Mapping[str, Any] | None = None) -> None:
     """The error of the first of `rules` that one plan breaks; `names` are what it is told by."""
     for one in rules:
@@ -335,11 +341,8 @@ def _choice_rules(plan: Plan) -> Iterator[Rule]:
 def grid_rules(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[Rule]:
     """Rules of a layout, its grid and the ranks of tp; each holds only where those before it do."""
     dims, shape, size = GRID_DIMS[layout], "x".join(map(str, grid)), math.prod(grid)
-    yield rule("grid_of_1d", layout == "1d" and grid, shape=shape)
-    yield rule("grid_dims", len(grid) != dims, layout=layout, dims=dims, like="x".join("2" * dims))
-    yield rule("grid_ranks", grid and size != ranks, shape=shape, size=size, ranks=ranks)
-    is_skew = (layout == "2.5d" and grid[0] != grid[1]) or (layout == "3d" and len(set(grid)) > 1)
-    yield rule("grid_square", is_skew, layout=layout, shape=shape)
+    words = {"shape": shape, "size": size, "like": "x".join("2" * dims), "num_sides": len({*grid})}
+    return rules_of("grid", layout=layout, grid=grid, ranks=ranks, dims=dims, **words)
 
 
 DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}

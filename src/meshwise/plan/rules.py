@@ -35,11 +35,13 @@ from meshwise.plan.plan import (
     numbers_of,
     refuse,
     rule,
+    rules_of,
     world_rules,
 )
 from meshwise.plan.workload import Workload
 
 _IN_ROUNDS = tuple(map(SCHEDULES.index, ("interleaved", "zb-h1")))
+_SELECTIVE = RECOMPUTE.index("selective")
 _SPLIT = tuple(map(SCHEDULES.index, ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")))
 
 
@@ -84,7 +86,8 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     yield from _expert_rules(model, mesh, sizes)
     group, all_ranks = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
     yield _divides("zero_group", group, all_ranks)
-    yield from _offload_rules(mesh)
+    names = {"mesh": mesh, "plan": mesh.plan, "splits": splits_backward(mesh), "selective": _SELECTIVE}
+    yield from rules_of("offloading", per_op="per_op" in mesh.plan.recompute_modules, **names)
     if mesh.plan.done_by.parts == "torch":
         yield from _fsdp2_rules(model, mesh, sizes)
     elif mesh.plan.done_by.parts == "transformers":
@@ -106,10 +109,14 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         shown = KEYS[key].show(value) if value != default else ""
         yield rule("no_meaning", is_stated, key=key, value=shown)
     shares = any(layer.shares for layer in model.layers)
-    yield from _encoder_rules(model, mesh)
+    if model.encoder is not None:
+        yield from rules_of("encoder", model=model, mesh=mesh, plan=mesh.plan)
     yield rule("shared_blocks", shares & (mesh.pp > 1))
     yield from _tower_rules(model, mesh)
-    yield from _diffusion_rules(model, mesh)
+    yield rule("sampling", (mesh.kind == "sampling") & (model.diffusion is None))
+    if model.diffusion is not None:
+        yield rule("image_tokens", mesh.seq != model.max_seq)
+        yield from rules_of("diffusion", plan=mesh.plan)
     yield rule("generates", mesh.serves & (not model.vocab or not model.causal))
     if mesh.serves and model.moe is not None:
         spread = mesh.ep * mesh.etp
@@ -117,27 +124,6 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         is_both = (spread > mesh.tp) & (mesh.etp > 1) & (mesh.ep > 1)
         yield rule("spread_or_cut", is_both, spread=spread)
     yield rule("positions", (model.positions == "learned") & (mesh.seq > model.max_seq))
-
-
-def _encoder_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    """The decoder reads what the encoder gives in every block: where that lies is stated for whole models."""
-    for choice, is_stated in (
-        ("a pipeline", mesh.pp > 1),
-        ("context parallelism", mesh.cp > 1),
-        (f"implementation={mesh.plan.implementation}", not mesh.plan.done_by.runs_encoders),
-    ):
-        yield rule("encoder", (model.encoder is not None) & is_stated, choice=choice)
-
-
-def _diffusion_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    """A sampling is of a diffusion transformer, whose sequence has one length."""
-    plan = mesh.plan
-    yield rule("sampling", (mesh.kind == "sampling") & (model.diffusion is None))
-    if model.diffusion is None:
-        return
-    yield rule("image_tokens", mesh.seq != model.max_seq)
-    yield rule("diffusion", plan.layout != "1d", choice=f"layout={plan.layout}")
-    yield rule("diffusion", not plan.done_by.runs_diffusion, choice=f"implementation={plan.implementation}")
 
 
 def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
@@ -156,13 +142,7 @@ def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         yield rule("tower_heads", is_cut, heads=heads, tower=tower.name)
         if plan.done_by.parts == "transformers":
             yield from _huggingface_rules(tower.encoder, mesh)
-    is_cut = (mesh.pp > 1) & (not plan.done_by.pipelines_towers)
-    for choice, is_stated in (
-        (f"layout={plan.layout}", plan.layout != "1d"),
-        (f"a pipeline of implementation={plan.implementation}", is_cut),
-        ("offload_activations", mesh.offload_activations > 0),
-    ):
-        yield rule("tower", is_stated, choice=choice)
+    yield from rules_of("towers", mesh=mesh, plan=plan)
 
 
 def _divides(name: str, divisor: Num, size: Num) -> Rule:
@@ -189,16 +169,7 @@ def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
 def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     ep, etp, moe, plan = mesh.ep, mesh.etp, model.moe, mesh.plan
     if moe is None:
-        stated: dict[str, Any] = {
-            "ep": ep > 1,
-            "etp": sizes["etp"] > 0,
-            "imbalance": sizes["imbalance"] > 1,
-            "dispatch": sizes["dispatch"] > 0,
-            "dispatch_dtype": plan.dispatch_dtype != DEFAULTS["dispatch_dtype"],
-            "overlap_ep": plan.overlap_ep,
-            "expert_dtype": plan.expert_dtype is not None,
-        }
-        yield from (rule("no_experts", is_stated, key=key) for key, is_stated in stated.items())
+        yield from rules_of("no experts", model=model, mesh=mesh, plan=plan, sizes=sizes)
         return
     yield rule("routed_tokens", mesh.trains & (plan.sp is False) & (mesh.tp > 1))
     yield _divides("ep_copies" if moe.copies else "ep", ep, moe.held)
@@ -217,9 +188,23 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield rule("fsdp2_kind", not mesh.trains)
     for key, built in FSDP2_VALUES.items():
         yield _only(mesh, sizes, key, built)
-    yield from _fsdp2_recomputation(model, mesh, sizes)
-    yield from _fsdp2_sizes(model, mesh)
-    yield from _fsdp2_pipeline(model, mesh)
+    plan, layers, num = mesh.plan, sizes["recompute_layers"], mesh.num_microbatches
+    shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
+    a_chunk = np.where(np.isfinite(layers), layers, 0.0) / mesh.vpp
+    is_like = (a_chunk == np.floor(a_chunk)) & (a_chunk <= shortest) & (len(layer_kinds(model)) == 1)
+    even = np.minimum(mesh.ep, model.moe.num_experts / model.moe.top_k) if model.moe else np.inf
+    names = {"model": model, "mesh": mesh, "splits": splits_backward(mesh), "shortest": shortest}
+    yield from rules_of(
+        "fsdp2", **names, recomputes=mesh.recompute != RECOMPUTE.index("none"),
+        is_uneven=np.isfinite(layers) & ~is_like, most=np.maximum(even, 1.0), size=mesh.expert_replicas,
+        groups=mesh.shard_ranks(mesh.expert_replicas) if model.moe else 1.0,
+    )  # fmt: skip
+    parts = mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
+    yield rule("fsdp2_seq", mesh.seq % parts != 0, parts=parts)
+    yield from rules_of(
+        "fsdp2 pipeline", **names, rounds=np.maximum(1, num // mesh.pp),
+        in_rounds=np.isin(mesh.schedule, _IN_ROUNDS), is_1f1b=mesh.schedule == SCHEDULES.index("1f1b"),
+    )  # fmt: skip
 
 
 def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -> Rule:
@@ -233,62 +218,9 @@ def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -
     return rule("fsdp2_value", is_other, key=key, value=shown, known=known)
 
 
-def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    """Rules of what the backward computes again, and of the other choices that this meets."""
-    plan, layers = mesh.plan, sizes["recompute_layers"]
-    recomputes, is_stated = mesh.recompute != RECOMPUTE.index("none"), np.isfinite(layers)
-    yield rule("fsdp2_recompute_split", recomputes & splits_backward(mesh))
-    yield rule("fsdp2_recompute_offload", recomputes & (mesh.offload_activations > 0))
-    shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
-    a_chunk = np.where(is_stated, layers, 0.0) / mesh.vpp
-    is_like = (a_chunk == np.floor(a_chunk)) & (a_chunk <= shortest) & (len(layer_kinds(model)) == 1)
-    yield rule("fsdp2_recompute_layers", is_stated & ~is_like, shortest=shortest)
-
-
-def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    """Rules of what is cut, without copies or padding, and into what."""
-    experts, parts = mesh.expert_replicas, mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
-    most = np.minimum(mesh.ep, model.moe.num_experts / model.moe.top_k) if model.moe else np.inf
-    yield rule("fsdp2_imbalance", mesh.imbalance > np.maximum(most, 1.0), most=most)
-    groups = mesh.shard_ranks(experts) if model.moe else 1.0
-    yield _divides("fsdp2_zero_group", groups, experts)
-    yield _divides("fsdp2_kv_heads", mesh.tp, model.num_kv_heads)
-    yield _divides("fsdp2_vocab", mesh.tp, model.vocab)
-    yield rule("fsdp2_vpp", (mesh.vpp > 1) & (mesh.pp == 1))
-    yield rule("fsdp2_seq", mesh.seq % parts != 0, parts=parts)
-
-
-def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    """Rules of torch.distributed.pipelining."""
-    num, is_piped = mesh.num_microbatches, mesh.pp > 1
-    rounds, is_1f1b = np.maximum(1, num // mesh.pp), mesh.schedule == SCHEDULES.index("1f1b")
-    is_uneven = np.isin(mesh.schedule, _IN_ROUNDS) & (num % rounds != 0)
-    yield rule("fsdp2_zero2", is_piped & (mesh.zero == 2))
-    yield rule("fsdp2_rounds", is_piped & is_uneven, rounds=rounds)
-    yield rule("fsdp2_mtp", (model.mtp_layers > 1) & splits_backward(mesh))
-    yield rule("fsdp2_1f1b", is_piped & is_1f1b & (num < mesh.pp))
-
-
 def splits_backward(mesh: Mesh) -> Any:
     """Where a pipeline computes the gradients of inputs and of weights apart."""
     return (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
-
-
-def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
-    """What nobody's software does beside host memory.
-
-    Muon's states: Megatron-LM and DeepSpeed lack it (their issues 4691 and 8463). Shares: DeepSpeed's and
-    Megatron-LM's are of Adam in whole numbers. `per_op`, and schedules that split the backward, are
-    torchtitan's, which keeps no activations there.
-    """
-    plan, share, per_op = mesh.plan, mesh.offload_optimizer, "per_op" in mesh.plan.recompute_modules
-    is_away, selective = mesh.offload_activations > 0, mesh.recompute == RECOMPUTE.index("selective")
-    yield rule("muon", (plan.optimizer == "muon") & (share > 0))
-    yield rule("adam_8bit", (share > 0) & (share < 1) & (plan.optimizer == "adam-8bit"))
-    yield rule("optimizer_in_bwd", plan.optimizer_in_bwd & (mesh.num_microbatches > 1))
-    yield rule("per_op_lora", per_op & (plan.lora_rank > 0))
-    yield rule("per_op_offload", is_away & per_op)
-    yield rule("offload_split", is_away & splits_backward(mesh) & selective)
 
 
 def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
