@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from test_one_path import VALUES
 CLUSTER = "h100-80g-sxm:64"
 JOBS = Path(__file__).parent / "data" / "jobs"
 WRITTEN = tomllib.loads((JOBS / "written.toml").read_text())
+READ = tomllib.loads((JOBS / "read.toml").read_text())
 
 
 def names_in(setting: Any) -> set[str]:
@@ -173,22 +175,24 @@ def test_pipelines_that_no_layers_fill_are_refused_at_once(tmp_path: Path) -> No
             mw.estimate("llama3-8b", CLUSTER, plan, batch=8, seq=128)
 
 
-def test_yaml_of_megatron_is_read() -> None:
-    """`--yaml-cfg`; and `MODEL_ARGS` of the functional tests."""
-    keys = {"tp": 4, "pp": 2, "stages": "even", "loss_fusion": "none"}
-    plan = mw.Plan(recompute_modules=("core_attn", "mlp"), **keys)
-    whole, short = (mw.read_job(JOBS / f"{name}.yaml", CLUSTER) for name in ("megatron", "megatron_test"))
-    for job in (whole, short):
-        assert (job.framework, job.plan) == ("megatron-lm", plan)
-        assert (job.batch, job.seq, job.microbatch) == (128, 8192, 2)
-    assert short.model is None
-    assert ["tokenizer" in sentence for sentence in short.unread] == [True]
-    wanted = mw.find_model("llama3-8b")
-    assert not whole.unread
-    model = whole.model
-    for key in ("ffn_hidden", "num_kv_heads", "norm", "linear_bias", "tied_embedding", "activation"):
-        assert getattr(model, key) == getattr(wanted, key), key
-    assert model.vocab == -(-128256 // 512) * 512  # padded to 128 tp, as Megatron-LM does unasked
+@pytest.mark.parametrize("name", READ)
+def test_a_job_is_read(name: str) -> None:
+    """As a table says: of a job the fields, of its model too, and which layers have experts."""
+    job, says = mw.read_job(JOBS / name), READ[name]
+    stated = dict(says.get("job", {}))
+    assert job.plan == mw.parse_plan(stated.pop("plan", mw.plan_text(job.plan)))
+    for word, sentence in zip(stated.pop("unread", job.unread), job.unread, strict=True):
+        assert word in sentence
+    assert {key: getattr(job, key) for key in stated} == stated
+    model = says.get("model", {})
+    if isinstance(model, str):
+        assert job.model == mw.find_model(model)
+    elif model or "experts" in says:
+        assert {key: attrgetter(key)(job.model) for key in model} == model
+        experts = [is_moe_layer(job.model, layer) for layer in range(job.model.num_layers)]
+        assert experts == says.get("experts", experts)
+    else:
+        assert job.model is None
 
 
 def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
@@ -204,15 +208,6 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     assert found[0].model.ffn_hidden == mw.find_model("llama3-8b").ffn_hidden
     assert all("recipe" in sentence for sentence in found[0].unread)
     assert found[0].unread
-
-
-def test_toml_of_torchtitan_is_read() -> None:
-    """Files of its releases up to 0.2.2, whose loss had no chunks."""
-    job = mw.read_job(JOBS / "torchtitan.toml", CLUSTER)
-    assert (job.framework, job.model, job.seq) == ("torchtitan", mw.find_model("llama3-8b"), 8192)
-    found = job.plan
-    assert (found.tp, found.zero, found.recompute, found.loss_chunks) == (4, 3, "full", 1)
-    assert found.implementation == "fsdp2"
 
 
 SAID = {  # keys of which a framework says at least some values
@@ -355,27 +350,6 @@ def test_a_job_is_priced_as_the_software_of_its_framework(tmp_path: Path, framew
     assert mw.read_job(tmp_path / name, CLUSTER).plan.software == usual.software
 
 
-def test_a_script_with_variables_and_arrays_is_read() -> None:
-    job = mw.read_job(JOBS / "megatron.sh")
-    assert (job.framework, job.plan, job.num_gpus) == ("megatron-lm", mw.Plan(tp=4, loss_fusion="none"), 32)
-    assert (job.batch, job.seq, job.microbatch) == (128, 8192, 2)
-    assert job.model is not None
-    assert job.model.num_kv_heads == 8
-    assert [sentence.split()[0] for sentence in job.unread] == ["--cuda-graph-impl"]
-
-
-def test_any_pattern_of_layers_with_experts_is_read(tmp_path: Path) -> None:
-    words = (
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 1024 "
-        "--ffn-hidden-size 4096 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 "
-        "--micro-batch-size 1 --global-batch-size 16 --num-experts 8 --bf16 "
-        "--moe-layer-freq '([0]*2+[1]*3+[0]+[1]*2)'"
-    )
-    (tmp_path / "job.sh").write_text(words)
-    model = mw.read_job(tmp_path / "job.sh").model
-    assert [layer.moe for layer in model.layers] == [False] * 2 + [True] * 3 + [False] + [True] * 2
-
-
 def test_norms_of_latents_are_told_and_read(tmp_path: Path) -> None:
     """Megatron Core leaves them out without `--qk-layernorm`; merges are of the vocabulary of GPT-2."""
     job = mw.launch("deepseek-v3", CLUSTER, "ep=8", to="megatron-lm", batch=64, seq=4096)
@@ -384,64 +358,6 @@ def test_norms_of_latents_are_told_and_read(tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(text)
     model = mw.read_job(tmp_path / "job.sh", CLUSTER).model
     assert model is not None and model.mla and not model.qk_norm and model.vocab == 50257
-
-
-def test_arrays_that_are_added_to_are_read_whole(tmp_path: Path) -> None:
-    """`A+=(...)`, `A=("${A[@]}" ...)`, words that end with a bracket; a tokenizer's own vocabulary."""
-    (tmp_path / "job.sh").write_text(
-        "MODEL=(\n--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048\n"
-        "--num-experts 8 --moe-layer-freq '([0]*1+[1]*3)' --max-position-embeddings 2048\n)\n"
-        'TRAINING=(--micro-batch-size 1 --bf16)\nDDP=(--use-distributed-optimizer)\nTRAINING+=("${DDP[@]}")\n'
-        'if [ "${FEW:-0}" = 1 ]; then\n  TRAINING=(\n    "${TRAINING[@]}"\n --global-batch-size 8\n  )\nfi\n'
-        'MORE="--tokenizer-type Llama2Tokenizer"\nMORE+=" --grad-reduce-in-bf16"\n'
-        'torchrun --nproc-per-node 8 pretrain_gpt.py ${MODEL[@]} "${TRAINING[@]}" $MORE\n'
-    )
-    job = mw.read_job(tmp_path / "job.sh")
-    assert (job.num_gpus, job.batch, job.microbatch) == (8, 8, 1)
-    assert (job.plan.dtype, job.plan.zero, job.plan.grad_dtype) == ("bf16", 1, "bf16")
-    assert job.model is not None and job.model.vocab == 32000
-    assert [is_moe_layer(job.model, layer) for layer in range(4)] == [False, True, True, True]
-
-
-def test_commands_of_one_line_and_experts_of_the_usual_width_are_read(tmp_path: Path) -> None:
-    """`TP=2; PP=$((4 / TP))`; without `--ffn-hidden-size` experts are four times as wide as the model."""
-    (tmp_path / "job.sh").write_text(
-        "TP=2; PP=$((4 / $TP))\n"
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 1024 "
-        "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 "
-        "--global-batch-size $(( 2*(TP + PP) )) --vocab-size 32000 --num-experts 8 --moe-router-topk 2 "
-        "--bf16 --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP}; echo done\n"
-    )
-    job = mw.read_job(tmp_path / "job.sh", CLUSTER)
-    assert (job.plan.tp, job.plan.pp, job.batch) == (2, 2, 8)
-    assert job.model is not None and job.model.moe is not None and job.model.moe.ffn_hidden == 4096
-
-
-@pytest.mark.parametrize(
-    ("command", "num_gpus", "batch"),
-    [
-        ("deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json --bf16 True "
-         "--gradient_checkpointing 2>&1 | tee log.txt", 16, 128),
-        ("accelerate launch --config_file acc.yaml --num_processes 16 train.py "
-         "--per_device_train_batch_size 2 --gradient_accumulation_steps 4", 16, 128),
-    ],
-)  # fmt: skip
-def test_microbatches_that_are_accumulated_are_a_batch(
-    tmp_path: Path, command: str, num_gpus: int, batch: int
-) -> None:
-    """The launcher's words go before those of its file; what the shell does behind them is not theirs."""
-    (tmp_path / "ds.json").write_text(
-        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, '
-        '"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
-    )
-    (tmp_path / "acc.yaml").write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
-        "  fsdp_activation_checkpointing: true\nmixed_precision: bf16\nnum_processes: 8\n"
-    )
-    (tmp_path / "job.sh").write_text(command + "\n")
-    job = mw.read_job(tmp_path / "job.sh")
-    assert (job.num_gpus, job.batch, job.microbatch) == (num_gpus, batch, 2)
-    assert (job.plan.recompute, job.unread) == ("full", ())
 
 
 def test_estimate_and_search_take_a_file(meshwise: Any) -> None:

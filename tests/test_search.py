@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from hypothesis import strategies as st
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.adverse import together
 from meshwise.estimate.grid import grids
-from meshwise.estimate.one_plan import estimate
+from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.launch.read import read_job
 from meshwise.launch.settings import TRAINING
 from meshwise.launch.write import launch
-from meshwise.machine.hardware import find_cluster
+from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan, plan_text
@@ -33,6 +35,8 @@ from test_one_path import MODELS, VALUES
 
 pytestmark = pytest.mark.slow
 
+LLAMA_8, LLAMA_16 = ((find_model("llama3-8b"), find_cluster(f"h100-80g-sxm:{num}")) for num in (8, 16))
+LLAMA = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
 SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
     "degrees": (
         "llama3-8b",
@@ -58,6 +62,28 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
+def priced_one_by_one(
+    model: Model, cluster: Cluster, load: Workload, stated: dict[str, tuple[Any, ...]], to: str = ""
+) -> Iterator[Estimate]:
+    """All plans of a space that run; of those that a framework says whole with `to`."""
+    space = free_values(model, cluster, load, stated, to)
+    for values in itertools.product(*space.values()):
+        plan = dict(zip(space, values, strict=True))
+        microbatch = plan.pop("microbatch")
+        try:
+            of = estimate(model, cluster, Plan(**plan), replace(load, microbatch=microbatch))
+            if not to or not launch(model, cluster, of.plan, of.workload, to).not_expressed:
+                yield of
+        except MeshwiseError:
+            continue
+
+
+def priced_again(meshwise: Any, job: tuple[Any, ...], found: dict[str, Any]) -> dict[str, Any]:
+    """What `estimate` says of a plan that was found."""
+    words = ("--plan", found["plan_text"], "--microbatch", str(found["microbatch"]))
+    return meshwise("estimate", *job, *words, "--json").document
+
+
 def check_best(
     model_name: str, cluster_name: str, stated: dict[str, tuple[Any, ...]], batch: int, to: str = ""
 ) -> int:
@@ -71,18 +97,9 @@ def check_best(
     found = search(
         model, cluster, batch=batch, seq=2048, stated=stated, to=to, memory_frac=1.0, with_changes=False
     )
-    space = free_values(model, cluster, load, stated, to)
     families: dict[tuple[Any, ...], float] = {}
     plans: list[tuple[float, float]] = []
-    for values in itertools.product(*space.values()):
-        plan = dict(zip(space, values, strict=True))
-        microbatch = plan.pop("microbatch")
-        try:
-            of = estimate(model, cluster, Plan(**plan), replace(load, microbatch=microbatch))
-            if to and launch(model, cluster, of.plan, of.workload, to).not_expressed:
-                continue
-        except MeshwiseError:
-            continue
+    for of in priced_one_by_one(model, cluster, load, stated, to):
         if of.fits:
             mesh = of.mesh
             family = mesh.tp, mesh.cp, mesh.pp, mesh.ep, mesh.etp
@@ -155,9 +172,8 @@ def test_a_plan_is_the_same_in_other_words_whichever_plans_are_looked_at(
 ) -> None:
     """One copy of the model has no use for ZeRO, so of its stages the first is the plan, wanted or not; FSDP2
     lets go of the weights that it has cast."""
-    job, load = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")), Workload(batch=16, seq=2048)
     space = {"pp": (4, 8), "zero": (1, 3), "implementation": (implementation,), "microbatch": (1,)}
-    (grid,) = grids(*job, load, space, distinct=True)
+    (grid,) = grids(*LLAMA_8, Workload(batch=16, seq=2048), space, distinct=True)
     for zero, num_plans in ((1.0, 2), (3.0, num_other)):
         (cells,) = grid.price(wants=lambda mesh, *_, zero=zero, **how: np.asarray(mesh.zero == zero))
         assert cells.shape == (2,)
@@ -175,20 +191,18 @@ def test_a_framework_is_searched_for_what_it_says_whole(to: str, tmp_path: Path)
     """What it cannot say does not hide what it can; its settings lose nothing and are read back."""
     stated = FEW | ({"implementation": ("megatron", "fsdp2")} if to == "torchtitan" else {})
     assert check_best("llama3-8b", "h100-80g-sxm:8", stated, batch=16, to=to) >= 1
-    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")
-    found = search(model, cluster, batch=16, seq=2048, stated=FEW, to=to)
+    found = search(*LLAMA_8, batch=16, seq=2048, stated=FEW, to=to)
     assert all(to in of.runs_in for of in found.bases)
     for one in found.best:
-        *_, script = launch(model, cluster, one.plan, one.workload, to).write(tmp_path)
-        job = read_job(script, cluster.num_chips)
-        again = estimate(model, cluster, job.plan, replace(one.workload, microbatch=job.microbatch))
+        *_, script = launch(*LLAMA_8, one.plan, one.workload, to).write(tmp_path)
+        job = read_job(script, 8)
+        again = estimate(*LLAMA_8, job.plan, replace(one.workload, microbatch=job.microbatch))
         assert (again.step_s, again.memory_bytes) == (one.step_s, one.memory_bytes)
 
 
 def test_the_fastest_that_a_framework_runs_stands_beside_the_fastest() -> None:
-    job, stated = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")), SPACES["schedules"][2]
-    anywhere = search(*job, batch=16, seq=2048, stated=stated | {"pp": (4, 8)})
-    runnable = search(*job, batch=16, seq=2048, stated=stated | {"pp": (4, 8)}, to="megatron-lm")
+    work = {"batch": 16, "seq": 2048, "stated": SPACES["schedules"][2] | {"pp": (4, 8)}}
+    anywhere, runnable = search(*LLAMA_16, **work), search(*LLAMA_16, **work, to="megatron-lm")
     assert anywhere.runnable is not None and not anywhere.bases[0].runs_in
     assert anywhere.runnable[0].step_s == runnable.best[0].step_s > anywhere.best[0].step_s
     assert anywhere.runnable[1].runs_in == runnable.bases[0].runs_in
@@ -198,8 +212,7 @@ def test_where_little_fits_it_is_told_what_offloading_gives(meshwise) -> None:
     job = ("nemotron-3-nano", "--cluster", "h100:8", "--batch", 64, "--seq", 4096)
     found = meshwise("search", *job, "--json").document
     spared, best_s = found["offloaded"], found["best"][0]["step_s"]
-    plan = ("--plan", spared["plan_text"], "--microbatch", spared["microbatch"])
-    again = meshwise("estimate", *job, *plan, "--json").document
+    again = priced_again(meshwise, job, spared)
     assert again["step_s"] == spared["step_s"] < 0.9 * best_s and again["fits"]
     assert "offload_optimizer=1" in spared["plan_text"]
     assert meshwise("search", "llama3-8b", *job[1:], "--json").document["offloaded"] is None
@@ -215,21 +228,17 @@ def test_a_plan_that_a_framework_runs_is_named_first_where_it_is_as_fast(meshwis
 
 def test_robust_plans_are_ranked_by_their_step_under_all_adversities() -> None:
     """The first is the best of all priced one by one; hidden and exposed time are that without overlap."""
-    job, work = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")), Workload(batch=32, seq=2048)
+    work = Workload(batch=32, seq=2048)
     stated = FEW | {"zero": (1, 3), "schedule": ("1f1b",)}
-    found = search(*job, batch=32, seq=2048, stated=stated, robust=True)
-    space, priced = free_values(*job, work, stated), []
-    for values in itertools.product(*space.values()):
-        plan = dict(zip(space, values, strict=True))
-        try:
-            one = estimate(*job, Plan(**{key: plan[key] for key in plan if key != "microbatch"}), work)
-        except MeshwiseError:
-            continue
-        if one.memory_bytes["total"] <= found.capacity_bytes:
-            priced.append(together(*job, one.plan).step_s(one))
+    found = search(*LLAMA_16, batch=32, seq=2048, stated=stated, robust=True)
+    priced = [
+        together(*LLAMA_16, one.plan).step_s(one)
+        for one in priced_one_by_one(*LLAMA_16, work, stated)
+        if one.memory_bytes["total"] <= found.capacity_bytes
+    ]
     assert found.bases[0].robust_s == pytest.approx(min(priced), rel=1e-12)
-    exposed = estimate(*job, Plan(zero=3, overlap_dp=False), work).time_s["comm_dp"]
-    beside = estimate(*job, Plan(zero=3), work)
+    exposed = estimate(*LLAMA_16, Plan(zero=3, overlap_dp=False), work).time_s["comm_dp"]
+    beside = estimate(*LLAMA_16, Plan(zero=3), work)
     assert beside.time_s["comm_dp"] + beside.hidden_s["comm_dp"] == pytest.approx(exposed, rel=1e-9)
 
 
@@ -268,9 +277,8 @@ def test_the_simplest_plan_is_as_fast_as_the_interval_tells(meshwise) -> None:
 
 
 def test_a_job_stays_in_its_framework_and_in_its_types(meshwise, tmp_path) -> None:
-    job, words = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")), ("--cluster", "h100-80g-sxm:16")
-    plan = Plan(tp=2, pp=2, dtype="fp8", grad_dtype="bf16")
-    launch(*job, plan, Workload(batch=32, seq=2048), "megatron-lm").write(tmp_path)
+    plan, words = Plan(tp=2, pp=2, dtype="fp8", grad_dtype="bf16"), ("--cluster", "h100-80g-sxm:16")
+    launch(*LLAMA_16, plan, Workload(batch=32, seq=2048), "megatron-lm").write(tmp_path)
     for more, to in ((), "megatron-lm"), (("--to", "any"), None), (("--plan", "dtype=bf16"), "megatron-lm"):
         found = meshwise("search", "--from", str(tmp_path / "job.sbatch"), *words, *more, "--json").document
         kept = {one["plan"]["dtype"] for one in found["best"]}
@@ -297,13 +305,12 @@ def test_random_spaces_of_all_keys(data: st.DataObject, model: str, cluster: str
 
 def test_repeats_are_not_counted() -> None:
     """Two searches whose spaces are the same plans in other words count as many."""
-    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")
     few = {
         "tp": (2,), "pp": (1, 2), "schedule": ("1f1b",), "vpp": (1,), "recompute": ("none",), "zero": (1,),
         "cp": (1,), "microbatch": (1,),
     }  # fmt: skip
     many = few | {"sp": (None, True), "cp_kind": ("ring", "ulysses"), "placement": ("*",), "etp": (None,)}
-    one, other = (search(model, cluster, batch=16, seq=2048, stated=stated) for stated in (few, many))
+    one, other = (search(*LLAMA_16, batch=16, seq=2048, stated=stated) for stated in (few, many))
     assert one.plans_considered == 2
     # tp, dp and pp lie on the links in 3! orders with a pipeline, tp and dp in two without.
     assert other.plans_considered == 6 + 2
@@ -311,21 +318,18 @@ def test_repeats_are_not_counted() -> None:
 
 def test_of_equal_plans_the_one_with_fewest_keys_is_kept() -> None:
     """Without replicas no ZeRO stage matters, nor do overlaps that have nothing to hide."""
-    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")
     alike = {"zero": (0, 3, 1), "overlap_dp": (False, True), "overlap_tp": (True, False), "sp": (False, None)}
-    found = search(
-        model, cluster, batch=8, seq=2048, stated=alike | {"pp": (8,), "vpp": (1,), "schedule": ("1f1b",)}
-    )
+    stated = alike | {"pp": (8,), "vpp": (1,), "schedule": ("1f1b",)}
+    found = search(*LLAMA_8, batch=8, seq=2048, stated=stated)
     assert plan_text(found.best[0].plan) == "pp=8"
 
 
 def test_modules_that_are_stated_are_recomputed() -> None:
     """Other recomputation is not tried beside them, and what plans without them recompute counts once."""
-    job = find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")
     fixed = dict.fromkeys(("tp", "cp", "pp", "vpp", "microbatch"), (1,)) | {"recompute_layers": (None,)}
 
     def found(**stated: tuple[Any, ...]) -> Result:
-        return search(*job, batch=16, seq=2048, stated=fixed | stated)
+        return search(*LLAMA_16, batch=16, seq=2048, stated=fixed | stated)
 
     assert {one.plan.recompute for one in found(recompute_modules=(("core_attn",),)).best} == {"selective"}
     refused = found(recompute_modules=(("core_attn",),), recompute=("full",))
@@ -335,14 +339,13 @@ def test_modules_that_are_stated_are_recomputed() -> None:
 
 
 def test_a_key_is_left_free_and_a_file_says_the_same(meshwise, tmp_path) -> None:
-    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     file = tmp_path / "space.toml"
     file.write_text('tp = [2, 4]\nzero = 1\nlayout = "*"\ngrid = "*"\nvpp = 1\nrecompute = "none"\n')
-    by_file = meshwise(*arguments, "--plan", str(file), "--json").document
+    by_file = meshwise(*LLAMA, "--plan", str(file), "--json").document
     text = "tp=2|4,zero=1,layout=*,grid=*,vpp=1,recompute=none"
-    by_text = meshwise(*arguments, "--plan", text, "--json").document
+    by_text = meshwise(*LLAMA, "--plan", text, "--json").document
     assert by_file["best"] == by_text["best"]
-    one_dim = meshwise(*arguments, "--plan", text.replace("layout=*,grid=*,", ""), "--json").document
+    one_dim = meshwise(*LLAMA, "--plan", text.replace("layout=*,grid=*,", ""), "--json").document
     assert by_text["plans_considered"] > one_dim["plans_considered"] > 0
 
 
@@ -353,9 +356,8 @@ def test_what_would_fit_where_nothing_does(meshwise) -> None:
     changes = nothing.document["nearest_miss"]["changes"]
     assert {change["key"] for change in changes} & {"offload_optimizer", "zero", None}
     for change in changes:
-        words = ("--plan", change["plan_text"], "--microbatch", str(change["microbatch"]), "--json")
-        cluster = ("--cluster", f"a100-80g-sxm:{change['num_chips']}", "--batch", "64", "--seq", "2048")
-        again = meshwise("estimate", "gpt3-175b", *cluster, *words).document
+        cluster = ("--cluster", f"a100-80g-sxm:{change['num_chips']}")
+        again = priced_again(meshwise, ("gpt3-175b", *cluster, "--batch", "64", "--seq", "2048"), change)
         assert again["memory_bytes"]["total"] <= nothing.document["capacity_bytes"]
         assert again["step_s"] == change["step_s"]
 
@@ -372,8 +374,7 @@ def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
     steps = [best["step_s"] for best in document["best"]]
     assert steps == sorted(steps) and len(steps) == 3
     for best in document["best"]:
-        words = ("--plan", best["plan_text"], "--microbatch", str(best["microbatch"]))
-        again = meshwise("estimate", *ARGUMENTS[1:], *words, "--json").document
+        again = priced_again(meshwise, ARGUMENTS[1:], best)
         for key in ("step_s", "mfu", "memory_bytes"):
             assert again[key] == best[key]
 
@@ -420,8 +421,7 @@ def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
     job = (*ARGUMENTS, "--software", "|".join(names), "--plan", few, "--json")
     document = meshwise(*job).document
     for name, version in zip(names, document["versions"], strict=True):
-        words = ("--plan", version["plan_text"], "--microbatch", str(document["best"][0]["microbatch"]))
-        priced = meshwise("estimate", *ARGUMENTS[1:], *words, "--json").document
+        priced = priced_again(meshwise, ARGUMENTS[1:], document["best"][0] | version)
         assert priced["plan"]["software"] == name and priced["step_s"] == version["step_s"]
         alone = meshwise(*ARGUMENTS, "--plan", f"{few},software={name}", "--top", "1", "--json").document
         assert alone["best"][0]["step_s"] == version["best"]["step_s"] <= version["step_s"]
@@ -456,43 +456,35 @@ def test_nothing_fits_is_exit_1(meshwise) -> None:
     assert "none fits" in done.out
     miss = meshwise(*arguments, "--json").document["nearest_miss"]
     assert miss["short_bytes"] == pytest.approx(miss["memory_bytes"] - 0.92 * 16.94e9)
-    again = meshwise(
-        "estimate", *arguments[1:4], "--plan", miss["plan_text"], "--batch", "8", "--microbatch",
-        str(miss["microbatch"]), "--json",
-    ).document  # fmt: skip
+    again = priced_again(meshwise, (*arguments[1:4], "--batch", "8"), miss)
     assert again["memory_bytes"]["total"] == pytest.approx(miss["memory_bytes"], rel=1e-12)
     done = meshwise("search", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=5", "--batch", "8")
     assert done.code == 1 and "8 ranks do not divide by tp=5" in done.out
 
 
 def test_a_study_is_its_searches(meshwise) -> None:
-    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1")
-    study = meshwise(*arguments, *few, "--vary", "gpus=8|32,memory=1|0.5", "--json").document
+    study = meshwise(*LLAMA, *few, "--vary", "gpus=8|32,memory=1|0.5", "--json").document
     assert [(one["gpus"], one["memory"]) for one in study["points"]] == [(8, 1), (8, 0.5), (32, 1), (32, 0.5)]
     for one in study["points"]:
         cluster = ("--cluster", f"h100-80g-sxm:{one['gpus']}", "--memory-frac", str(0.92 * one["memory"]))
-        alone = meshwise(*arguments[:2], *cluster, *arguments[4:], *few, "--json").document["best"][0]
+        alone = meshwise(*LLAMA[:2], *cluster, *LLAMA[4:], *few, "--json").document["best"][0]
         assert (alone["plan_text"], alone["step_s"]) == (one["plan_text"], one["step_s"])
     for measure, front in study["fronts"].items():
-        chosen = [study["points"][i] for i in front]
+        kept = [study["points"][i] for i in front]
         for one in study["points"]:
-            assert any(
-                kept["s_per_token"] <= one["s_per_token"] and kept[measure] <= one[measure] for kept in chosen
-            )
+            assert any(all(of[name] <= one[name] for name in ("s_per_token", measure)) for of in kept)
 
 
 def test_weak_scaling_grows_the_batch(meshwise) -> None:
-    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1", "--vary", "gpus=8|16|64", "--weak")
-    study = meshwise(*arguments, *few, "--json").document
+    study = meshwise(*LLAMA, *few, "--json").document
     assert [one["batch"] for one in study["points"]] == [16, 32, 128]
 
 
 def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:
-    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     few = ("--plan", "tp=1|2|4,schedule=1f1b,vpp=1,recompute=none", "--assumptions", "--json")
-    document = meshwise(*arguments, *few).document
+    document = meshwise(*LLAMA, *few).document
     first = document["best"][0]["step_s"]
     for one in document["assumptions"]:
         assert one["factor"] <= 1
@@ -502,14 +494,12 @@ def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:
 
 
 def test_files_hold_what_was_found(meshwise, tmp_path) -> None:
-    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     files = ("--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png"))
     run = ("--tokens", "1e12", "--price", "2", "--watts", "500")
-    document = meshwise(*arguments, *files, *run, "--json").document
+    document = meshwise(*LLAMA, *files, *run, "--json").document
     rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
-    assert [float(row["step_s"]) for row in rows if row["kind"] == "best"] == [
-        best["step_s"] for best in document["best"]
-    ]
+    steps = [float(row["step_s"]) for row in rows if row["kind"] == "best"]
+    assert steps == [best["step_s"] for best in document["best"]]
     best = document["best"][0]
     assert best["cost"] == pytest.approx(2 * best["gpu_hours"])
     assert best["energy_joules"] == pytest.approx(500 * 3600 * best["gpu_hours"])
