@@ -27,6 +27,7 @@ import numpy as np
 from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, measured_cluster
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
+from meshwise.core.refusals import refuse
 from meshwise.cost.collective import carried_out, collective_s
 from meshwise.machine.hardware import Level, Link
 from meshwise.trace.collectives import Collective as Seen
@@ -56,16 +57,10 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
     summary.check_readable()
     ops = op_rates(summary.traces)
     matrix = _rates([one for one in ops if one.flop], "flop")
-    if not matrix:
-        raise DataError(f"the traces show no matmul {_MIN_CALLS} times; record more steps, and record_shapes")
     large = _large(ops)
     steady = [one for one in large if one.spread_frac <= _MAX_SPREAD_FRAC]  # not those into fresh pages
     moved = _rates(steady or large, "bytes", by_dtype=False)
-    if not moved:
-        raise DataError(
-            f"the memory rate needs elementwise operators on {_IN_CACHE_BYTES:.0e} bytes, and the traces "
-            f"show none {_MIN_CALLS} times; record more steps, of a larger job"
-        )
+    refuse("rates of traces", DataError, matrix=matrix, moved=moved, size=_IN_CACHE_BYTES, calls=_MIN_CALLS)
     by_sharing = _wires(summary)
     levels = _links(summary.traces, by_sharing, moved[""])
     wires = sorted(itertools.chain(*by_sharing.values()), key=lambda one: -one.count * one.wire_s)
@@ -114,13 +109,9 @@ def _rates(ops: Sequence[OpRate], of: str, *, by_dtype: bool = True) -> dict[str
         if count < _MIN_CALLS:
             continue
         error = math.sqrt(sum((one.spread_frac * _usual_s(one)) ** 2 / one.count for one in rows)) / seconds
-        if (error := _ERROR_OF_MEDIAN * error) > _MAX_ERROR_FRAC:
-            what = f"{dtype} matmuls" if by_dtype else "elementwise operators"
-            raise DataError(
-                f"the times of {what} differ by so much that {count} calls show the rate to {error:.0%}, and "
-                f"{_MAX_ERROR_FRAC:.0%} are needed; record more steps, leave out the first (--steps), or "
-                "capture on an idle machine"
-            )
+        what = f"{dtype} matmuls" if by_dtype else "elementwise operators"
+        names = {"what": what, "count": count, "error": _ERROR_OF_MEDIAN * error, "most": _MAX_ERROR_FRAC}
+        refuse("noise of traces", DataError, **names)
         found[dtype] = sum(one.count * float(getattr(one, of)) for one in rows) / seconds
     return found
 
@@ -189,11 +180,7 @@ def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
     links = (Link(speed, latency, math.inf),)
     wrong = [abs(float(collective_s(kind, size, n, links=links)) / time - 1) for kind, size, n, time in calls]
     error = float(np.average(wrong, weights=weights))
-    if error > _MAX_LINK_ERROR_FRAC:
-        raise DataError(
-            f"no bandwidth and latency explain the collectives over {name}: they miss by {error:.0%}; leave "
-            "out the first steps (--steps), or capture on links that carry nothing else"
-        )
+    refuse("link of traces", DataError, name=name, error=error, most=_MAX_LINK_ERROR_FRAC)
     return Level(name=name, bytes_per_s=speed, latency_s=latency)
 
 

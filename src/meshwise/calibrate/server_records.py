@@ -10,7 +10,6 @@ A record without a rate or a number of clients sent all requests at once.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import msgspec
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_text
+from meshwise.core.refusals import refuse
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop
 
 MOST_BYTES = 2**28
@@ -126,10 +126,7 @@ def _checked(
     where: str, num: int, lengths: Lengths, rate: Any, clients: Any, ttft_ms: Any, tpot_ms: Any
 ) -> ServerRecord:
     ttft_s, tpot_s = (1e-3 * float(number or 0.0) for number in (ttft_ms, tpot_ms))
-    positive = (num, lengths.prompt, ttft_s, 1.0 if rate is None else float(rate))
-    if not all(0 < number < math.inf for number in positive):
-        raise DataError(f"{where}: requests, tokens, rate and latencies must be above zero")
     rate = None if rate is None else float(rate)
-    if rate is not None and clients and rate * (ttft_s + lengths.output * tpot_s) > 0.8 * clients:
-        raise DataError(f"{where}: {clients} clients hold {rate:g} requests/s back; measure one of them")
+    names = {"num": num, "lengths": lengths, "rate": rate, "clients": clients}
+    refuse("server record", DataError, f"{where}: ", ttft_s=ttft_s, tpot_s=tpot_s, **names)
     return ServerRecord(where, num, lengths, rate, int(clients or num), ttft_s, tpot_s or None)

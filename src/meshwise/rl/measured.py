@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import DataError, PlanError
+from meshwise.core.refusals import refuse
 from meshwise.core.units import DTYPE_BYTES
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -60,33 +62,27 @@ def framework_of(row: Mapping[str, str], without: str = "") -> RlFramework:
 
 def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
     """A row in our words; a MeshwiseError says what is not expressed."""
-    if row["mode_kind"] not in MODES:
-        raise DataError(f"column mode_kind: {row['mode_kind']!r} is none of {', '.join(MODES)}")
-    if row.get("multi_turn") == "1":
-        raise DataError("column multi_turn: no column states the turns of an environment, or its time")
-    row = {**row, "model": row.get("preset") or row.get("model") or ""}
-    for column in ("model", "chip", "response_len_mean"):
-        if not row.get(column):
-            raise DataError(f"column {column} is empty")
+    row = defaultdict(str, row, model=row.get("preset") or row.get("model") or "")
+    refuse("measured step of rl", DataError, row=row, modes=MODES, known=", ".join(MODES))
     model, rollouts = find_model(row["model"]), _rollouts(row)
-    has_reference = row.get("algorithm", "").upper() not in WITHOUT_REFERENCE
+    has_reference = row["algorithm"].upper() not in WITHOUT_REFERENCE
     gpus = _count(row, "gpus") or (_count(row, "gpus_rollout") or 0) + (_count(row, "gpus_train") or 0)
     cluster = find_cluster(f"{row['chip']}:{gpus}")
     pack, per_step = _count(row, "pack_length"), _count(row, "train_global_batch")
     scored = _count(row, "logprob_batch_size")
-    dtype = row.get("dtype") or "bf16"
+    dtype = row["dtype"] or "bf16"
     if dtype not in DTYPE_BYTES:
         raise PlanError(f"column dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
     split, overlapped = row["mode_kind"] != "colocated", row["mode_kind"] == "async"
     asked = OpenJob(
         model=model, cluster=cluster, rollouts=rollouts, framework=framework, mode=row["mode_kind"],
         rollout_gpus=_count(row, "gpus_rollout") if split else None, reference=has_reference,
-        memory_frac=float(row.get("rollout_memory_frac") or 0) or None, old_logprobs=True,
+        memory_frac=float(row["rollout_memory_frac"] or 0) or None, old_logprobs=True,
         train_plan=_train_plan(row, dtype, model.moe is not None),
         updates=max(rollouts.num_samples // per_step, 1) if per_step else 1,
         pack_length=pack, score_tokens=pack * scored if pack and scored else None,
-        staleness=max(math.ceil(float(row.get("staleness") or 1)), 1) if overlapped else None,
-        partial=row.get("partial_rollout") == "1" if overlapped else None,
+        staleness=max(math.ceil(float(row["staleness"] or 1)), 1) if overlapped else None,
+        partial=row["partial_rollout"] == "1" if overlapped else None,
     )  # fmt: skip
     frac, tp = asked.usual_memory_frac, _count(row, "rollout_tp")
     engine = smallest_engine(model, cluster, rollouts, frac, dtype) if tp is None else Plan(
@@ -96,13 +92,9 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
 
 
 def _rollouts(row: Mapping[str, str]) -> Rollouts:
-    counts = {name: _count(row, name) for name in ("prompts_per_step", "samples_per_prompt", "prompt_len")}
+    names = ("prompts_per_step", "samples_per_prompt", "prompt_len")
+    prompts, samples, prompt = (count(row, name) for name in names)
     cap, pack = _count(row, "response_len_max"), _count(row, "pack_length")
-    if missing := [name for name, count in counts.items() if count is None]:
-        raise DataError(f"column {missing[0]} is empty")
-    prompts, samples, prompt = (count or 1 for count in counts.values())
-    if cap is None and pack is None:
-        raise DataError("columns response_len_max and pack_length are empty: nothing caps the answers")
     longest = pack - prompt if pack else cap
     return Rollouts(
         prompts=prompts, samples=samples, prompt=prompt, output=float(row["response_len_mean"]),
@@ -112,13 +104,13 @@ def _rollouts(row: Mapping[str, str]) -> Rollouts:
 
 def _train_plan(row: Mapping[str, str], dtype: str, has_experts: bool) -> Plan:
     degrees = {axis: _count(row, f"train_{axis}") or 1 for axis in ("tp", "pp", "cp", "ep")}
-    stated: dict[str, Any] = {"recompute": row.get("train_recompute") or "none", "dtype": dtype}
-    is_fsdp = not row.get("train_framework", "").startswith("Megatron")
-    zero = int(row.get("train_zero") or (3 if is_fsdp else 1))
+    stated: dict[str, Any] = {"recompute": row["train_recompute"] or "none", "dtype": dtype}
+    is_fsdp = not row["train_framework"].startswith("Megatron")
+    zero = int(row["train_zero"] or (3 if is_fsdp else 1))
     stated |= {"implementation": "fsdp2" if is_fsdp else "megatron", "etp": 1 if has_experts else None}
     return Plan(zero=zero, **(stated | degrees))
 
 
 def _count(row: Mapping[str, str], column: str) -> int | None:
     """The whole number of a cell; None where it is empty."""
-    return count(row, column) if row.get(column) else None
+    return count(row, column) if row[column] else None

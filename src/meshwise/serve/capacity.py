@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.serve.engine import Engine
 from meshwise.serve.load import Fleet, pools_of
@@ -47,14 +48,10 @@ def autoscaled(
 ) -> Fleet:
     """`fleet` with the autoscaler that `text` describes; WorkloadError for what it cannot scale."""
     utilization, settings = parse_autoscale(text)
-    if fleet.prefill is not None:
-        raise WorkloadError("autoscale is of one pool; leave prefill_plan and prefill_cluster out")
-    if utilization is None and not limits.any:
-        raise WorkloadError("autoscale sla needs limits; give ttft_ms or token_ms too")
+    share = Autoscaling(utilization or 1.0, **settings)
+    refuse("autoscale", WorkloadError, fleet=fleet, share=utilization, limits=limits, of=share)
     rate = requests_per_s(fleet, load, engine, None if utilization else limits)
-    scaling = Autoscaling((utilization or 1.0) * rate, **settings)
-    if scaling.least > scaling.most:
-        raise WorkloadError(f"autoscale: min={scaling.least} is more than max={scaling.most}")
+    scaling = replace(share, requests_per_s=share.requests_per_s * rate)
     return replace(fleet, workers=max(fleet.workers, scaling.least), scaling=scaling)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwise.core.errors import DataError, PlanError, WorkloadError
 from meshwise.core.files import read_text
+from meshwise.core.refusals import refuse
 from meshwise.cost.routing import Shares, busiest_rank, inclusion
 from meshwise.model.architecture import MoE
 from meshwise.serve.serving import Serving
@@ -23,10 +24,7 @@ def unevenly_routed(serving: Serving, *, skew: float = 0.0, loads: Path | None =
     moe = serving.model.moe
     if moe is None:
         raise PlanError(f"loads of experts are stated but {serving.model.name} has none; leave them out")
-    if not 0 <= skew < 10:
-        raise WorkloadError(f"expert_skew={skew:g} must be from 0 to 10")
-    if loads is not None and skew:
-        raise WorkloadError("expert_skew and expert_loads are two kinds of loads; give one")
+    refuse("expert loads", WorkloadError, skew=skew, loads=loads)
     shares = inclusion(moe.num_experts, moe.top_k, skew) if loads is None else read_loads(loads, moe)
     busiest = busiest_rank(shares, int(serving.mesh.ep), moe.copies)
     plan = replace(serving.mesh.plan, imbalance=busiest)

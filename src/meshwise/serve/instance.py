@@ -96,10 +96,7 @@ class Instance:
             for rank in range(worker.ranks)
         ]
         self.number = self.sent = self.sent_tokens = 0
-        self.start_s, self.bound_s = (
-            0.0,
-            math.inf,
-        )  # the latter: before it nothing happens that others hear of
+        self.start_s, self.bound_s = 0.0, math.inf  # before the latter nothing happens that others hear of
         self.stop_s: float | None = None
         self.turn, self.under_way = 0, [0] * worker.ranks  # requests of each rank
         self.links_s = [0.0] * worker.ranks  # when each rank's link to the tiers is free

@@ -23,6 +23,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import parse_file
 from meshwise.core.ledger import COLLECTIVES
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import cluster_names, find_cluster
 from meshwise.published.nersc.paper import (
     GB,
@@ -164,16 +165,7 @@ def _cut(inputs: Any, where: str) -> PaperCut:
     strategy = _STRATEGIES[inputs.strategy]
     m1, m2 = _degrees(config, ("tp",) if strategy == "1d" else ("m1", "m2"), where)
     attention = config.attention or ("separate" if config.flash is False else "fused")
-    for unknown, what in (
-        (config.nb is not None and strategy != "2d", "nb"),
-        (attention == "summa" and strategy != "2d", "attention"),
-        (config.flash is not None and config.flash != (attention == "fused"), "flash"),
-    ):
-        if unknown:
-            raise DataError(
-                f"{where}.{what} is {getattr(config, what)}, which does not go with strategy "
-                f"{inputs.strategy} and attention {attention}; leave it out"
-            )
+    refuse("nersc case", DataError, where, config=config, strategy=inputs.strategy, attention=attention)
     return PaperCut(
         strategy=strategy, microbatch=config.mbs, seq=model.l, hidden=model.e, ffn=model.f, heads=model.h,
         m1=m1, m2=m2, panels=config.nb or system.summa_nb, attention=attention,
@@ -199,10 +191,7 @@ def _system(entry: Any) -> PaperSystem:
 
 def _collective_s(one: Any, systems: dict[str, PaperSystem], where: str) -> float:
     """Seconds of `one` on the published machine of that name, else on that of a case of the file."""
-    if one.op not in _KINDS:
-        raise DataError(f"{where}: op {one.op!r} is unknown; choose one of {', '.join(_KINDS)}")
-    if one.in_fast_domain > min(one.n_gpus, one.nvlink_size):
-        raise DataError(f"{where}: in_fast_domain is {one.in_fast_domain:g}, more than n_gpus or nvlink_size")
+    refuse("nersc collective", DataError, f"{where}: ", one=one, kinds=_KINDS, known=", ".join(_KINDS))
     preset = f"nersc-{one.system.lower()}"
     if preset in cluster_names():
         system = paper_system(find_cluster(preset))
