@@ -23,7 +23,7 @@ from meshwise.calibrate.server_records import ServerRecord
 from meshwise.core.errors import WorkloadError
 from meshwise.core.toml import toml_text
 from meshwise.serve.engine import FITTED, Engine
-from meshwise.serve.load import Fleet, pools_of
+from meshwise.serve.load import Fleet, has_room, pools_of
 from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.simulate import simulate
 
@@ -98,17 +98,17 @@ def fit_server(
     WorkloadError where it has no room for a sequence.
     """
     requests = [record.requests for record in records]
-    pools = [pools_of(fleet(*each.mean_tokens), each, engine) for each in requests]
-    if not pools or not all(pools):
+    fleets = [fleet(*each.mean_tokens) for each in requests]
+    if not fleets or not all(map(has_room, fleets)):
         raise WorkloadError("no sequence has room beside the weights; check model, cluster and plan")
+    pools = [pools_of(of, each, engine) for of, each in zip(fleets, requests, strict=True)]
     measured = np.array([(record.ttft_s, record.tpot_s or math.nan) for record in records])
 
     def predict(step: Array) -> Array:
         def moved(times: PassTimes) -> PassTimes:
             return replace(times, engine=_moved(times.engine, step))
 
-        known = zip(requests, pools, strict=True)
-        served = [simulate(each, of.with_times(moved)) for each, of in known if of]
+        served = [*map(simulate, requests, (of.with_times(moved) for of in pools))]
         tpot_s = [one.tpot_s.mean() if one.tpot_s.size else math.nan for one in served]
         return np.column_stack([[one.ttft_s.mean() for one in served], tpot_s])
 

@@ -30,7 +30,7 @@ from meshwise.estimate.intervals import Spread
 from meshwise.model.find import find_model
 from meshwise.serve import inferencex, measured
 from meshwise.serve.engine import Constants, fitted
-from meshwise.serve.load import LoadResult, pools_of
+from meshwise.serve.load import LoadResult, has_room, pools_of
 from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.simulate import Pools, simulate
 
@@ -129,10 +129,10 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
     """The latencies of a row, simulated with every constant as it is, then with each of them larger."""
     try:
         of = measured.point(row)
+        if not has_room(of.fleet):
+            return
         pools = pools_of(of.fleet, of.requests, of.engine)
     except MeshwiseError:
-        return
-    if pools is None:
         return
 
     def load(pools: Pools) -> LoadResult:

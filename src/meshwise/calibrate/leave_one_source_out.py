@@ -25,6 +25,7 @@ from meshwise.calibrate.robust import LinearMisses
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.errors import DataError
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import catalog_toml
 from meshwise.estimate import intervals
 from meshwise.estimate.intervals import Spread, Spreads
@@ -145,15 +146,12 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
     if not priced and any(row.left_out for row in validation.rows):  # of tables that have them already
         return validation
     for name in QUANTITIES:
-        if len({publication(each.run.source) for each in priced if getattr(each.run, name)}) < 2:
-            raise DataError(
-                f"--leave-one-source-out needs training runs of two sources that measured {name}; "
-                "name them by --runs, or leave both out for the runs that ship with the package"
-            )
+        sources = {publication(each.run.source) for each in priced if getattr(each.run, name)}
+        refuse("leave one source out", DataError, name=name, sources=sources)
     found = misses_by_others(priced, fit_steps.catalog_constants())
     runs = {each.run.id: each for each in found.runs}
-    sources = dict.fromkeys(publication(each.run.source) for each in found.runs)
-    known = {source: found.spreads(without=source) for source in sources}
+    of_source = dict.fromkeys(publication(each.run.source) for each in found.runs)
+    known = {source: found.spreads(without=source) for source in of_source}
 
     def with_left_out(row: Prediction) -> Prediction:
         miss = found.by_source.get(row.quantity, {}).get(row.id)

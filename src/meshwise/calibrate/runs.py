@@ -25,6 +25,7 @@ import msgspec
 from meshwise.calibrate.table import BadCell, BadRow, header, read_each
 from meshwise.core.errors import DataError, ModelError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.model.find import find_model
 
 _KINDS: dict[str, Any] = {
@@ -113,13 +114,10 @@ def is_iterations(names: Sequence[str]) -> bool:
 
 def _check_header(path: Path, names: Sequence[str]) -> None:
     wanted = _ITERATION_COLUMNS if is_iterations(names) else _REQUIRED
-    if missing := [name for name in wanted if name not in names]:
-        raise DataError(
-            f"{path}, line 1: the header lacks the column {', '.join(missing)}; a table of runs has "
-            f"{', '.join(_REQUIRED)} and one of {', '.join(MEASURED)}"
-        )
-    if not {*MEASURED, "measured_ms"} & set(names):
-        raise DataError(f"{path}, line 1: no measured column; add one of {', '.join(MEASURED)}")
+    lacks = ", ".join(name for name in wanted if name not in names)
+    known: dict[str, Any] = {"required": ", ".join(_REQUIRED), "known": ", ".join(MEASURED), "lacks": lacks}
+    known["is_measured"] = not {*MEASURED, "measured_ms"}.isdisjoint(names)
+    refuse("header of runs", DataError, f"{path}, line 1: ", **known)
     for name in unread_columns(names):
         if near := difflib.get_close_matches(name, _TYPES, n=1, cutoff=0.8):
             raise DataError(f"{path}, line 1: no column is called {name!r}; do you mean {near[0]!r}?")

@@ -20,6 +20,7 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.plan.plan import Plan
 from meshwise.rl.engines import Drain, drain
 from meshwise.rl.framework import OVERLAPPED
@@ -275,11 +276,7 @@ def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
 def best_split(asked: OpenJob, hear: Hear = unheard) -> RlAnswer:
     """The best candidates; PlanError where there is none."""
     looked = _looked(asked, hear)
-    if not looked:
-        raise PlanError(
-            f"no split of {asked.cluster.num_chips} GPUs holds {asked.model.name}: no engine or no training "
-            "plan fits; use more GPUs, or state the plans to see what is short"
-        )
+    refuse("split of rl", PlanError, looked=looked, asked=asked)
     bound = asked.staleness or (1 if not asked.mode else max(job.staleness for _, job in looked))
     each_mode: dict[tuple[str, int], list[RlJob]] = {}
     for _, job in looked:

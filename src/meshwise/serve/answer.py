@@ -15,6 +15,7 @@ import msgspec
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
@@ -185,11 +186,7 @@ def answer(
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
     """Numbers of running sequences to show; by default powers of two of sequences, up to what fits."""
     for count in sequences:
-        if count < 1 or count % serving.groups:
-            over = f"dp={serving.dp}" + (f" x pp={serving.mesh.pp:g}" if serving.mesh.pp > 1 else "")
-            raise WorkloadError(
-                f"{count} sequences cannot be spread over {over}; use a multiple of {serving.groups}"
-            )
+        refuse("sequences", WorkloadError, count=count, of=serving, pp=serving.mesh.pp)
     return tuple(sequences) or tuple(est.batches(serving))
 
 

@@ -16,7 +16,7 @@ from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.serve.engine import Engine
-from meshwise.serve.load import Fleet, pools_of
+from meshwise.serve.load import Fleet, has_room, pools_of
 from meshwise.serve.requests import SEED, Requests
 from meshwise.serve.simulate import Autoscaling, LatencyLimits, Served, simulate
 from meshwise.serve.stationary import RequestStream
@@ -60,9 +60,10 @@ def requests_per_s(
 ) -> float:
     """Requests a second that one worker of `fleet` takes: within `limits`, or (None) saturated."""
     sample = _sample(load)
-    pools = pools_of(replace(fleet, workers=1, prefill=None, scaling=None), sample, engine)
-    if pools is None:
+    one = replace(fleet, workers=1, prefill=None, scaling=None)
+    if not has_room(one):
         raise WorkloadError("no sequence has room beside the weights of a replica; use more GPUs for each")
+    pools = pools_of(one, sample, engine)
     gaps = np.cumsum(np.random.default_rng(SEED).exponential(1.0, len(sample.prompt)))
 
     def at(rate: float) -> Served:

@@ -25,6 +25,7 @@ import msgspec
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import read_toml
 from meshwise.estimate.intervals import Interval, Spread
 from meshwise.machine.hardware import Chip
@@ -239,11 +240,7 @@ def parse_engine(text: str) -> Engine:
         engine = read_engine(Path(name))
     else:
         name, _, version = name.partition("@")
-        if name not in ENGINES:
-            raise WorkloadError(
-                f"no engine is called {name!r}; choose one of {', '.join(ENGINES)}, or a file of "
-                "`calibrate --serving`"
-            )
+        refuse("engine", WorkloadError, name=name, engines=ENGINES, known=", ".join(ENGINES))
         if version and not _order(version):
             raise WorkloadError(f"engine: {version!r} is no version; write {name}@{ENGINES[name].version}")
         engine = of_version(name, version) if version else ENGINES[name]

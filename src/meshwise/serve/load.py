@@ -374,13 +374,11 @@ def under_load(
 ) -> LoadResult | None:
     """Serve `requests`, a stream until it has settled; None where one sequence has no room."""
 
-    if not _has_room(fleet):
+    if not has_room(fleet):
         return None
 
     def serve(drawn: Requests) -> Served:
-        pools = pools_of(fleet, drawn, engine)
-        assert pools is not None
-        return simulate(drawn, pools)
+        return simulate(drawn, pools_of(fleet, drawn, engine))
 
     if isinstance(requests, Requests):
         return LoadResult(fleet, requests, engine, serve(requests), limits)
@@ -388,21 +386,15 @@ def under_load(
     return LoadResult(fleet, drawn, engine, served, limits, window)
 
 
-def _has_room(fleet: Fleet) -> bool:
+def has_room(fleet: Fleet) -> bool:
     """Whether every group of each pool has room for one request."""
     return all(cache_tokens(of) >= (of.prompt + of.output) * of.groups for of, _ in fleet.pools)
 
 
-def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
-    """The workers of `fleet` with the times of their passes; None where one sequence has no room."""
+def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:
+    """The workers of `fleet`, which has room for a sequence, with the times of their passes."""
     serving = fleet.serving
-    if requests.longest > serving.model.max_seq:
-        raise WorkloadError(
-            f"a request of {requests.longest} tokens is more than the {serving.model.max_seq} of "
-            f"{serving.model.name}; leave longer ones out"
-        )
-    if not _has_room(fleet):
-        return None
+    refuse("longest request", WorkloadError, longest=requests.longest, model=serving.model)
     first, transfer_s = None, 0.0
     if fleet.prefill is not None:
         transfer_s = fleet.prefill.cluster.levels[-1].latency_s
@@ -416,11 +408,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
 
 def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offload | None) -> ServingWorker:
     tokens, engine = cache_tokens(serving), engine.on(serving.cluster.chip)
-    if requests.longest > tokens:
-        raise WorkloadError(
-            f"a request of {requests.longest} tokens is more than the cache of {tokens}; use more GPUs or a "
-            "narrower kv_dtype"
-        )
+    refuse("request in a cache", WorkloadError, longest=requests.longest, tokens=tokens)
     clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.groups)
     if serving.speculation is not None:  # the simulation counts a pass for each token that one gives
         each = serving.speculation.tokens_per_pass

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import ClusterError, DataError, PlanError, WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.core.units import whole
 from meshwise.machine.hardware import Chip, Cluster, find_chip, find_cluster
 from meshwise.model.architecture import Model
@@ -88,10 +89,7 @@ def _check_room(of: MeasuredPoint, ttft_s: float | None, tpot_s: float | None) -
     prompt, output = (sum(each) / len(each) for each in (of.requests.prompt, of.requests.output))
     running = of.requests.concurrency * output * tpot_s / (ttft_s + output * tpot_s)
     room = of.fleet.workers * cache_tokens(of.fleet.serving) / (prompt + output / 2.0)
-    if running > 2.0 * room:
-        raise PlanError(
-            f"by its latencies {running:,.0f} sequences run at once; its layout has room for {room:,.0f}"
-        )
+    refuse("measured point", PlanError, running=running, room=room)
 
 
 def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Engine:

@@ -19,6 +19,7 @@ from operator import attrgetter
 from random import Random
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.plan.fields import number, read_field, whole
 from meshwise.serve.instance import EngineSequence, Instance
 
@@ -43,11 +44,8 @@ ROUND_ROBIN = RouterPolicy()
 def parse_router(text: str) -> RouterPolicy:
     """`least-loaded`, `prefix`, `prefix=4`, `round-robin=10`."""
     policy, equals, value = text.partition("=")
-    if policy not in POLICIES or (equals and policy not in _NUMBERS):
-        raise WorkloadError(
-            f"router {text} must be one of {', '.join(POLICIES)}, prefix=WEIGHT as in prefix=4, or "
-            "round-robin=FRONTENDS"
-        )
+    known = _NUMBERS if equals else POLICIES
+    refuse("router", WorkloadError, text=text, policy=policy, known=known, policies=", ".join(POLICIES))
     numbers = {_NUMBERS[policy]: read_field(policy, value, _FIELDS, WorkloadError)} if equals else {}
     return RouterPolicy(policy, **numbers)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import ClusterError
+from meshwise.core.refusals import refuse
 from meshwise.core.units import Num, require_positive
 from meshwise.machine.hardware import Chip, Level, chips, find_chip, find_cluster
 
@@ -50,10 +51,8 @@ class Device:
             require_positive(getattr(self, what), f"device {self.name}: {what}", finite=False)
         for what in ("inner_bytes_per_s", "outer_bytes_per_s"):
             require_positive(getattr(self, what), f"device {self.name} has no network: {what}", finite=False)
-        if not np.all((np.asarray(self.utilization) >= 1e-6) & (np.asarray(self.utilization) <= 1)):
-            raise ClusterError(
-                f"device {self.name}: utilization is {self.utilization}; it must be from 1e-6 to 1"
-            )
+        least, most = np.min(self.utilization), np.max(self.utilization)
+        refuse("frontier device", ClusterError, of=self, least=least, most=most)
 
     def flat(self) -> Device:
         """The same device with every rank of the cluster in one domain."""
