@@ -40,14 +40,8 @@ FLASH_TILE = 128.0
 PULL = 0.05
 MIN_ROWS = 25
 
-_BOXES = read_catalog("search_boxes.toml")
-GEMM, CAST, ATTENTION, BACKWARD, DECODE, EXPERTS, ACTIVATION = (
-    _BOXES[kind] for kind in ("gemm", "cast", "attention", "backward", "decode", "experts", "activation")
-)
-LINK, OWN_PART, DISPATCH, PEER, SWITCH, HOST, TREE = (
-    _BOXES[kind] for kind in ("link", "own_part", "dispatch", "peer", "switch", "host", "tree")
-)
-"""Constants and where their search starts: (start, least, most)."""
+BOXES = read_catalog("search_boxes.toml")
+"""Constants by kind and where their search starts: (start, least, most)."""
 
 
 # --- fitting -----------------------------------------------------------------------------------
@@ -292,7 +286,7 @@ def fit_all(paths: Sequence[Path], *, checked: str) -> FitReport:
 def _fit_gemms(bench: _Bench) -> None:
     """bf16 first: its launch and memory bandwidth hold for streaming kernels, casts and other dtypes too."""
     for chip, rows in bench.by_chip(_plain_gemm("bf16")):
-        gemm = bench.fit(chip, rows, {"gemm.bf16": GEMM}, {"gemm.bf16": CLASSES["gemm"](tiled=True)})
+        gemm = bench.fit(chip, rows, {"gemm.bf16": BOXES["gemm"]}, {"gemm.bf16": CLASSES["gemm"](tiled=True)})
         streaming = CLASSES["memory"](launch_s=gemm.launch_s, memory_frac=gemm.memory_frac)
         bench.tables.setdefault("memory.kernel", {})[chip.name] = streaming
     for name in ("fp8", "fp4", "fp8-trtllm"):
@@ -312,7 +306,7 @@ def _fit_best_gemm(bench: _Bench, row: Measurement) -> None:
     """
     chip, key = find_chip(row.chip), f"gemm.{row.variant}"
     inherited = lookup(bench.tables[key], chip)[0]
-    fitted = bench.fit(chip, [row], {key: {"peak_frac": GEMM["peak_frac"]}}, {key: inherited})
+    fitted = bench.fit(chip, [row], {key: {"peak_frac": BOXES["gemm"]["peak_frac"]}}, {key: inherited})
     for dtype in ("fp8", "fp4") if row.variant == "bf16" else ():
         table = bench.tables.get(f"gemm.{dtype}")
         if table and chip.name not in table and dtype in chip.matrix_flop_per_s:
@@ -328,13 +322,14 @@ def _plain_gemm(name: str) -> Callable[[Measurement], bool]:
 
 def _fit_narrow_gemm(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:
     """The matmuls of one dtype below bf16 and, where the rows include it, the cast of their left operand."""
-    own = bench.tables["gemm.bf16"].get(chip.name, CLASSES["gemm"](launch_s=GEMM["launch_s"][0]))
+    own = bench.tables["gemm.bf16"].get(chip.name, CLASSES["gemm"](launch_s=BOXES["gemm"]["launch_s"][0]))
     streaming = bench.tables["memory.kernel"].get(chip.name, CLASSES["memory"]())
     bases: Entries = {f"gemm.{name}": CLASSES["gemm"](tiled=True, launch_s=own.launch_s)}
     bases[f"cast.{name}"] = CLASSES["cast"](memory_frac=streaming.memory_frac)
-    boxes: dict[str, Any] = {f"gemm.{name}": {key: box for key, box in GEMM.items() if key != "launch_s"}}
+    searched = {key: box for key, box in BOXES["gemm"].items() if key != "launch_s"}
+    boxes: dict[str, Any] = {f"gemm.{name}": searched}
     if rows[0].shape["cast"]:
-        boxes[f"cast.{name}"] = CAST
+        boxes[f"cast.{name}"] = BOXES["cast"]
     bench.fit(chip, rows, boxes, bases)
 
 
@@ -351,15 +346,15 @@ def _fit_attention(bench: _Bench) -> None:
     for chip, rows in bench.by_chip(lambda row: row.op == "attention" and not native(row)):
         _fit_flash(bench, rows[0].software, chip, rows)
     for name, chip, rows in bench.each("decode"):
-        bench.fit(chip, rows, {f"decode.{name}": DECODE})
+        bench.fit(chip, rows, {f"decode.{name}": BOXES["decode"]})
 
 
 def _fit_flash(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:
     """A chip without rows of the backward keeps the backward of the chip where its search starts."""
     donor = bench.donor("attention.flash", chip)
-    backward_frac = donor.backward_frac if donor else BACKWARD["backward_frac"][0]
+    backward_frac = donor.backward_frac if donor else BOXES["backward"]["backward_frac"][0]
     base = CLASSES["attention"](tile=FLASH_TILE, backward_frac=backward_frac)
-    box = ATTENTION | (BACKWARD if any(row.shape["passes"] > 1 for row in rows) else {})
+    box = BOXES["attention"] | (BOXES["backward"] if any(row.shape["passes"] > 1 for row in rows) else {})
     bench.fit(chip, rows, {"attention.flash": box}, {"attention.flash": base}, keep_as=f"attention.{name}")
 
 
@@ -371,16 +366,16 @@ def _fit_links(bench: _Bench) -> None:
 
     Slingshot has a sweep over nodes; the other networks start there and move only what their few rows show.
     """
+    link = BOXES["link"]
     for chip, rows in bench.by_chip(lambda row: row.op == "collective" and not row.software):
-        can_add = not on_pcie(chip.levels) and chip.generation not in _WITHOUT_SWITCH_SUMS
-        box = LINK | OWN_PART | (HOST if on_pcie(chip.levels) else {}) | (SWITCH if can_add else {})
-        bench.fit(chip, rows, {"inner.link": box})
-    slow_start = {"quick_latency": (1.2, 0.02, 5.0), "quick_frac": (0.1, 0.02, 1.0)}
+        can_add = chip.generation not in _WITHOUT_SWITCH_SUMS
+        own = BOXES["host"] if on_pcie(chip.levels) else BOXES["switch"] if can_add else {}
+        bench.fit(chip, rows, {"inner.link": link | BOXES["own_part"] | own})
     base = None
     for network, box in (
-        ("slingshot", LINK | slow_start | TREE),
-        ("efa", {name: LINK[name] for name in ("launch_s", "quick_frac", "bulk_latency", "bulk_frac")}),
-        ("infiniband", {"bulk_frac": LINK["bulk_frac"]}),
+        ("slingshot", link | BOXES["slow_start"] | BOXES["tree"]),
+        ("efa", {name: link[name] for name in ("launch_s", "quick_frac", "bulk_latency", "bulk_frac")}),
+        ("infiniband", {"bulk_frac": link["bulk_frac"]}),
     ):
         if rows := [row for row in bench.rows if row.software == network]:
             rows = [row for row in rows if row.chip == rows[0].chip]
@@ -396,31 +391,23 @@ def _fit_libraries(bench: _Bench) -> None:
     library that they leave large tensors to.
     """
     for name, chip, rows in bench.each("experts"):
-        box = EXPERTS | (ACTIVATION if name in ACTIVATES_ALL else {})
+        box = BOXES["experts"] | (BOXES["activation"] if name in ACTIVATES_ALL else {})
         bench.fit(chip, rows, {f"experts.{name}": box})
     for name, chip, rows in bench.each("dispatch"):
         bench.fit(chip, rows, {f"dispatch.{name}": _dispatch_box(rows)})
     for chip, rows in bench.by_chip(lambda row: row.op == "peer_all_reduce"):
-        bench.fit(chip, rows, {"peer.all_reduce": PEER})
+        bench.fit(chip, rows, {"peer.all_reduce": BOXES["peer"]})
 
 
 def _dispatch_box(rows: Sequence[Measurement]) -> dict[str, tuple[float, float, float]]:
     """What the rows of a chip exercise of the constants of an exchange of tokens."""
-
-    def values(name: str) -> set[float]:
-        return {row.shape[name] for row in rows}
-
-    box = dict(DISPATCH)
-    if len(values("ranks_per_node")) > 1:
-        box["rank_s"] = (1e-6, 1e-8, 1e-5)
-    if len(values("experts")) > 2:
-        box["expert_s"] = (1e-8, 1e-10, 1e-7)
-    nodes = {row.shape["ranks"] / row.shape["ranks_per_node"] for row in rows}
-    if len(nodes) > 1:
-        box |= {"node_s": (1e-5, 1e-7, 1e-4), "outer_frac": (0.8, 0.1, 1.2)}
-        if values("cores") != {0.0}:
-            box |= {"crowded_frac": (0.5, 0.1, 1.0), "core_bytes_per_s": (1e10, 1e9, 1e11)}
-    return box
+    node_ranks, experts, cores = (
+        {row.shape[name] for row in rows} for name in ("ranks_per_node", "experts", "cores")
+    )
+    cross = len({row.shape["ranks"] / row.shape["ranks_per_node"] for row in rows}) > 1
+    seen = {"dispatch": True, "ranks": len(node_ranks) > 1, "local_experts": len(experts) > 2}
+    seen |= {"nodes": cross, "cores": cross and cores != {0.0}}
+    return {name: box for kind, is_seen in seen.items() if is_seen for name, box in BOXES[kind].items()}
 
 
 # --- writing -----------------------------------------------------------------------------------
