@@ -183,19 +183,15 @@ def search(constants: Constants, training: Sequence[Expressed], quantity: Quanti
     return constants
 
 
-def weights_of(rows: Sequence[Expressed]) -> Array:
-    """What each row counts."""
-    counts = Counter(publication(each.run.source) for each in rows)
-    return np.array([counts[publication(each.run.source)] ** -0.5 for each in rows])
-
-
 def linearize(at: Constants, rows: Sequence[Expressed], quantity: Quantity) -> LinearMisses:
     """The misses of `rows` near the constants `at`."""
     parts = [rows[i : i + _ROWS_EACH] for i in range(0, max(len(rows), 1), _ROWS_EACH)]
     found = all_of(partial(_near, at=at, quantity=quantity), parts)
     miss, slopes = (np.concatenate(of) for of in zip(*found, strict=True))
-    sources = np.array([publication(each.run.source) for each in rows])
-    return LinearMisses(miss, slopes, weights_of(rows), (sources[:, None] == np.unique(sources)) * 1.0)
+    sources = [publication(each.run.source) for each in rows]
+    counts = Counter(sources)
+    weights = np.array([counts[source] ** -0.5 for source in sources])
+    return LinearMisses(miss, slopes, weights, (np.array(sources)[:, None] == np.unique(sources)) * 1.0)
 
 
 def _near(rows: Sequence[Expressed], at: Constants, quantity: Quantity) -> tuple[Array, Array]:

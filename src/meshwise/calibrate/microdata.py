@@ -23,6 +23,7 @@ from meshwise.calibrate.table import BadCell, BadRow, Unmodelled, header, read_e
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.core.expressions import formulas, value_of
 from meshwise.core.files import read_catalog
+from meshwise.core.units import positive
 from meshwise.cost.collective import Collective, sent_bytes
 from meshwise.machine.hardware import find_chip
 
@@ -95,11 +96,8 @@ def _converter(path: Path, names: Sequence[str]) -> Callable[[dict[str, str]], t
 
 
 def _positive(text: str, column: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1e-18 <= value <= 1e18:  # as of tables of runs
+    value = positive(text)
+    if value is None or not 1e-18 <= value <= 1e18:  # as of tables of runs
         raise BadCell(f"{text!r} is not a number above zero", column)
     return value
 

@@ -80,6 +80,15 @@ def whole(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
+def positive(text: str) -> float | None:
+    """The number above zero that `text` spells; None where it does not."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf else None
+
+
 def to_number(value: str | float, what: str) -> float:
     """The number that `value` is or spells; WorkloadError where it is none."""
     try:

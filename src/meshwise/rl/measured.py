@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.refusals import refuse
-from meshwise.core.units import DTYPE_BYTES
+from meshwise.core.units import DTYPE_BYTES, positive
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
@@ -27,7 +27,7 @@ from meshwise.rl.job import MODES, OpenJob, RlJob
 from meshwise.rl.layouts import smallest_engine
 from meshwise.rl.rollouts import Rollouts
 from meshwise.rl.step import RlStep
-from meshwise.serve.measured import count, positive
+from meshwise.serve.measured import count
 
 COLUMNS = ("software", "mode_kind", "chip", "prompts_per_step", "samples_per_prompt", "step_s")
 """Columns that every table of steps has."""

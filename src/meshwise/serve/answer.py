@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
-from meshwise.core.units import MOST_STATED
+from meshwise.core.units import MOST_STATED, positive
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.capacity import autoscaled
@@ -213,12 +212,10 @@ def parse_prices(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for word in text.split(","):
         chip, _, price = word.rpartition("=")
-        name, usd = find_chip(chip).name if chip else "", -1.0
-        with suppress(ValueError):
-            usd = float(price)
+        name, usd = find_chip(chip).name if chip else "", positive(price)
         if name in found:
             raise WorkloadError(f"price: {text!r} states two of {name or 'every chip'}; state one of each")
-        found[name] = usd
-        if not 0 < usd <= MOST_STATED:
+        if usd is None or usd > MOST_STATED:
             raise WorkloadError(f"price: {word!r} is no price; write 2.5, or h100-80g-sxm=2.5,b200-sxm=4")
+        found[name] = usd
     return found

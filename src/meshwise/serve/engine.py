@@ -179,11 +179,6 @@ class Engine:
         return usual.having(**{name: value for name, value in stated.items() if value})
 
     @property
-    def of_tokens(self) -> Engine:
-        """The engine of a pool that only decodes: it aligns no prompts."""
-        return replace(self, align_passes=0)
-
-    @property
     def title(self) -> str:
         """Its name and version, and whose settings or constants it has if these are not its own."""
         inherits = f", settings of {self.settings_of}" if self.settings_of else ""

@@ -381,13 +381,10 @@ class Instance:
         pass_s = self.times.mixed_s(spans, num, self.context / num if num else 0.0, most * len(ranks))
         self._advance(1 if num else 0, pass_s, pass_s)
         self.since, self.due = self.step, 0
-        ended = False
         for sequence, _, end in chunks:
             sequence.past = end
             if end == sequence.total:
-                ended = True
-                if self.blocks:
-                    self._keep(sequence, sequence.total)
+                self._keep(sequence, sequence.total)
                 if self.only_prompts:
                     self.held -= sequence.total - sequence.shared
                     self.left -= sequence.left
@@ -397,8 +394,7 @@ class Instance:
                     self.leave(sequence, self.now)
                 else:
                     self._first_token(sequence)
-        if ended:
-            self.prefilling = [one for one in self.prefilling if one.past < one.total]
+        self.prefilling = [one for one in self.prefilling if one.past < one.total]
         self._complete()
 
     def _first_token(self, sequence: EngineSequence) -> None:
@@ -451,8 +447,7 @@ class Instance:
         while self.running and self.running[0][0] <= self.step:
             _, _, sequence = self.running.pop(0)
             cached = sequence.total + sequence.left - 1
-            if self.blocks:
-                self._keep(sequence, cached + 1)
+            self._keep(sequence, cached + 1)
             self.held -= cached - sequence.shared
             self.context -= cached
             self._unpin(sequence)

@@ -399,7 +399,8 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:
     if fleet.prefill is not None:
         transfer_s = fleet.prefill.cluster.levels[-1].latency_s
         first = _worker(fleet.prefill, requests, engine.of_prompts, fleet.offload)
-    worker = _worker(serving, requests, engine.of_tokens if first else engine, fleet.offload)
+        engine = replace(engine, align_passes=0)  # where others take the prompts, there are none to align
+    worker = _worker(serving, requests, engine, fleet.offload)
     return Pools(
         worker, fleet.workers, first, fleet.prefill_workers, transfer_s, fleet.transfer_token_s,
         fleet.router, fleet.scaling, fleet.encoders,

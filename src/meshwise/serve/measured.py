@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.core.errors import ClusterError, DataError, PlanError, WorkloadError
 from meshwise.core.refusals import refuse
-from meshwise.core.units import whole
+from meshwise.core.units import positive, whole
 from meshwise.machine.hardware import Chip, Cluster, find_chip, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
@@ -170,15 +170,6 @@ def measured(row: Mapping[str, str], load: LoadResult | None) -> dict[str, float
     if RATE not in found and ttft_s and tpot_s:
         found[RATE] = _rate(load, ttft_s, tpot_s) if load else None
     return found
-
-
-def positive(text: str) -> float | None:
-    """The positive number that `text` spells, if it does."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
 
 
 def regime_of(row: Mapping[str, str], load: LoadResult | None) -> dict[str, str]:

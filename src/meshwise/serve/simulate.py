@@ -206,13 +206,11 @@ class _Run:
             sequence.arrival = encoded_s + pool.transfer_s
             self._at(sequence.arrival, self._arrive, (self.first, sequence))
         else:
-            self._put(self.first, sequence)
+            self._arrive(second, (self.first, sequence))
 
     def _arrive(self, _: float, at: tuple[_Pool, EngineSequence]) -> None:
-        """A request comes to a pool, its inputs encoded or its prompt computed elsewhere."""
-        self._put(*at)
-
-    def _put(self, pool: _Pool, sequence: EngineSequence) -> None:
+        """A request comes to a pool: from its client, or its inputs encoded or prompt computed elsewhere."""
+        pool, sequence = at
         index, sequence.rank = sequence.index, NO_RANK
         replica = pool.router.choose(pool.ready, sequence, self.sessions[index] if self.sessions else index)
         self.home[index] = replica
