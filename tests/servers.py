@@ -3,24 +3,31 @@
 from dataclasses import replace
 from typing import Any
 
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.find import find_model
+from meshwise.plan.plan import Plan
 from meshwise.serve.engine import ENGINES, Engine
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.pass_times import Curve, PassTimes
 from meshwise.serve.prefix_cache import Tier
 from meshwise.serve.requests import Requests
+from meshwise.serve.serving import Serving, serving
 from meshwise.serve.simulate import Pools, Served, simulate
 
 NO_LIMIT = 10**9
-BARE: dict[str, Any] = {
-    "front_s": 0.0,
-    "front_token_s": 0.0,
-    "reply_s": 0.0,
-    "prompt_slowdown": 1.0,
-    "lag_passes": 0,
-}
+BARE: dict[str, Any] = dict.fromkeys(("front_s", "front_token_s", "reply_s"), 0.0)
+BARE |= {"prompt_slowdown": 1.0, "lag_passes": 0}
 VLLM = replace(ENGINES["vllm"], **BARE)
 ONE_AT_A_TIME = replace(ENGINES["trtllm"], max_tokens=1, **BARE)
 """First come, first served, one prompt a pass: a queue with one server."""
+
+
+def server(
+    model: str = "llama3-8b", cluster: str = "h100-80g-sxm:1", *, prompt: int = 2048, output: int = 256,
+    **plan: Any,
+) -> Serving:  # fmt: skip
+    """An instance of the catalog's `model` on `cluster`."""
+    return serving(find_model(model), find_cluster(cluster), Plan(**plan), prompt=prompt, output=output)
 
 
 def passes(

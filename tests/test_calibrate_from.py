@@ -22,13 +22,16 @@ def _ran(events, name, dims, now, length):
     return now + length + 5
 
 
-def _job(folder, *, steps=6, jitter=0.0, hosts=("node", "node"), sizes=(1 << 20, 1 << 24), early=0.0):
-    """Two ranks that multiply, add and reduce at the rates above; times with `jitter` of relative noise.
+def _job(
+    folder, *, steps=6, jitter=0.0, hosts=("node", "node"), sizes=(1 << 20, 1 << 24), early=0.0, way=None
+):
+    """Ranks on `hosts` that multiply, add and reduce at the rates above; times have `jitter`, relative noise.
 
-    They leave a collective in turns, one of them when the share `early` of it is left.
+    `way`: seconds of a collective by its bytes. They leave it in turns, one when the share `early` is left.
     """
-    random = np.random.default_rng(0)
-    for rank in range(2):
+    way = way or (lambda size: 2 * size / LINK + 2 * HOP_S)
+    random, ranks = np.random.default_rng(0), [*range(len(hosts))]
+    for rank in ranks:
         now, events = 0.0, []
         for step in range(steps):
             for m, n, k in SHAPES:
@@ -37,11 +40,11 @@ def _job(folder, *, steps=6, jitter=0.0, hosts=("node", "node"), sizes=(1 << 20,
                 now = _ran(events, "aten::mm", [[m, k], [k, n]], now, length)
             now = _ran(events, "aten::add", [[1 << 24], [1 << 24]], now, 6e6 * (1 << 24) / BYTES_PER_S)
             for number, size in enumerate(sizes):
-                wire = round(1e6 * (2 * size / LINK + 2 * HOP_S), 3)
-                own = round(wire * (1 - early if (step + number) % 2 == rank else 1), 3)
-                events.append(all_reduce(now, own, size, [0, 1]))
-                now += wire + 5
-        write_trace(folder / f"rank-{rank}.json", events, rank, host_name=hosts[rank])
+                took = round(1e6 * way(size), 3)
+                own = round(took * (1 - early if (step + number) % 2 == rank else 1), 3)
+                events.append(all_reduce(now, own, size, ranks))
+                now += took + 5
+        write_trace(folder / f"rank-{rank}.json", events, rank, world_size=len(ranks), host_name=hosts[rank])
 
 
 def test_rates_come_back(tmp_path, meshwise):
@@ -62,17 +65,7 @@ def test_rates_come_back(tmp_path, meshwise):
 
 def test_ranks_of_a_host_share_its_way_out(tmp_path):
     """A ring of four ranks on two hosts: two share a cable, and no group shows the link inside a host."""
-    size = 1 << 24
-    for rank in range(4):
-        now, events = 0.0, []
-        for _ in range(6):
-            for m, n, k in SHAPES:
-                now = _ran(events, "aten::mm", [[m, k], [k, n]], now, 2e6 * m * n * k / FLOP_PER_S)
-            now = _ran(events, "aten::add", [[1 << 24], [1 << 24]], now, 6e6 * (1 << 24) / BYTES_PER_S)
-            wire = round(1e6 * 2 * 0.75 * 2 * size / LINK, 3)
-            events.append(all_reduce(now, wire, size, [0, 1, 2, 3]))
-            now += wire + 5
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, world_size=4, host_name="ab"[rank // 2])
+    _job(tmp_path, hosts="aabb", sizes=(1 << 24,), way=lambda size: 2 * 0.75 * 2 * size / LINK)
     found = calibrate_from([tmp_path])
     inner, outer = found.cluster.levels
     assert inner.ranks == 2 and inner.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)

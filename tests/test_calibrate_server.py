@@ -9,13 +9,10 @@ import pytest
 
 from meshwise.calibrate.fit_server import fit_server
 from meshwise.calibrate.server_records import ServerRecord
-from meshwise.machine.hardware import find_cluster
-from meshwise.model.find import find_model
-from meshwise.plan.plan import parse_plan
 from meshwise.serve.engine import ENGINES, of_version, parse_engine
 from meshwise.serve.load import Fleet, under_load
 from meshwise.serve.requests import Lengths, at_rate, in_closed_loop
-from meshwise.serve.serving import serving
+from servers import server
 
 TRUE: dict[str, float] = {"front_s": 0.06, "prompt_slowdown": 1.5, "decode_slowdown": 1.25, "pass_s": 1e-3}
 """Constants of a server that is slower than the catalog says."""
@@ -23,13 +20,10 @@ TRUE: dict[str, float] = {"front_s": 0.06, "prompt_slowdown": 1.5, "decode_slowd
 
 def measured(clients: int, rate: float | None, num: int) -> dict[str, float]:
     """What a client would see of that server: mean latencies [ms], tokens."""
-    of = serving(
-        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=100
-    )
     lengths = Lengths(1000, 100)
     requests = at_rate(rate, lengths, num=num) if rate else in_closed_loop(clients, lengths, num=num)
+    of = server(prompt=1000, output=100)
     load = under_load(Fleet(of), requests, replace(ENGINES["vllm"], **TRUE))  # type: ignore[arg-type]
-    assert load is not None
     return {"ttft": 1e3 * load.served.ttft_s.mean(), "tpot": 1e3 * load.served.tpot_s.mean()}
 
 
@@ -125,11 +119,8 @@ def test_a_version_has_the_settings_of_the_one_before_it(asked: str, tile: int, 
 
 def test_a_fit_starts_from_what_serve_says_on_a_small_chip() -> None:
     """SGLang takes 4,096 tokens a pass on 48 GB: the first prediction is that of the same load."""
-    on, lengths = find_cluster("l40s:1"), Lengths(2000, 20)
-    of = serving(find_model("llama3-8b"), on, parse_plan("tp=1"), prompt=2000, output=20)
-    engine = ENGINES["sglang"]
-    record = ServerRecord("here", 64, lengths, None, 32, ttft_s=1.0, tpot_s=0.05)
-    found = fit_server([record], lambda prompt, output: Fleet(of), engine)
-    load = under_load(Fleet(of), record.requests, engine)
-    assert load is not None
+    fleet, engine = Fleet(server(cluster="l40s:1", prompt=2000, output=20)), ENGINES["sglang"]
+    record = ServerRecord("here", 64, Lengths(2000, 20), None, 32, ttft_s=1.0, tpot_s=0.05)
+    found = fit_server([record], lambda prompt, output: fleet, engine)
+    load = under_load(fleet, record.requests, engine)
     assert found.predicted_before[0, 0] == pytest.approx(load.served.ttft_s.mean())

@@ -19,7 +19,7 @@ from meshwise.cost.collective import collective_s, peer_all_reduce_s, sent_bytes
 from meshwise.estimate.collective import KINDS as VERB_KINDS
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, constants
-from meshwise.machine.hardware import Cluster, Level, Link, find_chip, find_cluster
+from meshwise.machine.hardware import Cluster, Level, Link, find_chip, find_cluster, links_of
 from meshwise.report.pages import parts_of, print_parts
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
@@ -79,14 +79,8 @@ def test_reduce_scatter_and_all_gather_make_an_all_reduce(payload, group, stride
     ],
 )
 def test_published_bus_bandwidth(chip, kind, ranks, busbw, tolerance):
-    levels = find_chip(chip).levels
-    seconds = collective_s(
-        kind,
-        16 * 2**30,
-        ranks,
-        links=tuple(Link(level.bytes_per_s, level.latency_s, level.ranks) for level in levels),
-        efficiency=constants(find_chip(chip)),
-    )
+    of = find_chip(chip)
+    seconds = collective_s(kind, 16 * 2**30, ranks, links=links_of(of.levels), efficiency=constants(of))
     assert sent_bytes(kind, 16 * 2**30, ranks) / seconds == pytest.approx(busbw, rel=tolerance)
 
 

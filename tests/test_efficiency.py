@@ -199,11 +199,6 @@ def test_a_wrong_header_says_what_is_missing(tmp_path):
     path.write_text("hardware,op,dtype,n_gpus,shape,source\n")
     with pytest.raises(DataError, match=r"line 1: the header lacks latency_us, kernel_or_library"):
         read(path)
-    with pytest.raises(DataError, match="cannot read"):
-        read(tmp_path / "none.csv")
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="not text in UTF-8"):
-        read(path)
 
 
 def test_published_figures_become_seconds(tmp_path):
@@ -219,9 +214,6 @@ def test_published_figures_become_seconds(tmp_path):
     assert attention.seconds == pytest.approx(3.5 * 0.5 * 4 * 8 * 2048**2 * 16 * 128 / 155e12)
     assert reduce.seconds == pytest.approx(2 * 7 / 8 * 8 * 2**30 / 473.1e9)
     assert gather.seconds == pytest.approx(20e-6)
-
-
-EXPERTS = "B200-SXM,moe_experts,fp8_block,1,tokens={} hidden={} inter=2048 topk=8 experts={} tp=1 {},9,{},src"
 
 
 def test_an_activation_of_its_own_visits_every_choice_wherever_its_expert_is():

@@ -125,15 +125,11 @@ def test_interruptions_of_the_llama_3_report() -> None:
 def test_three_months_on_h100_end_where_the_paper_says(h100: Frontier) -> None:
     """Decline from about 2e28 FLOP, a wall between 1e31 and 5e31, below that of latency, from 69.7 %."""
     ideal, run = h100.ideal, h100.run
-    assert ideal.limit_80pct_flop is not None and ideal.wall_flop is not None
     assert 1e28 <= ideal.limit_80pct_flop <= 4e28
     assert 1e31 <= ideal.wall_flop <= 5e31
     assert ideal.plateau == pytest.approx(0.697, abs=0.005)
     least_layer_s = 4 * (run.kernel_s + float(all_reduce_latency_s(run, 8.0, 8.0)))
     assert ideal.wall_flop < latency_wall_flop(run, least_layer_s)[1]
-
-
-# --- properties: one layer --------------------------------------------------------------------------
 
 
 # --- properties and oracles: the search ----------------------------------------------------------------

@@ -266,41 +266,24 @@ def test_command_checks_a_file_of_cases(meshwise: Any, tmp_path: Path) -> None:
 
 PRINTED = json.loads((Path(__file__).parent / "data" / "nersc_notebook.json").read_text())["seed"]
 PRINTED_COMM_FRAC = {"mlp": 0.019904842740418795, "sa": 0.07962667242415632}  # as the notebook prints them
-ARGUMENTS = (
-    *("estimate", "gpt3-175b", "--cluster", "nersc-notebook", "--plan", "tp=4,sp=1", "--batch", "1"),
-    *("--seq", "2048", "--convention", "nersc-2024-02", "--per-layer"),
-)
 
 
-def of_notebook(plan: str = "tp=4,sp=1") -> PublishedStep:
-    cluster = find_cluster("nersc-notebook")
-    return notebook(find_model("gpt3-175b"), cluster, parse_plan(plan), Workload(batch=1, seq=2048))
-
-
-def table_of(name: str, plan: str = "tp=4,sp=1") -> Any:
-    return of_notebook(plan).to_json()["tables"][name]
-
-
-def check_same(ours: Any, printed: Any, where: str) -> None:
-    if isinstance(printed, float | int):
-        assert ours == pytest.approx(printed, rel=1e-9, abs=0.0), where
-    else:
-        assert (ours or None) == printed, where
+def of_notebook() -> PublishedStep:
+    of = find_model("gpt3-175b"), find_cluster("nersc-notebook"), parse_plan("tp=4,sp=1")
+    return notebook(*of, Workload(batch=1, seq=2048))
 
 
 @pytest.mark.parametrize("table", ["mlp", "sa"])
 def test_totals_and_share_of_communication(table: str) -> None:
-    ours = table_of(table)["totals"]
-    printed = PRINTED["sums_times_depth"][table]
-    assert set(ours) == set(printed)
-    for name, value in printed.items():
-        check_same(ours[name], value, name)
-    check_same(table_of(table)["comm_frac"], PRINTED_COMM_FRAC[table], "time spend in comms")
+    ours, printed = of_notebook().to_json()["tables"][table], PRINTED["sums_times_depth"][table]
+    assert ours["totals"] == pytest.approx(printed, rel=1e-9, abs=0.0)
+    assert ours["comm_frac"] == pytest.approx(PRINTED_COMM_FRAC[table], rel=1e-9, abs=0.0)
 
 
 def test_every_cell_that_the_command_writes(meshwise, tmp_path: Path) -> None:
     path = tmp_path / "tables.csv"
-    done = meshwise(*ARGUMENTS, "--csv", str(path), "--json")
+    words = "estimate gpt3-175b --cluster nersc-notebook --plan tp=4,sp=1 --batch 1 --seq 2048 --per-layer"
+    done = meshwise(*words.split(), "--convention", "nersc-2024-02", "--csv", str(path), "--json")
     assert done.code == 0
     assert done.document["tables"]["mlp"]["totals"]["t_total_fwd"] == pytest.approx(
         404.5781112174999, rel=1e-9
@@ -310,16 +293,16 @@ def test_every_cell_that_the_command_writes(meshwise, tmp_path: Path) -> None:
     for row, printed in zip(rows, PRINTED["mlp"] + PRINTED["sa"], strict=True):
         assert set(printed) == set(NOTEBOOK_COLUMNS)
         for column, cell in printed.items():
-            text = row[column]
-            check_same(float(text) if text and isinstance(cell, float) else text, cell, column)
+            if isinstance(cell, float):
+                assert float(row[column]) == pytest.approx(cell, rel=1e-9, abs=0.0), column
+            else:
+                assert (row[column] or None) == cell, column
 
 
 def test_ledger_holds_the_same_totals() -> None:
     of = of_notebook()
     depth = of.model.num_layers
-    forward = of.ledger.where(phase="forward").total("flop") / 1e12
-    assert forward * depth == pytest.approx(
-        sum(table_of(t)["totals"]["flops_fwd"] for t in ("mlp", "sa")), rel=1e-12
-    )
+    forward, tables = of.ledger.where(phase="forward").total("flop") / 1e12, of.to_json()["tables"].values()
+    assert forward * depth == pytest.approx(sum(one["totals"]["flops_fwd"] for one in tables), rel=1e-12)
     seconds = of.ledger.total("time_s") * depth
     assert seconds == pytest.approx(of.to_json()["step_s"], rel=1e-12)

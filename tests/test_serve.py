@@ -24,11 +24,7 @@ from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.load import Fleet, token_bytes, under_load
 from meshwise.serve.requests import Lengths, in_closed_loop
-
-
-def server(model: str, cluster: str, *, prompt: int = 2048, output: int = 256, **plan: Any) -> est.Serving:
-    return est.serving(find_model(model), find_cluster(cluster), Plan(**plan), prompt=prompt, output=output)
-
+from servers import server
 
 # --- by hand -------------------------------------------------------------------------------------
 
@@ -218,7 +214,6 @@ def test_context_parallel_prompts_share_work_and_cache() -> None:
     assert faster.transfer_token_s == pytest.approx(slower.transfer_token_s / 2)
     requests = in_closed_loop(2, Lengths(32768, 8), num=6)
     loads = [under_load(fleet, requests, ENGINES["vllm"]) for fleet in (faster, slower)]
-    assert loads[0] and loads[1]
     assert loads[0].served.ttft_s.mean() < 0.7 * loads[1].served.ttft_s.mean()
     assert loads[0].served.num_tokens == 48
 
@@ -247,6 +242,7 @@ def test_gpt_oss_fits_on_one_h100_at_the_size_of_its_checkpoint() -> None:
     # openai/gpt-oss-120b: 65.2 GB of safetensors, experts in mxfp4, the rest in bf16.
     of = mw.serve("gpt-oss-120b", "h100-80g-sxm:1").serving
     assert est.weight_bytes(of) == pytest.approx(65.2e9, rel=0.01)
+    assert est.max_sequences(server("gpt-oss-120b", "h100-80g-sxm:1")) == 0  # in bf16
 
 
 @pytest.mark.parametrize(("dtype", "released"), [("fp4", 125.96e9), ("fp8", 185.5e9)])
@@ -255,7 +251,6 @@ def test_a_table_of_n_grams_weighs_what_is_released(dtype: str, released: float)
     of = server("qwen3.8-flash-next", "h200:4", tp=4, dtype=dtype)
     assert 0.97 * released < 4 * est.weight_bytes(of) < released
     assert est.max_sequences(of) > 10
-    assert est.max_sequences(server("gpt-oss-120b", "h100-80g-sxm:1")) == 0
 
 
 @pytest.mark.parametrize(("kept", "bits"), [("int4", 4.16), ("mxfp4", 4.25), ("nvfp4", 4.5), ("int8", 8)])
@@ -362,7 +357,6 @@ def test_two_batches_hide_the_exchange() -> None:
 def test_guesses_pay_as_often_as_they_are_right(drafts: int, acceptance: float) -> None:
     plain = server("llama3-70b", "h200-sxm:4", tp=4)
     of = est.speculating(plain, f"drafts={drafts},accept={acceptance}", find_model("llama3-8b"))
-    assert of.speculation is not None
     expected = (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
     assert of.speculation.tokens_per_pass == pytest.approx(expected)
     token_s = float(est.token_pass(of, 4.0).total_s)
@@ -413,7 +407,6 @@ def test_the_host_launches_the_first_token_of_deepseek(tokens: int, published_ms
     asked: Any = {"prompt": tokens, "output": 8, "concurrency": 1, "num_requests": 4}
     plan = ("deepseek-v3", "h100-80g-sxm:16", "tp=16,dtype=fp8")
     sglang, vllm = (mw.serve(*plan, engine=name, **asked).load for name in ("sglang", "vllm"))
-    assert sglang is not None and vllm is not None
     assert 1e3 * sglang.served.ttft_s.mean() == pytest.approx(published_ms, rel=0.1)
     assert (vllm.served.ttft_s.mean() < 0.5 * sglang.served.ttft_s.mean()) == (tokens <= 512)
 

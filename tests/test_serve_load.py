@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import DataError, MeshwiseError
-from meshwise.machine.hardware import find_cluster
-from meshwise.model.find import find_model
-from meshwise.plan.plan import parse_plan
 from meshwise.serve import measured
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES
@@ -23,7 +20,7 @@ from meshwise.serve.pass_times import first_token_s, tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop, read_requests
 from meshwise.serve.router import parse_router
 from meshwise.serve.simulate import Pools, simulate
-from servers import BARE, NO_LIMIT, ONE_AT_A_TIME, VLLM, alone, passes
+from servers import BARE, NO_LIMIT, ONE_AT_A_TIME, VLLM, alone, passes, server
 
 WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
 
@@ -73,12 +70,9 @@ def test_littles_law(clients: int, output: int, name: str) -> None:
 
 def test_one_client_waits_for_nobody() -> None:
     """Each request is its prompt's pass and its decode passes, as `estimate` prices them."""
-    of = est.serving(
-        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
-    )
+    of = server(prompt=1000, output=50)
     engine = replace(VLLM, prompt_slowdown=ENGINES["vllm"].prompt_slowdown)
     load = under_load(Fleet(of), in_closed_loop(1, Lengths(1000, 50), num=3), engine)
-    assert load is not None
     assert load.served.ttft_s == pytest.approx(first_token_s(of, engine), rel=0.02)
     decode = [est.price_pass(of, of.decode(1.0, 1000.0 + past)).total_s for past in range(49)]
     assert load.served.tpot_s == pytest.approx(np.mean(np.array(decode)), rel=1e-3)
@@ -148,11 +142,7 @@ def test_printed_passes_are_those_of_the_engine(meshwise: Any) -> None:
         meshwise(*base.split(), *load, "--engine", name).document["passes"] for name in ("vllm", "trtllm")
     )
     bare = meshwise(*base.split(), *load[:4], "--json").document["passes"]
-    of = est.serving(
-        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1,kv_dtype=fp8"), prompt=4000,
-        output=200,
-    )  # fmt: skip
-    times = tabulate(of, ENGINES["vllm"], 4200, 40)
+    times = tabulate(server(prompt=4000, output=200, kv_dtype="fp8"), ENGINES["vllm"], 4200, 40)
     for a, b, c in zip(vllm, trtllm, bare, strict=True):
         assert a["token_s"] == pytest.approx(times.decode_s(a["sequences"], 4100), rel=1e-3)
         assert a["time_s"]["attention"] > 1.5 * c["time_s"]["attention"]
@@ -301,7 +291,7 @@ def test_lengths_are_drawn_around_the_stated_means(tmp_path: Path) -> None:
     found = read_requests(tmp_path / "lengths.csv")
     assert not found.arrival_s
     load = traffic(2048, 256, rate=3.0, trace=found, num_requests=500)
-    assert load is not None and len(load.arrival_s) == 500
+    assert len(load.arrival_s) == 500
     assert set(zip(load.prompt, load.output, strict=True)) == {(700, 9), (50, 90)}
     with pytest.raises(MeshwiseError, match="give rate or concurrency"):
         traffic(2048, 256, trace=found)

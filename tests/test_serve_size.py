@@ -26,9 +26,7 @@ LENGTHS = {"prompt": 1024, "output": 128}
 
 
 def screened(model: str, cluster: str, **fixed: Any) -> Screen:
-    found = screen(partial(est.serving, find_model(model), **LENGTHS), find_cluster(cluster), fixed, ENGINE)
-    assert found is not None
-    return found
+    return screen(partial(est.serving, find_model(model), **LENGTHS), find_cluster(cluster), fixed, ENGINE)
 
 
 def sized(
@@ -55,7 +53,6 @@ def test_a_layout_of_the_grid_is_the_layout_alone(model: str) -> None:
 def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None:
     found = sized("llama3-8b", "h100-80g-sxm:16", 30.0, 0.5, 0.02)
     best = found.best
-    assert best is not None
     assert best.within_frac >= 0.9
     assert best.fleet.num_chips <= 16
     assert {one.fleet.prefill is None for one in found.bests} == {True, False}  # one pool, and two
@@ -70,11 +67,9 @@ def test_with_prices_the_cheapest_wins_and_without_the_fewest() -> None:
     prices = {"h100-80g-sxm": 2.0, "b200-sxm": 8.0}
     asked = ("llama3-8b", "h100-80g-sxm:16,b200-sxm:16", 30.0, 0.5, 0.02)
     fewest, cheapest = sized(*asked).best, sized(*asked, prices=prices).best
-    assert fewest is not None and cheapest is not None
     assert fewest.kind[1] == "b200-sxm" and cheapest.kind[1] == "h100-80g-sxm"
     assert cheapest.fleet.num_chips > fewest.fleet.num_chips
-    usd = replace(fewest, usd_per_gpu_hour=prices).usd_per_hour
-    assert usd is not None and cheapest.usd_per_hour is not None and cheapest.usd_per_hour < usd
+    assert cheapest.usd_per_hour < replace(fewest, usd_per_gpu_hour=prices).usd_per_hour
 
 
 @pytest.mark.parametrize(("pools", "has_prefill"), [("one", False), ("two", True)])
@@ -94,13 +89,10 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     make = partial(est.serving, find_model("llama3-8b"), **LENGTHS)
     found = size(make, [find_cluster("h100-80g-sxm:16")], {}, ENGINE, asked)
     best, more = found.best, found.headroom_frac
-    assert best is not None and more is not None
     engine = replace(ENGINE, max_sequences=best.sequences)
 
     def within(rate: float) -> float:
-        load = under_load(best.fleet, stream(rate), engine, asked.limits)
-        assert load is not None
-        return load.within_limits_frac or 0.0
+        return under_load(best.fleet, stream(rate), engine, asked.limits).within_limits_frac or 0.0
 
     assert within(30.0 * (1.0 + more)) >= 0.9
     assert within(30.0 * (1.0 + more) * 1.5) < 0.9
@@ -120,7 +112,6 @@ def test_closed_form_and_simulation_agree_below_saturation() -> None:
     j = int(np.searchsorted(BATCHES, 16))
     requests = at_rate(float(found.rate[0, j]) * 0.98, Lengths(**LENGTHS), num=1500)
     load = under_load(Fleet(found.instances[0]), requests, ENGINE)
-    assert load is not None
     assert load.served.tpot_s.mean() == pytest.approx(float(found.token_s[0, j]), rel=0.2)
     assert load.served.ttft_s.mean() == pytest.approx(float(found.first_s[0, j]), rel=0.3)
 
@@ -130,7 +121,6 @@ def test_prices_pay_for_all_gpus() -> None:
     requests = at_rate(5.0, Lengths(**LENGTHS), num=300)
     for fleet in (Fleet(of, 2), Fleet(of, 2, of, 1)):
         load = under_load(fleet, requests, ENGINE)
-        assert load is not None
         paid = cost(load, {"": 3.0})
         assert paid["usd_per_hour"] == pytest.approx(3.0 * fleet.num_chips)
         total = 1024 * 300 * paid["usd_per_million_input_tokens"]

@@ -5,17 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwise.machine.hardware import find_cluster
-from meshwise.model.find import find_model
-from meshwise.plan.plan import parse_plan
-from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import Fleet, LoadResult, traffic, under_load
 from meshwise.serve.requests import Lengths, at_rate
 from meshwise.serve.simulate import Pools, simulate
 from meshwise.serve.stationary import MOST_REQUESTS, CountedWindow, RequestStream, settled
-from servers import NO_LIMIT, ONE_AT_A_TIME, passes
+from servers import NO_LIMIT, ONE_AT_A_TIME, passes, server
 
 
 def one_server(load: float, most: int = MOST_REQUESTS) -> CountedWindow:
@@ -51,14 +47,7 @@ def test_a_queue_near_its_limit_is_not_settled() -> None:
 
 def served(**asked: Any) -> LoadResult:
     """llama3-8b on an H100."""
-    of = est.serving(
-        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=2048, output=256
-    )
-    requests = traffic(2048, 256, **asked)
-    assert requests is not None
-    found = under_load(Fleet(of), requests, ENGINES["vllm"])
-    assert found is not None
-    return found
+    return under_load(Fleet(server()), traffic(2048, 256, **asked), ENGINES["vllm"])
 
 
 def test_the_rate_that_is_served_is_where_the_queue_ceases_to_grow() -> None:

@@ -8,17 +8,16 @@ import math
 import runpy
 import statistics
 import tomllib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as restated
-from typer.testing import CliRunner
 
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import is_held_out, summarize
@@ -43,7 +42,6 @@ from meshwise.calibrate.robust import LinearMisses, minimise
 from meshwise.calibrate.runs import PROSE, Run, read_runs
 from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.measurements import RUN_FILES
-from meshwise.cli.measurements import validate as validate_command
 from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.intervals import aspects, unmeasured
 from meshwise.estimate.one_plan import estimate
@@ -66,13 +64,14 @@ def runs() -> dict[str, Run]:
     return {run.id: run for run in read_runs(RUNS)[0]}
 
 
-def edited(tmp_path: Path, row: int, column: str, value: str) -> Path:
-    """The excerpt with one cell changed."""
+def edited(tmp_path: Path, numbers: Iterable[int], cells: dict[str, str]) -> Path:
+    """The excerpt with cells of some rows changed."""
     with RUNS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    rows[row][column] = value
+    for number in numbers:
+        rows[number].update(cells)
     path = tmp_path / "runs.csv"
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
@@ -104,7 +103,7 @@ def test_measured_iterations_carry_the_facts_of_their_file() -> None:
 def test_bad_cells_are_named_and_good_rows_count(
     tmp_path: Path, column: str, value: str, expected: str
 ) -> None:
-    validation = validate([edited(tmp_path, 1, column, value)])
+    validation = validate([edited(tmp_path, [1], {column: value})])
     missing = [row for row in validation.rows if not row.expressed]
     assert [row.id for row in missing] == ["kort22-22B-selsp"]
     assert expected in missing[0].reason
@@ -135,15 +134,8 @@ def test_a_column_that_nobody_reads_is_told_and_a_misspelled_one_refused(tmp_pat
 @given(words=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))
 @settings(max_examples=6, deadline=None)
 def test_prose_changes_nothing(tmp_path_factory: pytest.TempPathFactory, words: str) -> None:
-    path = tmp_path_factory.mktemp("prose") / "runs.csv"
-    with RUNS.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        row.update(dict.fromkeys((*PROSE, "source"), f"recipe release 26.06 {words}"))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    prose = dict.fromkeys((*PROSE, "source"), f"recipe release 26.06 {words}")
+    path = edited(tmp_path_factory.mktemp("prose"), range(len(runs())), prose)
     changed = [restated(run, source="", where="") for run in read_runs(path)[0]]
     assert changed == [restated(run, source="", where="") for run in read_runs(RUNS)[0]]
 
@@ -205,7 +197,7 @@ def test_uneven_layers_leave_room_for_the_ends() -> None:
     assert said.plans[0].stages == (5, *[6] * 10, 5)  # 70 layers, embedding and head on 12 stages
     assert said.plans[0].software == "megatron-2020" and said.overheads().launches_block
     chunks = express(runs()["mbridge-023"]).plans[0].stages
-    assert chunks is not None and len(chunks) == 64 and sum(chunks) == 126 and chunks[0] == chunks[-1] == 1
+    assert len(chunks) == 64 and sum(chunks) == 126 and chunks[0] == chunks[-1] == 1
 
 
 def test_vocabularies_are_padded_as_the_framework_does() -> None:
@@ -282,12 +274,10 @@ def test_measured_watts_are_near_and_a_limit_is_not(quantity: str, most: float) 
     assert errors < most < of_limit
 
 
-def test_the_command_prints_one_document() -> None:
-    app = typer.Typer()
-    app.command()(validate_command)
-    result = CliRunner().invoke(app, ["--runs", str(RUNS), "--runs", str(ITERATIONS), "--json"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+def test_the_command_prints_one_document(meshwise: Any) -> None:
+    done = meshwise("validate", "--runs", str(RUNS), "--runs", str(ITERATIONS), "--json")
+    assert done.code == 0
+    document = done.document
     row = document["rows"][0]
     assert list(row) == [
         *("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed"),
@@ -298,8 +288,8 @@ def test_the_command_prints_one_document() -> None:
     keys = {"num_rows", "num_expressed", "median_abs_frac", "mean_abs_frac", "p90_abs_frac"}
     keys |= {"mean_signed_frac", "coverage_frac", "coverage_by_source_frac"}
     assert keys <= set(document["summary"]["step_s"])
-    printed = CliRunner().invoke(app, ["--runs", str(RUNS), "--worst", "2"])
-    assert printed.exit_code == 0 and "not expressed" not in printed.output and "Order:" in printed.output
+    printed = meshwise("validate", "--runs", str(RUNS), "--worst", "2")
+    assert printed.code == 0 and "not expressed" not in printed.out and "Order:" in printed.out
 
 
 def test_the_page_shows_every_group(tmp_path: Path) -> None:
