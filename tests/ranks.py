@@ -32,46 +32,25 @@ from meshwise.runtime.start import Outcome, run_rank
 from ports import own_port
 
 
-def total_of_ranks(place: RankPlace, factor: int, folder: str = "") -> int:
-    """The sum of `factor` times each rank; each leaves its process id in a `folder` and waits for `go`."""
-    if folder:
-        Path(folder, str(place.rank)).write_text(str(os.getpid()))
-        while not Path(folder, "go").exists():
-            time.sleep(0.01)
-    total = torch.tensor([float(place.rank * factor)], device=place.device)
+def sum_of_ranks(place: RankPlace, folder: str) -> int:
+    """The sum of all ranks' numbers; each leaves its process id in `folder`, and waits for `go` there."""
+    Path(folder, str(place.rank)).write_text(str(os.getpid()))
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    total = torch.tensor([place.rank])
     dist.all_reduce(total)
     return int(total)
 
 
-def fail_on(place: RankPlace, failing: int) -> None:
+def fail_on(place: RankPlace, failing: int, how: str) -> None:
+    """The rank `failing` does as `how` says; the others wait in a barrier."""
     if place.rank == failing:
-        raise ValueError(f"broken on purpose on rank {failing}")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            os._exit(7)
+        raise PlanError("these sizes do not divide") if how == "refuses" else ValueError("broken on purpose")
     dist.barrier()
-
-
-def refuse_on(place: RankPlace, failing: int) -> None:
-    if place.rank == failing:
-        raise PlanError("these sizes do not divide")
-    dist.barrier()
-
-
-def die_on(place: RankPlace, failing: int) -> None:
-    if place.rank == failing:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def exit_on(place: RankPlace, failing: int) -> None:
-    if place.rank == failing:
-        os._exit(7)
-    dist.barrier()
-
-
-def sleep_forever(place: RankPlace, folder: str) -> None:
-    """Leave this rank's process id in `folder`, then never end."""
-    Path(folder, str(place.rank)).write_text(str(os.getpid()))
-    while True:
-        time.sleep(1)
 
 
 def run_script(place: RankPlace, words: list[str], port: int) -> None:
@@ -97,9 +76,8 @@ def many_sums(place: RankPlace, num: int) -> int:
 NUM_GROUPS = {"1d": 1, "2d": 2, "2d-cp": 2, "2.5d": 5, "3d": 3}
 
 
-def run_bare(place: RankPlace, name: str, options: Any) -> Outcome:
-    """This rank's outcome of a program of which nothing is recorded."""
-    return run_rank(place, name, options, quiet=True, recorded=False)
+run_bare = functools.partial(run_rank, quiet=True, recorded=False)
+"""A rank's outcome of a program of which nothing is recorded."""
 
 
 def _gathered(x: torch.Tensor, group: Any = None, dim: int = 0) -> torch.Tensor:
@@ -155,7 +133,7 @@ def differences(place: RankPlace, name: str, options: Any) -> dict[str, float]:
 
 
 def on_first(place: RankPlace, ranks: int, function: Any, options: Options) -> Any:
-    """`function(place, options)` in a tensor-parallel world of the first `ranks`; None on the others.
+    """`function(place, options=...)` in a tensor-parallel world of the first `ranks`; None on the others.
 
     torch names a group by how many the process has made before, so the idle ranks make as many.
     """
@@ -163,12 +141,7 @@ def on_first(place: RankPlace, ranks: int, function: Any, options: Options) -> A
         for _ in range(NUM_GROUPS[options.layout]):
             dist.new_group([place.rank], use_local_synchronization=True)
         return None
-    return function(replace(place, world_size=ranks), options)
-
-
-def run_tensor_parallel(place: RankPlace, options: Options) -> Outcome:
-    """This rank's outcome of the program tensor-parallel."""
-    return run_rank(place, "tensor-parallel", options, quiet=True)
+    return function(replace(place, world_size=ranks), options=options)
 
 
 def train_checked(place: RankPlace, options: Any, recorded: bool) -> tuple[Outcome, dict[str, float]]:

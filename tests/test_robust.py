@@ -180,7 +180,7 @@ def test_a_stopped_rank_is_named_and_can_go_on(
 
     watcher = threading.Thread(target=strike)
     watcher.start()
-    assert launch(on_ranks.total_of_ranks, 2, 1, str(tmp_path)) == [1, 1]
+    assert launch(on_ranks.sum_of_ranks, 2, str(tmp_path)) == [1, 1]
     watcher.join()
     text = "".join([*said, capfd.readouterr().err])
     assert text.count("rank 1 is stopped by a signal") == 1

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,12 @@ import pytest
 pytest.importorskip("torch")
 
 import meshwise
-import ranks as on_ranks
 from forks import start_script, wait_until
 from meshwise.core.errors import MissingExtraError, PlanError
 from meshwise.runtime.launch import (
     RANKS_PER_CORE,
     RankError,
+    RankPlace,
     check_world,
     first_host,
     launch,
@@ -33,6 +32,7 @@ from meshwise.runtime.launch import (
     outside_place,
 )
 from ports import own_port
+from ranks import fail_on
 
 pytestmark = pytest.mark.slow
 
@@ -44,20 +44,20 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("function", "failing", "error", "message"),
+    ("how", "failing", "error", "message"),
     [
-        (on_ranks.fail_on, 1, RankError, "rank 1 failed: ValueError: broken on purpose on rank 1"),
-        (on_ranks.refuse_on, 0, PlanError, "rank 0: these sizes do not divide"),
-        (on_ranks.die_on, 1, RankError, "rank 1 failed: it was ended by SIGKILL"),
-        (on_ranks.exit_on, 0, RankError, "rank 0 failed: it ended with exit code 7"),
+        ("raises", 1, RankError, "rank 1 failed: ValueError: broken on purpose"),
+        ("refuses", 0, PlanError, "rank 0: these sizes do not divide"),
+        ("dies", 1, RankError, "rank 1 failed: it was ended by SIGKILL"),
+        ("exits", 0, RankError, "rank 0 failed: it ended with exit code 7 before it was done"),
     ],
 )
 def test_first_failure_is_reported_and_all_end(
-    function: Callable[..., None], failing: int, error: type[Exception], message: str
+    how: str, failing: int, error: type[Exception], message: str
 ) -> None:
     """The other rank waits in a barrier and would wait for half an hour."""
-    with pytest.raises(error, match="^" + message.replace(".", r"\.")):
-        launch(function, 2, failing)
+    with pytest.raises(error, match=f"^{message}"):
+        launch(fail_on, 2, failing, how)
     assert not [process for process in mp.active_children() if process.name.startswith("rank")]
 
 
@@ -65,13 +65,12 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     """Killed; other signals: test_signals.py."""
     script = tmp_path / "job.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from meshwise.runtime.launch import launch\n"
-        "from ranks import sleep_forever\n"
-        f"if __name__ == '__main__': launch(sleep_forever, 2, {str(tmp_path)!r})\n"
+        "from ranks import sum_of_ranks\n"
+        f"if __name__ == '__main__': launch(sum_of_ranks, 2, {str(tmp_path)!r})\n"
     )
     temporary = Path(tempfile.mkdtemp())  # the path of a socket has 108 bytes at most
-    surroundings = os.environ | {"TMPDIR": str(temporary)}
+    surroundings = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script)]
     job = subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
     files = [tmp_path / "0", tmp_path / "1"]
@@ -110,11 +109,9 @@ def test_no_gpu_is_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_place_under_torchrun_and_srun() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
-    place = outside_place(torchrun)
-    assert place is not None and (place.rank, place.world_size, place.local_rank) == (5, 16, 1)
+    assert outside_place(torchrun) == RankPlace(5, 16, 1)
     srun = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "3"}
-    place = outside_place(srun)
-    assert place is not None and (place.rank, place.world_size, place.local_rank) == (9, 12, 3)
+    assert outside_place(srun) == RankPlace(9, 12, 3)
     assert outside_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert outside_place({}) is None
 
@@ -172,14 +169,12 @@ LOST = "meshwise: rank 0: it lost the connection to another rank, whose error sa
 
 
 @pytest.mark.parametrize(
-    ("function", "code", "first"),
-    [("refuse_on", 2, "meshwise: rank 1: these sizes do not divide\n"), ("die_on", -signal.SIGKILL, "")],
+    ("how", "code", "first"),
+    [("refuses", 2, "meshwise: rank 1: these sizes do not divide\n"), ("dies", -signal.SIGKILL, "")],
 )
-def test_a_rank_that_fails_ends_the_others_under_srun(
-    function: str, code: int, first: str, tmp_path: Path
-) -> None:
+def test_a_failing_rank_ends_the_others_under_srun(how: str, code: int, first: str, tmp_path: Path) -> None:
     """The other waits in a barrier, and would for half an hour."""
-    jobs = [start_script(tmp_path, [JOB, function], told) for told in told_by_srun()]
+    jobs = [start_script(tmp_path, [JOB, how], told) for told in told_by_srun()]
     assert [job.end() for job in jobs] == [1, code]
     assert jobs[0].err.read_text() == LOST
     assert jobs[1].err.read_text().startswith(first)

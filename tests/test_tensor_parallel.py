@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from meshwise.program.tape import Tape
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.tensor_parallel import Options, check, estimate
+from meshwise.runtime.start import run_rank
 from one_block import differences
-from ranks import Ranks, on_first, run_tensor_parallel
+from ranks import Ranks, on_first
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +90,8 @@ def test_every_rank_runs_what_the_closed_form_says(pool: Ranks, world: str, dtyp
     tape = Tape("estimate", 0, ranks)
     estimate(options, tape)
     ledgers = {"estimate": tape.ledger()}
-    for rank, outcome in enumerate(pool.call(on_first, ranks, run_tensor_parallel, options)[:ranks]):
+    run = partial(run_rank, name="tensor-parallel", quiet=True)
+    for rank, outcome in enumerate(pool.call(on_first, ranks, run, options)[:ranks]):
         ledgers[f"rank {rank}"] = outcome.ledger
     result = compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
     assert not result.differences()
