@@ -266,8 +266,7 @@ class Worker:
     def _cause_of_death(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
         self._errors.seek(0)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the process {how}: {last_line(self._errors.read())}".removesuffix(": ")
+        return f"the process {ended_how(code)}: {last_line(self._errors.read())}".removesuffix(": ")
 
     def close(self) -> None:
         """End the process, from any thread, and start no other."""
@@ -284,6 +283,13 @@ class Worker:
             process.wait()
             self._calls.close()
             self._errors.close()
+
+
+def ended_how(exit_code: int) -> str:
+    """How a process ended, as a sentence goes on about it."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
 
 
 def last_line(text: str) -> str:

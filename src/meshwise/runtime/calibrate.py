@@ -176,8 +176,6 @@ def collective_time_s(
         "all_reduce": lambda: dist.all_reduce(full),
         "all_gather": lambda: dist.all_gather_single(full, part),
         "all_to_all": lambda: dist.all_to_all_single(other, full),
-        "broadcast": lambda: dist.broadcast(full, 0),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(part, full),
     }
     times = []
     for _ in range(repeats + 1):

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshwise.core.each import ended_how
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 
 RANKS_PER_CORE = 16
@@ -184,10 +185,8 @@ def _listen(started: Sequence[StartedRank], results: dict[int, Any], timeout_s: 
         if answer is None:
             process.join(timeout=5)
             code = process.exitcode or 0
-            death = f"it ended with exit code {code} before it was done"
-            if code < 0:
-                hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
-                death = f"it was ended by {signal.Signals(-code).name}{hint}"
+            hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
+            death = f"it {ended_how(code)}{hint if code < 0 else ' before it was done'}"
             failures[number] = 0.0, RankError(f"rank {number} failed: {death}")  # it cannot say when
         elif isinstance(answer[-1], MeshwiseError):
             failures[number] = answer

@@ -23,6 +23,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -90,7 +91,7 @@ class OpRecorder(private.TorchDispatchMode):
         self._last_label = ("", "")
         self._rows: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)  # node -> rows of its forward
         self._saved_bytes: Counter[int] = Counter()  # node -> what it keeps
-        self._kept, self._holders = Tape("kept"), Counter[int]()
+        self.kept, self._holders = Tape("kept"), Counter[int]()  # for the backward, weights apart
         self._patches, self._shapes = ExitStack(), DeviceFakes()
 
     # --- what a program says -----------------------------------------------------------------
@@ -120,7 +121,7 @@ class OpRecorder(private.TorchDispatchMode):
 
     def weights(self, *tensors: torch.Tensor) -> None:
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
-        storages = [_local(tensor).untyped_storage() for tensor in tensors]
+        storages = [own_part(tensor).untyped_storage() for tensor in tensors]
         self._weights.update(storage._cdata for storage in storages if storage.nbytes())
 
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
@@ -129,23 +130,19 @@ class OpRecorder(private.TorchDispatchMode):
 
     def hold(self, tensor: torch.Tensor, holder: object) -> None:
         """`tensor` is kept for the backward for as long as `holder` is there."""
-        storage = _local(tensor).untyped_storage()
+        storage = own_part(tensor).untyped_storage()
         key = storage._cdata
         if self._pauses or key not in self._live or key in self._weights:
             return
         self._holders[key] += 1
         if self._holders[key] == 1:
-            self._kept.allocate(key, storage.nbytes())
+            self.kept.allocate(key, storage.nbytes())
         weakref.finalize(holder, self._let_go, key)
 
     def _let_go(self, key: int) -> None:
         self._holders[key] -= 1
         if not self._holders[key]:
-            self._kept.release(key)
-
-    def kept_peak_bytes(self) -> float:
-        """The most bytes that autograd kept for the backward at once, weights apart."""
-        return self._kept.peak_bytes
+            self.kept.release(key)
 
     def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
@@ -332,7 +329,7 @@ class OpRecorder(private.TorchDispatchMode):
 
         A node that keeps its own result would be kept by it, so its hold is on the numbers alone.
         """
-        storage = _local(tensor).untyped_storage()
+        storage = own_part(tensor).untyped_storage()
         key, number = storage._cdata, private.autograd_sequence_nr() - 1
         is_result = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == number
         held = SavedTensor(tensor.detach() if is_result else tensor)
@@ -420,7 +417,7 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a distributed tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -495,13 +492,11 @@ def _pushed(stack: list[str], item: str) -> Iterator[None]:
         stack.pop()
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class SavedTensor:
     """A tensor that a node of the graph has saved, in place of the tensor itself."""
 
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 def seen_through(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -65,12 +65,12 @@ def flash_attention_backward(
 
 def empty_lse(query: Tensor) -> Tensor:
     """Memory of one log-sum-exp for each row of `query` [batch, heads, tokens, head size]."""
-    return query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+    return query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
 
 
-def lse_dtype(query: Tensor) -> torch.dtype:
-    """The dtype of log-sum-exp, in which blocks of attention are merged too."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are computed in where operands are `dtype`: fp32, or fp64 of fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

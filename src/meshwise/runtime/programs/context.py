@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwise.program.tape import Step
 from meshwise.runtime import torch_private as private
-from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.recorder import DTYPE_NAMES, OpRecorder
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-TORCH_DTYPES |= {"tf32": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+TORCH_DTYPES |= {"fp8": torch.bfloat16, "tf32": torch.float32}
 """torch's names of the dtypes that programs compute in; fp8 and tf32 are what matmuls of others use."""
 
 

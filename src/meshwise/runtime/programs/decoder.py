@@ -34,10 +34,10 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 
 from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime import torch_private as private
-from meshwise.runtime.programs.attention_kernels import Attend
+from meshwise.runtime.programs.attention_kernels import Attend, wide_dtype
 from meshwise.runtime.programs.context import generator_of
 from meshwise.runtime.programs.functions import Norm, Rotate, SwiGLU
-from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, local
+from meshwise.runtime.programs.linear_layers import Adapted, NarrowLinear, OwnLinear, local
 from meshwise.runtime.programs.per_op import per_op_contexts
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, deal_back, deal_heads
 from meshwise.runtime.recorder import OpRecorder
@@ -244,12 +244,13 @@ class LatentAttention(nn.Module):
         self.q_down: nn.Module = nn.Identity()
         self.q_norm: nn.Module = nn.Identity()
         if mla.q_lora_rank:
-            self.q_down = setting.planned(Latents(model, mla.q_lora_rank))
+            self.q_down = setting.planned(OwnLinear(model.hidden, mla.q_lora_rank, bias=model.qkv_bias))
             self.q_norm = DecoderNorm(model, mla.q_lora_rank)
         heads = model.num_heads
         width = mla.q_lora_rank or model.hidden
         self.q = setting.planned(nn.Linear(width, heads * sum(self.parts_of_query), bias=False))
-        self.kv_down = setting.planned(Latents(model, sum(self.parts_of_latents)))
+        latents = sum(self.parts_of_latents)
+        self.kv_down = setting.planned(OwnLinear(model.hidden, latents, bias=model.qkv_bias))
         self.kv_norm = DecoderNorm(model, mla.kv_lora_rank)
         self.kv = setting.planned(nn.Linear(mla.kv_lora_rank, heads * sum(self.parts_of_pair), bias=False))
         self.shared_key = nn.Identity()
@@ -278,17 +279,6 @@ class LatentAttention(nn.Module):
         return k.transpose(1, 2), v.contiguous().transpose(1, 2)
 
 
-class Latents(nn.Linear):
-    """From hidden numbers to latents, for the tokens that a rank has."""
-
-    def __init__(self, model: Model, width: int) -> None:
-        super().__init__(model.hidden, width, bias=model.qkv_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, own tokens, hidden] -> [batch, own tokens, width]."""
-        return F.linear(local(x), local(self.weight), local(self.bias))
-
-
 class Experts(nn.Module):
     """The MLPs of this rank's experts, a matrix each in three (or two) stacks, or its parts of them."""
 
@@ -314,7 +304,7 @@ class Mixture(nn.Module):
         super().__init__()
         moe, routes = model.moe, setting.routes
         assert moe is not None and routes is not None
-        self.router = nn.Linear(model.hidden, moe.num_experts, bias=moe.router_bias)
+        self.router = OwnLinear(model.hidden, moe.num_experts, bias=moe.router_bias)
         if moe.balance_bias:  # moves the choice of experts, which is forced here, by a rule
             self.balance_bias = nn.Parameter(torch.empty(moe.num_experts))
         self.experts = Experts(model, routes.place)
@@ -323,17 +313,15 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, own tokens, hidden] -> the same."""
-        logits = F.linear(x.flatten(0, 1), local(self.router.weight), local(self.router.bias))
-        way = self.routes
-        tokens, num_choices = x.flatten(0, 1), way.experts.shape[1]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
+        tokens, way = x.flatten(0, 1), self.routes
+        logits = self.router(tokens)
+        gates = logits.to(wide_dtype(logits.dtype)).softmax(-1).gather(1, way.experts).to(x.dtype)
         copies = tokens.index_select(0, way.sources)
         ranks, parts = way.place
         arrived = self._by_expert(_gathered(_exchanged(copies, ranks), parts))
         answers = _exchanged(_added(self._by_rank(self.experts(arrived)), parts), ranks)
         weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
-        mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
+        mixed = weighed.view(*way.experts.shape, -1).sum(1).view(x.shape)
         return mixed if self.shared is None else mixed + self.setting.redone("shared_experts", self.shared, x)
 
     def _by_expert(self, copies: Tensor) -> Tensor:
@@ -495,7 +483,7 @@ class Decoder(nn.Module):
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy [nats], the mean over tokens; computed in fp32 at least."""
         with self.setting.recorder.section("/loss"):
-            wide = logits if logits.dtype == torch.float64 else logits.float()
+            wide = logits.to(wide_dtype(logits.dtype))
             loss = F.cross_entropy(wide.flatten(0, -2), labels.flatten())
             return loss.to_local() if isinstance(loss, DTensor) else loss
 

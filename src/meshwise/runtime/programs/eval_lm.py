@@ -86,8 +86,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
 
     begin_s = time.perf_counter()
     found = setting(options, context.world_size)
-    of = options.seed, found.config, found.dtype, found.placement
-    model, dp = lm_model.new_model(*of, context, grouped=options.grouped_gemm)
+    model, dp = lm_model.new_model(found, options.seed, context, grouped=options.grouped_gemm)
     blocks, size = _blocks(options, found), found.config.batch_size_valid
     num_batches = -(-len(blocks) // size)
     num_steps = num_passes(num_batches, dp.size, options.max_valid_steps)

@@ -14,7 +14,7 @@ from torch.library import custom_op
 from torch.nn.functional import silu
 
 from meshwise.model.architecture import Model
-from meshwise.runtime.programs.attention_kernels import lse_dtype
+from meshwise.runtime.programs.attention_kernels import wide_dtype
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_sum
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ class Rotate(torch.autograd.Function):
 
 def turns(places: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles of heads at `places`, base 10,000: [tokens, 1, width / 2] each."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = wide_dtype(dtype)
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=places.device, dtype=wide) / width)
     angles = torch.outer(places.to(wide), frequencies).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -124,12 +124,14 @@ class Norm(torch.autograd.Function):
 @custom_op("meshwise::norm_sums", mutates_args=())
 def norm_sums(x: Tensor, is_centered: bool) -> Tensor:
     """Per row of x: the sum of squares and, for a norm that subtracts the mean, the sum."""
-    wide = x.to(lse_dtype(x))
+    wide = x.to(wide_dtype(x.dtype))
     sums = [wide.square().sum(-1), wide.sum(-1)]
     return torch.stack(sums[: 1 + is_centered], dim=-1)
 
 
-norm_sums.register_fake(lambda x, is_centered: x.new_empty(x.shape[0], 1 + is_centered, dtype=lse_dtype(x)))
+norm_sums.register_fake(
+    lambda x, is_centered: x.new_empty(x.shape[0], 1 + is_centered, dtype=wide_dtype(x.dtype))
+)
 
 
 @custom_op("meshwise::norm_apply", mutates_args=())

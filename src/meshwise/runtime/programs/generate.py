@@ -75,15 +75,13 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     from meshwise.runtime.programs.search import BeamSearch, advance_all
 
     begin_s = time.perf_counter()
-    found = _setting(options, context.world_size)
-    prompts = _prompts(options)
-    columns = max(map(len, prompts)) + options.max_tokens
-    of = options.seed, found.config, found.dtype, found.placement
-    model, dp = lm_model.new_model(*of, context, max_positions=columns)
+    found, prompts = _setting(options, context.world_size), _prompts(options)
+    of = generation(options, context.world_size)
+    model, dp = lm_model.new_model(found, options.seed, context, max_positions=of.columns)
     mine = list(range(dp.index, len(prompts), dp.size))
-    num_rows = -(-len(prompts) // dp.size)
-    rows = [prompts[number] for number in mine + [0] * (num_rows - len(mine))]  # who has fewer repeats one
-    padded, lengths = [[*row, *[PAD] * (columns - len(row))] for row in rows], [len(row) for row in rows]
+    repeated = [0] * (of.num_prompts - len(mine))  # by who has fewer
+    rows = [prompts[number] for number in mine + repeated]
+    padded, lengths = [[*row, *[PAD] * (of.columns - len(row))] for row in rows], [len(row) for row in rows]
     with context.recorder.setup():
         given = (lm_model.on_device(np.array(numbers), context) for numbers in (padded, lengths))
         names = "max_tokens", "min_tokens", "beam", "length_penalty"
@@ -92,8 +90,7 @@ def main(options: Any, context: Context) -> dict[str, Any] | None:
     load_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
     with context.recorder.section("generate"), torch.no_grad():
-        first = min(map(len, prompts))
-        advance_all(model, search, first=first, dp=dp, is_fake=context.is_fake)
+        advance_all(model, search, first=of.first, dp=dp, is_fake=context.is_fake)
     if context.is_fake:
         return None
     texts = search.hypotheses()[: len(mine)]

@@ -30,6 +30,14 @@ def local(x: Any) -> Any:
     return x.to_local(grad_placements=[Partial()] * len(x.placements))
 
 
+class OwnLinear(nn.Linear):
+    """A linear layer that every rank has whole, for the tokens that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d_in] -> [..., d_out]."""
+        return F.linear(local(x), local(self.weight), local(self.bias))
+
+
 class Adapted(nn.Module):
     """layer(x) + b(a(x)), of inner width `rank`."""
 

@@ -166,5 +166,5 @@ def main(options: Any, context: Context) -> dict[str, Any]:
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}
     recorder.tape.states(held)
-    recorder.tape.op("activations", module="states", phase="step", saved_bytes=recorder.kept_peak_bytes())
+    recorder.tape.op("activations", module="states", phase="step", saved_bytes=recorder.kept.peak_bytes)
     return {"losses": losses, "bytes": held}

@@ -22,14 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -39,12 +33,13 @@ from meshwise.plan.plan import Plan, number_of
 from meshwise.plan.stages import V_SHAPED, chunks_of_rank
 from meshwise.runtime.fakes import Parts
 from meshwise.runtime.programs import decoder as plain
-from meshwise.runtime.programs.attention_kernels import Attend, RingAttend, own_places
+from meshwise.runtime.programs.attention_kernels import Attend, RingAttend, own_places, wide_dtype
 from meshwise.runtime.programs.context import Context, line_of, numbers_of
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
+from meshwise.runtime.recorder import own_part
 from meshwise.runtime.torch_private import fsdp_param
 
 
@@ -205,7 +200,7 @@ class Trainer:
         """Some layers of the model, cut by tp and spread over the replicas."""
         plan, context = self.plan, self.context
         dtype = context.dtype(plan.dtype)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = wide_dtype(dtype)
         reduced = wide if plan.grad_dtype == "fp32" else context.dtype(plan.grad_dtype)
         last = plan.pp * plan.vpp - 1
         with torch.device("meta"), numbers_of(dtype if plan.optimizer == "adam-bf16" else wide):
@@ -214,10 +209,10 @@ class Trainer:
             )
         if plan.tp > 1:
             cut_tensors(decoder, self.mesh["tp"], Shard(1) if plan.sequence_parallel else Replicate())
-        offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+        offload = fsdp.CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
         policies = {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
-            "offload_policy": offload if plan.offload_optimizer else OffloadPolicy(),
+            "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
+            "offload_policy": offload if plan.offload_optimizer else fsdp.OffloadPolicy(),
         }
         shard_states(
             decoder, self.mesh[self.replica_axes], self.experts_mesh, policies,
@@ -230,7 +225,7 @@ class Trainer:
             context.recorder.weights(*module.parameters())
 
         for module in decoder.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, fsdp.FSDPModule):
                 if plan.zero < 3:
                     module.reshard = lambda: None  # looped schedules call it between two visits of a chunk
                 module.register_forward_pre_hook(gathered_are_weights)
@@ -321,7 +316,7 @@ def shard_states(
     matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
     Blocks are gathered again in the backward if `reshard_after_forward`; the ends stay gathered till then.
     """
-    shard = partial(fully_shard, mesh=mesh, **policies)
+    shard = partial(fsdp.fully_shard, mesh=mesh, **policies)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(decoder.trains(name))
     with mock.patch.object(fsdp_param, "_chunk_with_empty", Parts):
@@ -362,5 +357,4 @@ def make_states(decoder: plain.Decoder, home: torch.device, seed: int | None, de
 
 def local_bytes(tensors: list[Tensor]) -> int:
     """Bytes that this rank holds of `tensors`."""
-    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(own_part(tensor).nbytes for tensor in tensors)

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from meshwise.model.gpt_config import GptConfig
-from meshwise.program.expert_pass import Placement
 from meshwise.runtime.programs.context import Context, generator_of, numbers_of
+from meshwise.runtime.programs.eval_lm import LanguageModelSetting
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, axis, start_gather
 from meshwise.runtime.programs.text_data import PAD
@@ -313,17 +313,18 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def new_model(
-    seed: int, config: GptConfig, dtype: str, placement: Placement, context: Context, **how: Any
+    of: LanguageModelSetting, seed: int, context: Context, **how: Any
 ) -> tuple[TransformerDecoder, MeshAxis]:
     """The model as this rank holds it, filled at random from a seed, and the rank's place in dp.
 
     The mesh is dp x tp, where dp is copies x ep. `how` as for `TransformerDecoder`.
     """
+    placement, dtype = of.placement, context.dtype(of.dtype)
     mesh = context.mesh(copies=placement.dp // placement.ep, ep=placement.ep, tp=placement.tp)
     shard = Shard(tp=axis(mesh, "tp"), ep=axis(mesh, "ep"), section=context.recorder.section)
     dp = axis(context.mesh(dp=placement.dp, tp=placement.tp), "dp")
     with context.recorder.setup():
-        model = TransformerDecoder(config, shard, device=context.device, dtype=context.dtype(dtype), **how)
+        model = TransformerDecoder(of.config, shard, device=context.device, dtype=dtype, **how)
         context.recorder.weights(*model.parameters())
         if not context.is_fake:
             with disable_current_modes():  # whole tensors, of which pieces are cut, are not the program's

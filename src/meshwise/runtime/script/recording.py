@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwise.program.tape import Tape
-from meshwise.runtime.recorder import OpRecorder, _local
+from meshwise.runtime.recorder import OpRecorder, own_part
 from meshwise.runtime.script.tensors import attend
 from meshwise.runtime.torch_private import TorchDispatchMode, current_graph_task_id, tree_leaves
 
@@ -61,7 +61,7 @@ class ScriptTape(Tape):
     def label(self, what: str, tensors: Any) -> None:
         """The storages of these tensors are `what`: parameters, gradients, optimizer states."""
         for tensor in tensors:
-            entry = self._alive.get(_local(tensor).untyped_storage()._cdata)
+            entry = self._alive.get(own_part(tensor).untyped_storage()._cdata)
             if entry is not None:
                 entry["what"] = what
         held = sum(entry["bytes"] for entry in self._alive.values() if entry["what"] == what)

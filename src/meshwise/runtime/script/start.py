@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from meshwise.core.each import ended_how
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
@@ -100,22 +100,15 @@ def dry_run_script(
             raise MissingExtraError(refused.read_text())
     if report is None:
         moment = "before its end" if has_begun else "before it imported torch"
-        raise ScriptError(f"{text} {_ended(exit_code)} {moment}")
+        raise ScriptError(f"{text} {ended_how(exit_code)} {moment}")
     failure = report.pop("failure")
     if failure is not None:
         remedy = f"; {failure['remedy']}" if failure["remedy"] else ""
         raise ScriptError(f"{failure['place']}: {failure['error']}{remedy}")
     if exit_code != 0:
-        raise ScriptError(f"{text} {_ended(exit_code)}")
-    ledgers = {name: Ledger.from_rows(report.pop(name)) for name in ("ledger", "step_ledger")}
-    found = report | ledgers
-    return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=device, **found)
-
-
-def _ended(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+        raise ScriptError(f"{text} {ended_how(exit_code)}")
+    report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}
+    return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=device, **report)
 
 
 def rank_environment(settings: dict[str, Any]) -> dict[str, str]:

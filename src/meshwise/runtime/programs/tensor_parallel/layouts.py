@@ -55,13 +55,9 @@ def _on_cube(context: Context, model: Model, cut: Cut) -> TensorLayout:
     if cut.layout == "1d":
         row = axis(context.mesh(tp=context.world_size), "tp")
     elif cut.layout == "2d-cp":
-        columns, rows = map(int, cut.grid)
-        mesh = context.mesh(tp_row=rows, tp_col=columns)
-        row, sequence = axis(mesh, "tp_col"), axis(mesh, "tp_row")
+        row, sequence, _ = _axes(context, cut)
     else:
-        columns, rows, depths = map(int, cut.grid)
-        mesh = context.mesh(tp_depth=depths, tp_row=rows, tp_col=columns)
-        column, row, depth = (axis(mesh, name) for name in ("tp_col", "tp_row", "tp_depth"))
+        column, row, depth = _axes(context, cut)
         sequence = depth
     heads = _heads(context, model, cut, sequence, row.size * column.size)
     op = context.recorder.op
@@ -94,14 +90,10 @@ def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
 
     With a depth (2.5 dimensions) there are several such grids, which share their weights: 1 / (rows depth).
     """
-    columns, rows, *depths = map(int, cut.grid)
-    sizes = {"tp_depth": depths[0]} if depths else {}
-    mesh = context.mesh(**sizes, tp_row=rows, tp_col=columns)
-    row, column = axis(mesh, "tp_col"), axis(mesh, "tp_row")
-    depth, sequence = ALONE, column
-    if depths:
-        over_tokens = context.mesh(tp_seq=depths[0] * rows, tp_col=columns)
-        depth, sequence = axis(mesh, "tp_depth"), axis(over_tokens, "tp_seq")
+    row, column, depth = _axes(context, cut)
+    sequence = column
+    if cut.layout == "2.5d":
+        sequence = axis(context.mesh(tp_seq=depth.size * column.size, tp_col=row.size), "tp_seq")
     heads = _heads(context, model, cut, sequence, row.size)
     summa = Summa(row, column, math.lcm(row.size, column.size), depth)
     return TensorLayout(
@@ -114,6 +106,13 @@ def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
         shapes=local_shapes(model, (column.size, row.size), (column.size, row.size)),
         sums=((None, sequence),),
     )  # fmt: skip
+
+
+def _axes(context: Context, cut: Cut) -> list[MeshAxis]:
+    """The axes of a grid: the ranks of this one's row, those of its column, and those of its depth."""
+    sizes = dict(zip(("tp_col", "tp_row", "tp_depth"), map(int, cut.grid), strict=False))
+    mesh = context.mesh(**dict(reversed(sizes.items())))
+    return [axis(mesh, name) for name in sizes] + [ALONE] * (3 - len(sizes))
 
 
 def sum_shared_gradients(on: TensorLayout, weights: Weights) -> None:
