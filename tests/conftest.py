@@ -7,7 +7,7 @@ import signal
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """So many real ranks, for a whole module, as its `NUM_RANKS` says."""
+    from ranks import Ranks
+
+    with Ranks(request.module.NUM_RANKS) as ranks:
+        yield ranks
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,13 @@ from meshwise.runtime.start import Outcome, run_rank
 from ranks import Ranks, run_bare
 
 pytestmark = pytest.mark.slow
+NUM_RANKS = 4
 
 TINY = (
     "decoder_layers=2,tokens_per_sample=32,moe_expert_count=4,decoder_embed_dim=16,decoder_ffn_embed_dim=32,"
     "moe_eval_capacity_token_fraction=0.2"
 )
 BASE = Options(override=TINY, max_blocks=7, dtype="fp32")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Four real ranks for the whole module."""
-    with Ranks(4) as pool:
-        yield pool
 
 
 @contextmanager
@@ -68,19 +62,19 @@ def together(pool: Ranks, options: Options) -> list[Outcome]:
         ("moe_top1_expert=True,batch_size_valid=3", {"tp": 2, "dtype": "fp64"}),
     ],
 )
-def test_loss_does_not_depend_on_the_world(ranks: Ranks, override: str, options: dict[str, Any]) -> None:
+def test_loss_does_not_depend_on_the_world(pool: Ranks, override: str, options: dict[str, Any]) -> None:
     chosen = replace(BASE, override=f"{TINY},{override}".rstrip(","), **options)
     one = alone(replace(chosen, tp=1, ep=0)).result
-    for outcome in together(ranks, chosen):
+    for outcome in together(pool, chosen):
         assert outcome.result["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert outcome.result["routing"] == pytest.approx(one["routing"], rel=1e-4, abs=1e-4)
         for name in ("num_tokens", "num_blocks", "num_batches", "capacity"):
             assert outcome.result[name] == one[name]
 
 
-def test_bare_run_gives_the_same_and_records_nothing(ranks: Ranks) -> None:
-    recorded = ranks.call(run_rank, "eval-lm", BASE, 0, True)[0]
-    bare = together(ranks, BASE)[0]
+def test_bare_run_gives_the_same_and_records_nothing(pool: Ranks) -> None:
+    recorded = pool.call(run_rank, "eval-lm", BASE, 0, True)[0]
+    bare = together(pool, BASE)[0]
     assert bare.result["loss"] == recorded.result["loss"]
     assert bare.result["routing"] == recorded.result["routing"]
     assert len(recorded.ledger) > 0

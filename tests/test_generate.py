@@ -24,6 +24,7 @@ from meshwise.runtime.start import run_rank
 from ranks import Ranks, compared, run_bare
 
 pytestmark = pytest.mark.slow
+NUM_RANKS = 2
 
 
 @cache
@@ -130,12 +131,6 @@ def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, A
 
 
 # --- over ranks ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.fixture

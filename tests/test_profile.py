@@ -30,14 +30,12 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
 
 
-@pytest.fixture
-def program():
-    return str(SCRIPTS / "all_reduces.py")
+PROGRAM = str(SCRIPTS / "all_reduces.py")
 
 
-def test_spawned_ranks_and_one_that_is_killed(program, tmp_path):
+def test_spawned_ranks_and_one_that_is_killed(tmp_path):
     """mp.spawn, no destroy, rank 1 ends by SIGKILL: ranks 0 and 2 leave whole profiles that match."""
-    words = [sys.executable, program, "1", str(tmp_path / "meeting")]
+    words = [sys.executable, PROGRAM, "1", str(tmp_path / "meeting")]
     done = profile_command(words, tmp_path / "out", stdout=subprocess.DEVNULL)
     assert done.exit_code != 0
     assert [file.name for file in done.files] == ["rank-0.json", "rank-2.json"]
@@ -65,14 +63,14 @@ def test_the_sleeper_is_named(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="naming hosts needs root")
-def test_ranks_of_two_hosts_share_a_folder(program, tmp_path):
+def test_ranks_of_two_hosts_share_a_folder(tmp_path):
     """Each host runs `meshwise profile` into the same folder; the traces name their hosts and match."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     hosts = []
     for node in range(2):
         profile = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--"]
         script = f'hostname node-{node} && exec "$@"'
-        command = ["unshare", "--uts", "sh", "-c", script, "sh", *profile, sys.executable, program, "-1"]
+        command = ["unshare", "--uts", "sh", "-c", script, "sh", *profile, sys.executable, PROGRAM, "-1"]
         hosts.append(subprocess.Popen(command, env=os.environ | world | {"RANK": str(node)}))
     assert [host.wait(120) for host in hosts] == [0, 0]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["rank-0.json", "rank-1.json"]
@@ -123,7 +121,7 @@ def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
     assert all("further part" in problem.reason for problem in found.problems)
 
 
-def test_capture_around_ones_own_code(tmp_path, monkeypatch):
+def test_capture_around_ones_own_code(tmp_path):
     """Without a process group the caller tells rank and world; a second capture never replaces the first."""
     for _ in range(2):
         with capture(tmp_path, rank=5, world_size=8):
@@ -132,12 +130,6 @@ def test_capture_around_ones_own_code(tmp_path, monkeypatch):
     trace, notes = read_trace(tmp_path / "rank-5.json")
     assert (trace.rank, trace.world_size, notes) == (5, 8, [])
     assert "aten::mm" in {trace.name(i) for i in range(len(trace))}
-
-
-def test_run_writes_a_profile_a_rank(meshwise, tmp_path):
-    small = ("--seq", "64", "--hidden", "32", "--heads", "4")
-    done = meshwise("run", "ulysses", "--ranks", "2", *small, "--profile", str(tmp_path / "out"), "--json")
-    assert done.code == 0 and len(list((tmp_path / "out").iterdir())) == 2
 
 
 def test_full_disk_leaves_nothing(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from one_block import differences
 from ranks import Ranks, on_first
 
 pytestmark = pytest.mark.slow
+NUM_RANKS = 8
 
 PROGRAM = find_program("tensor-parallel")
 SMALL: dict[str, Any] = {"seq": 24, "microbatch": 2, "hidden": 48, "heads": 12}
@@ -48,13 +48,6 @@ def cases() -> list[Any]:
             options["kv_heads"] = 4
         found.append(pytest.param(ranks, options, id=f"{world}: {options['style']}"))
     return found
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    """Eight ranks for all tests of this file."""
-    with Ranks(8) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(("ranks", "options"), cases())

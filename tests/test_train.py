@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from meshwise.runtime.programs.train import the_model
 from ranks import Ranks, compared, run_bare, train_checked
 
 pytestmark = pytest.mark.slow
+NUM_RANKS = 4
 
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
@@ -33,12 +33,6 @@ MODELS["further"] = str(DATA / "tiny_deepseek3.json")  # the same, and predicts 
 MODELS["mla"] = str(DATA / "tiny_deepseek.json")  # a dense layer, two of routed and shared experts
 MODELS["latent"] = str(DATA / "tiny_minicpm3.json")  # latent attention without experts
 TRAIN = find_program("train")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def train_options(**values: Any) -> Any:

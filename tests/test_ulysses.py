@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,10 @@ from meshwise.runtime.programs import find_program, make_options
 from ranks import Ranks, differences
 
 pytestmark = pytest.mark.slow
+NUM_RANKS = 4
 
 ULYSSES = {"seq": 48, "hidden": 24, "heads": 4, "backward": True}
 MODEL_2D = {"seq": 32, "hidden": 16, "ffn_hidden": 24, "layers": 3, "backward": True}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def differences_of(pool: Ranks, name: str, **values: Any) -> dict[str, float]:

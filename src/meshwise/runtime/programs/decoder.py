@@ -313,9 +313,9 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, own tokens, hidden] -> the same."""
-        tokens, way = x.flatten(0, 1), self.routes
-        logits = self.router(tokens)
-        gates = logits.to(wide_dtype(logits.dtype)).softmax(-1).gather(1, way.experts).to(x.dtype)
+        way, logits, tokens = self.routes, self.router(x.flatten(0, 1)), x.flatten(0, 1)
+        wide = logits.to(wide_dtype(logits.dtype))
+        gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
         copies = tokens.index_select(0, way.sources)
         ranks, parts = way.place
         arrived = self._by_expert(_gathered(_exchanged(copies, ranks), parts))
