@@ -160,14 +160,17 @@ def main(options: Any, context: Context) -> None:
     along = MeshAxis(mesh.get_group("tp"), tp, mesh.get_local_rank("tp"))
     with context.recorder.setup():
         start.requires_grad_(options.backward)
-        first, second = local_weights(options, context, along)
-        context.recorder.weights(first, second)
-        grads = [torch.zeros_like(weight) for weight in (first, second)] if options.backward else []
-        layers = list(zip(_leaves(first, grads[:1]), _leaves(second, grads[1:]), strict=True))
+        weights = local_weights(options, context, along)
+        context.recorder.weights(*weights.values())
+        for weight in weights.values() if options.backward else ():
+            weight.grad = torch.zeros_like(weight)
+        layers = list(zip(*map(_leaves, weights.values()), strict=True))
     with context.recorder.section("model-2d"), torch.set_grad_enabled(options.backward):
-        output = forward(context, start, layers, along, {"W1": first, "W2": second})
+        output = forward(context, start, layers, along, weights)
     if options.backward:
-        backward(options, context, output, grads, mesh.get_group("dp"))
+        shown = {"dW1 [L, d, d'/TP]": "W1", "dW2 [L, d'/TP, d]": "W2"}
+        about = "model-2d", output, (options.seed, 13), weights, weights, shown
+        ulysses.backward(context, *about, mesh.get_group("dp"))
 
 
 def _start(options: Any, context: Context) -> torch.Tensor:
@@ -183,7 +186,7 @@ def _start(options: Any, context: Context) -> torch.Tensor:
         return ulysses.forward(attention, context, ulysses.make_inputs(attention, context))
 
 
-def local_weights(options: Any, context: Context, tp: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
+def local_weights(options: Any, context: Context, tp: MeshAxis) -> dict[str, Any]:
     """This rank's W1 [L, d, f/TP] and W2 [L, f/TP, d]."""
     hidden, inner = options.hidden, inner_width(options) // tp.size
 
@@ -191,15 +194,15 @@ def local_weights(options: Any, context: Context, tp: MeshAxis) -> tuple[torch.T
         dtype, key = context.dtype(options.dtype), (options.seed, number, tp.index)
         return context.normal(options.layers, *shape, dtype=dtype, key=key, std=fan_in**-0.5)
 
-    return weight(11, hidden, inner, fan_in=hidden), weight(12, inner, hidden, fan_in=inner * tp.size)
+    first = weight(11, hidden, inner, fan_in=hidden)
+    return {"W1": first, "W2": weight(12, inner, hidden, fan_in=inner * tp.size)}
 
 
-def _leaves(weight: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One leaf per layer in the storage of `weight`; its gradient adds up in the storage of `grads`."""
+def _leaves(weight: torch.Tensor) -> list[torch.Tensor]:
+    """One leaf per layer in the storage of `weight`; gradients add up in that of its gradient."""
     layers = [layer.detach() for layer in weight]
-    for grad in grads:
-        for layer, part in zip(layers, grad, strict=True):
-            layer.requires_grad_().grad = part
+    for layer, grad in zip(layers, weight.grad, strict=True) if weight.grad is not None else ():
+        layer.requires_grad_().grad = grad
     return layers
 
 
@@ -234,18 +237,3 @@ def forward(
         del gathered, inter, partial, summed
     context.step("output = all layers", {"output [N/P, d]": x})
     return x
-
-
-def backward(options: Any, context: Context, output: torch.Tensor, grads: list[Any], group: Any) -> None:
-    """Gradients for a made-up gradient of the output; weights' are summed over the DP ranks of `group`."""
-    import torch.distributed as dist
-
-    recorder = context.recorder
-    with recorder.setup():
-        gradient = context.normal(*output.shape, dtype=output.dtype, key=(options.seed, 13, context.rank))
-    output.backward(gradient)
-    with recorder.section("model-2d"), recorder.phase("backward"):
-        for name, grad in zip(("W1", "W2"), grads, strict=True):
-            with recorder.op(name):
-                dist.all_reduce(grad, group=group)
-    context.step("backward", {"dW1 [L, d, d'/TP]": grads[0], "dW2 [L, d'/TP, d]": grads[1]})

@@ -23,7 +23,7 @@ Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -217,10 +217,11 @@ def main(options: Any, context: Context) -> None:
     with recorder.section("ulysses"), torch.set_grad_enabled(options.backward):
         output = forward(options, context, inputs)
     if options.backward:
-        backward(options, context, inputs, output)
+        shown = {"d input [N/P, d]": "input", "dQ [h, d, d/h]": "Q", "dO [h, d/h, d]": "O"}
+        backward(context, "ulysses", output, (options.seed, 5), inputs, "QKVO", shown)
 
 
-def make_inputs(options: Any, context: Context) -> dict[str, torch.Tensor]:
+def make_inputs(options: Any, context: Context) -> dict[str, Any]:
     """This rank's tokens, and the four weights that every rank holds."""
     tokens, width = options.seq // context.world_size, options.hidden // options.heads
     dtype, std = context.dtype(options.dtype), options.hidden**-0.5
@@ -313,18 +314,22 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
     return output
 
 
-def backward(options: Any, context: Context, inputs: Mapping[str, Any], output: torch.Tensor) -> None:
-    """Gradients of the inputs for a made-up gradient of the output; weights' are summed over all ranks."""
+def backward(
+    context: Context, program: str, output: torch.Tensor, key: tuple[int, int], leaves: Mapping[str, Any],
+    weights: Iterable[str], shown: Mapping[str, str], group: Any = None,
+) -> None:  # fmt: skip
+    """Gradients of `leaves` for a made-up gradient of the output, and the step that shows some of them.
+
+    Those of the `weights` among them are summed over the ranks of a group [all].
+    """
     import torch.distributed as dist
 
     recorder = context.recorder
     with recorder.setup():
-        gradient = context.normal(*output.shape, dtype=output.dtype, key=(options.seed, 5, context.rank))
+        gradient = context.normal(*output.shape, dtype=output.dtype, key=(*key, context.rank))
     output.backward(gradient)
-    x, *weights = inputs.values()
-    with recorder.section("ulysses"), recorder.phase("backward"):
-        for name, weight in list(inputs.items())[1:]:
+    with recorder.section(program), recorder.phase("backward"):
+        for name in weights:
             with recorder.op(name):
-                dist.all_reduce(weight.grad)
-    shown = {"d input [N/P, d]": x.grad, "dQ [h, d, d/h]": weights[0].grad, "dO [h, d/h, d]": weights[3].grad}
-    context.step("backward", {name: grad for name, grad in shown.items() if grad is not None})
+                dist.all_reduce(leaves[name].grad, group=group)
+    context.step("backward", {symbols: leaves[name].grad for symbols, name in shown.items()})
