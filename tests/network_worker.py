@@ -26,7 +26,7 @@ from meshwise.core.ledger import Ledger
 from meshwise.runtime import recorder, start
 from meshwise.runtime.calibrate import collective_time_s
 from meshwise.runtime.launch import RankPlace, launch
-from meshwise.runtime.programs import find_program, make_options
+from meshwise.runtime.programs import find_program, parse_options
 from meshwise.runtime.recorder import OpRecorder
 
 RATE_BYTES_PER_S = 100e6 / 8
@@ -37,14 +37,10 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 PAYLOAD_BYTES = 8 << 20
 REPEATS = 3
 NUM_RUNS = 2
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "model-2d": {
-        **{"seq": 32768, "hidden": 64, "ffn_hidden": 64, "layers": 1, "tp": 4, "dtype": "fp32"},
-        **{"after_ulysses": False, "backward": True},
-    },
-    "ulysses": {
-        **{"seq": 4096, "hidden": 1024, "heads": 8, "dtype": "fp64", "attention": "flash", "causal": True}
-    },
+PROGRAMS = {
+    "model-2d": "--seq 32768 --hidden 64 --ffn-hidden 64 --layers 1 --tp 4 --dtype fp32 --backward "
+    "--no-after-ulysses",
+    "ulysses": "--seq 4096 --hidden 1024 --heads 8 --dtype fp64 --attention flash --causal",
 }
 
 _DATAGRAM, _FRAME = 1472, 1514  # payload, and bytes on the cable
@@ -116,8 +112,8 @@ def measure(place: RankPlace) -> list[dict[str, Any]]:
         time_s = collective_time_s(place, kind, PAYLOAD_BYTES, repeats=REPEATS, meet=meet)  # type: ignore[arg-type]
         took.append(Took("alone", kind, PAYLOAD_BYTES, time_s))
     recorder.OpRecorder = Together  # type: ignore[misc]
-    for name, values in PROGRAMS.items():
-        options = make_options(find_program(name), values)
+    for name, words in PROGRAMS.items():
+        options = parse_options(find_program(name), words.split())
         runs = [start.run_rank(place, name, options, 0, True).ledger for _ in range(NUM_RUNS)]
         took += [fastest(name, rows) for rows in zip(*map(large_collectives, runs), strict=True)]
     return [asdict(each) for each in took]

@@ -88,8 +88,8 @@ def test_a_link_is_found_again(latency_s: float, ranks: int) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A stand-in for torch.cuda: the properties of a chip."""
 
-    def make(capability: tuple[int, int] = (9, 0), cache_bytes: int = 50 << 20) -> None:
-        properties = SimpleNamespace(L2_cache_size=cache_bytes)
+    def make(capability: tuple[int, int] = (9, 0)) -> None:
+        properties = SimpleNamespace(L2_cache_size=50 << 20)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 

@@ -28,12 +28,12 @@ NUM_RANKS = 2
 
 
 @cache
-def model(vocab: int = 9, seed: int = 0, sparse: bool = True) -> TransformerDecoder:
+def model(vocab: int = 9, seed: int = 0) -> TransformerDecoder:
     """A small model in which no expert is ever full."""
     config = GptConfig(
         decoder_layers=2, decoder_embed_dim=8, decoder_ffn_embed_dim=16, decoder_attention_heads=2,
-        tokens_per_sample=16, moe_freq=2, moe_expert_count=4,
-        moe_eval_capacity_token_fraction=1.0, use_tutel_moe=sparse, vocab_size=vocab,
+        tokens_per_sample=16, moe_freq=2, moe_expert_count=4, vocab_size=vocab, use_tutel_moe=True,
+        moe_eval_capacity_token_fraction=1.0,
     )  # fmt: skip
     made = TransformerDecoder(config, max_positions=32).eval()
     init_parameters(made, seed)

@@ -6,7 +6,7 @@ A program is a module that can be imported without torch and has
                                 command line
     check(options, ranks)       raises a MeshwiseError for what does not fit, before anything starts
     main(options, context)      runs on every rank (imports torch inside); may return JSON values
-    estimate(options, tape)     optional: writes the closed form of the same program on a tape
+    estimate(options, tape)     writes the closed form of the same program on a tape
     STATES                      optional: what that closed form states, `all` (see `Program`)
     SAYS_RESULT                 optional: True if it prints what `main` returns itself
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class MeshAxis:
 
 ALONE = MeshAxis(None, 1, 0)
 """An axis of one rank."""
+Collective = Callable[[Tensor, MeshAxis], Tensor]
 
 
 def axis_of(group: dist.ProcessGroup) -> MeshAxis:
@@ -114,21 +116,6 @@ def start_reduce(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     return _after(dist.reduce(panel, group=along.group, group_dst=owner, async_op=True), panel)
 
 
-def swap_parts(x: Tensor, along: MeshAxis) -> Tensor:
-    """`all_to_all`, its own inverse."""
-    return _Differentiable.apply(x, all_to_all, all_to_all, along)
-
-
-def gather_parts(x: Tensor, along: MeshAxis) -> Tensor:
-    """Parts of dim 0 from all ranks, in their order: [n, ...] -> [n x ranks, ...]."""
-    return _Differentiable.apply(x, _gathered, _scattered, along)
-
-
-def scatter_sums(x: Tensor, along: MeshAxis) -> Tensor:
-    """This rank's part of dim 0 of the sum over all ranks: [n x ranks, ...] -> [n, ...]."""
-    return _Differentiable.apply(x, _scattered, _gathered, along)
-
-
 def _gathered(x: Tensor, along: MeshAxis) -> Tensor:
     return start_gather(x, along)()
 
@@ -137,22 +124,27 @@ def _scattered(x: Tensor, along: MeshAxis) -> Tensor:
     return start_scatter(x, along)()
 
 
-Collective = Callable[[Tensor, MeshAxis], Tensor]
-
-
 class _Differentiable(torch.autograd.Function):
     """The collective `there`, whose gradient is the collective `back`: a gather and a scatter, say."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, along: MeshAxis) -> Tensor:
+    def forward(ctx: Any, there: Collective, back: Collective, x: Tensor, along: MeshAxis) -> Tensor:
         """`there` of x."""
         ctx.back, ctx.along = back, along
         return there(x, along)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:
         """`back` of the gradient."""
-        return ctx.back(grad, ctx.along), None, None, None
+        return None, None, ctx.back(grad, ctx.along), None
+
+
+swap_parts = partial(_Differentiable.apply, all_to_all, all_to_all)
+"""`all_to_all` of x along an axis, its own inverse."""
+gather_parts = partial(_Differentiable.apply, _gathered, _scattered)
+"""Parts of dim 0 of x from all ranks along an axis, in their order: [n, ...] -> [n x ranks, ...]."""
+scatter_sums = partial(_Differentiable.apply, _scattered, _gathered)
+"""This rank's part of dim 0 of the sum over all ranks along an axis: [n x ranks, ...] -> [n, ...]."""
 
 
 def deal(x: Tensor, heads: Sequence[int], batch: int, dim: int, along: MeshAxis, *, to_heads: bool) -> Tensor:
