@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +85,7 @@ def profile_command(
         raise DataError(f"{directory} already holds profiles; name another folder or empty it")
     make_folder(directory)
     bare_s = run_command(command, dict(os.environ), stdout)[1] if compare else None
-    environment = capture_environment(directory, **options)
-    exit_code, wall_s = run_command(command, dict(os.environ) | environment, stdout)
+    exit_code, wall_s = run_command(command, capture_environment(directory, **options), stdout)
     refused = directory / "refused"
     if refused.exists():
         reason = refused.read_text()
@@ -97,13 +96,21 @@ def profile_command(
 
 
 def capture_environment(directory: Path, **options: bool) -> dict[str, str]:
-    """The environment variables that make every rank of a program capture itself."""
-    search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        "PYTHONPATH": os.pathsep.join(search),
-        CAPTURE: json.dumps({"directory": str(directory.resolve()), **options}),
-        "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_CALLS),
-    }
+    """The environment in which every rank of a program captures itself."""
+    asked = json.dumps({"directory": str(directory.resolve()), **options})
+    return hooked({"TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_CALLS} | os.environ | {CAPTURE: asked})
+
+
+def hooked(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which every Python process runs the hook, whatever else is on its module path."""
+    search = [str(HOOK), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(search)}
+
+
+def as_started(command: Sequence[str]) -> list[str]:
+    """The words that start `command`: `python` is the one that runs us."""
+    program = sys.executable if command[0] in ("python", "python3") else command[0]
+    return [program, *command[1:]]
 
 
 def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:
@@ -111,7 +118,6 @@ def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any
 
     SIGTERM and SIGINT end the command's processes, which write what they have; then they end us, too.
     """
-    program = sys.executable if command[0] in ("python", "python3") else command[0]
     pipe, silent = subprocess.PIPE, subprocess.DEVNULL
     begin, received, lines = time.perf_counter(), list[int](), list[Any]()
 
@@ -123,9 +129,8 @@ def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any
     is_main = threading.current_thread() is threading.main_thread()
     before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGINT) if is_main}
     try:
-        process = subprocess.Popen(
-            [program, *command[1:]], env=environment, stdout=stdout, start_new_session=True
-        )
+        words = as_started(command)
+        process = subprocess.Popen(words, env=environment, stdout=stdout, start_new_session=True)
         guarding = ["sh", "-c", _GUARD, str(process.pid)]
         with subprocess.Popen(guarding, stdin=pipe, stderr=silent, start_new_session=True) as guard:
             lines.append(guard.stdin)

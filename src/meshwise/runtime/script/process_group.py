@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from torch.serialization import safe_globals
 from meshwise.core.errors import PlanError
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.fakes import Silent
+from meshwise.runtime.profile import as_started
 from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.start import rank_environment
 from meshwise.runtime.script.values import Guesses
@@ -82,11 +82,9 @@ class Letters:
             (self._folder / f"started-{rank}").touch(exist_ok=False)
         except FileExistsError:
             return
-        command: Sequence[str] = self._settings["command"]
-        program = sys.executable if command[0] in ("python", "python3") else command[0]
         environment = rank_environment(self._settings | {"rank": rank})
         silent = subprocess.DEVNULL
-        subprocess.Popen([program, *command[1:]], env=environment, stdout=silent, stderr=silent)
+        subprocess.Popen(as_started(self._settings["command"]), env=environment, stdout=silent, stderr=silent)
 
 
 def _read(path: Path, sender: int) -> list[Any]:

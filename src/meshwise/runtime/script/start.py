@@ -17,7 +17,7 @@ from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.machine.hardware import find_chip
-from meshwise.runtime.profile import HOOK, run_command
+from meshwise.runtime.profile import hooked, run_command
 
 OWNER = "MESHWISE_SCRIPT_PROCESS"
 """The variable that names the process which is the rank; those that it starts are not."""
@@ -114,7 +114,6 @@ def dry_run_script(
 def rank_environment(settings: dict[str, Any]) -> dict[str, str]:
     """What torchrun would set, and the settings of the hook."""
     rank, ranks, devices = settings["rank"], settings["ranks"], settings["devices"]
-    search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     place = {
         "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
         "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": -(-ranks // devices), "ROLE_RANK": rank,
@@ -122,9 +121,6 @@ def rank_environment(settings: dict[str, Any]) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
         "NGPU": ranks, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
     }  # fmt: skip
-    return {
-        **{name: value for name, value in os.environ.items() if name != OWNER},
-        **{name: str(value) for name, value in place.items()},
-        "PYTHONPATH": os.pathsep.join(search),
-        "MESHWISE_SCRIPT": json.dumps(settings),
-    }
+    environment = hooked(os.environ | {name: str(value) for name, value in place.items()})
+    environment.pop(OWNER, None)
+    return environment | {"MESHWISE_SCRIPT": json.dumps(settings)}
