@@ -10,16 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.runtime.programs.decoder import (
-    TABLE,
-    TIED,
-    Decoder,
-    ExpertPlace,
-    Setting,
-    cut_dim,
-    fill,
-    routes,
-)
+from meshwise.runtime.programs import decoder as plain
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.training import Trainer
 
@@ -60,16 +51,16 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     dtype = trainer.context.dtype("fp8") if trainer.setting.is_narrow else kept
     places = torch.arange(options.seq, device=device)
     angles = turns(places, turned_width(model), dtype)
-    way = routes(places, 1, model) if model.moe else None
-    setting = Setting(
+    way = plain.routes(places, 1, model) if model.moe else None
+    setting = plain.Setting(
         turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way,
         is_narrow=trainer.setting.is_narrow, lora_rank=trainer.plan.lora_rank,
     )  # fmt: skip
     with torch.device(device):
-        decoder = Decoder(model, setting, range(model.num_layers)).to(kept)
+        decoder = plain.Decoder(model, setting, range(model.num_layers)).to(kept)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            fill(decoder.alias(name), parameter, options.seed)
+            plain.fill(decoder.alias(name), parameter, options.seed)
             parameter.requires_grad_(decoder.trains(name))
     decoder.to(dtype)  # what is cast to fp8 depends on every bit
     total = 0.0
@@ -80,12 +71,12 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
         loss.backward()
         total += float(loss.detach())
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
-    if TABLE in grads and decoder.tie():
-        grads[TIED] = grads[TABLE]
+    if plain.TABLE in grads and decoder.tie():
+        grads[plain.TIED] = grads[plain.TABLE]
     return total, {name: grad.cpu() for name, grad in grads.items()}
 
 
-def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
+def part_of(experts: Tensor, name: str, place: plain.ExpertPlace) -> Tensor:
     """Of the matrices `name` of all experts, those at `place`."""
     mine = experts.chunk(place.ranks.size)[place.ranks.index]
-    return mine.chunk(place.parts.size, cut_dim(name))[place.parts.index]
+    return mine.chunk(place.parts.size, plain.cut_dim(name))[place.parts.index]

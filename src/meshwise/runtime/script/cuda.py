@@ -128,15 +128,11 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
         "Event": DeviceEvent,
     }
     for module, names in known["no_ops"].items():
-        for each in names:
-            setattr(resolve_name(module), each, _nothing)
+        vars(resolve_name(module)).update(dict.fromkeys(names, _nothing))
     answers = {each: _always(value) for each, value in queries.items()}
-    for module, supplied in (
-        (torch.cuda, memory | answers | streams | states), (torch.cuda.memory, memory),
-        (torch.cuda.random, states),
-    ):  # fmt: skip
-        for each, function in supplied.items():
-            setattr(module, each, function)
+    vars(torch.cuda).update(memory | answers | streams | states)
+    vars(torch.cuda.memory).update(memory)
+    vars(torch.cuda.random).update(states)
     torch.cuda.default_generators = (torch.default_generator,) * devices
     torch.cuda.nccl.version = _always((2, 28, 9))
     torch.cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
@@ -181,10 +177,8 @@ def _supply_accelerator(memory: Mapping[str, Callable[..., Any]], devices: int, 
     torch.accelerator.current_device_index = torch.accelerator.current_device_idx = _always(device)
     torch.accelerator.current_stream = Stream
     supplied = {each: memory[each] for each in memory if each != "mem_get_info"}
-    supplied |= dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing)
-    for each, function in supplied.items():
-        setattr(torch.accelerator, each, function)
-        setattr(torch.accelerator.memory, each, function)
+    for module in (torch.accelerator, torch.accelerator.memory):
+        vars(module).update(supplied)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

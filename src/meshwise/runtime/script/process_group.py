@@ -177,9 +177,8 @@ def supply_process_groups(
         "TCPStore": _Store,
         "FileStore": _Store,
     }
-    for name, stand_in in stand_ins.items():
-        setattr(c10d, name, stand_in)
-        setattr(dist, name, stand_in)
+    for module in (c10d, dist):
+        vars(module).update(stand_ins)
     private.dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
     _supply_ddp()
     _supply_fsdp1()
