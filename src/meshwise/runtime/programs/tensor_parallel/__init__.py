@@ -80,9 +80,7 @@ def cut_of(options: Any, ranks: int) -> Cut:
         tp=float(ranks),
         layout=options.layout,
         grid=tuple(float(size) for size in grid),
-        panels=1.0,
         sequence_parallel=True,
-        flash=True,
         precision=precision(options.dtype),
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwise.model.architecture import Model
-from meshwise.program.cut import Cut
+from meshwise.program.cut import GRID_AXES, Cut
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.programs.tensor_parallel.attention import FusedAttention, LocalHeads
 from meshwise.runtime.programs.tensor_parallel.block import BlockParts, Gathered, Summa, Weights, shapes
@@ -110,7 +110,7 @@ def _on_grid(context: Context, model: Model, cut: Cut) -> TensorLayout:
 
 def _axes(context: Context, cut: Cut) -> list[MeshAxis]:
     """The axes of a grid: the ranks of this one's row, those of its column, and those of its depth."""
-    sizes = dict(zip(("tp_col", "tp_row", "tp_depth"), map(int, cut.grid), strict=False))
+    sizes = dict(zip(GRID_AXES, map(int, cut.grid), strict=False))
     mesh = context.mesh(**dict(reversed(sizes.items())))
     return [axis(mesh, name) for name in sizes] + [ALONE] * (3 - len(sizes))
 
