@@ -125,9 +125,8 @@ def estimate(options: Any, tape: Tape) -> None:
 
 def _training(options: Any, packed: PackedBatch, trainers: int, kind: str, bins: int) -> Estimate:
     """Passes of the trainers over so many bins each."""
-    plan = Plan(zero=1) if kind == "train" else Plan()
     return _price(
-        options, trainers, plan, batch=trainers * bins * packed.samples, seq=packed.sample_tokens,
+        options, trainers, Plan(zero=1), batch=trainers * bins * packed.samples, seq=packed.sample_tokens,
         microbatch=packed.samples, kind=kind,
     )  # fmt: skip
 
