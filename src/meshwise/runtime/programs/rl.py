@@ -29,7 +29,7 @@ from meshwise.model.weights import num_params
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
-from meshwise.rl.passes import PackedBatch, pack
+from meshwise.rl.passes import PERSISTENT, PackedBatch, pack
 from meshwise.rl.step import SYNC_BYTES
 from meshwise.runtime.programs import check_divides, program_options
 
@@ -117,7 +117,7 @@ def estimate(options: Any, tape: Tape) -> None:
         tape.priced(scored.rank_ledger(0), options.steps)
         update = _training(options, packed, trainers, "train", packed.bins)
         tape.priced(update.rank_ledger(0), options.steps * options.updates)
-        held = {name: update.memory_bytes[name] for name in ("weights", "gradients", "optimizer")}
+        held = {name: update.memory_bytes[name] for name in PERSISTENT}
         tokens = options.num_samples // trainers * options.length
         passes = 2 * packed.bins * options.updates
     _states(tape, held, {"tokens": tokens * options.steps, "passes": passes * options.steps})
