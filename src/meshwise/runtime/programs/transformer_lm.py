@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.runtime.programs.context import Context, generator_of, numbers_of
-from meshwise.runtime.programs.eval_lm import LanguageModelSetting
 from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
 from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, axis, start_gather
 from meshwise.runtime.programs.text_data import PAD
@@ -312,12 +311,11 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         nn.init.xavier_uniform_(tensor, gain, generator)
 
 
-def new_model(
-    of: LanguageModelSetting, seed: int, context: Context, **how: Any
-) -> tuple[TransformerDecoder, MeshAxis]:
+def new_model(of: Any, seed: int, context: Context, **how: Any) -> tuple[TransformerDecoder, MeshAxis]:
     """The model as this rank holds it, filled at random from a seed, and the rank's place in dp.
 
-    The mesh is dp x tp, where dp is copies x ep. `how` as for `TransformerDecoder`.
+    `of`: a `LanguageModelSetting`. The mesh is dp x tp, where dp is copies x ep. `how` as for
+    `TransformerDecoder`.
     """
     placement, dtype = of.placement, context.dtype(of.dtype)
     mesh = context.mesh(copies=placement.dp // placement.ep, ep=placement.ep, tp=placement.tp)
