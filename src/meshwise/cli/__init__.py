@@ -15,7 +15,7 @@ import re
 import resource
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from io import StringIO, TextIOWrapper
@@ -57,24 +57,18 @@ VERBS: dict[str, str] = _VERBS["modules"]
 GROUPS, SETTINGS = _VERBS["groups"], _VERBS["settings"]
 
 
-class Verbs(Mapping[str, Any]):
+class Verbs(UserDict[str, Any]):
     """The commands by name; a verb's module is imported when the verb is asked for, or all of them listed."""
 
     def __getitem__(self, name: str) -> Any:
         return _command(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(VERBS)
-
-    def __len__(self) -> int:
-        return len(VERBS)
 
 
 class VerbGroup(typer.core.TyperGroup):
     """The command `meshwise` itself, whose commands are `Verbs`."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings | {"commands": Verbs()})
+        super().__init__(**settings | {"commands": Verbs(VERBS)})
 
 
 @cache
@@ -85,17 +79,15 @@ def _command(verb: str) -> Any:
     made = getattr(importlib.import_module(f"meshwise.cli.{module}"), function)
     part = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     if verb in GROUPS:
-        group = typer.Typer(help=GROUPS[verb], no_args_is_help=True)
+        group = typer.Typer(help=GROUPS[verb], epilog=epilog(verb), no_args_is_help=True)
         for one in made:
-            group.command(one.__name__, cls=Command)(as_command(one))
+            name = one.__name__
+            group.command(name, cls=Command, epilog=epilog(f"{verb} {name}"))(as_command(one))
         part.add_typer(group, name=verb)
     else:
-        part.command(verb, cls=Command, **SETTINGS.get(verb, {}))(as_command(made))
-    found: Any = typer.main.get_group(part).commands[verb]
-    found.epilog = epilog(verb)
-    for name, command in getattr(found, "commands", {}).items():
-        command.epilog = epilog(f"{verb} {name}")
-    return found
+        settings = SETTINGS.get(verb, {})
+        part.command(verb, cls=Command, epilog=epilog(verb), **settings)(as_command(made))
+    return typer.main.get_group(part).commands[verb]
 
 
 app = typer.Typer(

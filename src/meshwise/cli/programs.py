@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
     from meshwise.runtime.start import Outcome
-
-
-import sys
 
 
 @takes(api.run, without=("quiet",), optional=("program",))

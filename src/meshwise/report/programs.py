@@ -7,21 +7,18 @@ and the seconds of a cluster beside those of a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwise.core.compare import TIME, Comparison, Row
 from meshwise.core.units import duration, with_prefix
+from meshwise.launch.write import Launch
 from meshwise.report.answer import Section, Text
 from meshwise.report.table import Fields, Table, records_table
 
 if TYPE_CHECKING:
     from meshwise.runtime.script.start import ScriptOutcome
     from meshwise.runtime.start import Outcome
-
-
-from pathlib import Path
-
-from meshwise.launch.write import Launch
 
 _ROWS = 12
 _MOST_ROWS, _MOST_DIFFERENCES = 20, 50

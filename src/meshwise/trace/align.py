@@ -71,13 +71,10 @@ def align(
     if not shared:
         return Alignment("the ranks' own clocks", dict.fromkeys(ranks, 0), None, 0)
     ends = _ends(shared, ranks)
-    offset = _offsets(ends)
-    residual = _residual(ends, offset)
     one_clock = one_host and _coincide(shared)
-    if one_clock:
-        offset = np.zeros_like(offset)
-        residual = _residual(ends, offset)
-    elif not kernels:
+    offset = np.zeros(len(ranks)) if one_clock else _offsets(ends)
+    residual = _residual(ends, offset)
+    if not kernels:
         offset = np.where(np.abs(offset) > residual, offset, 0.0)
     return Alignment(
         method="one host, one clock" if one_clock else "ends of collectives",

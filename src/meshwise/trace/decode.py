@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from meshwise.core.refusals import told
 from meshwise.trace.events import NAMES
 
 _BLOCK_BYTES = 1 << 20
@@ -96,17 +97,8 @@ class Notes:
 
     def sentences(self) -> list[str]:
         """All of it, for the reader of the result."""
-        found = [self.unreadable] if self.unreadable else []
-        if self.truncated:
-            found.append("the file ends in the middle; what comes before is used")
         where = "" if self.first_bad_byte is None else f", the first near byte {self.first_bad_byte}"
-        if self.num_not_numbers:
-            found.append(f"{self.num_not_numbers} values are no numbers (nan, inf); taken as missing")
-        if self.num_repaired:
-            found.append(f"{self.num_repaired} events held bad UTF-8 or quotes and were repaired{where}")
-        if self.num_lost:
-            found.append(f"{self.num_lost} events could not be read and are left out{where}")
-        return found + self.others
+        return told("trace file", notes=self, where=where) + self.others
 
 
 def decoded_pieces(path: Path, notes: Notes, metadata: dict[str, Any]) -> Iterator[list[TraceEvent]]:

@@ -63,19 +63,15 @@ DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
 _COMMUNICATION = re.compile(r"nccl|rccl|hccl|gloo|\bep::int(er|ra)node|deep_ep::|nvshmem", re.IGNORECASE)
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
-_KERNEL_CATEGORIES = ("kernel", "mtia_ccp_events", "privateuse1_kernel", "hpu_op")
 
 
 def kind_of(category: str, name: str) -> Kind:
     """The kind of an event from its Kineto category (any spelling since 2020) and its name."""
-    category = category.lower()
-    if category in _KERNEL_CATEGORIES:
-        if _COMMUNICATION.search(name):
-            return Kind.COMMUNICATION
-        if _MEMORY.match(name):
-            return Kind.MEMORY
-        return Kind.COMPUTE
-    kind = Kind[_KINDS.get(category, "other").upper()]
+    kind = Kind[_KINDS.get(category.lower(), "other").upper()]
+    if kind == Kind.COMPUTE and _COMMUNICATION.search(name):
+        return Kind.COMMUNICATION
+    if kind == Kind.COMPUTE and _MEMORY.match(name):
+        return Kind.MEMORY
     if kind in (Kind.ANNOTATION, Kind.CPU_OP) and _HOST_COMMUNICATION.match(name):
         return Kind.HOST_COMMUNICATION
     return kind
@@ -132,11 +128,6 @@ class MemoryEvents:
     address: Ints
     device: Ints
     """-1 for the host."""
-
-    @property
-    def on_device(self) -> NDArray[np.bool_]:
-        """Which of them are memory of a device."""
-        return self.device >= 0
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -205,10 +196,6 @@ class Trace:
         dims, types = map(inputs, self.shapes[shape][:2])
         tensors = ((dim, str(dtype)) for dim, dtype in zip(dims, types, strict=False))
         return [(dim, dtype) for dim, dtype in tensors if isinstance(dim, list) and is_shape(dim)]
-
-    def concrete(self, shape: int) -> list[Any]:
-        """The values among the inputs, as text; none where they were not kept."""
-        return inputs(self.shapes[shape][2])
 
     def __len__(self) -> int:
         return len(self.start_ns)

@@ -56,7 +56,7 @@ from meshwise.core.ledger import Ledger, shape_text
 from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
-from meshwise.machine.hardware import MEASURED, Chip, chips
+from meshwise.machine.hardware import MEASURED, Chip, Cluster, chips
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
 from meshwise.trace.events import KERNEL_CLASSES, MODULE_PARTS, Ints, Kind, Trace
@@ -364,9 +364,8 @@ _OF_A_BACKWARD = re.compile(r"^autograd::engine|^Optimizer\.step|backward|bwd", 
 
 def contradictions(summary: Summary, stated: Estimate) -> list[str]:
     """What of the stated job the traces contradict, a sentence each."""
-    num_ranks = max([len(summary.traces), *(trace.world_size or 0 for trace in summary.traces)])
-    traces, chip = summary.traces, stated.cluster.chip
-    found = _device(traces, chip), _ranks(summary, num_ranks, stated), _phase(traces, stated)
+    traces, cluster = summary.traces, stated.cluster
+    found = _device(traces, cluster.chip), _ranks(traces, cluster), _phase(traces, stated)
     return list(itertools.chain(*found, _model(summary, stated)))
 
 
@@ -391,10 +390,11 @@ def _model_number(chip: str) -> str:
     return next((word for word in chip.split("-") if re.search(r"\d", word)), chip)
 
 
-def _ranks(summary: Summary, num_ranks: int, stated: Estimate) -> Iterator[str]:
-    known = any(trace.world_size for trace in summary.traces)
-    if num_ranks > stated.cluster.num_chips or (known and num_ranks != stated.cluster.num_chips):
-        yield f"the job has {num_ranks} ranks, the stated cluster {stated.cluster.num_chips} chips"
+def _ranks(traces: Iterable[Trace], cluster: Cluster) -> Iterator[str]:
+    sizes = [trace.world_size or 0 for trace in traces]
+    num_ranks = max(len(sizes), *sizes)
+    if num_ranks > cluster.num_chips or (any(sizes) and num_ranks != cluster.num_chips):
+        yield f"the job has {num_ranks} ranks, the stated cluster {cluster.num_chips} chips"
 
 
 def _phase(traces: Iterable[Trace], stated: Estimate) -> Iterator[str]:
@@ -415,12 +415,11 @@ def _model(summary: Summary, stated: Estimate) -> Iterator[str]:
     forward = stated.ledger.where(phase="forward")
     ops = [sizes for row in forward.rows() if len(sizes := _numbers(row["shape"])) == 4]
     weights = {frozenset(sizes[2:]) for sizes in ops}
-    total = sum(flop for _, flop in seen)
-    fitting = sum(
-        flop
-        for sizes, flop in seen
-        if not weights.isdisjoint(map(frozenset, itertools.combinations(sizes, 2)))
-    )
+
+    def fits(sizes: Sequence[int]) -> bool:
+        return not weights.isdisjoint(map(frozenset, itertools.combinations(sizes, 2)))
+
+    total, fitting = sum(flop for _, flop in seen), sum(flop for sizes, flop in seen if fits(sizes))
     if total and fitting < _LEAST_FRAC * total:
         largest = max(seen, key=lambda one: one[1])[0]
         of_stated = max(ops, key=lambda sizes: sizes[1] * sizes[2] * sizes[3])[1:]

@@ -111,7 +111,7 @@ def _launched(trace: Trace, parent: Ints, events: Ints) -> Ints:
 
 def _memory(trace: Trace, *, on_device: bool) -> Ints:
     """For every host event the bytes that it allocated itself, less those it freed."""
-    memory, rows = trace.memory, trace.memory.on_device == on_device
+    memory, rows = trace.memory, (trace.memory.device >= 0) == on_device
     event = enclosing(trace, memory.track[rows], memory.time_ns[rows])
     return added_at(event, memory.delta_bytes[rows], len(trace))
 

@@ -37,7 +37,7 @@ from meshwise.machine.hardware import Chip, Cluster
 from meshwise.machine.overheads import NONE
 from meshwise.trace.breakdown import work
 from meshwise.trace.collectives import Collective
-from meshwise.trace.events import NAMES, Ints, Kind, Trace, grouped
+from meshwise.trace.events import NAMES, Ints, Kind, Trace, grouped, inputs
 from meshwise.trace.nesting import added_at, around, launchers
 from meshwise.trace.operators import self_time
 from meshwise.trace.transfers import element_bytes
@@ -148,8 +148,7 @@ def matmul_shape(trace: Trace, number: int) -> str:
 
 def _is_causal(trace: Trace, label: int, shape: int) -> bool:
     place = _ATTENTION.get(trace.labels[label][1])
-    values = trace.concrete(shape) if place is not None else []
-    return place is not None and len(values) > place and values[place] == "True"
+    return place is not None and inputs(trace.shapes[shape][2])[place : place + 1] == ["True"]
 
 
 def _work(name: str, tensors: Tensors, causal: bool) -> tuple[str, str, str, Cost] | None:

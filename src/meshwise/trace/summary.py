@@ -204,15 +204,10 @@ class Summary(Shown):
         for call in calls:
             del call["events"], call["enter_s"], call["members"]
             call["step"] = None if call["step"] < 0 else call["step"]
-        return document | {
-            "alignment": {
-                "method": self.alignment.method,
-                "residual_s": self.alignment.residual_s,
-                "offsets_s": {str(rank): offset for rank, offset in self.alignment.offsets_s.items()},
-                "num_collectives": self.alignment.num_collectives,
-            },
-            "collectives": calls,
-        }
+        clocks = ("method", "residual_s", "offsets_s", "num_collectives")
+        known = {name: getattr(self.alignment, name) for name in clocks}
+        alignment = msgspec.to_builtins(known, str_keys=True)
+        return document | {"alignment": alignment, "collectives": calls}
 
 
 def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:
