@@ -210,9 +210,9 @@ def serve(
     columns = found.columns if csv is not None else {}
     write_rows(csv, [list(columns), *zip(*columns.values(), strict=True)])
     if trace is not None and found.load is not None:
-        from meshwise.report.timelines import write_load_timeline
+        from meshwise.report.timelines import load_events, write_events
 
-        write_load_timeline(found.load.simulated, trace)
+        write_events([*load_events(found.load.simulated)], trace)
     if out is not None and found.deployment is not None:
         found.deployment.write(out)
     show(found, json=json, html=html, plot=plot, ok=not found.is_no, with_files=out is None)
@@ -302,12 +302,9 @@ def _fill_in(asked: dict[str, Any], source: Path | None) -> Job | None:
         if asked[name] in (None, ()):
             asked[name] = getattr(job, name)
     if asked["model"] is None:
-        has_shape = job.framework == "megatron-lm"
-        lacks = (
-            "all of its model's shape (layers, hidden size, heads, --vocab-size)"
-            if has_shape
-            else "its model"
-        )
+        lacks = "its model"
+        if job.framework == "megatron-lm":
+            lacks = "all of its model's shape (layers, hidden size, heads, --vocab-size)"
         raise WorkloadError(f"{source} does not name {lacks}; name it: meshwise VERB MODEL --from ...")
     keys = {key: getattr(job.plan, key) for key in DEFAULTS if getattr(job.plan, key) != DEFAULTS[key]}
     asked["plan"] = Plan(**(keys | plan_keys(asked["plan"])))

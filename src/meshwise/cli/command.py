@@ -22,10 +22,8 @@ _FILES = ("csv", "html", "plot", "trace")
 
 def command_options(function: Callable[..., Any]) -> dict[str, Option]:
     """All options of a command by name, with what they mean."""
-    texts = _TEXTS["help"]
-    return {
-        name: replace(of, help=of.help or texts.get(name, "")) for name, of in all_options(function).items()
-    }
+    texts, options = _TEXTS["help"], all_options(function)
+    return {name: replace(of, help=of.help or texts.get(name, "")) for name, of in options.items()}
 
 
 def as_command(function: Callable[..., Any]) -> Callable[..., Any]:

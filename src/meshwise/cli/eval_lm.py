@@ -106,13 +106,9 @@ def _what_ifs(rows: list[dict[str, Any]]) -> Iterator[Table]:
         return duration(row["total_s"][chip]) if chip in row["total_s"] else "no rate"
 
     columns: Fields = {
-        "": "name",
-        "slots": lambda row: f"{row['capacity']:,.0f}",
+        **{"": "name", "slots": "capacity:,.0f"},
         "exchange": lambda row: f"{row['exchange_bytes'] / 2**20:,.4g} MiB",
-        "FLOP": "flop",
-        "useful": lambda row: f"{row['useful_frac']:.0%}",
-        "peak": "peak_bytes",
-        "launches": lambda row: f"{row['launches']:,.0f}",
+        **{"FLOP": "flop", "useful": "useful_frac:.0%", "peak": "peak_bytes", "launches": "launches:,.0f"},
     }
     yield records_table("what if (one pass, one rank)", rows, columns, no_wrap=False)
     times: Fields = {"": "name", **{chip: partial(time_on, chip=chip) for chip in rows[0]["fits"]}}

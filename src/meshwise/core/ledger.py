@@ -62,11 +62,8 @@ class Ledger(Printed):
     def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Ledger:
         """A ledger of `rows`; a row may leave columns out, `shape` may be a tuple or its text."""
         rows = list(rows)
-        unknown = {name for row in rows for name in row} - set(COLUMNS)
-        if unknown:
-            raise DataError(
-                f"a ledger has no column {', '.join(sorted(unknown))}; it has {', '.join(COLUMNS)}"
-            )
+        if unknown := sorted({name for row in rows for name in row}.difference(COLUMNS)):
+            raise DataError(f"a ledger has no column {', '.join(unknown)}; it has {', '.join(COLUMNS)}")
         columns: dict[str, NDArray[Any]] = {}
         for name in COLUMNS:
             if name in TEXT_COLUMNS:
@@ -104,9 +101,8 @@ class Ledger(Printed):
 
     def used_columns(self) -> list[str]:
         """The columns in which some row says something."""
-        return [
-            name for name in COLUMNS if any(_cell(x) not in (None, "") for x in self.columns[name].tolist())
-        ]
+        columns = ((name, self.columns[name].tolist()) for name in COLUMNS)
+        return [name for name, column in columns if any(_cell(x) not in (None, "") for x in column)]
 
     def to_json(self) -> list[dict[str, Any]]:
         """The rows as JSON values (whole numbers as integers, absent ones as null)."""

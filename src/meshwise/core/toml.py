@@ -104,13 +104,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def toml_text(tables: Iterable[tuple[str, Mapping[str, Any]]], digits: int | None = None) -> str:
     """Each table under its head (`[chip]`, `[[levels]]`; of the first perhaps none), floats to `digits`."""
-    blocks = (
-        "\n".join(
-            [*filter(None, [head]), *(f"{key} = {_value(value, digits)}" for key, value in table.items())]
-        )
-        for head, table in tables
-    )
-    return "\n\n".join(blocks) + "\n"
+
+    def block(head: str, table: Mapping[str, Any]) -> str:
+        lines = (f"{key} = {_value(value, digits)}" for key, value in table.items())
+        return "\n".join([*filter(None, [head]), *lines])
+
+    return "\n\n".join(block(*one) for one in tables) + "\n"
 
 
 def catalog_toml(name: str, sections: Mapping[str, Mapping[str, Any]]) -> str:

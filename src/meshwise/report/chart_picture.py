@@ -153,21 +153,17 @@ def _draw_bars(axes: Axes, bars: plot.Bars, before: Sequence[plot.Bars]) -> None
 
 
 def _draw_series(axes: Axes, series: plot.Series, _: Sequence[plot.Bars]) -> None:
-    label = series.name or None
+    x, y, color, label = series.x, series.y, series.color, series.name or None
     if series.line:
         steps: Any = "steps-post" if series.steps else "default"
-        axes.plot(
-            series.x, series.y, LINES[series.line], color=series.color, drawstyle=steps, lw=1.4, label=label
-        )
+        axes.plot(x, y, LINES[series.line], color=color, drawstyle=steps, lw=1.4, label=label)
         label = None
     size = np.asarray(series.size, dtype=float)
     if (size > 0).any():
-        look: Any = {"facecolors": "none" if series.symbol == "circle-open" else series.color, "lw": 0.8}
-        look["edgecolors"] = series.color if series.symbol == "circle-open" else "none"
-        marker = "^" if series.symbol == "triangle-up" else "o"
-        axes.scatter(
-            series.x, series.y, (0.75 * size) ** 2, marker=marker, alpha=series.opacity, label=label, **look
-        )
+        is_open, marker = series.symbol == "circle-open", "^" if series.symbol == "triangle-up" else "o"
+        look: Any = {"facecolors": "none" if is_open else color, "edgecolors": color if is_open else "none"}
+        look |= {"marker": marker, "alpha": series.opacity, "lw": 0.8}
+        axes.scatter(x, y, (0.75 * size) ** 2, label=label, **look)
 
 
 def _draw_lanes(axes: Axes, lanes: plot.Lanes, _: Sequence[plot.Bars]) -> None:
@@ -235,12 +231,11 @@ def _draw_names(axes: Axes, chart: plot.Chart) -> None:
             inside = ((places - half >= low) & (places + half <= high)).all(axis=1)
             for place in places[inside]:
                 box = Bbox([place - half, place + half])
-                if not box.count_overlaps(boxes) and not any(
-                    line.intersects_bbox(box, False) for line in lines
-                ):
-                    label.set_position(tuple((place - center) / pixels))
-                    boxes.append(box)
-                    lines.append(Outline([center, place]))
-                    break
+                if box.count_overlaps(boxes) or any(line.intersects_bbox(box, False) for line in lines):
+                    continue
+                label.set_position(tuple((place - center) / pixels))
+                boxes.append(box)
+                lines.append(Outline([center, place]))
+                break
             else:
                 label.remove()

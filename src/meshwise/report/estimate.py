@@ -18,11 +18,11 @@ from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
+from meshwise.estimate.rows import spent_on
 from meshwise.estimate.step import play
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.plan.stages import Stage
-from meshwise.plan.workload import Workload
 from meshwise.program.parts import layer_names
 from meshwise.report import answer as plot
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
@@ -52,9 +52,12 @@ def parts(
 ) -> Iterator[Section]:
     """The totals (of a whole `run` too), the parts, the stages, and perhaps the ops of a layer."""
     work = estimate.workload
+    sampled = f", {work.steps} steps" * (work.kind == "sampling")
     yield (
         f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
-        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}{_sampled(work)}"
+        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}{sampled}"
+        + " with and without guidance"
+        * work.guidance
     )
     following = next_text(estimate)
     yield Facts([*_facts(estimate, run), *([("next", following)] if following else [])])
@@ -194,13 +197,6 @@ def unit_of_work(estimate: Estimate) -> str:
     return "sampling" if estimate.workload.kind == "sampling" else "step"
 
 
-def _sampled(work: Workload) -> str:
-    """How often a sampling runs the model, behind what it samples; nothing for other work."""
-    if work.kind != "sampling":
-        return ""
-    return f", {work.steps} steps" + (" with and without guidance" if work.guidance else "")
-
-
 def experts_text(experts: Mapping[str, float | None]) -> str:
     """How many experts the tokens of a layer meet; with a capacity, what is dropped and padded."""
     met = "{distinct_experts:.0f} of {num_experts} for the {tokens:,} tokens of a rank"
@@ -254,10 +250,8 @@ def stage_table(estimate: Estimate) -> Table | None:
         return f"{first}{float(stage.num_layers):g}" + (" + head" if stage.heads else "")
 
     columns: Fields = {
-        "stage": lambda cost: int(cost.stage.index),
-        "alike": lambda cost: int(cost.stage.num_stages),
-        "layers": lambda cost: layers(cost.stage),
-        "forward": lambda cost: duration(float(cost.time.forward_s)),
+        **{"stage": "stage.index:.0f", "alike": "stage.num_stages:.0f"},
+        **{"layers": lambda cost: layers(cost.stage), "forward": "time.forward_s"},
         "backward": lambda cost: duration(float(cost.time.backward_s + cost.time.weight_s)),
         "memory": lambda cost: with_prefix(float(cost.memory.total), "B"),
     }
@@ -457,9 +451,7 @@ def _number(value: float | None) -> str:
 
 def binds(row: dict[str, Any]) -> str:
     """What binds an op: the links, memory or compute."""
-    if row["collective"]:
-        return "link"
-    return "memory" if (row["memory_s"] or 0.0) > (row["compute_s"] or 0.0) else "compute"
+    return "link" if row["collective"] else spent_on(row)
 
 
 # --- two plans side by side -----------------------------------------------------------------------
@@ -470,9 +462,8 @@ COLUMNS = ("", "A", "B", "B - A", "change")
 def compare_page(left: Estimate, right: Estimate) -> Page:
     """Two plans side by side, term by term."""
     names = ("A: " + plan_words(left), "B: " + plan_words(right))
-    if (left.plan, left.workload, left.model, left.cluster) == (
-        right.plan, right.workload, right.model, right.cluster
-    ):  # fmt: skip
+    job = ("plan", "workload", "model", "cluster")
+    if all(getattr(left, name) == getattr(right, name) for name in job):
         return Page("; ".join(names), "A and B are the same plan", [Text("A and B", names)], left.fits)
     change = right.step_s / left.step_s - 1
     totals = left.memory_bytes["total"], right.memory_bytes["total"]

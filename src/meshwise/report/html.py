@@ -141,13 +141,12 @@ def plotly_figure(chart: plot.Chart) -> dict[str, Any]:
     data = [trace for mark in chart.marks for trace in _TRACES[type(mark)](mark)]
     lanes = any(isinstance(mark, plot.Lanes | plot.Bars) for mark in chart.marks)
     legend = sum(bool(trace.get("name")) for trace in data) > 1
+    overlaid = any(isinstance(mark, plot.Bars) and mark.starts is not None for mark in chart.marks)
     layout: dict[str, Any] = {
         "xaxis": _axis(chart.x),
         "yaxis": _axis(chart.y) | ({"autorange": "reversed", "type": "category"} if lanes else {}),
         "shapes": [_bound(mark) for mark in chart.marks if isinstance(mark, plot.Bound)],
-        "barmode": "overlay"
-        if any(isinstance(m, plot.Bars) and m.starts is not None for m in chart.marks)
-        else "group",
+        "barmode": "overlay" if overlaid else "group",
         "hovermode": "closest",
         "showlegend": legend,
         "margin": _margins(chart, data, legend),

@@ -66,9 +66,7 @@ def page(answer: RlAnswer) -> Page:
 def _split(split: RlAnswer) -> Iterator[Section]:
     """Every candidate that was priced, the best first; what other splits take, and what more memory gains."""
     columns: Fields = {
-        "mode": lambda step: step.job.mode,
-        "bound": lambda step: step.job.staleness,
-        "rollout": lambda step: step.gpus["rollout"],
+        **{"mode": "job.mode", "bound": "job.staleness", "rollout": "gpus.rollout"},
         "engine": lambda step: plan_text(step.job.rollout_plan) or "tp=1",
         "training": lambda step: step.gpus["train"] if step.job.is_split else "the same",
         "plan": lambda step: plan_text(step.job.train_plan),

@@ -311,9 +311,8 @@ def _space(
         marks.append(_plans(f"{color}={value}", points, link, color=shade, line="", opacity=0.55))
     front = [(one.step_s, one.memory_bytes, plan_text(one.plan), one.microbatch) for one in result.pareto]
     marks.append(_plans("Pareto front", front, link, color=plot.FRONT_COLOR))
-    for (name, point), shade in zip(
-        _marked(result), (plot.INK, plot.COLORS[3], plot.COLORS[0]), strict=False
-    ):
+    shades = plot.INK, plot.COLORS[3], plot.COLORS[0]
+    for (name, point), shade in zip(_marked(result), shades, strict=False):
         marks.append(_plans(name, [point], link, color=shade, **MARKED))
     named = front[:: max(len(front) // 8, 1)]
     texts = [f"{text or 'default plan'}, microbatch {microbatch}" for _, _, text, microbatch in named]

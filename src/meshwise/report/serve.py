@@ -181,13 +181,11 @@ def passes_table(document: Mapping[str, Any]) -> Table:
         return lambda row: format(of[name], form) if (of := row["experts"] or {}).get("capacity") else ""
 
     columns: Fields = {
-        "sequences": lambda row: f"{row['sequences']:,}",
-        "a token": "token_s",
-        "tokens/s\na GPU": lambda row: f"{row['tokens_per_s_per_gpu']:,.0f}",
-        "with\nprompts": lambda row: f"{row['with_prefill_per_s_per_gpu']:,.0f}",
+        **{"sequences": "sequences:,", "a token": "token_s", "tokens/s\na GPU": "tokens_per_s_per_gpu:,.0f"},
+        "with\nprompts": "with_prefill_per_s_per_gpu:,.0f",
         "memory": lambda row: with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "too much",
-        "experts": lambda row: f"{row['distinct_experts']:.0f}" if row["distinct_experts"] else "",
-        **{"slots of\neach": slots("capacity", ","), "dropped": slots("dropped_frac", ".1%")},
+        **{"experts": "distinct_experts:.0f", "slots of\neach": slots("capacity", ",")},
+        "dropped": slots("dropped_frac", ".1%"),
         **{"empty": slots("padded_frac", ".1%"), "largest part": largest},
     }
     return records_table("", document["passes"], columns, left=("largest part",), no_wrap=False)
@@ -235,11 +233,10 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
         return "" if frac is None else f"{frac:.0%}"
 
     columns: Fields = {
-        "GPUs": lambda row: f"{row['num_gpus']:,}",
-        "$ an\nhour": lambda row: f"{row['usd_per_hour']:,.2f}" if row["usd_per_hour"] else "",
+        **{"GPUs": "num_gpus:,", "$ an\nhour": "usd_per_hour:,.2f"},
         "workers": lambda row: workers(row, ""),
         "prefill\nworkers": lambda row: workers(row, "prefill_"),
-        "batch": lambda row: f"{row['max_sequences_per_dp_rank']:,}",
+        "batch": "max_sequences_per_dp_rank:,",
         "first\ntoken ms": lambda row: mean_ms(row, "ttft_s"),
         "token\nms": lambda row: mean_ms(row, "tpot_s"),
         **{"tokens/s\na GPU": per_gpu, "binds": "binds"},

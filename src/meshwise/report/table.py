@@ -160,7 +160,10 @@ UNITS = {
 }
 """Units by the end of a name, the longest first."""
 Fields = dict[str, str | Callable[[Any], object]]
-"""What a table shows of a record: headings, and for each a field by its name or a function."""
+"""What a table shows of a record: headings, and for each a field by its name or a function.
+
+A field of a field is `stage.index`, and one in a form of its own `num_gpus:,`.
+"""
 MOST_CHARACTERS = 60
 """Longer names of kernels, operators and files are cut."""
 
@@ -200,8 +203,12 @@ def records_table(
     def cell(one: Any, of: str | Callable[[Any], object]) -> object:
         if callable(of):
             return of(one)
-        value = one[of] if isinstance(one, Mapping) else getattr(one, of)
-        return value if isinstance(value, str) and not no_wrap else cell_text(of, value)
+        path, _, form = of.partition(":")
+        for name in path.split("."):
+            one = one[name] if isinstance(one, Mapping) else getattr(one, name)
+        if form:
+            return "" if one is None else format(one, form)
+        return one if isinstance(one, str) and not no_wrap else cell_text(path, one)
 
     records = list(records)
     cells = {heading: [cell(one, of) for one in records] for heading, of in columns.items()}

@@ -115,11 +115,6 @@ def _once_a_step(estimate: Estimate, timeline: Timeline) -> Iterator[dict[str, A
 PHASES = ("wait", "prompt", "tokens")
 
 
-def write_load_timeline(served: Served, path: str | Path) -> None:
-    """Write the timeline of `served` to `path`, whole or not at all."""
-    write_events(list(load_events(served)), path)
-
-
 def load_events(served: Served) -> Iterator[dict[str, Any]]:
     """The events of all replicas in the Trace Event format."""
     times = [served.sent_s, served.start_s, served.first_s, served.last_s]

@@ -32,7 +32,6 @@ NOTHING = "no rank, link or cause stands out"
 _NUM_HOLDERS = 8
 MANY_RANKS = 32
 """From more ranks on, those that stand out are shown and not all."""
-Printed = str | Table
 
 
 def sentence(text: str) -> str:
@@ -45,7 +44,7 @@ def headline(found: Sequence[Finding]) -> str:
     return sentence(found[0].text if found else NOTHING) + "."
 
 
-def parts(summary: Summary, *, limit: int = 15, everything: bool = False) -> Iterator[Printed]:
+def parts(summary: Summary, *, limit: int = 15, everything: bool = False) -> Iterator[Section]:
     """The answer in a sentence, who waits for whom, where the time went, and what else was found."""
     yield headline(summary.findings) + "\n"
     yield from summary_tables(summary, limit=limit, everything=everything)
@@ -154,7 +153,7 @@ def joint_table(rows: Sequence[AcrossRanks], title: str, *, limit: int) -> Table
     """Mean, largest and whose that is over the ranks, of each name and quantity."""
     columns: Fields = {
         **{"name": "name", "quantity": "quantity", "mean": "mean_s", "max": "max_s"},
-        **{"max/mean": lambda row: f"{row.imbalance:.2f}", "straggler": "straggler"},
+        **{"max/mean": "imbalance:.2f", "straggler": "straggler"},
     }
     return records_table(title, rows[:limit], columns, left=("name", "quantity"))
 

@@ -40,6 +40,7 @@ TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
 """What a quantity is called."""
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")
+_LINES: tuple[plot.LineStyle, ...] = ("solid", "dot", "dot")
 
 
 def _aspect(name: str) -> Callable[[Prediction], str]:
@@ -199,12 +200,10 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
     known = [row for row in rows if row.error_frac is not None]
     values = [value for row in known for value in (row.measured, row.predicted) if value] or [1.0]
     ends = [min(values) / 1.2, 1.2 * max(values)]
-    factors = {"equal": 1.0, "10 % more": 1.1, "10 % less": 0.9}
+    drawn = zip(("equal", "10 % more", "10 % less"), (1.0, 1.1, 0.9), _LINES, strict=True)
     marks = [
-        plot.Series(
-            ends, [factor * end for end in ends], name, plot.SUM_COLOR, plot.LINES[0 if factor == 1.0 else 2]
-        )
-        for name, factor in factors.items()
+        plot.Series(ends, [factor * end for end in ends], name, plot.SUM_COLOR, line)
+        for name, factor, line in drawn
     ]
     by_chip = grouped(known, lambda row: row.chip)
     for (chip, members), color in zip(sorted(by_chip.items()), itertools.cycle(plot.COLORS), strict=False):

@@ -105,9 +105,8 @@ class _Ends:
 def _ends(shared: Sequence[Match], ranks: Sequence[int]) -> _Ends:
     """When the ranks left these calls, counted from the first of these times."""
     column = {rank: i for i, rank in enumerate(ranks)}
-    call, rank, end_ns = np.array(
-        [(i, column[rank], t.end_ns) for i, one in enumerate(shared) for rank, t in one.by_rank.items()]
-    ).T
+    found = [(i, column[rank], t.end_ns) for i, one in enumerate(shared) for rank, t in one.by_rank.items()]
+    call, rank, end_ns = np.array(found).T
     return _Ends(call, rank, (end_ns - end_ns.min()).astype(np.float64), len(ranks))
 
 

@@ -122,11 +122,10 @@ def union(trace: Trace, events: Ints) -> Spans:
 
 def breakdown(trace: Trace) -> Breakdown:
     """The breakdown of one rank; all zero where the trace holds no work."""
-    spans = work(trace).spans
-    return split(trace.rank, "gpu" if trace.has_device else "cpu", spans)
+    return split(trace, work(trace).spans)
 
 
-def split(rank: int, device: str, spans: Mapping[Kind, Spans]) -> Breakdown:
+def split(trace: Trace, spans: Mapping[Kind, Spans]) -> Breakdown:
     """The breakdown of what one rank did in `spans` (merged sets of intervals by kind)."""
     compute, communication, memory = (spans[kind] for kind in DEVICE_KINDS)
     both = joined(compute, communication, memory)
@@ -136,7 +135,8 @@ def split(rank: int, device: str, spans: Mapping[Kind, Spans]) -> Breakdown:
     ns |= {"busy": busy, "idle": span - busy, "non_compute": busy - length(compute)}
     ns |= {"exposed_communication": total - hidden}
     seconds = {f"{name}_s": one / 1e9 for name, one in ns.items()}
-    return Breakdown(rank, device, overlap_frac=hidden / total if total else None, **seconds)
+    device, overlap_frac = "gpu" if trace.has_device else "cpu", hidden / total if total else None
+    return Breakdown(trace.rank, device, overlap_frac=overlap_frac, **seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,8 +159,7 @@ def step_table(trace: Trace, marked: Marks) -> list[RankStep]:
             window = bounds[place : place + 1], bounds[place + 1 : place + 2]
             spans = {kind: intersection(done.spans[kind], window) for kind in DEVICE_KINDS}
         if inside.any():
-            parts = split(trace.rank, "gpu" if trace.has_device else "cpu", spans)
-            rows.append(RankStep(step, "whole", int(inside.sum()), parts))
+            rows.append(RankStep(step, "whole", int(inside.sum()), split(trace, spans)))
     if len(rows) > 2:
         first, *middle, last = rows
         if first.breakdown.span_s > 1.2 * np.median([row.breakdown.span_s for row in rows[1:]]):

@@ -260,6 +260,7 @@ def summarize(traces: Traces) -> Summary:
     problems += _of_the_job(facts, found)
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
     partitions = traces.each(partition, waits_ns(found))
+    steps = itertools.chain(*(one.steps for one in facts))
     return Summary(
         traces=traces,
         ranks=[one.breakdown for one in facts],
@@ -270,9 +271,7 @@ def summarize(traces: Traces) -> Summary:
         stragglers=stragglers(found),
         findings=findings(facts, partitions, found, first_step),
         problems=problems,
-        steps=sorted(
-            itertools.chain(*(one.steps for one in facts)), key=lambda one: (one.number, one.breakdown.rank)
-        ),
+        steps=sorted(steps, key=lambda one: (one.number, one.breakdown.rank)),
         origin_ns=origin,
         hosts={one.rank: one.host for one in facts},
     )

@@ -62,6 +62,7 @@ MOST_BYTES = 1_000_000
 READ_S = 20.0
 """A body, or the next piece of a file, arrives within this time."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_FIRST = {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}
 
 
 def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
@@ -199,9 +200,7 @@ def serve_page(host: str, port: int, traces: Path | None, *, say: Callable[[str]
         server = Server(traces)
         token = "" if host in ("127.0.0.1", "localhost", "::1") else secrets.token_urlsafe(24)
         app = make_app(server, token=token)
-        answer(
-            "explore", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, server
-        )  # the first one imports
+        answer("explore", _FIRST, server)  # imports what others need
         shown = f"[{host}]" if ":" in host else host
         say(f"http://{shown}:{listener.getsockname()[1]}/{'?token=' + token if token else ''}")
         config = uvicorn.Config(app, http=Patient, ws="none", log_level="warning", access_log=False)
