@@ -117,15 +117,13 @@ class Ledger(Printed):
 
     def to_pandas(self) -> pandas.DataFrame:
         """The table as a pandas frame (needs pandas)."""
-        found: pandas.DataFrame = import_extra("pandas", "frames").DataFrame(self.columns)
-        return found
+        return import_extra("pandas", "frames").DataFrame(self.columns)
 
     def to_polars(self) -> polars.DataFrame:
         """The table as a polars frame (needs polars)."""
         pl = import_extra("polars", "frames")
         texts = dict.fromkeys(TEXT_COLUMNS, pl.String)
-        found: polars.DataFrame = pl.DataFrame(self.columns, schema_overrides=texts)
-        return found
+        return pl.DataFrame(self.columns, schema_overrides=texts)
 
 
 def _cell(value: Any) -> Any:

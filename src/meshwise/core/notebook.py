@@ -22,11 +22,10 @@ class Printed:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        text: str = import_module("meshwise.report.pages").text_of(self)
-        return text
+        return import_module("meshwise.report.pages").text_of(self)
 
     def _repr_html_(self) -> str:
-        return str(import_module("meshwise.report.pages").tables_of(self))
+        return import_module("meshwise.report.pages").tables_of(self)
 
 
 class Shown(Printed):
@@ -42,8 +41,7 @@ class Shown(Printed):
 
     def records(self) -> list[dict[str, Any]]:
         """The rows of its document that a frame has."""
-        found: list[dict[str, Any]] = self.to_json()[self.rows_in]
-        return found
+        return self.to_json()[self.rows_in]
 
     def to_html(self, path: str | Path) -> None:
         """Write this result as one self-contained HTML page; DataError where it cannot be written."""
@@ -51,11 +49,8 @@ class Shown(Printed):
 
     def to_pandas(self) -> pandas.DataFrame:
         """Its rows as a pandas frame, a column a number (needs pandas)."""
-        found: pandas.DataFrame = import_extra("pandas", "frames").json_normalize(self.records())
-        return found
+        return import_extra("pandas", "frames").json_normalize(self.records())
 
     def to_polars(self) -> polars.DataFrame:
         """The same as a polars frame (needs polars)."""
-        rows = import_extra("polars", "frames").json_normalize(self.records(), infer_schema_length=None)
-        found: polars.DataFrame = rows
-        return found
+        return import_extra("polars", "frames").json_normalize(self.records(), infer_schema_length=None)

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import html
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,12 @@ def _table(table: Table, links: bool) -> str:
     sides = ["" if table.is_left(column) else ' class="num"' for column in table.columns]
     named = zip(table.columns, sides, strict=True)
     head = "".join(f'<th scope="col"{side}>{escape(name)}</th>' for name, side in named)
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td{side}>{_cell(cell, links)}</td>" for cell, side in zip(row, sides, strict=True))
-        + "</tr>"
-        for row in table.rows
-    )
+
+    def line(row: Sequence[object]) -> str:
+        cells = zip(row, sides, strict=True)
+        return f"<tr>{''.join(f'<td{side}>{_cell(cell, links)}</td>' for cell, side in cells)}</tr>"
+
+    rows = "".join(map(line, table.rows))
     label = escape(table.title or ", ".join(table.columns[:3]))
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {label}">'
