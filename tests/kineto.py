@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from meshwise.trace.summary import Summary, summarize_paths
 
 BASE_NS = 1_790_857_026_000_000_000
 
@@ -45,6 +48,20 @@ def host(
     return event | {"args": args}
 
 
+def launched(name: str, at_us: float, start_us: float, dur_us: float, number: int) -> list[dict[str, Any]]:
+    """The call that launches a kernel at `at_us`, and the kernel."""
+    call = host("cuda_runtime", "cudaLaunchKernel", at_us, 1, correlation=number)
+    return [call, kernel(name, start_us, dur_us, correlation=number)]
+
+
+def operator(
+    name: str, start_us: float, dur_us: float, dims: list[Any], dtype: str = "c10::BFloat16", **args: Any
+) -> dict[str, Any]:
+    """An operator with the shapes of what it takes."""
+    shapes = {"Input Dims": dims, "Input type": [dtype if dim else "Scalar" for dim in dims]}
+    return host("cpu_op", name, start_us, dur_us, **shapes, **args)
+
+
 def write_trace(
     path: Path,
     events: list[dict[str, Any]],
@@ -63,3 +80,11 @@ def write_trace(
         return path
     path.write_text(json.dumps(head | {"traceEvents": events, "traceName": path.name}, indent=2))
     return path
+
+
+def summary_of(folder: Path, ranks: Iterable[list[dict[str, Any]]], **about: Any) -> Summary:
+    """The summary of a job whose rank r recorded the events `ranks[r]`."""
+    events = list(ranks)
+    for rank, own in enumerate(events):
+        write_trace(folder / f"rank-{rank}.json", own, rank, len(events), **about)
+    return summarize_paths([folder])

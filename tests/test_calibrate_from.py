@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import meshwise as mw
-from kineto import all_reduce, host, kernel, write_trace
+from kineto import all_reduce, launched, operator, write_trace
 from meshwise.calibrate.from_traces import calibrate_from
 from meshwise.core.errors import DataError
 from meshwise.machine.hardware import find_cluster
@@ -15,10 +15,8 @@ SHAPES = ((4096, 4096, 1024), (1024, 8192, 4096), (8192, 1024, 1024))
 
 def _ran(events, name, dims, now, length):
     """An operator at `now` whose kernel takes `length` us; when the next may begin."""
-    number, types = len(events) + 1, ["c10::BFloat16"] * 2
-    events.append(host("cpu_op", name, now, 2, **{"Input Dims": dims, "Input type": types}))
-    events.append(host("cuda_runtime", "cudaLaunchKernel", now + 0.5, 1, correlation=number))
-    events.append(kernel(name, now + 3, round(length, 3), correlation=number))
+    events.append(operator(name, now, 2, dims))
+    events += launched(name, now + 0.5, now + 3, round(length, 3), len(events))
     return now + length + 5
 
 
@@ -83,8 +81,7 @@ def test_what_the_host_adds_to_a_matmul(tmp_path):
     events, now = [], 0.0
     for _ in range(8):
         for name, length, dims in (("mm", 1000, [[256, 512], [512, 128]]), ("add", 2000, [[1 << 20]] * 2)):
-            about = {"Input Dims": dims, "Input type": ["float"] * 2}
-            events.append(host("cpu_op", f"aten::{name}", now, length, **about))
+            events.append(operator(f"aten::{name}", now, length, dims, "float"))
             now += length + (400 if name == "mm" else 0)
     write_trace(tmp_path / "rank-0.json", events, 0, world_size=1)
     found = calibrate_from([tmp_path])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import meshwise as mw
-from kineto import all_reduce, host, kernel, write_trace
+from kineto import all_reduce, host, kernel, launched, operator, write_trace
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 JOB = ("qwen3-0.6b", "a100-80g-sxm:2", "tp=2")
@@ -80,10 +80,8 @@ def _played_ops(folder, expected, slower=()):
         if row["shape"].count("x") == 3:
             _, m, n, k = map(int, row["shape"].split("x"))
             length *= 2 if row["op"] in slower else 1
-            shapes = {"Input Dims": [[n, k], [k, m]], "Input type": ["c10::BFloat16"] * 2}
-            events.append(host("cpu_op", "aten::mm", now, 2, **shapes))
-            events.append(host("cuda_runtime", "cudaLaunchKernel", now + 0.5, 1, correlation=number))
-            events.append(kernel("gemm", now + 3, length, correlation=number))
+            events.append(operator("aten::mm", now, 2, [[n, k], [k, m]]))
+            events += launched("gemm", now + 0.5, now + 3, length, number)
         elif row["collective"] == "reduce_scatter":
             events.append(all_reduce(now, length, round(row["payload_bytes"] / 2), [0, 1]))
             events[-1]["args"]["Collective name"] = "reduce_scatter"
@@ -108,14 +106,10 @@ def test_matmuls_and_collectives_join_op_by_op(tmp_path):
         assert row.measured_s == pytest.approx(times * row.predicted_s, rel=1e-3), (module, op, phase)
 
 
-def _launched(events, name, now, length, operator="", dims=None):
-    """A kernel, its launch, and the operator around that; the next kernel may begin when it has ended."""
-    number = len(events) + 1
-    if operator:
-        shapes = {"Input Dims": dims, "Input type": ["c10::BFloat16"] * 2} if dims else {}
-        events.append(host("cpu_op", operator, now, 5, **shapes))
-    events.append(host("cuda_runtime", "cudaLaunchKernel", now + 1, 1, correlation=number))
-    events.append(kernel(name, now + 2, length, correlation=number))
+def _launched(events, name, now, length, of, dims=()):
+    """An operator, and a kernel that it launches; the next kernel may begin when it has ended."""
+    events.append(operator(of, now, 5, [*dims]))
+    events += launched(name, now + 1, now + 2, length, len(events))
     return now + length + 10
 
 
@@ -169,10 +163,8 @@ def test_what_an_optimizer_runs_is_its_own(tmp_path):
     """By the mark of PyTorch's `Optimizer.step`, whatever the kernels are called."""
     events = [
         host("user_annotation", "Optimizer.step#AdamW.step", 0, 50),
-        host("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
-        kernel("vectorized_elementwise_kernel", 20, 30, correlation=1),
-        host("cuda_runtime", "cudaLaunchKernel", 60, 5, correlation=2),
-        kernel("vectorized_elementwise_kernel", 70, 10, correlation=2),
+        *launched("vectorized_elementwise_kernel", 10, 20, 30, 1),
+        *launched("vectorized_elementwise_kernel", 60, 70, 10, 2),
     ]
     write_trace(tmp_path / "rank-0.json", events, 0)
     seconds = {row.op: row.measured_s for row in mw.explain(tmp_path).classes}
@@ -184,8 +176,7 @@ def test_set_up_and_warm_up_are_no_step(tmp_path):
     events = [kernel("gemm", 0, 5000, correlation=99)]
     for number, (begin, length) in enumerate(((5000, 4000), (9000, 1000), (10_000, 1000), (11_000, 1000))):
         events.append(host("user_annotation", f"ProfilerStep#{number}", begin, length))
-        events.append(host("cuda_runtime", "cudaLaunchKernel", begin, 1, correlation=number + 1))
-        events.append(kernel("gemm", begin + 50, 0.8 * length, correlation=number + 1))
+        events += launched("gemm", begin, begin + 50, 0.8 * length, number + 1)
     found = mw.explain(write_trace(tmp_path / "rank-0.json", events, 0))
     _sums_up(found)
     seconds = {row.op: row.measured_s for row in found.classes}

@@ -1,5 +1,6 @@
 """Matching collectives across ranks, aligning clocks, and splitting waiting from transfer."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kineto import all_reduce, host, kernel, message, write_trace
+from kineto import all_reduce, host, kernel, message, summary_of, write_trace
 from meshwise.trace.operators import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
 
@@ -15,22 +16,25 @@ DATA = Path(__file__).parent / "data" / "traces"
 WIRE_US = 10.0
 
 
-def _job(folder, arrivals, offsets_us, elements=1_000_000, skip=0, **args):
+def _job(folder, arrivals, offsets_us, skip=0):
     """Ranks that meet in one all-reduce a step: `arrivals[step][rank]` in µs on clocks `offsets_us` ahead."""
-    num_ranks = len(offsets_us)
-    for rank in range(num_ranks):
-        events = []
-        for step, at in enumerate(arrivals):
-            end = max(at) + WIRE_US + 1000.0 * step
-            start = at[rank] + 1000.0 * step
-            if step >= skip * rank:
-                clock = offsets_us[rank]
-                events.append(kernel("gemm", start - 5 + clock, 5))
-                events.append(
-                    all_reduce(start + clock, end - start, elements, list(range(num_ranks)), **args)
-                )
-        write_trace(folder / f"rank-{rank}.json", events, rank)
-    return summarize_paths([folder])
+    ranks = list(range(len(offsets_us)))
+    events = [[] for _ in ranks]
+    for rank, clock in enumerate(offsets_us):
+        for step, at in list(enumerate(arrivals))[skip * rank :]:
+            start = at[rank] + 1000.0 * step + clock
+            events[rank].append(kernel("gemm", start - 5, 5))
+            events[rank].append(all_reduce(start, max(at) - at[rank] + WIRE_US, 1_000_000, ranks))
+    return summary_of(folder, events)
+
+
+def _calls(starts, ends):
+    """All-reduces of three ranks, by their starts and ends on each rank [µs]."""
+    spans = [
+        zip(start.round(3), (end - start).round(3), strict=True)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return [[all_reduce(float(at), float(length), 10, [0, 1, 2]) for at, length in of] for of in spans]
 
 
 arrival = st.lists(st.lists(st.integers(0, 500), min_size=3, max_size=3), min_size=3, max_size=8)
@@ -61,13 +65,11 @@ def test_waits_need_no_steady_clocks(tmp_path_factory, drifts_ppm, seed):
     """Calls over 60 s with 1 µs of noise, on clocks that drift apart by 10 ms: waits are told to 5 µs."""
     folder, random = tmp_path_factory.mktemp("job"), np.random.default_rng(seed)
     arrivals = random.uniform(0, 500, (120, 3))
-    for rank, ppm in enumerate(drifts_ppm):
-        clock = 1 + ppm * 1e-6
-        starts = (5e5 * np.arange(120) + arrivals[:, rank]) * clock
-        ends = (5e5 * np.arange(120) + arrivals.max(axis=1) + WIRE_US + random.uniform(0, 1, 120)) * clock
-        spans = zip(starts.round(3).tolist(), (ends - starts).round(3).tolist(), strict=True)
-        write_trace(folder / f"rank-{rank}.json", [all_reduce(*span, 10, [0, 1, 2]) for span in spans], rank)
-    found = summarize_paths([folder])
+    begin, clocks = 5e5 * np.arange(120), [1 + ppm * 1e-6 for ppm in drifts_ppm]
+    starts = [(begin + arrivals[:, rank]) * clock for rank, clock in enumerate(clocks)]
+    left = [begin + arrivals.max(axis=1) + WIRE_US + random.uniform(0, 1, 120) for _ in clocks]
+    ends = [end * clock for end, clock in zip(left, clocks, strict=True)]
+    found = summary_of(folder, _calls(starts, ends))
     for one, at in zip(found.collectives, arrivals, strict=True):
         assert [one.wait_s[r] * 1e6 for r in range(3)] == pytest.approx((at.max() - at).tolist(), abs=5)
 
@@ -76,15 +78,11 @@ def test_a_lost_kernel_shifts_no_clock(tmp_path):
     """Rank 1 lost one of 12 calls in the middle: its others are still matched, and its clock is told."""
     rng = np.random.default_rng(1)
     begin, arrivals = 50_000.0 * np.arange(12) + rng.uniform(0, 100, 12), rng.uniform(0, 500, (12, 3))
-    for rank, offset_us in enumerate((0.0, 3e6, -2e6)):
-        starts, ends = (
-            begin + arrivals[:, rank] + offset_us,
-            begin + arrivals.max(axis=1) + WIRE_US + offset_us,
-        )
-        spans = zip(starts.round(3).tolist(), (ends - starts).round(3).tolist(), strict=True)
-        calls = [all_reduce(*span, 10, [0, 1, 2]) for i, span in enumerate(spans) if (rank, i) != (1, 6)]
-        write_trace(tmp_path / f"rank-{rank}.json", calls, rank)
-    found = summarize_paths([tmp_path])
+    clocks_us, last = (0.0, 3e6, -2e6), begin + arrivals.max(axis=1) + WIRE_US
+    starts = [begin + arrivals[:, rank] + clock for rank, clock in enumerate(clocks_us)]
+    calls = _calls(starts, [last + clock for clock in clocks_us])
+    del calls[1][6]
+    found = summary_of(tmp_path, calls)
     assert [found.alignment.offsets_s[rank] for rank in range(3)] == pytest.approx([0.0, 3.0, -2.0], abs=1e-6)
     assert sorted(one.num_ranks for one in found.collectives) == [2] + [3] * 11
 
@@ -103,10 +101,9 @@ def test_profilers_that_start_apart(tmp_path):
 
 def test_sequence_numbers_win(tmp_path):
     """With sequence numbers, calls match by number even where one rank lost some in the middle."""
-    for rank, kept in ((0, [1, 2, 3, 4, 5]), (1, [1, 3, 5])):
-        events = [all_reduce(100.0 * n + 3 * rank, 50 - 3 * rank, 10, [0, 1], Seq=n) for n in kept]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    found = {one.index: one for one in summarize_paths([tmp_path]).collectives}
+    first = [all_reduce(100.0 * n, 50, 10, [0, 1], Seq=n) for n in (1, 2, 3, 4, 5)]
+    second = [all_reduce(100.0 * n + 3, 47, 10, [0, 1], Seq=n) for n in (1, 3, 5)]
+    found = {one.index: one for one in summary_of(tmp_path, [first, second]).collectives}
     assert {index: one.num_ranks for index, one in found.items()} == {1: 2, 2: 1, 3: 2, 4: 1, 5: 2}
     assert found[3].wait_s == {0: pytest.approx(3e-6), 1: 0.0} and found[3].last_rank == 1
 
@@ -114,16 +111,11 @@ def test_sequence_numbers_win(tmp_path):
 def test_groups_chain_the_clocks(tmp_path):
     """Ranks 0-1 and 2-3 meet in pairs, 1 and 2 in another group: all four get one clock."""
     offsets = [0.0, 11.0, -23.0, 500.0]
-    pairs = [[0, 1], [2, 3], [1, 2]]
-    for rank in range(4):
-        events = [
-            all_reduce(1000.0 * step + 200 * k + offsets[rank], 50, 10, pair)
-            for step in range(4)
-            for k, pair in enumerate(pairs)
-            if rank in pair
-        ]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    found = summarize_paths([tmp_path])
+    events = [[] for _ in offsets]
+    for step, (k, pair) in itertools.product(range(4), enumerate(([0, 1], [2, 3], [1, 2]))):
+        for rank in pair:
+            events[rank].append(all_reduce(1000.0 * step + 200 * k + offsets[rank], 50, 10, pair))
+    found = summary_of(tmp_path, events)
     assert [found.alignment.offsets_s[r] * 1e6 for r in range(4)] == pytest.approx(offsets, abs=0.01)
 
 
@@ -133,7 +125,7 @@ def test_messages_of_a_pipeline(tmp_path_factory, arrivals, data):
     """Four stages, each sends forward and back, on clocks seconds apart that only the messages link."""
     folder = tmp_path_factory.mktemp("job")
     clocks = data.draw(st.lists(st.integers(-5_000_000, 5_000_000), min_size=4, max_size=4))
-    events = {rank: [] for rank in range(4)}
+    events = [[] for _ in range(4)]
     for step, (sender, receiver) in enumerate(arrivals):
         for hop, (a, b) in enumerate(((0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0))):
             at = 10_000.0 * step + 1000.0 * hop
@@ -142,9 +134,7 @@ def test_messages_of_a_pipeline(tmp_path_factory, arrivals, data):
             for rank, kind, start, peer in ((a, "send", sender, b), (b, "recv", receiver, a)):
                 args = (at + start + clocks[rank], end - at - start, 250 * (hop + 1), peer)
                 events[rank].append(message(kind, *args, **numbers))
-    for rank, found in events.items():
-        write_trace(folder / f"rank-{rank}.json", found, rank)
-    found = summarize_paths([folder])
+    found = summary_of(folder, events)
     assert found.problems == []
     for rank, clock in enumerate(clocks):
         assert found.alignment.offsets_s[rank] == pytest.approx((clock - clocks[0]) / 1e6, abs=2e-9)
@@ -152,16 +142,12 @@ def test_messages_of_a_pipeline(tmp_path_factory, arrivals, data):
     for one in found.collectives:
         a, b = map(int, one.group.split("->"))
         sender, receiver = arrivals[one.index]
-        assert (one.name, one.num_ranks, one.wire_s) == (
-            "send_recv",
-            2,
-            pytest.approx(WIRE_US / 1e6, abs=4e-9),
-        )
+        wire_s = pytest.approx(WIRE_US / 1e6, abs=4e-9)
+        assert (one.name, one.num_ranks, one.wire_s) == ("send_recv", 2, wire_s)
         assert one.wait_s[a] == pytest.approx(max(0, receiver - sender) / 1e6, abs=4e-9)
         assert one.wait_s[b] == pytest.approx(max(0, sender - receiver) / 1e6, abs=4e-9)
         assert one.sent_bytes_per_s == pytest.approx(one.bytes / one.wire_s)
-        hop = {"0->1": 1, "1->2": 2, "2->3": 3, "3->2": 4, "2->1": 5, "1->0": 6}[one.group]
-        assert one.bytes == 1000 * hop
+        assert one.bytes == 1000 * (1 + ["0->1", "1->2", "2->3", "3->2", "2->1", "1->0"].index(one.group))
 
 
 @pytest.mark.parametrize("stages", [(0, 1), (1, 3)])
@@ -192,16 +178,14 @@ def test_buffered_messages(tmp_path, stages):
 def test_uneven_all_to_all(tmp_path):
     """Ranks send different amounts; without sequence numbers the calls match all the same."""
     splits = [[100, 300], [250, 150], [50, 350], [200, 200]]
-    for rank in range(2):
-        events = []
-        for step, split in enumerate(splits):
-            about = {"Collective name": "all_to_allv", "In msg nelems": split[rank], "Out msg nelems": 200}
-            about |= {"dtype": "Float", "Process Group Ranks": "[0, 1]", "Group size": 2}
-            name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
-            late = 7.0 * step * rank
-            events.append(kernel(name, 1000.0 * step + late, 60 - late, 20, **about))
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    found = summarize_paths([tmp_path]).collectives
+    events = ([], [])
+    for rank, (step, split) in itertools.product(range(2), enumerate(splits)):
+        about = {"Collective name": "all_to_allv", "In msg nelems": split[rank], "Out msg nelems": 200}
+        about |= {"dtype": "Float", "Process Group Ranks": "[0, 1]", "Group size": 2}
+        name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+        late = 7.0 * step * rank
+        events[rank].append(kernel(name, 1000.0 * step + late, 60 - late, 20, **about))
+    found = summary_of(tmp_path, events).collectives
     assert [one.name for one in found] == ["all_to_all"] * 4 and {one.num_ranks for one in found} == {2}
     for one, split in zip(found, splits, strict=True):
         assert one.bytes == 4 * max(split)
@@ -211,27 +195,20 @@ def test_uneven_all_to_all(tmp_path):
 
 def test_two_groups_of_the_same_ranks(tmp_path):
     """Each counts its own calls; the same number in both is not the same call."""
-    for rank in (0, 1):
-        events = []
-        for k in range(3):
-            for g, name in enumerate(("11", "12")):
-                about = {"Seq": k, "Process Group Name": name}
-                start = 1000.0 * k + 300 * g + 5 * rank * (g + 1)
-                events.append(all_reduce(start, 50 - 5 * rank * (g + 1), 10 * (g + 1), [0, 1], **about))
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    found = summarize_paths([tmp_path]).collectives
-    assert [(one.group, one.index) for one in found] == [
-        (f"0,1 ({name})", k) for k in range(3) for name in ("11", "12")
-    ]
+    events = ([], [])
+    for rank, k, (g, name) in itertools.product(range(2), range(3), enumerate(("11", "12"))):
+        about, late = {"Seq": k, "Process Group Name": name}, 5 * rank * (g + 1)
+        events[rank].append(all_reduce(1000.0 * k + 300 * g + late, 50 - late, 10 * (g + 1), [0, 1], **about))
+    found = summary_of(tmp_path, events).collectives
+    named = [(f"0,1 ({name})", k) for k in range(3) for name in ("11", "12")]
+    assert [(one.group, one.index) for one in found] == named
     assert {(one.bytes, round(one.wait_s[0] * 1e6)) for one in found} == {(20, 5), (40, 10)}
 
 
 def test_calls_that_never_met_are_told(tmp_path):
-    for rank, at in ((0, 0.0), (1, 5_000_000.0)):
-        events = [all_reduce(100.0 * n, 5, 10, [0, 1], Seq=n) for n in range(9)]
-        events.append(all_reduce(2000.0 + at, 5, 10, [0, 1], Seq=9))
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    found = summarize_paths([tmp_path])
+    met = [all_reduce(100.0 * n, 5, 10, [0, 1], Seq=n) for n in range(9)]
+    last = (all_reduce(at, 5, 10, [0, 1], Seq=9) for at in (2000.0, 5_002_000.0))
+    found = summary_of(tmp_path, [[*met, one] for one in last])
     assert len(found.collectives) == 9 and "1 collectives do not overlap" in found.problems[0].reason
 
 
@@ -266,12 +243,11 @@ def test_real_gloo_ranks():
 
 def test_gloo_reduces_all_to_scatter(tmp_path):
     """Its event is named after what goes over the wire, the call after what was asked for."""
-    for rank in range(2):
-        events = [
-            host("cpu_op", "c10d::_reduce_scatter_base_", 0, 5),
-            host("user_annotation", "gloo:all_reduce", 2, 40, tid=2),
-            host("cpu_op", "c10d::allreduce_", 50, 5),
-            host("user_annotation", "gloo:all_reduce", 52, 40, tid=2),
-        ]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, 2)
-    assert [one.name for one in summarize_paths([tmp_path]).collectives] == ["reduce_scatter", "all_reduce"]
+    events = [
+        host("cpu_op", "c10d::_reduce_scatter_base_", 0, 5),
+        host("user_annotation", "gloo:all_reduce", 2, 40, tid=2),
+        host("cpu_op", "c10d::allreduce_", 50, 5),
+        host("user_annotation", "gloo:all_reduce", 52, 40, tid=2),
+    ]
+    found = summary_of(tmp_path, [events, events]).collectives
+    assert [one.name for one in found] == ["reduce_scatter", "all_reduce"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs import Job, write_job
-from kineto import all_reduce, host, kernel, write_trace
+from kineto import all_reduce, host, kernel, launched, operator, summary_of, write_trace
 from meshwise.machine.hardware import find_chip
 from meshwise.trace.breakdown import CAUSES
 from meshwise.trace.critical_path import critical_path
@@ -36,9 +36,8 @@ def test_the_path_leads_over_the_late_rank(tmp_path):
 @given(st.integers(2, 6), st.sampled_from(["none", "pause", "slow link", "late rank"]), st.integers(0, 99))
 def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
     """Pieces sum to the path; it is no longer than the job; idle time is that of its causes."""
-    found_in = _played(
-        tmp_path_factory.mktemp("job") / "x", Job(2 * (num_ranks // 2), 3, fault, 0, 0.3, seed)
-    )
+    job = Job(2 * (num_ranks // 2), 3, fault, 0, 0.3, seed)
+    found_in = _played(tmp_path_factory.mktemp("job") / "x", job)
     found = critical_path(found_in)
     assert sum(one.seconds for one in found.pieces) == pytest.approx(found.span_s)
     assert sum(one.share_frac for one in found.pieces) == pytest.approx(1.0)
@@ -50,14 +49,11 @@ def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
 
 def test_calls_in_another_order_on_each_rank_end_the_path(tmp_path):
     """Each waits for the other: a loop, which is walked once."""
-    for rank, order in enumerate(((0, 1), (1, 0))):
-        calls = {"Process Group Name": str, "Seq": lambda group: 1}
-        events = [
-            all_reduce(10 * place, 10, 64, [0, 1], **{key: of(group) for key, of in calls.items()})
-            for place, group in enumerate(order)
-        ]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, 2, host_name="one")
-    summary = summarize_paths([tmp_path])
+    events = [
+        [all_reduce(at, 10, 64, [0, 1], **{"Process Group Name": group, "Seq": 1}) for at, group in calls]
+        for calls in (((0, "0"), (10, "1")), ((0, "1"), (10, "0")))
+    ]
+    summary = summary_of(tmp_path, events, host_name="one")
     assert len([one for one in summary.collectives if one.num_ranks == 2]) == 2
     assert critical_path(summary).span_s == pytest.approx(10e-6)
 
@@ -67,9 +63,8 @@ def test_idle_time_by_cause(tmp_path):
     times = ((0, 0, 10), (30, 25, 10), (41, 1, 9), (100, 2, 10))  # start, launch, duration
     events = []
     for number, (start, launch, lasts) in enumerate(times, start=1):
-        events += [host("cuda_runtime", "cudaLaunchKernel", launch, 1, correlation=number)]
-        events += [kernel("gemm", start, lasts, correlation=number)]
-    found = summarize_paths([write_trace(tmp_path / "rank-0.json", events, 0)])
+        events += launched("gemm", launch, start, lasts, number)
+    found = summary_of(tmp_path, [events])
     idle = {"host": 20_000, "device": 1000, "dependency": 50_000, "unknown": 0}
     assert {cause: length(next(found.intervals()).idle(cause)) for cause in CAUSES} == idle
 
@@ -109,24 +104,16 @@ def test_who_holds_memory_at_the_peak(tmp_path, meshwise):
 
 def test_rates_against_the_roof(tmp_path, meshwise):
     """A matmul of 4096^3 in bf16 in 200 us is 687 TFLOP/s; causal attention counts half of the pairs."""
-    types = ["c10::BFloat16"] * 3
     q = [2, 16, 1024, 128]
-    operators = [
-        ("aten::mm", {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": types[:2]}, 200.0),
-        (
-            "aten::_scaled_dot_product_flash_attention",
-            {"Input Dims": [q, q, q, [], []], "Input type": [*types, "Scalar", "Scalar"]}
-            | {"Concrete Inputs": ["", "", "", "0.", "True"]},
-            50.0,
-        ),
-        ("aten::add", {"Input Dims": [[1 << 20], [1 << 20]], "Input type": ["float", "float"]}, 10.0),
+    attention, values = "aten::_scaled_dot_product_flash_attention", ["", "", "", "0.", "True"]
+    events = [
+        operator("aten::mm", 1000, 20, [[4096, 4096], [4096, 4096]]),
+        *launched("k", 1005, 1050, 200, 1),
+        operator(attention, 2000, 20, [q, q, q, [], []], **{"Concrete Inputs": values}),
+        *launched("k", 2005, 2050, 50, 2),
+        operator("aten::add", 3000, 20, [[1 << 20], [1 << 20]], "float"),
+        *launched("k", 3005, 3050, 10, 3),
     ]
-    events = []
-    for number, (name, args, lasts) in enumerate(operators, start=1):
-        at = 1000.0 * number
-        events.append(host("cpu_op", name, at, 20, **args))
-        events.append(host("cuda_runtime", "cudaLaunchKernel", at + 5, 3, correlation=number))
-        events.append(kernel("k", at + 50, lasts, correlation=number))
     path = write_trace(tmp_path / "rank-0.json", events, 0)
     found = {row.kind: row for row in op_rates(summarize_paths([path]).traces, find_chip("h100-80g-sxm"))}
     assert found["matmul"].flop_per_s == pytest.approx(2 * 4096**3 / 200e-6)
@@ -141,10 +128,8 @@ def test_rates_against_the_roof(tmp_path, meshwise):
 
 def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path, meshwise):
     """All-reduce of n ranks: bus = algorithm x 2 (n-1)/n; of the link of the level that joins the group."""
-    for rank in range(4):
-        events = [all_reduce(1000.0 * step, 100.0, 5_000_000, [0, 1, 2, 3]) for step in range(3)]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="node")
-    (found,) = bandwidths(summarize_paths([tmp_path]).collectives)
+    events = [all_reduce(1000.0 * step, 100.0, 5_000_000, [0, 1, 2, 3]) for step in range(3)]
+    (found,) = bandwidths(summary_of(tmp_path, [events] * 4, host_name="node").collectives)
     assert found.count == 3 and found.algorithm_bytes_per_s == pytest.approx(1e7 / 100e-6)
     assert found.bus_bytes_per_s == pytest.approx(1.5 * found.algorithm_bytes_per_s)
     done = meshwise("trace", "bandwidth", str(tmp_path), "--cluster", "a100-80g-sxm:8", "--json")

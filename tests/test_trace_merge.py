@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kineto import all_reduce, host, kernel, write_trace
+from kineto import all_reduce, host, kernel, launched, summary_of, write_trace
 from meshwise.trace.merge import write_merged
 from meshwise.trace.summary import summarize_paths
 
 DATA = Path(__file__).parent / "data" / "traces"
 
 
-def _merged(paths, output):
-    found = summarize_paths(paths)
+def _merged(found, output):
     num_cut = write_merged(found, output)["cut"]
     content = output.read_bytes()
     document = json.loads(gzip.decompress(content) if output.suffix == ".gz" else content)
@@ -43,7 +42,7 @@ def check_nests(events):
 @pytest.mark.parametrize("folder", ["gloo4", "hta/sampled"])
 @pytest.mark.parametrize("name", ["all.json", "all.json.gz"])
 def test_real_ranks(tmp_path, folder, name):
-    events, _ = _merged([DATA / folder], tmp_path / name)
+    events, _ = _merged(summarize_paths([DATA / folder]), tmp_path / name)
     check_nests(events)
     ranks = {e["pid"] for e in events}
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -55,10 +54,10 @@ def test_real_ranks(tmp_path, folder, name):
 
 def test_calls_under_way_together_have_lanes_of_their_own(tmp_path):
     """Three reductions of one group, each begun before the last has ended."""
-    for rank in range(2):
-        calls = [all_reduce(100.0 * k + 7 * rank, 250 - 7 * rank, 10, [0, 1], Seq=k) for k in range(3)]
-        write_trace(tmp_path / f"rank-{rank}.json", calls, rank, 2, host_name="node")
-    events, _ = _merged([tmp_path], tmp_path / "all.json")
+    calls = (
+        [all_reduce(100.0 * k + late, 250 - late, 10, [0, 1], Seq=k) for k in range(3)] for late in (0, 7)
+    )
+    events, _ = _merged(summary_of(tmp_path, calls, host_name="node"), tmp_path / "all.json")
     check_nests(events)
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"collectives of 0,1", "collectives of 0,1 (2)", "collectives of 0,1 (3)"} <= names
@@ -66,14 +65,9 @@ def test_calls_under_way_together_have_lanes_of_their_own(tmp_path):
 
 def test_ranks_share_one_clock(tmp_path):
     """Rank 1's clock is 3 ms ahead; in the timeline both leave the all-reduce together."""
-    for rank, offset in ((0, 0.0), (1, 3000.0)):
-        events = [
-            host("cuda_runtime", "cudaLaunchKernel", offset + 1, 4, correlation=9),
-            kernel("gemm", offset + 10, 20 + 30 * rank, correlation=9),
-            all_reduce(offset + 30 + 30 * rank, 40 - 30 * rank, 64, [0, 1]),
-        ]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    events, num_cut = _merged([tmp_path / "rank-0.json", tmp_path / "rank-1.json"], tmp_path / "all.json")
+    first = [*launched("gemm", 1, 10, 20, 9), all_reduce(30, 40, 64, [0, 1])]
+    second = [*launched("gemm", 3001, 3010, 50, 9), all_reduce(3060, 10, 64, [0, 1])]
+    events, num_cut = _merged(summary_of(tmp_path, [first, second]), tmp_path / "all.json")
     ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["name"].startswith("nccl")]
     assert ends == [69.0, 69.0] and num_cut == 0
     waits = [(e["pid"], e["ts"], e["dur"]) for e in events if e["name"] == "wait for rank 1"]
@@ -90,8 +84,7 @@ def test_ranks_share_one_clock(tmp_path):
 def test_any_slices_are_made_to_nest(tmp_path_factory, slices):
     folder = tmp_path_factory.mktemp("t")
     events = [kernel(f"k{i}", start, dur, stream) for i, (start, dur, stream) in enumerate(slices)]
-    write_trace(folder / "rank-0.json", events, 0)
-    merged, _ = _merged([folder], folder / "out")
+    merged, _ = _merged(summary_of(folder, [events]), folder / "out")
     check_nests(merged)
     starts = sorted(e["ts"] for e in merged if e["ph"] == "X")
     assert starts == sorted(float(s - min(x[0] for x in slices)) for s, _, _ in slices)
@@ -100,11 +93,7 @@ def test_any_slices_are_made_to_nest(tmp_path_factory, slices):
 def test_counters_and_a_bound(tmp_path, meshwise):
     """Allocated bytes over time; of many slices the longest, and all communication."""
     events = [host("cpu_op", f"op{k}", 10 * k, 1 + k) for k in range(8)]
-    events += [
-        host("cuda_runtime", "cudaLaunchKernel", 1, 2, correlation=1),
-        kernel("k", 20, 5, correlation=1),
-    ]
-    events.append(all_reduce(30, 0.5, 10, [0, 1]))
+    events += [*launched("k", 1, 20, 5, 1), all_reduce(30, 0.5, 10, [0, 1])]
     memory = {"Bytes": 64, "Total Allocated": 64, "Device Type": 1, "Device Id": 0, "Addr": 1}
     events.append({"ph": "i", "name": "[memory]", "pid": 100, "tid": 1, "ts": 5, "args": memory})
     path, merged = write_trace(tmp_path / "rank-0.json", events, 0), tmp_path / "all.json"

@@ -1,5 +1,6 @@
 """Who holds the others up, and the cause in words: synthetic jobs whose answer is known."""
 
+import itertools
 import json
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from faults import draw, judge
 from jobs import FAULTS, Job, write_job
-from kineto import all_reduce, host, kernel, message, write_trace
+from kineto import all_reduce, host, kernel, launched, message, summary_of, write_trace
 from meshwise.trace.breakdown import PARTS, breakdown, partition
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
@@ -101,15 +102,12 @@ def _pipeline(folder, slower, *, num_stages=4, num_microbatches=8, num_steps=10)
             length = round(end - now[rank], 3)
             events[rank].append(all_reduce(round(now[rank], 3), length, 64, [*ranks]))
             now[rank] = end
-    for rank in ranks:
-        write_trace(folder / f"rank-{rank}.json", events[rank], rank, num_stages, host_name="node")
+    return summary_of(folder, events, host_name="node")
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.4])
 def test_a_slow_stage_is_named_and_the_first_is_not_because_it_ends_last(tmp_path, slower):
-    _pipeline(tmp_path, slower)
-    found = _single(summarize_paths([tmp_path]))
-    named = [(one.ranks, one.kind) for one in found]
+    named = [(one.ranks, one.kind) for one in _single(_pipeline(tmp_path, slower))]
     assert named == ([((2,), "slow device")] if slower > 1 else [])
 
 
@@ -125,14 +123,9 @@ def test_one_host_is_one_clock(tmp_path, cut):
     """Waits as long as a step do not shift the calls of a rank, even if its profile lacks some."""
     random = np.random.default_rng(sum(cut))
     ends = 1000.0 * np.arange(12) + 900 + random.uniform(0, 80, 12)
-    for rank in range(2):
-        length = 700.0 if rank == 0 else 40.0
-        left = np.round(ends + random.uniform(0, 30, 12), 3)
-        events = [all_reduce(end - length, length, 10, [0, 1]) for end in left.tolist()]
-        if rank == 1:
-            events = events[cut[0] : len(events) - cut[1]]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="node")
-    found = summarize_paths([tmp_path])
+    left = [(length, np.round(ends + random.uniform(0, 30, 12), 3).tolist()) for length in (700.0, 40.0)]
+    first, second = ([all_reduce(end - length, length, 10, [0, 1]) for end in of] for length, of in left)
+    found = summary_of(tmp_path, [first, second[cut[0] : 12 - cut[1]]], host_name="node")
     assert found.alignment.method == "one host, one clock" and set(found.alignment.offsets_ns.values()) == {0}
     met = [one for one in found.collectives if one.num_ranks == 2]
     assert len(met) == 12 - sum(cut) and _single(found)[0].ranks == (1,)
@@ -140,15 +133,11 @@ def test_one_host_is_one_clock(tmp_path, cut):
 
 def test_buckets_in_flight_together_wait_once(tmp_path):
     """Two gradient buckets a step, both of which wait 600 us for rank 1: it costs 600 us a step, not 1200."""
-    for rank in range(2):
-        events = []
-        for step in range(8):
-            for bucket in range(2):
-                end = 1000.0 * step + 950 + 20 * bucket
-                begin = 1000.0 * step + (900 if rank else 300) + 10 * bucket
-                events.append(all_reduce(begin, end - begin, 10 + bucket, [0, 1]))
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="node")
-    first = _single(summarize_paths([tmp_path]))[0]
+    events = ([], [])
+    for rank, step, bucket in itertools.product(range(2), range(8), range(2)):
+        begin, end = (900 if rank else 300) + 10 * bucket, 950 + 20 * bucket
+        events[rank].append(all_reduce(1000.0 * step + begin, end - begin, 10 + bucket, [0, 1]))
+    first = _single(summary_of(tmp_path, events, host_name="node"))[0]
     assert first.ranks == (1,) and first.seconds == pytest.approx(8 * 600e-6, rel=0.05)
 
 
@@ -178,8 +167,7 @@ def test_complete_as_holistic_trace_analysis(tmp_path):
     events = [host("user_annotation", f"ProfilerStep#{n}", 100 * n, 90) for n in (1, 2)]
     events += [kernel("gemm", 500, 5, correlation=9, **{"External id": 1})]
     for number, launch in enumerate((110, 210, 260), start=1):
-        events.append(host("cuda_runtime", "cudaLaunchKernel", launch, 3, correlation=number))
-        events.append(kernel("gemm", launch + 200, 10, correlation=number))
+        events += launched("gemm", launch, launch + 200, 10, number)
     path = write_trace(tmp_path / "rank-0.json", events, 0)
     assert summarize_paths([path], steps="complete").kernels[0].count == 1
     mark = kernel("ProfilerStep#2", 250, 80) | {"cat": "gpu_user_annotation"}
@@ -204,8 +192,7 @@ def test_parts_of_a_rank(tmp_path):
         kernel("gemm", 0, 40, correlation=1),
         all_reduce(30, 70, 10, [0, 1]),
         kernel("Memcpy HtoD (Pinned -> Device)", 90, 30, 9, bytes=3000),
-        host("cuda_runtime", "cudaLaunchKernel", 130, 4, correlation=2),
-        kernel("gemm", 150, 10, correlation=2),
+        *launched("gemm", 130, 150, 10, 2),
     ]
     trace, _ = read_trace(write_trace(tmp_path / "a.json", events, 0))
     found = partition(trace, {1: 30_000})
@@ -214,18 +201,11 @@ def test_parts_of_a_rank(tmp_path):
     assert found.host_bound_s == pytest.approx(30e-6)
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["gemm", "ncclX", "Memcpy"]),
-            st.integers(0, 300),
-            st.integers(1, 80),
-            st.floats(0, 1),
-        ),
-        min_size=1,
-        max_size=15,
-    )
-)
+NAMES = st.sampled_from(["gemm", "ncclX", "Memcpy"])
+KERNELS = st.tuples(NAMES, st.integers(0, 300), st.integers(1, 80), st.floats(0, 1))
+
+
+@given(st.lists(KERNELS, min_size=1, max_size=15))
 def test_parts_sum_to_the_span(tmp_path_factory, kernels):
     """Whatever overlaps, no moment is counted twice or left out; compute and idle are the breakdown's."""
     events = [kernel(name, start, dur, stream) for stream, (name, start, dur, _) in enumerate(kernels)]
@@ -255,10 +235,10 @@ def test_picture(meshwise, tmp_path):
 def test_messages_without_ends_tell_nothing(tmp_path):
     """A pipeline of three stages, the second slow, whose kernels name neither sender nor receiver."""
     name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
-    events, now = {rank: [] for rank in range(3)}, [0.0] * 3
+    events, now = [[] for _ in range(3)], [0.0] * 3
     for _ in range(24):
         ready = 0.0
-        for rank, own in events.items():
+        for rank, own in enumerate(events):
             if rank:
                 own.append(kernel(name, now[rank], max(ready, now[rank]) + 20 - now[rank], 24))
                 now[rank] = max(ready, now[rank]) + 20
@@ -268,27 +248,22 @@ def test_messages_without_ends_tell_nothing(tmp_path):
                 own.append(kernel(name, now[rank], 20, 24))
                 now[rank] += 20
             ready = now[rank]
-    for rank, own in events.items():
-        write_trace(tmp_path / f"rank-{rank}.json", own, rank, world_size=3, host_name="node")
-    first = summarize_paths([tmp_path]).findings[0]
+    first = summary_of(tmp_path, events, host_name="node").findings[0]
     assert first.kind == "undecided" and not first.ranks and "cannot be told" in first.text
 
 
 def test_calls_around_a_launch_name_what_the_kernel_does(tmp_path):
     """NCCL's kernel says SendRecv, its call all-to-all; two calls are too few, and who came last is told."""
-    for rank in range(4):
-        events = []
-        for number, start in enumerate((0, 1000), start=1):
-            arrived, end = start + (900 if rank == 2 else 100 + rank), start + 950
-            shapes = {"Input Dims": [[250 + rank]], "Input type": ["float"]}
-            events += [
-                host("cpu_op", "c10d::alltoall_base_", arrived - 10, 9),
-                host("user_annotation", "nccl:all_to_all", arrived - 9, 7, **shapes),
-                host("cuda_runtime", "cudaLaunchKernel", arrived - 8, 2, correlation=number),
-                kernel("ncclKernel_SendRecv_RING", arrived, end - arrived, 24, correlation=number),
-            ]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, 4, host_name="node")
-    found = summarize_paths([tmp_path])
+    events = [[] for _ in range(4)]
+    for rank, (number, start) in itertools.product(range(4), enumerate((0, 1000), start=1)):
+        arrived, end = start + (900 if rank == 2 else 100 + rank), start + 950
+        shapes = {"Input Dims": [[250 + rank]], "Input type": ["float"]}
+        events[rank] += [
+            host("cpu_op", "c10d::alltoall_base_", arrived - 10, 9),
+            host("user_annotation", "nccl:all_to_all", arrived - 9, 7, **shapes),
+            *launched("ncclKernel_SendRecv_RING", arrived - 8, arrived, end - arrived, number),
+        ]
+    found = summary_of(tmp_path, events, host_name="node")
     calls = [(one.name, one.num_ranks, one.bytes) for one in found.collectives]
     assert calls == [("all_to_all", 4, 1012)] * 2
     assert found.findings[0].kind == "undecided" and "longest for rank 2 (last in 2" in found.findings[0].text
