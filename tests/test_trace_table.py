@@ -185,17 +185,10 @@ def test_known_streams(tmp_path):
     expected_us = {"span_s": 90, "compute_s": 50, "communication_s": 35, "memory_s": 10, "busy_s": 80}
     expected_us |= {"idle_s": 10, "non_compute_s": 30, "exposed_communication_s": 20, "rank": 0}
     assert {name: round(value * 1e6, 6) for name, value in found.items()} == expected_us
-    totals = [
-        (one.name[:4], one.kind, one.count, round(one.total_s * 1e6), round(one.mean_s * 1e6))
-        for one in kernel_totals(kernels_of(trace))
-    ]
-    assert totals == [
-        *(
-            ("gemm", "compute", 2, 50, 25),
-            ("nccl", "communication", 1, 35, 35),
-            ("Memc", "memory", 1, 10, 10),
-        ),
-    ]
+    kernels = kernel_totals(kernels_of(trace))
+    kinds = [("gemm", "compute", 2), ("nccl", "communication", 1), ("Memc", "memory", 1)]
+    assert [(one.name[:4], one.kind, one.count) for one in kernels] == kinds
+    assert [round(1e6 * s) for one in kernels for s in (one.total_s, one.mean_s)] == [50, 25, 35, 35, 10, 10]
 
 
 def test_cpu_trace_counts_operators_and_gloo(tmp_path):
