@@ -70,10 +70,7 @@ LANES = Lanes(np.array([[0, -1, 1]]), np.arange(3.0), ["rank 0"], {"busy": "#111
 NAMED = Names([1.0], [1.0], ["x"], ["#111111"])
 CHARTS = {
     "bars": BARS,
-    "series": [
-        Series([1.0, 2.0], [3.0, 4.0], "one", steps=True),
-        Series([1.0], [2.0], "two", line="", size=9),
-    ],
+    "series": [Series([1, 2], [3, 4], "one", steps=True), Series([1.0], [2.0], "two", line="", size=9)],
     "lanes": [LANES],
     "bounds": [Series([1.0, 9.0], [1.0, 9.0]), Bound(2.0), Bound(3.0, "y"), NAMED],
 }

@@ -10,12 +10,8 @@ from kineto import all_reduce, host, kernel, launched, operator, write_trace
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 JOB = ("qwen3-0.6b", "a100-80g-sxm:2", "tp=2")
 BACKWARD = "autograd::engine::evaluate_function: AddBackward0"
-PATTERNS = {
-    "matmul": "gemm",
-    "attention": "flash_fwd",
-    "optimizer": "multi_tensor_adam",
-    "other kernels": "norm",
-}
+PATTERNS = {"matmul": "gemm", "attention": "flash_fwd", "other kernels": "norm"}
+PATTERNS |= {"optimizer": "multi_tensor_adam"}
 
 
 def _sums_up(found):

@@ -54,11 +54,9 @@ CHIP = tomllib.loads((CATALOG / "chips.toml").read_text())["h100-80g-sxm"]
 CLUSTER = {"num_chips": 64, "chip": {key: value for key, value in CHIP.items() if key != "checked"}}
 RUNS = (CATALOG / "published_runs.csv").read_text().splitlines()
 SWEEP = {
-    "verb": "estimate",
-    "arguments": ["gpt3-175b"],
+    **{"verb": "estimate", "arguments": ["gpt3-175b"], "results": {"step_s": "step_s"}},
     "options": {"cluster": "h100-80g-sxm:512", "plan": "tp={tp},pp={pp}", "batch": 512},
     "grid": {"tp": [1, 2], "pp": [4, 8]},
-    "results": {"step_s": "step_s"},
 }
 GPT = {
     **{"decoder_layers": 4, "decoder_embed_dim": 64, "decoder_ffn_embed_dim": 128, "moe_freq": 2},
@@ -87,10 +85,8 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("fit-card",): ["4090", "--models", "qwen3-0.6b", "--methods", "qlora"],
     ("trace", "query"): [GLOO, "SELECT * FROM ranks"],
     ("trace", "diff"): [GLOO, GLOO],
-    **{
-        ("trace", name): [GLOO]
-        for name in ("summary", "sections", "path", "memory", "table", "ledger", "bandwidth")
-    },
+    **{("trace", name): [GLOO] for name in ("summary", "sections", "path", "memory", "table")},
+    **{("trace", name): [GLOO] for name in ("ledger", "bandwidth")},
     ("trace", "rates"): [GPU],
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
@@ -187,17 +183,11 @@ def as_file(document: dict[str, Any], text: Any) -> st.SearchStrategy[bytes]:
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), strange | strange_text, min_size=1, max_size=4))
 def test_strange_plans(keys: dict[str, Any]) -> None:
     plan = ",".join(f"{key}={value}" for key, value in keys.items())
-    check_contract(
-        ["estimate", "mixtral-8x7b", "--cluster", "h100-80g-sxm:16", "--batch", "64", "--plan", plan]
-    )
+    check_contract(["estimate", "mixtral-8x7b", *H100, "--batch", "64", "--plan", plan])
 
 
-JOBS = {
-    "megatron-lm": "megatron_args.txt",
-    "torchtitan": "job.sbatch",
-    "deepspeed": "ds_config.json",
-    "accelerate": "accelerate.yaml",
-}
+JOBS = {"megatron-lm": "megatron_args.txt", "torchtitan": "job.sbatch", "deepspeed": "ds_config.json"}
+JOBS |= {"accelerate": "accelerate.yaml"}
 
 
 @cache
@@ -243,36 +233,26 @@ def test_damaged_traces(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
     folder = tmp_path_factory.getbasetemp() / "traces"
     folder.mkdir(exist_ok=True)
     for number, path in enumerate(sorted((TRACES / "gloo4").glob("*.json*"))):
-        whole = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        content = data.draw(damaged(whole)) if number == 0 else whole
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = data.draw(damaged(content)) if number == 0 else content
         packed = data.draw(st.booleans())
-        for name in (f"rank-{number}.json", f"rank-{number}.json.gz"):
-            (folder / name).unlink(missing_ok=True)
-        name = f"rank-{number}.json" + packed * ".gz"
         if packed:
             content = gzip.compress(content, 1)
             content = data.draw(st.one_of(st.just(content), damaged(content))) if number == 0 else content
-        (folder / name).write_bytes(content)
-    verb = data.draw(
-        st.sampled_from([verb for verb in BASES if verb[0] in ("trace", "explain", "calibrate")])
-    )
-    check_contract(
-        [*verb, *(word.replace(GLOO, str(folder)).replace(GPU, str(folder)) for word in BASES[verb])],
-        may_warn=True,
-    )
+        (folder / f"rank-{number}.json{'.gz' * packed}").write_bytes(content)
+        (folder / f"rank-{number}.json{'.gz' * (not packed)}").unlink(missing_ok=True)
+    of_traces = [verb for verb in BASES if verb[0] in ("trace", "explain", "calibrate")]
+    verb = data.draw(st.sampled_from(of_traces))
+    words = [word.replace(GLOO, str(folder)).replace(GPU, str(folder)) for word in BASES[verb]]
+    check_contract([*verb, *words], may_warn=True)
 
 
 REQUESTS = "arrival,prompt,output\n0.0,100,10\n0.5,200,20\n0.7,50,5\n"
 POINT = {
     **{"id": "a", "system": "h100_sxm", "backend": "vllm", "backend_version": "0.19.0"},
     **{"model": "meta-llama/Meta-Llama-3.1-8B", "mode": "agg", "precision": "fp8", "gemm_quant": "fp8"},
-    **{
-        "moe_quant": "fp8",
-        "input_tokens": "1024",
-        "output_tokens": "128",
-        "concurrency": "8",
-        "workers": "1",
-    },
+    **{"moe_quant": "fp8", "input_tokens": "1024", "output_tokens": "128", "concurrency": "8"},
+    **{"workers": "1"},
     **{"max_batch": "8", "tp": "1", "pp": "1", "attention_dp": "1", "moe_tp": "1", "moe_ep": "1"},
     **{"ttft_s": "0.1", "tpot_s": "0.01", "measured": "2026-01-01", "source": "mine"},
 }

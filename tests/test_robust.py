@@ -120,11 +120,8 @@ def test_what_is_no_plain_file_is_not_replaced_by_one(tmp_path: Path, kind: str)
     write_text(path, "after")
     if kind == "fifo":
         reader.join()
-    assert (
-        found.read_text() == "after"
-        and path.is_symlink() == (kind == "link")
-        and path.is_fifo() == (kind == "fifo")
-    )
+    assert found.read_text() == "after"
+    assert (path.is_symlink(), path.is_fifo()) == (kind == "link", kind == "fifo")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["there", "x.csv"]
 
 

@@ -58,9 +58,8 @@ def test_columns_give_the_same_answers(capture, monkeypatch, steps):
 def test_a_capture_that_was_stopped_goes_on_and_a_new_trace_is_read(tmp_path, kept, monkeypatch):
     write_job(tmp_path, Job(4, 4, has_marks=True))
     summarize_paths([tmp_path])
-    (tmp_path / "rank-2.json").write_bytes(
-        (tmp_path / "rank-2.json").read_bytes().replace(b"gemm_a", b"gemm_x")
-    )
+    changed = tmp_path / "rank-2.json"
+    changed.write_text(changed.read_text().replace("gemm_a", "gemm_x"))
     files = sorted((tmp_path / FOLDER).glob("*.parquet"))
     files[0].unlink()
     asked = []
@@ -130,9 +129,8 @@ def test_of_many_ranks_what_stands_out_is_shown(many, meshwise, monkeypatch):
 def test_what_slow_ranks_have_in_common_is_told_once(kind, name, slow):
     """24 ranks on three hosts; each three that follow one another are the stages of a pipeline."""
     seconds = [dict.fromkeys(PARTS, 0.1) | {"compute": 1.0 + 0.3 * (rank in slow)} for rank in range(24)]
-    messages = [
-        SimpleNamespace(name="send_recv", members=(rank, rank + 1)) for rank in range(24) if rank % 3 < 2
-    ]
+    pairs = ((rank, rank + 1) for rank in range(24) if rank % 3 < 2)
+    messages = [SimpleNamespace(name="send_recv", members=pair) for pair in pairs]
     hosts = {rank: "abc"[rank // 8] for rank in range(24)}
     (found,) = outliers([Partition(rank, of, None) for rank, of in enumerate(seconds)], hosts, messages)
     assert (found.kind, found.name, found.ranks) == (kind, name, tuple(slow))
@@ -164,9 +162,8 @@ def test_many_ranks_are_a_map_of_ranks_and_steps(many, tmp_path, meshwise):
     late = list(lanes.kinds)
     grid = lanes.grid[:, 1:]
     assert grid.shape == (40, 7)
-    assert (grid[3] >= late.index("20 to 50 %")).all() and (
-        grid[32:40] >= late.index("10 to 20 %")
-    ).mean() > 0.9
+    assert (grid[3] >= late.index("20 to 50 %")).all()
+    assert (grid[32:40] >= late.index("10 to 20 %")).mean() > 0.9
     assert (np.delete(grid, [3, *range(32, 40)], axis=0) <= late.index("5 to 10 %")).mean() > 0.95
     assert meshwise("trace", "plot", str(many), "-o", str(tmp_path / "ranks.png")).code == 0
     assert meshwise("trace", "report", str(many), "-o", str(tmp_path / "ranks.html")).code == 0
