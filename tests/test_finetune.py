@@ -131,7 +131,7 @@ def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:
             assert row["step_s"] == same.step_s == min(fitting)
             assert row["hours"] == pytest.approx(1e7 / same.tokens_per_s / 3600)
             assert row["cost"] == pytest.approx(0.3 * row["hours"])
-    answer = meshwise("fit-card", "3060", "--models", "llama3-70b", "--tokens", "10M")
+    answer = meshwise("fit-card", "3060", "--models", "llama3-70b", "--tokens", "10M", "--all")
     assert answer.code == 1 and re.search(r"too large: llama3-70b \(5[12](\.\d)? GB by QLoRA\)", answer.out)
 
 

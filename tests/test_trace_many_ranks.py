@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jobs import Job, write_job
-from kineto import write_trace
+from kineto import kernel, write_trace
 from meshwise.report.trace import picture
 from meshwise.trace import read
 from meshwise.trace.breakdown import PARTS, Partition
@@ -101,6 +101,15 @@ def test_sql_over_all_ranks(tmp_path, meshwise):
     steps = "SELECT step, max(rank) AS most FROM steps WHERE part = 'whole' GROUP BY step"
     shown = meshwise("trace", "query", str(tmp_path), steps, "--csv", str(tmp_path / "steps.csv"))
     assert shown.code == 0 and (tmp_path / "steps.csv").read_text().startswith("step,most")
+
+
+def test_sql_over_tables_without_rows(tmp_path, meshwise):
+    """No step is marked and no rank calls another: the tables have their columns all the same."""
+    pytest.importorskip("polars")
+    path = str(write_trace(tmp_path / "rank-0.json", [kernel("gemm", 0, 5)], 0))
+    for table, column in (("steps", "span_s"), ("collectives", "wait_s")):
+        done = meshwise("trace", "query", path, f"SELECT * FROM {table} WHERE {column} > 0")
+        assert done.code == 0 and "0 of 0 rows" in done.out and column in done.out
 
 
 @pytest.fixture(scope="module")

@@ -474,8 +474,8 @@ def card_table(found: CardFit, runs: list[CardRun]) -> Table:
         row, name = one.to_json(found.tokens, found.price), one.run.model.name
         model = (name, with_prefix(row["num_params"], "", 3)) if name != last else ("", "")
         rate = f"{row['tokens_per_s']:,.0f}" if one.fits else "does not fit"
-        taken = long_duration(3600 * row["hours"]) if "hours" in row else None
-        size = with_prefix(row["memory_bytes"], "B", 3)
+        hours, size = row.get("hours"), with_prefix(row["memory_bytes"], "B", 3)
+        taken = long_duration(hours and 3600 * hours)
         rows.append((*model, TITLES[one.method], size, rate, taken, dollars(row.get("cost"))))
         last = name
     whole = "" if found.tokens is None else f"{with_prefix(found.tokens, '')} tokens"

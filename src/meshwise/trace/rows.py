@@ -25,6 +25,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.extras import import_extra
 from meshwise.core.ledger import COLLECTIVES, Ledger
 from meshwise.cost.collective import sent_bytes
+from meshwise.trace.breakdown import Breakdown
 from meshwise.trace.collectives import Collective
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
@@ -116,6 +117,8 @@ EVENT_COLUMNS = (
     *("correlation", "external_id", "size_bytes", "dims", "start_ns", "duration_ns"),
 )
 """`start_s` is on the common clock, from the job's beginning; `start_ns` on the rank's own."""
+CALL_COLUMNS = ("name", "group", "group_size", "index", "step", "bytes", "dtype", "wire_s", "last_rank")
+STEP_COLUMNS = ("step", *(field.name for field in dataclasses.fields(Breakdown)), "part", "num_work")
 
 
 def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
@@ -130,10 +133,10 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
     summary.check_readable()
     context = pl.SQLContext(
         events=_events(pl, traces, summary),
-        collectives=pl.LazyFrame(_calls(summary), infer_schema_length=None),
-        steps=pl.LazyFrame([_flat(one) for one in summary.steps], infer_schema_length=None),
+        collectives=_table(pl, _calls(summary), (*CALL_COLUMNS, "rank", "enter_s", "wait_s")),
+        steps=_table(pl, [_flat(one) for one in summary.steps], STEP_COLUMNS),
         kernels=pl.LazyFrame(summary.kernels),
-        ranks=pl.LazyFrame(summary.to_json()["ranks"], infer_schema_length=None),
+        ranks=_table(pl, summary.to_json()["ranks"]),
     )
     try:
         return context.execute(sql).collect(engine="streaming")
@@ -141,6 +144,11 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
         reason = " ".join(str(error).split())
         tables = "tables are events, collectives, steps, kernels, ranks"
         raise DataError(f"the query cannot be answered: {reason[:300]}; {tables}") from None
+
+
+def _table(pl: Any, rows: list[dict[str, Any]], columns: Iterable[str] = ()) -> Any:
+    """`rows` as a table, which has its `columns` where there are none."""
+    return pl.LazyFrame(rows or {name: [] for name in columns}, infer_schema_length=None)
 
 
 def _events(pl: Any, traces: Traces, summary: Summary) -> Any:
@@ -157,10 +165,9 @@ def _events(pl: Any, traces: Traces, summary: Summary) -> Any:
 
 
 def _calls(summary: Summary) -> list[dict[str, Any]]:
-    names = ("name", "group", "group_size", "index", "step", "bytes", "dtype", "wire_s", "last_rank")
     rows = []
     for one in summary.collectives:
-        call = {name: getattr(one, name) for name in names}
+        call = {name: getattr(one, name) for name in CALL_COLUMNS}
         times = ((rank, one.enter_s[rank], wait_s) for rank, wait_s in one.wait_s.items())
         rows += [call | {"rank": rank, "enter_s": at, "wait_s": wait_s} for rank, at, wait_s in times]
     return rows
