@@ -705,9 +705,8 @@ def _open_rl_job(
     from meshwise.rl.job import OpenJob
     from meshwise.rl.rollouts import rollouts_of
 
-    for name in ("prompts", "samples"):
-        if asked[name] is None:
-            raise WorkloadError(f"{name} is missing; give it, or a job of verl or NeMo-RL")
+    missing = [name for name in ("prompts", "samples") if asked[name] is None]
+    refuse("rl groups", WorkloadError, missing=missing)
     shape = _model(model)
     of_work = ("prompts", "samples", "prompt", "output", "max_output", "turns", "env_s", "tool_tokens")
     work = rollouts_of(
@@ -1063,11 +1062,8 @@ def explain(
     from meshwise.trace.explain import reduces_all
     from meshwise.trace.summary import summarize_paths
 
-    job = (model, cluster, plan or None, batch, seq, microbatch)
-    if any(one is not None for one in job) and (model is None or cluster is None):
-        raise DataError(
-            "a prediction needs the model that ran and its cluster; give both, or leave out all of the job"
-        )
+    job = [one for one in (model, cluster, plan or None, batch, seq, microbatch) if one is not None]
+    refuse("explain", DataError, job=job, model=model, cluster=cluster)
     summary = summarize_paths([traces] if isinstance(traces, str | Path) else traces, steps=steps)
     summary.check_readable()
     if model is None or cluster is None:

@@ -301,11 +301,7 @@ def _fill_in(asked: dict[str, Any], source: Path | None) -> Job | None:
     for name in asked.keys() & {"model", "batch", "seq", "microbatch"}:
         if asked[name] in (None, ()):
             asked[name] = getattr(job, name)
-    if asked["model"] is None:
-        lacks = "its model"
-        if job.framework == "megatron-lm":
-            lacks = "all of its model's shape (layers, hidden size, heads, --vocab-size)"
-        raise WorkloadError(f"{source} does not name {lacks}; name it: meshwise VERB MODEL --from ...")
+    refuse("model of a job", WorkloadError, model=asked["model"], job=job, source=source)
     keys = {key: getattr(job.plan, key) for key in DEFAULTS if getattr(job.plan, key) != DEFAULTS[key]}
     asked["plan"] = Plan(**(keys | plan_keys(asked["plan"])))
     return job

@@ -25,6 +25,7 @@ from typing import Any, get_args
 
 from meshwise.core.errors import DataError
 from meshwise.core.options import Option
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested, read_toml
 
 FILE = Path("meshwise.toml")
@@ -44,18 +45,10 @@ def read_defaults(command: Any, path: Path | None) -> dict[str, Any]:
     verbs = dict(verbs_of(command))
     defaults: dict[str, Any] = {}
     for name, key, value in _stated(content):
-        if name and name not in verbs:
-            raise DataError(f"{path}: there is no verb {name!r}; see meshwise --help")
-        having = [verb for verb in ([name] if name else verbs) if key in verbs[verb]]
-        if not having:
-            told = f"{name} has no" if name else "no verb has an"
-            raise DataError(f"{path}: {told} option --{key}; see meshwise {name or 'VERB'} --help")
+        having = [verb for verb in ([name] if name else verbs) if key in verbs.get(verb, ())]
         taking = [verb for verb in having if not found or _is_of_answer(verb, verbs[verb][key], value)]
-        if not taking:
-            raise DataError(
-                f"{path} was found, not named: it may not set {key} = {value!r}, which writes, listens, "
-                f"starts a program or reads elsewhere; if you trust it: meshwise --config {path} ..."
-            )
+        line = {"path": path, "name": name, "key": key, "value": value}
+        refuse("defaults", DataError, **line, verbs=verbs, having=having, taking=taking)
         for verb in taking:
             defaults[f"{verb} {verbs[verb][key].name}".replace(" ", ".")] = value
     print(f"meshwise: defaults from {path}", file=sys.stderr)

@@ -10,6 +10,7 @@ from meshwise import api
 from meshwise.cli.output import print_answer
 from meshwise.core.errors import WorkloadError
 from meshwise.core.options import takes
+from meshwise.core.refusals import refuse
 
 
 def layer(
@@ -48,19 +49,15 @@ def layer(
 
     rates = {"flop_per_s_8bit": flop_per_s_8bit, "memory_bytes_per_s": memory_bytes_per_s}
     rates["network_bytes_per_s"] = network_bytes_per_s
-    own = [f"--{name.replace('_', '-')}" for name, value in rates.items() if value is not None]
+    stated = {name: value for name, value in rates.items() if value is not None}
+    own = [f"--{name.replace('_', '-')}" for name in stated]
+    refuse("frontier layer", WorkloadError, chip=chip, own=own)
     if chip is not None:
-        if own:
-            raise WorkloadError(f"--chip {chip} has its own rates; leave {own[0]} out")
         device = find_device(chip, utilization=utilization)
-    elif flop_per_s_8bit is None or memory_bytes_per_s is None or network_bytes_per_s is None:
-        raise WorkloadError("give --chip, or --flop-per-s-8bit, --memory-bytes-per-s, --network-bytes-per-s")
     else:
-        device = Device(
-            name="given", utilization=utilization, flop_per_s_8bit=flop_per_s_8bit,
-            memory_bytes_per_s=memory_bytes_per_s, inner_bytes_per_s=network_bytes_per_s,
-            outer_bytes_per_s=network_bytes_per_s,
-        )  # fmt: skip
+        network = stated.pop("network_bytes_per_s")
+        links = {"inner_bytes_per_s": network, "outer_bytes_per_s": network}
+        device = Device(name="given", utilization=utilization, **links, **stated)
     layer = LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp, elem_bytes=elem_bytes)
     _show([layer_document(device, layer, batch)], "layer", json)
 

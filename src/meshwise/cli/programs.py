@@ -225,11 +225,7 @@ def profile(*, limit: int = 15, all: bool = False, json: bool = False, **asked: 
     from meshwise.trace.summary import summarize_paths
 
     done = api.profile(**asked, stdout=STDERR if json else None)
-    if not done.files:
-        raise DataError(
-            f"{' '.join(done.command)} left no profile (exit code {done.exit_code}); ranks are captured from "
-            "torch.distributed.init_process_group on, and the folder must have room"
-        )
+    refuse("profile", DataError, done=done, words=" ".join(done.command))
     summary = summarize_paths(done.files)
     names = ("exit_code", "wall_s", "bare_s", "overhead_frac")
     document: dict[str, Any] = {"command": list(done.command), "files": [str(file) for file in done.files]}

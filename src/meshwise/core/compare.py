@@ -92,11 +92,8 @@ def compare(
         module, op, phase, shape = place[:4]
         for column in columns:
             silent = partial if column in ALIVE else [name for name in partial if place not in tables[name]]
-            values = {
-                name: table[place][column] if place in table else None
-                for name, table in tables.items()
-                if name not in silent
-            }
+            stating = {name: table for name, table in tables.items() if name not in silent}
+            values = {name: table.get(place, {}).get(column) for name, table in stating.items()}
             if any(values.values()) or None in values.values():
                 rows.append(Row(module, op, phase, column, shape, values))
     if peaks:

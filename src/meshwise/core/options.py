@@ -94,12 +94,9 @@ def takes(
     """
 
     def with_options(function: Function) -> Function:
-        taken = {name: option for verb in verbs for name, option in options_of(verb).items()}
-        function.taken = {  # type: ignore[attr-defined]
-            name: replace(option, default=None) if name in optional else option
-            for name, option in taken.items()
-            if name not in without
-        }
+        taken = {name: of for verb in verbs for name, of in options_of(verb).items() if name not in without}
+        taken |= {name: replace(taken[name], default=None) for name in optional}
+        function.taken = taken  # type: ignore[attr-defined]
         return function
 
     return with_options

@@ -52,16 +52,13 @@ class OperatorTotal:
 
 def operator_totals(trace: Trace) -> list[OperatorTotal]:
     """The table of one rank, the largest CPU total first."""
-    parent = parents(trace)
-    host = trace.where(*HOST_KINDS)
+    parent, host, kernels = parents(trace), trace.where(*HOST_KINDS), trace.where(*DEVICE_KINDS)
     cpu = np.zeros(len(trace), dtype=np.int64)
     cpu[host] = trace.duration_ns[host]
-    self_cpu = self_time(trace)
-    device = _launched(trace, parent, trace.where(*DEVICE_KINDS))
-    memory = [_memory(trace, on_device=on_device) for on_device in (False, True)]
-    columns = [self_cpu, cpu, device, inclusive(device, parent)]
-    columns += [memory[0], inclusive(memory[0], parent), memory[1], inclusive(memory[1], parent)]
-    kernels = trace.where(*DEVICE_KINDS)
+    columns = [self_time(trace), cpu]
+    memory = (_memory(trace, on_device=on_device) for on_device in (False, True))
+    for own in (_launched(trace, parent, kernels), *memory):
+        columns += [own, inclusive(own, parent)]
     for column in columns[2:4]:
         column[kernels] = trace.duration_ns[kernels]
     shown = np.concatenate([host, kernels])
@@ -69,16 +66,11 @@ def operator_totals(trace: Trace) -> list[OperatorTotal]:
     num, sides = len(trace.labels), zip(columns, [shown, once] * 4, strict=True)
     sums = [np.bincount(trace.label[at], weights=column[at], minlength=num) for column, at in sides]
     counts = np.bincount(trace.label[once], minlength=len(trace.labels))
-    rows = [
-        OperatorTotal(
-            trace.labels[i][1],
-            Kind(trace.label_kind[i]).name.lower(),
-            int(counts[i]),
-            *(float(column[i]) / 1e9 for column in sums[:4]),  # type: ignore[arg-type]
-            *(int(column[i]) for column in sums[4:]),
-        )
-        for i in np.flatnonzero(counts).tolist()
-    ]
+    rows = []
+    for i in np.flatnonzero(counts).tolist():
+        name, kind = trace.labels[i][1], Kind(trace.label_kind[i]).name.lower()
+        seconds, sizes = (float(of[i]) / 1e9 for of in sums[:4]), (int(of[i]) for of in sums[4:])
+        rows.append(OperatorTotal(name, kind, int(counts[i]), *seconds, *sizes))  # type: ignore[arg-type]
     return sorted(rows, key=lambda row: (-row.cpu_s, -row.device_s, row.name))
 
 

@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 
 from meshwise.core.errors import DataError
+from meshwise.core.refusals import refuse
 from meshwise.trace.breakdown import Breakdown, split, union, work
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
@@ -132,10 +133,9 @@ def chosen_steps(trace: Trace, marked: Marks, steps: str) -> Trace:
         number[launched_ns(trace) >= marked.end_ns[-1]] = -1
     selected = (number >= first) & (number <= last)
     if not selected.any():
-        if not len(marked.number):
-            raise DataError(f"--steps {steps}: rank {trace.rank} marks no steps; leave --steps out")
-        have = f"its steps are {marked.number[0]} to {marked.number[-1]}"
-        raise DataError(f"--steps {steps}: no such step on rank {trace.rank} ({have}); choose among these")
+        numbers = marked.number.tolist()
+        about = {"steps": steps, "rank": trace.rank, "last": max(numbers, default=0)}
+        refuse("steps", DataError, **about, numbers=numbers)
     return replace(trace, selected=selected)
 
 
