@@ -211,6 +211,15 @@ def test_bytes_that_transformers_keeps_are_known_or_refused(family: str, what: s
         mw.estimate(tiny(family), "h100-80g-sxm:1", "implementation=huggingface", seq=64)
 
 
+def test_the_host_starts_each_kernel_that_transformers_runs() -> None:
+    """Of a tiny model, where the host is all that counts: 8 kernels for RMSNorm, 10 for rotary positions."""
+    megatron, eager = (
+        mw.estimate(tiny("llama"), "h100-80g-sxm:1", f"implementation={one},software=torch-2024", seq=64)
+        for one in ("megatron", "huggingface")
+    )
+    assert eager.step_s / megatron.step_s == pytest.approx(3.0, rel=0.2)
+
+
 # --- parallel blocks -----------------------------------------------------------------------------
 
 

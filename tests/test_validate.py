@@ -224,6 +224,13 @@ def test_the_catalog_holds_every_constant_of_the_fit() -> None:
     chip = find_chip("h100-80g-sxm")
     for software in SOFTWARE:
         assert find_overheads(chip, software).host_s > 0
+    eager, older = (
+        find_overheads(find_chip("a100-80g-sxm"), name) for name in ("torch-2024-eager", "torch-2023")
+    )
+    assert (
+        eager.kernel_passes == older.kernel_passes
+        and eager.attention_slowdown == 1.0 < older.attention_slowdown
+    )
     with pytest.raises(PlanError, match="software '1999' is unknown"):
         find_overheads(chip, "1999")
     for name, value in catalog_constants().items():

@@ -33,6 +33,7 @@ from meshwise.machine.overheads import Overheads, Tables, find_overheads
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
 from meshwise.model.find import find_model, models
 from meshwise.model.weights import num_params
+from meshwise.plan.layouts import parts_beyond
 from meshwise.plan.plan import EVEN, NARROW_DTYPES, Plan, plan_keys
 from meshwise.plan.workload import Workload
 
@@ -271,6 +272,8 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
     keys = {key: value for key, value in columns.items() if value not in (None, "")}
     plan = Plan(**keys, **formulas(_NAMES["plan"], names), **_adapters(run, dtype), dtype=dtype)
+    if plan.done_by.parts == "transformers" and any(is_there for is_there, _ in _unknown(model, plan)):
+        plan = replace(plan, implementation=_USUAL["implementation"])
     if run.recompute_layers is not None and run.recompute_kind != "full":
         raise PlanError(f"recompute_layers is for recompute_kind full, not {run.recompute_kind}")
     if stated.recompute_kind in ("selective", "per_op") or (
@@ -284,6 +287,11 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         plan = replace(plan, recompute="full", recompute_layers=run.recompute_layers)
     changes = [plan_keys(text) for text in defaults.tried]
     return (plan, *(_changed(plan, change) for change in changes if _leaves_open(stated, plan, change)))
+
+
+def _unknown(model: Model, plan: Plan) -> Iterator[tuple[Any, str]]:
+    """Parts of a model of which it is not known what the library `transformers` keeps."""
+    return parts_beyond("transformers", model, plan=plan)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -311,11 +319,12 @@ def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
 
 def _leaves_open(stated: Run, plan: Plan, change: dict[str, Any]) -> bool:
     """Whether a run leaves open what a change of its plan says; offloading replaces partial recomputation."""
+    kind = stated.recompute_kind or ("selective" if stated.recompute_modules else None)
     of_recompute = {"recompute": (None,), "recompute_modules": (None, "selective")}
     columns = {"zero": stated.zero_stage, "grad_dtype": stated.grad_dtype}
     columns["optimizer"] = stated.optimizer or stated.optimizer_dtype
     return (
-        all(stated.recompute_kind in kinds for key, kinds in of_recompute.items() if key in change)
+        all(kind in kinds for key, kinds in of_recompute.items() if key in change)
         and all(value is None for key, value in columns.items() if key in change)
         and ("offload_activations" not in change or (plan.pp == 1 and plan.recompute in ("none", "full")))
     )

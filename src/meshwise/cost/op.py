@@ -109,7 +109,7 @@ class Kernel:
     It `keeps` its "inputs", its "output" or neither (""); one that is not fused `saved` tensors in all.
     `mask_bytes` are bytes per element that the forward writes and the backward reads beside the
     tensors (dropout's mask); they are kept. `row_bytes` are kept per row: statistics in fp32, or in fp64
-    where the elements are.
+    where the elements are. `launches`: kernels of the GPU that it is.
     """
 
     flop: float
@@ -122,6 +122,8 @@ class Kernel:
     saved: float = 0.0
     mask_bytes: float = 0.0
     row_bytes: float = 0.0
+    launches: float = 1.0
+    backward_launches: float = 1.0
 
     def forward(self, rows: Num, width: Num, *, elem_bytes: float) -> Cost:
         """Cost on `rows` x `width` elements, forward."""

@@ -391,7 +391,8 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     launches: Num = 0.0
     calls: Num = 0.0
     for op in alike:
-        launches = launches + op.count * ((op.group_size > 1) * 1.0 if op.kind == "collective" else 1.0)
+        is_started = (op.group_size > 1) * 1.0 if op.kind == "collective" else op.launches
+        launches = launches + op.count * is_started
         if op.kind == "matmul" and op.is_expert:
             calls = calls + op.count * op.shape[0] * (2.0 if op.dtype in NARROW_DTYPES else 1.0)
     each_s = overheads.host_s + overheads.launches_block * overheads.blocked_s

@@ -81,9 +81,6 @@ FULL_WATTS: dict[str, float] = _CATALOG["full_watts"]
 _STATIC = "_static_watts"
 """What the static watts of a dtype are called in the catalog (`bf16_static_watts`)."""
 
-NATIVE_ATTENTION = {"torch-2024": ("ampere", "ada")}
-"""Generations whose own fused attention software runs: PyTorch has FlashAttention-2 since 2.2."""
-
 DEFAULT_SOFTWARE = "megatron-2024"
 """What a plan runs on that does not say: the generation that most sources of published runs measured."""
 
@@ -94,7 +91,8 @@ class Software(NamedTuple):
     Whose loss it runs (`program.loss`), and what is fused of it by default. `sums_wide`: DTensor sums the
     gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
     matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
-    those whose chips run no other.
+    those whose chips run no other. `native_attention`: generations of
+    chips whose own fused attention it runs.
     """
 
     losses: str
@@ -102,6 +100,7 @@ class Software(NamedTuple):
     sums_wide: bool = False
     measured_as: str = ""
     makers: Sequence[str] = ()
+    native_attention: Sequence[str] = ()
 
 
 SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].items()}
@@ -231,7 +230,7 @@ def find_overheads(chip: Chip, software: str = DEFAULT_SOFTWARE, *, among: Table
     A chip whose generation has no power figures is not limited by power. PlanError for an unknown
     generation of software.
     """
-    return _find(chip.generation, measured_as(software), tables() if among is None else among)
+    return _find(chip.generation, software, tables() if among is None else among)
 
 
 def measured_as(software: str) -> str:
@@ -241,11 +240,12 @@ def measured_as(software: str) -> str:
 
 @lru_cache(maxsize=256)
 def _find(generation: str, software: str, among: Tables) -> Overheads:
-    if software not in among.software:
-        raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(among.software)}")
-    constants: dict[str, Any] = {**among.software[software], **among.common}
+    measured = measured_as(software)
+    if measured not in among.software:
+        raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(SOFTWARE)}")
+    constants: dict[str, Any] = {**among.software[measured], **among.common}
     power = dict(among.power.get(generation, {}))
-    if generation in NATIVE_ATTENTION.get(software, ()):
+    if software in SOFTWARE and generation in SOFTWARE[software].native_attention:
         constants["attention_slowdown"] = 1.0
     elif "attention_slowdown" in constants:
         constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)

@@ -295,10 +295,13 @@ def _eager_kernel(op: Op) -> Op:
     rows, width = op.shape
     size = {"elem_bytes": precision(op.dtype).act_bytes}
     fused, eager = KERNELS[op.kernel], EAGER_KERNELS[op.kernel]
+    work, launches = eager.forward, eager.launches
     if op.phase == "backward":
-        return structs.replace(op, cost=eager.backward(rows, width, **size))
+        work, launches = eager.backward, eager.backward_launches
+    done = structs.replace(op, cost=work(rows, width, **size), launches=launches)
+    if op.phase == "backward":
+        return done
     more = eager.saved_bytes(rows, width, **size) - fused.saved_bytes(rows, width, **size)
-    done = structs.replace(op, cost=eager.forward(rows, width, **size))
     wide = precision(op.dtype)
     return _keeping(done, "more", (more / wide.act_bytes,), wide.act_dtype)
 

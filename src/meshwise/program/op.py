@@ -114,7 +114,8 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
     collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
     `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
-    are computed in (else 0). `workspace_bytes`: what it holds on the way, beside what it reads and makes.
+    are computed in (else 0). `launches`: kernels that the host starts for it. `workspace_bytes`: what it
+    holds on the way, beside what it reads and makes.
     `part`: of what part of a model it is, where modules do not tell (`program.lifetime`).
     """
 
@@ -156,6 +157,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     behind_gradient: str = ""
     library: str = ""
     right_bytes: float = 0.0
+    launches: float = 1.0
     workspace_bytes: Num = 0.0
     part: str = ""
 
