@@ -700,8 +700,8 @@ def with_capacity(model: Model, factor: float | None) -> Model:
     """`model` with experts that take at most `factor` times an even share of the tokens (None: as it is)."""
     if factor is None:
         return model
-    if model.moe is None:
-        raise ModelError(f"capacity_factor={factor:g}: {model.name} has no experts; leave it out")
+    refuse("capacity", ModelError, model=model, factor=factor)
+    assert model.moe is not None
     return checked_model(replace(model, moe=replace(model.moe, capacity_factor=factor)), model.name)
 
 
@@ -709,11 +709,8 @@ def with_copies(model: Model, copies: int) -> Model:
     """`model` with so many redundant experts, as an engine holds it."""
     if not copies:
         return model
-    if model.moe is None:
-        raise ModelError(f"redundant_experts={copies}: {model.name} has no experts; leave it out")
-    most = model.moe.num_experts
-    if not 0 < copies <= most:
-        raise ModelError(f"redundant_experts={copies} must be from 0 to the number of experts, {most}")
+    refuse("copies", ModelError, model=model, copies=copies)
+    assert model.moe is not None
     return replace(model, moe=replace(model.moe, copies=copies))
 
 

@@ -105,8 +105,7 @@ def find_gpt_config(text: str, overrides: str = "") -> GptConfig:
 def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfig:
     """A checked config from a dictionary of fairseq's fields; ModelError names the field that is wrong."""
     known = {field.name: field.default for field in fields(GptConfig)}
-    only, off, unread = (_catalog()["fields"][kind] for kind in ("only", "off", "unread"))
-    widths = ("decoder_input_dim", "decoder_output_dim")
+    only, off, unread, widths = (_catalog()["fields"][kind] for kind in ("only", "off", "unread", "widths"))
     for name, value in raw.items():
         if name not in {*known, *only, *off, *unread, *widths}:
             raise ModelError(f"{where}: unknown field {name!r}; it is not one of transformer_lm_gpt")
@@ -117,13 +116,7 @@ def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfi
         config = msgspec.convert(stated, GptConfig)
     except msgspec.ValidationError as error:
         raise ModelError(f"{where}: {error}") from None
-    for name in widths:
-        if raw.get(name, config.decoder_embed_dim) != config.decoder_embed_dim:
-            raise ModelError(
-                f"{where}: {name}={raw[name]!r} differs from decoder_embed_dim={config.decoder_embed_dim}; "
-                "projections of the embedding are not supported"
-            )
-    refuse("gpt", ModelError, f"{where}: ", of=config)
+    refuse("gpt", ModelError, f"{where}: ", of=config, raw=raw)
     return config
 
 
@@ -159,10 +152,7 @@ def _parsed_overrides(text: str) -> dict[str, Any]:
 
 def with_vocab(config: GptConfig, vocab_size: int) -> GptConfig:
     """`config` with the vocabulary of a tokenizer, unless it names a larger one itself."""
-    if config.vocab_size and config.vocab_size < vocab_size:
-        raise ModelError(
-            f"vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}; leave it out"
-        )
+    refuse("gpt words", ModelError, of=config, vocab_size=vocab_size)
     return replace(config, vocab_size=config.vocab_size or vocab_size)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from meshwise.core.errors import WorkloadError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.model.architecture import InputSizing, Model, Patches, Tower
 
 _MOST = 10**5
@@ -66,21 +67,14 @@ def with_latent(model: Model, frames: int | None, size: tuple[int, int] | None) 
         WorkloadError: It makes no images, or none of that size.
     """
     own, patches = model.diffusion, model.patches
-    if own is None or patches is None:
-        raise WorkloadError(f"frames={frames}: {model.name} makes no images; leave it out")
-    square = own.side_stride * patches.patch
+    square = own and patches and own.side_stride * patches.patch
+    names = {"model": model, "own": own, "frames": frames, "size": size, "square": square, "most": _MOST}
+    refuse("latent", WorkloadError, **names)
+    assert own is not None and patches is not None
     if size is not None:
-        if any(side % square for side in size):
-            raise WorkloadError(
-                f"image_size={size[0]}x{size[1]}: {model.name} makes multiples of {square} pixels"
-            )
         patches = replace(patches, width=size[0] // own.side_stride, height=size[1] // own.side_stride)
     if frames is not None:
-        latent, rest = divmod(frames - 1, own.frame_stride)
-        if rest or not 0 <= latent <= _MOST or (frames > 1 and own.frame_stride == 1):
-            made = f"1 + a multiple of {own.frame_stride}" if own.frame_stride > 1 else "1"
-            raise WorkloadError(f"frames={frames}: {model.name} makes {made} frames")
-        patches = replace(patches, frames=latent + 1)
+        patches = replace(patches, frames=(frames - 1) // own.frame_stride + 1)
     return replace(model, patches=patches, max_seq=patches.num_tokens + own.joint_tokens)
 
 

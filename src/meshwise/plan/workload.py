@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.model.architecture import Model
 from meshwise.plan.fields import catalog_fields, check_fields
 from meshwise.plan.plan import NARROW_DTYPES, Plan, plan_keys
@@ -35,13 +36,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_fields(self, FIELDS, WorkloadError)
-        if (self.steps > 1 or self.guidance) and self.kind != "sampling":
-            raise WorkloadError(f"steps and guidance are of kind=sampling, not of kind={self.kind}")
-        if self.num_at_once % self.microbatch:
-            raise WorkloadError(
-                f"batch={self.num_at_once} does not divide by microbatch={self.microbatch}; "
-                f"use a divisor of {self.num_at_once}"
-            )
+        refuse("workload", WorkloadError, work=self)
 
     @property
     def num_at_once(self) -> int:

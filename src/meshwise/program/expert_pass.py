@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwise.core.errors import PlanError
+from meshwise.core.refusals import refuse
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import matmul_flop
 from meshwise.model.gpt_config import GptConfig
@@ -51,14 +52,7 @@ def num_slots(config: GptConfig, num_tokens: int) -> int:
 
 def check_tp(config: GptConfig, tp: int) -> None:
     """PlanError where `tp` does not divide heads, hidden widths or words."""
-    for name, size in (
-        ("decoder_attention_heads", config.decoder_attention_heads),
-        ("decoder_ffn_embed_dim", config.decoder_ffn_embed_dim),
-        ("moe_expert_ffn_dim", config.expert_ffn_dim),
-        ("vocab_size", config.vocab_size),
-    ):
-        if size % tp:
-            raise PlanError(f"{name}={size} does not divide by tp={tp}; use a divisor of it")
+    refuse("gpt tp", PlanError, of=config, tp=tp)
 
 
 class Placement(NamedTuple):
@@ -74,16 +68,9 @@ def place(num_ranks: int, num_experts: int, *, tp: int = 1, ep: int | None = Non
 
     `ep` None: as many as there are data-parallel ranks, or experts if those are fewer.
     """
-    if num_ranks % tp:
-        raise PlanError(f"{num_ranks} ranks do not divide by tp={tp}; use a multiple of {tp}")
     dp = num_ranks // tp
     ep = ep or min(dp, num_experts or 1)
-    if dp % ep:
-        text = f"{dp} data-parallel ranks do not divide by ep={ep}"
-        raise PlanError(f"{text}; use a multiple of {ep} ranks or another ep")
-    if num_experts % ep:
-        text = f"{num_experts} experts do not divide by {ep} expert-parallel ranks"
-        raise PlanError(f"{text}; use a divisor of {num_experts}")
+    refuse("gpt ranks", PlanError, num_ranks=num_ranks, num_experts=num_experts, tp=tp, dp=dp, ep=ep)
     return Placement(tp, dp, ep)
 
 

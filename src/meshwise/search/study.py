@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from meshwise.core.each import Lost, each
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.machine.hardware import Cluster
@@ -46,16 +47,11 @@ class Goal:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise WorkloadError(f"--{name.replace('_', '-')} {value:g} must be above zero")
+            refuse("goal", WorkloadError, option=name.replace("_", "-"), value=getattr(self, name))
 
     def check(self, budget: TokenBudget) -> None:
         """Raise WorkloadError where `budget` lacks what the goal is told by."""
-        for name in (name for name in self.__slots__ if getattr(self, name) is not None):
-            if budget.tokens is None:
-                raise WorkloadError(f"--{name.replace('_', '-')} is for a run of some length; add --tokens")
-        if self.spend is not None and budget.price is None:
-            raise WorkloadError("--spend is in dollars; add --price of a GPU-hour")
+        refuse("goal of a run", WorkloadError, goal=self, budget=budget)
 
     def run(self, found: Estimate, budget: TokenBudget) -> dict[str, Any]:
         """The run with a plan, of the tokens that its batch needs."""
