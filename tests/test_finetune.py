@@ -19,21 +19,19 @@ FULL, LORA, QLORA = (
 )
 
 
+def memory_bytes(model: str, plan: str) -> dict[str, float]:
+    return mw.estimate(model, "h200-sxm:1", plan, batch=1, seq=512).memory_bytes
+
+
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama3-8b", "mixtral-8x7b"])
 def test_adapters_need_less_than_all_weights_and_narrow_ones_still_less(model: str) -> None:
-    full, lora, qlora = (
-        mw.estimate(model, "h200-sxm:1", plan, batch=1, seq=512).memory_bytes["total"]
-        for plan in (FULL, LORA, QLORA)
-    )
+    full, lora, qlora = (memory_bytes(model, plan)["total"] for plan in (FULL, LORA, QLORA))
     assert full > lora > qlora
 
 
 def test_few_bits_are_for_the_matrices_of_blocks() -> None:
     """Half a byte in place of two for these; embedding and head stay as they are."""
-    plain, narrow = (
-        mw.estimate("llama3-8b", "h200-sxm:1", plan, batch=1, seq=512).memory_bytes["weights"]
-        for plan in (LORA, QLORA)
-    )
+    plain, narrow = (memory_bytes("llama3-8b", plan)["weights"] for plan in (LORA, QLORA))
     matrices = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
     assert plain - narrow == 1.5 * matrices
 
@@ -68,9 +66,9 @@ def test_what_is_known_to_fit(model: str, card: str, plan: str, seq: int, fits: 
 def test_an_optimizer_in_the_backward_holds_no_sum_of_gradients() -> None:
     """torchtune's 8B_full_single_device.yaml: paged 8-bit AdamW, optimizer_in_bwd; 18.9 GiB (README)."""
     plan = "recompute=full,optimizer=adam-8bit,grad_dtype=bf16,offload_optimizer=1,loss_chunks=8"
-    beside = mw.estimate("llama3-8b", "rtx-4090:1", plan, batch=2, microbatch=2, seq=2048)
-    within = mw.estimate(
-        "llama3-8b", "rtx-4090:1", f"{plan},optimizer_in_bwd=1", batch=2, microbatch=2, seq=2048
+    beside, within = (
+        mw.estimate("llama3-8b", "rtx-4090:1", plan + more, batch=2, microbatch=2, seq=2048)
+        for more in ("", ",optimizer_in_bwd=1")
     )
     assert beside.memory_bytes["gradients"] == 2 * num_params(find_model("llama3-8b"))
     assert within.memory_bytes["gradients"] == 0 and within.fits and not beside.fits

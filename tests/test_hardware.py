@@ -12,6 +12,7 @@ import datetime
 import json
 import math
 import re
+import tomllib
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -198,19 +199,7 @@ def test_an_unknown_chip_and_a_missing_dtype_name_what_there_is() -> None:
 
 # --- users' own files ---------------------------------------------------------------------------------
 
-LEVELS = [
-    {"name": "nvlink", "ranks": 4, "bytes_per_s": 200e9, "latency_s": 1e-6},
-    {"name": "ethernet", "bytes_per_s": 12.5e9, "latency_s": 2e-5},
-]
-OWN_CHIP = {
-    "vendor": "acme",
-    "generation": "first",
-    "memory_bytes": 64e9,
-    "memory_bytes_per_s": 2e12,
-    "matrix_flop_per_s": {"bf16": 500e12},
-    "vector_flop_per_s": {"fp32": 50e12},
-}
-OWN = {"chip": OWN_CHIP, "num_chips": 32, "levels": LEVELS, "source": "our machine room"}
+OWN = tomllib.loads((DATA / "own_cluster.toml").read_text())
 
 
 def write_toml(path: Path, table: dict[str, Any]) -> str:

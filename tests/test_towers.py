@@ -21,7 +21,7 @@ from meshwise.program.block import block
 from meshwise.program.cut import Cut
 
 TOWERS = tomllib.loads((Path(__file__).parent / "data" / "towers.toml").read_text())
-VISION, TOKENS = TOWERS["vision"], TOWERS["tokens"]
+VISION, TOKENS, SOUND = TOWERS["vision"], TOWERS["tokens"], TOWERS["sound"]
 TEXT = {
     **{"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
     **{"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 32768},
@@ -103,46 +103,25 @@ def test_sound_is_read_in_pieces_of_thirty_seconds() -> None:
     assert sum(found.time_s.values()) == pytest.approx(found.step_s)
 
 
-SOUND = {  # family: parts of its config, tokens of 30 s and of 45 s, inputs of these
-    "gemma4": ({"audio_config": {}}, 750, 1125, 2),
-    "gemma3n": ({"audio_config": {}, "vision_config": {}}, 188, 282, 2),  # audio_soft_tokens_per_image
-    "phi4_multimodal": ({"audio_config": {}, "vision_config": {}}, 375, 563, 2),  # 8 frames a token
-    "qwen3_omni_moe_thinker": (
-        {"audio_config": {"n_window": 50, "n_window_infer": 800}, "vision_config": {}}, 390, 585, 6,
-    ),
-}  # fmt: skip
-
-
 def hearing(family: str) -> Model:
-    parts, *_ = SOUND[family]
     text = TEXT | {"num_kv_shared_layers": 0}
-    return model_from_config(text | {"model_type": family, "text_config": text} | parts, name=family)
+    raw = text | {"model_type": family, "text_config": text} | SOUND[family]["parts"]
+    return model_from_config(raw, name=family)
 
 
 @pytest.mark.parametrize("family", SOUND)
 def test_tokens_of_sound(family: str) -> None:
-    _, half_minute, longer, inputs = SOUND[family]
-    for seconds, tokens in ((30.0, half_minute), (45.0, longer)):
-        tower = with_inputs(hearing(family), Inputs(audio_s=seconds)).towers[-1]
+    for seconds, tokens in SOUND[family]["tokens"].items():
+        tower = with_inputs(hearing(family), Inputs(audio_s=float(seconds))).towers[-1]
         assert tower.num_tokens == tokens
-    assert tower.num_inputs == inputs
+    assert tower.num_inputs == SOUND[family]["inputs"]
     assert mw.serve(hearing(family), "h100-80g-sxm:1", "", prompt=100, audio_s=45.0, sequences=(1,))
 
 
-@pytest.mark.parametrize(
-    ("family", "seconds", "flop"),
-    [
-        ("gemma4", 7.5, 110_348_222_464),
-        ("gemma3n", 7.5, 247_131_045_888),
-        ("phi4_multimodal", 8.0, 99_632_529_408),
-        ("qwen3_omni_moe_thinker", 8.0, 168_343_306_240),
-    ],
-)
-def test_flop_of_an_encoder_of_sound_flop_counter_mode(family: str, seconds: float, flop: int) -> None:
-    """Torch's FlopCounterMode over one forward of the class of transformers 5.24, less its projection.
-
-    Ends of the sound are padded by each convolution, and Gemma computes attention in blocks.
-    """
+@pytest.mark.parametrize("family", SOUND)
+def test_flop_of_an_encoder_of_sound_flop_counter_mode(family: str) -> None:
+    """Ends of the sound are padded by each convolution, and Gemma computes attention in blocks."""
+    seconds, flop = SOUND[family]["flop"].values()
     tower = with_inputs(hearing(family), Inputs(audio_s=seconds)).towers[-1]
     encoder = replace(tower.encoder, attention_softcap=False)
     assert tower.num_inputs == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 
@@ -135,13 +134,14 @@ def stage_cost(
     `has_peak`: whether FSDP2's memory is told at its peak, or as much of it as there is in any case.
     """
     held, units = held_params(of, stage), units_of(of, stage)
-    exchanged = _exchanged(of, stage, held, units, shared, time, idle_s)
+    exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(of, stage, held, units, shared, time, idle_s)
     memory, kept = needed_memory(of, stage, held, units, has_peak=has_peak)
     gradients = gradient_bytes(units, of.mesh, of.cut) if units else memory.gradients
     optimizer_s = _optimizer_s(of, held, stage.share, memory, gradients) if of.mesh.trains else 0.0
     return StageCost(
-        stage=stage, held=held, time=time, memory=memory, **exchanged._asdict(), optimizer_s=optimizer_s,
-        gradient_bytes=gradients, kept_bytes=kept,
+        stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
+        exposed_s=exposed_s, filling_s=filling_s, optimizer_s=optimizer_s, gradient_bytes=gradients,
+        kept_bytes=kept,
     )  # fmt: skip
 
 
@@ -160,20 +160,11 @@ def needed_memory(
     return memory, memory.activations
 
 
-class _Exchanged(NamedTuple):
-    """What a stage's replicas exchange, and what is waited for it: see `StageCost`."""
-
-    exchanged: list[tuple[Op, Num]]
-    comm_dp_s: Num = 0.0
-    exposed_s: Num = 0.0
-    filling_s: Num = 0.0
-
-
 def _exchanged(
     of: PricedModel, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit],
     shared: Sequence[Op], time: StageTime, idle_s: Num,
-) -> _Exchanged:  # fmt: skip
-    """The exchanges of a stage's replicas.
+) -> tuple[list[tuple[Op, Num]], Num, Num, Num]:  # fmt: skip
+    """The exchanges of a stage's replicas, then what is paid, exposed and filled (as in `StageCost`).
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
     sticks out, and likewise the gather of the first block's weights. It does not travel while other
@@ -183,7 +174,7 @@ def _exchanged(
     """
     model, mesh, cut, machine = of.model, of.mesh, of.cut, of.machine
     if not mesh.trains:
-        return _Exchanged([])
+        return [], 0.0, 0.0, 0.0
     overheads = machine.overheads
     alone = (mesh.pp == 1) * 1.0 if units else 1.0
     rounds = 1.0 + (mesh.zero >= 3) * alone * (mesh.num_microbatches - 1.0)
@@ -230,7 +221,7 @@ def _exchanged(
     recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
     recurring_s = (recurring_s + (reductions > 1) * reductions * grads_s) / mesh.num_microbatches
     exposed_s = np.maximum(recurring_s - mesh.overlap_dp * sum(time.free_s(is_far, 0.0)), 0.0)
-    return _Exchanged([*found, *own], paid_s + own_s, exposed_s, filling_s)
+    return [*found, *own], paid_s + own_s, exposed_s, filling_s
 
 
 def _window(mesh: Mesh) -> Num:

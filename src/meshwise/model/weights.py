@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from meshwise.model import architecture as arch
 from meshwise.model.architecture import Layer, Model, Side
@@ -135,30 +136,21 @@ def _adapters(weight: Weight, rank: int) -> Iterator[Weight]:
         yield replace(whole, cut=cut, units=weight.units) if is_cut else whole
 
 
+def _learned(module: str, name: str, *shape: int, op: str = "", **how: Any) -> Weight:
+    """A vector or a table; `op` is called as the weight unless stated."""
+    return Weight(module=module, op=op or name, name=name, shape=shape, **how)
+
+
 def _linear(
-    module: str, name: str, d_in: int, d_out: int, *, op: str = "", bias: bool = False, cut: str = WHOLE,
-    units: int = 0, gradient: str = "whole", experts: int = 0,
-) -> Iterator[Weight]:  # fmt: skip
-    """A matrix, and its bias, which is cut if the columns are; `op` is called as the layer unless stated."""
+    module: str, name: str, d_in: int, d_out: int, *, bias: bool = False, experts: int = 0, **how: Any
+) -> Iterator[Weight]:
+    """A matrix, of each expert if there are some, and its bias, which is cut if the columns are."""
     stack = (experts,) if experts else ()
-    matrix = Weight(
-        module=module, op=op or name, name=name, shape=(*stack, d_in, d_out), cut=cut, units=units,
-        gradient=gradient, is_expert=experts > 0,
-    )  # fmt: skip
+    matrix = _learned(module, name, *stack, d_in, d_out, is_expert=experts > 0, **how)
     yield matrix
     if bias:
-        yield replace(matrix, name=f"{name}_bias", shape=(*stack, d_out), cut=WHOLE if cut == ROWS else cut)
-
-
-def _learned(
-    module: str, name: str, *shape: int, op: str = "", cut: str = WHOLE, units: int = 0,
-    gradient: str = "whole", trains: bool = True,
-) -> Weight:  # fmt: skip
-    """A vector or a table; `op` is called as the weight unless stated."""
-    return Weight(
-        module=module, op=op or name, name=name, shape=shape, cut=cut, units=units, gradient=gradient,
-        trains=trains,
-    )  # fmt: skip
+        cut = WHOLE if matrix.cut == ROWS else matrix.cut
+        yield replace(matrix, name=f"{name}_bias", shape=(*stack, d_out), cut=cut)
 
 
 def _norm(

@@ -78,19 +78,24 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     least = mesh.dp * mesh.microbatch
     yield rule("batch", mesh.batch % mesh.microbatch != 0)
     yield rule("batch_of_dp", mesh.batch % least != 0, least=least)
-    if mesh.plan.layout == "1d":
-        yield from _model_rules(model, mesh)
+    plan, names = mesh.plan, {"mesh": mesh, "plan": mesh.plan, "model": model}
+    if plan.layout == "1d":
+        is_headless, tokens = not (model.vocab and model.lm_head), mesh.seq // mesh.cp
+        yield from rules_of("blocks", **names, is_headless=is_headless, tokens=tokens)
     else:
         yield rule("layout_of_sequence", (sizes["cp"] > 1) | (sizes["ulysses"] > 1))
-        yield rule("attention_of_paper", mesh.plan.attention == "grid")
-    yield from _expert_rules(model, mesh, sizes)
-    group, all_ranks = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
-    yield _divides("zero_group", group, all_ranks)
-    names = {"mesh": mesh, "plan": mesh.plan, "splits": splits_backward(mesh), "selective": _SELECTIVE}
-    yield from rules_of("offloading", per_op="per_op" in mesh.plan.recompute_modules, **names)
-    if mesh.plan.done_by.parts == "torch":
+        yield rule("attention_of_paper", plan.attention == "grid")
+    if model.moe is None:
+        yield from rules_of("no experts", **names, sizes=sizes)
+    else:
+        yield from rules_of("experts", **names, moe=model.moe, ranks=mesh.tp * mesh.cp * mesh.dp)
+    group, ranks = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
+    yield rule("zero_group", ranks % group != 0, size=ranks)
+    names |= {"splits": splits_backward(mesh), "selective": _SELECTIVE}
+    yield from rules_of("offloading", **names, per_op="per_op" in plan.recompute_modules)
+    if plan.done_by.parts == "torch":
         yield from _fsdp2_rules(model, mesh, sizes)
-    elif mesh.plan.done_by.parts == "transformers":
+    elif plan.done_by.parts == "transformers":
         yield from _huggingface_rules(model, mesh)
     yield rule("schedule", valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0)
     yield from _stage_rules(model, mesh)
@@ -143,38 +148,6 @@ def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         if plan.done_by.parts == "transformers":
             yield from _huggingface_rules(tower.encoder, mesh)
     yield from rules_of("towers", mesh=mesh, plan=plan)
-
-
-def _divides(name: str, divisor: Num, size: Num) -> Rule:
-    """The rule `name`: a divisor that a plan states must divide the size of something."""
-    return rule(name, size % divisor != 0, size=size)
-
-
-def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    tp, kv_heads, plan = mesh.tp, model.num_kv_heads, mesh.plan
-    yield _divides("tp_heads", tp, model.num_heads)
-    yield _divides("tp_hidden", tp, model.hidden)
-    yield _divides("tp_ffn", tp, model.ffn_hidden if model.vocab else 0)
-    yield rule("kv_heads", (kv_heads % tp != 0) & (tp % kv_heads != 0))
-    for key in ("loss_chunks", "loss_fusion"):
-        value, has_head = getattr(plan, key), bool(model.vocab and model.lm_head)
-        yield rule("no_lm_head", value != DEFAULTS[key] and not has_head, key=key, value=value)
-    yield _divides("ulysses_cp", mesh.ulysses, mesh.cp)
-    yield _divides("ulysses_heads", tp * mesh.ulysses, model.num_heads)
-    yield _divides("cp", mesh.cp, mesh.seq)
-    yield _divides("loss_chunks", plan.loss_chunks, mesh.seq // mesh.cp)
-    yield rule("unfused_ring", (plan.attention == "unfused") & (mesh.ring > 1))  # as in Megatron-LM, PyTorch
-
-
-def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    ep, etp, moe, plan = mesh.ep, mesh.etp, model.moe, mesh.plan
-    if moe is None:
-        yield from rules_of("no experts", model=model, mesh=mesh, plan=plan, sizes=sizes)
-        return
-    yield rule("routed_tokens", mesh.trains & (plan.sp is False) & (mesh.tp > 1))
-    yield _divides("ep_copies" if moe.copies else "ep", ep, moe.held)
-    yield _divides("etp", etp, moe.ffn_hidden)
-    yield _divides("etp_ranks", etp * ep, mesh.tp * mesh.cp * mesh.dp)
 
 
 def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
