@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED
 from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, Failures, checkpoint_interval_s
 from meshwise.estimate.one_plan import Estimate
@@ -42,18 +43,10 @@ class TokenBudget:
     restart: float | None = None
 
     def __post_init__(self) -> None:
+        names = {"tokens": self.tokens, "most": MOST_STATED}
         for name in self.__slots__:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not 0 < value <= MOST_STATED:
-                raise WorkloadError(f"--{name} {value} must be a number above zero, up to {MOST_STATED:g}")
-            if self.tokens is None and name != "price":
-                raise WorkloadError(
-                    f"--{name} {value:g} is for a run of some length; add --tokens, or leave it out"
-                )
-        if self.pue is not None and self.pue < 1.0:
-            raise WorkloadError(f"--pue {self.pue:g} must be at least 1: a building draws what its nodes do")
+            if (value := getattr(self, name)) is not None:
+                refuse("budget", WorkloadError, option=name, value=value, **names)
 
     def watts_per_gpu(self, estimate: Estimate) -> float | None:
         """Mean watts of the building for each GPU; None where they are neither stated nor known."""

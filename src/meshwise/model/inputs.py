@@ -50,12 +50,11 @@ def with_inputs(model: Model, inputs: Inputs) -> Model:
     wanted = {"images": ("vision", inputs.images), "audio_s": ("audio", inputs.audio_s)}
     known = {tower.name for tower in model.towers}
     for option, (name, number) in wanted.items():
-        if not 0 <= number <= _MOST:
-            raise WorkloadError(f"{option} must be at least 0 and at most {_MOST}")
-        if number and name not in known:
-            counted = any(part.startswith(name) for part, _ in model.left_out)
-            reason = f"the {name} tower is counted, not priced" if counted else f"it has no {name} tower"
-            raise WorkloadError(f"{option}={number:g}: {model.name} cannot read that here: {reason}")
+        is_counted = any(part.startswith(name) for part, _ in model.left_out)
+        refuse(
+            "inputs", WorkloadError, model=model, option=option, name=name, number=number, most=_MOST,
+            is_read=name in known, is_counted=is_counted,
+        )  # fmt: skip
     towers = tuple(_sized(tower, inputs) for tower in model.towers)
     return replace(model, towers=towers)
 

@@ -113,10 +113,10 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         is_stated = sizes[key] != number_of(key, default) if key in sizes else value != default
         shown = KEYS[key].show(value) if value != default else ""
         yield rule("no_meaning", is_stated, key=key, value=shown)
-    shares = any(layer.shares for layer in model.layers)
     if model.encoder is not None:
         yield from rules_of("encoder", model=model, mesh=mesh, plan=mesh.plan)
-    yield rule("shared_blocks", shares & (mesh.pp > 1))
+    if any(layer.shares for layer in model.layers):
+        yield from rules_of("shared blocks", model=model, mesh=mesh)
     yield from _tower_rules(model, mesh)
     yield rule("sampling", (mesh.kind == "sampling") & (model.diffusion is None))
     if model.diffusion is not None:
@@ -124,20 +124,15 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         yield from rules_of("diffusion", plan=mesh.plan)
     yield rule("generates", mesh.serves & (not model.vocab or not model.causal))
     if mesh.serves and model.moe is not None:
-        spread = mesh.ep * mesh.etp
-        yield rule("spread_experts", spread % mesh.tp != 0)
-        is_both = (spread > mesh.tp) & (mesh.etp > 1) & (mesh.ep > 1)
-        yield rule("spread_or_cut", is_both, spread=spread)
+        yield from rules_of("served experts", mesh=mesh, spread=mesh.ep * mesh.etp)
     yield rule("positions", (model.positions == "learned") & (mesh.seq > model.max_seq))
 
 
 def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """What a plan says of encoders of images and sound needs some, and they their own sizes."""
     towers, plan = [tower for tower in model.towers if tower.num_tokens], mesh.plan
-    for key in ("tower", "tower_dp", "tower_recompute"):
-        value = getattr(plan, key)
-        yield rule("no_tower", not towers and value != DEFAULTS[key], key=key, value=value)
     if not towers:
+        yield from rules_of("no towers", plan=plan)
         return
     num_tokens = in_sequence(model)
     yield rule("tower_tokens", num_tokens > mesh.seq, num_tokens=num_tokens)
