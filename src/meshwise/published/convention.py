@@ -19,7 +19,7 @@ from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import csv_text
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
-from meshwise.core.refusals import broken
+from meshwise.core.refusals import broken, refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import CORE_ATTENTION, DEFAULTS, Plan
@@ -59,10 +59,7 @@ class Scope:
     def check_divides(self, model: Model, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Raise PlanError unless each of `sizes`, by name (size, parts), divides into its parts."""
         for name, (size, parts) in sizes.items():
-            if size % parts:
-                raise PlanError(
-                    f"{parts} parts do not divide the {size} {name} of {model.name}; use a divisor"
-                )
+            refuse("divides", PlanError, name=name, size=size, parts=parts, model=model)
 
     def check_rules(self, **names: Any) -> None:
         """Raise PlanError for what the convention's own table of refusals holds of `names`."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import islice
 
 from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
@@ -57,10 +58,7 @@ def smallest_engine(
     model: Model, cluster: Cluster, rollouts: Rollouts, memory_frac: float, dtype: str = "bf16"
 ) -> Plan:
     """The first of `engines`; PlanError where none has room."""
-    found = next(engines(model, cluster, rollouts, memory_frac, dtype), None)
-    if found is None:
-        raise PlanError(
-            f"no engine of {cluster.num_chips} GPUs or fewer holds {model.name} and a sample of "
-            f"{rollouts.longest} tokens at memory_frac={memory_frac:g}; use more GPUs or a larger share"
-        )
+    found = next(engines(model, cluster, rollouts, memory_frac, dtype), [])
+    names = {"model": model, "num": cluster.num_chips, "longest": rollouts.longest, "frac": memory_frac}
+    refuse("smallest engine", PlanError, found=found, **names)
     return found[0]

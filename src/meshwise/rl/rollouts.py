@@ -99,21 +99,15 @@ def rollouts_of(
     prompt: int, turns: int, tool_tokens: int, **others: Any,
 ) -> Rollouts:  # fmt: skip
     """Rollouts of a model of `max_seq` tokens from what a user states; WorkloadError for contradictions."""
-    if lengths is not None:
-        if (output, sigma) != (None, None):
-            raise WorkloadError("a file of lengths has a mean and spread; leave output and length_sigma out")
-        found = read_lengths(lengths)
-        cap = max(found) if max_output is None else max_output
-        if max(found) > cap:
-            raise WorkloadError(f"{lengths} has an answer of {max(found)} tokens; raise max_output={cap}")
-        mean = sum(found) / len(found)
-    elif output is None:
-        raise WorkloadError("output, the mean tokens of an answer, is missing; give it, or a file of lengths")
-    else:
-        found, mean, room = (), output, max_seq - prompt - (turns - 1) * tool_tokens
-        if room < 1:
-            raise WorkloadError(f"prompt={prompt} leaves none of the model's {max_seq} tokens to answers")
-        cap = min(CAP_OVER_MEAN * math.ceil(output), room) if max_output is None else max_output
+    names = {"lengths": lengths, "output": output, "sigma": sigma, "prompt": prompt, "max_seq": max_seq}
+    room = max_seq - prompt - (turns - 1) * tool_tokens
+    refuse("stated lengths", WorkloadError, room=room, **names)
+    found = read_lengths(lengths) if lengths else ()
+    mean = sum(found) / len(found) if found else output or 0.0
+    cap = max_output
+    if cap is None:
+        cap = max(found) if found else min(CAP_OVER_MEAN * math.ceil(mean), room)
+    refuse("longest answer", WorkloadError, lengths=lengths, longest=max(found, default=0), cap=cap)
     return Rollouts(
         prompt=prompt, output=mean, max_output=cap, sigma=SIGMA if sigma is None else sigma, lengths=found,
         turns=turns, tool_tokens=tool_tokens, **others,

@@ -164,15 +164,11 @@ def answer(
 ) -> ServingAnswer:
     """What `fleet` gives, alone and, with `requests`, under their load."""
     serving = fleet.serving
-    of_a_load = {
-        "engine": engine, "ttft_ms": limits.ttft_s < math.inf, "workers": fleet.workers > 1,
-        "prefill_plan": fleet.prefill, "price": usd_per_gpu_hour, "router": fleet.router != ROUND_ROBIN,
-        "offload": fleet.offload, "autoscale": autoscale, "percentile": limits.percentile != 90.0,
-    }  # fmt: skip
-    if requests is None and (unused := [name for name, stated in of_a_load.items() if stated]):
-        raise WorkloadError(f"{unused[0]} needs a load; give rate, concurrency or requests too")
     load = None
-    if requests is not None:
+    if requests is None:
+        names = {"engine": engine, "price": usd_per_gpu_hour, "autoscale": autoscale, "usual": ROUND_ROBIN}
+        refuse("without a load", WorkloadError, fleet=fleet, limits=limits, **names)
+    else:
         runs = parse_engine(engine or "vllm")
         if autoscale:
             fleet = autoscaled(fleet, requests, runs, autoscale, limits)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import DENSE, Part, price_parts
 from meshwise.estimate.timing import Machine, machine_for
@@ -103,14 +104,12 @@ class EncoderPool:
 
 def encoder_pool(model: Model, cluster: Cluster, workers: int, plan: Plan) -> EncoderPool:
     """A pool of encoders, whose ranks encode whole inputs of a request side by side."""
-    if workers < 1:
-        raise WorkloadError(f"encoder_workers={workers} must be at least 1")
     own = Plan(tp=cluster.num_chips, dtype=plan.dtype, tower_dp=True)
     mesh = Mesh(world=float(cluster.num_chips), batch=1.0, seq=1.0, microbatch=1.0, num_microbatches=1.0,
                 tp=float(cluster.num_chips), plan=own, kind="prefill")  # fmt: skip
     found = encoding(model, mesh, machine_for(cluster, own, "prefill"))
-    if found is None:
-        raise WorkloadError("encoder_cluster encodes images and sound; state images or audio_s")
+    refuse("encoders", WorkloadError, workers=workers, found=found)
+    assert found
     sent_bytes = (found.num_tokens + found.num_across) * model.hidden * cut_of(mesh).precision.act_bytes
     transfer_s = sent_bytes / cluster.levels[-1].bytes_per_s
     return EncoderPool(cluster=cluster, workers=workers, request_s=found.request_s, transfer_s=transfer_s)

@@ -191,14 +191,11 @@ def _system(entry: Any) -> PaperSystem:
 
 def _collective_s(one: Any, systems: dict[str, PaperSystem], where: str) -> float:
     """Seconds of `one` on the published machine of that name, else on that of a case of the file."""
-    refuse("nersc collective", DataError, f"{where}: ", one=one, kinds=_KINDS, known=", ".join(_KINDS))
     preset = f"nersc-{one.system.lower()}"
-    if preset in cluster_names():
-        system = paper_system(find_cluster(preset))
-    elif one.system in systems:
-        system = systems[one.system]
-    else:
-        raise DataError(f"{where}: system {one.system!r} is neither published nor that of a case of the file")
+    system = paper_system(find_cluster(preset)) if preset in cluster_names() else systems.get(one.system)
+    names = {"kinds": _KINDS, "known": ", ".join(_KINDS), "system": system}
+    refuse("nersc collective", DataError, f"{where}: ", one=one, **names)
+    assert system
     return float(collective_s(_KINDS[one.op], one.volume_GB * GB, one.n_gpus, one.in_fast_domain, system))
 
 
