@@ -30,6 +30,7 @@ from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.each import all_of
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import told
 from meshwise.core.toml import catalog_toml, nested
 from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.overheads import Tables, tables
@@ -119,14 +120,9 @@ def unfounded(constants: Constants, training: Sequence[Expressed], quantity: Qua
     for name, column in zip(quantity.names, slopes.T, strict=True):
         seen = np.abs(column) * math.log(2.0) >= 0.01
         sources = {publication(each.run.source) for each, sees in zip(training, seen, strict=True) if sees}
-        if len(sources) < MIN_SOURCES:
-            found.append(
-                f"{name} is determined by {len(sources)} source{'s' * (len(sources) != 1)} only "
-                f"({', '.join(sources) or 'none'}); state a physical value in step_constants.toml"
-            )
-        _, least, most = LIMITS[name]
-        if not 1.001 * least < constants[name] < most / 1.001:
-            found.append(f"{name} ends at its limit {constants[name]:.4g}; find what it stands in for")
+        known = {"sources": ", ".join(sources) or "none", "num": len(sources), "s": "s" * (len(sources) != 1)}
+        value, (_, least, most) = constants[name], LIMITS[name]
+        found += told("constant of steps", name=name, value=value, least=least, most=most, **known)
     return found
 
 
@@ -170,7 +166,6 @@ MEMORY = Quantity("memory_bytes", tuple(MEMORY_BOXES), memory_miss)
 REACH = (2.0, 1.4, 1.15)
 """The most that a constant moves in each round of the search."""
 
-MIN_SOURCES = 2
 _ROWS_EACH = 64
 """Rows that are priced together, in one process or on one node."""
 

@@ -158,18 +158,9 @@ class RlStep:
     @property
     def notes(self) -> list[str]:
         """What a reader should know."""
-        of, found = self.job, list(self.problems)
-        known = of.rollouts.lengths
-        lengths = f"of {len(known)} in a file" if known else f"sigma {of.rollouts.sigma:g}"
-        differs = f"one differs by {100 * (self.draws_frac or 0):.1f} %"
-        found.append(f"lengths: {lengths}, mean of {DRAWS} draws; {differs}")
-        if self.drain and (num := self.drain.num_preemptions):
-            found.append(f"the engines' cache is full: {num:.0f} samples a step are computed again")
-        framework = of.framework
-        found.append(f"constants of {framework.name} {framework.version}: {framework.source}")
-        if (interval := self.step_s_interval) is not None:
-            found.append(f"interval: {interval.reason}")
-        return found
+        num, differs = len(self.job.rollouts.lengths), 100.0 * (self.draws_frac or 0.0)
+        names = {"drain": self.drain, "interval": self.step_s_interval, "draws": DRAWS, "num": num}
+        return [*self.problems, *told("rl notes", of=self.job, differs=differs, **names)]
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise rl --json` prints."""

@@ -17,6 +17,7 @@ from typing import Any
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog, read_text
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import told
 from meshwise.rl.step import PHASES, RlStep
 
 WARM_UP_STEPS = 3
@@ -87,23 +88,16 @@ class RlExplanation(Shown):
     @property
     def findings(self) -> list[str]:
         """What to change first, in words."""
-        rows, step_s = self.rows, self.log.step_s
-        if self.step is None or self.step.step_s is None:
-            phase, seconds = rows[0]["phase"], rows[0]["measured_s"]
-            return [f"{phase} takes {seconds / step_s:.0%} of a step; it is shortened by {_ADVICE[phase]}"]
-        found = [f"a step takes {step_s:.4g} s, {step_s / self.step.step_s - 1:+.0%} against the prediction"]
-        between = self.step.step_s_interval
-        if between is not None and between.p10 <= step_s <= between.p90:
-            found.append(f"that is normal: 8 of 10 such steps take {between.p10:.4g} to {between.p90:.4g} s")
-        worst = max(rows, key=lambda row: row["measured_s"] - row["predicted_s"])
-        longer_s = worst["measured_s"] - worst["predicted_s"]
-        if longer_s > 0.05 * step_s:
-            what = f"{worst['phase']}, {longer_s:.3g} s longer than predicted"
-            found.append(f"look first at {what}; it is shortened by {_ADVICE[worst['phase']]}")
-        else:
-            longest = rows[0]["phase"]
-            found.append(f"no phase stands out; the longest, {longest}, is shortened by {_ADVICE[longest]}")
-        return found
+        rows, step_s, predicted_s = self.rows, self.log.step_s, self.step and self.step.step_s
+        longest = rows[0]["phase"]
+        names = {"longest": longest, "shortens": _ADVICE[longest], "frac": rows[0]["measured_s"] / step_s}
+        if self.step is None or not predicted_s:
+            return told("phases of a log", **names)
+        longer_s = {row["phase"]: row["measured_s"] - row["predicted_s"] for row in rows}
+        worst = max(longer_s, key=longer_s.__getitem__)
+        names |= {"worst": worst, "longer_s": longer_s[worst], "advice": _ADVICE[worst], "step_s": step_s}
+        between, change = self.step.step_s_interval, step_s / predicted_s - 1.0
+        return told("step of a log", between=between, change=change, **names)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, with the keys of `explain`."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from meshwise.core.expressions import value_of
 from meshwise.core.files import read_catalog
 from meshwise.serve.engine import Engine
 
@@ -75,7 +76,8 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     found = _ruled("rules" if is_one_pool else "pools", stated | {"drafts": 0})
     settings = {each.name: found[each.name] for each in fields(Engine) if each.name in found}
     if "max_tokens" in settings:
-        settings["max_tokens"] = _max_tokens(settings["max_tokens"], row)
+        names = {"clients": stated["clients"], "prompt": int(row["input_tokens"]), "max": max}
+        settings["max_tokens"] = int(value_of(settings["max_tokens"], names))
     if "graph_sizes" in settings:
         settings["graph_sizes"] = tuple(settings["graph_sizes"])
     guesses = f"drafts={found['drafts']},accept={_catalog()['acceptance']}" if found["drafts"] else ""
@@ -115,12 +117,6 @@ def _spread(layout: ServingLayout, what: str) -> ServingLayout:
         return ServingLayout(tp=ranks, dp=1, ep=1, etp=ranks)
     dp = layout.tp if what == "attention" else layout.dp
     return ServingLayout(tp=ranks // dp, dp=dp, ep=ranks, etp=1) if what else layout
-
-
-def _max_tokens(terms: Mapping[str, float], row: Mapping[str, str]) -> int:
-    clients, prompt = int(row["concurrency"]), int(row["input_tokens"])
-    tokens = terms.get("clients", 0) * clients + terms.get("prompts", 0) * prompt + terms.get("more", 0)
-    return int(max(tokens, terms.get("least", 0)))
 
 
 def _lengths(row: Mapping[str, str]) -> str:
