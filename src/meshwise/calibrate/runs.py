@@ -24,6 +24,7 @@ import msgspec
 
 from meshwise.calibrate.table import BadCell, BadRow, header, read_each
 from meshwise.core.errors import DataError, ModelError
+from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.model.find import find_model
@@ -80,7 +81,7 @@ SHAPE = {
 _REQUIRED = tuple(name for name in _NEEDED if name not in SHAPE)
 
 _CATALOG = read_catalog("iterations.toml")
-ITERATIONS, UNPADDED, PROSE = _CATALOG["facts"], _CATALOG["single_nodes"], _CATALOG["prose"]
+PROSE = _CATALOG["prose"]
 _ITERATION_COLUMNS: tuple[str, ...] = tuple(_CATALOG["columns"])
 
 
@@ -165,16 +166,9 @@ def _as_published(texts: Mapping[str, str], line: int) -> dict[str, str]:
     """A measured iteration in the columns of published runs."""
     if missing := [name for name in _ITERATION_COLUMNS if not texts[name]]:
         raise BadCell("the cell is empty; give a value", missing[0])
-    hidden = _value("hidden", texts["hidden"])
-    return {
-        **ITERATIONS,
-        **(UNPADDED if texts.get("kind") == "single_node" else {}),
-        **{name: texts[name] for name in _ITERATION_COLUMNS if name in _TYPES},
-        "id": f"{texts.get('kind') or 'iterations'}-{line}",
-        "source": f"{ITERATIONS['source']}, {texts.get('kind') or 'iterations'}",
-        "model": f"GPT {texts['layers']}x{hidden}",
-        "ffn_hidden": str(4 * hidden),
-        "kv_heads": texts["heads"],
-        "seq_len": texts["sequence"],
-        "step_time_s": str(_value("measured_ms", texts["measured_ms"], "number") / 1e3),
-    }
+    kind, width = texts.get("kind") or "iterations", _value("hidden", texts["hidden"])
+    ms = _value("measured_ms", texts["measured_ms"], "number")
+    names = {"row": texts, "kind": kind, "width": width, "ms": ms, "line": line, "str": str}
+    usual = _CATALOG["facts"] | (_CATALOG["single_nodes"] if kind == "single_node" else {})
+    stated = {name: texts[name] for name in _ITERATION_COLUMNS if name in _TYPES}
+    return usual | stated | formulas(_CATALOG["derived"], names)

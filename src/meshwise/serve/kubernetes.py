@@ -187,15 +187,9 @@ def _bench(load: LoadResult, asked: Mapping[str, Any], prefix: int) -> list[str]
     """`vllm bench serve`, whose random lengths go from (1 - r) to (1 + r) of the stated ones."""
     low, of = asked["length_ratio"] or 1.0, load.fleet.serving
     percentiles = sorted({50.0, 90.0, 99.0, load.limits.percentile})
-    words = {
-        "backend": "openai", "base-url": "http://localhost:8000", "model": of.model.name,
-        "dataset-name": "random", "random-input-len": round(of.prompt * (1 + low) / 2 - prefix),
-        "random-output-len": round(of.output * (1 + low) / 2), "random-range-ratio": (1 - low) / (1 + low),
-        "random-prefix-len": prefix, "num-prompts": len(load.requests.prompt),
-        "request-rate": asked["rate"] or "inf", "burstiness": asked["burstiness"] or 1.0,
-        "max-concurrency": asked["concurrency"], "percentile-metrics": "ttft,tpot,itl,e2el",
-        "metric-percentiles": ",".join(f"{one:g}" for one in percentiles),
-    }  # fmt: skip
+    names = {"of": of, "low": low, "prefix": prefix, "asked": asked, "num": len(load.requests.prompt)}
+    names |= {"round": round, "percentiles": ",".join(f"{one:g}" for one in percentiles)}
+    words = formulas(_CATALOG["bench"], names)
     limits = {"ttft": load.limits.ttft_s, "tpot": load.limits.tpot_s}
     goodput = [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.items() if limit_s < math.inf]
     found = ["vllm", "bench", "serve"]

@@ -161,17 +161,13 @@ def _run(inputs: Any, where: str) -> PaperRun:
 
 def _cut(inputs: Any, where: str) -> PaperCut:
     """The layer as the strategy of a case cuts it; DataError for what does not go with the strategy."""
-    model, config, system = inputs.model, inputs.config, inputs.system
+    config = inputs.config
     strategy = _STRATEGIES[inputs.strategy]
     m1, m2 = _degrees(config, ("tp",) if strategy == "1d" else ("m1", "m2"), where)
     attention = config.attention or ("separate" if config.flash is False else "fused")
     refuse("nersc case", DataError, where, config=config, strategy=inputs.strategy, attention=attention)
-    return PaperCut(
-        strategy=strategy, microbatch=config.mbs, seq=model.l, hidden=model.e, ffn=model.f, heads=model.h,
-        m1=m1, m2=m2, panels=config.nb or system.summa_nb, attention=attention,
-        recompute=config.recompute or config.attention_recompute,
-        elem_bytes=system.element_size * GB, mask_bytes=system.mask_element_size * GB,
-    )  # fmt: skip
+    sizes = formulas(NERSC_TABLES["cases_cut"], {"of": inputs})
+    return PaperCut(strategy=strategy, attention=attention, m1=m1, m2=m2, **sizes)
 
 
 def _degrees(entry: Any, wanted: tuple[str, ...], where: str) -> tuple[float, float]:

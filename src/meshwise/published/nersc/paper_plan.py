@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwise.core.errors import PlanError
+from meshwise.core.expressions import formulas
 from meshwise.core.ledger import Ledger
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
@@ -32,7 +33,16 @@ from meshwise.published.nersc.paper import (
     work_of,
 )
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
-from meshwise.published.nersc.tables import GPT_BLOCKS, TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
+from meshwise.published.nersc.tables import (
+    GPT_BLOCKS,
+    NERSC_TABLES,
+    TABLES,
+    WAYS,
+    LedgerRow,
+    comm_row,
+    op_rows,
+    work_row,
+)
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
 _MEMORY = {"weights": "wts", "gradients": "wts_grad", "optimizer": "wts_optimizer_states"}
@@ -131,30 +141,17 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
     SCOPE.check_links(cluster)
     m1, m2 = plan.grid if plan.layout != "1d" else (plan.tp, 1)
     strategy = _STRATEGY_OF_LAYOUT[plan.layout]
-    grid_attention = plan.attention == "grid"
     both = math.lcm(m1, m2) if strategy == "2d" else m1
-    rows = (both if grid_attention else m2) if strategy == "2d" else m1 * m2
-    SCOPE.check_divides(
-        model,
-        {
-            "heads": (model.num_heads, 1 if grid_attention else m1),
-            "hidden width": (model.hidden, both),
-            "width of a head": (model.head_dim, m1 if grid_attention else 1),
-            "ffn width": (model.ffn_hidden, both),
-            "tokens of a sequence": (workload.seq, rows),
-            "layers": (model.num_layers, plan.pp),
-        },
-    )
+    names: dict[str, Any] = {"model": model, "plan": plan, "work": workload, "m1": m1, "m2": m2}
+    names |= {"both": both, "by_blocks": strategy == "2d", "by_grid": plan.attention == "grid", "max": max}
+    SCOPE.check_divides(model, formulas(NERSC_TABLES["paper"]["divides"], names))
     dp = plan.data_parallel(cluster.num_chips)
     least, batch = dp * workload.microbatch, workload.batch
-    is_uneven, names = batch % least != 0, {"batch": batch, "dp": dp, "microbatch": workload.microbatch}
-    refuse([rule("batch_of_dp", is_uneven, least=least)], names)
-    lengths = {"hidden": model.hidden, "ffn": model.ffn_hidden, "heads": model.num_heads, "seq": workload.seq}
-    lengths |= {"microbatch": workload.microbatch, "m1": m1, "m2": m2, "panels": plan.panels * max(m1, m2)}
-    cut = PaperCut(
-        strategy=strategy, attention=_ATTENTION[plan.attention], recompute=plan.recompute == "selective",
-        **{name: float(length) for name, length in lengths.items()},
-    )  # fmt: skip
+    names |= {"batch": batch, "dp": dp, "microbatch": workload.microbatch}
+    refuse([rule("batch_of_dp", batch % least != 0, least=least)], names)
+    lengths = {name: float(of) for name, of in formulas(NERSC_TABLES["paper"]["lengths"], names).items()}
+    attention, recompute = _ATTENTION[plan.attention], plan.recompute == "selective"
+    cut = PaperCut(strategy=strategy, attention=attention, recompute=recompute, **lengths)
     sizes = {"tp1": m1, "tp2": m2, "dp": dp, "pp": plan.pp}
     order = [axis for name in plan.placement for axis in {"tp": ("tp1", "tp2"), "cp": ()}.get(name, (name,))]
     inside = _inside({axis: sizes[axis] for axis in order}, cluster.levels[0].ranks)
