@@ -14,9 +14,11 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from meshwise.core.errors import DataError, PlanError
+from meshwise.core.expressions import formulas
+from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.core.units import DTYPE_BYTES, positive
 from meshwise.machine.hardware import find_cluster
@@ -32,8 +34,7 @@ from meshwise.serve.measured import count
 COLUMNS = ("software", "mode_kind", "chip", "prompts_per_step", "samples_per_prompt", "step_s")
 """Columns that every table of steps has."""
 
-WITHOUT_REFERENCE = ("DAPO", "GPG")
-"""Algorithms without a penalty on the distance from a reference (arXiv 2503.14476, 2504.02546)."""
+_NAMES = read_catalog("measured_names.toml")
 
 
 def measured(row: Mapping[str, str]) -> dict[str, float]:
@@ -64,51 +65,25 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
     """A row in our words; a MeshwiseError says what is not expressed."""
     row = defaultdict(str, row, model=row.get("preset") or row.get("model") or "")
     refuse("measured step of rl", DataError, row=row, modes=MODES, known=", ".join(MODES))
-    model, rollouts = find_model(row["model"]), _rollouts(row)
-    has_reference = row["algorithm"].upper() not in WITHOUT_REFERENCE
+    names = {"row": row, "count": partial(_count, row), "pack": _count(row, "pack_length")}
+    names |= {"float": float, "int": int, "max": max, "min": min, "ceil": math.ceil}
+    names["model"] = model = find_model(row["model"])
+    names["rollouts"] = rollouts = Rollouts(**formulas(_NAMES["rl_rollouts"], names))
     gpus = _count(row, "gpus") or (_count(row, "gpus_rollout") or 0) + (_count(row, "gpus_train") or 0)
     cluster = find_cluster(f"{row['chip']}:{gpus}")
-    pack, per_step = _count(row, "pack_length"), _count(row, "train_global_batch")
-    scored = _count(row, "logprob_batch_size")
-    dtype = row["dtype"] or "bf16"
+    names["dtype"] = dtype = row["dtype"] or "bf16"
     if dtype not in DTYPE_BYTES:
         raise PlanError(f"column dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
-    split, overlapped = row["mode_kind"] != "colocated", row["mode_kind"] == "async"
+    train_plan = Plan(**formulas(_NAMES["rl_train_plan"], names))
     asked = OpenJob(
-        model=model, cluster=cluster, rollouts=rollouts, framework=framework, mode=row["mode_kind"],
-        rollout_gpus=_count(row, "gpus_rollout") if split else None, reference=has_reference,
-        memory_frac=float(row["rollout_memory_frac"] or 0) or None, old_logprobs=True,
-        train_plan=_train_plan(row, dtype, model.moe is not None),
-        updates=max(rollouts.num_samples // per_step, 1) if per_step else 1,
-        pack_length=pack, score_tokens=pack * scored if pack and scored else None,
-        staleness=max(math.ceil(float(row["staleness"] or 1)), 1) if overlapped else None,
-        partial=row["partial_rollout"] == "1" if overlapped else None,
+        model=model, cluster=cluster, rollouts=rollouts, framework=framework, train_plan=train_plan,
+        **formulas(_NAMES["rl_job"], names),
     )  # fmt: skip
-    frac, tp = asked.usual_memory_frac, _count(row, "rollout_tp")
-    engine = smallest_engine(model, cluster, rollouts, frac, dtype) if tp is None else Plan(
-        tp=tp, pp=_count(row, "rollout_pp") or 1, ep=_count(row, "rollout_ep") or 1, dtype=dtype
-    )  # fmt: skip
+    if row["rollout_tp"]:
+        engine = Plan(**formulas(_NAMES["rl_rollout_plan"], names))
+    else:
+        engine = smallest_engine(model, cluster, rollouts, asked.usual_memory_frac, dtype)
     return replace(asked, rollout_plan=engine).job()
-
-
-def _rollouts(row: Mapping[str, str]) -> Rollouts:
-    names = ("prompts_per_step", "samples_per_prompt", "prompt_len")
-    prompts, samples, prompt = (count(row, name) for name in names)
-    cap, pack = _count(row, "response_len_max"), _count(row, "pack_length")
-    longest = pack - prompt if pack else cap
-    return Rollouts(
-        prompts=prompts, samples=samples, prompt=prompt, output=float(row["response_len_mean"]),
-        max_output=min(cap or longest or 1, longest or 1),
-    )  # fmt: skip
-
-
-def _train_plan(row: Mapping[str, str], dtype: str, has_experts: bool) -> Plan:
-    degrees = {axis: _count(row, f"train_{axis}") or 1 for axis in ("tp", "pp", "cp", "ep")}
-    stated: dict[str, Any] = {"recompute": row["train_recompute"] or "none", "dtype": dtype}
-    is_fsdp = not row["train_framework"].startswith("Megatron")
-    zero = int(row["train_zero"] or (3 if is_fsdp else 1))
-    stated |= {"implementation": "fsdp2" if is_fsdp else "megatron", "etp": 1 if has_experts else None}
-    return Plan(zero=zero, **(stated | degrees))
 
 
 def _count(row: Mapping[str, str], column: str) -> int | None:

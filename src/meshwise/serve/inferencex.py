@@ -11,11 +11,11 @@ other clients run engines as they come.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
-from meshwise.core.expressions import value_of
+from meshwise.core.expressions import formulas, value_of
 from meshwise.core.files import read_catalog
 from meshwise.serve.engine import Engine
 
@@ -70,7 +70,8 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     }  # fmt: skip
     if stated["day"]:
         ruled = _ruled("layouts" if is_one_pool else "pool_layouts", stated | {"tp": layout.tp})
-        layout = _spread(layout, ruled.get("spreads", ""))
+        spread = _catalog()["spreads"].get(ruled.get("spreads"), {})
+        layout = replace(layout, **formulas(spread, {"of": layout}))
     stated |= {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep, "workers": workers}
     stated["prompt_dp"] = int(row.get("prefill_attention_dp") or 1)
     found = _ruled("rules" if is_one_pool else "pools", stated | {"drafts": 0})
@@ -108,15 +109,6 @@ def _holds(value: Any, wanted: str | Sequence[Any]) -> bool:
     if isinstance(wanted, str):
         return value.startswith(tuple(wanted.split()))
     return wanted[0] <= value <= wanted[1]
-
-
-def _spread(layout: ServingLayout, what: str) -> ServingLayout:
-    """`layout` with experts on all its ranks, with attention-dp on them too, or with nothing but tp."""
-    ranks = layout.tp * layout.dp
-    if what == "nothing":
-        return ServingLayout(tp=ranks, dp=1, ep=1, etp=ranks)
-    dp = layout.tp if what == "attention" else layout.dp
-    return ServingLayout(tp=ranks // dp, dp=dp, ep=ranks, etp=1) if what else layout
 
 
 def _lengths(row: Mapping[str, str]) -> str:
