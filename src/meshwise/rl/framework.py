@@ -77,6 +77,7 @@ class RlCatalog(msgspec.Struct, frozen=True):
     frameworks: Sequence[RlFramework]
     transports: Mapping[str, Transport]
     spreads: Mapping[str, Spread]
+    usual: Mapping[str, str]
 
 
 @cache

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.expressions import formulas
 from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.rl.engines import RolloutPool, rollout_pool
-from meshwise.rl.framework import OVERLAPPED, RlFramework
+from meshwise.rl.framework import OVERLAPPED, RlFramework, catalog
 from meshwise.rl.rollouts import Rollouts
 from meshwise.serve.engine import parse_engine
 from meshwise.serve.serving import serving
@@ -68,18 +68,12 @@ class OpenJob:
 
     def job(self) -> RlJob:
         """The job with the defaults of its framework; WorkloadError where options contradict each other."""
-        framework, split, overlapped = self.framework, self.mode != "colocated", self.mode in OVERLAPPED
-        refuse("rl options", WorkloadError, of=self, modes=MODES, overlaps=overlapped)
-        pack = max(BIN_TOKENS, self.rollouts.longest) if self.pack_length is None else self.pack_length
-        transport = framework.split_transport if split else framework.colocated_transport
-        usual: dict[str, Any] = {
-            "rollout_gpus": self.cluster.num_chips, "old_logprobs": self.updates > 1 or split,
-            "score_tokens": framework.score_bins * pack, "partial": framework.in_flight, "pack_length": pack,
-            "staleness": int(overlapped), "memory_frac": self.usual_memory_frac,
-        }  # fmt: skip
+        overlaps = self.mode in OVERLAPPED
+        refuse("rl options", WorkloadError, of=self, modes=MODES, overlaps=overlaps)
+        names = {"of": self, "overlaps": overlaps, "bin": BIN_TOKENS, "int": int, "max": max}
+        usual = formulas(catalog().usual, names)
         stated = {each.name: getattr(self, each.name) for each in fields(self)}
-        stated |= {name: value for name, value in usual.items() if stated[name] is None}
-        return RlJob(**stated | {"transport": self.transport or transport})
+        return RlJob(**stated | {name: value for name, value in usual.items() if stated[name] in (None, "")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
