@@ -220,6 +220,16 @@ def test_the_host_starts_each_kernel_that_transformers_runs() -> None:
     assert eager.step_s / megatron.step_s == pytest.approx(3.0, rel=0.2)
 
 
+def test_eager_software_fuses_no_kernels_of_any_implementation() -> None:
+    megatron, transformers = (
+        mw.estimate(
+            tiny("llama"), "h100-80g-sxm:1", f"implementation={one},software=torch-2024-eager", seq=64
+        )
+        for one in ("megatron", "huggingface")
+    )
+    assert megatron.step_s == transformers.step_s and megatron.memory_bytes == transformers.memory_bytes
+
+
 # --- parallel blocks -----------------------------------------------------------------------------
 
 

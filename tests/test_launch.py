@@ -224,7 +224,7 @@ FIXED = {
         "zero": 3, "optimizer": "adam-fp32", "cp_kind": "all_gather", "implementation": "fsdp2",
         "software": "torch-2024",
     },
-    "accelerate": {"zero": 3, "optimizer": "adam-fp32", "software": "torch-2024"},
+    "accelerate": {"zero": 3, "optimizer": "adam-fp32", "software": "torch-2024-eager"},
 }  # fmt: skip
 
 

@@ -62,10 +62,13 @@ def entries() -> tuple[Defaults, ...]:
 
 def defaults_of(run: Run) -> Defaults:
     """The entry for the framework and release of `run`; where there is none, that without a name."""
-    name = (run.framework or "").lower().replace("_", "-").replace(" ", "-")
     month = released(run)
     fitting = [entry for entry in entries() if month <= entry.until]
-    return next(entry for known in (name, "") for entry in fitting if known in entry.names)
+    return next(entry for known in (_framework(run), "") for entry in fitting if known in entry.names)
+
+
+def _framework(run: Run) -> str:
+    return (run.framework or "").lower().replace("_", "-").replace(" ", "-")
 
 
 def released(run: Run) -> str:
@@ -139,6 +142,8 @@ def approximations(run: Run) -> Iterator[str]:
             yield f"{column} {value} is priced as {said[value]}"
     if None is not run.param_gather_overlap != run.grad_reduce_overlap:
         yield "param_gather_overlap is priced like grad_reduce_overlap"
+    if not any(_framework(run) in entry.names for entry in entries()):
+        yield f"framework {run.framework} is priced as megatron-lm"
 
 
 # --- hardware ----------------------------------------------------------------------------------

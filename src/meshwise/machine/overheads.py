@@ -92,7 +92,7 @@ class Software(NamedTuple):
     gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
     matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
     those whose chips run no other. `native_attention`: generations of
-    chips whose own fused attention it runs.
+    chips whose own fused attention it runs. `is_eager`: it fuses no element-wise kernels of a block.
     """
 
     losses: str
@@ -101,6 +101,7 @@ class Software(NamedTuple):
     measured_as: str = ""
     makers: Sequence[str] = ()
     native_attention: Sequence[str] = ()
+    is_eager: bool = False
 
 
 SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].items()}

@@ -43,7 +43,8 @@ class Cut:
 
     `narrow_matmuls`: fp8 or fp4, in which linear layers of blocks compute, and nothing else (PyTorch's way).
 
-    `implementation` says whose software does the ops (`program.implementation`).
+    `implementation` says whose software does the ops (`program.implementation`); it `is_eager` where no
+    element-wise kernels are fused.
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
     each sequence, and one new one (`seq`); the cache has `kv_bytes` an element. In both an expert computes
@@ -81,6 +82,7 @@ class Cut:
     frozen_bytes: float | None = None
     narrow_matmuls: str = ""
     implementation: str = "megatron"
+    is_eager: bool = False
     precision: Precision = field(default_factory=Precision)
     kind: str = "train"
     past: Num = 0.0

@@ -83,7 +83,10 @@ def shards_each_weight(cut: Cut) -> bool:
 
 def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
     """The ops of one part as the implementation of `cut` does them."""
-    change = _PARTS.get(IMPLEMENTATIONS[cut.implementation].parts)
+    parts = IMPLEMENTATIONS[cut.implementation].parts
+    if cut.is_eager and parts != "transformers":
+        ops = [_eager_kernel(op) if _is_eager(model, op) else op for op in ops]
+    change = _PARTS.get(parts)
     return ops if change is None else list(change(model, cut, ops))
 
 
@@ -270,7 +273,7 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
         elif model.fused_qkv and op.kind == "attention" and op.phase == "forward":
             widths = (2.0 * model.num_heads + model.num_kv_heads) * model.head_dim / cut.tp
             yield _keeping(op, "copies", (cut.tokens, widths), cut.precision.act_dtype)
-        elif op.kernel in EAGER_KERNELS and not (op.kernel == "layernorm" and model.norm_weight):
+        elif _is_eager(model, op):
             yield _eager_kernel(op)
         elif op.kernel == "sum_copies":
             yield weighed_after(op, cut.precision)
@@ -289,6 +292,11 @@ def _with_routes(op: Op, moe: MoE, cut: Cut) -> Op:
     of_copies = tokens * moe.top_k * (4.0 + 4.0 * 8.0 + weight_bytes)
     kept = 4.0 * tokens * (experts + 1.0) + of_copies + 4.0 * experts
     return _keeping(structs.replace(op, keeps=()), "routes", (kept,), "uint8")
+
+
+def _is_eager(model: Model, op: Op) -> bool:
+    """Whether PyTorch has no kernel of its own for it; it has one for LayerNorm with weights."""
+    return op.kernel in EAGER_KERNELS and not (op.kernel == "layernorm" and model.norm_weight)
 
 
 def _eager_kernel(op: Op) -> Op:

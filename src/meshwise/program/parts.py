@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
+from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import SERVING, Mesh
 from meshwise.plan.plan import DISPATCH, NARROW_DTYPES
@@ -90,6 +91,7 @@ def cut_of(mesh: Mesh) -> Cut:
         dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
         recompute_modules=plan.selective_modules,
         loss=loss_of(plan),
+        is_eager=SOFTWARE[plan.software].is_eager,
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=mesh.gathers_keys,
