@@ -262,16 +262,9 @@ class Estimate(Shown):
         ]
         towers = {tower.name: tower for tower in self.model.towers}
         for tower in towers.values():
-            notes.append(
-                f"{tower.name}: {tower.num_inputs} inputs of {num_positions(tower.encoder):,} positions a "
-                f"sequence, {tower.num_tokens:,} "
-                + (
-                    f"tokens beside its {self.workload.seq:,}"
-                    if tower.crossed
-                    else f"of its {self.workload.seq:,} tokens"
-                )
-                if tower.num_tokens
-                else f"text alone: {self.model.name} reads no {tower.name} here (images, audio_s)"
+            positions = num_positions(tower.encoder)
+            notes += told(
+                "tower notes", model=self.model, tower=tower, positions=positions, work=self.workload
             )
         chip, needed, host_bytes = self.cluster.chip, self.memory_bytes, self.host_bytes()
         notes += told(
