@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.core.errors import PlanError
 from meshwise.cost.op import attended_pairs
-from meshwise.estimate.timing import op_times
-from meshwise.model.architecture import Layer, Model
+from meshwise.estimate.timing import machine, op_times
+from meshwise.model.architecture import Layer, Model, Recurrence
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import Plan, parse_plan, plan_text
@@ -310,6 +311,59 @@ def test_an_op_takes_as_long_whichever_are_timed_with_it() -> None:
     assert {row.op.name for row in rows if row.op.choices} == {"dispatch", "combine"}
     for row in rows:
         assert op_times([row.op], found.machine) == pytest.approx([row.time_s])
+
+
+# --- recurrences in chunks ---------------------------------------------------------------------------
+
+TIMES = list(csv.DictReader((Path(__file__).parent / "data/recurrence_times.csv").read_text().splitlines()))
+
+
+def chunk_ops(own: Recurrence, **cut: Any) -> dict[str, Op]:
+    """The kernels of a recurrence in chunks, by phase."""
+    model = replace(GPT3, recurrence=own, layers=(Layer(mixer="recurrence"),) * GPT3.num_layers)
+    ops = block(model, Cut(microbatch=1.0, **cut), model.layers[0])
+    return {op.phase: op for op in ops if op.name == "chunk"}
+
+
+@pytest.mark.parametrize("tp", [1.0, 4.0])
+def test_mamba_2_moves_what_each_of_its_kernels_reads_and_writes(tp: float) -> None:
+    """The five kernels of `_mamba_chunk_scan_combined_fwd`, on a rank's heads and groups."""
+    groups, heads, wide, deep, tokens, chunk = 8 / tp, 64 / tp, 64, 128, 8192, 128
+    keys, values = 2 * tokens * groups * deep, 2 * tokens * heads * wide
+    states, scores = 4 * (tokens / chunk) * heads * wide * deep, 4 * tokens * chunk * groups
+    read = keys + values  # chunk state; the sums of decays are small
+    read += states  # passing states on
+    read += 2 * keys  # scores
+    read += scores + values + keys + states / 2  # chunk scan, with states in 16 bits
+    written = states + states / 2 + scores + values
+    among, between = tokens * chunk * (groups * deep + heads * wide), 4 * tokens * heads * wide * deep
+    own = Recurrence(kind="ssd", num_heads=64, head_dim=wide, num_groups=8, state_dim=deep)
+    there, back = chunk_ops(own, seq=float(tokens), tp=tp).values()
+    assert (there.cost.read_bytes, there.cost.write_bytes) == (read, written)
+    assert there.cost.flop == among + between
+    assert back.cost.flop == 3 * among + 2.5 * between  # makes scores and states again
+    assert not there.keeps
+
+
+def test_one_token_reads_and_writes_its_state_once() -> None:
+    own = Recurrence(kind="delta", num_heads=32, head_dim=128, num_groups=16, state_dim=128)
+    (op,) = chunk_ops(own, seq=1.0, kind="decode").values()
+    state = 4 * 32 * 128 * 128
+    assert op.cost.read_bytes == state + 2 * (2 * 16 + 32) * 128
+    assert op.cost.write_bytes == state + 2 * 32 * 128
+
+
+@pytest.mark.parametrize("row", TIMES, ids=lambda row: "-".join(list(row.values())[:9]))
+def test_chunks_take_the_time_that_was_published(row: dict[str, str]) -> None:
+    """Within 40 %; as matmuls that read their inputs once they were up to 89 % too quick."""
+    names = {"num_heads": "heads", "head_dim": "head_dim", "num_groups": "groups", "state_dim": "key_dim"}
+    sizes: dict[str, Any] = {name: int(row[column]) for name, column in names.items()}
+    kind = row["kind"].removeprefix("wide ")
+    own = Recurrence(kind=kind, wide_decay=kind != row["kind"], **sizes)
+    ops = chunk_ops(own, seq=float(row["tokens"]))
+    runs_on = machine(mw.find_cluster(f"{row['chip']}:1"), "bf16")
+    wanted = [op for phase, op in ops.items() if row["phase"] in (phase, "both")]
+    assert 1e3 * sum(op_times(wanted, runs_on)) == pytest.approx(float(row["ms"]), rel=0.4)
 
 
 # --- what is alive follows from the ops, by brute force ---------------------------------------------

@@ -28,7 +28,7 @@ from meshwise.program.parts import HEAD
 from meshwise.program.walk import PartBytes, Room, activations, mapped, part_bytes, room, with_saved_bytes
 from meshwise.program.weights_of_ops import ENDS
 
-MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
+MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts", "chunks")
 """Kinds of op whose FLOP are matrix work."""
 FORWARD, BACKWARD, WEIGHT, CORE_PHASE, AGAIN = "forward", "backward", "weight", "core", "recompute"
 LINKS = ("near_forward_s", "near_backward_s", "far_forward_s", "far_backward_s")

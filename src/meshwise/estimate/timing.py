@@ -36,7 +36,7 @@ from meshwise.cost.dispatch import deepep_copies, dispatch_s, launch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
-from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
+from meshwise.machine.efficiency import IDEAL, LARGE_CORES, Efficiency, ExpertsEfficiency, constants
 from meshwise.machine.hardware import (
     Chip,
     Cluster,
@@ -66,6 +66,12 @@ STACK_CELLS = 2**15
 
 EXPERT_LIBRARIES = ("aiter", "triton", "trtllm")
 """Libraries of grouped matmuls, the preferred one first."""
+
+
+CORE_BYTES_PER_S = {"mamba_ssm": 11.6e9, "fla": 19e9}
+"""Bytes/s that a core moves in kernels of a library that wait for each load, whatever the memory could give:
+of state-spaces/mamba and causal-conv1d, and of flash-linear-attention. They take as long on B200 as on H100.
+Sources: tests/data/recurrence_times.csv, state-spaces/mamba issue 904, vLLM pull request 27299."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -366,20 +372,30 @@ def experts_library(efficiency: Efficiency, dtype: str) -> str:
 
 
 def _passes(op: Op) -> str:
-    """Which of the software's passes over its bytes a kernel takes; a loss states all of its own."""
-    if op.kernel == LOSS_KERNEL:
+    """Which of the software's passes over its bytes a kernel takes; a loss, or a library, has its own."""
+    if op.kernel == LOSS_KERNEL or op.library:
         return ""
     if op.name.endswith("_cast"):
         return "cast_passes"
     return "expert_bias_passes" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "kernel_passes"
 
 
+def _moved_s(machine: Machine, op: Op, moved_bytes: Stack) -> Num:
+    """Time of a kernel that only moves; of some libraries, no more than each core waits for."""
+    each = CORE_BYTES_PER_S.get(op.library, np.inf) if machine.efficiency is not IDEAL else np.inf
+    cores = np.where(np.asarray(machine.num_cores) > LARGE_CORES, machine.num_cores, np.inf)
+    bytes_per_s = np.minimum(machine.base.memory_bytes_per_s, cores * each)
+    return memory_kernel_s(moved_bytes, memory_bytes_per_s=bytes_per_s, efficiency=machine.efficiency.memory)
+
+
+def _chunks_s(machine: Machine, op: Op, kernels: Stack, *stacks: Stack) -> Num:
+    *_, flop, read, write = stacks
+    moved_s = _moved_s(machine, op, read + write) + (kernels - 1.0) * machine.efficiency.memory.launch_s
+    return np.maximum(moved_s, flop / machine.rates(op).matrix_flop_per_s)
+
+
 def _kernel_s(machine: Machine, op: Op, flop: Stack, read: Stack, write: Stack) -> Num:
-    busy_s = memory_kernel_s(
-        (read + write) * getattr(machine.overheads, _passes(op), 1.0),
-        memory_bytes_per_s=machine.base.memory_bytes_per_s,
-        efficiency=machine.efficiency.memory,
-    )
+    busy_s = _moved_s(machine, op, (read + write) * getattr(machine.overheads, _passes(op), 1.0))
     return np.maximum(busy_s, flop / machine.base.vector_flop_per_s)
 
 
@@ -450,6 +466,7 @@ _SECONDS: dict[str, Callable[..., Num]] = {
     "attention": _attention_s,
     "decode_attention": _decode_attention_s,
     "experts": _experts_s,
+    "chunks": _chunks_s,
     "kernel": _kernel_s,
     "collective": _collective_s,
     **dict.fromkeys(("peer", "peer-coded"), _peer_all_reduce_s),
@@ -462,7 +479,8 @@ _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
     "attention": lambda op: (op.dtype, op.phase, op.causal),
     "decode_attention": lambda op: (op.dtype, op.library),
     "experts": lambda op: (op.dtype, op.right_bytes, op.library),
-    "kernel": lambda op: (_passes(op),),
+    "chunks": lambda op: (op.dtype, op.library),
+    "kernel": lambda op: (_passes(op), op.library),
     "collective": lambda op: (op.collective, op.choices, op.groups, op.name * bool(op.choices)),
     **dict.fromkeys(("peer", "peer-coded"), lambda op: ()),
     **dict.fromkeys(("deepep-ll", "deepep-normal"), lambda op: (op.name, op.choices)),

@@ -90,10 +90,11 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     """One op, or one collective, in one phase on one rank.
 
     `kind`: matmul, attention, decode_attention (one query a sequence over its cache), experts (the grouped
-    matmuls of a serving engine), kernel (element-wise), or collective.
+    matmuls of a serving engine), chunks (the kernels of a recurrence), kernel (element-wise), or collective.
     `shape`: of a matmul (batch, m, n, k); of attention (batch, heads, kv_heads, seq_q, seq_k, qk_dim,
-    v_dim); of experts (tokens, choices of a token among them, experts, hidden, width); of a dispatch by
-    DeepEP (tokens, experts, hidden); else of the result.
+    v_dim); of chunks (kernels, chunks, tokens of each, heads, key_dim, v_dim); of experts (tokens, choices of
+    a token among them, experts, hidden, width); of a dispatch by DeepEP (tokens, experts, hidden); else of
+    the result.
     `reads`, `makes`, `keeps`: tensors, of a forward op; its backward needs what it keeps. `saved_bytes` are
     those of the kept tensors that no op before it keeps (`walk.with_saved_bytes`).
     `remade`: instead of being kept, its result is made again where the backward needs it. `segment`: the run
@@ -112,7 +113,8 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     and that far apart (`Mesh.replica_runs`). `shards_copied`: ranks whose shards old software copies one by
     one, for each message; `host_bytes` come from the host before it, or go there behind it.
     `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
-    collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
+    collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`; for a
+    recurrence `mamba_ssm` or `fla`, whose kernels do not fill the bandwidth.
     `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
     are computed in (else 0). `launches`: kernels that the host starts for it. `workspace_bytes`: what it
     holds on the way, beside what it reads and makes.

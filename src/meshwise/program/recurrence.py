@@ -5,9 +5,9 @@ convolution, the recurrence and a gated norm, on the rank's own heads. Training 
 *chunks* of c tokens: inside a chunk like attention, c^2 (s + d) FLOP a head for keys of width s and values of
 width d (gated delta rule: c^2 (3 s + 2 d), whose triangular solve of c^3 / 3 is left out), and between chunks
 by their states, 4 c s d (6 c s d). Source: Mamba 2, arXiv 2405.21060, section 6; Gated DeltaNet, arXiv
-2412.06464, section 3.3. The kernels are fused: they move their inputs, their result, and one state a chunk in
-fp32. Mamba 1 has no chunks: nine FLOP for each token and element of the state, in one kernel (arXiv
-2312.00752).
+2412.06464, section 3.3. Several kernels do it, which pass each other states and scores through memory, and
+the backward makes them again (`CHUNKED`). Mamba 1 has no chunks: nine FLOP for each token and element of the
+state, in one kernel (arXiv 2312.00752).
 
 Context parallelism exchanges tokens for heads by all-to-all before and behind, as Megatron-LM does
 (megatron/core/ssm/mamba_context_parallel.py).
@@ -15,22 +15,51 @@ Context parallelism exchanges tokens for heads by all-to-all before and behind, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
-from meshwise.cost.op import Cost, matmul_flop
+from meshwise.cost.op import Cost
 from meshwise.model.architecture import Model, Recurrence
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Stated, Tensor, both_ways, changed, collective, elementwise, linears, made
 from meshwise.program.tensor_1d import column_linear, leave, norm, plain_linear, row_linear
 
 MODULE = "recurrence"
-CHUNK = {"delta": 64.0, "wkv": 64.0, "linear": 64.0, "ssd": 256.0}
-"""Tokens of a chunk: of flash-linear-attention, and of mamba_ssm."""
+
 SCAN_FLOP = 9.0
+
+
+class ChunkPass(Struct, frozen=True):
+    """The kernels of one pass over the chunks: their number, what they read and write, and their products.
+
+    Read and written: keys of groups, keys of heads, values, states of chunks in fp32 (half in 16 bits),
+    scores among the tokens of a chunk in fp32. Products: keys with keys, scores with values, either with states.
+    """
+
+    kernels: float
+    reads: tuple[float, float, float, float, float]
+    writes: tuple[float, float, float, float, float]
+    products: tuple[float, float, float]
+
+
+class Chunked(Struct, frozen=True):
+    """How a library does a recurrence, in chunks of so many `tokens`."""
+
+    tokens: float
+    library: str
+    forward: ChunkPass
+    backward: ChunkPass
+
+
+CHUNKED = msgspec.convert(read_catalog("recurrences.toml"), dict[str, Chunked])
+STEP = ChunkPass(1.0, (2.0, 0.0, 1.0, 1.0, 0.0), (0.0, 0.0, 1.0, 1.0, 0.0), (1.0, 1.0, 2.0))
+"""A pass of one token: the kernel reads and writes the state."""
 
 
 def recurrence(model: Model, cut: Cut, x: Tensor) -> Stated:
@@ -58,7 +87,7 @@ def behind_norm(model: Model, cut: Cut, normed: Tensor, x: Tensor) -> Stated:
     channels = inner + 2.0 * keys * (own.convolved > own.inner)
     projected = made(MODULE, "projected", (cut.tokens, channels), prec.act_dtype)
     if own.taps:
-        yield from elementwise(MODULE, "conv", "conv", projected, prec)
+        yield from changed(elementwise(MODULE, "conv", "conv", projected, prec), _by("mamba_ssm", cut))
     if own.kind in ("scan", "lru"):
         yield from (_time_steps if own.kind == "scan" else _lru_gates)(own, cut, inner)
         yield from _scan(own, cut, inner)
@@ -66,7 +95,8 @@ def behind_norm(model: Model, cut: Cut, normed: Tensor, x: Tensor) -> Stated:
         yield from _chunks(own, cut, keys)
     made_by, gate = (made(MODULE, name, (cut.tokens, inner), prec.act_dtype) for name in ("result", "gate"))
     name = "gate_norm" if own.norm else "gate"
-    y = yield from elementwise(MODULE, name, "gated_norm", (made_by, gate), prec)
+    library = CHUNKED[own.kind].library if own.kind in CHUNKED else ""
+    y = yield from changed(elementwise(MODULE, name, "gated_norm", (made_by, gate), prec), _by(library, cut))
     yield from _exchange("tokens_of_all_heads", cut, inner)
     out = yield from row_linear(MODULE, "out_proj", "out", y, model.hidden, cut, bias=own.bias)
     return (yield from leave(model, cut, MODULE, 1, out, x))
@@ -82,6 +112,11 @@ def _local(size: float, units: int, cut: Cut) -> Num:
     return size / (np.minimum(cut.tp, units) if units else cut.tp)
 
 
+def _by(library: str, cut: Cut) -> Callable[[Op], Op]:
+    """Makes an op one of a library; those of a single token run at the bandwidth of memory."""
+    return lambda op: structs.replace(op, library=library * (cut.kind != "decode"))
+
+
 def _exchange(name: str, cut: Cut, width: Num) -> Iterator[Op]:
     payload, ranks = cut.tokens * width * cut.precision.act_bytes, cut.ulysses * cut.ring
     there = collective(MODULE, name, "forward", "all_to_all", "cp", payload, ranks, stride=cut.cp_stride)
@@ -89,26 +124,36 @@ def _exchange(name: str, cut: Cut, width: Num) -> Iterator[Op]:
 
 
 def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
-    """The two matmuls of each chunk and head: among its tokens, and with the state before it."""
-    delta, act_bytes = own.kind in ("delta", "wkv"), cut.precision.act_bytes
-    length = np.minimum(CHUNK[own.kind], cut.seq)
-    heads, inner, state, dim = own.num_heads / cut.tp, own.inner / cut.tp, own.state_dim, own.head_dim
-    chunks = cut.tokens / length * heads
-    among = 3.0 * state + 2.0 * dim if delta else float(state + dim)
-    inputs, outputs = act_bytes * cut.tokens * (inner + 2.0 * keys), act_bytes * cut.tokens * inner
-    states = 4.0 * chunks * state * dim
-    depth = (3.0 if delta else 2.0) * state
-    for name, shape, read, write in (
-        ("chunk", (chunks, length, among, 0.5 * length), inputs, outputs),
-        ("state", (chunks, length, float(dim), depth), inputs + states, outputs + states),
-    ):
-        cost = Cost(matmul_flop(*shape[1:], batch=shape[0]), read, write)
-        kept = Tensor(f"{MODULE}.{name}_input", (inputs if name == "chunk" else states,), "uint8")
+    """The kernels of each pass: among the tokens of a chunk, and with the state before it."""
+    tokens, act_bytes = cut.tokens, cut.precision.act_bytes
+    is_wide = own.kind == "wkv" or (own.kind == "delta" and (own.gate_rank or own.wide_decay))
+    done = CHUNKED["wide_delta" if is_wide else own.kind]
+    passes = (
+        {"forward": STEP} if cut.kind == "decode" else {"forward": done.forward, "backward": done.backward}
+    )
+    length, state = np.minimum(done.tokens, cut.seq), float(own.state_dim)
+    heads, inner = own.num_heads / cut.tp, own.inner / cut.tp
+    has_groups = own.kind == "ssd"  # which share scores, and whose backward makes its input again
+    scored = keys / state if has_groups else heads
+    of_tokens = (act_bytes * tokens * width for width in (keys, heads * state, inner))
+    sizes = *of_tokens, 4.0 * tokens / length * inner * state, 4.0 * tokens * length * scored
+    inverse = length * heads * (own.kind != "linear")
+    kept = Tensor(f"{MODULE}.chunk_input", (act_bytes * tokens * (inner + 2.0 * keys + inverse),), "uint8")
+    tensors: dict[str, Any] = {"reads": (kept,), "keeps": () if has_groups else (kept,)}
+    for phase, work in passes.items():
+        among = 0.5 * length * (work.products[0] * scored * state + work.products[1] * inner)
+        flop = 2.0 * tokens * (among + work.products[2] * inner * state)
+        read, write = (
+            sum(times * size for times, size in zip(moved, sizes, strict=True))
+            for moved in (work.reads, work.writes)
+        )
         op = Op(
-            module=MODULE, name=name, phase="forward", kind="matmul", shape=shape, cost=cost,
-            dtype=cut.precision.act_dtype, reads=(kept,), keeps=(kept,),
+            module=MODULE, name="chunk", phase=phase, kind="chunks", cost=Cost(flop, read, write),
+            shape=(work.kernels, tokens / length, length, heads, state, float(own.head_dim)),
+            dtype=cut.precision.act_dtype, launches=work.kernels, **tensors,
         )  # fmt: skip
-        yield from both_ways(op, (2.0 * chunks, *shape[1:]))
+        yield _by(done.library, cut)(op)
+        tensors = {}
 
 
 def _gates(own: Recurrence, cut: Cut, hidden: float) -> Iterator[Op]:

@@ -42,8 +42,8 @@ POINTS = 256
 TILE, MOST_POINTS = 32, 512
 """Points along the tokens of a pass are multiples of a tile of matmuls, where times jump; at most so many."""
 
-CHUNK_KERNELS = 9.0
-"""Of a recurrence in chunks, but for that of its states: split, gates, norms, sums, solve, products, result
+CHUNK_KERNELS = 10.0
+"""Of a recurrence in chunks: split, gates, norms, sums, solve, products, states, result
 (chunk_gated_delta_rule_fwd of flash-linear-attention, as SGLang 0.5.10 runs it)."""
 
 CONTEXTS = 8
