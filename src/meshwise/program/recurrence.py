@@ -39,7 +39,8 @@ class ChunkPass(Struct, frozen=True):
     """The kernels of one pass over the chunks: their number, what they read and write, and their products.
 
     Read and written: keys of groups, keys of heads, values, states of chunks in fp32 (half in 16 bits),
-    scores among the tokens of a chunk in fp32. Products: keys with keys, scores with values, either with states.
+    scores among the tokens of a chunk in fp32. Products: keys with keys, scores with values, either with
+    states.
     """
 
     kernels: float
