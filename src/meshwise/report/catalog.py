@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from meshwise.core.units import with_prefix
@@ -10,7 +10,7 @@ from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.plan import DEFAULTS, KEYS
-from meshwise.report.table import Fields, Table, records_table
+from meshwise.report.table import TABLES, Fields, Table, records_table
 
 _MODEL_FIELDS = ("num_layers", "hidden", "num_heads", "source", "checked")
 _CHIP_FIELDS = (
@@ -61,10 +61,6 @@ def _plan_keys() -> list[dict[str, Any]]:
     return rows
 
 
-def _bf16(row: Mapping[str, Any]) -> str:
-    return with_prefix(row["matrix_flop_per_s"].get("bf16"), "FLOP/s") or "-"
-
-
 _COLUMNS: dict[str, Fields] = {
     "models": {
         "name": "name",
@@ -74,10 +70,10 @@ _COLUMNS: dict[str, Fields] = {
     },
     "chips": {
         **{"name": "name", "generation": "generation", "memory": "memory_bytes"},
-        **{"bandwidth": "memory_bytes_per_s", "bf16": _bf16},
+        "bandwidth": "memory_bytes_per_s",
+        "bf16": lambda row: with_prefix(row["matrix_flop_per_s"].get("bf16"), "FLOP/s") or "-",
     },
-    "clusters": {"name": "name", "chip": "chip", "chips": "num_chips", "links": "links"},
-    "plan": {"key": "key", "default": "default", "meaning": "meaning", "values": "values"},
+    **{name: TABLES[name] for name in ("clusters", "plan")},
 }
 
 

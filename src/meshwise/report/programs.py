@@ -14,7 +14,7 @@ from meshwise.core.compare import TIME, Comparison, Row
 from meshwise.core.units import duration, with_prefix
 from meshwise.launch.write import Launch
 from meshwise.report.answer import Section, Text
-from meshwise.report.table import Fields, Table, records_table
+from meshwise.report.table import TABLES, Table, records_table
 
 if TYPE_CHECKING:
     from meshwise.runtime.script.start import ScriptOutcome
@@ -49,17 +49,12 @@ def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
     flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
     if exchanged := outcome.collectives():
-        columns: Fields = {
-            **{"axis": "axis", "ranks": "group_size", "collective": "collective", "count": "count"},
-            "payload": "payload_bytes",
-        }
-        left = ("axis", "collective", "payload")
-        yield records_table(f"Collectives of {step}", exchanged, columns, left=left, no_wrap=False)
+        title, left = f"Collectives of {step}", ("axis", "collective", "payload")
+        yield records_table(title, exchanged, TABLES["exchanged"], left=left, no_wrap=False)
     yield f"matmuls and attention of {step}: {flop}"
     if outcome.guesses:
-        asked: Fields = {"where": "place", "asked for": "what", "got": "assumed", "times": "count"}
         title, left = "What a fake rank cannot know", ("where", "asked for", "got")
-        yield records_table(title, outcome.guesses, asked, left=left, no_wrap=False)
+        yield records_table(title, outcome.guesses, TABLES["guesses"], left=left, no_wrap=False)
 
 
 def difference_parts(comparison: Comparison) -> Iterator[Section]:

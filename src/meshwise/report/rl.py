@@ -9,7 +9,7 @@ from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
-from meshwise.report.table import Fields, Table, percent, records_table
+from meshwise.report.table import TABLES, Fields, Table, percent, records_table
 from meshwise.rl.best_split import RlAnswer
 from meshwise.rl.step import PHASES, RlStep
 from meshwise.rl.step_log import RlExplanation
@@ -116,6 +116,5 @@ def log_parts(found: RlExplanation) -> Iterator[Section]:
     step_s = found.step.step_s if found.step else None
     rows.append({"phase": "step", "measured_s": found.log.step_s, "predicted_s": step_s})
     yield f"{found.log.num_steps} steps"
-    columns: Fields = {"phase": "phase", "measured": "measured_s", "predicted": "predicted_s"}
-    yield records_table("", rows, columns, no_wrap=False)
+    yield records_table("", rows, TABLES["step log"], no_wrap=False)
     yield from found.findings

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ Fields = dict[str, str | Callable[[Any], object]]
 
 A field of a field is `stage.index`, and one in a form of its own `num_gpus:,`.
 """
+TABLES: dict[str, Fields] = read_catalog("tables.toml")
 MOST_CHARACTERS = 60
 """Longer names of kernels, operators and files are cut."""
 

@@ -16,7 +16,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section, Text
-from meshwise.report.table import Fields, Table, bar, difference_text, percent, records_table, short
+from meshwise.report.table import TABLES, Fields, Table, bar, difference_text, percent, records_table, short
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath, critical_path
@@ -82,8 +82,7 @@ def _stragglers(summary: Summary, limit: int) -> Table:
     found = summary.stragglers
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
-    columns: Fields = {"rank": "rank", "came last": "num_last", "waited": "waited_s"}
-    return records_table(title, shown, columns | {"others waited for it": "awaited_s"})
+    return records_table(title, shown, TABLES["stragglers"])
 
 
 def _outliers(summary: Summary, limit: int) -> Table:
@@ -116,25 +115,19 @@ def _times_of_ranks(summary: Summary, *, everything: bool) -> Table:
 def _steps(summary: Summary, limit: int) -> Table:
     """One row a step: the mean over the ranks."""
     numbers = sorted({step.number for step in summary.steps})
-    fields = {"span": "span_s", "compute": "compute_s", "communication": "communication_s"}
-    fields |= {"exposed": "exposed_communication_s", "idle": "idle_s"}
     rows = []
     for number in numbers[:limit]:
         same = [step for step in summary.steps if step.number == number]
-        means = (sum(getattr(one.breakdown, field) for one in same) / len(same) for field in fields.values())
+        fields = [[getattr(one.breakdown, str(of)) for one in same] for of in TABLES["steps"].values()]
         kind = next((step.part for step in same if step.part != "whole"), "")
-        rows.append((number, *map(duration, means), kind))
+        rows.append((number, *(duration(sum(field) / len(same)) for field in fields), kind))
     title = f"The first {len(rows)} steps of {len(numbers)}, mean of the ranks"
-    return Table(title, ("step", *fields, ""), rows, no_wrap=True)
+    return Table(title, ("step", *TABLES["steps"], ""), rows, no_wrap=True)
 
 
 def _kernels(summary: Summary, limit: int) -> Table:
-    columns: Fields = {
-        **{"name": "name", "kind": "kind", "count": "count", "total": "total_s", "share": "share_frac"},
-        "mean": "mean_s",
-    }
     title = f"The {min(limit, len(summary.kernels))} longest kernels of {len(summary.kernels)}, all ranks"
-    return records_table(title, summary.kernels[:limit], columns)
+    return records_table(title, summary.kernels[:limit], TABLES["kernels"])
 
 
 def _collectives(summary: Summary, limit: int) -> Table:
@@ -151,11 +144,7 @@ def _collectives(summary: Summary, limit: int) -> Table:
 
 def joint_table(rows: Sequence[AcrossRanks], title: str, *, limit: int) -> Table:
     """Mean, largest and whose that is over the ranks, of each name and quantity."""
-    columns: Fields = {
-        **{"name": "name", "quantity": "quantity", "mean": "mean_s", "max": "max_s"},
-        **{"max/mean": "imbalance:.2f", "straggler": "straggler"},
-    }
-    return records_table(title, rows[:limit], columns, left=("name", "quantity"))
+    return records_table(title, rows[:limit], TABLES["across ranks"], left=("name", "quantity"))
 
 
 def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, limit: int) -> Table:
@@ -205,25 +194,17 @@ def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
 
 def path_table(found: CriticalPath, *, limit: int) -> Table:
     """What the path consists of."""
-    columns: Fields = {
-        **{"on the path": "kind", "what": "name", "count": "count", "time": "seconds", "share": "share_frac"},
-        "most on rank": lambda one: max(one.by_rank, key=lambda rank: one.by_rank[rank]),
-    }
-    title = f"The critical path through all ranks: {duration(found.span_s)}"
-    return records_table(title, found.pieces[:limit], columns, left=("on the path", "what"))
+    most: Fields = {"most on rank": lambda one: max(one.by_rank, key=lambda rank: one.by_rank[rank])}
+    title, columns = f"The critical path through all ranks: {duration(found.span_s)}", TABLES["critical path"]
+    return records_table(title, found.pieces[:limit], columns | most, left=("on the path", "what"))
 
 
 def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
     """The peaks of all ranks, and what was held at the largest."""
-    columns: Fields = {
-        **{"rank": "rank", "of": "device", "peak": "peak_bytes", "reserved then": "reserved_bytes"},
-        **{"from before": "held_before_bytes", "after": "time_s", "in": "operator"},
-    }
     most = max(found, key=lambda one: one.peak_bytes)
-    title = f"Held at the largest peak (rank {most.rank}, {most.device})"
-    holders: Fields = {"allocated by": "name", "tensors": "count", "bytes": "bytes"}
-    peaks = records_table("Memory at its peak", found[:limit], columns, left=("rank", "of", "in"))
-    return [peaks, records_table(title, most.holders[:_NUM_HOLDERS], holders)]
+    title, left = f"Held at the largest peak (rank {most.rank}, {most.device})", ("rank", "of", "in")
+    peaks = records_table("Memory at its peak", found[:limit], TABLES["memory peaks"], left=left)
+    return [peaks, records_table(title, most.holders[:_NUM_HOLDERS], TABLES["memory holders"])]
 
 
 def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
@@ -240,13 +221,8 @@ def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
 
 def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
     """What collectives reach."""
-    columns: Fields = {
-        **{"collective": "name", "group": "group", "bytes": "bytes", "calls": "count", "wire": "wire_s"},
-        **{"algorithm": "algorithm_bytes_per_s", "bus": "bus_bytes_per_s"},
-        **{"link": "link", "of it": "link_frac", "predicted": "predicted_s"},
-    }
     left = ("collective", "group", "bytes")  # which together name a row
-    return [records_table("Collectives on the wire", found[:limit], columns, left=left)]
+    return [records_table("Collectives on the wire", found[:limit], TABLES["bandwidths"], left=left)]
 
 
 # --- as a page -----------------------------------------------------------------------------------

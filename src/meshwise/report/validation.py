@@ -34,7 +34,7 @@ from meshwise.published.convention import PublishedStep
 from meshwise.published.nersc import TOLERANCE, CaseCheck
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import Fields, Table, percent, records_table
+from meshwise.report.table import TABLES, Fields, Table, percent, records_table
 
 TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
 """What a quantity is called."""
@@ -134,12 +134,7 @@ def board_table(board: Board, rows: Sequence[Prediction]) -> Table:
 
 def mend_table(mends: Sequence[Mend]) -> Table:
     """Constants that would mend the runs, each alone."""
-    columns: Fields = {
-        "constant that would mend": "constant",
-        **{"now": lambda mend: f"{mend.value:.3g}", "to": lambda mend: f"{mend.to:.3g}"},
-        **{"runs it moves": "num_runs", "mean error": "mean_abs_frac", "mended": "mended_mean_abs_frac"},
-    }
-    return records_table("", mends, columns, no_wrap=False)
+    return records_table("", mends, TABLES["mends"], no_wrap=False)
 
 
 def order_text(rows: Sequence[Prediction]) -> str:
