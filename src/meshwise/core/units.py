@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshwise.core.errors import MeshwiseError, WorkloadError
+from meshwise.core.files import read_catalog
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,20 +21,10 @@ if TYPE_CHECKING:
 else:
     Num: TypeAlias = object
 
-DTYPE_BYTES: dict[str, float] = {
-    **{"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0},
-    **{"fp8": 1.0, "int8": 1.0, "fp4": 0.5, "int4": 0.5},
-}
+_DTYPES = read_catalog("dtypes.toml")
+DTYPE_BYTES: dict[str, float] = _DTYPES["element_bytes"]
 """Bytes of one element as it lies in memory (tf32 is stored as fp32)."""
-
-WEIGHT_BITS: dict[str, float] = {
-    "fp8": 8.0,
-    "fp8_block": 8.0 + 32.0 / 128**2,  # fp32 scales of 128 x 128
-    "int8": 8.0,
-    "int4": 4.0 + 20.0 / 128.0,  # AWQ, GPTQ: fp16 scales and 4-bit zeros of groups of 128
-    "mxfp4": 4.0 + 8.0 / 32.0,  # E8M0 scales of 32 (OCP microscaling formats 1.0)
-    "nvfp4": 4.0 + 8.0 / 16.0,  # E4M3 scales of 16
-}
+WEIGHT_BITS: dict[str, float] = _DTYPES["weight_bits"]
 """Bits of a weight in the formats that engines keep weights in, scales included."""
 
 MOST_STATED = 1e30
@@ -45,7 +36,7 @@ _TIMES = ((1e-6, 1e-9, "ns"), (1e-3, 1e-6, "µs"), (1.0, 1e-3, "ms"), (1e3, 1.0,
 _LONG_TIMES = ((90.0, 1.0, "seconds"), (5400.0, 60.0, "minutes"), (*_HOURS, "hours"))
 """Below how many seconds a time is said in which unit, and the seconds of the unit; else in days."""
 
-_NUMBER = re.compile(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*(?:([kMGTPE])(i?)B?)?", re.IGNORECASE)
+_NUMBER = re.compile(r"(?i)([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*(?:([kMGTPE])(i?)B?)?")
 
 
 def values_by_key(text: str, what: str, error: type[MeshwiseError] = WorkloadError) -> dict[str, str]:
@@ -65,11 +56,7 @@ def quantity(text: str, what: str) -> float:
     A bare B is refused: it is a byte to some and a billion to others.
     """
     written = _NUMBER.fullmatch(text.strip().replace(",", "").replace("_", ""))
-    try:
-        value = float(written[1]) if written else math.nan
-    except ValueError:
-        value = math.nan
-    if written is None or not math.isfinite(value) or value <= 0:
+    if written is None or not 0 < (value := float(written[1])) < math.inf:
         raise WorkloadError(f"{what} {text} must be a number above zero, as 64e6, 15T or 64MiB")
     base = 1024.0 if written[3] else 1000.0
     return value * base ** "kmgtpe".find(written[2].lower()) * base if written[2] else value
