@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import with_prefix
 from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
@@ -12,12 +12,7 @@ from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.plan import DEFAULTS, KEYS
 from meshwise.report.table import TABLES, Fields, Table, records_table
 
-_MODEL_FIELDS = ("num_layers", "hidden", "num_heads", "source", "checked")
-_CHIP_FIELDS = (
-    *("generation", "memory_bytes", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s"),
-    *("levels", "source", "checked"),
-)
-_LEVEL_FIELDS = ("name", "bytes_per_s", "latency_s", "torus", "rails")
+_FIELDS: dict[str, list[str]] = read_catalog("words.toml")["fields"]
 
 
 def catalog_rows(what: str) -> list[dict[str, Any]]:
@@ -28,14 +23,14 @@ def catalog_rows(what: str) -> list[dict[str, Any]]:
 def _models() -> list[dict[str, Any]]:
     return [
         {"name": name, "num_params": num_params(model), "num_active_params": num_active_params(model)}
-        | _plain(model, _MODEL_FIELDS)
+        | _plain(model, "models")
         for name, model in models().items()
     ]
 
 
 def _chips() -> list[dict[str, Any]]:
-    rows = [{"name": name} | _plain(chip, _CHIP_FIELDS) for name, chip in chips().items()]
-    return [row | {"levels": [_plain(level, _LEVEL_FIELDS) for level in row["levels"]]} for row in rows]
+    rows = [{"name": name} | _plain(chip, "chips") for name, chip in chips().items()]
+    return [row | {"levels": [_plain(level, "levels") for level in row["levels"]]} for row in rows]
 
 
 def _clusters() -> list[dict[str, Any]]:
@@ -44,12 +39,12 @@ def _clusters() -> list[dict[str, Any]]:
         cluster = find_cluster(name)
         links = (f"{level.name} {with_prefix(level.bytes_per_s, 'B/s')}" for level in cluster.levels)
         entry = {"name": name, "chip": cluster.chip.name, "num_chips": cluster.num_chips}
-        rows.append(entry | {"links": ", ".join(links)} | _plain(cluster, ("source", "checked")))
+        rows.append(entry | {"links": ", ".join(links)} | _plain(cluster, "clusters"))
     return rows
 
 
-def _plain(record: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
+def _plain(record: object, what: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _FIELDS[what]}
 
 
 def _plan_keys() -> list[dict[str, Any]]:

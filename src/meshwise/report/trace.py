@@ -100,16 +100,8 @@ def _outliers(summary: Summary, limit: int) -> Table:
 
 
 def _times_of_ranks(summary: Summary, *, everything: bool) -> Table:
-    parts = {one.rank: one for one in summary.partitions}
-    columns: Fields = {
-        **{"rank": "rank", "span": "span_s", "compute": "compute_s", "comm.": "communication_s"},
-        **{"exposed": "exposed_communication_s", "idle": "idle_s"},
-        "by host": lambda one: duration(parts[one.rank].host_bound_s),
-        "busy": lambda one: percent(one.busy_s / one.span_s if one.span_s else None),
-    }
-    if everything:
-        columns |= {"memory": "memory_s", "overlap": "overlap_frac"}
-    return records_table("Where the time of each rank went", summary.ranks, columns)
+    columns = TABLES["ranks"] | (TABLES["more of ranks"] if everything else {})
+    return records_table("Where the time of each rank went", summary.rank_rows(), columns)
 
 
 def _steps(summary: Summary, limit: int) -> Table:

@@ -136,7 +136,7 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
         collectives=_table(pl, _calls(summary), (*CALL_COLUMNS, "rank", "enter_s", "wait_s")),
         steps=_table(pl, [_flat(one) for one in summary.steps], STEP_COLUMNS),
         kernels=pl.LazyFrame(summary.kernels),
-        ranks=_table(pl, summary.to_json()["ranks"]),
+        ranks=_table(pl, summary.rank_rows()),
     )
     try:
         return context.execute(sql).collect(engine="streaming")

@@ -191,15 +191,20 @@ class Summary(Shown):
             reasons = "; ".join(one.text for one in self.problems[:3])
             raise DataError(f"no readable trace among the files: {reasons}; name PyTorch profiler traces")
 
+    def rank_rows(self) -> list[dict[str, Any]]:
+        """Where the time of each rank went, as JSON values."""
+        rows: list[dict[str, Any]] = msgspec.to_builtins(self.ranks)
+        for row, parts in zip(rows, self.partitions, strict=True):
+            row["busy_frac"] = row["busy_s"] / row["span_s"] if row["span_s"] else None
+            row |= {f"exposed_{part}_s": parts.seconds[part] for part in ("transfer", "wait")}
+            row["host_bound_s"] = parts.host_bound_s
+        return rows
+
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
         names = ("findings", "ranks", "kernels", "stragglers", "steps", "outliers", "problems")
         document = {name: msgspec.to_builtins(getattr(self, name)) for name in names}
-        for rank, parts in zip(document["ranks"], self.partitions, strict=True):
-            rank["busy_frac"] = rank["busy_s"] / rank["span_s"] if rank["span_s"] else None
-            rank["exposed_transfer_s"] = parts.seconds["transfer"]
-            rank["exposed_wait_s"] = parts.seconds["wait"]
-            rank["host_bound_s"] = parts.host_bound_s
+        document["ranks"] = self.rank_rows()
         calls: list[dict[str, Any]] = msgspec.to_builtins(self.collectives, str_keys=True)
         for call in calls:
             del call["events"], call["enter_s"], call["members"]
