@@ -54,9 +54,10 @@ import numpy as np
 from meshwise.core.columns import distinct_columns
 from meshwise.core.ledger import Ledger, shape_text
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import told
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
-from meshwise.machine.hardware import MEASURED, Chip, Cluster, chips
+from meshwise.machine.hardware import MEASURED, chips
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
 from meshwise.trace.events import KERNEL_CLASSES, MODULE_PARTS, Ints, Kind, Trace
@@ -363,10 +364,25 @@ _OF_A_BACKWARD = re.compile(r"^autograd::engine|^Optimizer\.step|backward|bwd", 
 
 
 def contradictions(summary: Summary, stated: Estimate) -> list[str]:
-    """What of the stated job the traces contradict, a sentence each."""
-    traces, cluster = summary.traces, stated.cluster
-    found = _device(traces, cluster.chip), _ranks(traces, cluster), _phase(traces, stated)
-    return list(itertools.chain(*found, _model(summary, stated)))
+    """What of the stated job the traces contradict, a sentence each.
+
+    They are of another chip of the catalog or of none; of another number of ranks; of operators none is of a
+    backward, or some are and none is stated; or most FLOP are of another model.
+    """
+    traces, chip = summary.traces, stated.cluster.chip
+    devices = {str(one.device_properties.get("name") or "") if one.has_device else "CPUs" for one in traces}
+    words = {word for device in devices for word in re.findall(r"\w+", device.lower())}
+    others = {number for name in chips() if (number := _model_number(name)) in words}
+    is_other = bool(others) and _model_number(chip.name) not in others
+    sizes = [trace.world_size or 0 for trace in traces]
+    labels = [label for trace in traces for label in zip(trace.labels, trace.label_kind, strict=False)]
+    recorded = any(kind == Kind.CPU_OP and name.startswith("aten::") for (_, name), kind in labels)
+    trained = any(_OF_A_BACKWARD.search(name) for (_, name), _ in labels)
+    shown = {"devices": " and ".join(sorted(devices)), "is_other": is_other, "is_known": any(sizes)}
+    has_none, num_ranks = devices == {"CPUs"} and chip.vendor != MEASURED, max(len(sizes), *sizes)
+    shown |= {"has_none": has_none, "num_ranks": num_ranks, "recorded": recorded, "trained": trained}
+    found = told("stated job", stated=stated, **shown)
+    return [*found, *_model(summary, stated)]
 
 
 def reduces_all(summary: Summary) -> bool:
@@ -375,37 +391,9 @@ def reduces_all(summary: Summary) -> bool:
     return "all_reduce" in names and names.isdisjoint(("all_gather", "reduce_scatter"))
 
 
-def _device(traces: Iterable[Trace], chip: Chip) -> Iterator[str]:
-    """The traces are of another chip of the catalog, or of ranks without a device."""
-    devices = {str(one.device_properties.get("name") or "") if one.has_device else "CPUs" for one in traces}
-    models = {word for device in devices for word in re.findall(r"\w+", device.lower())}
-    others = {model for name in chips() if (model := _model_number(name)) in models}
-    has_none = devices == {"CPUs"} and chip.vendor != MEASURED
-    if has_none or (others and _model_number(chip.name) not in others):
-        yield f"the traces are of {' and '.join(sorted(devices))}, the stated cluster is of {chip.name}"
-
-
 def _model_number(chip: str) -> str:
     """`h100` of `h100-80g-sxm`, `4090` of `rtx-4090`."""
     return next((word for word in chip.split("-") if re.search(r"\d", word)), chip)
-
-
-def _ranks(traces: Iterable[Trace], cluster: Cluster) -> Iterator[str]:
-    sizes = [trace.world_size or 0 for trace in traces]
-    num_ranks = max(len(sizes), *sizes)
-    if num_ranks > cluster.num_chips or (any(sizes) and num_ranks != cluster.num_chips):
-        yield f"the job has {num_ranks} ranks, the stated cluster {cluster.num_chips} chips"
-
-
-def _phase(traces: Iterable[Trace], stated: Estimate) -> Iterator[str]:
-    """Operators were recorded and none of them is of a backward, or some are and none is stated."""
-    labels = [label for trace in traces for label in zip(trace.labels, trace.label_kind, strict=False)]
-    recorded = any(kind == Kind.CPU_OP and name.startswith("aten::") for (_, name), kind in labels)
-    trained = any(_OF_A_BACKWARD.search(name) for (_, name), _ in labels)
-    if recorded and stated.trains and not trained:
-        yield "the traces show a forward pass alone, and a training step is stated; state the kind of pass"
-    elif trained and not stated.trains:
-        yield f"the traces show a backward, which the stated {stated.workload.kind} has none of"
 
 
 def _model(summary: Summary, stated: Estimate) -> Iterator[str]:
