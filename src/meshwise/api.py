@@ -1336,8 +1336,6 @@ def need_torch() -> None:
 
     with suppress(importlib.metadata.PackageNotFoundError):
         have = importlib.metadata.version("torch")
-        if release(have) < release(OLDEST_TORCH):
-            raise MissingExtraError(
-                f"programs of meshwise need torch {OLDEST_TORCH} or newer, and this is {have}"
-            )
+        is_old = release(have) < release(OLDEST_TORCH)
+        refuse("torch", MissingExtraError, is_old=is_old, oldest=OLDEST_TORCH, have=have)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes about groups are none of the user's

@@ -73,7 +73,6 @@ _MATMUL_FLOP_PER_BYTE = 16.0
 _BACKWARD = re.compile(r"bwd|backward|dgrad|dkdv|_dq", re.IGNORECASE)
 _UNNAMED = "kernels of no class"
 _IDLE = {"bubble", "launch", "host"}
-_SHARE = 0.02
 
 Look = tuple[Any, ...]
 """What a trace shows of an op: its class and, where known, what tells it from others of the class."""
@@ -148,18 +147,14 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     classes = _sorted(OpDifference("", of, "step", p if is_predicted else None, m) for of, p, m in both)
     rows = _joined(measured, expected) if is_predicted else classes
     step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if is_predicted else None
-    findings = mismatches + _in_words(summary, classes, step_s, expected_s)
-    if is_predicted and step_s:
-        joined_s = sum(row.measured_s or 0.0 for row in rows if row.module)
-        busy_s = step_s - seconds.get("idle", 0.0) - seconds.get("waiting", 0.0)
-        findings.append(f"{joined_s / (busy_s or 1.0):.0%} of the measured work is joined op by op")
-    if not summary.steps:
-        findings.append("no step is marked (torch.profiler's step()), so the whole trace counts as one step")
-    if seconds.get(_UNNAMED, 0.0) >= _SHARE * step_s > 0:
-        names = (one.name for one in summary.kernels if one.kind == "compute")
-        unnamed = (name[:40] for name in names if _class_of_kernel(name) == _UNNAMED)
-        shown = ", ".join(itertools.islice(unnamed, 3))
-        findings.append(f"kernels of no known class take {seconds[_UNNAMED] / step_s:.1%} of a step: {shown}")
+    joined_s = sum(row.measured_s or 0.0 for row in rows if row.module)
+    busy_s = step_s - seconds.get("idle", 0.0) - seconds.get("waiting", 0.0)
+    fracs = {"joined": joined_s / (busy_s or 1.0), "unnamed": seconds.get(_UNNAMED, 0.0) / (step_s or 1.0)}
+    names = (one.name for one in summary.kernels if one.kind == "compute")
+    unnamed = (name[:40] for name in names if _class_of_kernel(name) == _UNNAMED)
+    about = {"joins": is_predicted and step_s, "steps": summary.steps, "names": ", ".join([*unnamed][:3])}
+    findings = [*mismatches, *_in_words(summary, classes, step_s, expected_s)]
+    findings += told("explanation", **fracs, **about)
     return Explanation(rows, classes, expected_s, step_s, findings, mismatches)
 
 
