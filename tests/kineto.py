@@ -10,6 +10,7 @@ from typing import Any
 from meshwise.trace.summary import Summary, summarize_paths
 
 BASE_NS = 1_790_857_026_000_000_000
+SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def kernel(name: str, start_us: float, dur_us: float, stream: int = 7, **args: Any) -> dict[str, Any]:
@@ -35,9 +36,7 @@ def message(
     about = {"Collective name": kind, "In msg nelems": elements, "Out msg nelems": elements, "dtype": "Float"}
     about |= {"Group size": 4, "Process Group Ranks": "[0, 1, 2, 3]", "Process Group Name": "0"}
     about |= {"Dst Rank" if kind == "send" else "Src Rank": peer}
-    return kernel(
-        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", start_us, dur_us, 24, **about, **args
-    )
+    return kernel(SEND_RECV, start_us, dur_us, 24, **about, **args)
 
 
 def host(

@@ -90,22 +90,16 @@ def test_what_the_host_adds_to_a_matmul(tmp_path):
     job = {"batch": 1, "seq": 64}
     late = mw.estimate("qwen3-0.6b", tmp_path / "my.toml", "tp=1,dtype=fp32", **job)
     free = tmp_path / "free.toml"
-    free.write_text(
-        "\n".join(x for x in (tmp_path / "my.toml").read_text().split("\n") if "op_host" not in x)
-    )
+    lines = (tmp_path / "my.toml").read_text().splitlines()
+    free.write_text("\n".join(line for line in lines if "op_host" not in line))
     early = mw.estimate("qwen3-0.6b", free, "tp=1,dtype=fp32", **job)
-    waits = [
-        mw.serve("qwen3-0.6b", cluster, "tp=1,dtype=fp32", prompt=64).to_json()["passes"][0]["time_s"][
-            "engine"
-        ]
-        for cluster in (free, tmp_path / "my.toml")
-    ]
+    served = [mw.serve("qwen3-0.6b", at, "tp=1,dtype=fp32", prompt=64) for at in (free, tmp_path / "my.toml")]
+    waits = [one.to_json()["passes"][0]["time_s"]["engine"] for one in served]
     assert waits[0] == 0 and waits[1] > 28 * 4e-4
     matrix = [r for r in late.ledger.rows() if r["shape"].count("x") >= 3 and r["flop"]]
     num_matrix_ops = sum(row["count"] for row in matrix)
-    assert late.to_json()["time_s"]["host"] - early.to_json()["time_s"]["host"] == pytest.approx(
-        4e-4 * num_matrix_ops
-    )
+    host_s = late.time_s["host"] - early.time_s["host"]
+    assert host_s == pytest.approx(4e-4 * num_matrix_ops)
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,8 @@ jobs = st.tuples(
     ),
 )
 """A model and a plan, which may be none."""
-FASTER = st.sampled_from(
-    ("links", "inner links", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s")
-)
+RATES = ("memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s")
+FASTER = st.sampled_from(("links", "inner links", *RATES))
 NO_LONGER = 1 + 1e-12
 SOME = int(os.environ.get("CASES", "20"))
 """Plans of each property."""

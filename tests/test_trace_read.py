@@ -21,12 +21,6 @@ from meshwise.trace.summary import summarize_paths
 EVENTS = [host("cpu_op", f"aten::op{i}", 10.0 * i, 7.125, **{"External id": i + 1}) for i in range(50)]
 
 
-def _times(path):
-    trace, notes = read_trace(path)
-    assert trace is not None
-    return trace.start_ns.tolist(), notes
-
-
 @given(
     st.lists(st.integers(0, 7_889_238_000_000_000), min_size=1, max_size=20),
     st.sampled_from([0, 1_712_195_495_000_000_000]),
@@ -40,7 +34,7 @@ def test_every_nanosecond_survives(tmp_path_factory, times_ns, epoch_ns, quote):
     ]
     path = tmp_path_factory.mktemp("t") / "rank-0.json"
     path.write_text('{"traceEvents": [' + ",\n".join(events) + "]}")
-    assert _times(path)[0] == sorted(epoch_ns + t for t in times_ns)
+    assert read_trace(path)[0].start_ns.tolist() == sorted(epoch_ns + t for t in times_ns)
 
 
 @pytest.mark.parametrize("block", [64, 300, 1000, 4096])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from faults import draw, judge
 from jobs import FAULTS, Job, write_job
-from kineto import all_reduce, host, kernel, launched, message, summary_of, write_trace
+from kineto import SEND_RECV, all_reduce, host, kernel, launched, message, summary_of, write_trace
 from meshwise.trace.breakdown import PARTS, breakdown, partition
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
@@ -234,18 +234,17 @@ def test_picture(meshwise, tmp_path):
 
 def test_messages_without_ends_tell_nothing(tmp_path):
     """A pipeline of three stages, the second slow, whose kernels name neither sender nor receiver."""
-    name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
     events, now = [[] for _ in range(3)], [0.0] * 3
     for _ in range(24):
         ready = 0.0
         for rank, own in enumerate(events):
             if rank:
-                own.append(kernel(name, now[rank], max(ready, now[rank]) + 20 - now[rank], 24))
+                own.append(kernel(SEND_RECV, now[rank], max(ready, now[rank]) + 20 - now[rank], 24))
                 now[rank] = max(ready, now[rank]) + 20
             own.append(kernel("gemm", now[rank], 450.0 if rank == 1 else 300.0))
             now[rank] += 450.0 if rank == 1 else 300.0
             if rank < 2:
-                own.append(kernel(name, now[rank], 20, 24))
+                own.append(kernel(SEND_RECV, now[rank], 20, 24))
                 now[rank] += 20
             ready = now[rank]
     first = summary_of(tmp_path, events, host_name="node").findings[0]

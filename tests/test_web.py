@@ -104,9 +104,8 @@ def test_the_other_views_answer(client: TestClient) -> None:
     sized = ask(client, "serve", **where, **limits)
     assert "requests/s: " in sized["headline"] and "headroom: " in sized["headline"]
     assert "best of each chip" in html(sized)
-    slow = ask(
-        client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", months="3", schedule="zero-bubble"
-    )
+    chips = {"chip": "h100-80g-sxm", "beside": "a100-80g-sxm"}
+    slow = ask(client, "frontier", **chips, months="3", schedule="zero-bubble")
     assert "a100-80g-sxm" in slow["title"]
     assert "Rank 3" in ask(client, "traces", path="gloo4")["headline"]
     other = ask(client, "traces", path="gloo4", **where, batch="8")
