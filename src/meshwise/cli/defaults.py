@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from meshwise.cli.command import flags
 from meshwise.core.errors import DataError
 from meshwise.core.options import Option
 from meshwise.core.refusals import refuse
@@ -61,9 +62,8 @@ def verbs_of(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, Opti
         for word, inner in command.commands.items():
             yield from verbs_of(inner, f"{name} {word}".strip())
     else:
-        options = (param for param in command.params if param.param_type_name == "option")
-        typed = {param.opts[0].removeprefix("--"): param.name for param in options}
-        yield name, {key: command.callback.options[name] for key, name in typed.items()}
+        options = (option for option in command.callback.options.values() if not option.is_word)
+        yield name, {flags(one)[0].partition("/")[0].removeprefix("--"): one for one in options}
 
 
 def _stated(table: Mapping[str, Any], verb: str = "") -> Iterator[tuple[str, str, Any]]:
