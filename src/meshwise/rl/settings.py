@@ -34,6 +34,8 @@ Facts = dict[str, Any]
 FRAMEWORKS = ("verl", "nemo-rl")
 TRAINED_KEYS = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
 """Keys of a training plan that settings hold."""
+ROLLOUT_KEYS = ("tp", "pp", "ep", "dp", "sp", "etp", "implementation", "software")
+"""Keys of an engine's plan that settings hold, or that no engine has."""
 
 
 @cache
@@ -106,7 +108,17 @@ def _not_expressed(job: RlJob, framework: str) -> list[str]:
     keys = [key for key in KEYS if getattr(plan, key) != getattr(usual, key) and key not in TRAINED_KEYS]
     if framework == "nemo-rl" and plan.vpp > 1:
         keys.append("vpp")
+    if plan.dtype != "bf16" and (framework, plan.dtype, plan.implementation) != (
+        "nemo-rl",
+        "fp8",
+        "megatron",
+    ):
+        keys.append("dtype")
     lost += [f"{key}={KEYS[key].show(getattr(plan, key))}: no setting says it" for key in keys]
+    engine = {key: getattr(job.rollout_plan, key) for key in KEYS if key not in ROLLOUT_KEYS}
+    said = {**{key: getattr(Plan(), key) for key in engine}, "weight_dtype": "fp8", "dtype": "bf16"}
+    stated = {key: value for key, value in engine.items() if value not in (None, said[key])}
+    lost += [f"rollout {key}={KEYS[key].show(value)}: no setting says it" for key, value in stated.items()]
     if framework == "verl" and not job.old_logprobs:
         lost.append("old_logprobs: verl scores with the policy before it updates; say old_logprobs=True")
     if job.rollouts.oversample > 1:
@@ -203,10 +215,13 @@ def _options(framework: str, facts: Facts, names_of: dict[str, str], path: Path)
         keys: dict[str, Any] = {key: facts[key] for key in names if facts.get(key)}
         keys |= {} if facts["trainer"] == "megatron" else {"zero": 3, "implementation": "fsdp2"}
         keys |= {"sp": False} if facts.get("tp", 1) > 1 and facts.get("sequence_parallel") is False else {}
+        keys |= {"dtype": "fp8"} if facts.get("trains_narrow") else {}
         plan = Plan(**keys, recompute=found.pop("recompute"))
         tp, pp, ep = (facts.get(f"rollout_{axis}") or 1 for axis in ("tp", "pp", "ep"))
         replicas = facts.get("rollout_dp") or 1  # tp x replicas ranks share experts, if any do
-        engine = Plan(tp=tp, pp=pp, ep=ep, dp=replicas if ep == 1 and replicas > 1 else None)
+        narrow = "fp8" if facts.get("rollout_dtype") == "fp8" else None
+        dp = replicas if ep == 1 and replicas > 1 else None
+        engine = Plan(tp=tp, pp=pp, ep=ep, dp=dp, weight_dtype=narrow, expert_dtype=narrow)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         what = names_of.get(error.args[0], error.args[0])
         raise DataError(f"{path} does not say enough of a job of {framework}: {what}") from None
