@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.core.errors import PlanError
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import Tape, booked_by
 from meshwise.runtime.fakes import DeviceFakes, Stream, leave_whole
@@ -33,8 +34,7 @@ FAKE_DEVICE = "fakegpu"
 
 def new_tape(origin: str, ranks: int, rank: int, device: str) -> Tape:
     """A tape for a rank on `device`: a chip of the catalog with its allocator, or `cpu`, which has none."""
-    if not 0 <= rank < ranks:
-        raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
+    refuse("rank", PlanError, rank=rank, ranks=ranks, last=ranks - 1)
     return Tape(origin, rank, ranks, **({} if device == "cpu" else booked_by(find_chip(device))))
 
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from meshwise.core.each import ended_how
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
+from meshwise.core.refusals import refuse
 
 RANKS_PER_CORE = 16
 """So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
@@ -232,19 +233,11 @@ def _meeting_store(port: int) -> dist.TCPStore:
 
 def check_world(ranks: int, device_type: str) -> None:
     """PlanError or MissingExtraError for a world that this machine cannot hold."""
-    if ranks < 1:
-        raise PlanError(f"{ranks} ranks; a world has at least one")
-    if device_type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise MissingExtraError("this machine has no CUDA device; run with --device cpu, or use dryrun")
-        if ranks > count:
-            raise PlanError(f"{ranks} ranks on {count} GPUs; run at most {count}, or use srun or torchrun")
-        return
-    most = RANKS_PER_CORE * (os.cpu_count() or 1)
-    if ranks > most:
-        text = f"{ranks} ranks are more than this machine takes ({RANKS_PER_CORE} a core, {most})"
-        raise PlanError(f"{text}; use dryrun, or start them on several machines with srun or torchrun")
+    on_gpus = device_type == "cuda"
+    most = torch.cuda.device_count() if on_gpus else RANKS_PER_CORE * (os.cpu_count() or 1)
+    if most == 0:
+        raise MissingExtraError("this machine has no CUDA device; run with --device cpu, or use dryrun")
+    refuse("world", PlanError, ranks=ranks, on_gpus=on_gpus, most=most, a_core=RANKS_PER_CORE)
 
 
 def _context(device_type: str) -> Any:

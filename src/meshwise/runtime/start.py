@@ -17,6 +17,7 @@ import torch
 from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.core.units import with_prefix
 from meshwise.program.tape import Step, Tape
 from meshwise.runtime.launch import RankPlace, launch, outside_place
@@ -75,13 +76,10 @@ def start(
 
     None on the other ranks of a world that torchrun or srun started.
     """
-    if device not in ("cpu", "cuda"):
-        raise PlanError(f"--device {device} is unknown; use cpu or cuda (dryrun takes chips of the catalog)")
     outside = outside_place(os.environ)
     ranks = ranks or (outside.world_size if outside else 1)
     program.check(options, ranks)
-    if not 0 <= root < ranks:
-        raise PlanError(f"--root {root} is not a rank of {ranks}; name one from 0 to {ranks - 1}")
+    refuse("run", PlanError, device=device, root=root, ranks=ranks, last=ranks - 1)
     if outside is None and device == "cpu":
         check_memory(program, options, ranks)
     arguments = (program.name, options, root, quiet, folder, recorded)

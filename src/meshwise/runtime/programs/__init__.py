@@ -62,12 +62,6 @@ class Program:
             raise PlanError("this machine's memory does not hold lists of these sizes") from None
 
 
-def check_divides(what: str, number: int, divisor: int, parts: str = "") -> None:
-    """PlanError for a `number` of `what` that does not divide by the `divisor`, in words `parts`."""
-    if number % divisor:
-        raise PlanError(f"{what} {number} does not divide by {parts or divisor}; use a multiple of {divisor}")
-
-
 def find_program(name: str) -> Program:
     """The program called `name`; PlanError names the ones there are."""
     if name not in PROGRAMS:

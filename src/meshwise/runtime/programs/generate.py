@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.program.generation import Generation, generation_events
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
@@ -36,9 +37,7 @@ Options = program_options(__name__, "language-model", "generate")
 
 def check(options: Any, ranks: int) -> None:
     """A MeshwiseError for what does not fit, before anything starts."""
-    if options.min_tokens > options.max_tokens:
-        text = f"--min-tokens {options.min_tokens} is more than --max-tokens {options.max_tokens}"
-        raise WorkloadError(f"{text}; lower it")
+    refuse("program generate", WorkloadError, of=options)
     _setting(options, ranks)
     _prompts(options)
 
@@ -120,9 +119,7 @@ def _prompts(options: Any) -> list[list[int]]:
     if options.prompt:
         return [[EOS, *encode(options.prompt.encode()).tolist()]]
     blocks = read_blocks(options.text, options.prompt_tokens, options.num_prompts)
-    if len(blocks) < options.num_prompts:
-        asked = f"{options.num_prompts} prompts of {options.prompt_tokens} tokens"
-        raise WorkloadError(f"the text is too short for {asked}; lower --num-prompts or --prompt-tokens")
+    refuse("prompts of generate", WorkloadError, of=options, num=len(blocks))
     return [[EOS, *block[:n]] for block, n in zip(blocks.targets.tolist(), blocks.lengths, strict=True)]
 
 

@@ -26,10 +26,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.core.errors import PlanError
+from meshwise.core.refusals import refuse
 from meshwise.program.lifetime import Script, play
 from meshwise.program.op import Tensor
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs import check_divides, program_options, ulysses
+from meshwise.runtime.programs import program_options, ulysses
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,8 @@ Options = program_options(__name__, "model-2d")
 def check(options: Any, ranks: int) -> None:
     """PlanError for what does not divide."""
     tp, dp = degrees(options, ranks)
-    if tp * dp != ranks:
-        raise PlanError(f"model-2d: --tp {tp} x --dp {dp} is {tp * dp}, but there are {ranks} ranks")
-    check_divides("model-2d: --seq", options.seq, ranks, f"{ranks} ranks")
-    check_divides("model-2d: --ffn-hidden", inner_width(options), tp, f"--tp {tp}")
+    named = {"tp": tp, "dp": dp, "product": tp * dp, "inner": inner_width(options)}
+    refuse("program model-2d", PlanError, "model-2d: ", of=options, ranks=ranks, **named)
     if options.after_ulysses:
         ulysses.check(attention_options(options, ranks), ranks)
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwise.core.errors import WorkloadError
+from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.one_plan import estimate as price
@@ -31,7 +32,7 @@ from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
 from meshwise.rl.passes import PERSISTENT, PackedBatch, pack
 from meshwise.rl.step import SYNC_BYTES
-from meshwise.runtime.programs import check_divides, program_options
+from meshwise.runtime.programs import program_options
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -48,24 +49,12 @@ STATES = "totals"
 
 def check(options: Any, ranks: int) -> None:
     """PlanError or WorkloadError for what does not divide."""
-    engines, trainers = options.rollout_ranks, ranks - options.rollout_ranks
-    if trainers < 1:
-        raise WorkloadError(f"rl: --rollout-ranks {engines} of {ranks} ranks leaves no trainer; use fewer")
-    check_divides("rl: --prompts", options.prompts, engines, f"{engines} rollout ranks")
-    check_divides("rl: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
-    check_divides("rl: samples", options.num_samples, options.updates, f"--updates {options.updates}")
-    check_divides("rl: weights", num_params(the_model(options)), trainers, f"{trainers} trainers")
-    if 0 < options.pack_length < options.length:
-        text = f"rl: --pack-length {options.pack_length} holds no sample of {options.length} tokens"
-        raise WorkloadError(f"{text}; raise it")
-    head_dim = options.hidden // options.heads
-    if head_dim % 2:
-        raise WorkloadError(f"rl: heads of {head_dim} numbers cannot be rotated in pairs")
-    bins = bins_of(options, trainers)
-    if bins.bins * bins.samples * trainers * options.updates != options.num_samples:
-        filled = f"fill the bins of {trainers} trainers, {bins.samples} samples each"
-        hint = "change --samples, --pack-length or --updates"
-        raise WorkloadError(f"rl: {options.num_samples} samples do not {filled}; {hint}")
+    model, trainers = the_model(options), ranks - options.rollout_ranks
+    names: dict[str, Any] = {"of": options, "trainers": trainers}
+    refuse("pools of program rl", WorkloadError, "rl: ", ranks=ranks, **names)
+    refuse("parts of program rl", PlanError, "rl: ", num_weights=num_params(model), **names)
+    names |= {"head_dim": model.head_dim, "bins": bins_of(options, trainers)}
+    refuse("bins of program rl", WorkloadError, "rl: ", **names)
 
 
 def the_model(options: Any) -> Model:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import ModelError, PlanError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import estimate as price
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.machine.overheads import find_overheads
@@ -29,7 +30,7 @@ from meshwise.plan.plan import DEFAULTS, KEYS, Plan, plan_keys
 from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs import check_divides, program_options
+from meshwise.runtime.programs import program_options
 from meshwise.runtime.torch_private import release
 
 if TYPE_CHECKING:
@@ -51,10 +52,9 @@ def check(options: Any, ranks: int) -> None:
     alike = int(mesh.shard_ranks(mesh.expert_replicas))
     has_ring = mesh.plan.cp_kind != "ulysses" and mesh.plan.cp > mesh.plan.ulysses
     run = options.seq // mesh.plan.tp // mesh.plan.cp // (1 + has_ring)  # a ring rank has two such parts
-    choices = f"train: seq {options.seq} leaves each rank {run} tokens in a row, whose choices"
-    check_divides("train: hidden width", model.hidden, alike)
-    check_divides("train: experts' width", model.moe.ffn_hidden // int(mesh.etp), alike)
-    check_divides(choices, run * model.moe.top_k, model.moe.num_experts)
+    width, choices = model.moe.ffn_hidden // int(mesh.etp), run * model.moe.top_k
+    named = {"seq": options.seq, "run": run, "choices": choices, "alike": alike, "width": width}
+    refuse("program train", PlanError, "train: ", model=model, **named)
 
 
 def the_plan(options: Any) -> Plan:

@@ -27,11 +27,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from meshwise.core.errors import PlanError
+from meshwise.core.refusals import refuse
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward
 from meshwise.program.lifetime import Script, play
 from meshwise.program.op import Tensor
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs import check_divides, program_options
+from meshwise.runtime.programs import program_options
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +46,7 @@ Options = program_options(__name__, "ulysses")
 
 def check(options: Any, ranks: int) -> None:
     """PlanError for what does not divide or does not go together."""
-    check_divides("ulysses: --seq", options.seq, ranks, f"{ranks} ranks")
-    check_divides("ulysses: --heads", options.heads, ranks, f"the {ranks} ranks that exchange heads")
-    check_divides("ulysses: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
+    refuse("program ulysses", PlanError, "ulysses: ", of=options, ranks=ranks)
 
 
 # --- closed form -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from meshwise.core.each import ended_how
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import find_chip
 from meshwise.runtime.profile import hooked, run_command
 
@@ -83,8 +84,7 @@ def dry_run_script(
     command: Sequence[str], *, ranks: int, rank: int = 0, device: str, stdout: Any = None
 ) -> ScriptOutcome:
     """Run `command` as rank `rank` of `ranks` on chips `device`; ScriptError where it fails."""
-    if not 0 <= rank < ranks:
-        raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
+    refuse("rank", PlanError, rank=rank, ranks=ranks, last=ranks - 1)
     chip, text = find_chip(device), shlex.join(command)
     with tempfile.TemporaryDirectory() as folder:
         devices = int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1

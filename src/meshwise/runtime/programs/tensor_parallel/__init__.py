@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from meshwise.core import refusals
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model, checked_model
 from meshwise.model.find import find_model
@@ -22,7 +23,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import op_row, precision
 from meshwise.program.tape import Tape
 from meshwise.program.walk import with_saved_bytes
-from meshwise.runtime.programs import check_divides, program_options
+from meshwise.runtime.programs import program_options
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ Options = program_options(__name__, "tensor-parallel")
 def check(options: Any, ranks: int) -> None:
     """PlanError for a grid or a size that does not divide."""
     checked_model(model_of(options), "tensor-parallel")
-    check_divides("tensor-parallel: --hidden", options.hidden, options.heads, f"--heads {options.heads}")
+    refusals.refuse("program tensor-parallel", PlanError, "tensor-parallel: ", of=options)
     cut = cut_of(options, ranks)
     refuse(block_rules(model_of(options), cut.layout, tuple(map(int, cut.grid)), ranks, options.seq))
 
