@@ -79,12 +79,10 @@ def launch(
     """
     outside = outside_place(os.environ, device_type)
     if outside is not None:
-        if ranks != outside.world_size:
-            raise PlanError(f"--ranks {ranks} contradicts the {outside.world_size} ranks that were started")
+        refuse("started world", PlanError, ranks=ranks, started=outside.world_size)
         return _call_here(function, outside, *args)
     check_world(ranks, device_type)
-    if not 0 <= port <= _LAST_PORT:
-        raise PlanError(f"--port {port} is no port; name one up to {_LAST_PORT}, or leave it out")
+    refuse("port", PlanError, port=port, most=_LAST_PORT)
     try:
         store = _meeting_store(port)
     except (RuntimeError, dist.DistError, OSError) as error:

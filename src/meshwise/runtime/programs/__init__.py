@@ -25,6 +25,7 @@ import msgspec
 
 from meshwise.core.errors import PlanError, WorkloadError, did_you_mean
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 
 PROGRAMS = ("ulysses", "model-2d", "train", "tensor-parallel", "eval-lm", "generate", "rl")
 """Each is a module of this folder, with `_` for `-`."""
@@ -54,8 +55,7 @@ class Program:
 
     def check(self, options: Any, ranks: int) -> None:
         """MeshwiseError for options that do not fit a world of so many ranks."""
-        if not 1 <= ranks <= MOST_RANKS:
-            raise PlanError(f"{ranks} ranks; a world has from 1 to {MOST_RANKS}")
+        refuse("program", PlanError, ranks=ranks, most=MOST_RANKS)
         try:
             self.fits(options, ranks)
         except MemoryError:

@@ -85,9 +85,7 @@ def the_model(options: Any) -> Model:
         stated += [*_beside(model.moe, _PARTS["moe"]), *("experts with biases",) * model.linear_bias]
     stated += [f"the activation {model.activation}"] * (model.activation not in _PARTS["activation"])
     stated += [f"positions {model.positions}"] * (model.positions not in _PARTS["positions"])
-    if stated:
-        shapes = "GPT, Llama, Mixtral or DeepSeek-V2"
-        raise ModelError(f"train: {model.name} has {stated[0]}; choose one shaped like {shapes}")
+    refuse("model of program train", ModelError, "train: ", model=model, stated=stated)
     layers = options.layers or model.num_layers
     return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
 

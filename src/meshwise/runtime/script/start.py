@@ -94,19 +94,13 @@ def dry_run_script(
         (Path(folder) / f"started-{rank}").touch()
         exit_code, _ = run_command(command, rank_environment(settings), stdout)
         path = Path(folder) / REPORT
-        report = json.loads(path.read_text()) if path.exists() else None
+        report: Any = json.loads(path.read_text()) if path.exists() else None
         refused, has_begun = Path(folder) / REFUSED, (Path(folder) / BEGUN).exists()
         if refused.exists():
             raise MissingExtraError(refused.read_text())
-    if report is None:
-        moment = "before its end" if has_begun else "before it imported torch"
-        raise ScriptError(f"{text} {ended_how(exit_code)} {moment}")
-    failure = report.pop("failure")
-    if failure is not None:
-        remedy = f"; {failure['remedy']}" if failure["remedy"] else ""
-        raise ScriptError(f"{failure['place']}: {failure['error']}{remedy}")
-    if exit_code != 0:
-        raise ScriptError(f"{text} {ended_how(exit_code)}")
+    ended = {"exit_code": exit_code, "how": ended_how(exit_code), "has_begun": has_begun}
+    refuse("script", ScriptError, command=text, report=report, **ended)
+    del report["failure"]
     report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}
     return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=device, **report)
 
