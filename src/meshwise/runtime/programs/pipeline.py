@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import InferenceMode
 
+from meshwise.core.files import read_catalog
 from meshwise.cost.simulate import KINDS, rank_order
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.torch_private import PipelineAction, PipelineRuntime, pipelining_schedules
@@ -125,16 +126,8 @@ def _with_messages(orders: Orders, ranks: Mapping[int, int]) -> Orders:
     return complete
 
 
-SCHEDULES: dict[str, Any] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zb-h1": pipelining.ScheduleInterleavedZeroBubble,
-    "zb-v": pipelining.ScheduleZBVZeroBubble,
-    "dualpipe": ScheduleDualPipe,
-    "dualpipe-v": pipelining.ScheduleDualPipeV,
-}
-"""torch's schedules, and one on its runtime, by the names of a `Plan`."""
+SCHEDULES: dict[str, str] = read_catalog("train.toml")["schedules"]
+"""torch's schedules by the names of a `Plan`; that of DualPipe is our own."""
 REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad", "start_gradient_reduction")
 """What a stage does for gradients of weights alone, and for their reduction (the last from torch 2.15)."""
 VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
@@ -148,8 +141,7 @@ def make_schedule(
     """A function of tokens and labels that runs all microbatches, forward and backward.
 
     `pieces`: this rank's modules by stage; the last stage's returns its loss. `passed`: shape and dtype of
-    what a stage hands on. The
-    function returns the losses of the microbatches, empty on other ranks.
+    what a stage hands on. The function returns the losses of the microbatches, empty on other ranks.
     """
     shape, dtype = passed
     between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -165,7 +157,7 @@ def make_schedule(
         )
         for index, module in pieces.items()
     ]  # fmt: skip
-    kind = SCHEDULES[name]
+    kind: Any = ScheduleDualPipe if name == "dualpipe" else getattr(pipelining, SCHEDULES[name])
     is_single = name in ("gpipe", "1f1b")
     schedule = kind(
         stages[0] if is_single else stages, num_each_way, scale_grads=False,
