@@ -109,17 +109,12 @@ def differences(place: RankPlace, name: str, options: Any) -> dict[str, float]:
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options.causal)
         expected = torch.einsum("hne,hed->nd", mixed, whole["O"])
     else:
-        own = {"input": args[1]} | {
-            f"W{i + 1}": torch.stack(of) for i, of in enumerate(zip(*args[2], strict=True))
-        }
-        whole = {
-            n: _gathered(x, args[3].group, 2 if n == "W1" else 1) for n, x in own.items() if n != "input"
-        }
-        whole["input"] = expected = _gathered(args[1])
+        own = {"input": args[1], **args[4]}
+        whole = {"input": _gathered(args[1])}
+        whole |= {n: _gathered(own[n], args[3].group, dim) for n, dim in (("W1", 2), ("W2", 1))}
+        expected = whole["input"]
         for first, second in zip(whole["W1"], whole["W2"], strict=True):
             expected = expected + torch.relu(expected @ first) @ second
-        for i in range(2):
-            own[f"W{i + 1}"].grad = torch.stack([layer[i].grad for layer in args[2]])
     expected.backward(_gathered(grad))
     pairs = {"output": (output, expected)} | {f"d {n}": (x.grad, whole[n].grad) for n, x in own.items()}
     for key, (one, other) in pairs.items():

@@ -34,13 +34,17 @@ def pools() -> Iterator[Callable[[int], Ranks]]:
         pool.close()
 
 
+World = tuple[str, int, int, dict[str, Any]]
+"""A program, how many ranks it has and which is looked at, and its options."""
+
+
 @st.composite
-def ulysses_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> tuple[int, int, dict[str, Any]]:
-    """(ranks, rank, options) of a ulysses that passes its check; degenerate sizes among them."""
+def ulysses_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> World:
+    """A ulysses that passes its check; degenerate sizes among them."""
     ranks = draw(st.sampled_from(worlds))
     rank = draw(st.integers(0, ranks - 1))
     heads = ranks * draw(st.integers(1, 3))
-    return ranks, rank, {
+    return "ulysses", ranks, rank, {
         "seq": ranks * draw(st.integers(1, 9)),
         "hidden": heads * draw(st.integers(2, 8)),
         "heads": heads,
@@ -52,11 +56,11 @@ def ulysses_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> tuple[int, int, 
 
 
 @st.composite
-def model_2d_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> tuple[int, int, dict[str, Any]]:
-    """(ranks, rank, options) of a model-2d that passes its check."""
+def model_2d_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> World:
+    """A model-2d that passes its check."""
     ranks = draw(st.sampled_from(worlds))
     tp = draw(st.sampled_from([t for t in (1, 2, 4) if ranks % t == 0]))
-    return ranks, draw(st.integers(0, ranks - 1)), {
+    return "model-2d", ranks, draw(st.integers(0, ranks - 1)), {
         "seq": ranks * draw(st.integers(1, 9)),
         "hidden": ranks * draw(st.integers(2, 4)),
         "ffn_hidden": tp * draw(st.integers(1, 8)),
@@ -66,6 +70,11 @@ def model_2d_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> tuple[int, int,
         "backward": draw(st.booleans()),
         "dtype": draw(st.sampled_from(DTYPES)),
     }  # fmt: skip
+
+
+def programs(worlds: tuple[int, ...]) -> st.SearchStrategy[World]:
+    """Both, in worlds of these numbers of ranks."""
+    return ulysses_worlds(worlds) | model_2d_worlds(worlds)
 
 
 def assert_estimate_is_dry_run(name: str, ranks: int, rank: int, values: dict[str, Any], device: str) -> None:
@@ -80,16 +89,10 @@ def assert_estimate_is_dry_run(name: str, ranks: int, rank: int, values: dict[st
     assert tape.peak_booked_bytes == outcome.peak_bytes
 
 
-@given(world=ulysses_worlds((1, 2, 4, 6, 64)), device=st.sampled_from(["cpu", "h100-80g-sxm", "a100"]))
-@settings(max_examples=20)
-def test_ulysses_estimate_is_dry_run(world: tuple[int, int, dict[str, Any]], device: str) -> None:
-    assert_estimate_is_dry_run("ulysses", *world, device)
-
-
-@given(world=model_2d_worlds((1, 2, 4, 6, 64)), device=st.sampled_from(["cpu", "h100-80g-sxm"]))
-@settings(max_examples=15)
-def test_model_2d_estimate_is_dry_run(world: tuple[int, int, dict[str, Any]], device: str) -> None:
-    assert_estimate_is_dry_run("model-2d", *world, device)
+@given(world=programs((1, 2, 4, 6, 64)), device=st.sampled_from(["cpu", "h100-80g-sxm", "a100"]))
+@settings(max_examples=40)
+def test_estimate_is_dry_run(world: World, device: str) -> None:
+    assert_estimate_is_dry_run(*world, device)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -98,24 +101,14 @@ def test_log_sizes_estimate_is_dry_run(backward: bool) -> None:
     assert_estimate_is_dry_run("ulysses", 16, 7, values, "h100-80g-sxm")
 
 
-def assert_all_agree(name: str, ranks: int, rank: int, values: dict[str, Any], pool: Ranks) -> None:
+@given(world=programs((2, 4)))
+@settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_run_agrees(world: World, pools: Callable[[int], Ranks]) -> None:
+    name, ranks, rank, values = world
     program = find_program(name)
-    options = make_options(program, values)
-    found = compared(pool, program, options, ranks=ranks, rank=rank)
+    found = compared(pools(ranks), program, make_options(program, values), ranks=ranks, rank=rank)
     assert found.rows and set(found.rows[0].values) == {"estimate", "dry_run", "run"}
     assert found.agree, found.differences()[:3]
-
-
-@given(world=ulysses_worlds((2, 4)))
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_ulysses_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Callable[[int], Ranks]) -> None:
-    assert_all_agree("ulysses", *world, pools(world[0]))
-
-
-@given(world=model_2d_worlds((2, 4)))
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_model_2d_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Callable[[int], Ranks]) -> None:
-    assert_all_agree("model-2d", *world, pools(world[0]))
 
 
 def test_lifetimes_do_not_depend_on_gloos_threads(pools: Callable[[int], Ranks]) -> None:
