@@ -81,7 +81,7 @@ class OpRecorder(private.TorchDispatchMode):
         self._modules: list[str] = []
         self._op_names: list[str] = []
         self._phases: list[str] = []
-        self._pauses = 0
+        self._setups: list[str] = []
         self._axes: dict[str, str] = {}
         self._live: dict[int, weakref.finalize] = {}
         self._seen: set[int] = set()  # storages on the device; those of fakes say that they lie on meta
@@ -110,14 +110,9 @@ class OpRecorder(private.TorchDispatchMode):
         """Rows inside belong to phase `name`; without one it is forward, or backward inside autograd."""
         return _pushed(self._phases, name)
 
-    @contextmanager
-    def setup(self) -> Iterator[None]:
+    def setup(self) -> AbstractContextManager[None]:
         """Tensors made inside are alive and counted; ops inside write no rows (inputs, weights, checks)."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
+        return _pushed(self._setups, "setup")
 
     def weights(self, *tensors: torch.Tensor) -> None:
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
@@ -132,7 +127,7 @@ class OpRecorder(private.TorchDispatchMode):
         """`tensor` is kept for the backward for as long as `holder` is there."""
         storage = own_part(tensor).untyped_storage()
         key = storage._cdata
-        if self._pauses or key not in self._live or key in self._weights:
+        if self._setups or key not in self._live or key in self._weights:
             return
         self._holders[key] += 1
         if self._holders[key] == 1:
@@ -209,7 +204,7 @@ class OpRecorder(private.TorchDispatchMode):
         outputs = self._recorded(tensors_in(result))
         for tensor in outputs:
             self._track(tensor)
-        if self._pauses or func._opname in _NO_WORK:
+        if self._setups or func._opname in _NO_WORK:
             return result
         if kind is not None:
             row = self._collective_row(kind, func.namespace, args, result)
@@ -334,7 +329,7 @@ class OpRecorder(private.TorchDispatchMode):
         is_result = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == number
         held = SavedTensor(tensor.detach() if is_result else tensor)
         self.hold(tensor, held)
-        if self._pauses or key in self._weights or key in self._saved or key not in self._live:
+        if self._setups or key in self._weights or key in self._saved or key not in self._live:
             return held
         self._saved.add(key)
         self._labels.setdefault(number, self._label())
