@@ -178,21 +178,17 @@ class GrpoTrainer(_PoolRank):
         options, groups = self.options, rewards.view(-1, self.options.samples)
         scale = groups.std(dim=1, keepdim=True) + 1e-4
         advantages = ((groups - groups.mean(dim=1, keepdim=True)) / scale).flatten()
-        size, num = self.packed.samples, self.packed.bins
-        firsts = [(update * self.dp.size + self.dp.index) * num for update in range(options.updates)]
-        starts = [(first + number) * size for first in firsts for number in range(num)]
-        bins = [slice(start, start + size) for start in starts]  # the samples of each bin of this rank
+        shape = options.updates, self.dp.size, self.packed.bins, self.packed.samples
+        own, weights = (each.view(*shape, -1)[:, self.dp.index] for each in (samples, advantages))
         with torch.no_grad():
-            before = [self._logprobs(samples[bin]) for bin in bins]
-        for update in range(options.updates):
-            own = slice(update * num, (update + 1) * num)
-            for bin, old in zip(bins[own], before[own], strict=True):
-                ratio = (self._logprobs(samples[bin]) - old).exp()
+            before = [[self._logprobs(bin) for bin in bins] for bins in own]
+        for update in zip(own, weights, before, strict=True):
+            for bin, weight, old in zip(*update, strict=True):
+                ratio = (self._logprobs(bin) - old).exp()
                 clipped = ratio.clamp(1.0 - options.clip, 1.0 + options.clip)
-                weight = advantages[bin].unsqueeze(1)
-                loss = -torch.minimum(ratio * weight, clipped * weight).mean() / num
+                loss = -torch.minimum(ratio * weight, clipped * weight).mean() / self.packed.bins
                 loss.backward()
-                self.tokens += samples[bin].numel()
+                self.tokens += bin.numel()
                 assert self.policy.flat.grad is not None
                 self.gradients += self.policy.flat.grad
                 self.policy.flat.grad = None
