@@ -84,12 +84,9 @@ def read_blocks(path: str, block_tokens: int, max_blocks: int = 0) -> Blocks:
     if not pieces:
         raise WorkloadError(f"{path} holds no text; name a file or folder with some")
     stream = np.concatenate(pieces)[:wanted]
-    num_blocks = -(-len(stream) // block_tokens)
-    padded = np.full(num_blocks * block_tokens, PAD)
-    inputs, targets = padded, padded.copy()
-    targets[: len(stream)] = stream
-    inputs[: len(stream)] = np.concatenate([[EOS], stream[:-1]])
-    return Blocks(inputs.reshape(num_blocks, -1), targets.reshape(num_blocks, -1))
+    targets = np.pad(stream, (0, -len(stream) % block_tokens), constant_values=PAD)
+    inputs = np.where(targets == PAD, PAD, np.concatenate([[EOS], targets[:-1]]))
+    return Blocks(inputs.reshape(-1, block_tokens), targets.reshape(-1, block_tokens))
 
 
 def _texts(path: str) -> Iterator[bytes]:
