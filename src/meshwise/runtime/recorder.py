@@ -283,9 +283,7 @@ class OpRecorder(private.TorchDispatchMode):
 
     def _label(self) -> tuple[str, str]:
         """Where the program is now: its module, and the op that it names, if it does."""
-        module = ""
-        for name in self._modules:
-            module = name[1:] if name.startswith("/") else f"{module}/{name}".lstrip("/")
+        module = "/".join(self._modules).rpartition("//")[2].lstrip("/")  # a name with a slash begins anew
         return module, self._op_names[-1] if self._op_names else ""
 
     # --- storages ----------------------------------------------------------------------------

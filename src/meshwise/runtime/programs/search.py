@@ -103,8 +103,8 @@ class BeamSearch:
         parts = (self.ended, self.ended_logprob, self.ended_score)
         found = []
         for length, *columns in zip(self.lengths.tolist(), *(part.tolist() for part in parts), strict=True):
-            entries = [(row, p, s) for row, p, s in zip(*columns, strict=True) if s > -math.inf]
-            found.append([Hypothesis(_until_end(row[length:]), p, s) for row, p, s in entries])
+            entries = [(row[length:], p, s) for row, p, s in zip(*columns, strict=True) if s > -math.inf]
+            found.append([Hypothesis([t for t in row if t != PAD], p, s) for row, p, s in entries])
         return found
 
 
@@ -140,16 +140,6 @@ def next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | No
     logprobs[:, :EOS].fill_(-math.inf)
     logprobs[:, UNK].fill_(-math.inf)
     return logprobs
-
-
-def _until_end(tokens: list[int]) -> list[int]:
-    """`tokens` up to and with the first end of sentence, or up to the padding."""
-    for i, token in enumerate(tokens):
-        if token == EOS:
-            return tokens[: i + 1]
-        if token == PAD:
-            return tokens[:i]
-    return tokens
 
 
 def _wide(index: Tensor, like: Tensor) -> Tensor:
