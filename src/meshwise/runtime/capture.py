@@ -122,10 +122,8 @@ class Capture:
         distributed = sys.modules.get("torch.distributed")
         if rank is None and distributed is not None and distributed.is_initialized():
             rank, world_size = distributed.get_rank(), distributed.get_world_size()
-        return (
-            int(os.environ.get("RANK", "0")) if rank is None else rank,
-            int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size,
-        )
+        told = os.environ.get("RANK", 0), os.environ.get("WORLD_SIZE", 1)
+        return int(told[0] if rank is None else rank), int(told[1] if world_size is None else world_size)
 
 
 def _core_wait_s() -> float:
