@@ -71,19 +71,14 @@ class Capture:
     def start(self) -> None:
         """Begin to record; CaptureError if the folder cannot be made."""
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
-        import torch
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import profile
 
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CaptureError(_sentence(self.directory, error.strerror)) from None
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
         config = _torch_private().ProfilerConfig(profile_all_threads=not self.memory)
         self._profiler = profile(
-            activities=activities,
             experimental_config=config,
             record_shapes=self.shapes,
             profile_memory=self.memory,
