@@ -125,8 +125,7 @@ def _start(place: RankPlace, port: int, call: tuple[Callable[..., Any], Any]) ->
         process.start()
     except (EOFError, OSError):
         ours.close()
-        reason = "did not start: its server was ended; run it again"
-        raise RankError(f"rank {place.rank} {reason}") from None
+        raise RankError(f"rank {place.rank} did not start: its server was ended; run it again") from None
     theirs.close()
     with suppress(OSError):  # one that is gone is noticed where its answer is awaited
         ours.send(call)

@@ -254,12 +254,9 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
     local_heads, seq = options.heads // num, tokens * num
     spread, gathered = "[P, h/P, N/P, d/h]", "[h/P, N, d/h]"
 
-    def dealt(tensor: torch.Tensor) -> torch.Tensor:
-        return swap_parts(tensor, exchange)
-
     def to_heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(name):
-            return dealt(tensor.view(num, local_heads, tokens, width))
+            return swap_parts(tensor.view(num, local_heads, tokens, width), exchange)
 
     def join_tokens(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(f"{name} transpose"):
@@ -302,7 +299,7 @@ def forward(options: Any, context: Context, inputs: Mapping[str, torch.Tensor]) 
         c = c.transpose(0, 1).contiguous()
     step("transpose c", {"c [N, h/P, d/h]": c}, "transpose(0, 1) c")
     with op("c"):
-        c_ = dealt(c.view(num, tokens, local_heads, width))
+        c_ = swap_parts(c.view(num, tokens, local_heads, width), exchange)
     step("all-to-all c", {"c_ [P, N/P, h/P, d/h]": c_}, "c_ = all-to-all c")
     with op("c_ transpose"):
         c_ = c_.transpose(0, 1).contiguous().view(tokens, options.hidden)
