@@ -26,7 +26,6 @@ from meshwise.runtime.launch import (
     RankError,
     RankPlace,
     check_world,
-    first_host,
     launch,
     meeting_point,
     outside_place,
@@ -121,7 +120,6 @@ def test_place_under_torchrun_and_srun() -> None:
     [("gpu[003-010,12],cpu1", "gpu003"), ("a,b", "a"), ("node-7", "node-7"), ("n[5,7]", "n5")],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
     assert meeting_point({"SLURM_STEP_NODELIST": nodes})[0] == first
 
 
