@@ -323,9 +323,19 @@ def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
 
 def _choice_rules(plan: Plan) -> Iterator[Rule]:
     """Rules among the choices of one plan, and of each key that nothing would read."""
-    others = "+".join(module for module in plan.recompute_modules if module != "per_op")
+    layout, modules = plan.layout, plan.recompute_modules
+    yield rule("panels", plan.panels > 1 and layout not in ("2d", "2.5d"))
+    yield rule("attention_grid", plan.attention == "grid" and layout != "2d")
+    yield rule("layout_sp", plan.sp is False and layout in ("2d", "2.5d", "3d"))
+    yield rule("head_dtype", plan.head_dtype == "fp8" and plan.dtype not in NARROW_DTYPES)
+    others = "+".join(module for module in modules if module != "per_op")
+    yield rule("per_op_and_others", "per_op" in modules and others, others=others)
+    yield rule("frozen_dtype", plan.frozen_dtype is not None and not plan.lora_rank)
+    yield rule("param_dtype", plan.param_dtype == "fp8" and plan.dtype != "fp8")
+    yield rule("param_dtype_of", plan.param_dtype == "fp8" and not plan.done_by.holds_fp8_weights)
     targets = "+".join(plan.lora_targets)
-    return rules_of("choices", plan=plan, narrow=NARROW_DTYPES, others=others, targets=targets)
+    yield rule("lora_targets", targets and not plan.lora_rank, targets=targets)
+    yield rule("lora_dropout", plan.lora_dropout and not plan.lora_rank)
 
 
 def grid_rules(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[Rule]:
