@@ -17,6 +17,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.expressions import formulas, value_of
 from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
+from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, ENGINE_KEYS, EVEN, KEYS, LORA_TARGETS, WEIGHT_KEYS, Plan
@@ -25,10 +26,15 @@ from meshwise.program.implementation import loss_fusion
 
 Facts = dict[str, Any]
 
+EAGER = "eager"
+"""The loss of software that compiles nothing."""
+
 
 def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
     """The facts of one plan, resolved and its layers placed; a key without effect is left out."""
-    facts: Facts = {key: getattr(mesh.plan, key) for key in KEYS} | {"loss": loss_fusion(mesh.plan)}
+    loss = loss_fusion(mesh.plan)
+    is_eager = SOFTWARE[mesh.plan.software].is_eager and loss == "none"
+    facts: Facts = {key: getattr(mesh.plan, key) for key in KEYS} | {"loss": EAGER if is_eager else loss}
     facts |= {key: int(getattr(mesh, key)) for key in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "ulysses")}
     facts |= {key: int(getattr(mesh, key)) for key in ("batch", "seq", "microbatch")}
     group = int(mesh.zero_group)
@@ -120,7 +126,9 @@ def plan_of(facts: Facts) -> Plan:
 def recover(facts: Facts) -> Facts:
     """The plan's keys out of the facts that a framework states in its own terms."""
     found = dict(facts)
-    if "loss" in facts:
+    if facts.get("loss") == EAGER:
+        found["software"] = "torch-2024-eager"
+    elif "loss" in facts:
         found["loss_fusion"] = facts["loss"]
     if "cp_size" in facts:
         found["cp"] = max(facts["cp_size"], facts["sp_size"])
