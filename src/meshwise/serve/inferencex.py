@@ -70,7 +70,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     }  # fmt: skip
     if stated["day"]:
         ruled = _ruled("layouts" if is_one_pool else "pool_layouts", stated | {"tp": layout.tp})
-        spread = _catalog()["spreads"].get(ruled.get("spreads"), {})
+        spread = catalog()["spreads"].get(ruled.get("spreads"), {})
         layout = replace(layout, **formulas(spread, {"of": layout}))
     stated |= {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep, "workers": workers}
     stated["prompt_dp"] = int(row.get("prefill_attention_dp") or 1)
@@ -81,7 +81,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
         settings["max_tokens"] = int(value_of(settings["max_tokens"], names))
     if "graph_sizes" in settings:
         settings["graph_sizes"] = tuple(settings["graph_sizes"])
-    guesses = f"drafts={found['drafts']},accept={_catalog()['acceptance']}" if found["drafts"] else ""
+    guesses = f"drafts={found['drafts']},accept={catalog()['acceptance']}" if found["drafts"] else ""
     return BenchmarkScript(layout, _plan(found), guesses, settings, found.get("frontends", 1))
 
 
@@ -92,13 +92,14 @@ def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _catalog() -> dict[str, Any]:
+def catalog() -> dict[str, Any]:
+    """`catalog/inferencex.toml`."""
     return read_catalog("inferencex.toml")
 
 
 def _ruled(rules: str, stated: dict[str, Any]) -> dict[str, Any]:
     """`stated`, with what the rules set of that."""
-    for rule in _catalog()[rules]:
+    for rule in catalog()[rules]:
         if all(_holds(stated[column], wanted) for column, wanted in rule.items() if column != "set"):
             stated |= rule["set"]
     return stated

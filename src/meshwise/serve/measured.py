@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import ClusterError, DataError, PlanError, WorkloadError
+from meshwise.core.expressions import formulas
 from meshwise.core.refusals import refuse
 from meshwise.core.units import positive, whole
 from meshwise.machine.hardware import Chip, Cluster, find_chip, find_cluster
@@ -106,31 +107,12 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
     if inferencex.is_row(row):
         return engine.having(**script.settings)
     batch = "max_batch" if row.get("max_batch") else "concurrency"
-    return _generated(engine, count(row, "input_tokens"), count(row, batch))
+    names = {"of": engine, "prompt": count(row, "input_tokens"), "batch": count(row, batch), "min": min}
+    return engine.having(**formulas(inferencex.catalog()["generated"][name], names))
 
 
-# How the runs of aiconfigurator's gap analyses were made, where their rows do not say so: engines were
-# started, and measured, by what its generator writes (github.com/ai-dynamo/aiconfigurator,
-# `generator/config` and `generator/rule_plugin/benchmark`, read at git ad0e3e5e3).
 PROMPTS = 100
-"""Prompts that its client sends in turn (AIPerf's `--num-dataset-entries`), all of one length."""
-
-MORE_TOKENS = 1500
-"""Tokens that a pass takes more than a prompt."""
-
-
-def _generated(engine: Engine, prompt: int, batch: int) -> Engine:
-    """`engine` as the generator starts it for prompts of `prompt` tokens and `batch` sequences.
-
-    With vLLM and TensorRT-LLM a pass takes the tokens of the batch too; TensorRT-LLM captures powers of two
-    and pads no batch.
-    """
-    if engine.name == "sglang":
-        return engine.having(max_tokens=min(prompt + MORE_TOKENS, engine.max_tokens))
-    engine = engine.having(max_tokens=batch + prompt + MORE_TOKENS)
-    if engine.name != "trtllm":
-        return engine
-    return replace(engine, graph_sizes=tuple(2**i for i in range(9)), pads_batches=False)
+"""Prompts that aiconfigurator's client sends in turn (`--num-dataset-entries` of AIPerf), of one length."""
 
 
 def _repeated(requests: Requests) -> Requests:
