@@ -310,12 +310,8 @@ def _adapters(run: Run, dtype: str) -> dict[str, Any]:
         return {}
     adapted, stated = _NAMES["adapted"], _words((run.lora_targets or "").lower())
     named = (adapted.get(word, word.removesuffix("_proj")) for word in stated)
-    frozen = {"nf4": "fp4", "bf16": None, "": None}.get(run.frozen_dtype or "", run.frozen_dtype)
-    if frozen == "as_computed":
-        frozen = "fp8" if dtype in NARROW_DTYPES else None
-    targets = _words("+".join(named))
-    adapters = {"lora_rank": run.lora_rank, "lora_targets": targets, "frozen_dtype": frozen}
-    return adapters | {"lora_dropout": run.lora_dropout or 0.0}
+    names = {"run": run, "dtype": dtype, "narrow": NARROW_DTYPES, "targets": _words("+".join(named))}
+    return formulas(_NAMES["adapters"], names)
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> Plan:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwise.calibrate.errors import quantiles, summarize
+from meshwise.calibrate.errors import grouped, quantiles, summarize
 from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import DataError, MeshwiseError
@@ -79,9 +79,8 @@ class ServingFit:
     def spreads(self) -> dict[str, dict[str, Spread]]:
         """Percentiles of measured over predicted with the model left out, by quantity and regime."""
         found: dict[str, dict[str, Spread]] = {}
-        for quantity, regime in dict.fromkeys((case.quantity, case.regime) for case in self.cases):
-            same = (quantity, regime)
-            rows = [i for i, case in enumerate(self.cases) if (case.quantity, case.regime) == same]
+        alike = grouped(range(len(self.cases)), lambda i: (self.cases[i].quantity, self.cases[i].regime))
+        for (quantity, regime), rows in alike.items():
             models = [self.cases[i].model for i in rows]
             low, high = quantiles(np.exp(-self.without_model[rows]), models, 0.1, 0.9)
             spread = Spread(min(low, 1.0), max(high, 1.0), len(rows), len(set(models)))

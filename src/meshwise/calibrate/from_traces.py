@@ -25,6 +25,7 @@ from typing import cast
 import numpy as np
 
 from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, measured_cluster
+from meshwise.calibrate.errors import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.core.refusals import refuse
@@ -100,10 +101,7 @@ def _large(ops: Sequence[OpRate]) -> list[OpRate]:
 def _rates(ops: Sequence[OpRate], of: str, *, by_dtype: bool = True) -> dict[str, float]:
     """Work over the usual time by dtype (all as one, under no name); DataError if calls differ too much."""
     found: dict[str, float] = {}
-    same: dict[str, list[OpRate]] = defaultdict(list)
-    for one in ops:
-        same[one.dtype if by_dtype else ""].append(one)
-    for dtype, every in same.items():
+    for dtype, every in grouped(ops, lambda one: one.dtype if by_dtype else "").items():
         rows = _real(every, of)
         count, seconds = sum(one.count for one in rows), sum(map(_usual_s, rows))
         if count < _MIN_CALLS:

@@ -136,9 +136,7 @@ def _stated(row: dict[str, str], ranks: float) -> Stated:
     if of is None:
         raise Unmodelled(f"no formula times op {op!r} of {library}")
     if op == "moe_experts":
-        if dtype not in _EXPERT_DTYPES:
-            raise BadCell(f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}", "dtype")
-        return "experts", _EXPERT_DTYPES[dtype], _experts(row, of["needs"]), _expert_library(row)
+        return "experts", _dtype(dtype, _EXPERT_DTYPES), _experts(row, of["needs"]), _expert_library(row)
     heads = re.sub(r"cfg=(\d+)-(\d+)-(\d+)", r"h=\1 kv=\2 d=\3 kvrank=\2 rope=\3", text)
     needs = next((names for names in of.get("either", ()) if f"{names[0]}=" in heads), of["needs"])
     names = {"op": op, "library": library, "dtype": dtype, "kv_dtype": kv_dtype or dtype, "ranks": ranks}
@@ -151,10 +149,10 @@ def _table(op: str) -> dict[str, Any] | None:
     return next((table for pattern, table in _OPS.items() if re.fullmatch(pattern, op)), None)
 
 
-def _dtype(text: str) -> str:
-    if text not in _DTYPES:
-        raise BadCell(f"{text!r} is not one of {', '.join(_DTYPES)}", "dtype")
-    return _DTYPES[text]
+def _dtype(text: str, among: dict[str, str] = _DTYPES) -> str:
+    if text not in among:
+        raise BadCell(f"{text!r} is not one of {', '.join(among)}", "dtype")
+    return among[text]
 
 
 def _collective_seconds(kind: Collective, value: float, unit: str, size: float, ranks: float) -> float:

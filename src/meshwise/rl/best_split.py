@@ -206,17 +206,12 @@ class RlAnswer(Shown):
     @property
     def cost(self) -> dict[str, float]:
         """Dollars of a step, and days and dollars of a run, as far as they were asked for."""
-        step_s, found = self.step.step_s, dict[str, float]()
+        step_s, num, usd = self.step.step_s, self.num_steps, self.usd_per_gpu_hour
         if step_s is None:
-            return found
-        hours = self.step.job.cluster.num_chips * step_s / 3600.0
-        if self.usd_per_gpu_hour is not None:
-            found["usd_per_step"] = hours * self.usd_per_gpu_hour
-        if self.num_steps is not None:
-            found["run_days"] = self.num_steps * step_s / 86400.0
-            if self.usd_per_gpu_hour is not None:
-                found["run_usd"] = self.num_steps * found["usd_per_step"]
-        return found
+            return {}
+        step_usd = usd and self.step.job.cluster.num_chips * step_s / 3600.0 * usd
+        of_run = {"run_days": num and num * step_s / 86400.0, "run_usd": num and step_usd and num * step_usd}
+        return {name: value for name, value in ({"usd_per_step": step_usd} | of_run).items() if value}
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise rl --json` prints; of an open layout with all that was found."""
