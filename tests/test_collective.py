@@ -105,11 +105,9 @@ def test_a_dispatch_crosses_to_each_node_once():
     """Four nodes of 8, 8 choices: a token meets 4 (1 - (3/4)^8) nodes, three quarters of them others."""
     ranks, choices, token_bytes = 32.0, 8.0, 1e6
     met_ranks, met_nodes = (places * (1 - (1 - 1 / places) ** choices) for places in (32.0, 4.0))
-    seconds = collective_s("dispatch", met_ranks * token_bytes, ranks, choices=choices, **LINKS_OF_A_NODE)
+    links = (Link(450e9, 0.0, 8.0), Link(50e9, 0.0, math.inf))
+    seconds = collective_s("dispatch", met_ranks * token_bytes, ranks, choices=choices, links=links)
     assert seconds == pytest.approx(met_nodes * 0.75 * token_bytes / 50e9)
-
-
-LINKS_OF_A_NODE = {"links": (Link(450e9, 0.0, 8.0), Link(50e9, 0.0, math.inf))}
 
 
 # --- torus, rails, oversubscription ------------------------------------------------------------

@@ -243,16 +243,12 @@ def test_an_activation_of_its_own_visits_every_choice_wherever_its_expert_is():
 
 def synthetic_rows(truth: eff.GemmEfficiency) -> list[Measurement]:
     sides = [64.0, 256.0, 1024.0, 4096.0, 16384.0]
+    of = {"op": "gemm", "variant": "bf16", "chip": H100.name, "software": "", "source": "made", "where": ""}
     rows = [
-        synthetic("gemm", "bf16", {"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0})
+        Measurement(shape={"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0}, seconds=1.0, **of)
         for m, n, k in itertools.product(sides, sides, sides)
     ]
     return timed(rows, eff.Efficiency(gemms={"bf16": truth}))
-
-
-def synthetic(op: str, variant: str, shape: dict[str, float]) -> Measurement:
-    of_h100 = {"chip": H100.name, "software": "", "source": "synthetic", "where": ""}
-    return Measurement(op=op, variant=variant, shape=shape, seconds=1.0, **of_h100)
 
 
 def timed(rows: list[Measurement], truth: eff.Efficiency) -> list[Measurement]:

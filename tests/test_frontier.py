@@ -207,8 +207,6 @@ def test_choices_that_can_only_help(better: dict[str, str], worse: dict[str, str
 
 # --- failures and cost ----------------------------------------------------------------------------------
 
-seconds = st.floats(1, 1e6)
-
 
 def test_goodput_is_what_a_simulation_of_interruptions_keeps() -> None:
     mean_s, write_s, restart_s, interval_s = 5000.0, 60.0, 300.0, 700.0

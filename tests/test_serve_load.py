@@ -368,11 +368,9 @@ def test_a_pass_takes_as_long_as_the_rank_with_most_prompts() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8")
-LOAD = ("--concurrency", "16")
-RATE = ("--rate", "5")
 
 
-@pytest.mark.parametrize("load", [LOAD, RATE, ("--requests", "trace.csv")])
+@pytest.mark.parametrize("load", [("--concurrency", "16"), ("--rate", "5"), ("--requests", "trace.csv")])
 def test_command(meshwise: Any, tmp_path: Path, load: tuple[str, ...]) -> None:
     (tmp_path / "trace.csv").write_text(TRACES["ours.csv"])
     words = [word.replace("trace.csv", str(tmp_path / "trace.csv")) for word in load]

@@ -22,19 +22,6 @@ from msgspec.structs import replace as restated
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import express
-from meshwise.calibrate.fit_steps import (
-    LIMITS,
-    START,
-    TIED,
-    Quantity,
-    StepFit,
-    as_tables,
-    catalog_constants,
-    search,
-    step_miss,
-    unfounded,
-)
-from meshwise.calibrate.fit_steps import STATED as STATED_CONSTANTS
 from meshwise.calibrate.leave_one_source_out import misses_by_others
 from meshwise.calibrate.mend import mends
 from meshwise.calibrate.releases import errors_by_release, read_board
@@ -233,10 +220,10 @@ def test_the_catalog_holds_every_constant_of_the_fit() -> None:
     )
     with pytest.raises(PlanError, match="software '1999' is unknown"):
         find_overheads(chip, "1999")
-    for name, value in catalog_constants().items():
-        _, least, most = LIMITS[name]
+    for name, value in fit_steps.catalog_constants().items():
+        _, least, most = fit_steps.LIMITS[name]
         assert 1.001 * least < value < most / 1.001, f"{name} ends at its limit"
-    assert as_tables(START).software["megatron-2020"]
+    assert fit_steps.as_tables(fit_steps.START).software["megatron-2020"]
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -320,24 +307,23 @@ def test_the_page_shows_every_group(tmp_path: Path) -> None:
 
 def test_a_fit_finds_the_constant_that_made_the_data() -> None:
     """Runs whose step time is predicted with 1.6 passes a kernel give that constant back."""
-    truth = START | {"software.megatron-2020.kernel_passes": 1.6}
-    made = as_tables(truth)
+    truth = fit_steps.START | {"software.megatron-2020.kernel_passes": 1.6}
+    made = fit_steps.as_tables(truth)
     rows = [
         express(restated(run, step_time_s=estimate_run(express(run), made).step_s))
         for run in read_runs(ITERATIONS)[0]
         if not is_held_out(run.id)
     ]
-    host = Quantity("step_s", ("software.megatron-2020.kernel_passes",), step_miss)
-    found = search(START, rows, host)
+    host = fit_steps.Quantity("step_s", ("software.megatron-2020.kernel_passes",), fit_steps.step_miss)
+    found = fit_steps.search(fit_steps.START, rows, host)
     assert found["software.megatron-2020.kernel_passes"] == pytest.approx(1.6, rel=0.05)
-    assert {name: value for name, value in found.items() if "kernel_passes" not in name} == {
-        name: value for name, value in truth.items() if "kernel_passes" not in name
-    }
+    name = "software.megatron-2020.kernel_passes"
+    assert found | {name: 1.6} == truth  # the others stay
 
 
 def test_a_fit_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshwise: Any) -> None:
     """What speaks against the constants is in it, nothing is written, and the exit code says no."""
-    refused = StepFit(START, 0.1, 0.2, "", ("skew_s ends at its limit",))
+    refused = fit_steps.StepFit(fit_steps.START, 0.1, 0.2, "", ("skew_s ends at its limit",))
     monkeypatch.setattr(fit_steps, "priced_runs", lambda paths: [])
     monkeypatch.setattr(fit_steps, "fit_overheads", lambda runs, **about: refused)
     for name in RUN_FILES:
@@ -345,7 +331,7 @@ def test_a_fit_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     outcome = meshwise("fit", "--only", "steps", "--data", str(tmp_path), "--json")
     assert outcome.code == 1 and "not written: skew_s" in outcome.err
     found = json.loads(outcome.out)
-    assert found["steps"]["constants"] == START and found["written"] is False
+    assert found["steps"]["constants"] == fit_steps.START and found["written"] is False
     assert found["steps"]["problems"] == ["skew_s ends at its limit"]
 
 
@@ -366,17 +352,18 @@ def test_a_source_that_is_off_as_a_whole_moves_no_constant_that_others_know(shif
 
 def test_a_constant_of_one_source_or_at_its_limit_is_refused() -> None:
     rows = [express(run) for run in read_runs(ITERATIONS)[0]]
-    host = Quantity("step_s", ("software.megatron-2020.kernel_passes",), step_miss)
-    (one_source,) = unfounded(START, rows, host)
+    host = fit_steps.Quantity("step_s", ("software.megatron-2020.kernel_passes",), fit_steps.step_miss)
+    (one_source,) = fit_steps.unfounded(fit_steps.START, rows, host)
     assert "kernel_passes is determined by 1 source only (vTrain ground truth)" in one_source
-    at_limit = START | {"software.megatron-2020.kernel_passes": 4.0}
-    assert "kernel_passes ends at its limit" in " ".join(unfounded(at_limit, rows, host))
+    at_limit = fit_steps.START | {"software.megatron-2020.kernel_passes": 4.0}
+    assert "kernel_passes ends at its limit" in " ".join(fit_steps.unfounded(at_limit, rows, host))
 
 
 def test_every_constant_is_fitted_or_stated_or_tied() -> None:
-    assert not set(LIMITS) & set(STATED_CONSTANTS) and not set(TIED) & (set(LIMITS) | set(STATED_CONSTANTS))
-    assert {other for other, _ in TIED.values()} <= set(LIMITS) | set(STATED_CONSTANTS) | set(TIED)
-    assert all(source for _, source in STATED_CONSTANTS.values())
+    fitted, stated, tied = (set(table) for table in (fit_steps.LIMITS, fit_steps.STATED, fit_steps.TIED))
+    assert not fitted & stated and not tied & (fitted | stated)
+    assert {other for other, _ in fit_steps.TIED.values()} <= fitted | stated | tied
+    assert all(source for _, source in fit_steps.STATED.values())
 
 
 def test_a_source_left_out_does_not_fit_itself() -> None:
@@ -387,7 +374,7 @@ def test_a_source_left_out_does_not_fit_itself() -> None:
         express(restated(run, step_time_s=2 * (run.step_s or 1.0))) if "kort22" in run.id else express(run)
         for run in old
     ]
-    before, after = (misses_by_others(rows, catalog_constants()), misses_by_others(slow, catalog_constants()))
+    before, after = (misses_by_others(known, fit_steps.catalog_constants()) for known in (rows, slow))
     for each in rows:
         if "kort22" in each.run.id:
             shift = after.by_source["step_s"][each.run.id] - before.by_source["step_s"][each.run.id]
@@ -407,12 +394,8 @@ def test_what_was_never_measured_is_told_by_aspect() -> None:
 
 
 def test_an_estimate_says_between_what_and_why() -> None:
-    found = estimate(
-        find_model("llama3-8b"),
-        find_cluster("h100-80g-sxm:8"),
-        parse_plan("zero=3"),
-        Workload(batch=16, seq=8192),
-    )
+    of = find_model("llama3-8b"), find_cluster("h100-80g-sxm:8"), parse_plan("zero=3")
+    found = estimate(*of, Workload(batch=16, seq=8192))
     document = found.to_json(ledger=False)
     between = document["step_s_interval"]
     assert 0 < between["p10"] <= found.step_s <= between["p90"]
@@ -473,9 +456,8 @@ def test_a_board_that_is_none_is_refused(meshwise: Any, tmp_path: Path) -> None:
 def test_the_constant_that_was_wrong_is_the_one_that_mends() -> None:
     """Steps that take what a chip of 1.4 times the energy per FLOP would."""
     known = [express(run) for run in runs().values() if run.chip == "h100-80g-sxm" and "fp8" not in run.dtype]
-    tables = as_tables(
-        catalog_constants(), {"power.hopper.bf16": 1.4 * catalog_constants()["power.hopper.bf16"]}
-    )
+    constants = fit_steps.catalog_constants()
+    tables = fit_steps.as_tables(constants, {"power.hopper.bf16": 1.4 * constants["power.hopper.bf16"]})
     slow = [
         replace(each, run=restated(each.run, step_time_s=estimate_run(each, tables).step_s)) for each in known
     ]
