@@ -57,7 +57,7 @@ def test_shapes_of_the_printed_run() -> None:
     assert of.local_experts == 128
     assert of.ep * of.capacity * of.config.expert_ffn_dim == 4944 * 64 * 4
     assert of.routing_size == 421_888 * 256
-    assert moe.expert_calls(of, PASSES) == 3840
+    assert moe.report(of, PASSES)["calls"]["expert_ffn"] == 3840
     assert moe.exchanges(of, PASSES) == 60
     assert moe.exchange_bytes(of) == 81_002_496
     assert num_passes(10**6, 4, max_valid_steps=4) == PASSES
@@ -89,7 +89,7 @@ def test_flop_worked_out_by_hand() -> None:
     assert {role: round(float(flop) / giga, 1) for role, flop in found.items()} == wanted
     assert round(float(moe.total_flop(of)) / giga) == 5534
     assert round(float(moe.useful_flop(of)) / giga) == 786
-    assert moe.slot_use(of) == pytest.approx(0.078, abs=0.0005)
+    assert moe.report(of, 1)["shapes"]["slot_use_frac"] == pytest.approx(0.078, abs=0.0005)
 
 
 def test_host_reads_of_the_token_loop() -> None:

@@ -16,16 +16,12 @@ from statistics import median
 
 from meshwise.calibrate.microdata import Measurement, read
 from meshwise.core.errors import DataError
-from meshwise.core.files import read_text
+from meshwise.core.files import read_catalog, read_text
 from meshwise.cost.collective import members
 from meshwise.machine.efficiency import network
 from meshwise.machine.hardware import Cluster, MeasuredCollective, find_chip
 
-_KINDS = {
-    **{"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter"},
-    **{"alltoall": "all_to_all", "all_to_all": "all_to_all", "broadcast": "broadcast", "sendrecv": "send"},
-    **{"reduce": "reduce"},
-}
+_KINDS: dict[str, str] = read_catalog("measured_names.toml")["nccl_tests"]
 """Collectives by the names of nccl-tests' programs, the longer name first."""
 
 _NCCL_ROW = re.compile(r"\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s")

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -42,13 +42,14 @@ _NAMES = read_catalog("measured_names.toml")
 
 _CATALOG = read_catalog("frameworks.toml")
 _USUAL = _CATALOG["usual"] | {"recompute_kind": None}
-if TYPE_CHECKING:
-    Defaults = Any
-else:
-    _TEXTS = dict.fromkeys(("source", "software"), str) | {"names": list[str], "recompute_kind": str | None}
-    _TYPES = {name: type(value) for name, value in _USUAL.items()} | _TEXTS
-    Defaults = msgspec.defstruct("Defaults", _TYPES.items(), forbid_unknown_fields=True)
-"""One entry of the catalog. Fields with the name of a column of `Run` fill its blank cells."""
+_TEXTS = {"source": str, "software": str, "names": list[str], "recompute_kind": str | None}
+_TYPES: dict[str, Any] = {name: type(value) for name, value in _USUAL.items()} | _TEXTS
+_Entry: Any = msgspec.defstruct("_Entry", _TYPES.items(), forbid_unknown_fields=True)
+
+
+class Defaults(_Entry):
+    """One entry of the catalog. Fields with the name of a column of `Run` fill its blank cells."""
+
 
 HOST_RANKS = 16
 """The most chips of one host."""

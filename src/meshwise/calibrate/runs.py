@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -44,12 +44,9 @@ _HELD: dict[str, Any] = _NEEDED | _OTHERS
 _TYPES = {
     name: Literal[tuple(held)] if isinstance(held, list) else _KINDS[held] for name, held in _HELD.items()
 }
-if TYPE_CHECKING:
-    _Columns = Any
-else:
-    _FIELDS: list[Any] = [(name, _TYPES[name]) for name in _NEEDED]
-    _FIELDS += [(name, _TYPES[name] | None, None) for name in _OTHERS] + [("where", str, "")]
-    _Columns = msgspec.defstruct("_Columns", _FIELDS, frozen=True, kw_only=True, forbid_unknown_fields=True)
+_FIELDS: list[Any] = [(name, _TYPES[name]) for name in _NEEDED]
+_FIELDS += [(name, _TYPES[name] | None, None) for name in _OTHERS] + [("where", str, "")]
+_Columns: Any = msgspec.defstruct("_Columns", _FIELDS, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Run(_Columns):

@@ -49,11 +49,6 @@ def exchange_bytes(of: Pass) -> Num:
     return of.slots * of.config.decoder_embed_dim * of.elem_bytes
 
 
-def expert_calls(of: Pass, passes: int = 1) -> Num:
-    """Feed-forwards of experts on one rank, where a loop runs over them."""
-    return passes * of.local_experts * of.config.num_moe_layers
-
-
 def host_reads(block_tokens: int, blocks: int) -> int:
     """Single numbers that the token loop of eval_lm fetches from the device: 4 a token, one less a block."""
     return blocks * (4 * block_tokens - 1)
@@ -87,11 +82,6 @@ def useful_flop(of: Pass) -> Num:
     rest = sum(flop for role, flop in parts.items() if role not in spent_on_routing)
     visits = config.top_k * of.tokens * config.num_moe_layers
     return rest + visits * 4.0 * config.decoder_embed_dim * (config.expert_ffn_dim // of.tp)
-
-
-def slot_use(of: Pass) -> Num:
-    """Share of the slots that tokens can fill at most."""
-    return of.config.top_k * of.tokens / of.slots
 
 
 # --- what a profiler of memory shows --------------------------------------------------------------
@@ -172,12 +162,12 @@ def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
         "shapes": {
             **{name: getattr(of, name) for name in ("tokens", "capacity", "slots", "local_experts")},
             "rows_per_expert": of.ep * of.capacity,
-            "slot_use_frac": slot_use(of),
+            "slot_use_frac": of.config.top_k * of.tokens / of.slots,
         },
         "calls": {
             **aten_calls(of, passes),
             "all_to_all": exchanges(of, passes),
-            "expert_ffn": expert_calls(of, passes),
+            "expert_ffn": passes * of.local_experts * of.config.num_moe_layers,
             "host_reads_of_token_loop": host_reads(of.config.tokens_per_sample, passes),
         },
         "parameters": {
