@@ -104,9 +104,8 @@ class Excerpt:
 class PublishedStep(Shown):
     """The answer of a published model for one plan.
 
-    `tables` by their names, and all `rows`, have the `columns` and units of the convention; `results` is what
-    a document has of them. `flop` [FLOP] is what one of `ranks` does in `step_s` [s]; `comm_s` are the parts
-    of that besides compute.
+    All `rows` have the `columns` and units of the convention; `results` is what a document has of them.
+    `flop` [FLOP] is what one of `ranks` does in `step_s` [s]; `comm_s` are the parts of that besides compute.
     """
 
     convention: str
@@ -117,7 +116,6 @@ class PublishedStep(Shown):
     ranks: float
     columns: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
-    tables: Mapping[str, Sequence[Mapping[str, Any]]]
     results: Mapping[str, Any]
     excerpts: Sequence[Excerpt]
     step_s: float
@@ -162,16 +160,9 @@ class PublishedStep(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """A published model: what it answers, in which columns and units, what it knows, and how it prices.
+    """A published model: how it prices, and the batch in sequences of a question that names none (None: as
+    in `estimate`)."""
 
-    `default_batch` is the batch in sequences of a question that names none (None: as in `estimate`).
-    """
-
-    name: str
-    answers: str
-    columns: tuple[str, ...]
-    units: str
-    rules: Scope
     price: Callable[[Model, Cluster, Plan, Workload], PublishedStep]
     default_batch: int | None = None
 

@@ -32,7 +32,6 @@ class Steady:
     what engines work; `staleness`: versions from a group's start to its update. `num_trained` are the groups.
     """
 
-    period_s: float
     wait_s: float
     drain_s: float
     busy_s: float
@@ -121,9 +120,8 @@ def steady(
     """The steady flow of a trainer that takes `trains_s` a batch and `sync_s` a sync of weights."""
     flow = _Flow(pool, rollouts, rng, staleness, in_flight)
     flow.start_groups(0.0)
-    now, begins, waits, drains, busy = 0.0, [], [], [], []
+    now, waits, drains, busy = 0.0, [], [], []
     for version in range(WARM_UP + COUNTED):
-        begins.append(now)
         busy.append(flow.engines.busy_s)
         ready_s = max(flow.wait_for(version), now)
         waits.append(ready_s - now)
@@ -138,7 +136,6 @@ def steady(
     trained = range(WARM_UP * rollouts.num_groups, (WARM_UP + COUNTED) * rollouts.num_groups)
     ages = [group // rollouts.num_groups - flow.started[group] for group in trained if group not in flow.open]
     return Steady(
-        period_s=(now - begins[WARM_UP]) / COUNTED,
         wait_s=sum(waits[WARM_UP:]) / COUNTED,
         drain_s=sum(drains[WARM_UP:]) / COUNTED,
         busy_s=(flow.engines.busy_s - busy[WARM_UP]) / COUNTED,

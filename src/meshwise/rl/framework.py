@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import date
 from functools import cache
 
 import msgspec
@@ -52,7 +51,6 @@ class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     version: str
     source: str
-    checked: date
     engine: str
     host_s: float
     node_host_s: float

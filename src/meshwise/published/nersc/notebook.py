@@ -86,7 +86,6 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         ranks=plan.tp,
         columns=("table", *COLUMNS),
         rows=[{"table": name, **row} for name in TABLES for row in tables[name]],
-        tables=tables,
         results={"tables": results},
         excerpts=[_excerpt(name, tables[name], totals[name], shares[name]) for name in TABLES],
         step_s=total("t_total_fwd", "t_total_bwd") * _MS,
@@ -153,12 +152,4 @@ def _ledger_rows(tables: dict[str, list[dict[str, Any]]]) -> Iterator[LedgerRow]
             yield from op_rows(table, cells["layer"], phase, kept, rows)
 
 
-CONVENTION = Convention(
-    name=SCOPE.convention,
-    answers="the block of a GPT on one tensor-parallel group, forward and backward",
-    columns=COLUMNS,
-    units="TFLOP, GB (1e9 bytes), ms",
-    rules=SCOPE,
-    price=notebook,
-    default_batch=1,
-)
+CONVENTION = Convention(price=notebook, default_batch=1)

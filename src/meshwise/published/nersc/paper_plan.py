@@ -94,7 +94,6 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
         ranks=plan.model_ranks * float(run.dp),
         columns=("table", *COLUMNS),
         rows=rows,
-        tables=priced.tables,
         results=results | {"totals": totals},
         excerpts=[excerpt],
         step_s=totals["t"],
@@ -170,11 +169,4 @@ def _inside(sizes: dict[str, int], domain_ranks: float) -> dict[str, float]:
     return inside
 
 
-CONVENTION = Convention(
-    name=SCOPE.convention,
-    answers="one training iteration of a GPT or ViT under 1d, 2d or 2d-cp tensor parallelism",
-    columns=COLUMNS,
-    units="TFLOP, GB (1e9 bytes), s",
-    rules=SCOPE,
-    price=paper,
-)
+CONVENTION = Convention(price=paper)
