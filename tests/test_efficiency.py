@@ -147,6 +147,55 @@ def test_a_core_of_tpu_v7_multiplies_as_published(size, flop_per_s):
     assert 2 * size**3 / seconds == pytest.approx(flop_per_s, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    "name, rows, k, n, experts, milliseconds",
+    [
+        pytest.param("tpu-v7", 262144, 7168, 2048, 256, 13.75, id="DeepSeek-V3 on a core of v7"),
+        pytest.param("tpu-v7", 524288, 4096, 1536, 128, 9.09, id="Qwen3 235B on a core of v7"),
+        pytest.param("tpu-v7", 327680, 2880, 2880, 128, 15.97, id="gpt-oss on a core of v7"),
+        pytest.param("tpu-v5p", 262144, 7168, 2048, 256, 43.05, id="DeepSeek-V3 on v5p"),
+        pytest.param("tpu-v5p", 524288, 4096, 1536, 128, 32.34, id="Qwen3 235B on v5p"),
+    ],
+)
+def test_experts_on_tpu_multiply_as_published(name, rows, k, n, experts, milliseconds):
+    """openxla/tokamax tokamax/data/autotuning, pallas_mosaic_tpu_ragged_dot.json @783ea957: even groups.
+
+    Means of the forward and of the gradients of rows and of weights.
+    """
+    chip = find_chip(name)
+    found = eff.constants(chip).gemm("bf16", grouped=True)
+    devices = found.weight_copies
+    seconds = gemm_s(
+        float(rows / experts), float(n), float(k), batch=float(experts),
+        flop_per_s=chip.matrix_peak("bf16") / devices / (1.0 + found.masked_frac * (k % 128 > 0)),
+        memory_bytes_per_s=chip.memory_bytes_per_s / devices, elem_bytes=2.0, efficiency=found,
+    )  # fmt: skip
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "seq, qk_dim, v_dim, backward, milliseconds",
+    [
+        (8192, 128, 128, False, 1.93),
+        (8192, 256, 256, False, 2.14),
+        (8192, 128, 128, True, 3.98),
+        (32768, 192, 128, True, 56.97),
+        (131072, 128, 128, False, 357.2),
+        (131072, 128, 128, True, 823.43),
+        (131072, 256, 256, True, 853.37),
+    ],
+)
+def test_attention_on_tpu_v7_takes_as_long_as_published(seq, qk_dim, v_dim, backward, milliseconds):
+    """openxla/tokamax splash_attention/microbenchmarks.pdf @783ea957: a core, 32 and 8 heads."""
+    chip = find_chip("tpu-v7")
+    seconds = attention_s(
+        batch=1.0, heads=32.0, kv_heads=8.0, seq_q=float(seq), seq_k=float(seq), qk_dim=float(qk_dim),
+        v_dim=float(v_dim), causal=True, backward=backward, flop_per_s=chip.matrix_peak("bf16") / 2,
+        memory_bytes_per_s=chip.memory_bytes_per_s / 2, efficiency=eff.constants(chip).attention,
+    )  # fmt: skip
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.12)
+
+
 def test_a_chip_throttles_as_its_watts_and_its_peak_ask_for():
     """GeForce halves the rate of the die, so its limit does not bind; a card of 72 W throttles more."""
 

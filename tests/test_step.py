@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -305,6 +306,20 @@ def test_what_software_fuses() -> None:
         assert (stated.step_s, stated.memory_bytes) == (left.step_s, left.memory_bytes)
     with pytest.raises(mw.MeshwiseError, match="use loss_fusion=none"):
         priced("llama3-8b", "implementation=fsdp2,loss_fusion=in_place", **job)
+
+
+def test_answers_that_are_weighed_last_are_computed_again() -> None:
+    """MaxText weighs tokens in their own order: weights of the router need the answers of the experts."""
+
+    def again(software: str, **more: Any) -> set[str]:
+        plan = f"recompute=full,zero=3,software={software}"
+        rows = mw.estimate("mixtral-8x7b", "tpu-v5p:64", plan, batch=64, **more).ledger.columns
+        return {op for op, phase in zip(rows["op"], rows["phase"], strict=True) if phase == "recompute"}
+
+    assert {"expert_fc2", "to_tokens"} <= again("xla-2024")
+    assert {"expert_fc2", "to_tokens"}.isdisjoint(again("torch-2024"))
+    padded = again("xla-2024", capacity_factor=1.25)  # one matmul of all experts, a place for each row
+    assert "expert_fc2" in padded and "to_tokens" not in padded
 
 
 def test_a_chip_of_one_software_is_priced_under_it() -> None:

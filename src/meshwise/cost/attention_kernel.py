@@ -10,7 +10,8 @@ they weigh like `softmax_dim` more head dimensions. So with P pairs of one head,
     time    = launch + compute + (Q + K + V + O bytes) / memory bandwidth
 
 The last term is not hidden: serving kernels also write the cache of keys and values, and a tile loads
-its queries before it computes. *Decode* has one query per sequence: the keys and values must be read,
+its queries before it computes. Heads narrower than the side of a systolic array (`unit_dim`) take as long as
+those that fill it. *Decode* has one query per sequence: the keys and values must be read,
 that is all, unless many heads share them or the matrix unit is slow. Source of the counts: Dao,
 FlashAttention-2, 2023.
 """
@@ -50,9 +51,10 @@ def attention_s(
     pairs = attended_pairs(seq_q, seq_k, causal=causal)
     if causal:  # half of a diagonal tile lies above the mask and is computed all the same
         pairs = pairs + 0.5 * seq_q * efficiency.tile
-    softmax = efficiency.softmax_dim
-    forward_dims = qk_dim + v_dim + 2.0 * softmax
-    backward_dims = 3.0 * qk_dim + 2.0 * v_dim + 5.0 * softmax
+    softmax, unit = efficiency.softmax_dim, efficiency.unit_dim
+    filled_qk, filled_v = np.ceil(qk_dim / unit) * unit, np.ceil(v_dim / unit) * unit
+    forward_dims = filled_qk + filled_v + 2.0 * softmax
+    backward_dims = 3.0 * filled_qk + 2.0 * filled_v + 5.0 * softmax
     dims = backward_dims / efficiency.backward_frac if backward else forward_dims
     rate_flop_per_s = flop_per_s * efficiency.peak_frac
     even_s = 2.0 * batch * heads * pairs * dims / rate_flop_per_s

@@ -12,7 +12,7 @@ The library tries them all and we take the fastest:
     memory    = (A + B + C bytes) / memory bandwidth
     time      = launch + (compute^p + memory^p)^(1/p)
 
-The power sum stands for imperfect overlap of compute and memory (p = 2.5 everywhere). The core rate
+The power sum stands for imperfect overlap of compute and memory (p = 2.5, `overlap_power`). The core rate
 falls with the duration of the kernel, as the power limit lowers the clock. Batched and grouped matmuls
 are `batch` times as many tiles. Where overheads go with a tile's rows (`by_rows`), those of few rows cost
 little. Constants: `efficiency.GemmEfficiency`, fitted by `meshwise fit`.
@@ -38,7 +38,6 @@ MOST_ROWS_BETWEEN = 128.0
 
 MIN_SPLIT_K = 512.0
 MAX_SPLIT = 16.0
-OVERLAP_POWER = 2.5
 THROTTLE_FROM_S = 1e-4
 
 
@@ -73,7 +72,8 @@ def gemm_s(
     )  # fmt: skip
     larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
     smaller = np.minimum(compute_s, memory_s)
-    return efficiency.launch_s + larger * (1.0 + (smaller / larger) ** OVERLAP_POWER) ** (1.0 / OVERLAP_POWER)
+    power = efficiency.overlap_power
+    return efficiency.launch_s + larger * (1.0 + (smaller / larger) ** power) ** (1.0 / power)
 
 
 def _between_tiles_s(

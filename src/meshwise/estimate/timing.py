@@ -64,6 +64,9 @@ DISPATCH_CORES = 24.0
 STACK_CELLS = 2**15
 """Numbers that are timed in one call at most: more do not stay in the cache."""
 
+LANES = 128.0
+"""Numbers side by side in a register of a TPU's vector unit."""
+
 EXPERT_LIBRARIES = ("aiter", "triton", "trtllm")
 """Libraries of grouped matmuls, the preferred one first."""
 
@@ -277,18 +280,27 @@ def _matmul_s(
     read: Stack, write: Stack,
 ) -> Num:  # fmt: skip
     rates, overheads = machine.rates(op), machine.overheads
+    efficiency = machine.efficiency.gemm(
+        op.dtype, in_blocks=op.right_bytes > 1.0, grouped=op.library == "ragged"
+    )
+    copies = np.where(is_weight_grad, 1.0, efficiency.weight_copies)
     one_by_one = bool(overheads.expert_call_s) and op.is_expert
+    elem_bytes = precision(op.dtype).operand_bytes if op.right_bytes else read / (batch * (m * k + k * n))
+    out_bytes = write / (batch * m * n)
+    is_masked = (np.mod(n, LANES) > 0.0) | (np.mod(np.where(is_weight_grad, m, k), LANES) > 0.0)
+    m, k = m + efficiency.shared_rows * (1.0 - is_weight_grad), k + efficiency.shared_rows * is_weight_grad
     busy_s = gemm_s(
         m, n, k,
         batch=1.0 if one_by_one else batch,
-        flop_per_s=rates.matrix_flop_per_s * (overheads.fp4_speedup if op.dtype == "fp4" else 1.0),
+        flop_per_s=rates.matrix_flop_per_s * (overheads.fp4_speedup if op.dtype == "fp4" else 1.0)
+        / (1.0 + efficiency.masked_frac * is_masked),
         memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
-        elem_bytes=precision(op.dtype).operand_bytes if op.right_bytes else read / (batch * (m * k + k * n)),
-        right_bytes=op.right_bytes or None,
+        elem_bytes=elem_bytes,
+        right_bytes=(op.right_bytes or elem_bytes) * copies,
         tiles=GROUPED_TILES if op.right_bytes else TILES,  # Marlin's have 16 rows too
-        out_bytes=write / (batch * m * n),
-        efficiency=machine.efficiency.gemm(op.dtype, in_blocks=op.right_bytes > 1.0),
+        out_bytes=out_bytes * efficiency.weight_copies / copies,
+        efficiency=efficiency,
     )  # fmt: skip
     busy_s = np.maximum(busy_s * np.where(one_by_one, batch, 1.0), machine.sustained_s(flop, op.dtype))
     if _is_core(op):
@@ -475,7 +487,7 @@ _SECONDS: dict[str, Callable[..., Num]] = {
 """What times a stack of ops, by their kind, or by the library of a collective that has one of its own."""
 
 _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
-    "matmul": lambda op: (op.dtype, _is_core(op), op.is_expert, op.right_bytes),
+    "matmul": lambda op: (op.dtype, _is_core(op), op.is_expert, op.right_bytes, op.library),
     "attention": lambda op: (op.dtype, op.phase, op.causal),
     "decode_attention": lambda op: (op.dtype, op.library),
     "experts": lambda op: (op.dtype, op.right_bytes, op.library),

@@ -45,6 +45,10 @@ class GemmEfficiency:
     tile_s: prologue and epilogue of one tile.
     split_s: extra time when the sum over k is split among cores.
     by_rows: tile_s and split_s are of a tile of 256 rows and in proportion to the rows, down to 16 (AITER).
+    overlap_power: how well compute hides memory: (compute^p + memory^p)^(1/p); 1: not at all.
+    weight_copies: processors of the chip, each of which moves the weights of all experts.
+    shared_rows: rows of a tile that two neighbouring groups share: it is computed for each.
+    masked_frac: more compute where a weight has a dimension that is no multiple of 128 lanes: it is masked.
     """
 
     launch_s: float = 0.0
@@ -56,6 +60,10 @@ class GemmEfficiency:
     split_s: float = 0.0
     tiled: bool = False
     by_rows: bool = False
+    overlap_power: float = 2.5
+    weight_copies: float = 1.0
+    shared_rows: float = 0.0
+    masked_frac: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,7 @@ class AttentionEfficiency:
     tail: lengths of the longest tile that the last wave adds, on top of an even share.
     backward_frac: rate of the backward relative to the forward.
     tile: rows of a query tile (the diagonal tiles of a causal mask are computed whole).
+    unit_dim: side of the systolic array, which heads of fewer dimensions do not fill (1: they do).
     """
 
     launch_s: float = 0.0
@@ -75,6 +84,7 @@ class AttentionEfficiency:
     memory_frac: float = math.inf
     backward_frac: float = 1.0
     tile: float = 0.0
+    unit_dim: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,15 +231,17 @@ class Efficiency:
             found.setdefault(self.inherited_from[name], []).append(name)
         return found
 
-    def gemm_name(self, dtype: str, *, in_blocks: bool = False) -> str:
-        """The constants for matmuls in `dtype`, whose weights may be scaled `in_blocks`."""
+    def gemm_name(self, dtype: str, *, in_blocks: bool = False, grouped: bool = False) -> str:
+        """The constants for matmuls in `dtype`, whose weights may be scaled `in_blocks` or of experts."""
         name = AS_MEASURED.get(dtype, dtype)
-        return f"{name}-block" if in_blocks and f"{name}-block" in self.gemms else name
+        kinds = [kind for kind, is_it in (("grouped", grouped), ("block", in_blocks)) if is_it]
+        names = [f"{own}-{kind}" for kind in kinds for own in (name, "bf16")]
+        return next((own for own in names if own in self.gemms), name)
 
-    def gemm(self, dtype: str, *, in_blocks: bool = False) -> GemmEfficiency:
+    def gemm(self, dtype: str, *, in_blocks: bool = False, grouped: bool = False) -> GemmEfficiency:
         """The constants for matmuls in `dtype`; a dtype without its own shares those of bf16."""
         shared = self.gemms.get("bf16", _IDEAL_GEMM)
-        return self.gemms.get(self.gemm_name(dtype, in_blocks=in_blocks), shared)
+        return self.gemms.get(self.gemm_name(dtype, in_blocks=in_blocks, grouped=grouped), shared)
 
     def cast(self, dtype: str) -> CastEfficiency:
         """The constants for casts with a scale to `dtype`."""

@@ -93,6 +93,7 @@ class Software(NamedTuple):
     matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
     those whose chips run no other. `native_attention`: generations of
     chips whose own fused attention it runs. `is_eager`: it fuses no element-wise kernels of a block.
+    `weighs_last`: as in a `program.cut.Cut`.
     """
 
     losses: str
@@ -102,6 +103,7 @@ class Software(NamedTuple):
     makers: Sequence[str] = ()
     native_attention: Sequence[str] = ()
     is_eager: bool = False
+    weighs_last: bool = False
 
 
 SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].items()}

@@ -1,16 +1,17 @@
 """The MLP of a mixture-of-experts layer under expert parallelism (ep) and expert tensor parallelism (etp).
 
-Each rank routes its own tokens (cut by tp): a small matmul scores the experts, the top k are taken,
-and each token is copied k times and sent by all-to-all over `ep` to the ranks that hold its experts.
-The etp ranks of an expert gather the arrivals, compute, and reduce-scatter; a second all-to-all
-brings the results home, where they are added (Megatron-LM sorts what several ranks sent by expert, and back:
-`sort_chunks_by_idxs` of its token_dispatcher.py): they were weighed with the activations, before the second
-matmul, so that no wide tensor is kept for it. Where the dispatch is per rank (DeepEP, HybridEP)
-a token goes once to each of the d(ep) ranks that hold some of its experts, d(n) = n (1 - (1 - 1/n)^k), and
-on its way once to each node (fewer of both where the router is limited to groups of experts). Balanced
-routing gives each of the E/ep local experts k T etp ep / E rows, T the tokens a rank routes; `imbalance`
-scales the busiest rank. With a capacity factor c every expert computes exactly c k T / E rows from each
-rank, full or not.
+Each rank routes its own tokens (cut by tp): a small matmul scores the experts, the top k are taken, and each
+token is copied k times and sent by all-to-all over `ep` to the ranks that hold its experts. The etp ranks of
+an expert gather the arrivals, compute, and reduce-scatter; a second all-to-all brings the results home, where
+they are added (Megatron-LM sorts what several ranks sent by expert, and back: `sort_chunks_by_idxs` of its
+token_dispatcher.py): they were weighed with the activations, before the second matmul, so that no wide tensor
+is kept for it. MaxText puts them in the order of tokens first and weighs them then: their gradients need
+them, so that recomputation runs the second matmul too. Where the dispatch is per rank (DeepEP, HybridEP) a
+token goes once to each of the d(ep) ranks that hold some of its experts, d(n) = n (1 - (1 - 1/n)^k), and on
+its way once to each node (fewer of both where the router is limited to groups of experts). Balanced routing
+gives each of the E/ep local experts k T etp ep / E rows, T the tokens a rank routes; `imbalance` scales the
+busiest rank. With a capacity factor c every expert computes exactly c k T / E rows from each rank, full or
+not.
 
 Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for the capacity.
 """
@@ -140,9 +141,11 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
         if cut.lora_rank:
             d_out = sum(one.shape[-1] for one in results)
             yield from dequantized(MODULE, name, local_experts * x.shape[-1] * d_out, cut)
-        yield from linears(
+        for op in linears(
             MODULE, name, x, results, prec, bias=model.linear_bias, grouped=True, frozen=cut.lora_rank > 0
-        )
+        ):
+            is_ragged = op.kind == "matmul" and not moe.capacity_factor
+            yield structs.replace(op, library="ragged") if is_ragged else op
 
     copies = yield from elementwise(MODULE, "dispatch", "copy", x, prec, shape=(sent, hidden))
     # Tokens, and in the backward gradients, may go in a narrow type; what comes back is added in a wide one.
@@ -180,7 +183,10 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     yield from exchange("combine", "forward", payload, answers, back)
     yield from exchange("combine", "backward", out_bytes)
     summed = made(MODULE, "sum", x.shape, prec.act_dtype)
-    for op in elementwise(MODULE, "combine", "sum_copies", back, prec):
+    weighs_last = cut.weighs_last and moe.top_k > 1  # Llama 4, of one choice, weighs what its experts read
+    if weighs_last and not moe.capacity_factor:
+        yield from _sorted("to_tokens", back, cut, 1.0)
+    for op in elementwise(MODULE, "combine", "weigh_copies" if weighs_last else "sum_copies", back, prec):
         yield structs.replace(op, makes=(summed,)) if op.makes else op
     return summed
 

@@ -112,9 +112,10 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     and is sent once to each rank, and node, that they meet. Ranks lie `stride` apart, in `runs` of so many
     and that far apart (`Mesh.replica_runs`). `shards_copied`: ranks whose shards old software copies one by
     one, for each message; `host_bytes` come from the host before it, or go there behind it.
-    `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
-    collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`; for a
-    recurrence `mamba_ssm` or `fla`, whose kernels do not fill the bandwidth.
+    `library`: whose kernel does it, where there are several: `mla` for decode attention over latents;
+    `ragged` for matmuls of experts that have as many rows as chose them; for a collective `peer` (all-reduce
+    by reading the memory of the peers), `deepep-ll` or `deepep-normal`; for a recurrence `mamba_ssm` or
+    `fla`, whose kernels do not fill the bandwidth.
     `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
     are computed in (else 0). `launches`: kernels that the host starts for it. `workspace_bytes`: what it
     holds on the way, beside what it reads and makes.

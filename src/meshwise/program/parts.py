@@ -92,6 +92,7 @@ def cut_of(mesh: Mesh) -> Cut:
         recompute_modules=plan.selective_modules,
         loss=loss_of(plan),
         is_eager=SOFTWARE[plan.software].is_eager,
+        weighs_last=SOFTWARE[plan.software].weighs_last,
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=mesh.gathers_keys,
