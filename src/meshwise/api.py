@@ -210,8 +210,7 @@ def search(
     from meshwise.plan.workload import Workload
     from meshwise.search.search import search as find
 
-    if top < 1:
-        raise WorkloadError(f"top={top} must be a whole number of at least 1")
+    refuse("number of plans", WorkloadError, top=top)
     on = _cluster(cluster, collectives)
     shape = _with_inputs(_model(model), images, image_size, audio_s)
     job = _search_job(shape, on, plan, batch=batch, seq=seq, microbatch=microbatch)
@@ -296,8 +295,7 @@ def _share(memory_frac: float | None) -> float:
     """Of the memory that a plan of training may need."""
     from meshwise.search.search import MEMORY_FRAC
 
-    if memory_frac is not None and not 0 < memory_frac <= 1:
-        raise WorkloadError(f"memory_frac={memory_frac} must be above 0 and at most 1")
+    refuse("share of the memory", WorkloadError, memory_frac=memory_frac)
     return MEMORY_FRAC if memory_frac is None else memory_frac
 
 
@@ -308,8 +306,7 @@ def usd_per_hour(price: str | float | None) -> float | None:
     from meshwise.serve.answer import parse_prices
 
     found = parse_prices(str(price))
-    if set(found) - {""}:
-        raise WorkloadError(f"price={price} is of several chips, which serve compares; give one number")
+    refuse("price of one machine", WorkloadError, price=price, chips={*found} - {""})
     return found.get("")
 
 
@@ -346,8 +343,7 @@ def fit_card(
 
     is_name = isinstance(card, str) and not card.endswith(".toml") and not set(card) & set(":/")
     on = _cluster(f"{card}:1" if is_name else card)
-    if on.num_chips != 1:
-        raise ClusterError(f"{on.name} is {on.num_chips:,} GPUs; name one card, as 4090")
+    refuse("card", ClusterError, on=on)
     shapes = [_model(one) for one in models]
     share = _share(memory_frac)
     return find(
@@ -1292,8 +1288,7 @@ def _with_inputs(
     if frames is not None or (model.diffusion is not None and image_size):
         model = with_latent(model, frames, parse_size(image_size) if image_size else None)
         image_size = ""
-    if image_size and not images:
-        raise WorkloadError(f"image_size={image_size} needs images; say how many a sequence has")
+    refuse("size of images", WorkloadError, image_size=image_size, images=images)
     width, height = parse_size(image_size or "1024x1024")
     return with_inputs(model, Inputs(images=images, width=width, height=height, audio_s=audio_s))
 

@@ -50,7 +50,7 @@ def estimate(
     """
     of_run = options_in(asked, api.budget)
     job = _fill_in(asked, source)
-    _need_model(asked)
+    refuse("priced job", WorkloadError, model=asked["model"], searches=False)
     from meshwise.published.convention import CONVENTIONS
 
     if convention in CONVENTIONS:  # with --per-layer too: the published tables are of one layer anyway
@@ -61,9 +61,8 @@ def estimate(
             write_text(csv, tables.to_csv())
         show(tables, json=json)
         return
-    if convention not in ("default", "ideal"):
-        known = ", ".join(("default", "ideal", *CONVENTIONS))
-        raise PlanError(f"--convention {convention} must be one of {known}")
+    known = ", ".join(("default", "ideal", *CONVENTIONS))
+    refuse("convention", PlanError, convention=convention, known=known)
     budget = api.budget(**of_run)
     found = api.estimate(ideal=convention == "ideal", **asked)
     run = budget.run(found)
@@ -122,8 +121,7 @@ def search(
         check_format(plot)
     present, job = None, None
     if source is not None:
-        if alone["beside"] is not None:
-            raise WorkloadError("--from shows its own plan beside the best; leave --beside out")
+        refuse("search from a job", WorkloadError, beside=alone["beside"])
         taken = {name: asked[name] for name in ("model", "cluster", "batch", "seq")}
         taken |= {"plan": "", "microbatch": None}
         job = _fill_in(taken, source)
@@ -133,9 +131,7 @@ def search(
         asked |= {"model": taken["model"], "batch": work.batch, "seq": work.seq}
         asked["to"] = asked["to"] or job.framework
         asked["plan"] = computed(job.plan) | plan_choices(asked["plan"])
-    if asked["batch"] is None:
-        raise WorkloadError("say how many sequences a step has with --batch")
-    _need_model(asked)
+    refuse("priced job", WorkloadError, model=asked["model"], batch=asked["batch"], searches=True)
     found: Any
     if vary:
         others = alone | {"source": source, "html": html}
@@ -305,12 +301,6 @@ def _fill_in(asked: dict[str, Any], source: Path | None) -> Job | None:
     keys = {key: getattr(job.plan, key) for key in DEFAULTS if getattr(job.plan, key) != DEFAULTS[key]}
     asked["plan"] = Plan(**(keys | plan_keys(asked["plan"])))
     return job
-
-
-def _need_model(asked: dict[str, Any]) -> None:
-    """WorkloadError where neither the command line nor a job says which model."""
-    if asked["model"] is None:
-        raise WorkloadError("name a MODEL, or take it from a job with --from FILE")
 
 
 def _job_json(job: Job | None) -> dict[str, Any]:

@@ -142,8 +142,7 @@ def fit(
         only: Kernels and collectives, whole steps, serving engines, or (all) the first two.
         write: Write the catalog; --no-write only reports.
     """
-    if ray and only in ("ops", "serving"):
-        raise DataError("--ray is for the rows of steps; leave it out with --only ops or serving")
+    refuse("fit", DataError, ray=ray, only=only)
     if ray:
         ray_for(ray)  # the fit of kernels, which comes first, takes minutes
     name: str = "ops" if only == "all" else only

@@ -43,8 +43,7 @@ def run(
     Args:
         csv: Write the ledger to this file.
     """
-    if csv is not None and not asked["recorded"]:
-        raise PlanError("--csv writes the ledger, which --no-ledger leaves out; give one of them")
+    refuse("ledger of a run", PlanError, csv=csv, recorded=asked["recorded"])
     found, options = _parse(context, asked.pop("program") or "", show_help)
     outcome = api.run(found.name, quiet=json, **asked, **options)
     if outcome is not None:
@@ -94,13 +93,12 @@ def compare(
         stated: Words of estimate, for a script: "MODEL --cluster C --plan P".
     """
     program = asked.pop("program") or ""
-    if is_command(program):
-        if asked["cluster"] is not None:
-            raise PlanError("--cluster times programs; a script's cluster is a word of --estimate")
+    is_script = is_command(program)
+    about = {"is_script": is_script, "cluster": asked["cluster"], "stated": stated, "program": program}
+    refuse("compared program", PlanError, **about)
+    if is_script:
         _compare_script([program, *context.args], stated, asked["rank"], json)
         return
-    if stated:
-        raise PlanError(f"--estimate is for scripts; {program} knows its own closed form")
     found, options = _parse(context, program, show_help)
     result = api.compare(found.name, **asked, **options)
     of = {"program": found.name, "ranks": asked["ranks"], "rank": asked["rank"]}
@@ -186,8 +184,7 @@ def _parse(context: typer.Context, name: str, show_help: bool) -> tuple[Program,
             typer.echo(f"\nPrograms: {', '.join(PROGRAMS)}.")
             typer.echo(f"The options of each: meshwise {context.info_name} PROGRAM --help")
         raise typer.Exit
-    if not name:
-        raise PlanError(f"name a program: {', '.join(PROGRAMS)}")
+    refuse("no program", PlanError, name=name, known=", ".join(PROGRAMS))
     program = find_program(name)
     options = parse_options(program, context.args)
     return program, {field.name: getattr(options, field.name) for field in fields(options)}

@@ -11,6 +11,7 @@ import typer
 
 from meshwise.cli.output import on_nodes, print_answer, write_rows
 from meshwise.core.errors import DataError
+from meshwise.core.refusals import refuse
 
 
 def sweep(
@@ -37,8 +38,7 @@ def sweep(
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 
     wanted = read_sweep(file)
-    if ray and jobs:
-        raise DataError(f"--jobs {jobs} is for processes of this machine; leave it out with --ray")
+    refuse("jobs of a sweep", DataError, ray=ray, jobs=jobs)
     database = out or file.with_suffix(".sqlite")
     with Store(database) as store:
         try:

@@ -18,6 +18,7 @@ from meshwise import api
 from meshwise.cli.output import on_nodes, print_answer, print_json, show, write_rows
 from meshwise.core.errors import DataError
 from meshwise.core.options import stated_in, takes
+from meshwise.core.refusals import refuse
 
 if TYPE_CHECKING:
     import meshwise.machine.hardware as machine
@@ -50,8 +51,7 @@ def explain(
     if rl_log is not None or source is not None:
         _explain_rl(rl_log, source, asked, json=json)
         return
-    if not asked["traces"]:
-        raise DataError("name trace files or folders, or a step log with --rl-log")
+    refuse("explained traces", DataError, traces=asked["traces"])
     with on_nodes(ray, "ranks"):
         found = api.explain(**asked)
     show(found, json=json, html=html, limit=limit, everything=all)
@@ -60,9 +60,8 @@ def explain(
 def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any], *, json: bool) -> None:
     """Print the step log of a post-training job beside the prediction."""
     others = [name for name in stated_in(asked, api.explain) if name not in ("model", "cluster")]
-    if rl_log is None or others:
-        first = (others or ["it"])[0]
-        raise DataError(f"--from goes with --rl-log, a model and a cluster alone; leave {first} out")
+    refuse("step log", DataError, rl_log=rl_log, others=others, first=[*others, "it"][0])
+    assert rl_log is not None
     found = api.explain_rl(rl_log, asked["model"], asked["cluster"], source)
     show(found, json=json)
 
@@ -156,8 +155,7 @@ def path(found: Summary, *, limit: int = 15) -> Found:
     from meshwise.report.trace import path_table
     from meshwise.trace.critical_path import critical_path
 
-    if not found.has_all_ranks:
-        raise DataError("the critical path goes through all ranks; leave --ranks out")
+    refuse("critical path", DataError, found=found)
     critical = critical_path(found)
     return asdict(critical), [path_table(critical, limit=limit)]
 
@@ -230,8 +228,7 @@ def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: int = 1
     from meshwise.report.trace import change_table
     from meshwise.trace.operators import kernel_changes
 
-    if len(paths) != 2:
-        raise DataError(f"a difference is of two traces or folders of them, not of {len(paths)}; name two")
+    refuse("difference of traces", DataError, num=len(paths))
     with on_nodes(ray, "ranks"):
         old, new = (_summarized([path]) for path in paths)
     rows = kernel_changes(old.kernels, new.kernels)
@@ -269,8 +266,7 @@ def query(
     from meshwise.report.table import Table, cell_text
     from meshwise.trace.rows import query as rows_of
 
-    if len(words) < 2:
-        raise DataError('name a folder of traces and a query: trace query DIR "SELECT ..."')
+    refuse("query of traces", DataError, num=len(words))
     with on_nodes(ray, "ranks"):
         found = rows_of(words[:-1], words[-1])
     write_rows(csv, [found.columns, *found.iter_rows()])

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwise.core.errors import PlanError
 from meshwise.core.files import write_bytes
+from meshwise.core.refusals import refuse
 from meshwise.cost.simulate import KINDS, Timeline
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.step import play
@@ -63,8 +64,7 @@ def write_timeline(estimate: Estimate, path: str | Path) -> None:
 
 def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
     """The events of all pipeline ranks in the Trace Event format."""
-    if not estimate.trains:
-        raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
+    refuse("timeline", PlanError, estimate=estimate)
     timeline = play(estimate.step, hop_s=float(estimate.step.hop_s))
     names = _names(timeline, chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh)))
     return [*names, *action_events(timeline), *_once_a_step(estimate, timeline)]
