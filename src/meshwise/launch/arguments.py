@@ -15,6 +15,7 @@ import msgspec
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import catalog_text
+from meshwise.launch.tables import OF_TRAINER
 
 TRAINER = "transformers-trainer"
 """The arguments of the Hugging Face Trainer, written `--name`, which go with DeepSpeed and Accelerate."""
@@ -49,7 +50,7 @@ def framework_arguments(name: str) -> Framework:
     texts = map(catalog_text, ("framework_arguments.json", "rl_arguments.json"))
     lists = ChainMap(*(msgspec.json.decode(text, type=dict[str, Framework]) for text in texts))
     found = lists[name]
-    if name in ("deepspeed", "accelerate"):
+    if name in OF_TRAINER:
         trainer = {f"--{key}": argument for key, argument in lists[TRAINER].arguments.items()}
         found = msgspec.structs.replace(found, arguments=found.arguments | trainer)
     if name == "megatron-bridge":

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.facts import Facts
-from meshwise.launch.tables import ANY, VALUE, Wording, covered, launch_tables, table_of
+from meshwise.launch.tables import ANY, OF_TRAINER, VALUE, Wording, covered, launch_tables, table_of
 from meshwise.machine.hardware import Chip
 from meshwise.machine.overheads import software_on
 from meshwise.plan.plan import DEFAULTS, KEYS
@@ -67,7 +67,7 @@ def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
     """The facts that the arguments `stated` say, and where they only come near to one."""
     facts: Facts = {}
     near = []
-    of_trainer = framework in ("deepspeed", "accelerate")  # whose arguments need not be in the file
+    of_trainer = framework in OF_TRAINER
     for fact, setting in table_of(framework).items():
         for value, option in sorted(setting.items(), key=_rank):
             wants = {

@@ -56,6 +56,10 @@ class LaunchTables(msgspec.Struct, frozen=True):
     torchtune_models: dict[str, tuple[str, str]]
 
 
+OF_TRAINER = ("deepspeed", "accelerate")
+"""Frameworks whose jobs take arguments of transformers' Trainer too, which need not be in their file."""
+
+
 @cache
 def launch_tables() -> LaunchTables:
     """The tables as they stand in the file."""
@@ -64,7 +68,11 @@ def launch_tables() -> LaunchTables:
 
 @cache
 def software_of(framework: str) -> str:
-    """The generation of software that its runs of today are taken to have (`catalog/frameworks.toml`)."""
+    """The generation of software that its runs of today are taken to have (`catalog/frameworks.toml`).
+
+    Jobs of Accelerate and DeepSpeed are those of the Trainer of transformers.
+    """
+    framework = "transformers" if framework in OF_TRAINER else framework
     entries = read_catalog("frameworks.toml")["frameworks"]
     found = (one["software"] for one in entries if framework in one["names"] and "until" not in one)
     return next(found, DEFAULT_SOFTWARE)
