@@ -16,6 +16,7 @@ from typing import Any
 from meshwise.core.errors import ClusterError, WorkloadError
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster
@@ -73,10 +74,7 @@ def group_size(kind: str, cluster: Cluster, ranks: int | None, stride: int) -> i
         WorkloadError: an unknown kind, a stride below 1.
         ClusterError: fewer than two ranks, or more than the cluster has at this stride.
     """
-    if kind not in KINDS:
-        raise WorkloadError(f"there is no collective {kind!r}; use one of {', '.join(KINDS)}")
-    if stride < 1:
-        raise WorkloadError(f"stride={stride} must be a whole number of at least 1")
+    refuse("collective", WorkloadError, kind=kind, kinds=KINDS, known=", ".join(KINDS), stride=stride)
     most = cluster.num_chips // stride
     size = most if ranks is None else ranks
     if not 2 <= size <= most:

@@ -64,9 +64,7 @@ class TokenBudget:
             found["usd_per_million_tokens"] = 1e6 * gpu_hours * self.price
         if self.tokens is None:
             return found
-        if not estimate.trains:
-            kind = estimate.workload.kind
-            raise WorkloadError(f"--tokens is the length of a training run; leave it out with --kind {kind}")
+        refuse("run of tokens", WorkloadError, of=estimate, budget=self, watts=self.watts_per_gpu(estimate))
         seconds = self.tokens / estimate.tokens_per_s
         return found | {
             "tokens": self.tokens,
@@ -84,10 +82,6 @@ class TokenBudget:
             taken |= {"watts_per_gpu": watts, "energy_joules": seconds * num_chips * watts}
             if self.carbon is not None:
                 taken["co2_kg"] = taken["energy_joules"] / JOULES_PER_KWH * self.carbon / 1000
-        elif self.carbon is not None:
-            raise WorkloadError(
-                f"--carbon: the power of {estimate.cluster.chip.name} is not published; state --watts"
-            )
         return taken
 
     def _with_failures(self, seconds: float, estimate: Estimate) -> dict[str, float]:
@@ -105,10 +99,7 @@ class TokenBudget:
         between_s = failures.interruption_s(num_chips)
         checkpoint_s = failures.checkpoint_s(params, num_chips)
         goodput = float(failures.goodput(params, num_chips))
-        if goodput <= 0:
-            raise WorkloadError(
-                f"a run that fails every {between_s:.3g} s never ends; raise --mtbf or lower --restart"
-            )
+        refuse("run that fails", WorkloadError, goodput=goodput, between_s=between_s)
         return {
             "goodput_frac": goodput,
             "num_failures": float(seconds / goodput / between_s),
