@@ -15,12 +15,13 @@ pytest.importorskip("torch")
 
 import torch
 
+from meshwise.calibrate.cluster_file import fit_link
 from meshwise.core.errors import PlanError
 from meshwise.cost.collective import collective_s
 from meshwise.machine.efficiency import IDEAL, constants
 from meshwise.machine.hardware import Link, find_cluster
 from meshwise.runtime import calibrate as measure
-from meshwise.runtime.calibrate import COLLECTIVES, Sample, calibrate, fit_link, from_samples
+from meshwise.runtime.calibrate import COLLECTIVES, Sample, calibrate, from_samples
 from ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -74,11 +75,11 @@ def test_a_link_is_found_again(latency_s: float, ranks: int) -> None:
     """Times made by the formula give the link that made them."""
     links = (Link(3e9, latency_s, math.inf),)
     made = [
-        Sample(kind, str(size), "fp32", float(collective_s(kind, size, ranks, links=links)), 0, "")
+        (kind, float(size), ranks, float(collective_s(kind, size, ranks, links=links)))
         for kind in COLLECTIVES
         for size in (1 << 12, 1 << 20, 1 << 25)
     ]
-    assert fit_link(made, ranks) == pytest.approx((3e9, latency_s), rel=1e-6, abs=1e-15)
+    assert fit_link(made) == pytest.approx((3e9, latency_s), rel=1e-6, abs=1e-15)
 
 
 # --- the path of a GPU ---------------------------------------------------------------------------

@@ -23,13 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwise.calibrate.cluster_file import Calibration, Sample, measured_cluster
-from meshwise.calibrate.cluster_file import fit_link as fit_calls
+from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, measured_cluster
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
@@ -244,8 +243,8 @@ def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibrat
         if sample.what == "gemm":
             matrix[sample.dtype] = max(sample.rate, matrix.get(sample.dtype, 0.0))
     best = {sample.what: sample.rate for sample in samples if sample.what in ("copy", "multiply-add")}
-    between = [sample for sample in samples if sample.what in COLLECTIVES]
-    bandwidth, latency = fit_link(between, ranks) if between else (best["copy"], 0.0)
+    calls: Any = [(s.what, float(s.shape), ranks, s.time_s) for s in samples if s.what in COLLECTIVES]
+    bandwidth, latency = fit_link(calls) if calls else (best["copy"], 0.0)
     cores = f"{platform.machine()}-{os.cpu_count()}-cores"
     called = cores if device == "cpu" else torch.cuda.get_device_name(0)
     name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-").lower()
@@ -256,11 +255,6 @@ def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibrat
         vector_flop_per_s={"fp32": best.get("multiply-add", matrix["fp32"])},
     )  # fmt: skip
     return Calibration(cluster, samples)
-
-
-def fit_link(samples: Sequence[Sample], ranks: int) -> tuple[float, float]:
-    """(bytes/s, latency in seconds) of one link level that explain the collectives best."""
-    return fit_calls([(cast(Collective, one.what), float(one.shape), ranks, one.time_s) for one in samples])
 
 
 def _memory_bytes(device: str) -> float:

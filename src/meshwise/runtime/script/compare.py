@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import Any
 
 from meshwise.core.compare import OPS_BY_DIMS, Comparison, Row
 from meshwise.core.files import read_catalog
@@ -42,15 +41,8 @@ def _totals(ledger: Ledger) -> defaultdict[Place, float]:
             place = (f"{row['group_size']} ranks", row["collective"], "")
             sums[*place, "count"] += row["count"]
             sums[*place, "payload_bytes"] += row["count"] * row["payload_bytes"]
-        elif kind := _kind(row):
-            place = (_part(f"{row['module']}.{row['op']}"), kind, row["phase"])
-            sums[*place, "flop"] += row["count"] * row["flop"]
+        elif row["flop"] and (kind := OPS_BY_DIMS.get(row["shape"].count("x") + 1)):
+            name = f"{row['module']}.{row['op']}".lower()
+            part = next((part for part, words in PARTS.items() if re.search(words, name)), "other")
+            sums[part, kind, row["phase"], "flop"] += row["count"] * row["flop"]
     return sums
-
-
-def _kind(row: dict[str, Any]) -> str:
-    return OPS_BY_DIMS.get(row["shape"].count("x") + 1, "") if row["flop"] else ""
-
-
-def _part(module: str) -> str:
-    return next((part for part, words in PARTS.items() if re.search(words, module.lower())), "other")
