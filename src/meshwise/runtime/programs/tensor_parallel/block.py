@@ -152,15 +152,6 @@ class DistributedLinear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None, None
 
 
-def linear(
-    x: Tensor, weights: Mapping[str, Tensor], name: str, product: DistributedProduct, recorder: OpRecorder
-) -> Tensor:
-    """The linear layer `name` of x [rows, K]."""
-    with recorder.op(name):
-        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-        return DistributedLinear.apply(x, weight, bias, product, recorder, name)
-
-
 Weights = Mapping[str, Tensor]
 WHOLE = Gathered(ALONE, ALONE, ALONE)
 """A product of one rank."""
@@ -182,6 +173,12 @@ class BlockParts:
     out_of_pair: DistributedProduct = WHOLE
     row_axis: MeshAxis = ALONE
 
+    def linear(self, x: Tensor, weights: Weights, name: str, product: DistributedProduct) -> Tensor:
+        """The linear layer `name` of x [rows, K]."""
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        with self.recorder.op(name):
+            return DistributedLinear.apply(x, weight, bias, product, self.recorder, name)
+
     def norm(self, x: Tensor, weights: Weights, name: str) -> Tensor:
         """The norm `name` of rows x."""
         weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
@@ -194,17 +191,17 @@ def block(on: BlockParts, x: Tensor, weights: Weights) -> Tensor:
     """One block; x is what the rank holds of it, [rows, columns]."""
     with on.recorder.section("attention"):
         y = on.norm(x, weights, "norm1")
-        y = linear(y, weights, "qkv", on.into_pair, on.recorder)
+        y = on.linear(y, weights, "qkv", on.into_pair)
         y = on.attend(y)
-        y = linear(y, weights, "out_proj", on.out_of_pair, on.recorder)
+        y = on.linear(y, weights, "out_proj", on.out_of_pair)
         with on.recorder.op("residual1"):
             x = x + y
     with on.recorder.section("mlp"):
         y = on.norm(x, weights, "norm2")
-        y = linear(y, weights, "fc1", on.into_pair, on.recorder)
+        y = on.linear(y, weights, "fc1", on.into_pair)
         with on.recorder.op(on.model.activation):
             y = SwiGLU.apply(*y.chunk(2, -1)) if on.model.gated else F.gelu(y)
-        y = linear(y, weights, "fc2", on.out_of_pair, on.recorder)
+        y = on.linear(y, weights, "fc2", on.out_of_pair)
         with on.recorder.op("residual2"):
             return x + y
 
