@@ -802,14 +802,12 @@ def explain_rl(
     from meshwise.rl.step_log import RlExplanation, read_step_log
 
     found = read_step_log(Path(log))
+    refuse("explained log", WorkloadError, model=model, cluster=cluster, job=job, stated=stated)
     if model is None or cluster is None:
-        if model is not None or job is not None or stated:
-            raise WorkloadError("a prediction needs model and cluster; give both, or the log alone")
         return RlExplanation(found, None)
     options = read_rl_job(job)[0] | stated if job is not None else stated
-    if "output" not in options and "lengths" not in options:
-        if found.output is None:
-            raise WorkloadError("the log does not say the mean length of an answer; give output")
+    if not options.keys() & {"output", "lengths"}:
+        refuse("lengths of a log", WorkloadError, output=found.output)
         options["output"] = found.output
     return RlExplanation(found, rl(model, cluster, **options).step)
 

@@ -80,10 +80,8 @@ class RankWork:
 @once_a_trace
 def work(trace: Trace) -> RankWork:
     """The work of a rank: its kernels where it has a device, else its operators and gloo transfers."""
-    return _device_work(trace) if trace.has_device else _host_work(trace)
-
-
-def _device_work(trace: Trace) -> RankWork:
+    if not trace.has_device:
+        return _host_work(trace)
     kind = np.where(np.isin(trace.kind, DEVICE_KINDS), trace.kind, np.int8(Kind.OTHER))
     if trace.selected is not None:
         kind[~trace.selected] = Kind.OTHER

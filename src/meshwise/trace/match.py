@@ -113,11 +113,9 @@ def _apart(members: dict[int, list[Transfer]], one_host: bool) -> list[dict[int,
     apart: list[dict[int, list[Transfer]]] = []
     for rank, found in members.items():
         near = (part for part in apart if _can_meet(next(iter(part.values())), found, one_host))
-        part = next(near, None)
-        if part is None:
-            apart.append({rank: found})
-        else:
-            part[rank] = found
+        if (part := next(near, None)) is None:
+            apart.append(part := {})
+        part[rank] = found
     return apart
 
 

@@ -104,10 +104,8 @@ def _sections(trace: Trace, parent: Ints) -> tuple[Ints, list[str]]:
 
 def _shape(trace: Trace, shape: int) -> tuple[str, str]:
     """The first tensor an operator took: its shape and dtype; the rest is in the trace."""
-    for dims, dtype in trace.tensors(shape):
-        if dims:
-            return "x".join(map(str, dims)) if math.prod(dims) else "", dtype
-    return "", ""
+    dims, dtype = next(((dims, dtype) for dims, dtype in trace.tensors(shape) if dims), ([], ""))
+    return "x".join(map(str, dims)) if math.prod(dims) else "", dtype
 
 
 # --- SQL ------------------------------------------------------------------------------------------
