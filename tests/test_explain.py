@@ -149,8 +149,7 @@ def test_measured_alone(meshwise):
 
 def test_kernels_of_no_class_are_listed(tmp_path):
     events = [kernel("my_gemm", 0, 60), kernel("strange_thing", 60, 30), kernel("attn_fwd", 90, 10)]
-    write_trace(tmp_path / "rank-0.json", events, 0)
-    found = mw.explain(tmp_path)
+    found = mw.explain(write_trace(tmp_path / "rank-0.json", events, 0))
     _sums_up(found)
     assert any("30.0% of a step: strange_thing" in text for text in found.findings)
 
@@ -162,8 +161,8 @@ def test_what_an_optimizer_runs_is_its_own(tmp_path):
         *launched("vectorized_elementwise_kernel", 10, 20, 30, 1),
         *launched("vectorized_elementwise_kernel", 60, 70, 10, 2),
     ]
-    write_trace(tmp_path / "rank-0.json", events, 0)
-    seconds = {row.op: row.measured_s for row in mw.explain(tmp_path).classes}
+    found = mw.explain(write_trace(tmp_path / "rank-0.json", events, 0))
+    seconds = {row.op: row.measured_s for row in found.classes}
     assert seconds["optimizer"] == pytest.approx(30e-6) and seconds["other kernels"] == pytest.approx(10e-6)
 
 

@@ -21,14 +21,13 @@ GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 
 
 def _played(folder, job):
-    folder.mkdir()
     write_job(folder, job)
     return summarize_paths([folder])
 
 
 def test_the_path_leads_over_the_late_rank(tmp_path):
     """Most of it is spent there, though that rank does a fraction of the job's work."""
-    found = critical_path(_played(tmp_path / "slow", Job(8, 12, "slow device", 1, 0.3, 7, has_host=True)))
+    found = critical_path(_played(tmp_path, Job(8, 12, "slow device", 1, 0.3, 7, has_host=True)))
     assert sum(one.by_rank.get(1, 0.0) for one in found.pieces) > 0.5 * found.span_s
 
 
@@ -37,7 +36,7 @@ def test_the_path_leads_over_the_late_rank(tmp_path):
 def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
     """Pieces sum to the path; it is no longer than the job; idle time is that of its causes."""
     job = Job(2 * (num_ranks // 2), 3, fault, 0, 0.3, seed)
-    found_in = _played(tmp_path_factory.mktemp("job") / "x", job)
+    found_in = _played(tmp_path_factory.mktemp("job"), job)
     found = critical_path(found_in)
     assert sum(one.seconds for one in found.pieces) == pytest.approx(found.span_s)
     assert sum(one.share_frac for one in found.pieces) == pytest.approx(1.0)

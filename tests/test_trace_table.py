@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kineto import all_reduce, host, kernel, operator, write_trace
+from kineto import all_reduce, host, kernel, operator, summary_of, write_trace
 from meshwise.core.ledger import Ledger
 from meshwise.trace.breakdown import breakdown
 from meshwise.trace.operators import (
@@ -84,10 +84,9 @@ def test_kernels_belong_to_operators_and_sections(tmp_path):
 
 def test_section_holds_its_communication(tmp_path):
     """The all-reduce launched inside MoELayer is its own, and the 150 µs that it waited for rank 1 too."""
-    write_trace(tmp_path / "rank-0.json", _gpu_events(), 0)
     late = [host("user_annotation", "MoELayer", 0, 50), all_reduce(260, 50, 1024, [0, 1])]
-    write_trace(tmp_path / "rank-1.json", late, 1)
-    found = {(row.name, row.rank): row for row in all_sections(summarize_paths([tmp_path]))}
+    rows = all_sections(summary_of(tmp_path, [_gpu_events(), late]))
+    found = {(row.name, row.rank): row for row in rows}
     moe = found["MoELayer", 0]
     assert (moe.count, moe.cpu_s) == (1, pytest.approx(100e-6))
     assert moe.compute_s == pytest.approx(60e-6) and moe.communication_s == pytest.approx(200e-6)
@@ -107,8 +106,7 @@ def test_differences_add_up(tmp_path):
 
 
 def test_profile_is_a_ledger(tmp_path):
-    write_trace(tmp_path / "rank-0.json", _gpu_events(), 0)
-    ledger = profile_ledger(summarize_paths([tmp_path]))
+    ledger = profile_ledger(summary_of(tmp_path, [_gpu_events()]))
     assert isinstance(ledger, Ledger) and set(ledger["origin"]) == {"profile"}
     linear = next(iter(ledger.where(op="aten::linear").rows()))
     assert linear["shape"] == "8x4" and linear["dtype"] == "half" and linear["module"] == "MoELayer"
