@@ -28,6 +28,7 @@ from meshwise.calibrate.runs import Run
 from meshwise.core.errors import ClusterError, PlanError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
 from meshwise.machine.overheads import Overheads, Tables, find_overheads
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
@@ -122,8 +123,7 @@ class Expressed:
 @cache
 def express(run: Run) -> Expressed:
     """`run` in meshwise's words; a MeshwiseError is the reason why it cannot be said."""
-    if run.tp * run.pp * run.dp * (run.cp or 1) != run.gpus:
-        raise PlanError(f"tp={run.tp} x pp={run.pp} x dp={run.dp} x cp={run.cp or 1} are not {run.gpus} GPUs")
+    refuse("measured run", PlanError, run=run, cp=run.cp or 1)
     defaults, stated, run = defaults_of(run), run, filled(run)
     model = model_of(run, defaults)
     return Expressed(
@@ -155,9 +155,7 @@ def cluster_of(run: Run) -> Cluster:
     chip = _chip(run.chip, run.power_watts)
     domain = run.scale_up_ranks or run.gpus_per_node
     levels = _levels(chip, domain, run.network, run.network_gbit_per_s_per_gpu)
-    if run.network == "none" and run.gpus > levels[0].ranks:
-        whole = f"the {levels[0].ranks:.0f} of one domain"
-        raise ClusterError(f"network is none, but {run.gpus} GPUs are more than {whole}; name the network")
+    refuse("network of a run", ClusterError, run=run, ranks=levels[0].ranks)
     return Cluster(name=run.chip, chip=chip, num_chips=run.gpus, levels=levels)
 
 

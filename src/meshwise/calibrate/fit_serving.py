@@ -48,7 +48,6 @@ REACH = math.log(2.0)
 class Case:
     """A measured latency: what it is of, its log of predicted over measured, and how constants move that."""
 
-    id: str
     model: str
     system: str
     quantity: str
@@ -94,7 +93,7 @@ def fit_serving(path: Path) -> ServingFit:
         raise DataError(f"{path} is no table of serving points: it has no column {', '.join(missing)}")
     start = fitted().constants
     names = list(msgspec.structs.asdict(start))
-    cases = [case for number, row, bad in lines(path) if not bad for case in _cases(str(number), row, names)]
+    cases = [case for _, row, bad in lines(path) if not bad for case in _cases(row, names)]
     num = Counter(case.model for case in cases)
     is_fitted = np.array([not case.judges_only for case in cases])
     if not is_fitted.any():
@@ -124,7 +123,7 @@ def fit_serving(path: Path) -> ServingFit:
     return ServingFit(constants, cases, misses, left_out("model"), left_out("system"))
 
 
-def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterator[Case]:
+def _cases(row: Mapping[str, str], names: Sequence[str]) -> Iterator[Case]:
     """The latencies of a row, simulated with every constant as it is, then with each of them larger."""
     try:
         of = measured.point(row)
@@ -152,7 +151,7 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
             slopes = tuple(math.log(each[quantity] / first[quantity]) / NUDGE for each in nudged)
             miss = math.log(first[quantity] / value)
             yield Case(
-                number, find_model(row["model"]).name, row["system"], quantity, base.regime,
+                find_model(row["model"]).name, row["system"], quantity, base.regime,
                 only or quantity == measured.RATE, miss, slopes,
             )  # fmt: skip
 

@@ -139,10 +139,8 @@ class Instance:
     def best_rank(self, sequence: EngineSequence) -> tuple[int, int]:
         """The rank whose cache holds most of a prompt, NO_RANK if none has any; and the tokens of that."""
         blocks = self._blocks(sequence)
-        rank, found = max(
-            enumerate(prefix.found_tokens(blocks) for prefix in self.prefixes), key=lambda one: one[1]
-        )
-        return rank if found else NO_RANK, found
+        found = [prefix.found_tokens(blocks) for prefix in self.prefixes]
+        return found.index(max(found)) if any(found) else NO_RANK, max(found)
 
     @property
     def _joins_s(self) -> float:
