@@ -56,16 +56,14 @@ HOST_RANKS = 16
 """The most chips of one host."""
 
 
-@cache
-def entries() -> tuple[Defaults, ...]:
-    """The catalog, in its order."""
-    return tuple(msgspec.convert(_USUAL | entry, Defaults) for entry in _CATALOG["frameworks"])
+ENTRIES = tuple(msgspec.convert(_USUAL | entry, Defaults) for entry in _CATALOG["frameworks"])
+"""The catalog, in its order."""
 
 
 def defaults_of(run: Run) -> Defaults:
     """The entry for the framework and release of `run`; where there is none, that without a name."""
     month = released(run)
-    fitting = [entry for entry in entries() if month <= entry.until]
+    fitting = [entry for entry in ENTRIES if month <= entry.until]
     return next(entry for known in (_framework(run), "") for entry in fitting if known in entry.names)
 
 
@@ -143,7 +141,7 @@ def approximations(run: Run) -> Iterator[str]:
             yield f"{column} {value} is priced as {said[value]}"
     if None is not run.param_gather_overlap != run.grad_reduce_overlap:
         yield "param_gather_overlap is priced like grad_reduce_overlap"
-    if not any(_framework(run) in entry.names for entry in entries()):
+    if not any(_framework(run) in entry.names for entry in ENTRIES):
         yield f"framework {run.framework} is priced as megatron-lm"
 
 

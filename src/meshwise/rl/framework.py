@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 import msgspec
 
@@ -78,10 +77,7 @@ class RlCatalog(msgspec.Struct, frozen=True):
     usual: Mapping[str, str]
 
 
-@cache
-def catalog() -> RlCatalog:
-    """The catalog."""
-    return msgspec.convert(read_catalog("rl.toml"), RlCatalog)
+CATALOG = msgspec.convert(read_catalog("rl.toml"), RlCatalog)
 
 
 def find_framework(text: str, without: str = "") -> RlFramework:
@@ -90,12 +86,12 @@ def find_framework(text: str, without: str = "") -> RlFramework:
     `without`: a version to do as if it was not known; then the one next to it holds, or another framework's.
     """
     name, _, version = text.partition("=")
-    every = [one for one in catalog().frameworks if one.name != name or one.version != without]
+    every = [one for one in CATALOG.frameworks if one.name != name or one.version != without]
     known = [one for one in every if one.name == name]
     if without and not known:
         return every[-1]
     if not known:
-        names = ", ".join(dict.fromkeys(one.name for one in catalog().frameworks))
+        names = ", ".join(dict.fromkeys(one.name for one in CATALOG.frameworks))
         raise WorkloadError(f"framework {name!r} is not known; known are {names}, with =VERSION if you like")
     older = [one for one in known if not version or _numbers(one.version) <= _numbers(version)]
     return max(older or known[:1], key=lambda one: _numbers(one.version))
@@ -109,7 +105,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def find_transport(name: str) -> Transport:
     """The transport called `name`."""
-    known = catalog().transports
+    known = CATALOG.transports
     if name not in known:
         raise WorkloadError(f"transport {name!r} is not known; choose among {', '.join(known)}")
     return known[name]
@@ -117,6 +113,6 @@ def find_transport(name: str) -> Transport:
 
 def interval_of(quantity: str, value: float, mode: str) -> Interval:
     """Between which values a measurement of the prediction lies, 8 times of 10; phases as the step."""
-    spread = catalog().spreads["overlapped" if mode in OVERLAPPED else "in turn"]
+    spread = CATALOG.spreads["overlapped" if mode in OVERLAPPED else "in turn"]
     reason = f"judging by {spread.num_runs} measured steps of {spread.num_sources} sources, none by its own"
     return Interval(p10=value * spread.p10, p90=value * spread.p90, reason=reason)

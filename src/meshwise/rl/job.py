@@ -11,7 +11,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.rl.engines import RolloutPool, rollout_pool
-from meshwise.rl.framework import OVERLAPPED, RlFramework, catalog
+from meshwise.rl.framework import CATALOG, OVERLAPPED, RlFramework
 from meshwise.rl.rollouts import Rollouts
 from meshwise.serve.engine import parse_engine
 from meshwise.serve.serving import serving
@@ -71,7 +71,7 @@ class OpenJob:
         overlaps = self.mode in OVERLAPPED
         refuse("rl options", WorkloadError, of=self, modes=MODES, overlaps=overlaps)
         names = {"of": self, "overlaps": overlaps, "bin": BIN_TOKENS, "int": int, "max": max}
-        usual = formulas(catalog().usual, names)
+        usual = formulas(CATALOG.usual, names)
         stated = {each.name: getattr(self, each.name) for each in fields(self)}
         return RlJob(**stated | {name: value for name, value in usual.items() if stated[name] in (None, "")})
 

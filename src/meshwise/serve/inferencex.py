@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any
 
 from meshwise.core.expressions import formulas, value_of
 from meshwise.core.files import read_catalog
 from meshwise.serve.engine import Engine
+
+CATALOG = read_catalog("inferencex.toml")
 
 LENGTHS = ("1024/1024", "1024/8192", "8192/1024")
 """Tokens of prompts and outputs that it measures."""
@@ -70,7 +71,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     }  # fmt: skip
     if stated["day"]:
         ruled = _ruled("layouts" if is_one_pool else "pool_layouts", stated | {"tp": layout.tp})
-        spread = catalog()["spreads"].get(ruled.get("spreads"), {})
+        spread = CATALOG["spreads"].get(ruled.get("spreads"), {})
         layout = replace(layout, **formulas(spread, {"of": layout}))
     stated |= {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep, "workers": workers}
     stated["prompt_dp"] = int(row.get("prefill_attention_dp") or 1)
@@ -81,7 +82,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
         settings["max_tokens"] = int(value_of(settings["max_tokens"], names))
     if "graph_sizes" in settings:
         settings["graph_sizes"] = tuple(settings["graph_sizes"])
-    guesses = f"drafts={found['drafts']},accept={catalog()['acceptance']}" if found["drafts"] else ""
+    guesses = f"drafts={found['drafts']},accept={CATALOG['acceptance']}" if found["drafts"] else ""
     return BenchmarkScript(layout, _plan(found), guesses, settings, found.get("frontends", 1))
 
 
@@ -91,15 +92,9 @@ def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
     return keys | {"wide_modules": tuple(found.get("wide_modules", ()))}
 
 
-@cache
-def catalog() -> dict[str, Any]:
-    """`catalog/inferencex.toml`."""
-    return read_catalog("inferencex.toml")
-
-
 def _ruled(rules: str, stated: dict[str, Any]) -> dict[str, Any]:
     """`stated`, with what the rules set of that."""
-    for rule in catalog()[rules]:
+    for rule in CATALOG[rules]:
         if all(_holds(stated[column], wanted) for column, wanted in rule.items() if column != "set"):
             stated |= rule["set"]
     return stated

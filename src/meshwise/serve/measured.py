@@ -108,7 +108,7 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
         return engine.having(**script.settings)
     batch = "max_batch" if row.get("max_batch") else "concurrency"
     names = {"of": engine, "prompt": count(row, "input_tokens"), "batch": count(row, batch), "min": min}
-    return engine.having(**formulas(inferencex.catalog()["generated"][name], names))
+    return engine.having(**formulas(inferencex.CATALOG["generated"][name], names))
 
 
 PROMPTS = 100

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,20 +51,18 @@ class Law:
         return value
 
 
-@cache
-def catalog() -> dict[str, Any]:
-    """The named laws and latencies, as written in `catalog/frontier.toml`."""
-    return read_catalog("frontier.toml")
+_CATALOG = read_catalog("frontier.toml")
+"""The named laws and latencies."""
 
 
 def law_names(kind: str) -> list[str]:
     """The names of the laws of one of `KINDS`; the first is the default."""
-    return list(catalog()[kind])
+    return list(_CATALOG[kind])
 
 
 def find_law(kind: str, text: str) -> Law:
     """The law of `kind` called `text`, or the power law written `COEFFICIENT,EXPONENT`."""
-    entries = catalog()[kind]
+    entries = _CATALOG[kind]
     if text in entries:
         return Law(name=text, **entries[text])
     try:
@@ -85,7 +82,7 @@ WIDENING = 5.0
 """Inner width over model width: 4 for the feed-forward part, 1 for the heads."""
 MONTH_S = 30 * 86400.0
 
-FIELDS = catalog_fields(catalog()["fields"], {})
+FIELDS = catalog_fields(_CATALOG["fields"], {})
 """What the choices and numbers of `Assumptions` may be."""
 OPTIONS = {key: field.names for key, field in FIELDS.items() if field.names}
 """Named choices, the default first; their meanings are at `Assumptions`."""
@@ -93,10 +90,6 @@ OPTIONS = {key: field.names for key, field in FIELDS.items() if field.names}
 
 def _law(kind: str) -> Law:
     return find_law(kind, law_names(kind)[0])
-
-
-def _latency(what: str) -> Any:
-    return field(default_factory=lambda: catalog()["latency"][what])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,10 +122,10 @@ class Assumptions:
     hops: str = "direct"
     latency: str = "on-stream"
     capacity: str = "checked"
-    kernel_s: float = _latency("kernel_s")
-    base_s: float = _latency("base_s")
-    inner_step_s: float = _latency("inner_step_s")
-    outer_step_s: float = _latency("outer_step_s")
+    kernel_s: float = _CATALOG["latency"]["kernel_s"]
+    base_s: float = _CATALOG["latency"]["base_s"]
+    inner_step_s: float = _CATALOG["latency"]["inner_step_s"]
+    outer_step_s: float = _CATALOG["latency"]["outer_step_s"]
 
     def __post_init__(self) -> None:
         for name in FIELDS:

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED, Num, require_positive, to_number
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import (
@@ -354,9 +355,8 @@ def _limits(device: Device, run: Assumptions, curve: tuple[Point, ...], failures
 
 def power_and_cost(point: Point, watts: float | None, price_per_hour: float) -> dict[str, float | None]:
     """Power [W], energy [J] (None without watts), device-hours and price of a run; both rates per device."""
-    for what, value in (("watts", watts or 0.0), ("price per device-hour", price_per_hour)):
-        if not 0 <= value <= MOST_STATED:
-            raise WorkloadError(f"{what} is {value}; it must be from 0 to {MOST_STATED:g}")
+    names = {"watts": watts or 0.0, "price": price_per_hour, "most": MOST_STATED}
+    refuse("power and cost", WorkloadError, **names)
     device_hours = point.devices * point.training_s / 3600
     return {
         "power_watts": point.devices * watts if watts else None,
