@@ -103,6 +103,17 @@ def test_fsdp2_keeps_on_the_host_all_that_it_shards() -> None:
     assert spent[on_host] - spent[on_chip] > moved / link_bytes_per_s
 
 
+def test_adapters_beside_some_layers_are_counted_beside_those_alone() -> None:
+    """Three products of training each; the others are of k, o, gate, up and down."""
+    every, few = (
+        mw.estimate("llama3-8b", "h200-sxm:1", LORA + more, batch=1, seq=512)
+        for more in ("", ",lora_targets=q+v")
+    )
+    others = (4096 + 1024) + 2 * 4096 + 3 * (4096 + 14336)
+    assert every.flop_per_step - few.flop_per_step == 3 * 2 * 16 * others * 32 * 512
+    assert few.mfu < few.hfu
+
+
 def test_narrow_weights_are_gathered_narrow() -> None:
     """NF4 tensors are gathered as they are kept (torchao): two blocks of 405B are 3.3 GB, not 12.7."""
     plan = "zero=3,recompute=full,lora_rank=16,optimizer=adam-bf16"

@@ -153,6 +153,7 @@ class Estimate(Shown):
             self.workload.seq,
             kind=self.workload.kind,
             lora_rank=self.plan.lora_rank,
+            lora_targets=self.plan.lora_targets,
             has_frozen_towers=is_frozen(self.mesh),
         )
 
@@ -366,8 +367,9 @@ def estimate(
 
 @lru_cache(256)
 def model_flop(
-    model: Model, seq: float, *, kind: str = "evaluate", lora_rank: int = 0, has_frozen_towers: bool = False
-) -> float:
+    model: Model, seq: float, *, kind: str = "evaluate", lora_rank: int = 0,
+    lora_targets: tuple[str, ...] = (), has_frozen_towers: bool = False,
+) -> float:  # fmt: skip
     """Matrix FLOP of one sequence of `seq` tokens through the whole model, multi-token prediction apart.
 
     Training is the forward three times, where weights are frozen twice, and once before all that trains;
@@ -382,6 +384,7 @@ def model_flop(
         seq=1.0 if decodes else float(seq),
         past=float(seq) if decodes else 0.0,
         lora_rank=lora_rank,
+        lora_targets=lora_targets,
         imbalance=capacity,
         kind="evaluate" if trains else kind,
     )
