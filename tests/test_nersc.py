@@ -214,7 +214,7 @@ def test_a_plan_gives_the_case(
 @pytest.mark.parametrize("plan", ["tp=4,pp=4", "layout=2d:2x2,pp=4", "layout=2d-cp:2x2,pp=4"])
 def test_ledger_holds_the_time_and_the_work_of_a_layer(plan: str) -> None:
     of = answer("gpt3-175b", "nersc-a100:32", plan, 16)
-    rows = [row for table in of.results["tables"].values() for row in table]
+    rows = [row for table in of.tables.values() for row in table]
     ledger = of.ledger
     assert ledger.total("time_s") == pytest.approx(sum(row["t"] for row in rows), rel=1e-12)
     flop = sum(row["flops_fwd"] + row["flops_bwd"] for row in rows)

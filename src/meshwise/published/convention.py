@@ -104,8 +104,9 @@ class Excerpt:
 class PublishedStep(Shown):
     """The answer of a published model for one plan.
 
-    All `rows` have the `columns` and units of the convention; `results` is what a document has of them.
-    `flop` [FLOP] is what one of `ranks` does in `step_s` [s]; `comm_s` are the parts of that besides compute.
+    `tables` by their names, and all `rows`, have the `columns` and units of the convention; `results` is what
+    a document has of them. `flop` [FLOP] is what one of `ranks` does in `step_s` [s]; `comm_s` are the parts
+    of that besides compute.
     """
 
     convention: str
@@ -116,6 +117,7 @@ class PublishedStep(Shown):
     ranks: float
     columns: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
     results: Mapping[str, Any]
     excerpts: Sequence[Excerpt]
     step_s: float

@@ -86,6 +86,7 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         ranks=plan.tp,
         columns=("table", *COLUMNS),
         rows=[{"table": name, **row} for name in TABLES for row in tables[name]],
+        tables=tables,
         results={"tables": results},
         excerpts=[_excerpt(name, tables[name], totals[name], shares[name]) for name in TABLES],
         step_s=total("t_total_fwd", "t_total_bwd") * _MS,

@@ -94,6 +94,7 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
         ranks=plan.model_ranks * float(run.dp),
         columns=("table", *COLUMNS),
         rows=rows,
+        tables=priced.tables,
         results=results | {"totals": totals},
         excerpts=[excerpt],
         step_s=totals["t"],
