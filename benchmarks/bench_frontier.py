@@ -4,8 +4,6 @@ A curve has 111 training computes from 1e22 to 1e33 FLOP; at each, every plan of
 (tp_in, tp_out, pp, microbatch tokens; dp in closed form). The best of three is printed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

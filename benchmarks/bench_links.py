@@ -7,8 +7,6 @@ step left out; so for each capture. Steps are mostly communication, so that what
 tells little. Needs root and iproute2.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ The server's answers, words and charts, and a frame of the browser are in it. On
 of a laptop, another as high as the page, so that it shows every chart. Then 50 clients ask at once.
 """
 
-from __future__ import annotations
-
 import shutil
 from itertools import product
 

@@ -8,8 +8,6 @@ the given size, in the layout that Kineto writes, read in a process of its own. 
 thread, so that what else the machine does counts little.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

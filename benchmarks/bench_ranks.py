@@ -5,8 +5,6 @@ The traces are those of the tests' writer of jobs, of 2.4 MB and of 22.5 MB a ra
 quarter of an hour; those that would fill half of the disk are left out.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys

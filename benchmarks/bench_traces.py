@@ -5,8 +5,6 @@ it only meshwise is measured. CPU time and memory are those of all processes, me
 proportional set sizes, looked at 20 times a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

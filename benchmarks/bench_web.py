@@ -1,7 +1,5 @@
 """The page under load: 50 clients at once, each with estimates of other plans, against one server."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import subprocess

@@ -5,8 +5,6 @@ take nine minutes at most. OUT gets a file of each part, `machine.toml` (the con
 which the predictions use) and `README.md`, a table with date, driver and versions. On CPUs all is small.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

@@ -1,7 +1,5 @@
 """What a program's closed form states, held against its dry run; shared by the tests of several programs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

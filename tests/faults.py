@@ -7,8 +7,6 @@ a cause that fits; a healthy job is blamed if there is any such finding. Clocks 
 event of each rank comes to lie.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

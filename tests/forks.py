@@ -3,8 +3,6 @@
 What torchrun or srun would set is their environment; each may enter a network namespace, as another host.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

@@ -8,8 +8,6 @@ is 2 % on every kernel, 1 % between ranks, and once in ten steps a hiccup of up 
 leave a collective within 3 us (gloo: 2 % of a step).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Hand-made Kineto traces with known answers, for the trace tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -8,8 +8,6 @@ behind the data that it sends to the same rank, so two that are not ready togeth
 and an all-to-all takes up to twice as long.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """What every layout must equal: the block in one process, in the plainest form, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The same training step in one process that holds everything, to compare losses and gradients with."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

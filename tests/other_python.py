@@ -1,7 +1,5 @@
 """A Python environment that has all packages of this one but meshwise and what only meshwise needs."""
 
-from __future__ import annotations
-
 import sysconfig
 import venv
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job that srun starts, one process a rank: `outside_job.py HOW`, rank 1 fails so."""
 
-from __future__ import annotations
-
 import os
 import sys
 

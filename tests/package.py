@@ -6,8 +6,6 @@ requirements.lock, with which everything is tested. `make pythons` runs the same
 dependencies in each newer Python that is installed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Numbers of parameters by part, to hold against published counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from meshwise.model.architecture import Layer, Model, layer_kind

@@ -1,7 +1,5 @@
 """The ops of a block: published totals, what must hold for any degrees, what is kept and what is alive."""
 
-from __future__ import annotations
-
 import csv
 import tomllib
 from dataclasses import replace

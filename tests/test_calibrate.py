@@ -1,7 +1,5 @@
 """Calibration: sums to check by hand, a file that `estimate` reads, and a GPU's path by stand-ins."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

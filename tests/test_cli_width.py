@@ -1,7 +1,5 @@
 """Tables on a narrow terminal: every line fits 80 columns, and no word of the wide table is broken."""
 
-from __future__ import annotations
-
 import io
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Collectives: closed forms, what must hold of any machine, published bus bandwidths, and the verb."""
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Estimate, dry run and run agree to the last digit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

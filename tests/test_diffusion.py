@@ -1,7 +1,5 @@
 """Diffusion transformers: parameters and FLOP and times against published ones."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from statistics import median

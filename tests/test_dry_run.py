@@ -1,7 +1,5 @@
 """The dry run against the printed log of a real 16-GPU program, and against what a dry run may cost."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from pathlib import Path

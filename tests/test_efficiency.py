@@ -1,7 +1,5 @@
 """Matmuls, attention, memory kernels: the ideal chip, properties, the fit, and measured ops where present."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import tomllib

@@ -6,8 +6,6 @@ tokens of source (Whisper: 3000 frames, 1500 tokens) as of target. Gemma 4 has 1
 Gemma 3n 20 layers, half of them with shared keys.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No field of a model is read past: changing it changes the parameters or the ops, or it says what it is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path

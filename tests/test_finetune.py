@@ -1,7 +1,5 @@
 """Does a fine-tuning run fit a card: ordering of methods, and what others measured."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

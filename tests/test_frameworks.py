@@ -3,8 +3,6 @@
 `make frameworks` installs them into an environment of their own; without them each test skips.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The frontier: published values to the digit, properties of every plan, and the published headline."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from dataclasses import fields, replace

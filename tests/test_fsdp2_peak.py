@@ -1,7 +1,5 @@
 """The peak that `estimate` states under implementation=fsdp2 is that of the dry run of `train`."""
 
-from __future__ import annotations
-
 import itertools
 import tomllib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The measurement of a GPU in one command, small and on the CPU: every part, and one that fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -5,8 +5,6 @@ or both directions added), converted here and not in the catalog. Oracle: a peak
 clock x clock, a memory bandwidth is bus width x data rate. Properties: what every entry must obey.
 """
 
-from __future__ import annotations
-
 import csv
 import datetime
 import json

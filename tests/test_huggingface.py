@@ -5,8 +5,6 @@ one that somebody else printed; for the rest, and for every family again, transf
 model from the same config on torch's meta device and counted its parameters.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import inspect

@@ -1,7 +1,5 @@
 """Tensor layouts in closed form: asymptotics, who holds which block, and plans that use them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations

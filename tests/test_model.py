@@ -1,7 +1,5 @@
 """The model catalog and its parameter counts, against what the models' makers print."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import replace

@@ -9,8 +9,6 @@ default of many systems, makes its own model of the cable and leaves a third of 
 directions are busy.)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

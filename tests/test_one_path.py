@@ -1,7 +1,5 @@
 """One path, for random plans: the ledger adds up to the step, memory to its total, a grid is its plans."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tomllib

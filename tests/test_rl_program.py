@@ -1,7 +1,5 @@
 """The program `rl`: a real GRPO step on two pools of ranks, held against the closed form."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwise.runtime.programs import find_program, parse_options

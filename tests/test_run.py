@@ -1,7 +1,5 @@
 """The launcher: ranks start, answer, fail, and end; nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing as mp
 import os

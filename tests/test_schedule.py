@@ -1,7 +1,5 @@
 """Pipeline schedules in closed form: what the papers print, and what must hold for every size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

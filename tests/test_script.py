@@ -1,7 +1,5 @@
 """Anybody's script as one rank: against the same on real ranks, in large worlds, and where it breaks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Times are whole numbers, so sums are exact and equal means equal.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

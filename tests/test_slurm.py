@@ -5,8 +5,6 @@ They need root and the packages slurmctld, slurmd and slurm-client; every file o
 the test, and authentication is off.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """A whole step: published facts, the time of its ops, where layers are placed, the loss, fsdp2."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

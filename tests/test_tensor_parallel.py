@@ -1,7 +1,5 @@
 """The tensor-parallel programs equal one process, and what they do the closed form, to the last digit."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Encoders of images and sound beside a language model: tokens of an image, FLOP, memory and time."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

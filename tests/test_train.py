@@ -1,7 +1,5 @@
 """The training step: the same losses and gradients in every world, the same counts by every instrument."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 (`test_huggingface.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The programs compute what one process computes: outputs and every gradient, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

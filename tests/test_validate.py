@@ -1,7 +1,5 @@
 """Published runs: read, said in our words, priced, and summed up; bad rows keep their reason."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Each weight is named once: over all ranks of any layout, the ops hold exactly the model's parameters."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

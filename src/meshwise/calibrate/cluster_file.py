@@ -1,7 +1,5 @@
 """The rates that a machine was measured to reach, and the cluster file that holds them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ prints. The latter says which collective it is in its header, or else by the nam
 (`all_reduce_perf.txt`); it names the host of every rank, and so how many share a node.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ runs of one model, batch and number of GPUs, how much slower than the fastest wa
 prediction ranks first?
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence

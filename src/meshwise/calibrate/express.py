@@ -13,8 +13,6 @@ stated fact, the nearest is taken and `approximations` says so. Beyond that:
   embedding and the head as one layer each.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ one without a cap ended, and the lower end counts. Rows shorter than 10 µs or 1
 are not the point. The same data give the same file.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

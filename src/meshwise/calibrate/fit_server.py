@@ -9,8 +9,6 @@ slopes from simulating every record with each constant larger. The second sum ho
 unless records say otherwise, so that one record is enough to start with.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ without a date, of which no script says how the engine was started. A point coun
 model).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

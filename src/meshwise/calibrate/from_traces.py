@@ -10,8 +10,6 @@ small operators, late ranks) is what the host adds to each matrix op. Traces tha
 times, or whose calls differ too much for a median, are refused.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

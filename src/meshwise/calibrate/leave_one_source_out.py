@@ -6,8 +6,6 @@ misses, and from those with all runs of a chip (a generation, a type, a software
 the intervals of `meshwise.estimate.intervals`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

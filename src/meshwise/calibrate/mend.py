@@ -5,8 +5,6 @@ log(predicted / measured) are taken as linear in its log, and the runs are price
 is least. What mends few runs says little: more than one constant can make up for the same cause.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

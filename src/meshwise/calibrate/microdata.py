@@ -8,8 +8,6 @@ that says in one sentence why not: a cell that is wrong (with file, line and col
 machine that the model does not know. Good rows count whatever the others hold.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence

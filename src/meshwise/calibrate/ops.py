@@ -1,7 +1,5 @@
 """Predicted times of measured ops: the formulas of `meshwise.cost`, by kind of op, over columns of shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@ batch, in the context of `catalog/power.toml`. Of nodes that train (MLPerf Power
 nodes, whose settings stand there too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

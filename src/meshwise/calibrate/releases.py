@@ -4,8 +4,6 @@ A board is a CSV file with the columns `release quantity id predicted`, a line f
 could express. Rows are known by their id, so releases are compared on the rows that all of them predicted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -11,8 +11,6 @@ one. A row that cannot be read becomes a `BadRow` that names file, line, column 
 good rows still count. Columns for people (`PROSE`) are never read.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@
 A record without a rate or a number of clients sent all requests at once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

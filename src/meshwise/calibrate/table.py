@@ -1,7 +1,5 @@
 """Tables of measurements as CSV files: their lines, and what is wrong with one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ come from `meshwise.estimate.one_plan.estimate`, as for everybody. A row of an o
 keep their place and their reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 the answer is no, 2 wrong input (one sentence on stderr), 
 device. Only typer is imported here; a command imports what it needs when it runs.
 """
 
-from __future__ import annotations
-
 import atexit
 import codecs
 import gc

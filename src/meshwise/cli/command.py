@@ -1,7 +1,5 @@
 """A command of the command line, made from a function: its options are those that it takes and its own."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap

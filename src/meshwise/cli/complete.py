@@ -3,8 +3,6 @@
 Each function is handed what is typed so far; typer keeps those of the names that begin so.
 """
 
-from __future__ import annotations
-
 import os
 
 

@@ -15,8 +15,6 @@ A folder may be a stranger's. A file that was found there and not named gives de
 file to write or read elsewhere, no address, nothing that starts a program.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """`meshwise eval-lm`: what the program eval-lm costs a rank in closed form, and its what-ifs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """`meshwise frontier`: one layer, and a whole run."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 from typing import Any

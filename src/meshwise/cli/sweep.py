@@ -1,7 +1,5 @@
 """`meshwise sweep FILE.toml`: a grid of estimates, dry runs or runs, resumed where it was stopped."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from pathlib import Path

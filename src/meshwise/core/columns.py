@@ -1,7 +1,5 @@
 """Columns of numbers that repeat: price each kind once, then spread the price."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import reduce
 from typing import Any

@@ -5,8 +5,6 @@ what kind of collective, shape), and every counted column is compared. Times are
 where they are asked for; they are predictions, and never counted as a difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing that is read can run code.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections import defaultdict

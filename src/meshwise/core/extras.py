@@ -1,7 +1,5 @@
 """Packages that only some calls need, imported when they do."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

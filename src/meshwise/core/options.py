@@ -6,8 +6,6 @@ a file, the forms of the page and the reference are made from `options_of(functi
 shows the same.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence

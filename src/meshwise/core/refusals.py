@@ -4,8 +4,6 @@
 their conditions are put together by & and | instead of by `and` and `or`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache

@@ -4,8 +4,6 @@ The parser of Python takes memory and time with the square of the length of a do
 text is bounded before it is parsed: in bytes, in the parts of a key, in depth and in the digits of a number.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence

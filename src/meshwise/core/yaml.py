@@ -4,8 +4,6 @@ PyYAML's safe loader makes plain values alone. A text is bounded before it is pa
 aliases (`*name`) may stand for more values than a machine holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ Source: c10/cuda/CUDACachingAllocator.cpp and aten/src/ATen/cuda/CublasHandlePoo
 (expandable segments off, the default).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 

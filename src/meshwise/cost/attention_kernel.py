@@ -16,8 +16,6 @@ that is all, unless many heads share them or the matrix unit is slow. Source of 
 FlashAttention-2, 2023.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwise.core.units import Num

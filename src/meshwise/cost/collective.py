@@ -50,8 +50,6 @@ hierarchical form as in the public transformer-perf-estimates model of NERSC; NC
 NCCL_PROTO and NCCL_ALGO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce

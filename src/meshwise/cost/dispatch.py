@@ -20,8 +20,6 @@ from other nodes, forwards so many bytes/s to the ranks of its own. Constants:
 that it takes); TensorRT-LLM's MoE all-to-all as aiconfigurator's collector counts it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

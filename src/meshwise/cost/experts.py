@@ -17,8 +17,6 @@ columns of a choice run to their end wherever the expert is, so that tp makes it
 of fewer bits than their matmul computes in (w4a16) are `weight_bytes` an element in memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

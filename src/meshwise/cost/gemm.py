@@ -18,8 +18,6 @@ are `batch` times as many tiles. Where overheads go with a tile's rows (`by_rows
 little. Constants: `efficiency.GemmEfficiency`, fitted by `meshwise fit`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

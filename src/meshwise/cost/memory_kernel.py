@@ -6,8 +6,6 @@ fp8 or fp4) reads its input once to find the scale of each row and again to writ
 block of threads per row: short rows cost their fixed time.
 """
 
-from __future__ import annotations
-
 from meshwise.core.units import Num
 from meshwise.machine.efficiency import CastEfficiency, MemoryEfficiency
 

@@ -14,8 +14,6 @@ adds its processors, memory, network cards and fans, and its supplies lose a sha
 Constants and their sources: `catalog/power.toml`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwise.core.files import read_catalog

@@ -6,8 +6,6 @@ that the q_e sum to k: the draw as exponential clocks (Rosén 1972; asymptotic, 
 draw independently: batches whose tokens resemble each other touch fewer experts.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

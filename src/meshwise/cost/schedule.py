@@ -22,8 +22,6 @@ ZB-H1 and ZB-V arXiv 2401.10241; DualPipe arXiv 2412.19437 and, with DualPipe-V,
 github.com/deepseek-ai/DualPipe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 

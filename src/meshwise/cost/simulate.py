@@ -18,8 +18,6 @@ For equal stages the results equal the closed forms of `meshwise.cost.schedule` 
 sources are also the sources of the orders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

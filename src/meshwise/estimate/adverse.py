@@ -8,8 +8,6 @@ A *robust* plan is one whose step stays short when all of these come together (`
 - compute and memory are as slow as at the bad end of the estimate's interval.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

@@ -6,8 +6,6 @@ copies for an all-to-all or a message) with every link at the rate of its data s
 exceed it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite

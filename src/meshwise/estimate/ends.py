@@ -6,8 +6,6 @@ for what they take less. Ends are rounded up or down, or none, whichever makes t
 around the ends with which the stages are as even as can be in seconds and in weights (`other_ends`).
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections import Counter

@@ -12,8 +12,6 @@ order of the step:
 - gradients when the last backward begins: shards from ZeRO 2 on without a pipeline, or else whole sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ of the aspect, each chip (generation, ...) counting once. Distances are independ
     sqrt(w_regime^2 + sum over unmeasured aspects of d^2)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ under the schedule. Selective recomputation drops the core attention's (arXiv 22
 recomputation keeps only each block's input, and at the peak one block whole while it is redone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import numpy as np

@@ -8,8 +8,6 @@ the chip, or the time of its collective on the links, with ranks that lie next t
 Matmuls and attention, which a shape of four and of seven dims tells, run on the matrix units.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ ranks that exchange or update more than it does, stragglers. Rows of their own, 
 what the rank holds at its peak (`live_bytes`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import lru_cache

@@ -9,8 +9,6 @@ a `Mesh`, so one call prices one plan or a grid: what depends on few axes (a blo
 microbatch) is computed along those alone, and only the last sums run over the whole grid.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass

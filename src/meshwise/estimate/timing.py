@@ -8,8 +8,6 @@ Ops of one kind that vary along the same axes are stacked along a new first axis
 be they those of one plan or of a grid of plans.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ building. With failures (`cost.failures`) the same run takes longer: checkpoints
 since the last checkpoint. A checkpoint holds the weights that train and their optimizer states, whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -8,8 +8,6 @@ of cp always do. A frozen tower has only a forward, and each rank all of its wei
 language model belongs to the embedding of that and trains with it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ The lists (`catalog/framework_arguments.json`, and of post-training `rl_argument
 project's own parser or field definitions; they hold the arguments that say something about a job or a model.
 """
 
-from __future__ import annotations
-
 import re
 from collections import ChainMap
 from functools import cache

@@ -4,8 +4,6 @@ Both are `section.argument_name`, but for the few names in `catalog/launch.toml`
 (`add_bias_linear` for `--disable-bias-linear`).
 """
 
-from __future__ import annotations
-
 from meshwise.launch.arguments import framework_arguments
 from meshwise.launch.settings import Settings
 from meshwise.launch.tables import launch_tables

@@ -5,8 +5,6 @@ them: a framework may ask for the number of replicas of a sharded model instead 
 `facts_of` states them for a plan, `derive` adds what follows, `plan_of` reads a plan out of facts.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ reads JSON lines with a "text" each, packs them, and leaves what a plan does not
 to the defaults of the trainer.
 """
 
-from __future__ import annotations
-
 from textwrap import indent
 from typing import Any
 

@@ -10,8 +10,6 @@ long, and as much memory, as the plan does; where something is not expressed, th
 worth.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

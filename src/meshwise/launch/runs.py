@@ -5,8 +5,6 @@ For one plan `launch` says it by writing the settings. Here the same tables, and
 which values of a key a framework has at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, reduce
 from itertools import chain

@@ -1,7 +1,5 @@
 """Facts to the arguments of a framework and back, by the framework's table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwise.launch.arguments import framework_arguments, read_value

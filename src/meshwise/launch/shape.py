@@ -3,8 +3,6 @@
 Only what those arguments can say; `unsaid` lists the fields of a model that they cannot.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress

@@ -6,8 +6,6 @@ stands for all other values and `VALUE` for the value itself; an empty entry is 
 unasked.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ a table of its settings (`tables.py`); here are the forms in which they are writ
 Slurm script around the command.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import dataclass

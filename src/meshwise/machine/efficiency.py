@@ -17,8 +17,6 @@ Theirs are stated in `catalog/matrix_engines.toml`, those of AMD's kernels in `c
 of the same generation inherit from either.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

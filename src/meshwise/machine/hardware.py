@@ -13,8 +13,6 @@ Bandwidth is per rank and per direction. The numbers are data: `catalog/chips.to
 `catalog/clusters.toml`, each entry with its source and the date it was checked.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import math

@@ -59,8 +59,6 @@ redoes from published runs:
 Software is named by its core and the year of its first release like it: `SOFTWARE`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache

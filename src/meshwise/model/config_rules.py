@@ -4,8 +4,6 @@ A *block* is what most models of a kind share. A *rule* is a short function: how
 several of the config. A *head* is what the class in `architectures` ends with.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace

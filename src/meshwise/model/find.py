@@ -5,8 +5,6 @@ publish (`catalog/configs.toml`). A name may have its organisation in front, and
 of the architecture: `Qwen/Qwen3-32B-FP8` is qwen3-32b.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

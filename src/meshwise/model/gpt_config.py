@@ -11,8 +11,6 @@ fairseq prints. Notation elsewhere: S tokens a rank and pass, M `decoder_embed_d
 feed-forward, E `moe_expert_count`, V `vocab_size`.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -14,8 +14,6 @@ towers and what joins them are named in `Model.left_out` with their parameters, 
 models. The class in `architectures` says which head the model ends with.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ does. Sound is cut into pieces as long as the encoder knows, the last one filled
 into equal pieces, at most as long as the encoder knows (`unpadded sound`: Gemma 4).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ brings it; nothing else in this package counts weights. `program.weights_of_ops`
 layout holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 A table of `Field` by name gives the checks, the text form, the help and the tables of the pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

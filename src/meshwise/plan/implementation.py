@@ -1,7 +1,5 @@
 """Whose software does what a plan says, as data (`catalog/implementations.toml`): no file tests its name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from meshwise.core.files import read_catalog

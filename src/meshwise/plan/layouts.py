@@ -1,7 +1,5 @@
 """Grids of tensor-parallel ranks: the one a layout takes by default, and whether a block can be cut by it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -9,8 +9,6 @@ data parallelism (`dp`), over which ZeRO shards states.
 Axes are placed on the links in the order of `placement`, the first axis on neighbouring ranks.
 """
 
-from __future__ import annotations
-
 import math
 import string
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@
 error (`resolve`), of a grid each is true where it is broken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any

@@ -9,8 +9,6 @@ Stages that hold the same are one `Stage` with their number. A grid has a handfu
 (pp, vpp, folding); each is made once and spread over the cells.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

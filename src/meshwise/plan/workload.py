@@ -1,7 +1,5 @@
 """What is done with the model in one step: how many sequences, how long, in what pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any

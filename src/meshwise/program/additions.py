@@ -27,8 +27,6 @@ query has a score with all rows of the table; the one of its distance to each ke
 score with that key. The library `transformers` writes all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

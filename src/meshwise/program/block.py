@@ -1,7 +1,5 @@
 """One transformer block as the list of everything that one rank does for one microbatch."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from msgspec import structs

@@ -5,8 +5,6 @@ ops exist, so a grid holds one value of each. A group's stride is the distance b
 neighbouring members in ranks; it decides which links the group lives on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

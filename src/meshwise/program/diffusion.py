@@ -7,8 +7,6 @@ cross-attention (`program.encoder`), or its tokens stand behind the patches: in 
 weights of its own and both attend together (arXiv 2403.03206), in single ones (Flux) all weights are shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

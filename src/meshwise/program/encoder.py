@@ -6,8 +6,6 @@ decoder, behind the attention among its own tokens, queries of the target attend
 source (arXiv 1706.03762, section 3.2.3; T5, arXiv 1910.10683; Whisper, arXiv 2212.04356).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -17,8 +17,6 @@ ZeRO 1, 2 and 3 are DeepSpeed's stages (arXiv 1910.02054) and Megatron-FSDP's `o
 under stages 0 and 1 it sums whole gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -17,8 +17,6 @@ stated; what the gate does on [S, E] and smaller is not, nor norms, sums and emb
 tensors that these leave are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

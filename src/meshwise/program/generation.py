@@ -7,8 +7,6 @@ part of the cache along (`index_select`, all keys and values). Texts are unknown
 `max_tokens`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

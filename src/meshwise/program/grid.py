@@ -38,8 +38,6 @@ inside a pair the tokens (i, l). Heads/q heads of the tokens (i, l) become heads
 an all-to-all over l (Ulysses), and keys and values are all-gathered over i.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -42,8 +42,6 @@ Source: torch.distributed.tensor.parallel, torch.distributed.tensor.experimental
 `meshwise train` on torch 2.13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 

@@ -8,8 +8,6 @@ until then. A function holds what it names until it returns, which is a point of
 that is alive, for one program or, where sizes are arrays, for a grid of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

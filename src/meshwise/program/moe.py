@@ -16,8 +16,6 @@ not.
 Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for the capacity.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

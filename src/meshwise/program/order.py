@@ -4,8 +4,6 @@ A rank that holds several chunks of the model has different microbatches of each
 lists every combination that occurs, so that the most that is kept at once is exact for chunks of any sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any

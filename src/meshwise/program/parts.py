@@ -4,8 +4,6 @@ Each part is a list of ops, forward and backward, for one microbatch. How often 
 pipeline stage's affair (`meshwise.estimate.stage`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num

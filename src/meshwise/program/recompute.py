@@ -15,8 +15,6 @@ a segment of ops (`program.walk`); those that *drop* their results have them mad
                     every other matmul, the first one included, stay
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from msgspec import structs

@@ -13,8 +13,6 @@ Context parallelism exchanges tokens for heads by all-to-all before and behind, 
 (megatron/core/ssm/mamba_context_parallel.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -11,8 +11,6 @@ of a sequence alone. Latent attention (MLA) is stated with its up-projection, wh
 absorbed form which decodes from the latents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@ are sums of tensors. Steps carry the same two as the machine books them: with a 
 rounding and the cuBLAS workspace come on top.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod

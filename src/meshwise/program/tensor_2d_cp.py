@@ -7,8 +7,6 @@ m1 alone: every row holds a copy, and sums its gradients with the others once a 
 Source: the layout `2d-seqp` of ShashankSubramanian/transformer-perf-estimates (arXiv 2410.00273).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

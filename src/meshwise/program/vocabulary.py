@@ -8,8 +8,6 @@ Modules of multi-token prediction follow the head: each looks up the token after
 together with the hidden state, and runs a block and the model's head again (arXiv 2412.19437, section 2.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

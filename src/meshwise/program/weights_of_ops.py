@@ -5,8 +5,6 @@ in that op's forward row. Every weight finds its op: over all ranks, each weight
 program hold the parameters of the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from msgspec import structs

@@ -8,8 +8,6 @@ have. Its `Scope` lists the fields of plan, model and workload that it knows; a 
 have its default. A refusal is one sentence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module

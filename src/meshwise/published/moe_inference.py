@@ -9,8 +9,6 @@ The example that all this was derived from is the evaluation of fairseq's 15B mo
 printed profile is held against these functions in `tests/test_moe.py`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

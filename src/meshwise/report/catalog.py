@@ -1,7 +1,5 @@
 """The catalog as tables: models, chips and clusters with their sources."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwise.core.files import read_catalog

@@ -1,7 +1,5 @@
 """One collective by size as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from meshwise.core.units import duration, with_prefix

@@ -3,8 +3,6 @@
 Below it the ops of one layer, phase by phase, and two plans side by side, term by term.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Frontiers: utilization against training compute, what binds; on a page every assumption and its source."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

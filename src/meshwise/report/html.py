@@ -5,8 +5,6 @@ finding and the numbers as a table. Python writes all of the HTML; `static/draw.
 plotly with the colours of the page. Text from a user is escaped here.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """A step of post-training by reinforcement: phases, memory, cost, and every candidate of an open layout."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 What a card fine-tunes is a table too: a row a model and method that fits, the largest that do not below.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What an inference server gives: the answer, why, and what else there is; on a page the trade-offs drawn."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

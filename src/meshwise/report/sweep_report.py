@@ -5,8 +5,6 @@ first key with several numbers, and every combination of the other keys is a lin
 points are bars in order, named by what differs between them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ nanoseconds before they are written, so that adjacent events never overlap. The 
 actions of a DualPipe pair have the same extent and show as one inside the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

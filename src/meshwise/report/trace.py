@@ -3,8 +3,6 @@
 Below, the predicted step beside the measured one: a sentence, a bar for each class of work, ops that join.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ What a fit of constants reached is shown too, on the rows that it never saw.
 A published model has tables with its own columns and units, and its cases are checked.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import defaultdict

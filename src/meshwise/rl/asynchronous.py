@@ -10,8 +10,6 @@ With T the trainer's seconds of a batch, S of a sync and D of a batch's generati
 a period is max(T, D) + S.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ max(T + S, (D + T + S) / 2) at the same time. The best of each mode are then pri
 best on each smaller part of the cluster, which says what fewer GPUs cost in time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress

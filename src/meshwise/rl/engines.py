@@ -6,8 +6,6 @@ there are engines, in order, so that a group finds its prompt in the cache of it
 a sample goes to the engine that has fewest.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Frameworks of post-training by version: what a step pays beside its kernels (`catalog/rl.toml`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import msgspec

@@ -5,8 +5,6 @@ the caches of its own samples: tensor parallelism holds those of latent attentio
 on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice

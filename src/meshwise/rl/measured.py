@@ -7,8 +7,6 @@ the prompt. A row without chip, mean length, cap or size of the batch is not exp
 whose environment no row states.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -5,8 +5,6 @@ first bin that has room. Trainers pack the samples of an optimizer step, and giv
 many bins; the fullest rank sets the pace.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Recipes as OmegaConf has them: files that inherit from others, and settings that refer to others."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

@@ -9,8 +9,6 @@ and mu is solved for. Half of the variance of the logarithm belongs to the promp
 answers in the whole group. Or lengths are drawn from those of a file.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

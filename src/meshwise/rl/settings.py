@@ -5,8 +5,6 @@ which setting holds which fact, and what options they are; `catalog/rl_arguments
 version has, of which type and default.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import cache

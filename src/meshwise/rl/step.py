@@ -9,8 +9,6 @@ In asynchronous modes the pools work at the same time (`rl.asynchronous`): gener
 waits for samples, so that phases still sum to the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

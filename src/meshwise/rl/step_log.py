@@ -5,8 +5,6 @@ verl prints `timing_s/gen:58.1 - timing_s/update_actor:28.0 - ...` a step, NeMo-
 but the first few, in which kernels are compiled and memory is allocated.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from dataclasses import dataclass

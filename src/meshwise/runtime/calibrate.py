@@ -13,8 +13,6 @@ Operands are random (on zeros and ones a GPU draws less power and clocks higher)
 them that none is left in the last cache from the call before.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

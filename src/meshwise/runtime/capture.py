@@ -20,8 +20,6 @@ Kineto writes without checking, so the file is written beside its place, its end
 complete one is moved to `rank-N.json`. A full disk leaves no file and one sentence.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Runs one program under all instruments and holds their ledgers against each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ early if that is before the fake device exists, and with caches of DTensor (they
 outlive the world they describe.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from typing import Any

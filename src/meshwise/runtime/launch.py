@@ -7,8 +7,6 @@ left behind. Where `torchrun` or `srun` has started this process already, it is 
 their environment describes, and nothing is started.
 """
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import multiprocessing as mp

@@ -10,8 +10,6 @@ that it starts, by whatever means (torchrun, mp.spawn, mpirun, subprocess), then
 `init_process_group` on, or from the first call of a module, and leaves `rank-N.json` in the folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs something as soon as a module is imported; needs the standard library only, as the hook does."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from collections.abc import Callable

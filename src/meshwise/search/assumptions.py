@@ -4,8 +4,6 @@ Each adversity of `estimate.adverse` comes alone, and memory is as full as at th
 the estimate; the search is made again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

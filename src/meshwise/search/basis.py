@@ -5,8 +5,6 @@ differ may be wrong: by a share `p90 - 1` of each, where p90 is the bad end of t
 Terms that both have in common are wrong in both. Less than `NOTABLE` of a step tells no two plans apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

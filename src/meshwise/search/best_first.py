@@ -6,8 +6,6 @@ could still change the answer (`BestPlans.limit_s`), and of a row those plans al
 by what their ops take and need. What is left is ruled out: the answer is that of pricing every plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from math import prod
 

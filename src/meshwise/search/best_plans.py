@@ -5,8 +5,6 @@ that fit, take up to `FRONT_FRAC` times as long as the fastest, and that no othe
 memory. Of plans that are equal, that one is kept of which fewest keys have another value than by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

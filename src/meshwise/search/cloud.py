@@ -1,7 +1,5 @@
 """A sample of the space of a search, for its picture: plans drawn evenly from all that are priced."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

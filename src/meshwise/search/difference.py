@@ -4,8 +4,6 @@ The order is greedy: of the keys that are left, the one that makes the step shor
 make no plan alone change together with others.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

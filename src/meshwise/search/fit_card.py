@@ -5,8 +5,6 @@ recomputation the fastest that fits is taken; where none fits, the one that need
 is missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

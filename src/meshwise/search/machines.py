@@ -3,8 +3,6 @@
 Rates and sizes are factors of the cluster's own: `memory=2` doubles what a chip holds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A change touches one key and leaves what is computed (types, optimizer, adapters) as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ training software must be able to do. `key=*` frees any other key of `all_values
 dimension, the order of the axes on the links, offloading, overlaps that are not common.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

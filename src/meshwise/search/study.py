@@ -8,8 +8,6 @@ batch needs more tokens for the same loss, 1 + B / B_crit times those of a small
 the critical batch B_crit [tokens] is stated; otherwise as many.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

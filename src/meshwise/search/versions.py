@@ -1,7 +1,5 @@
 """The same plan under several versions of the training software: what an upgrade gains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The answer of `serve`: what fits, the first token, decode passes by number of sequences, and the load."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

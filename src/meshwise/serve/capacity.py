@@ -4,8 +4,6 @@ Measured on the simulated replica with the load's own requests. What drains from
 which it is saturated; the rate within limits is found by bisection, requests arriving at random (Poisson).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,8 +6,6 @@ inputs of a request are one batch. On a *pool of encoders* the language model's 
 tokens travel to them over the outermost link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ The busiest rank sets the pace of all: experts are placed so that loads are as e
 redundant slots hold copies of those that have the most load a copy (DeepSeek's EPLB).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -8,8 +8,6 @@ of the cache; some runs guess tokens, and the oldest choose their layout (`catal
 other clients run engines as they come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -11,8 +11,6 @@ chose one (TensorRT-LLM's and vLLM's rule). Each rank has so many tokens of prom
 one that has most, and begins only with what its own `PrefixCache` does not hold.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left, insort

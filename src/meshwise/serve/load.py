@@ -1,7 +1,5 @@
 """Serving under load: what clients measure when `requests` meet an engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

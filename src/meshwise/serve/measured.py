@@ -10,8 +10,6 @@ The rate of a closed loop follows from its latencies (Little's law): where a row
 `output_tokens_per_s_per_gpu`, measured and predicted rates are those of measured and predicted latencies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -17,8 +17,6 @@ All of it is of one group (a dp rank, or one of the batches in its pipeline); gr
 are spread evenly, so that a pass takes as long as that of the busiest group.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

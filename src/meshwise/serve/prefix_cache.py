@@ -7,8 +7,6 @@ goes moves to the host's memory, and from there to a disk; it comes back over th
 the other. Writing is hidden behind compute, in the other direction of the link.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

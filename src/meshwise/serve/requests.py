@@ -5,8 +5,6 @@ shape `burstiness`: 1 is Poisson, less is burstier, infinity is a clock. *Closed
 each send their next request when the last has ended, all the first at once, as benchmark clients do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

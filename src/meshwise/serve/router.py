@@ -11,8 +11,6 @@
   ranks of a replica to take turns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -11,8 +11,6 @@ engine that prompts keep busy for a share rho, `rho p / (2 (1 - rho))` (M/D/1), 
 share an engine, the pass under way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -11,8 +11,6 @@ are tried where their closed form costs less than what one chip takes.
 matched in rate there, as if workers could be shared out in any ratio.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter

@@ -14,8 +14,6 @@ the rate at which requests end is the most that the server can hold. Nothing has
 rises by more than its standard error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

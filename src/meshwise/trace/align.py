@@ -19,8 +19,6 @@ apart.)
 `residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -34,8 +34,6 @@ Idle time of a device has a cause:
     unknown       nothing tells the launch; on a rank without a device all idle time is of this kind
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -18,8 +18,6 @@ sends are buffered and end at once; there the clocks must tell:
     wire           = duration of the receive - wait[receiver]
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

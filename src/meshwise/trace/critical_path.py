@@ -7,8 +7,6 @@ cause). The pieces follow each other without a gap, so they sum to the path from
 end.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ repaired where writers left quotes unescaped, bytes that are not UTF-8, `nan` an
 What cannot be repaired, or has a field of another type than everybody else writes, is counted as lost.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import os

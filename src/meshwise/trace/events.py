@@ -9,8 +9,6 @@ Every event has a kind. Three kinds are work of the device: `COMMUNICATION` (NCC
 done by `CPU_OP` events, and communication is what gloo's worker threads record (`HOST_COMMUNICATION`).
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import re
@@ -230,7 +228,7 @@ def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
     return found
 
 
-COLUMNS = tuple(column.name for column in fields(Trace) if column.type == "Ints")
+COLUMNS = tuple(column.name for column in fields(Trace) if column.type == Ints)
 """The columns of `Trace` that have a number for each event."""
 
 

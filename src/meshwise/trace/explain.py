@@ -38,8 +38,6 @@ autograd runs is of the part `backward`, whatever its module. A kernel whose lau
 part that most often launches kernels of its name.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

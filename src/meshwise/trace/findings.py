@@ -14,8 +14,6 @@ cause of, and communication that no compute hides. Each finding states the secon
 share, how much of the span.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ A set is *merged* when its intervals are sorted and do not touch: then its lengt
 lengths, and two merged sets are combined by counting, at every boundary, which of them are open.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

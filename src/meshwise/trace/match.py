@@ -25,8 +25,6 @@ b from rank a. Sequence numbers do not help there, for each rank counts its own.
 end long before its receive begins, so those are counted off, and only if both sides recorded as many.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ innermost section (a `record_function` name). What was allocated before the capt
 alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ Counters show allocated memory. A bound on the number of slices keeps sections,
 communication and the longest of all others.
 """
 
-from __future__ import annotations
-
 import gzip
 import itertools
 from collections import Counter, defaultdict

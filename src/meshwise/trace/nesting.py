@@ -9,8 +9,6 @@ its work otherwise than the calls). So a section's device time holds its communi
 own totals leave out.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from typing import Any
 

@@ -18,8 +18,6 @@ calls. A kernel that only one set has stands with a zero on the other side, so c
 totals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

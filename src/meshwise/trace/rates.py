@@ -18,8 +18,6 @@ The link is that of the cluster's innermost level that joins the whole group; `p
 model gives for the same call on that cluster.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ below 2**43 µs a float64 rounds to the right nanosecond; older files count from
 so there the digits themselves are read.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib.util
 import itertools

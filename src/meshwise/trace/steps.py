@@ -10,8 +10,6 @@ that of its launching call, an operator to that in which it begins. What was lau
 (or before the profiler began) is in no step, -1.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -27,8 +27,6 @@ rank which is late every second step is found too.
 Measured on synthetic jobs: tests/jobs.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ by meshwise adds PyTorch's flight recorder, which knows group, sequence and size
 what an all-to-all sends in total from this rank (with uneven splits, ranks differ), what a message holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence

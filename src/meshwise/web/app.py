@@ -10,8 +10,6 @@ Of the slow questions a few are answered at a time, the others wait in a line th
 goes away or asks anew leaves the line, and the search that runs for it ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import os

@@ -1,7 +1,5 @@
 """The forms of the page: a field for each option of a view, as the verbs state them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, get_args, get_origin
 

@@ -7,8 +7,6 @@ browser hides where a folder lies, and sends its files. They lie below the serve
 bounded in size and is gone when the server ends.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

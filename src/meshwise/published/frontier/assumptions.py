@@ -8,8 +8,6 @@ three laws. A layer is two maps, width x 5 width and back (feed-forward and head
 The run takes D / B steps and has to end within its duration T, so a step may take T B / D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -27,8 +27,6 @@ Source: the notebook of Erdil and Schneider-Joseph, "Data movement limits to fro
 training", arXiv 2411.01137, for one level and `multicast`; the second level is ours.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any

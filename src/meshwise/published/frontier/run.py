@@ -7,8 +7,6 @@ that ends in time wastes the least, and is known in closed form. So every plan o
 docs/frontier.md derives each term, with its source and what it leaves out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace

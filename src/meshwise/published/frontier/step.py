@@ -15,8 +15,6 @@ step is shorter than one microbatch through all layers, L alone. The gradient re
 Utilization is 6 N B FLOP over what all devices could do at their peak in that time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -8,8 +8,6 @@ that differs, or a cell that we do not have, counts as 1. Numbers less than 1e-1
 1e-9 bytes) are equal: differences of two equal times leave such remainders.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ vector rate), plus its communication at the flat bandwidth of the level that the
 notebook's: TFLOP, GB (1e9 bytes), ms. `totals` are its column sums times the depth.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

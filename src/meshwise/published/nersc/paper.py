@@ -28,8 +28,6 @@ up by matrix peak / vector peak, so it is not counted in true FLOP; the p2p volu
 Sources: S. Subramanian et al., arXiv 2410.00273; ShashankSubramanian/transformer-perf-estimates at 54278b0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

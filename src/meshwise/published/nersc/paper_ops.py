@@ -19,8 +19,6 @@ of a gather is labelled a reduce-scatter; inputs of fc1 and qkv are kept whole.
 Sources: S. Subramanian et al., arXiv 2410.00273; ShashankSubramanian/transformer-perf-estimates at 54278b0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -5,8 +5,6 @@ in the order of `plan.placement`, each with the members that divide what room is
 here the fewest, max(m1, m2). `layout=2d-cp` is the paper's `2d-seqp`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -2,8 +2,6 @@
 the catalog, and the rows of a ledger that a table gives, whatever its own columns are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any

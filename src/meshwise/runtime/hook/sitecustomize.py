@@ -7,8 +7,6 @@ Python need not have meshwise: a capture imports only the standard library and t
 meshwise where this file lies.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.machinery
 import importlib.util

@@ -13,8 +13,6 @@ A program is a module that can be imported without torch and has
 `PROGRAMS` names them; a module is imported when its program is asked for.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence

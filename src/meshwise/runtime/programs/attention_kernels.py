@@ -10,8 +10,6 @@ the sequence (torch's head-tail balance), so that all work alike. Source: arXiv 
 torch/distributed/tensor/experimental/_context_parallel.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock

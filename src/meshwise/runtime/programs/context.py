@@ -4,8 +4,6 @@ Real or not makes no difference to the program: under `dry_run` the device is a 
 move nothing, under `run` they are gloo or NCCL.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

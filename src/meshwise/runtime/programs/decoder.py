@@ -19,8 +19,6 @@ The first piece of a decoder has the embedding, the last one the head and the lo
 layers. It takes token numbers or activations, and gives activations or the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ LayerNorm and RMSNorm are of rows that may be spread over ranks, each half an op
 rows are spread, their sums are exchanged between the halves. Row statistics are fp32 (fp64 for fp64 inputs).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

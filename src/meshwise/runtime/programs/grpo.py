@@ -4,8 +4,6 @@ All weights of the policy are one flat tensor, of which every weight is a view: 
 the engines, and its gradient is reduced in one piece. Matrices are [d_in, d_out].
 """
 
-from __future__ import annotations
-
 from functools import partial
 from math import prod
 from typing import Any

@@ -9,8 +9,6 @@ input: weights and inputs are cast to e4m3, gradients of results to e5m2 (arXiv 
 kept as it is and cast again in the backward, as torchao's Float8Linear does; all else stays as it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

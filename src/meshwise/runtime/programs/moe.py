@@ -11,8 +11,6 @@ sizes. Experts whose hidden width is cut over `tp` ranks each give a part of the
 after the combine, on S rows and not on E C.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager

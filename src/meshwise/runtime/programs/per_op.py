@@ -5,8 +5,6 @@ reduce-scatters, all-to-alls, and every other matmul of a weight, the first one 
 do not count, nor do those of stacks of experts. torch keeps a result until the op's turn comes again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

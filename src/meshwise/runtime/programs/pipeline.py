@@ -11,8 +11,6 @@ order is that of `meshwise.cost.simulate`, and stages of the way back have numbe
 those of the way there, so that no stage takes the other way's end for its neighbour.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

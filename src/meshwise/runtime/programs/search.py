@@ -11,8 +11,6 @@ log-probability / length^penalty; its end counts as a token. So it is in fairseq
 1 it is greedy: it takes the likeliest token.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

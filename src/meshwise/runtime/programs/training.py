@@ -9,8 +9,6 @@ reduced, in fp32.
 Source: the tensor-parallel tutorial, `fully_shard`, and torchtitan's `parallelize_llama`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

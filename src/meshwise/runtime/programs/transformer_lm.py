@@ -15,8 +15,6 @@ where they are: the log-softmax of a target takes three numbers a token from the
 logit, the sum of exponentials, and the target's own (Megatron-LM, arXiv 1909.08053).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any

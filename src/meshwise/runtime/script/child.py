@@ -4,8 +4,6 @@ The hook calls `install` as soon as torch is imported. The order matters: module
 are imported come first, then the C++ objects, `torch.cuda`, process groups, tensors, and last the modes.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

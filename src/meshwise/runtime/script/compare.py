@@ -4,8 +4,6 @@ The two name modules and kernels differently, so what is compared are totals of 
 attention by part of the model and phase, collectives by kind and group size, and bytes of the states.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 

@@ -11,8 +11,6 @@ functions with some of them replaced. Their numbers are those of the headers tha
 list of timers, so that the reducer has none, as where torch was built without CUDA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections import defaultdict

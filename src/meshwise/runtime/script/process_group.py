@@ -9,8 +9,6 @@ the same program as the rank that sends it, and so on. Only the rank asked for r
 it.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

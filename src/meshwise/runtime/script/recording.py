@@ -4,8 +4,6 @@ Modules name themselves when they are called, optimizers open the phase `optimiz
 called inside the backward is a recomputation. A step ends with its last optimizer.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """`dryrun -- python train.py ...`: start a user's program as one rank, and hand back what it did."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

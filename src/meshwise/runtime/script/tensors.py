@@ -4,8 +4,6 @@ A module that moves to `cuda` keeps its parameters: the fake takes the place of 
 runs the fused kernel that CUDA would choose, and `torch.compile` is off.
 """
 
-from __future__ import annotations
-
 import copyreg
 from typing import Any
 

@@ -9,8 +9,6 @@ tensor copied to `cuda`, a mask made of positions. What depends on weights has n
 asks for one it gets 1 (False for a bool), and the question is noted.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import sysconfig

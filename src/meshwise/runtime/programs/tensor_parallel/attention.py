@@ -7,8 +7,6 @@ all ranks see as many keys. Keys and values of the other ranks are all-gathered 
 and backward; what is kept are the own ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

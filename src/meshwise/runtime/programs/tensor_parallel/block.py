@@ -9,8 +9,6 @@ makes of C = A B and its gradients; it keeps the rank's own blocks. `Gathered` s
 dimensions, `Summa` two: a grid of columns x rows, in one or several depths (`program.grid`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

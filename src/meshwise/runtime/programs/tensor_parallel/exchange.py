@@ -8,8 +8,6 @@ compared to the digit: torch's functional ones leave it to gloo's threads when t
 these wait first. Ulysses (arXiv 2309.14509) exchanges tokens of all heads for heads of all tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ one dimension, are gathered and scattered likewise (`program.tensor_1d`, `tensor
 2.5d multiply by SUMMA on a grid (`program.grid`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
