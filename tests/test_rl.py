@@ -257,6 +257,9 @@ LAUNCHED: dict[str, Any] = {
 }  # fmt: skip
 
 
+RECIPES = Path(__file__).parent / "data" / "recipes"
+
+
 @pytest.mark.parametrize("to", ["verl", "nemo-rl"])
 @pytest.mark.parametrize(
     ("mode", "plan"),
@@ -289,43 +292,21 @@ def test_a_launched_job_reads_as_the_same_job(
 
 def test_a_recipe_inherits_and_refers_to_other_settings(tmp_path: Path) -> None:
     """As NeMo-RL's recipes are written (`defaults:`, `${mul:a,b}`); of verl's trainers FSDP is usual."""
-    texts = {
-        "base": "grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 32}\npolicy:\n"
-        "  megatron_cfg: {enabled: true, tensor_model_parallel_size: 4}\n  dtensor_cfg: {enabled: false}\n"
-        "  max_total_sequence_length: 4096\n  train_micro_batch_size: 2\n  sequence_packing:\n"
-        "    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\n",
-        "mine": "defaults: base.yaml\npolicy:\n  max_total_sequence_length: 8192\n"
-        "  megatron_cfg: {pipeline_model_parallel_size: '${.tensor_model_parallel_size}'}\n"
-        "  generation: {max_new_tokens: 6144}\nloss_fn: {force_on_policy_ratio: true}\n",
-        "sft": "sft: {max_num_epochs: 1}\npolicy: {max_total_sequence_length: 4096}\n",
-        "again": "defaults: again.yaml\n", "alone": "defaults: ../other.yaml\ngrpo: {max_rollout_turns: 1}\n",
-    }  # fmt: skip
-    for name, text in texts.items():
-        (tmp_path / f"{name}.yaml").write_text(text)
-    read, unread = api.read_rl_job(tmp_path / "mine.yaml")
+    read, unread = api.read_rl_job(RECIPES / "longer.yaml")
     wanted = {
         "prompts": 64, "samples": 32, "prompt": 2048, "max_output": 6144, "pack_length": 16384, "updates": 4,
-        "train_plan": "tp=4,sp=0,pp=4", "old_logprobs": False,
+        "train_plan": "tp=4,sp=0,pp=4,dtype=fp8", "rollout_plan": "weight_dtype=fp8,expert_dtype=fp8",
+        "old_logprobs": False,
     }  # fmt: skip
     assert {name: read[name] for name in wanted} == wanted and not unread
-    for name, sentence in (("sft", "no job"), ("again", "inherits"), ("alone", "no file is there")):
+    read, _ = api.read_rl_job(RECIPES / "verl.sh")
+    assert read["train_plan"] == "cp=2,zero=3,recompute=full,implementation=fsdp2"
+    assert read["mode"] == "colocated"
+    (tmp_path / "verl.sh").write_text((RECIPES / "verl.sh").read_text().replace("=$SP", "=$OTHER"))
+    refused = {"sft.yaml": "no job", "again.yaml": "inherits", "alone.yaml": "no file is there"}
+    for name, sentence in {**refused, tmp_path / "verl.sh": "OTHER of"}.items():
         with pytest.raises(DataError, match=sentence):
-            api.read_rl_job(tmp_path / f"{name}.yaml")
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "SP=${SP:-${CP:-2}}\nROLLOUT=(\n  actor_rollout_ref.rollout.name=vllm  # or sglang\n"
-        "  actor_rollout_ref.rollout.n=8\n)\npython3 -m verl.trainer.main_ppo ${ROLLOUT[@]} \\\n"
-        "  actor_rollout_ref.actor.ulysses_sequence_parallel_size=$SP data.train_batch_size=64 \\\n"
-        "  trainer.nnodes=$NODES\n"
-    )
-    read, _ = api.read_rl_job(script)
-    assert (
-        read["train_plan"] == "cp=2,zero=3,recompute=full,implementation=fsdp2"
-        and read["mode"] == "colocated"
-    )
-    script.write_text(script.read_text().replace("=$SP", "=$OTHER"))
-    with pytest.raises(DataError, match=r"OTHER of .* is not in the file"):
-        api.read_rl_job(script)
+            api.read_rl_job(RECIPES / name)
 
 
 def test_an_open_job_is_launched_in_a_split_that_the_framework_runs() -> None:
