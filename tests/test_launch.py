@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from meshwise.calibrate.express import entries
+from meshwise.calibrate.express import ENTRIES
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, SERVING, TRAINING
@@ -347,7 +347,7 @@ def test_a_job_is_priced_as_the_software_of_its_framework(tmp_path: Path, framew
     job.write(tmp_path)
     name = {"deepspeed": "ds_config.json", "accelerate": "accelerate.yaml"}.get(framework, "job.sbatch")
     name_there = "transformers" if framework in ("deepspeed", "accelerate") else framework
-    usual = next(entry for entry in entries() if name_there in entry.names and entry.until > "2026-11")
+    usual = next(entry for entry in ENTRIES if name_there in entry.names and entry.until > "2026-11")
     assert mw.read_job(tmp_path / name, CLUSTER).plan.software == usual.software
 
 
