@@ -1,4 +1,4 @@
-"""Expressions of the catalog: a part of Python without private attributes, walked by hand.
+"""Expressions of the catalog: a part of Python without private attributes, as functions of their names.
 
 Nothing that is read can run code.
 """
@@ -6,8 +6,9 @@ Nothing that is read can run code.
 import ast
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 _OPERATORS: dict[type, Any] = {
@@ -20,17 +21,21 @@ _OPERATORS: dict[type, Any] = {
 }
 
 
+Names = Mapping[str, Any]
+Value = Callable[[Names], Any]
+
+
 @cache
-def _parsed(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
+def _parsed(text: str) -> Value:
+    return _value(ast.parse(text, mode="eval").body)
 
 
-def value_of(text: str, names: Mapping[str, Any]) -> Any:
+def value_of(text: str, names: Names) -> Any:
     """What the expression `text` is where its names have these values."""
-    return _value(_parsed(text), names)
+    return _parsed(text)(names)
 
 
-def formulas(table: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, Any]:
+def formulas(table: Mapping[str, str], names: Names) -> dict[str, Any]:
     """What each expression of a table is, the later ones by the earlier too; an unknown name is None."""
     known: dict[str, Any] = defaultdict(lambda: None, names)
     found = {}
@@ -39,48 +44,74 @@ def formulas(table: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _value(node: Any, names: Mapping[str, Any]) -> Any:
-    def of(part: Any) -> Any:
-        return None if part is None else _value(part, names)
-
+def _value(node: Any) -> Value:
+    """The value of a part of an expression, as a function of its names."""
     match node:
-        case ast.Constant():
-            return node.value
-        case ast.Name():
-            return names[node.id]
-        case ast.Attribute() if not node.attr.startswith("_"):
-            return getattr(of(node.value), node.attr)
+        case None:
+            return lambda names: None
+        case ast.Constant(value=value):
+            return lambda names: value
+        case ast.Name(id=name):
+            return itemgetter(name)
+        case ast.Attribute(attr=attr) if not attr.startswith("_"):
+            owner = _value(node.value)
+            return lambda names: getattr(owner(names), attr)
         case ast.Subscript():
-            return of(node.value)[of(node.slice)]
+            whole, part = _value(node.value), _value(node.slice)
+            return lambda names: whole(names)[part(names)]
         case ast.Slice():
-            return slice(of(node.lower), of(node.upper), of(node.step))
+            return _applied(slice, node.lower, node.upper, node.step)
         case ast.Call():
-            return of(node.func)(*map(of, node.args))
+            function, several = _value(node.func), _several(node.args)
+            return lambda names: function(names)(*several(names))
         case ast.List():
-            return [*map(of, node.elts)]
+            return _several(node.elts)
         case ast.Tuple():
-            return (*map(of, node.elts),)
+            several = _several(node.elts)
+            return lambda names: tuple(several(names))
         case ast.Dict():
-            return dict(zip(map(of, node.keys), map(of, node.values), strict=True))
+            keys, values = _several(node.keys), _several(node.values)
+            return lambda names: dict(zip(keys(names), values(names), strict=True))
         case ast.IfExp():
-            return of(node.body if of(node.test) else node.orelse)
+            test, body, other = map(_value, (node.test, node.body, node.orelse))
+            return lambda names: (body if test(names) else other)(names)
         case ast.UnaryOp():
-            return _OPERATORS[type(node.op)](of(node.operand))
+            return _applied(_OPERATORS[type(node.op)], node.operand)
         case ast.BinOp():
-            return _OPERATORS[type(node.op)](of(node.left), of(node.right))
+            return _applied(_OPERATORS[type(node.op)], node.left, node.right)
         case ast.BoolOp():
-            found = None
-            for one in node.values:
-                found = of(one)
-                if bool(found) is isinstance(node.op, ast.Or):
-                    break
-            return found
+            return _first(isinstance(node.op, ast.Or), [*map(_value, node.values)])
+        case ast.Compare(ops=[op]):
+            return _applied(_OPERATORS[type(op)], node.left, *node.comparators)  # an array, of arrays
         case ast.Compare():
-            left, found = of(node.left), None
-            for op, right in zip(node.ops, map(of, node.comparators), strict=True):
-                found = _OPERATORS[type(op)](left, right)  # an array, of arrays
-                if len(node.ops) > 1 and not found:
-                    break
-                left = right
-            return found
+            steps = zip(node.ops, [node.left, *node.comparators], node.comparators, strict=False)
+            return _first(False, [_applied(_OPERATORS[type(op)], *pair) for op, *pair in steps])
     raise ValueError(f"{type(node).__name__} is no part of an expression")
+
+
+def _several(nodes: Sequence[Any]) -> Value:
+    parts = [*map(_value, nodes)]
+    return lambda names: [part(names) for part in parts]
+
+
+def _applied(function: Callable[..., Any], *nodes: Any) -> Value:
+    """What `function` gives of the values of `nodes`."""
+    if len(nodes) == 2:
+        left, right = map(_value, nodes)
+        return lambda names: function(left(names), right(names))
+    several = _several(nodes)
+    return lambda names: function(*several(names))
+
+
+def _first(wanted: bool, parts: Sequence[Value]) -> Value:
+    """The first value that is true (false) as `wanted`, or the last."""
+
+    def value(names: Names) -> Any:
+        found = None
+        for part in parts:
+            found = part(names)
+            if bool(found) is wanted:
+                break
+        return found
+
+    return value
