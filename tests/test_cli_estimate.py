@@ -63,7 +63,8 @@ def test_failures_lengthen_a_run_and_a_better_machine_shortens_it(meshwise) -> N
     ("text", "value"), [("15T", 15e12), ("1e9", 1e9), ("64MiB", 2**26), ("2 GB", 2e9), ("1,000", 1000.0)]
 )
 def test_quantities_as_people_write_them(text: str, value: float) -> None:
-    assert quantity(text, "--size") == value
+    assert quantity(text, "--size") == value == quantity(text, "--tokens")
+    assert quantity("1.5B", "--tokens") == 1.5e9
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "nan", "1e400", "1.2.3", "5Q", "15B"])

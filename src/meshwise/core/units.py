@@ -53,9 +53,10 @@ def values_by_key(text: str, what: str, error: type[MeshwiseError] = WorkloadErr
 def quantity(text: str, what: str) -> float:
     """The number that a person writes as `15T`, `1e12`, `64MiB` or `2 GB`; WorkloadError names `what`.
 
-    A bare B is refused: it is a byte to some and a billion to others.
+    A bare B is a billion of tokens; else it is refused: it is a byte to some.
     """
-    written = _NUMBER.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    text = re.sub("(?i)(?<=[0-9.])b$", "G", text.strip()) if what.endswith("tokens") else text.strip()
+    written = _NUMBER.fullmatch(text.replace(",", "").replace("_", ""))
     if written is None or not 0 < (value := float(written[1])) < math.inf:
         raise WorkloadError(f"{what} {text} must be a number above zero, as 64e6, 15T or 64MiB")
     base = 1024.0 if written[3] else 1000.0
