@@ -1,6 +1,7 @@
 """The server of the page: every view answers, other sites and strangers do not get in, nothing is ignored."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -212,6 +213,7 @@ def test_the_page_holds_every_field_and_runs_nothing_but_its_own(client: TestCli
             if (view, name) != ("explore", "plan"):  # a field for each of its keys
                 assert f'name="{option.typed}"' in page.text and escape(option.help) in page.text
     assert "<script>" not in page.text and " onclick" not in page.text
+    assert not re.search(r'type="range" data-default=""', page.text)  # a browser would send its middle
     for name in ("page.js", "draw.js", "plotly.min.js", "style.css", "page.css"):
         assert client.get(f"/static/{name}").status_code == 200
     assert client.get("/static/..%2fapp.py").status_code == 404
