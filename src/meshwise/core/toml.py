@@ -95,8 +95,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`, without what is None."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        found |= {name: one for name, one in inner.items() if one is not None}
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            found[f"{prefix}{key}"] = value
     return found
 
 

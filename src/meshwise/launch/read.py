@@ -158,9 +158,9 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     if text.lstrip().startswith("{"):
         return _parse_deepspeed(text, path)
     if re.search(r"^(distributed_type|compute_environment):", text, re.MULTILINE):
-        return "accelerate", flat(parse_yaml(text, str(path))), None
+        return "accelerate", _parse_yaml(text, path), None
     if _YAML_OF_MEGATRON.search(text):
-        stated = megatron_settings(flat(parse_yaml(text, str(path))))
+        stated = megatron_settings(_parse_yaml(text, path))
         is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
         return ("megatron-bridge", _bridge(stated), None) if is_bridge else ("megatron-lm", stated, None)
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
@@ -170,8 +170,7 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         _, stated, _ = _parse_deepspeed(*_beside(words, "--deepspeed", path))
         return "deepspeed", stated | _arguments("deepspeed", words, path), _gpus(words)
     if "--config_file" in words[:-1]:
-        text, file = _beside(words, "--config_file", path)
-        stated = flat(parse_yaml(text, str(file)))
+        stated = _parse_yaml(*_beside(words, "--config_file", path))
         return "accelerate", stated | _arguments("accelerate", words, path), None
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
         return "torchtitan", _arguments("torchtitan", words, path), _gpus(words)
@@ -183,6 +182,10 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         f"{path} is no job of Megatron, torchtitan, DeepSpeed or Accelerate; name a script with its "
         "arguments, or its JSON, YAML or TOML file"
     )
+
+
+def _parse_yaml(text: str, path: Path) -> Settings:
+    return flat(parse_yaml(text, str(path)))
 
 
 def _beside(words: list[str], option: str, path: Path) -> tuple[str, Path]:

@@ -89,9 +89,8 @@ class Software(NamedTuple):
     Whose loss it runs (`program.loss`), and what is fused of it by default. `sums_wide`: DTensor sums the
     gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
     matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
-    those whose chips run no other. `native_attention`: generations of
-    chips whose own fused attention it runs. `is_eager`: it fuses no element-wise kernels of a block.
-    `weighs_last`: as in a `program.cut.Cut`.
+    those whose chips run no other. `native_attention`: generations of chips whose own fused attention it
+    runs. `is_eager`: it fuses no element-wise kernels of a block. `weighs_last`: as in a `program.cut.Cut`.
     """
 
     losses: str

@@ -82,7 +82,7 @@ def shards_each_weight(cut: Cut) -> bool:
 def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
     """The ops of one part as the implementation of `cut` does them."""
     parts = IMPLEMENTATIONS[cut.implementation].parts
-    if cut.is_eager and parts != "transformers":
+    if cut.is_eager or parts == "transformers":
         ops = [_eager_kernel(op) if _is_eager(model, op) else op for op in ops]
     change = _PARTS.get(parts)
     return ops if change is None else list(change(model, cut, ops))
@@ -254,8 +254,8 @@ def kernel_workspace(model: Model, cut: Cut, op: Op) -> Num:
 # --- the library transformers ------------------------------------------------------------------
 
 
-def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
-    """Element-wise kernels are not fused; nor does attention repeat keys for query heads on the fly.
+def _transformers_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
+    """Attention does not repeat keys for query heads on the fly; a router keeps its routes.
 
     Matmuls with weights that are widened before them keep their input, though the weights are frozen
     (bitsandbytes, autograd/_functions.py: MatMul4Bit).
@@ -267,12 +267,10 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
         if multiplies and (op.module, op.name) in widened:
             op = structs.replace(op, keeps=(*op.keeps, op.reads[0]))
         if model.moe is not None and op.name == "router_softmax" and op.phase == "forward":
-            yield _with_routes(_eager_kernel(op), model.moe, cut)
+            yield _with_routes(op, model.moe, cut)
         elif model.fused_qkv and op.kind == "attention" and op.phase == "forward":
             widths = (2.0 * model.num_heads + model.num_kv_heads) * model.head_dim / cut.tp
             yield _keeping(op, "copies", (cut.tokens, widths), cut.precision.act_dtype)
-        elif _is_eager(model, op):
-            yield _eager_kernel(op)
         elif op.kernel == "sum_copies":
             yield weighed_after(op, cut.precision)
         elif multiplies and op.module == ATTENTION and op.name in ("logits", "attend"):
@@ -320,6 +318,6 @@ def _keeping(op: Op, name: str, shape: tuple[Num, ...], dtype: str) -> Op:
 
 _PARTS: dict[str, Callable[[Model, Cut, list[Op]], Iterable[Op]]] = {
     "torch": torch_ops,
-    "transformers": _eager,
+    "transformers": _transformers_ops,
 }
 """What changes the ops of a layout, by whose modules do them."""

@@ -11,8 +11,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.files import read_text
 from meshwise.core.toml import flat
 from meshwise.core.yaml import parse_yaml
-
-Facts = dict[str, Any]
+from meshwise.launch.facts import Facts
 
 BASE_RECIPE = "grpo_math_1B.yaml"
 """The recipe of NeMo-RL in examples/configs from which all others inherit."""

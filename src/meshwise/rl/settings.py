@@ -20,14 +20,13 @@ from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested
 from meshwise.core.yaml import yaml_text
 from meshwise.launch.arguments import framework_arguments
+from meshwise.launch.facts import Facts
 from meshwise.launch.read import shell_words
 from meshwise.launch.write import File, Launch
 from meshwise.plan.plan import KEYS, Plan, plan_text
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import RlJob
 from meshwise.rl.recipes import BASE_RECIPE, read_recipe, resolved
-
-Facts = dict[str, Any]
 
 FRAMEWORKS = ("verl", "nemo-rl")
 TRAINED_KEYS = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
