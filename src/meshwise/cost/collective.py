@@ -59,6 +59,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.ledger import Collective
+from meshwise.core.numbers import SINGLE, anywhere, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
@@ -79,9 +80,11 @@ def members(group_ranks: Num, stride: Num, level_ranks: Num, runs: Runs = ONE_RU
     """How many of `group_ranks` ranks placed `stride` apart sit inside one domain of `level_ranks` ranks."""
 
     def inside(ranks: Num, stride: Num) -> Num:
-        return np.minimum(ranks, np.maximum(1.0, np.floor(level_ranks / np.asarray(stride, float))))
+        is_one = isinstance(stride, SINGLE) and isinstance(level_ranks, SINGLE)
+        whole = level_ranks // stride if is_one else np.floor(level_ranks / np.asarray(stride, float))
+        return smaller(ranks, larger(1.0, whole))
 
-    in_run = np.minimum(runs.ranks, group_ranks)
+    in_run = smaller(runs.ranks, group_ranks)
     return inside(in_run, stride) * inside(group_ranks / in_run, runs.stride)
 
 
@@ -97,7 +100,7 @@ def sent_bytes(kind: Collective, payload_bytes: Num, group_ranks: Num) -> Num:
     if kind == "recv":
         return 0.0 * payload_bytes
     if kind in ("broadcast", "reduce", "send"):
-        return payload_bytes * np.where(np.asarray(group_ranks) > 1, 1.0, 0.0)
+        return payload_bytes * where(np.asarray(group_ranks) > 1, 1.0, 0.0)
     return payload_bytes * peers_frac
 
 
@@ -147,7 +150,7 @@ def carried_out(kind: Collective, group_ranks: Num, *, by_gloo: bool) -> tuple[C
 
 def fastest_s(lines: Sequence[Line], payload_bytes: Num) -> Num:
     """Time [s] of the fastest of `lines` for `payload_bytes`."""
-    return reduce(np.minimum, [line.delay_s + payload_bytes * line.s_per_byte for line in lines])
+    return reduce(smaller, [line.delay_s + payload_bytes * line.s_per_byte for line in lines])
 
 
 def collective_lines(
@@ -171,14 +174,14 @@ def collective_lines(
     protocols = {"quick": quick, "bulk": bulk}.items()
     of_tokens = choices, groups
     lines = [_ring(kind, group_ranks, name, steps, of_tokens) for name, steps in protocols]
-    adds_in_trees = kind == "all_reduce" and not np.any(links[0].ways)
+    adds_in_trees = kind == "all_reduce" and not anywhere(links[0].ways)
     if adds_in_trees and outer.tree_latency is not None:
         lines += [_tree(group_ranks, name, steps) for name, steps in protocols]
     if adds_in_trees and inner.switch_frac is not None:
         lines.append(_switch(group_ranks, links[0], inner, bulk[0]))
     # The launch of the slowest kind of link that the group uses.
-    launch_s = reduce(np.maximum, (step.used * step.efficiency.launch_s for step in quick))
-    return [replace(line, delay_s=line.delay_s + launch_s) for line in lines]
+    launches_s: list[Num] = [step.used * step.efficiency.launch_s for step in quick]
+    return [replace(line, delay_s=line.delay_s + reduce(larger, launches_s)) for line in lines]
 
 
 def peer_all_reduce_s(
@@ -204,12 +207,12 @@ def peer_all_reduce_s(
     one_shot_s = efficiency.wait_s + payload_bytes * (group_ranks - 1.0) / rate_bytes_per_s
     sent_s = sent_bytes("all_reduce", payload_bytes, group_ranks) / rate_bytes_per_s
     two_shot_s = 2.0 * efficiency.wait_s + sent_s
-    kernel_s = np.minimum(efficiency.launch_s + np.minimum(one_shot_s, two_shot_s), library_s)
+    kernel_s = smaller(efficiency.launch_s + smaller(one_shot_s, two_shot_s), library_s)
     if coded and efficiency.coded_bytes_per_s:
         coded_s = efficiency.coded_launch_s + payload_bytes / efficiency.coded_bytes_per_s
-        kernel_s = np.minimum(kernel_s, coded_s)
+        kernel_s = smaller(kernel_s, coded_s)
     copied_s = kernel_s + 2.0 * payload_bytes / memory_bytes_per_s
-    return np.where(np.asarray(graph) > 0, kernel_s, np.maximum(copied_s, efficiency.host_s))
+    return where(np.asarray(graph) > 0, kernel_s, larger(copied_s, efficiency.host_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +252,10 @@ def _steps(
         is_outer = bool(level) and not np.all(is_axis)
         efficiency = outer if is_outer else inner
         along = here / inside
-        apart = np.where(is_axis, np.maximum(stride / np.asarray(joined, float), 1.0), 1.0)
-        ways = np.where((link.ways == 2) & (along * apart * joined >= link.ranks), 2.0, 1.0)
-        axis_hops = apart * np.where(ways == 2, np.floor(along / 2.0), along - 1.0)
-        hops = np.where(is_axis, axis_hops, ranks / inside - ranks / here)
+        apart = where(is_axis, larger(stride / np.asarray(joined, float), 1.0), 1.0)
+        ways = where((link.ways == 2) & (along * apart * joined >= link.ranks), 2.0, 1.0)
+        axis_hops = apart * where(ways == 2, np.floor(along / 2.0), along - 1.0)
+        hops = where(is_axis, axis_hops, ranks / inside - ranks / here)
         # Neighbours inside a node synchronise at the same time, those between nodes one by one.
         syncs = hops if is_outer else np.log2(here)
         used = np.asarray(here) > np.asarray(inside)
@@ -283,8 +286,8 @@ def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Nu
     """What is left of a link for one of `ranks` ranks; more than two on PCIe go through their host."""
     if efficiency.host_frac == efficiency.host_shared_frac == 1.0:
         return link.among(ranks)
-    through_host = np.minimum(efficiency.host_frac, efficiency.host_shared_frac * link.ranks / ranks)
-    return link.bytes_per_s * np.where(np.asarray(ranks) > 2, through_host, 1.0)
+    through_host = smaller(efficiency.host_frac, efficiency.host_shared_frac * link.ranks / ranks)
+    return link.bytes_per_s * where(np.asarray(ranks) > 2, through_host, 1.0)
 
 
 def _ring(
@@ -300,21 +303,21 @@ def _ring(
     axes_bytes_per_s: Num = 0.0
     for level, step in enumerate(steps):
         if kind in ("send", "recv"):  # outer levels overwrite inner ones
-            wire = np.where(step.used, 1.0 / step.bytes_per_s, wire)
-            delay_s = np.where(step.used, step.hop_s, delay_s)
+            wire = where(step.used, 1.0 / step.bytes_per_s, wire)
+            delay_s = where(step.used, step.hop_s, delay_s)
         elif kind in ("all_to_all", "dispatch"):
             leaving = _leaving(kind, ranks, steps[level:], of_tokens)
             part = leaving + step.efficiency.all_to_all_own_part * own_part
-            wire = np.maximum(wire, np.where(step.used, part / (step.ways * step.bytes_per_s), 0.0))
-            delay_s = np.maximum(delay_s, np.where(step.used, step.hop_s, 0.0))
+            wire = larger(wire, where(step.used, part / (step.ways * step.bytes_per_s), 0.0))
+            delay_s = larger(delay_s, where(step.used, step.hop_s, 0.0))
         else:
             part = ring_part / step.inside + step.efficiency.own_part * own_part
             axes_bytes_per_s = axes_bytes_per_s + step.ways * step.bytes_per_s * (step.used & step.is_axis)
-            wire = np.maximum(wire, np.where(step.used & ~step.is_axis, part / step.bytes_per_s, 0.0))
+            wire = larger(wire, where(step.used & ~step.is_axis, part / step.bytes_per_s, 0.0))
             delay_s = delay_s + passes * step.hops_s + step.syncs_s  # two passes are one pipeline
     axes_part = ring_part + steps[0].efficiency.own_part * own_part
     has_axes = np.asarray(axes_bytes_per_s) > 0.0
-    wire = np.maximum(wire, np.where(has_axes, axes_part / np.where(has_axes, axes_bytes_per_s, 1.0), 0.0))
+    wire = larger(wire, where(has_axes, axes_part / where(has_axes, axes_bytes_per_s, 1.0), 0.0))
     rings = kind not in ("send", "recv", "all_to_all", "dispatch")
     return Line(f"{'ring' if rings else 'direct'}, {protocol}", delay_s, wire)
 
@@ -325,12 +328,12 @@ def _leaving(
     """Share of the payload that a rank sends over the links of the first of these levels."""
     step = steps[0]
     along = step.here / step.inside
-    crossing = np.where(step.is_axis, np.floor(along**2 / 4.0) / along, 1.0 - 1.0 / along)
+    crossing = where(step.is_axis, np.floor(along**2 / 4.0) / along, 1.0 - 1.0 / along)
     part = _passing(steps) / ranks * crossing
     if kind == "all_to_all":
         return part
     met, of_all = (met_places(places, *of_tokens) for places in (ranks / step.inside, ranks))
-    return np.where(step.is_axis, part, met / of_all * crossing)
+    return where(step.is_axis, part, met / of_all * crossing)
 
 
 def _passing(steps: Sequence[_Step]) -> Num:
@@ -339,7 +342,7 @@ def _passing(steps: Sequence[_Step]) -> Num:
     leads_on: Any = True
     for step in steps[1:]:
         leads_on = leads_on & (step.is_axis | (np.asarray(step.rails) > 0))
-        members_here = np.where(leads_on, step.here, members_here)
+        members_here = where(leads_on, step.here, members_here)
     return members_here
 
 
@@ -351,7 +354,7 @@ def _tree(ranks: Num, protocol: str, steps: Sequence[_Step]) -> Line:
     wire: Num = 0.0
     delay_s: Num = 0.0
     for level, step in enumerate(steps):
-        wire = np.maximum(wire, np.where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
+        wire = larger(wire, where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
         chain_s = step.hops_s * step.here / ranks + step.syncs_s
         delay_s = delay_s + 2.0 * (climb * step.hop_s if level else chain_s)
@@ -362,5 +365,5 @@ def _switch(ranks: Num, link: Link, inner: LinkEfficiency, step: _Step) -> Line:
     """All-reduce inside one domain of level 0 whose switch adds; never done for larger groups."""
     added_bytes_per_s = link.bytes_per_s * (inner.switch_frac or 1.0)
     inside_one = np.asarray(step.here) >= np.asarray(ranks)
-    delay_s = np.where(inside_one, link.latency_s * inner.switch_latency, np.inf)
+    delay_s = where(inside_one, link.latency_s * inner.switch_latency, np.inf)
     return Line("switch", delay_s, (1.0 + 1.0 / ranks) / added_bytes_per_s)

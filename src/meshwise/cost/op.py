@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from msgspec import Struct
 
 from meshwise.core.files import read_catalog
+from meshwise.core.numbers import larger
 from meshwise.core.units import Num
 
 
-class Cost(Struct, frozen=True, eq=False):
+class Cost(Struct, frozen=True, eq=False, gc=False):
     """Work one rank does for one op. Costs add; they hold no time and know no machine."""
 
     flop: Num = 0.0
@@ -70,7 +70,7 @@ def attended_pairs(seq_q: Num, seq_k: Num, *, causal: bool, window: int = 0) -> 
     pairs = seq_q * (seq_k - 0.5 * seq_q) if causal else seq_q * seq_k
     if not window:
         return pairs
-    first, last = np.maximum(seq_k - seq_q - window, 0.0), np.maximum(seq_k - window, 0.0)
+    first, last = larger(seq_k - seq_q - window, 0.0), larger(seq_k - window, 0.0)
     return pairs - (1.0 if causal else 2.0) * (0.5 * (last * last - first * first))
 
 

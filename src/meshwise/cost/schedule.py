@@ -28,6 +28,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.numbers import SINGLE, larger, smaller, where
 from meshwise.core.units import Num
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
@@ -51,7 +52,7 @@ def bubble_s(
     chunk; ZB-H1 with fewer than `pp` microbatches (2 pp if hops take time): an upper bound.
     """
     sizes = (pp, m, v, f_s, b_s, w_s, p2p_s, lead_s)
-    return np.where(np.asarray(pp) > 1, _choose(schedule, _BUBBLES, sizes), 0.0)[()]
+    return where(np.asarray(pp) > 1, _choose(schedule, _BUBBLES, sizes), 0.0)
 
 
 def in_flight_microbatches(schedule: Num, pp: Num, m: Num, v: Num, stage: Num) -> Num:
@@ -74,16 +75,18 @@ def valid(schedule: Num, pp: Num, m: Num, v: Num) -> NDArray[np.bool_]:
 
 def _choose(schedule: Num, forms: tuple[Callable[..., Num], ...], args: tuple[Num, ...]) -> Num:
     """`forms[schedule](*args)`; over an array of schedules, each form is computed once and spread."""
-    index = np.asarray(schedule, dtype=np.intp)
+    if isinstance(schedule, SINGLE):
+        return forms[int(schedule)](*args)
+    index = schedule.astype(np.intp)
     first, *others = np.flatnonzero(np.bincount(index.ravel()))
     chosen = forms[first](*args)
     for i in others:
-        chosen = np.where(index == i, forms[i](*args), chosen)
+        chosen = where(index == i, forms[i](*args), chosen)
     return chosen
 
 
 def _longest(*chains_s: Num) -> Num:
-    return reduce(np.maximum, chains_s)
+    return reduce(larger, chains_s)
 
 
 # A slowest stage that takes `lead` longer than the mean hides that much of a chain through the others:
@@ -91,27 +94,27 @@ def _longest(*chains_s: Num) -> Num:
 
 
 def _gpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
-    return np.maximum((pp - 1) * (f + b + w) - lead, 0.0) + 2 * (pp - 1) * hop
+    return larger((pp - 1) * (f + b + w) - lead, 0.0) + 2 * (pp - 1) * hop
 
 
 def _1f1b_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """A rank can have no more than pp microbatches out: the chain goes down and up again and again."""
     rounds = m + pp - 1
-    return np.maximum((pp - 1) * (f + b + w) - lead, 0.0) + 2 * hop * (rounds - np.ceil(rounds / pp))
+    return larger((pp - 1) * (f + b + w) - lead, 0.0) + 2 * hop * (rounds - np.ceil(rounds / pp))
 
 
 def _interleaved_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
-    return np.maximum((pp - 1) * (f + b + w) / v - lead, 0.0) + 2 * hop * (pp * v - 1)
+    return larger((pp - 1) * (f + b + w) / v - lead, 0.0) + 2 * hop * (pp * v - 1)
 
 
 def _zb_h1_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """Delayed W's fill the drain; the shortest of F, B and W limits how much of it they fill."""
-    q, filled = pp - 1, np.minimum(m, pp) - 1
+    q, filled = pp - 1, smaller(m, pp) - 1
     return _longest(
         2 * q * hop,
         q * (f + b) - filled * f + 2 * q * hop - lead,
         q * (f + b) - filled * b + 3 * q * hop - lead,
-        q * (f + b) - filled * w + 4 * q * hop - np.maximum(filled, 1) * lead,
+        q * (f + b) - filled * w + 4 * q * hop - larger(filled, 1) * lead,
     )
 
 
@@ -119,7 +122,7 @@ def _zb_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num
     """With F = B = W all chains but the last rank's wait for its first microbatch, q F/2, vanish."""
     q = pp - 1
     f, b, w = f / 2, b / 2, w / 2
-    leads, half_leads = q * lead, np.maximum(q / 2, 1) * lead
+    leads, half_leads = q * lead, larger(q / 2, 1) * lead
     return _longest(
         (3 * q - 2) * hop,
         q * b + (5 * q - 2) * hop - lead,
@@ -138,7 +141,7 @@ def _zb_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num
 def _dualpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lead: Num) -> Num:
     """The pairs pass a hop in every round, like 1F1B; the chains differ in how they fill and drain."""
     q = pp / 2 - 1
-    leads = np.maximum(q, 1) * lead
+    leads = larger(q, 1) * lead
     return hop * (m - np.ceil((m - 2) / pp)) + _longest(
         2 * q * hop,
         2 * q * f + 2 * q * hop - lead,
@@ -152,7 +155,7 @@ def _dualpipe_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lea
     """DualPipe over 2 pp half-stages, folded, so that turning round in the middle takes no hop."""
     q = pp - 1
     f, b, w = f / 2, b / 2, w / 2
-    leads = np.maximum(q / 2, 1) * lead
+    leads = larger(q / 2, 1) * lead
     rounds_s = 2 * hop * (m - np.ceil((m - 1) / pp) - 1)
     one_less_s = 2 * hop * (m - np.ceil((m - 2) / pp) - 2)
     return _longest(
@@ -170,9 +173,9 @@ _BUBBLES = (_gpipe_s, _1f1b_s, _interleaved_s, _zb_h1_s, _zb_v_s, _dualpipe_s, _
 
 _IN_FLIGHT: tuple[Callable[..., Num], ...] = (
     lambda pp, m, v, stage: m + 0.0 * stage,
-    lambda pp, m, v, stage: np.minimum(m, pp - stage),
-    lambda pp, m, v, stage: np.minimum(m * v, 2 * (pp - stage - 1) + (v - 1) * pp + 1) / v,
-    lambda pp, m, v, stage: np.minimum(m, pp) + 0.0 * stage,
+    lambda pp, m, v, stage: smaller(m, pp - stage),
+    lambda pp, m, v, stage: smaller(m * v, 2 * (pp - stage - 1) + (v - 1) * pp + 1) / v,
+    lambda pp, m, v, stage: smaller(m, pp) + 0.0 * stage,
     lambda pp, m, v, stage: pp + 0.0 * stage,
     lambda pp, m, v, stage: pp + 1.0 + 0.0 * stage,
     lambda pp, m, v, stage: pp + 0.5 + 0.0 * stage,

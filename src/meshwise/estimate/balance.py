@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import chosen_cells
+from meshwise.core.numbers import larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.estimate.ends import Ends, best_ends, least_of_others_s, other_ends, part_weights
 from meshwise.estimate.priced_model import PricedModel, priced_model
@@ -80,7 +81,7 @@ def _with_faster_ends(found: StepCost, wants: Wants | None) -> StepCost:
     """`found` with other ends wherever its step is faster by them; see `placed_cost`."""
     of, bound, worth_s = found.of, _bound(found), found.step_s * (1.0 - NO_GAIN_FRAC)
     others_s = least_of_others_s(of.model, of.mesh, [part.total_s for part in of.by_part])
-    least_s = bound.step_s(of.mesh, np.maximum(sum(bound.mean_s), others_s))
+    least_s = bound.step_s(of.mesh, larger(sum(bound.mean_s), others_s))
     is_open = least_s < worth_s
     needed = 0.0 if wants is None else _least(found, lambda cost: cost.memory.total)
     if wants is not None:
@@ -117,7 +118,7 @@ def _with_faster(
     wholes = [np.array(np.broadcast_to(one, shape), dtype=np.float64) for one in before]
     is_better = _is_better(cost, wholes[0][cells], wholes[1][cells], worth_s)
     for whole, other in zip(wholes, (cost.step_s, cost.memory_bytes, *cost.of.mesh.ends), strict=True):
-        whole[cells] = np.where(is_better, other, whole[cells])
+        whole[cells] = where(is_better, other, whole[cells])
     step_s, memory_bytes, first, last = wholes
     return replace(found, of=with_ends(found.of, (first, last)), step_s=step_s, memory_bytes=memory_bytes)
 
@@ -162,7 +163,7 @@ def _bound(found: StepCost) -> _Bound:
         mean_s=mean_phases_s(mesh, found.stages),
         is_bound=(sum(cost.exposed_s for cost in found.stages) > 0.0) * 1.0,
         hop_s=found.hop_s,
-        rest_s=np.minimum(mesh.pp, mesh.num_microbatches) * lone_s
+        rest_s=smaller(mesh.pp, mesh.num_microbatches) * lone_s
         + _least(found, lambda cost: cost.comm_dp_s)
         + _least(found, lambda cost: cost.optimizer_s),
         slowed=1.0 + overheads.straggler_frac * np.log2(mesh.world),
@@ -171,6 +172,4 @@ def _bound(found: StepCost) -> _Bound:
 
 def _least(found: StepCost, number: Callable[[StageCost], Num]) -> Num:
     """The least of a number of the stages."""
-    return reduce(
-        np.minimum, (np.where(cost.stage.num_stages > 0, number(cost), np.inf) for cost in found.stages)
-    )
+    return reduce(smaller, (where(cost.stage.num_stages > 0, number(cost), np.inf) for cost in found.stages))

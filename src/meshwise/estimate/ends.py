@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns, some_columns
+from meshwise.core.numbers import larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.estimate.memory import held_params, recomputed
 from meshwise.estimate.priced_model import PricedModel
@@ -48,7 +49,7 @@ def best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Nu
     ends = np.stack(sizes[-2 * len(tried) :]).reshape(len(tried), 2, *sizes[0].shape).swapaxes(0, 1)
     (slowest_s,) = _heaviest(model, of := replace(mesh, ends=tuple(ends)), [seconds])
     runs = (mesh.pp > 1) & ~loses_step(model, of) | np.all(ends == 0.0, axis=0)
-    fastest = np.argmin(np.where(runs, slowest_s, np.inf), axis=0)
+    fastest = np.argmin(where(runs, slowest_s, np.inf), axis=0)
     first, last = np.take_along_axis(ends, fastest[None, None], axis=1)[:, 0]
     return first[()], last[()]
 
@@ -66,7 +67,7 @@ def least_of_others_s(model: Model, mesh: Mesh, seconds: Weights) -> Num:
     if len(seconds) > 3:  # folded chunks may hold other kinds, and as many
         is_even = is_even & (fold == ROUND)
     fullest = (np.ceil(a_rank * layers / mesh.pp) + is_even) / a_rank
-    return fullest * reduce(np.minimum, seconds[1:-1])
+    return fullest * reduce(smaller, seconds[1:-1])
 
 
 def other_ends(of: PricedModel) -> Iterator[tuple[Ends, Num]]:
@@ -76,7 +77,7 @@ def other_ends(of: PricedModel) -> Iterator[tuple[Ends, Num]]:
     a plan has no more.
     """
     model, mesh, weights = of.model, of.mesh, part_weights(of, again=1.0)
-    layers = np.minimum(mesh.recompute_layers, float(model.num_layers))
+    layers = smaller(mesh.recompute_layers, float(model.num_layers))
     matters = mesh.recompute, layers, mesh.pp, mesh.vpp, mesh.schedule, mesh.is_paired * 1.0, *mesh.ends
     spread = np.broadcast_arrays(*matters, *itertools.chain(*weights))
     shape = spread[0].shape
@@ -142,13 +143,13 @@ def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[
     needs = mesh.is_interleaved & (-model.num_layers % num_chunks > 0)
     if not np.any(needs):
         return
-    least = tuple(np.minimum(np.ceil(end), 0.0) - 1.0 for end in ends)  # light layers: the chunk holds more
+    least = tuple(smaller(np.ceil(end), 0.0) - 1.0 for end in ends)  # light layers: the chunk holds more
     missing = -model.num_layers % num_chunks
     below = missing + np.floor((sum(ends) - missing) / num_chunks) * num_chunks
     for fewer, up in itertools.product((below, below + num_chunks), (0.0, 1.0)):
         first = np.floor((fewer + ends[0] - ends[1]) / 2.0) + up
         most = (model.num_layers + fewer) // num_chunks
-        lowest, highest = np.maximum(least[0], fewer - most), np.minimum(most, fewer - least[1])
+        lowest, highest = larger(least[0], fewer - most), smaller(most, fewer - least[1])
         first, holds = np.clip(first, lowest, highest), needs & (lowest <= highest)
         yield holds * first, holds * (fewer - first)  # other cells have none, as alone
 
@@ -180,7 +181,7 @@ def _heaviest(model: Model, mesh: Mesh, weights: Sequence[Weights]) -> list[Num]
         held = stage.embeddings, *stage.layers, stage.heads
         counts = [(stage.num_stages > 0) * stage.share * count for count in held]
         for i, weight in enumerate(weights):
-            heaviest[i] = np.maximum(heaviest[i], sum(map(operator.mul, counts, weight)))
+            heaviest[i] = larger(heaviest[i], sum(map(operator.mul, counts, weight)))
     return heaviest
 
 
@@ -204,7 +205,7 @@ def part_weights(of: PricedModel, again: float) -> list[Weights]:
 def _unbeaten(number: NDArray[np.intp], slowest_s: NDArray[Any], params: NDArray[Any]) -> NDArray[np.bool_]:
     """Which ends no others of the same plan beat in both the slowest stage and the one with most weights."""
     order = np.lexsort((params, slowest_s, number))
-    share = params[order] / np.maximum(np.max(params, initial=0.0), 1.0)
+    share = params[order] / larger(np.max(params, initial=0.0), 1.0)
     falling = share - 2.0 * number[order]  # less in each plan than in all before it
     is_unbeaten = np.zeros(number.shape, dtype=bool)
     is_unbeaten[order] = falling < np.concatenate([[np.inf], np.minimum.accumulate(falling)[:-1]])

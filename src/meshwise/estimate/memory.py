@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from meshwise.core.numbers import larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import in_flight_microbatches
 from meshwise.estimate.priced_model import PricedModel
@@ -66,7 +67,7 @@ def recomputed(stage: Stage, mesh: Mesh) -> tuple[Num, Num]:
     """Shares of a stage's layers whose core attention, and whose whole forward, the backward runs again."""
     selective = (mesh.recompute == RECOMPUTE.index("selective")) * 1.0
     full = (mesh.recompute == RECOMPUTE.index("full")) * 1.0
-    return selective, full * np.minimum(mesh.recompute_layers / np.maximum(stage.layers_passed, 1.0), 1.0)
+    return selective, full * smaller(mesh.recompute_layers / larger(stage.layers_passed, 1.0), 1.0)
 
 
 def held_params(of: PricedModel, stage: Stage) -> tuple[Held, Held]:
@@ -90,7 +91,7 @@ def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memo
     activations, buffers = _activation_bytes(of, stage), _buffer_bytes(of, stage)
     # Sharded gradients of a lone microbatch take the place of its activations, block by block.
     alone = (mesh.zero >= 3) & (mesh.num_microbatches == 1)
-    activations = activations - np.minimum(activations, alone * gradients)
+    activations = activations - smaller(activations, alone * gradients)
     tensors = weights + gradients + optimizer + activations + buffers
     overhead = overheads.context_bytes + overheads.fragment_frac * tensors
     return Memory(weights, gradients, optimizer, activations, buffers=buffers, overhead=overhead)
@@ -133,15 +134,15 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
         # Both places of a stage under DualPipe are replicas, which share what is sharded.
         is_shard = at_stage(column, mesh.zero) > 0
         dense, experts = (
-            getattr(one, name) / np.where(is_shard, np.minimum(mesh.zero_group, ranks), 1.0)
+            getattr(one, name) / where(is_shard, smaller(mesh.zero_group, ranks), 1.0)
             for one, ranks in zip(held, (mesh.replicas, mesh.expert_replicas), strict=True)
         )
-        return np.where(is_shard, share, 1.0) * (dense + experts)
+        return where(is_shard, share, 1.0) * (dense + experts)
 
     weights = weight_bytes(mesh) * shard("params", STAGES.weights)
     if mesh.trains and not overheads.weight_copies:
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
-        own = np.where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
+        own = where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
         weights = weights - weight_bytes(mesh) * own
     weights = weights - spared_bytes(mesh, of.cut) * shard("quantized", STAGES.weights)
     if not mesh.trains:
@@ -162,14 +163,14 @@ def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
 
 def checkpoint_layers(stage: Stage, mesh: Mesh) -> Num:
     """Layers behind one kept input where all of a stage are recomputed, its chunks taken as equal."""
-    return np.minimum(mesh.plan.recompute_every, np.maximum(stage.layers_passed / mesh.vpp, 1.0))
+    return smaller(mesh.plan.recompute_every, larger(stage.layers_passed / mesh.vpp, 1.0))
 
 
 def microbatch_bytes(of: PricedModel, stage: Stage) -> Num:
     """What a stage keeps of one microbatch between its forward and its backward, the head's part left out."""
     mesh = of.mesh
     selective, full = recomputed(stage, mesh)
-    a_chunk = np.maximum(stage.layers_passed / mesh.vpp, 1.0)
+    a_chunk = larger(stage.layers_passed / mesh.vpp, 1.0)
     inputs_frac = np.ceil(a_chunk / checkpoint_layers(stage, mesh)) / a_chunk
     one_input = block_input_bytes(of.model, of.cut) * inputs_frac
     embedding, *blocks, _ = of.by_part
@@ -208,9 +209,9 @@ def _turn_bytes(of: PricedModel, stage: Stage) -> Num:
     largest = stage.heads * (head.saved_bytes + hidden_bytes + head.booked_loss_bytes) + head_grads
     for count, part in zip(stage.layers, blocks, strict=True):
         redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
-        redone = redone + full * part.saved_bytes * (np.minimum(alike, stage.share * count) - 1.0)
+        redone = redone + full * part.saved_bytes * (smaller(alike, stage.share * count) - 1.0)
         in_block = redone + part.widest_bytes + elem_bytes * part.held[DENSE].trained + head_grads
-        largest = np.maximum(largest, in_block * (count > 0))
+        largest = larger(largest, in_block * (count > 0))
     return largest
 
 
@@ -233,7 +234,7 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
         of_block = (
             weight_bytes(mesh) * held.params - spared_bytes(mesh, cut) * held.quantized for held in part.held
         )
-        widest = np.maximum(widest, sum(of_block))
+        widest = larger(widest, sum(of_block))
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     whole = MAX_GATHERED_BLOCKS * widest * sharded
     return gathered + messages + whole + _turn_bytes(of, stage)

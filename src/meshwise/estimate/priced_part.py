@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 
-import numpy as np
 from msgspec import Struct, structs
 
+from meshwise.core.numbers import anywhere, larger, smaller
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
@@ -38,7 +38,7 @@ DENSE, EXPERTS = 0, 1
 """Places of what is not of experts, and of these, in pairs."""
 
 
-class PricedOp(Struct, frozen=True, eq=False):
+class PricedOp(Struct, frozen=True, eq=False, gc=False):
     """An op with the time of one occurrence, and `spent_s`: what all of them add to their phase.
 
     `is_redone`: whether full recomputation of its part runs it again.
@@ -234,7 +234,7 @@ def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
     for name in LINKS:
         phase = FORWARD if name.endswith("forward_s") else BACKWARD
         found[name] = _own_host_s((row.op for row in priced), phase, machine)
-    if any(np.any(link.ways) for link in machine.base.links):  # a torus has links by axis
+    if any(anywhere(link.ways) for link in machine.base.links):  # a torus has links by axis
         return found
     for row in priced:
         if row.op.kind == "collective":
@@ -324,7 +324,7 @@ def _exposed_shares(ops: Sequence[Op], times: Sequence[Num], overheads: Overhead
 
 def exposed_share(comm_s: Num, cover_s: Num, not_hidden_frac: Num) -> Num:
     """Share of `comm_s` that is paid behind `cover_s` of compute: what sticks out, and interference."""
-    sticks_out = np.maximum(comm_s - cover_s, 0.0) / np.maximum(comm_s, 1e-30)
+    sticks_out = larger(comm_s - cover_s, 0.0) / larger(comm_s, 1e-30)
     return sticks_out + not_hidden_frac * (1.0 - sticks_out)
 
 
@@ -360,7 +360,7 @@ def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> N
     """Share of hidden collectives' time that is paid: of a dispatch at least the cores that it holds."""
     overheads = machine.overheads
     held = overheads.dispatch_cores / machine.num_cores * _is_per_rank(row.op for row in rows)
-    return np.maximum(overheads.not_hidden_frac(axis), held)
+    return larger(overheads.not_hidden_frac(axis), held)
 
 
 def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> Iterator[PricedOp]:
@@ -374,7 +374,7 @@ def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> I
         (FORWARD, FORWARD, spent_s[FORWARD]),
         (BACKWARD, WEIGHT, spent_s[BACKWARD] + spent_s[WEIGHT]),
     ):
-        late_s = np.maximum(_launches_s(ops, phase, overheads) - busy_s * (not overheads.launches_block), 0.0)
+        late_s = larger(_launches_s(ops, phase, overheads) - busy_s * (not overheads.launches_block), 0.0)
         yield waiting("host", late_in, late_s + _own_host_s(ops, phase, machine))
 
 
@@ -405,7 +405,7 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
 
 def _is_per_rank(ops: Iterable[Op]) -> Num:
     """1 where tokens are sent once to each rank, else 0."""
-    return np.minimum(sum((op.count for op in ops if op.choices), 0.0), 1.0)
+    return smaller(sum((op.count for op in ops if op.choices), 0.0), 1.0)
 
 
 def _loss_room(ops: Sequence[Op]) -> Room:
@@ -414,10 +414,10 @@ def _loss_room(ops: Sequence[Op]) -> Room:
     for name in {op.name for op in ops if op.kernel == LOSS_KERNEL}:
         of_one = [op for op in ops if op.kernel == LOSS_KERNEL and op.name == name]
         kept_bytes = sum(one.bytes for op in of_one for one in op.keeps)
-        largest = Room(*map(np.maximum, largest, (size - kept_bytes for size in room(of_one))))
+        largest = Room(*map(larger, largest, (size - kept_bytes for size in room(of_one))))
     return largest
 
 
 def _largest(sizes: Iterable[Num]) -> Num:
     nothing: Num = 0.0
-    return reduce(np.maximum, sizes, nothing)
+    return reduce(larger, sizes, nothing)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from meshwise.core.numbers import anywhere, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
-from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes, least_memory
+from meshwise.estimate.fsdp2_step import fsdp2_memory, gradient_bytes, least_memory
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
     Memory,
@@ -65,8 +66,8 @@ class StageTime(PhaseTimes):
         forward_s = self.near_forward_s + is_far * (self.far_forward_s - self.near_forward_s)
         backward_s = self.near_backward_s + is_far * (self.far_backward_s - self.near_backward_s)
         return (
-            np.maximum(self.forward_s - forward_s, 0.0),
-            np.maximum(self.backward_s + self.weight_s + idle_s - backward_s, 0.0),
+            larger(self.forward_s - forward_s, 0.0),
+            larger(self.backward_s + self.weight_s + idle_s - backward_s, 0.0),
         )
 
 
@@ -119,8 +120,8 @@ def stage_time(of: PricedModel, stage: Stage) -> StageTime:
     if isinstance(mesh.offload_activations, float) and mesh.offload_activations == 0.0:
         return StageTime(**times)
     one_way_s = mesh.offload_activations * microbatch_bytes(of, stage) / of.machine.host_bytes_per_s
-    out_s = np.maximum(one_way_s - times["forward_s"], 0.0)
-    back_s = np.maximum(one_way_s - times["backward_s"] - times["weight_s"], 0.0)
+    out_s = larger(one_way_s - times["forward_s"], 0.0)
+    back_s = larger(one_way_s - times["backward_s"] - times["weight_s"], 0.0)
     times |= {"forward_s": times["forward_s"] + out_s, "backward_s": times["backward_s"] + back_s}
     return StageTime(**times, offload_forward_s=out_s, offload_backward_s=back_s)
 
@@ -195,32 +196,32 @@ def _exchanged(
     gathers_s = sum((s for one, s in found if one.name.endswith("weights") and one.phase == "backward"), 0.0)
     gathers_s = gathers_s / rounds
     behind_forward = sum((s for one, s in found if one.phase == "forward"), 0.0) / rounds
-    pieces = np.maximum(stage.layers_passed, 1.0)
+    pieces = larger(stage.layers_passed, 1.0)
     first_s = behind_forward / pieces
     is_far = machine.leaves_node(mesh.replicas, mesh.stride("cp"))
     forward_s, backward_s = (_window(mesh) * each_s for each_s in time.free_s(is_far, idle_s))
 
     beside_forward = behind_forward - first_s
     slowed_frac = overheads.interference_frac
-    late_s = (1.0 - slowed_frac) * np.maximum(beside_forward - forward_s, 0.0) + slowed_frac * beside_forward
+    late_s = (1.0 - slowed_frac) * larger(beside_forward - forward_s, 0.0) + slowed_frac * beside_forward
 
     def round_s(behind_backward: Num) -> Num:
         """What one microbatch waits for its exchanges, but for those of the first block and the last."""
-        sticks_out_s = np.maximum(behind_backward - alone * backward_s, 0.0)
+        sticks_out_s = larger(behind_backward - alone * backward_s, 0.0)
         return (1.0 - slowed_frac) * sticks_out_s + (slowed_frac * behind_backward + late_s)
 
     tail_s = grads_s / pieces
     overlapped_s = reductions * round_s(gathers_s + grads_s - tail_s) + (tail_s + first_s)
-    if np.any(reductions != rounds):
+    if anywhere(reductions != rounds):
         overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
     alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
     # However they are hidden: links carry one exchange at a time.
-    overlapped_s = np.maximum(overlapped_s, alone_s - rounds * (forward_s + backward_s) * alone)
+    overlapped_s = larger(overlapped_s, alone_s - rounds * (forward_s + backward_s) * alone)
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
-    filling_s = (1.0 - alone) * np.maximum(behind_forward - mesh.overlap_dp * forward_s, first_s)
+    filling_s = (1.0 - alone) * larger(behind_forward - mesh.overlap_dp * forward_s, first_s)
     recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
     recurring_s = (recurring_s + (reductions > 1) * reductions * grads_s) / mesh.num_microbatches
-    exposed_s = np.maximum(recurring_s - mesh.overlap_dp * sum(time.free_s(is_far, 0.0)), 0.0)
+    exposed_s = larger(recurring_s - mesh.overlap_dp * sum(time.free_s(is_far, 0.0)), 0.0)
     return [*found, *own], paid_s + own_s, exposed_s, filling_s
 
 
@@ -230,8 +231,8 @@ def _window(mesh: Mesh) -> Num:
     One, but for interleaved stages: the gradients of a chunk are complete while the last pp microbatches
     still pass the other v - 1 chunks of the rank, and likewise for weights and the first microbatches.
     """
-    others = np.minimum(mesh.num_microbatches, mesh.pp) * (mesh.vpp - 1.0) / mesh.vpp
-    return np.where(mesh.zero < 2, np.maximum(others, 1.0), 1.0)[()]
+    others = smaller(mesh.num_microbatches, mesh.pp) * (mesh.vpp - 1.0) / mesh.vpp
+    return where(mesh.zero < 2, larger(others, 1.0), 1.0)
 
 
 def _exchange_s(one: Op, machine: Machine) -> Num:
@@ -258,7 +259,7 @@ def _optimizer_s(of: PricedModel, held: tuple[Held, Held], share: Num, memory: M
     dense, experts = held
     params = dense.trained / mesh.shard_ranks(mesh.replicas)
     params = params + experts.trained / mesh.shard_ranks(mesh.expert_replicas)
-    params = params * np.where(mesh.zero >= 1, share, 1.0)
+    params = params * where(mesh.zero >= 1, share, 1.0)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
     both_ways = np.maximum if mesh.plan.optimizer_in_bwd else operator.add

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
+from meshwise.core.numbers import larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import Timeline, simulate
-from meshwise.estimate.fsdp2_memory import fsdp2_memory
+from meshwise.estimate.fsdp2_step import fsdp2_memory
 from meshwise.estimate.memory import held_params
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.stage_cost import StageCost, StageTime, needed_memory, stage_cost, stage_time, units_of
@@ -102,7 +103,7 @@ def price_step(
     comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     optimizer = _largest([cost.optimizer_s for cost in costs], exists)
     lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
-    unpaired_s = lone_s * np.minimum(mesh.pp, mesh.num_microbatches)
+    unpaired_s = lone_s * smaller(mesh.pp, mesh.num_microbatches)
     alone_s = work_s + unpaired_s + bubble + comm_pp + comm_dp + optimizer
     straggler = alone_s * (of.machine.overheads.straggler_frac * np.log2(mesh.world))
     memory_bytes = _largest([cost.memory.total for cost in costs], exists)
@@ -110,9 +111,9 @@ def price_step(
         wanted = wants(mesh, alone_s + straggler, memory_bytes)
         for stage, is_there in zip(stages, exists, strict=True):
             peak, _ = fsdp2_memory(of, stage, units_of(of, stage), wanted)
-            memory_bytes = np.maximum(memory_bytes, is_there * peak.total)
+            memory_bytes = larger(memory_bytes, is_there * peak.total)
             wanted = wanted & wants(mesh, alone_s + straggler, memory_bytes)
-        memory_bytes = np.where(wanted, memory_bytes, np.inf)
+        memory_bytes = where(wanted, memory_bytes, np.inf)
     return StepCost(
         of=of,
         step_s=alone_s + straggler,
@@ -142,10 +143,10 @@ def _pipeline_waits(
     if mesh.plan.stages and mesh.trains and np.any(is_own := differ(of.model, mesh)):  # of any shape: played
         times = times_of_chunks(of, chunks(of.model, mesh.plan.stages), towers)
         played_s = [_played_s(mesh, times, hop_s=hop) for hop in (0.0, hop_s)]
-        own_s = np.maximum(played_s[0] - slowest_s * mesh.num_microbatches, 0.0)
-        bubble = np.where(is_own, own_s * (mesh.pp > 1), bubble)[()]
+        own_s = larger(played_s[0] - slowest_s * mesh.num_microbatches, 0.0)
+        bubble = where(is_own, own_s * (mesh.pp > 1), bubble)
         held_s = _held_s(mesh, hop_s)
-        comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
+        comm_pp = where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)
     # Without chunks a stage gathers its weights when the first microbatch arrives, one after the other.
     filling_s = sum(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
     return bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s, comm_pp
@@ -168,7 +169,7 @@ def lead_s(mesh: Mesh, costs: Sequence[StageCost], slowest_s: Num) -> Num:
     """What a microbatch takes longer on the slowest stage than in the mean: its ops, or its exchanges."""
     paces_s = [cost.time.total_s + cost.exposed_s for cost in costs]
     mean_s = sum(map(operator.mul, paces_s, [cost.stage.num_stages for cost in costs])) / mesh.pp
-    return reduce(np.maximum, paces_s, slowest_s) - mean_s
+    return reduce(larger, paces_s, slowest_s) - mean_s
 
 
 def waits_s(mesh: Mesh, mean_s: Sequence[Num], hop_s: Num, lead_s: Num) -> tuple[Num, Num]:
@@ -222,7 +223,7 @@ def hop_bytes(of: PricedModel) -> Num:
 
 def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
     """The largest of `values`, of those that exist."""
-    return reduce(np.maximum, map(operator.mul, values, exists))
+    return reduce(larger, map(operator.mul, values, exists))
 
 
 def play(step: StepCost, *, num_microbatches: int | None = None, hop_s: float = 0.0) -> Timeline:
@@ -264,7 +265,7 @@ def least_of_ops(of: PricedModel) -> tuple[Num, Num]:
     needed: Num = np.inf
     for stage in stages[:1] if is_fixed else stages:
         memory, _ = needed_memory(of, stage, held_params(of, stage), units_of(of, stage), has_peak=False)
-        needed = np.minimum(needed, np.where(stage.num_stages > 0, memory.total, np.inf))
+        needed = smaller(needed, where(stage.num_stages > 0, memory.total, np.inf))
     return _of_mean_s(of, mean_s, slowest_s), needed
 
 
@@ -277,6 +278,6 @@ def _of_mean_s(of: PricedModel, mean_s: Sequence[Num], slowest_s: Num = 0.0) -> 
     step_s = mesh.num_microbatches * sum(phases_s)
     if not mesh.plan.stages:  # of any shape: played
         step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, *phases_s)
-    step_s = np.maximum(step_s, mesh.num_microbatches * slowest_s)
-    step_s = step_s + np.minimum(mesh.pp, mesh.num_microbatches) * unpaired_s
+    step_s = larger(step_s, mesh.num_microbatches * slowest_s)
+    step_s = step_s + smaller(mesh.pp, mesh.num_microbatches) * unpaired_s
     return step_s * (1.0 + of.machine.overheads.straggler_frac * np.log2(mesh.world))

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.numbers import SINGLE
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import (
@@ -149,24 +150,30 @@ def _where_measured(
     return np.where(is_like & has_points, np.exp(np.interp(size, sizes, times)), seconds)[()]
 
 
-def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:
-    """A number or an array as something that can be looked up: its contents and its shape."""
+def _frozen(number: Num) -> Any:
+    """A number, or an array as something that can be looked up: its contents and its shape."""
+    if isinstance(number, SINGLE):
+        return float(number)
     array = np.asarray(number, dtype=np.float64)
     return array.tobytes(), array.shape
 
 
+def _thawed(frozen: Any) -> Num:
+    """The number, or the array again."""
+    return frozen if isinstance(frozen, float) else np.frombuffer(frozen[0]).reshape(frozen[1])
+
+
 @lru_cache(maxsize=4096)  # what a group is asked to exchange changes more often than the group
 def _lines(
-    machine: Machine, kind: Any, placed: tuple[tuple[bytes, Any], ...], choices: float,
-    groups: tuple[float, float],
-) -> list[Line]:  # fmt: skip
+    machine: Machine, kind: Any, placed: tuple[Any, ...], choices: float, groups: tuple[float, float]
+) -> list[Line]:
     base, is_message = machine.base, kind in ("send", "recv")
     fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.links)
     links = tuple(
         link._replace(bytes_per_s=link.bytes_per_s * frac)
         for link, frac in zip(base.links, fracs, strict=True)
     )
-    ranks, stride, *runs = (np.frombuffer(content).reshape(shape) for content, shape in placed)
+    ranks, stride, *runs = map(_thawed, placed)
     kind, twice = carried_out(kind, ranks, by_gloo=machine.reduce_scatter == "all_reduce")
     lines = collective_lines(
         kind, ranks, stride, links, machine.efficiency, choices=choices, groups=groups, runs=Runs(*runs)

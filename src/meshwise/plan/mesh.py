@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.numbers import larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.plan.layouts import default_grid
@@ -124,7 +125,7 @@ class Mesh:
     def shard_ranks(self, replicas: Num) -> Num:
         """Over how many of `replicas` ranks ZeRO shards the states of the optimizer."""
         sharded = (self.zero >= 1) * 1.0
-        return sharded * np.minimum(self.zero_group, replicas) + (1.0 - sharded)
+        return sharded * smaller(self.zero_group, replicas) + (1.0 - sharded)
 
     def stride(self, axis: str) -> Num:
         """Distance in ranks between neighbours along a mesh axis, by the plan's placement."""
@@ -139,7 +140,7 @@ class Mesh:
     def apart(self, stages: Num) -> Num:
         """Distance in ranks of two stages so many places apart, half a pipeline at most: where links join all
         of a pipeline they join both."""
-        return np.maximum(np.minimum(stages, self.pp / 2.0), 1.0) * self.stride("pp")
+        return larger(smaller(stages, self.pp / 2.0), 1.0) * self.stride("pp")
 
     def replica_runs(self, first: Num) -> tuple[Num, tuple[Num, Num]]:
         """How ranks lie that are each `first` replicas after the last: their stride, then length and
@@ -147,11 +148,11 @@ class Mesh:
         """
         inner, outer = sorted(("cp", "dp"), key=self.plan.placement.index)
         size = getattr(self, inner)
-        in_run = np.maximum(size / first, 1.0)
-        stride = np.where(
-            first < size, self.stride(inner) * first, self.stride(outer) * np.maximum(first / size, 1.0)
+        in_run = larger(size / first, 1.0)
+        stride = where(
+            first < size, self.stride(inner) * first, self.stride(outer) * larger(first / size, 1.0)
         )
-        return stride, (np.where(in_run > 1.0, in_run, np.inf), self.stride(outer))
+        return stride, (where(in_run > 1.0, in_run, np.inf), self.stride(outer))
 
 
 def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num]) -> Mesh:
@@ -165,7 +166,7 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num]) -
     ulysses = 1.0 + (kind == _ULYSSES) * (cp - 1.0) + (kind == _TWO_LEVEL) * (sizes["ulysses"] - 1.0)
     ring = cp / ulysses
     grid: tuple[Num, ...] = ()
-    dp = np.maximum(world // (tp * cp * pp), 1.0)
+    dp = larger(world // (tp * cp * pp), 1.0)
     # 1F1B with several chunks a rank is interleaved.
     schedule = schedule + (_INTERLEAVED - _ONE_F_ONE_B) * ((schedule == _ONE_F_ONE_B) & (vpp > 1))
     group = sizes["zero_group"] + (sizes["zero_group"] == 0) * dp * cp
@@ -189,7 +190,7 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num]) -
         batch=float(workload.num_sequences),
         seq=float(workload.seq),
         microbatch=microbatch,
-        num_microbatches=np.maximum(workload.num_sequences // (dp * microbatch), 1.0),
+        num_microbatches=larger(workload.num_sequences // (dp * microbatch), 1.0),
         ring=ring,
         grid=grid,
         kind=workload.kind,

@@ -38,7 +38,7 @@ def _names(key: str) -> tuple[str, ...]:
 
 RECOMPUTE, CP_KINDS, DISPATCH = _names("recompute"), _names("cp_kind"), _names("dispatch")
 RECOMPUTE_MODULES = _names("recompute_modules")
-"""What selective recomputation may cover; see `program.recompute`."""
+"""What selective recomputation may cover; see `program.segments`."""
 GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 """The tensor-parallel layouts, and how many numbers the grid of each has."""
 CORE_ATTENTION = ("core_attn",)

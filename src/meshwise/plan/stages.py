@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
+from meshwise.core.numbers import anywhere, larger
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
@@ -136,7 +137,7 @@ def loses_step(model: Model, mesh: Mesh) -> Any:
     the exchange of experts of each layer behind a layer of the paired chunk (arXiv 2412.19437).
     """
     num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers + sum(mesh.ends)
-    is_shorter_within = (-layers % num_chunks > 2) | (np.maximum(*mesh.ends) > layers // num_chunks)
+    is_shorter_within = (-layers % num_chunks > 2) | (larger(*mesh.ends) > layers // num_chunks)
     is_moved = (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
     return mesh.is_interleaved & is_shorter_within | mesh.is_paired & is_moved
 
@@ -238,7 +239,7 @@ def _stage(
         embeddings=embeddings,
         heads=heads,
         layers=layers,
-        share=1.0 - 0.5 * is_mirrored if np.any(is_mirrored) else 1.0,
+        share=1.0 - 0.5 * is_mirrored if anywhere(is_mirrored) else 1.0,
     )
 
 

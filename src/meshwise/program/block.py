@@ -14,8 +14,8 @@ from meshwise.program.encoder import cross_attention, source_cut
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, Stated, Tensor, backward_last, collected
-from meshwise.program.recompute import with_recompute
 from meshwise.program.recurrence import beside_attention, recurrence
+from meshwise.program.segments import with_recompute
 from meshwise.program.weights_of_ops import hold
 
 LAYOUTS: dict[str, ModuleType] = {

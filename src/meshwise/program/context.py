@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from meshwise.core.numbers import anywhere, larger
 from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, Cost, attended_pairs, flash_attention, flash_attention_backward
 from meshwise.model.architecture import Model, Sparse
@@ -45,7 +46,7 @@ def core_attention(
     num_heads = model.num_heads / cut.tp
     act_bytes = cut.precision.act_bytes
     # Ulysses needs at least one key head for each of its ranks; fewer are repeated before the exchange.
-    kv_sent = np.maximum(kv_heads, cut.ulysses)
+    kv_sent = larger(kv_heads, cut.ulysses)
     kv_local = kv_sent / cut.ulysses
     q_bytes = cut.tokens * num_heads * qk_dim * act_bytes
     kv_bytes = cut.tokens * kv_sent * (qk_dim + v_dim) * act_bytes
@@ -93,7 +94,7 @@ def _keys_and_values(cut: Cut, local_bytes: Num) -> Iterator[Op]:
 
 def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
     """All-gather what the ring ranks hold for op `name`, where they do; only the own part is kept."""
-    if not np.any(cut.gather_keys):
+    if not anywhere(cut.gather_keys):
         return
     kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
     for phase, kind in kinds:
@@ -145,7 +146,7 @@ def _flash(
             module=MODULE, name="flash", phase=phase, kind="attention", shape=shape, cost=cost,
             causal=model.causal, dtype=prec.act_dtype, count=rounds, **tensors if phase == "forward" else {},
         )  # fmt: skip
-        if np.any(rounds > 1.0):
+        if anywhere(rounds > 1.0):
             merge = kernel(MODULE, "merge_rounds", "residual", rows, heads * v_dim, prec, phase=phase)
             yield structs.replace(merge, count=rounds * (rounds > 1.0))
     return mixed

@@ -31,7 +31,7 @@ class Cut:
     to each rank that holds some of its experts, with `dispatch_bytes` an element (results come back in the
     activations' type).
 
-    `recompute_modules`: what selective recomputation covers (`program.recompute`). `narrow_act_input`: inputs
+    `recompute_modules`: what selective recomputation covers (`program.segments`). `narrow_act_input`: inputs
     of activation functions are kept in fp8 (Megatron-LM's activation_func_fp8_input_store). The head computes
     in `head_dtype` where other matmuls are narrower than bf16, its logits and their `loss` in `loss_chunks`.
 

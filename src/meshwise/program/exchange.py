@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
+from meshwise.core.numbers import SINGLE, anywhere, larger, smaller, where
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -52,7 +53,7 @@ FSDP2 = Sharding(weights=(0.0, 0.0, 0.0, 1.0), sums=(0.0, 0.0, 1.0, 1.0), states
 
 def at_stage(column: Column, zero: Num) -> Num:
     """The entry of `column` for each ZeRO stage of a grid."""
-    return np.array(column)[np.asarray(zero, dtype=np.intp)]
+    return column[int(zero)] if isinstance(zero, SINGLE) else np.array(column)[zero.astype(np.intp)]
 
 
 def num_reductions(sums_are_shards: Num, num_microbatches: Num) -> Num:
@@ -118,24 +119,24 @@ def exchanges(
     summed = at_stage(STAGES.sums, mesh.zero)
     reductions = num_reductions(summed, passing)
     for of_experts, (params, trained, _) in enumerate(held):
-        if isinstance(params, float | int) and params == 0:
+        if isinstance(params, SINGLE) and params == 0:
             continue
         name, (ranks, first) = "expert_" * of_experts, replicas(mesh, of_experts=bool(of_experts))
-        at_place = np.minimum(mesh.zero_group, ranks)
+        at_place = smaller(mesh.zero_group, ranks)
         group = copies * at_place
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * at_place)
-        if np.any(copies > 1):
-            runs = np.where(copies > 1, at_place, runs[0])[()], np.where(copies > 1, mirrored, runs[1])[()]
+        if anywhere(copies > 1):
+            runs = where(copies > 1, at_place, runs[0]), where(copies > 1, mirrored, runs[1])
 
         def messages(params: Num, by_block: Num) -> Num:
-            number = np.maximum(by_block * of_blocks + (1.0 - by_block) * params / bucket_params, 1.0)
+            number = larger(by_block * of_blocks + (1.0 - by_block) * params / bucket_params, 1.0)
             return number * (params > 0)  # no message where nothing is held
 
         grads = messages(trained, summed)
-        grad_payload = grad_bytes(mesh) * trained / np.maximum(grads, 1.0)
+        grad_payload = grad_bytes(mesh) * trained / larger(grads, 1.0)
         moved = gathered * params + (1.0 - gathered) * trained  # frozen weights do not change
         weights = messages(moved, gathered)
-        weight_payload = weight_bytes(mesh) * moved / np.maximum(weights, 1.0)
+        weight_payload = weight_bytes(mesh) * moved / larger(weights, 1.0)
         copied = gathered * group
         of_grads = f"{name}gradients", "backward"
         how: dict[str, Any] = {"stride": stride, "runs": runs}

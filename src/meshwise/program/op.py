@@ -27,7 +27,7 @@ from meshwise.model.weights import Weight
 ELEMENT_BYTES = DTYPE_BYTES | {"int64": 8.0, "bool": 1.0, "uint8": 1.0}
 
 
-class Tensor(Struct, frozen=True, eq=False):
+class Tensor(Struct, frozen=True, eq=False, gc=False):
     """`shape` elements of `dtype` on one rank; sizes may be arrays over a grid of plans.
 
     Two tensors are the same only if they are the same object. Where `is_view` holds (an array over a grid),
@@ -86,7 +86,7 @@ class BroughtWeight(NamedTuple):
     num_params: Num
 
 
-class Op(Struct, frozen=True, kw_only=True, eq=False):
+class Op(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """One op, or one collective, in one phase on one rank.
 
     `kind`: matmul, attention, decode_attention (one query a sequence over its cache), experts (the grouped
@@ -99,7 +99,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     those of the kept tensors that no op before it keeps (`walk.with_saved_bytes`).
     `remade`: instead of being kept, its result is made again where the backward needs it. `segment`: the run
     of ops that selective recomputation runs again with it; where that `drops` its results, nothing else keeps
-    them, and `stays` are results of the op that it keeps all the same (`program.recompute`). It runs the
+    them, and `stays` are results of the op that it keeps all the same (`program.segments`). It runs the
     share `redone_frac` of the op again. `num_params`: parameters
     of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train;
     `num_quantized`: those of the frozen ones that are kept in `Cut.frozen_bytes` each.

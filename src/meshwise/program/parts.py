@@ -4,8 +4,7 @@ Each part is a list of ops, forward and backward, for one microbatch. How often 
 pipeline stage's affair (`meshwise.estimate.stage`).
 """
 
-import numpy as np
-
+from meshwise.core.numbers import larger
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, layer_kinds
@@ -106,5 +105,5 @@ def block_input_bytes(model: Model, cut: Cut) -> Num:
     """The input of a block as a rank keeps it: its part of the tokens, of the longer side of two."""
     streams = model.streams.number if model.streams else 1
     longer = source_cut(model, cut).split_tokens if model.encoder else 0.0
-    tokens = np.maximum(cut.split_tokens, longer)
+    tokens = larger(cut.split_tokens, longer)
     return tokens * streams * model.hidden * cut.precision.act_bytes

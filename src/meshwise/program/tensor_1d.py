@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
+from meshwise.core.numbers import larger, smaller
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost, embedding, embedding_backward
 from meshwise.model.architecture import MLA, LowRank, Model, Sparse
@@ -56,7 +56,7 @@ def shards(weight: Weight, cut: Cut) -> Num:
     if weight.cut != WHOLE:
         ranks = cut.etp if weight.is_expert else cut.tp
     if weight.units:
-        ranks = np.minimum(ranks, weight.units)
+        ranks = smaller(ranks, weight.units)
     return ranks * cut.ep if weight.is_expert else ranks
 
 
@@ -200,7 +200,7 @@ def _input_again(model: Model, cut: Cut) -> Iterator[Op]:
 def _qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
     dim, prec = model.head_dim, cut.precision
     heads = model.num_heads / cut.tp
-    kv_heads = np.maximum(model.num_kv_heads / cut.tp, 1.0)  # fewer than tp: each rank holds a copy of one
+    kv_heads = larger(model.num_kv_heads / cut.tp, 1.0)  # fewer than tp: each rank holds a copy of one
     v_dim = model.value_dim
     wide: dict[str, Num] = {"gate": heads * model.gate_dim} if model.attention_gate else {}
     if not model.low_rank:

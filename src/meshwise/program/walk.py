@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
+from meshwise.core.numbers import larger
 from meshwise.core.units import Num
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op, Tensor
@@ -114,7 +115,7 @@ def room(ops: Sequence[Op]) -> Room:
             place = min(free, key=lambda at: np.max(places[at]), default=len(places))
             places += [tensors[key]] * (place == len(places))
             alive[key] = tensors[key], place
-        filled = np.maximum(filled, sum(size for size, _ in alive.values()))
+        filled = larger(filled, sum(size for size, _ in alive.values()))
         alive = {key: found for key, found in alive.items() if last[key] > i}
     return Room(filled, sum(places))
 
@@ -175,14 +176,14 @@ class Walk:
         moments = {alive for _, alive in self.backward(recomputes=True)}
         for moment in moments:
             if not any(moment | other == other != moment for other in moments):
-                most = np.maximum(most, self.bytes(moment))
-        return Activations(saved_bytes, kept_bytes, np.maximum(most - kept_bytes, 0.0))
+                most = larger(most, self.bytes(moment))
+        return Activations(saved_bytes, kept_bytes, larger(most - kept_bytes, 0.0))
 
     def saved_bytes(self) -> Iterator[Num]:
         """What each op is the first to keep."""
         seen = 0
         for i in range(len(self.ops)):
-            own = self._resolved(i, self.keeps[i], recomputes=False) & ~seen
+            own = self.resolved(i, self.keeps[i], recomputes=False) & ~seen
             seen |= own
             yield self.bytes(own)
 
@@ -193,64 +194,29 @@ class Walk:
     def kept_for(self, i: int, *, recomputes: bool) -> int:
         """What is kept for the backward of op `i`."""
         if recomputes and self.ops[i].segment:
-            return self._resolved(i, self._entering(i), recomputes=True) | self.stays[i]
-        return self._resolved(i, self.keeps[i], recomputes=recomputes)
+            return self.resolved(i, self.entering(i), recomputes=True) | self.stays[i]
+        return self.resolved(i, self.keeps[i], recomputes=recomputes)
 
-    def _entering(self, i: int) -> int:
+    def entering(self, i: int) -> int:
         """What op `i` of a segment reads of other ops."""
         own = self.ops[i].segment
         makers = ((bit, self.maker.get(bit)) for bit in each(self.reads[i]))
         return sum(bit for bit, maker in makers if maker is None or self.ops[maker].segment != own)
 
-    def _resolved(self, i: int, bits: int, *, recomputes: bool) -> int:
+    def resolved(self, i: int, bits: int, *, recomputes: bool) -> int:
         """What stands for tensors that op `i` needs: themselves, or what they are made again of."""
         found = bits & ~(self.remade | self.dropped)
         for bit in each(bits & ~found):
             j = self.maker[bit]
             if j != i and self.ops[j].remade:
-                found |= self._resolved(j, self.reads[j], recomputes=recomputes)
+                found |= self.resolved(j, self.reads[j], recomputes=recomputes)
             elif not (recomputes and self.ops[j].drops and self.ops[j].segment != self.ops[i].segment):
                 found |= bit
         return found
 
     def backward(self, *, recomputes: bool) -> Iterator[tuple[int, int]]:
         """What is alive of the forward when each op's backward begins, and before it while ops run again."""
-        alive = self.kept(recomputes=recomputes)
-        waiting = dict(self.segments) if recomputes else {}
-        before = list(accumulate(self.keeps, or_, initial=0))
-
-        def run(segment: str, needed_by: int) -> Iterator[tuple[int, int]]:
-            nonlocal alive
-            again = 0
-            for i in waiting.pop(segment):
-                yield from bring(i, self._entering(i))
-                again |= self._resolved(i, self.keeps[i], recomputes=False)
-                alive |= again
-                if self.ops[i].drops:
-                    alive |= self.makes[i] & before[-1]
-                if self.stays[i] and self.ops[i].kind != "matmul":  # whose input is kept before it is taken
-                    alive &= ~self.stays[i] | again
-                yield needed_by, alive
-                alive &= ~self.stays[i] | again
-
-        def bring(i: int, bits: int) -> Iterator[tuple[int, int]]:
-            nonlocal alive
-            for bit in each(self._resolved(i, bits, recomputes=False) & ~alive):
-                segment = self.ops[self.maker[bit]].segment if bit in self.maker else ""
-                if segment in waiting:
-                    yield from run(segment, i)
-                    alive |= bit
-
-        for i in reversed(range(len(self.ops))):
-            yield from bring(i, self.keeps[i])
-            yield i, alive
-            still = before[i]
-            for numbers in waiting.values():
-                for j in numbers:
-                    still |= self.reads[j] | self.stays[j]
-            for bit in each(still & self.remade):  # and what those are made of that ops make again
-                still |= self.reads[self.maker[bit]]
-            alive &= still
+        return _Backward(self, recomputes=recomputes).moments()
 
     def _bits(self, tensors: Iterable[Tensor]) -> int:
         bits = 0
@@ -275,6 +241,50 @@ class Walk:
                 self.sizes[id(one)] = one.bytes
             total = total + self.sizes[id(one)]
         return total
+
+
+class _Backward:
+    """What is alive of the forward while the backward of a walk runs, op by op."""
+
+    def __init__(self, walk: Walk, *, recomputes: bool) -> None:
+        self.walk, self.alive = walk, walk.kept(recomputes=recomputes)
+        self.waiting = dict(walk.segments) if recomputes else {}
+        self.before = list(accumulate(walk.keeps, or_, initial=0))
+
+    def moments(self) -> Iterator[tuple[int, int]]:
+        """As `Walk.backward`."""
+        walk = self.walk
+        for i in reversed(range(len(walk.ops))):
+            yield from self._bring(i, walk.keeps[i])
+            yield i, self.alive
+            still = self.before[i]
+            for numbers in self.waiting.values():
+                for j in numbers:
+                    still |= walk.reads[j] | walk.stays[j]
+            for bit in each(still & walk.remade):  # and what those are made of that ops make again
+                still |= walk.reads[walk.maker[bit]]
+            self.alive &= still
+
+    def _run(self, segment: str, needed_by: int) -> Iterator[tuple[int, int]]:
+        walk, again = self.walk, 0
+        for i in self.waiting.pop(segment):
+            yield from self._bring(i, walk.entering(i))
+            again |= walk.resolved(i, walk.keeps[i], recomputes=False)
+            self.alive |= again
+            if walk.ops[i].drops:
+                self.alive |= walk.makes[i] & self.before[-1]
+            if walk.stays[i] and walk.ops[i].kind != "matmul":  # whose input is kept before it is taken
+                self.alive &= ~walk.stays[i] | again
+            yield needed_by, self.alive
+            self.alive &= ~walk.stays[i] | again
+
+    def _bring(self, i: int, bits: int) -> Iterator[tuple[int, int]]:
+        walk = self.walk
+        for bit in each(walk.resolved(i, bits, recomputes=False) & ~self.alive):
+            segment = walk.ops[walk.maker[bit]].segment if bit in walk.maker else ""
+            if segment in self.waiting:
+                yield from self._run(segment, i)
+                self.alive |= bit
 
 
 def each(bits: int) -> Iterator[int]:
@@ -309,7 +319,7 @@ class BackwardBytes(NamedTuple):
     @property
     def most(self) -> Num:
         """In all spans."""
-        return np.maximum(np.maximum(self.before, self.experts), self.behind)
+        return larger(larger(self.before, self.experts), self.behind)
 
 
 class PartBytes(NamedTuple):
@@ -332,7 +342,7 @@ class PartBytes(NamedTuple):
 
     def with_loss(self, loss_bytes: Num) -> PartBytes:
         """The same with a loss that fills so many bytes in its turn, what the part keeps included."""
-        filled = [kind._replace(before=np.maximum(kind.before, loss_bytes)) for kind in self[1:4:2]]
+        filled = [kind._replace(before=larger(kind.before, loss_bytes)) for kind in self[1:4:2]]
         return self._replace(backward=filled[0], whole_backward=filled[1])
 
 
@@ -345,7 +355,7 @@ def part_bytes(ops: Sequence[Op], grad_bytes: float) -> PartBytes:
     for op in ops:
         if op.phase == "backward":
             place = op.module, op.name
-            workspace[place] = np.maximum(workspace.get(place, 0.0), op.workspace_bytes)
+            workspace[place] = larger(workspace.get(place, 0.0), op.workspace_bytes)
     return of_structures(ops, lambda walk: PartMoments(walk, workspace, grad_bytes).most())
 
 
@@ -378,7 +388,7 @@ class PartMoments:
                 kept |= walk.kept_for(i, recomputes=recomputes)
             made |= walk.makes[i] | walk.reads[i]
             read_later = sum(bit for bit in each(made) if self.last_reader.get(bit, i) >= i)
-            most = np.maximum(most, walk.bytes(kept | read_later | walk.makes[i]) + op.workspace_bytes)
+            most = larger(most, walk.bytes(kept | read_later | walk.makes[i]) + op.workspace_bytes)
         return most
 
     def backward(self, *, recomputes: bool) -> BackwardBytes:
@@ -394,7 +404,7 @@ class PartMoments:
             *again, (_, values) = found
             weights = dense + of_experts * (span == 1)
             for _, alive in again:
-                spans[span] = np.maximum(spans[span], walk.bytes(alive) + gradients.bytes() + weights)
+                spans[span] = larger(spans[span], walk.bytes(alive) + gradients.bytes() + weights)
             waiting |= gradients.of_results(i) if self.trains[i] else 0
             for held in walk.ops[i].weights:
                 size = self.grad_bytes * held.num_params * held.weight.trains
@@ -402,7 +412,7 @@ class PartMoments:
                 of_experts = of_experts + size * held.weight.is_expert
             moment = walk.bytes(values) + gradients.through(i) + dense + of_experts * (span == 1)
             workspace = self.workspace.get((walk.ops[i].module, walk.ops[i].name), 0.0)
-            spans[span] = np.maximum(spans[span], moment + workspace)
+            spans[span] = larger(spans[span], moment + workspace)
             if i == self.experts.start:
                 done = walk.bytes(values) + gradients.bytes() + dense
         freed = self._kept(recomputes, trains=True) & ~self._kept(recomputes, trains=False)

@@ -1,4 +1,4 @@
-"""Selective recomputation: which ops of a block the backward runs again together, and what of them is kept.
+"""Segments of selective recomputation: ops that the backward runs again together, and what of them is kept.
 
 A plan names modules as Megatron-LM does (`--recompute-modules`; megatron/core/transformer, d98e8a6). Each is
 a segment of ops (`program.walk`); those that *drop* their results have them made again where they are read:

@@ -1,7 +1,8 @@
-"""Memory of a rank under FSDP2: shards of weights and states, and the most that is alive beside them.
+"""The steps of FSDP2, played for their peak: those of a grid that run alike together.
 
-Plans of a grid whose steps run alike (pipeline, ZeRO stage, recomputation) are told together: their sizes are
-columns of numbers (`estimate.fsdp2_peak`).
+Steps run alike under the same pipeline, ZeRO stage and recomputation. What their parts keep and hold is the
+walk's (`program.walk`), as columns of numbers; `estimate.fsdp2_peak` plays them. Beside the peak a rank has
+shards of weights and states.
 
 A search need not look at plans that do not fit anyway: `least_step_bytes` are alive in any case, whatever the
 order of the step:

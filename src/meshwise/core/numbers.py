@@ -1,0 +1,41 @@
+"""The larger and the smaller of two quantities, or one of them where a condition holds.
+
+Python chooses between single numbers, of which one estimate is made, in a tenth of the time of numpy.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+
+np.empty(2**22 - 2**12)  # freed at once: glibc then keeps freed arrays of such a size for the next ones
+
+SINGLE = (float, int, np.bool_)
+"""Of what types a quantity is that is no array."""
+
+
+def larger(one: Num, other: Num) -> Num:
+    """The larger of two numbers, cell by cell."""
+    if isinstance(one, SINGLE) and isinstance(other, SINGLE):
+        return one if one >= other else other
+    return np.maximum(one, other)
+
+
+def smaller(one: Num, other: Num) -> Num:
+    """The smaller of two numbers, cell by cell."""
+    if isinstance(one, SINGLE) and isinstance(other, SINGLE):
+        return one if one <= other else other
+    return np.minimum(one, other)
+
+
+def anywhere(holds: Any) -> bool:
+    """Whether a condition holds in one cell at least."""
+    return bool(holds if isinstance(holds, SINGLE) else np.any(holds))
+
+
+def where(holds: Any, one: Num, other: Num) -> Num:
+    """`one` where the condition holds, elsewhere `other`."""
+    if isinstance(holds, SINGLE):
+        return one if holds else other
+    return np.where(holds, one, other)[()]
