@@ -170,18 +170,17 @@ def test_limits_that_nothing_keeps_are_a_no(meshwise: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "instances", "gpus"),
+    ("job", "instances", "gpus"),
     [
-        ("llama3-8b", "h100-80g-sxm:64", 8, 8),
-        ("llama3-405b", "h100-80g-sxm:64", 4, 16),
-        ("llama3-8b", "h100-80g-sxm:4", 1, 4),
-        ("llama3-8b", "gb200:72", 9, 8),
+        ("llama3-8b --cluster h100-80g-sxm:64", 8, 8),
+        ("llama3-405b --cluster h100-80g-sxm:64", 4, 16),
+        ("llama3-8b --cluster h100-80g-sxm:4", 1, 4),
+        ("llama3-8b --cluster gb200:72", 9, 8),
+        ("mixtral-8x7b --cluster rtx-3090:2 --plan weight_dtype=int4", 1, 2),
     ],
 )
-def test_a_cluster_without_a_plan_is_answered(
-    meshwise: Any, model: str, cluster: str, instances: int, gpus: int
-) -> None:
+def test_a_cluster_without_a_layout_is_answered(meshwise: Any, job: str, instances: int, gpus: int) -> None:
     """tp=64 of 64 GPUs is refused: instances of a node, or of so many as the model needs."""
-    document = meshwise("serve", model, "--cluster", cluster, "--json").document
+    document = meshwise("serve", *job.split(), "--json").document
     assert (document["num_instances"], document["cluster"]["num_chips"]) == (instances, gpus)
     assert document["max_sequences"] > 0

@@ -411,7 +411,8 @@ def serve(
         model: As in `estimate`.
         cluster: The GPUs of an instance: a preset, chip:count, or a TOML file.
         plan: tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp [tp=all, the formats of the
-            released weights; without a plan instances of a node or more, so that the model fits].
+            released weights; without tp, cp, pp, ep or dp instances of a node or more, so that the model
+            fits].
         prompt: Tokens of a prompt [2048], of its text where it has images or sound too.
         output: Tokens generated after it [256].
         images: Images in each request; their tokens come on top of those of the prompt.
@@ -505,7 +506,7 @@ def serve(
     )  # fmt: skip
 
     def instance(machine: Cluster, plan: str | Path | Plan, engine: Engine = runs) -> Serving:
-        one = _plan(plan or f"tp={machine.num_chips}")
+        one = _plan(plan) if _is_laid_out(plan) else replace(_plan(plan), tp=machine.num_chips)
         stated = FORMATS if isinstance(plan, Plan) else _choices(plan)
         found = make(machine, replace(one, **as_released(architecture, stated)), engine=engine)
         if uneven:
@@ -543,8 +544,8 @@ def serve(
         return _deployed(found, to, asked)
     refuse("serve one layout", WorkloadError, pools=pools, clusters=str(cluster).split(","))
     machine, num_instances = _cluster(cluster, collectives), 1
-    if not fixed and not is_laid_out:
-        whole = default_instance(instance, machine)
+    if not (_is_laid_out(plan) or is_laid_out):
+        whole = default_instance(partial(instance, plan=plan), machine)
         num_instances = machine.num_chips // whole.num_chips
         workers = num_instances if load else 1
     else:
@@ -1259,6 +1260,14 @@ def _choices(plan: str | Path | Plan | Mapping[str, Sequence[Any]]) -> Mapping[s
     if isinstance(plan, Mapping):
         return plan
     return plan_choices(plan_text(plan) if isinstance(plan, Plan) else str(plan))
+
+
+def _is_laid_out(plan: str | Path | Plan) -> bool:
+    """Whether a plan of a server states how its GPUs share the work, as a `Plan` that is not empty does."""
+    from meshwise.plan.plan import Plan
+
+    stated = _choices(plan)
+    return bool(stated if isinstance(plan, Plan) else stated.keys() & {"tp", "cp", "pp", "dp", "ep", "etp"})
 
 
 def _plan(plan: str | Path | Plan, trained_on: Cluster | None = None) -> Plan:

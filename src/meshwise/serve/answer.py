@@ -52,7 +52,7 @@ class ServingAnswer(Shown):
     """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load.
 
     With `sizing`, `serving` is the layout that was chosen. `usd_per_gpu_hour` by chip ("" is any).
-    `num_instances`: how many of them the stated cluster holds, where no plan was stated. `has_details`:
+    `num_instances`: how many of them the stated cluster holds, where no layout was stated. `has_details`:
     whether passes and trade-offs are shown beside the answer.
     """
 

@@ -265,8 +265,8 @@ def _best(choices: Sequence[Choice]) -> Choice | None:
     return min((one for one in choices if one.holds), key=lambda one: one.rank, default=None)
 
 
-def default_instance(instance: Callable[[Cluster, str], Serving], cluster: Cluster) -> Serving:
-    """The instance for who states no plan: tp over all of a node, else over 8 ranks, else what works.
+def default_instance(instance: Callable[[Cluster], Serving], cluster: Cluster) -> Serving:
+    """The instance for who states no layout: tp over all of a node, else over 8 ranks, else what works.
 
     Of a model that has no room on 8 ranks the least that it needs, if the cluster has so many.
     """
@@ -277,13 +277,13 @@ def default_instance(instance: Callable[[Cluster, str], Serving], cluster: Clust
     for num in dict.fromkeys([*([whole] if whole <= ranks else []), *usual, *wide]):
         name = cluster.name if num == whole else f"{cluster.chip.name}:{num}"
         try:
-            of = instance(replace(cluster, num_chips=num, name=name), f"tp={num}")
+            of = instance(replace(cluster, num_chips=num, name=name))
         except PlanError:
             continue
         found = found or of
         if max_sequences(of):
             return of
-    return found or instance(cluster, f"tp={whole}")
+    return found or instance(cluster)
 
 
 # --- choices in closed form ----------------------------------------------------------------------
