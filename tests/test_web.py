@@ -212,6 +212,8 @@ def test_the_page_holds_every_field_and_runs_nothing_but_its_own(client: TestCli
         for name, option in options(view).items():
             if (view, name) != ("explore", "plan"):  # a field for each of its keys
                 assert f'name="{option.typed}"' in page.text and escape(option.help) in page.text
+            if option.kind is bool and option.default is None:  # neither yes nor no is as if not stated
+                assert re.search(f'name="{option.typed}"[^>]* data-default=""', page.text)
     assert "<script>" not in page.text and " onclick" not in page.text
     assert not re.search(r'type="range" data-default=""', page.text)  # a browser would send its middle
     for name in ("page.js", "draw.js", "plotly.min.js", "style.css", "page.css"):

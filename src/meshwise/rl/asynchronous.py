@@ -81,7 +81,7 @@ class _Flow:
     def batch_s(self, version: int) -> float:
         """When the batch of a version was complete; infinite before."""
         ends = self.complete.get(version, ())
-        return sorted(ends)[self.rollouts.prompts - 1] if len(ends) >= self.rollouts.prompts else math.inf
+        return max(ends) if len(ends) == self.rollouts.num_groups else math.inf
 
     def wait_for(self, version: int) -> float:
         """Engines work until the batch of a version is complete; when that was."""

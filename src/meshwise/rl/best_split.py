@@ -74,7 +74,7 @@ class _Looks:
         if asked.train_plan is not None:
             return asked.train_plan
         if gpus not in self.plans:
-            shared = replace(asked, mode="colocated", rollout_gpus=None, staleness=None)
+            shared = replace(asked, mode="colocated", rollout_gpus=None, staleness=None, partial=None)
             probe = replace(shared, train_plan=Plan(), rollout_plan=Plan()).job()
             lengths = asked.rollouts.sequences(asked.rollouts.draw(asked.rollouts.prompts, _rng()))
             bins = num_bins(lengths, probe.pack_length) / asked.updates
@@ -143,6 +143,7 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
     """All jobs that what is stated leaves."""
     for mode, bound in _modes(asked):
         frac = replace(asked, mode=mode).usual_memory_frac
+        partial = asked.partial if mode in OVERLAPPED or asked.mode else None
         layouts = [asked.rollout_plan] if asked.rollout_plan else []
         if not layouts:
             sizes = engines(asked.model, asked.cluster, asked.rollouts, frac)
@@ -154,7 +155,7 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
                 try:
                     yield replace(
                         asked, mode=mode, rollout_gpus=gpus, train_plan=plan, rollout_plan=layout,
-                        staleness=bound, memory_frac=frac,
+                        staleness=bound, memory_frac=frac, partial=partial,
                     ).job()  # fmt: skip
                 except PlanError:  # degrees do not divide the pool
                     continue

@@ -156,7 +156,10 @@ class Drain:
 
 
 def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator) -> Drain:
-    """Generate one batch; where it oversamples, until enough groups are complete."""
+    """Generate one batch, all of its groups: frameworks that oversample filter them by their rewards then.
+
+    So do verl's recipe of DAPO and NeMo-RL (`dynamic_sampling` in grpo.py).
+    """
     answers = rollouts.draw(rollouts.num_groups, rng)
     last_s = np.zeros(answers.size)
     engines = Engines(pool, rollouts, lambda sample, second: last_s.__setitem__(sample, second))
@@ -165,13 +168,11 @@ def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator) -> Dr
             engines.start(sample, sample // rollouts.samples, int(answers.flat[sample]), 0.0, engine)
     while engines.next_s < math.inf:
         engines.go_on()
-    groups_s = np.sort(last_s.reshape(answers.shape).max(axis=1))
-    seconds = float(groups_s[rollouts.prompts - 1])
     ends_s = np.sort(last_s)
     return Drain(
-        seconds=seconds,
+        seconds=float(ends_s[-1]),
         half_s=float(ends_s[len(ends_s) // 2]),
-        tail_s=seconds - min(float(np.quantile(ends_s, 0.9)), seconds),
-        busy_s=min(engines.busy_s, seconds),
+        tail_s=float(ends_s[-1] - np.quantile(ends_s, 0.9)),
+        busy_s=engines.busy_s,
         num_preemptions=engines.num_preemptions,
     )

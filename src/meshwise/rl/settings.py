@@ -206,7 +206,7 @@ def _parsed(value: Any) -> Any:
 def _options(framework: str, facts: Facts, names_of: dict[str, str], path: Path) -> dict[str, Any]:
     """The options of `rl` that facts are; `names_of` them are the settings that say them."""
     try:
-        found = {name: facts[name] for name in ("samples", "memory_frac", "engine")}
+        found = {"engine": facts.get("engine"), **{name: facts[name] for name in ("samples", "memory_frac")}}
         found |= formulas(_tables()["options"], _FUNCTIONS | facts)
         names = ("tp", "pp", "cp", "ep", "vpp", *(("etp",) if (facts.get("ep") or 1) > 1 else ()))
         keys: dict[str, Any] = {key: facts[key] for key in names if facts.get(key)}
@@ -218,7 +218,7 @@ def _options(framework: str, facts: Facts, names_of: dict[str, str], path: Path)
         replicas = facts.get("rollout_dp") or 1  # tp x replicas ranks share experts, if any do
         narrow = "fp8" if facts.get("rollout_dtype") == "fp8" else None
         dp = replicas if ep == 1 and replicas > 1 else None
-        engine = Plan(tp=tp, pp=pp, ep=ep, dp=dp, weight_dtype=narrow, expert_dtype=narrow)
+        engine = Plan(tp=tp, pp=pp, ep=ep, dp=dp, weight_dtype=narrow)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         what = names_of.get(error.args[0], error.args[0])
         raise DataError(f"{path} does not say enough of a job of {framework}: {what}") from None

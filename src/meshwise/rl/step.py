@@ -103,9 +103,9 @@ class RlStep:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a step, prompts included."""
+        """Tokens of a step, with prompts and what tools return."""
         rollouts = self.job.rollouts
-        return rollouts.num_samples * (rollouts.prompt + rollouts.output)
+        return rollouts.num_samples * (rollouts.longest - rollouts.max_output + rollouts.output)
 
     @property
     def gpus(self) -> dict[str, int]:

@@ -91,7 +91,7 @@ def _control(option: Option, example: dict[str, str]) -> str:
 def _choices(option: Option) -> Sequence[str]:
     """The values of an option that is chosen from a list."""
     if option.kind is bool:
-        return ("yes", "no") if option.default else ("no", "yes")
+        return {True: ("yes", "no"), None: ("", "no", "yes")}.get(option.default, ("no", "yes"))
     if get_origin(option.kind) is Literal:
         return get_args(option.kind)
     frameworks = ("", *SEARCHED) if option.default == "" else FRAMEWORKS
@@ -119,5 +119,5 @@ def _key_control(key: str) -> str:
 
 def _options(values: Sequence[str], chosen: str | None = None) -> str:
     chosen_is = {chosen: " selected"}
-    texts = ((escape(name), escape(name or "none"), chosen_is.get(name, "")) for name in values)
+    texts = ((escape(name), escape(name or "not stated"), chosen_is.get(name, "")) for name in values)
     return "".join(f'<option value="{name}"{chosen}>{shown}</option>' for name, shown, chosen in texts)
