@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-
 from forks import start_script
 from meshwise.cost.allocator import CachingAllocator
 from meshwise.runtime.dry_run import dry_run
@@ -40,6 +39,8 @@ def model_2d() -> Any:
 def test_log_peaks(ulysses: Any) -> None:
     assert {step.step: round(step.peak_bytes / 1e9, 2) for step in ulysses.steps} == PRINTED["peaks_gb"]
     assert ulysses.peak_bytes == 61018734592
+    small = dry("ulysses", **LOG | {"device": "rtx-3090"}, **SIZES, heads=128)
+    assert [of.to_json()["fits"] for of in (ulysses, small)] == [True, False]
 
 
 def test_log_flop(ulysses: Any) -> None:
@@ -49,8 +50,8 @@ def test_log_flop(ulysses: Any) -> None:
 
 @pytest.mark.parametrize("tensor", PRINTED["tensors"], ids=lambda tensor: f"log-{tensor[0]}-{tensor[1]}")
 def test_log_tensors(tensor: tuple[Any, ...], ulysses: Any) -> None:
-    name, symbols, shape, elements, size_gb = tensor
-    (step,) = (step for step in ulysses.steps if (step.name, step.symbols) == (name, symbols))
+    *name, shape, elements, size_gb = tensor
+    (step,) = (step for step in ulysses.steps if [step.name, step.symbols] == name)
     assert (list(step.shape), step.elements, step.bytes / 1e9) == (shape, elements, size_gb)
 
 

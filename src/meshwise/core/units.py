@@ -101,6 +101,12 @@ def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
     return f"{scaled:.{digits}g} {_PREFIXES[power]}{unit}".rstrip()
 
 
+def of_capacity(size_bytes: float, capacity_bytes: float) -> str:
+    """A size beside the memory that is to hold it: `12 GB of 24 GB: fits`."""
+    verdict = "fits" if size_bytes <= capacity_bytes else "DOES NOT FIT"
+    return f"{with_prefix(size_bytes, 'B')} of {with_prefix(capacity_bytes, 'B')}: {verdict}"
+
+
 def duration(seconds: float | None) -> str:
     """A time for people: `1.5e-5` -> `15 µs`, `0.25` -> `250 ms`, `90000` -> `25 h`; None is empty."""
     if seconds is None:

@@ -98,12 +98,18 @@ class Tape:
         return full
 
     def priced(self, ledger: Ledger, times: float) -> None:
-        """The rows that an estimate says, so many `times` over; tensors of tf32 matmuls are fp32."""
-        for row in ledger.rows():
+        """The rows that an estimate says, so many `times` over; tensors of tf32 matmuls are fp32.
+
+        The memory that it says, without what a GPU's driver takes, is a peak that no row reaches by itself.
+        """
+        rows = [*ledger.rows()]
+        for row in rows:
             dtype = "fp32" if row["dtype"] == "tf32" else row["dtype"]
             own = {name: value for name, value in row.items() if name not in ("op", "live_bytes")}
             if row["module"] != "memory":
                 self.op(row["op"], **own | {"count": row["count"] * times, "dtype": dtype})
+        kept = [row["live_bytes"] for row in rows if row["module"] == "memory" and row["op"] != "overhead"]
+        self.peak_bytes = max(self.peak_bytes, sum(kept))
 
     def states(self, held: Mapping[str, Num]) -> None:
         """What a rank holds between passes, in bytes."""

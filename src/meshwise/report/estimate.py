@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import PHASES, TEXT_COLUMNS, Ledger
-from meshwise.core.units import dollars, duration, long_duration, with_prefix
+from meshwise.core.units import dollars, duration, long_duration, of_capacity, with_prefix
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
@@ -111,9 +111,7 @@ def headline(estimate: Estimate) -> str:
 
 
 def _memory_text(estimate: Estimate) -> str:
-    capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
-    verdict = "fits" if estimate.fits else "DOES NOT FIT"
-    return f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"
+    return of_capacity(estimate.memory_bytes["total"], estimate.cluster.chip.memory_bytes)
 
 
 def figures(estimate: Estimate) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ outlive the world they describe.
 """
 
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -54,7 +55,8 @@ def dry_run(
     try:
         with torch.autograd.set_multithreading_enabled(False), DeviceFakes(), recorder:
             result = program.main(options, context)
-        return Outcome.from_tape(tape, name, device, options, result)
+        memory_bytes = None if device == "cpu" else find_chip(device).memory_bytes
+        return replace(Outcome.from_tape(tape, name, device, options, result), memory_bytes=memory_bytes)
     except MemoryError:
         raise PlanError(f"{name}: this machine's memory does not hold lists of these sizes") from None
     except (OverflowError, RuntimeError) as error:

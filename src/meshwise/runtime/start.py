@@ -38,6 +38,8 @@ class Outcome(Shown):
     result: Any = None
     num_steps: int | None = None
     """How many steps the program took, of a program that trains: its peak is that of all of them."""
+    memory_bytes: float | None = None
+    """The memory of the chip of a dry run."""
     rows_in: ClassVar[str] = "ledger"
 
     @classmethod
@@ -54,6 +56,8 @@ class Outcome(Shown):
         return {
             **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device")},
             "peak_bytes": self.peak_bytes or None,  # nobody looked
+            "memory_bytes": self.memory_bytes,
+            "fits": None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes,
             "time_s": _seconds(timed),
             "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included
             "steps": [step.to_json() for step in self.steps],

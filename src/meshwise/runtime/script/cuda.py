@@ -165,7 +165,7 @@ def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
         "max_memory_reserved": reserved,
         "memory_stats": statistics,
         "memory_snapshot": lambda *_, **__: [],
-        "mem_get_info": lambda *_: (memory_bytes - current(), memory_bytes),
+        "mem_get_info": lambda *_: (max(memory_bytes - reserved(), 0), memory_bytes),
     }
 
 

@@ -22,8 +22,8 @@ OWNER = "MESHWISE_SCRIPT_PROCESS"
 """The variable that names the process which is the rank; those that it starts are not."""
 REPORT, REFUSED, BEGUN = "report.json", "refused", "begun"
 _AS_THEY_ARE = (
-    *("program", "ranks", "rank", "device", "peak_bytes", "tensors_peak_bytes", "states_bytes", "num_steps"),
-    "guesses",
+    *("program", "ranks", "rank", "device", "memory_bytes", "peak_bytes", "tensors_peak_bytes"),
+    *("fits", "states_bytes", "num_steps", "guesses"),
 )
 """Fields of an outcome that its document has under their names."""
 _PACKAGE = Path(__file__).parents[3]
@@ -43,6 +43,7 @@ class ScriptOutcome(Shown):
     ranks: int
     rank: int
     device: str
+    memory_bytes: float
     peak_bytes: float
     tensors_peak_bytes: float
     peak_row: dict[str, Any]
@@ -53,6 +54,11 @@ class ScriptOutcome(Shown):
     step_ledger: Ledger
     guesses: list[dict[str, Any]]
     rows_in: ClassVar[str] = "step_ledger"
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is allocated at the peak is at most the memory of the device."""
+        return self.peak_bytes <= self.memory_bytes
 
     def collectives(self) -> list[dict[str, Any]]:
         """Collectives of the last step by mesh axis, group size and kind: how many, and their payload."""
@@ -100,7 +106,8 @@ def dry_run_script(
     refuse("script", ScriptError, command=text, report=report, **ended)
     del report["failure"]
     report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}
-    return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=device, **report)
+    report |= {"device": device, "memory_bytes": chip.memory_bytes}
+    return ScriptOutcome(program=text, ranks=ranks, rank=rank, **report)
 
 
 def rank_environment(settings: dict[str, Any]) -> dict[str, str]:
