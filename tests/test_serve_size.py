@@ -64,9 +64,8 @@ def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None
 
 def test_with_prices_the_cheapest_wins_and_without_the_fewest() -> None:
     """B200 at four times the price of H100: fewer of them hold the load, and cost more."""
-    prices = {"h100-80g-sxm": 2.0, "b200-sxm": 8.0}
-    asked = ("llama3-8b", "h100-80g-sxm:16,b200-sxm:16", 30.0, 0.5, 0.02)
-    fewest, cheapest = sized(*asked).best, sized(*asked, prices=prices).best
+    prices, asked = {"h100-80g-sxm": 2.0, "b200-sxm": 8.0}, ("llama3-8b", "h100-80g-sxm:16,b200-sxm:16")
+    fewest, cheapest = (sized(*asked, 30.0, 0.5, 0.02, prices=usd).best for usd in (None, prices))
     assert fewest.kind[1] == "b200-sxm" and cheapest.kind[1] == "h100-80g-sxm"
     assert cheapest.fleet.num_chips > fewest.fleet.num_chips
     assert cheapest.usd_per_hour < replace(fewest, usd_per_gpu_hour=prices).usd_per_hour
@@ -104,7 +103,18 @@ def test_a_cluster_that_is_too_small_is_told_what_would_do() -> None:
     num = few.too_large.fleet.num_chips
     enough = sized("llama3-8b", f"h100-80g-sxm:{2 * num}", 100.0, 0.5, 0.02)
     assert enough.too_large is None and enough.best is not None
-    assert enough.best.fleet.num_chips >= num
+    assert 2 < enough.best.fleet.num_chips <= num
+
+
+def test_no_worker_of_the_best_can_be_spared() -> None:
+    """Three workers for prompts are asked for in closed form, of which two do."""
+    best = sized("qwen3-30b-a3b", "h200-sxm:32", 100.0, 0.5, 0.012).best
+    engine, requests = replace(ENGINE, max_sequences=best.sequences), best.load.requests
+    pools = [name for name in ("workers", "prefill_workers") if getattr(best.fleet, name) > 1]
+    assert pools
+    for name in pools:
+        fewer = replace(best.fleet, **{name: getattr(best.fleet, name) - 1})
+        assert not best.load.limits.hold(under_load(fewer, requests, engine).served)
 
 
 def test_closed_form_and_simulation_agree_below_saturation() -> None:

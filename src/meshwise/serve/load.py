@@ -89,7 +89,7 @@ def traffic(
     return draw(num_requests or 1) if num_requests or rates else RequestStream(draw, rate, concurrency or 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """`workers` instances of `serving`; with `prefill`, `prefill_workers` more that only take prompts.
 

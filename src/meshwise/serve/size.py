@@ -61,7 +61,8 @@ class Choice:
     """Instances of one layout, or pools of two, of at most `sequences` on a dp rank; closed form.
 
     Its latencies are those of the batch that the asked rate needs, without one those of `sequences`.
-    `binds`: what keeps the batch from growing, memory or a limit; or the rate, where it asks for less.
+    `binds`: what keeps the batch from growing, memory or a limit; or the rate, where it asks for less; or
+    prompts, where most GPUs only take these.
     `load`: what was simulated of it, if it was.
     """
 
@@ -315,18 +316,21 @@ def _apart(first: Screen, last: Screen, limits: LatencyLimits, asked: float | No
         works = fits & (rate > 0.0)
         if not works.any():
             continue
-        gpus_per_rate = np.where(works, first.num_chips[:, 0] / np.maximum(rate, 1e-30), np.inf)
-        k = int(gpus_per_rate.argmin())  # fewest GPUs for a request a second
         decode_rate = float(last.decode_rate[i, j])
-        gpus = gpus_per_rate[k] + last.num_chips[i, 0] / decode_rate
         num = math.ceil(asked / decode_rate) if asked else 1
-        num_prefill = math.ceil((asked or decode_rate) / rate[k])
+        workers = (asked or decode_rate) / np.maximum(rate, 1e-30)
+        gpus = np.where(works, (workers, np.ceil(workers)), np.inf) * first.num_chips[:, 0]
+        k = int(np.lexsort(gpus)[0] if asked else gpus[0].argmin())  # fewest GPUs, then with most to spare
+        num_prefill = math.ceil(workers[k])
         waits_s = busy[k] * prompt_s[k] / (2.0 * (1.0 - busy[k]))
         each_s = float(token_s[i, _running(num * last.decode_rate[i], asked, j)])
+        is_mostly_prefill = num_prefill * first.num_chips[k, 0] > num * last.num_chips[i, 0]
+        binds = _binds(last, i, j, token_s, limits, asked, num * decode_rate)
         yield Choice(
             Fleet(last.instances[i], num, first.instances[k], num_prefill), int(BATCHES[j]),
-            float(alone_s[k] + waits_s + each_s), each_s, float(last.output / gpus),
-            _binds(last, i, j, token_s, limits, asked, num * decode_rate),
+            float(alone_s[k] + waits_s + each_s), each_s,
+            float(decode_rate * last.output / (gpus[0, k] + last.num_chips[i, 0])),
+            "prompts" if asked and is_mostly_prefill else binds,
         )  # fmt: skip
 
 
@@ -390,8 +394,11 @@ def _finalists(
 def _simulated(
     ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
 ) -> Iterator[Choice]:
-    """Finalists under the load, while none that holds is cheaper; a worker more where one does not hold."""
-    order, held = count(), math.inf
+    """Finalists under the load, while none that holds is cheaper; a worker more where one does not hold.
+
+    Where one holds, a worker less: the closed form may ask for too many.
+    """
+    order, held, tried = count(), math.inf, set[Fleet]()
     heap = [(one.rank[0], next(order), one) for one in ranked]
     for _ in range(MAX_SIMULATIONS):
         if not heap or wanted.requests is None:
@@ -399,17 +406,17 @@ def _simulated(
         cost, _, choice = heapq.heappop(heap)
         if cost > held:
             return
-        if not _is_within(choice.fleet, most):
+        if not _is_within(choice.fleet, most) or choice.fleet in tried:
             continue
+        tried.add(choice.fleet)
         found = _under(choice, engine, wanted, at_most(wanted.requests, SEARCH_REQUESTS))
         if found.load is None:
             continue
         yield found
-        if found.holds:
-            held = cost
-            continue
-        larger = replace(choice, fleet=_larger(choice.fleet, found.load))
-        heapq.heappush(heap, (larger.rank[0], next(order), larger))
+        held = min(held, cost) if found.holds else held
+        for fleet in _smaller(choice.fleet) if found.holds else (_larger(choice.fleet, found.load),):
+            other = replace(choice, fleet=fleet)
+            heapq.heappush(heap, (other.rank[0], next(order), other))
 
 
 def _under(choice: Choice, engine: Engine, wanted: Wanted, requests: Requests | RequestStream) -> Choice:
@@ -442,6 +449,13 @@ def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:
     for of, workers in fleet.pools:
         used[of.cluster.chip.name] += workers * of.cluster.num_chips
     return all(num <= most[chip] for chip, num in used.items())
+
+
+def _smaller(fleet: Fleet) -> Iterator[Fleet]:
+    """A worker less, of either pool that has several."""
+    for name in ("workers", "prefill_workers"):
+        if (num := getattr(fleet, name)) > 1:
+            yield replace(fleet, **{name: num - 1})
 
 
 def _larger(fleet: Fleet, load: LoadResult) -> Fleet:
