@@ -1,7 +1,9 @@
 """Serving: weights and cache by hand, figures of published servers, and what is refused."""
 
+import tomllib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,18 +77,10 @@ def test_a_single_token_reads_all_its_weights_once() -> None:
 
 # --- published servers ---------------------------------------------------------------------------
 
-TENSORRT_LLM = [  # model, sequences, tp, prompt, output, tokens/s of H200 in fp8
-    ("llama2-13b", 1024, 1, 128, 128, 11_819),
-    ("llama2-13b", 128, 1, 128, 2048, 4_750),
-    ("llama2-13b", 64, 1, 2048, 128, 1_349),
-    ("llama2-70b", 512, 1, 128, 128, 3_014),
-    ("llama2-70b", 512, 4, 128, 2048, 6_616),
-    ("llama2-70b", 64, 2, 2048, 128, 682),
-    ("llama2-70b", 32, 1, 2048, 128, 303),
-]
+TABLES = tomllib.loads((Path(__file__).parent / "data" / "serving.toml").read_text())
 
 
-@pytest.mark.parametrize("row", TENSORRT_LLM, ids=lambda row: "-".join(map(str, row[:5])))
+@pytest.mark.parametrize("row", TABLES["tensorrt_llm"], ids=lambda row: "-".join(map(str, row[:5])))
 def test_throughput_is_a_ceiling_of_tensorrt_llm(row: tuple[str, int, int, int, int, int]) -> None:
     # TensorRT-LLM 0.5.0, docs/source/blogs/H200launch.md, largest batch of each setting. The engine's own
     # time and what waits for it are not in the estimate; no run is faster, and all but the one over four

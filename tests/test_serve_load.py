@@ -22,7 +22,11 @@ from meshwise.serve.router import parse_router
 from meshwise.serve.simulate import Pools, simulate
 from servers import BARE, NO_LIMIT, ONE_AT_A_TIME, VLLM, alone, passes, server
 
-WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
+WRONG, TABLES = (
+    tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text())
+    for name in ("wrong_inputs", "serving")
+)
+TRACES, POINTS, POOLS = (TABLES[name] for name in ("traces", "points", "pools"))
 
 # --- closed forms --------------------------------------------------------------------------------
 
@@ -161,17 +165,6 @@ def test_arrivals_have_the_stated_rate_and_burstiness(rate: float, burstiness: f
     assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.35)
 
 
-TRACES = {
-    "ours.csv": "arrival,prompt,output\n1.5,100,10\n0.5,200,20\n3.5,7,0\n",
-    "burst.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-    "5,ChatGPT,200,20,220,Conversation log\n6,GPT-4,100,10,110,API log\n",
-    "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-    "2023-11-16 18:15:46.6805900,200,20\n2023-11-16 18:15:47.6805900,100,10\n",
-    "mooncake.jsonl": '{"timestamp": 500, "input_length": 200, "output_length": 20, "hash_ids": [1]}\n'
-    '{"timestamp": 1500, "input_length": 100, "output_length": 10, "hash_ids": [1, 2]}\n',
-}
-
-
 @pytest.mark.parametrize("name", TRACES)
 def test_traces_of_four_formats(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(TRACES[name])
@@ -189,20 +182,6 @@ def test_a_bad_trace_is_one_sentence(tmp_path: Path, name: str, text: str, says:
 
 
 # --- measured points -------------------------------------------------------------------------------
-
-POINTS = """\
-id,mode,system,backend,model,precision,tp,attention_dp,moe_tp,moe_ep,input_tokens,output_tokens,concurrency,ttft_s,tpot_s
-dense,agg,h100_sxm,vllm,meta-llama/Llama-3.1-8B-Instruct,fp8,1,1,1,1,1024,128,4,0.1,0.01
-cache,agg,h200_sxm,sglang,openai/gpt-oss-120b,fp4,2,1,2,1,1024,128,16,0.1,0.01
-ranks,agg,b200_sxm,trtllm,deepseek-ai/DeepSeek-R1,fp4,1,4,1,4,1024,128,8,,0.01
-pools,disagg,gb200,trtllm,deepseek-ai/DeepSeek-R1,fp4,,,,,1024,128,8,0.1,0.01
-blank,agg,h100_sxm,vllm,openai/gpt-oss-20b,fp8,,1,1,1,1024,128,4,0.1,0.01
-other,agg,h100_sxm,vllm,Who/Knows-400B,fp8,8,1,8,1,1024,128,4,0.1,0.01
-"""
-POOLS = """\
-id,mode,system,backend,model,precision,tp,attention_dp,moe_tp,moe_ep,input_tokens,output_tokens,concurrency,prefill_workers,prefill_tp,prefill_attention_dp,prefill_moe_tp,prefill_moe_ep,decode_workers,decode_tp,decode_attention_dp,decode_moe_tp,decode_moe_ep,ttft_s,tpot_s
-pools,disagg,gb200,trtllm,deepseek-ai/DeepSeek-R1,fp4,,,,,1024,128,8,1,4,1,4,1,3,1,4,1,4,0.1,0.01
-"""
 
 
 def test_measured_points_of_two_pools(meshwise: Any, tmp_path: Path) -> None:
@@ -363,6 +342,18 @@ def test_a_pass_takes_as_long_as_the_rank_with_most_prompts() -> None:
     assert first_s() == pytest.approx([2.0, 2.0, 2.0])  # 1,000 tokens on one rank, 500 on the other
     assert first_s(max_tokens=600) == pytest.approx([1.5, 1.5, 1.5 + 1.501])
     assert first_s(max_tokens=600, align_passes=20) == pytest.approx([1.5, 1.5, 1.5 + 20.0 + 1.501])
+
+
+def test_ranks_that_exchange_nothing_are_servers_of_their_own() -> None:
+    """Eight dp ranks of a dense model are eight workers; those that share experts are one engine."""
+    requests, engine = at_rate(40.0, Lengths(512, 64), num=400), ENGINES["vllm"]
+    lengths = {"prompt": 512, "output": 64}
+    ranks = Fleet(server("llama3-8b", "h100-80g-sxm:8", tp=1, dp=8, **lengths))
+    workers = Fleet(server("llama3-8b", "h100-80g-sxm:1", tp=1, **lengths), 8)
+    one, other = (under_load(fleet, requests, engine) for fleet in (ranks, workers))
+    assert one.served.tpot_s == pytest.approx(other.served.tpot_s)
+    assert one.to_json()["peak_cache_frac"] == pytest.approx(other.to_json()["peak_cache_frac"])
+    assert server("deepseek-v3", "h200-sxm:8", dp=8, ep=8, dtype="fp8").engines == 1
 
 
 # --- the command ---------------------------------------------------------------------------------

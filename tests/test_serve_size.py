@@ -136,6 +136,10 @@ def test_prices_pay_for_all_gpus() -> None:
         total = 1024 * 300 * paid["usd_per_million_input_tokens"]
         total += 128 * 300 * paid["usd_per_million_output_tokens"]
         assert total / 1e6 == pytest.approx(paid["usd_per_hour"] * load.served.span_s / 3600)
+    halves = replace(requests, blocks=((0,),) * 300, block_tokens=512)
+    alone, shared = (cost(under_load(Fleet(of), one, ENGINE), {"": 3.0}) for one in (requests, halves))
+    name = "usd_per_million_input_tokens"  # a cache holds half of each prompt
+    assert shared[name] == pytest.approx(alone[name] / 2, rel=0.05)
     assert parse_prices("h100-80g-sxm=2.5,b200-sxm=4") == {"h100-80g-sxm": 2.5, "b200-sxm": 4.0}
 
 

@@ -5,9 +5,9 @@ among the running sequences and in the cache. A pass that ends a prompt gives it
 nothing can be admitted, passes differ only in the lengths of the caches, in which their time is linear: the
 passes to the next completion, arrival or full cache are taken in one go.
 
-The dp ranks of an instance, and the batches in its pipeline, run in step and share the room for sequences, so
-they are simulated as one engine. A request goes to the rank with the fewest of them, in turn, unless a router
-chose one (TensorRT-LLM's and vLLM's rule). Each rank has so many tokens of prompts for a pass, waits for the
+The dp ranks of an instance that share their experts, and the batches in a pipeline, run in step and share the
+room for sequences, so they are simulated as one engine (`Serving.engines`). A request goes to the rank with
+the fewest of them, in turn, unless a router chose one (TensorRT-LLM's and vLLM's rule). Each rank has so many tokens of prompts for a pass, waits for the
 one that has most, and begins only with what its own `PrefixCache` does not hold.
 """
 

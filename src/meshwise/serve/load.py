@@ -209,7 +209,7 @@ class LoadResult:
 
     def to_json(self) -> dict[str, Any]:
         """The keys that a load adds to the document of `meshwise serve --json`."""
-        served, run, fleet = self.served, self.simulated, self.fleet
+        served, run, fleet, of = self.served, self.simulated, self.fleet, self.fleet.serving
         prompt_tokens, percentile = sum(self.requests.prompt), self.limits.percentile
         within, scaling = self.within_limits_frac, fleet.scaling
         own = ("requests_per_s", "queue_grows", "within_limits_frac")
@@ -231,7 +231,7 @@ class LoadResult:
             "e2e_s": statistics(served.last_s - served.sent_s, percentile),
             "goodput_per_s": None if within is None else within * self.requests_per_s,
             "busy_frac": run.busy_s / run.span_s,
-            "peak_cache_frac": run.peak_cache_tokens / cache_tokens(fleet.serving),
+            "peak_cache_frac": run.peak_cache_tokens * of.engines / cache_tokens(of),
             "prompt_tokens_found_frac": run.num_found / prompt_tokens,
             "prompt_tokens_loaded_frac": {name: num / prompt_tokens for name, num in run.loaded_from.items()},
             "router": fleet.router.policy,
@@ -283,19 +283,21 @@ def usd_per_hour(fleet: Fleet, usd_per_gpu_hour: Mapping[str, float]) -> float:
 def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
     """What tokens cost, at a price of each chip (`""`: of any).
 
-    Prompts pay for the share of the time that they take (the prefill pool, where there is one), generated
-    tokens for the rest.
+    Prompts pay for the share of the time that they take (the prefill pool, where there is one), which is that
+    of the tokens that no cache held; generated tokens pay for the rest.
     """
-    fleet, run = load.fleet, load.simulated
+    fleet, run, num = load.fleet, load.simulated, len(load.requests.prompt)
+    prompt_tokens, found_tokens = sum(load.requests.prompt) / num, run.num_found / num
     workers = load.mean_workers
     last, first = pool_usd_per_hour(fleet.serving, workers, usd_per_gpu_hour), 0.0
     if fleet.prefill:
         first = pool_usd_per_hour(fleet.prefill, fleet.prefill_workers, usd_per_gpu_hour)
     else:
-        prompts_frac = load.requests_per_s * prompt_s(fleet.serving) / (fleet.serving.groups * workers)
+        lengths = (max(round(tokens), 1) for tokens in (prompt_tokens, found_tokens))
+        whole_s, found_s = (prompt_s(replace(fleet.serving, prompt=tokens)) for tokens in lengths)
+        prompts_frac = load.requests_per_s * (whole_s - found_s) / (fleet.serving.groups * workers)
         first = last * min(prompts_frac * run.span_s / run.busy_s, 1.0)
         last -= first
-    prompt_tokens = sum(load.requests.prompt) / len(load.requests.prompt)
     return {
         "usd_per_hour": first + last,
         "usd_per_million_input_tokens": 1e6 * first / (3600.0 * load.requests_per_s * prompt_tokens),
@@ -399,13 +401,16 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:
         first = _worker(fleet.prefill, requests, engine.of_prompts, fleet.offload)
         engine = replace(engine, align_passes=0)  # where others take the prompts, there are none to align
     worker = _worker(serving, requests, engine, fleet.offload)
+    num_first = fleet.prefill_workers * (fleet.prefill.engines if fleet.prefill else 1)
     return Pools(
-        worker, fleet.workers, first, fleet.prefill_workers, transfer_s, fleet.transfer_token_s,
+        worker, fleet.workers * serving.engines, first, num_first, transfer_s, fleet.transfer_token_s,
         fleet.router, fleet.scaling, fleet.encoders,
     )  # fmt: skip
 
 
 def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offload | None) -> ServingWorker:
+    """One engine of an instance."""
+    serving = replace(serving, mesh=replace(serving.mesh, dp=serving.mesh.dp / serving.engines))
     tokens, engine = cache_tokens(serving), engine.on(serving.cluster.chip)
     refuse("request in a cache", WorkloadError, longest=requests.longest, tokens=tokens)
     clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.groups)

@@ -13,8 +13,8 @@ A pass gives each of `sequences` one token behind `context` cached ones and work
 - everything but the core of attention, by the tokens of the pass,
 - attention of the decoding sequences, by their number and mean context,
 - attention of each chunk: A(end) - A(start), with A(n) that of a whole prompt of n tokens.
-All of it is of one group (a dp rank, or one of the batches in its pipeline); groups run in step, and requests
-are spread evenly, so that a pass takes as long as that of the busiest group.
+All of it is of one group (a dp rank, or one of the batches in its pipeline); groups of an engine run in step,
+and requests are spread evenly, so that a pass takes as long as that of the busiest group.
 """
 
 import math

@@ -120,6 +120,11 @@ class Serving:
         return self.dp * int(self.mesh.pp)
 
     @property
+    def engines(self) -> int:
+        """Engines whose passes wait for no other: of each dp rank, unless several share their experts."""
+        return 1 if self.model.moe and is_exchanged(self.decode(1.0, 1.0)) else self.dp
+
+    @property
     def plan(self) -> dict[str, Any]:
         """The plan of the instance, with what follows from it."""
         stated = {name: getattr(self.mesh.plan, name) for name in PLAN_KEYS}
