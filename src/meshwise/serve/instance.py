@@ -7,8 +7,9 @@ passes to the next completion, arrival or full cache are taken in one go.
 
 The dp ranks of an instance that share their experts, and the batches in a pipeline, run in step and share the
 room for sequences, so they are simulated as one engine (`Serving.engines`). A request goes to the rank with
-the fewest of them, in turn, unless a router chose one (TensorRT-LLM's and vLLM's rule). Each rank has so many tokens of prompts for a pass, waits for the
-one that has most, and begins only with what its own `PrefixCache` does not hold.
+the fewest of them, in turn, unless a router chose one (TensorRT-LLM's and vLLM's rule). Each rank has so many
+tokens of prompts for a pass, waits for the one that has most, and begins only with what its own `PrefixCache`
+does not hold.
 """
 
 import heapq
