@@ -8,15 +8,11 @@ prediction ranks first?
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-Item = TypeVar("Item")
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +49,6 @@ def quantiles(values: NDArray[np.float64], groups: Sequence[Hashable], *shares: 
 def is_held_out(row_id: str) -> bool:
     """Whether a row only judges (half of them do), by a hash of its id; the others may fit constants."""
     return zlib.crc32(row_id.encode()) % 2 == 0
-
-
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """`items` by `key`, in the order of first appearance."""
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def order_loss(measured: Sequence[float], predicted: Sequence[float]) -> float:

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import BEST, Measurement, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
 from meshwise.calibrate.table import BadRow
+from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.extras import import_extra
 from meshwise.core.files import read_catalog

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwise.calibrate.errors import grouped, quantiles, summarize
+from meshwise.calibrate.errors import quantiles, summarize
 from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.table import header, lines
+from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import Spread

@@ -14,8 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from meshwise.core.each import all_of
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import told
-from meshwise.core.toml import catalog_toml, nested
+from meshwise.core.toml import catalog_toml, flat, nested
 from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.overheads import Tables, tables
 
@@ -212,8 +211,8 @@ def moved(at: Constants, linear: LinearMisses, quantity: Quantity, reach: float 
 
 def catalog_constants() -> Constants:
     """The fitted constants that the catalog holds."""
-    found: Any = asdict(tables())
-    return {name: float(reduce(getitem, name.split("."), found)) for name in LIMITS}
+    known = flat(asdict(tables()))
+    return {name: float(known[name]) for name in LIMITS}
 
 
 def times(constants: Constants, quantity: Quantity, by: Array) -> Constants:

@@ -23,7 +23,7 @@ from typing import cast
 import numpy as np
 
 from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, measured_cluster
-from meshwise.calibrate.errors import grouped
+from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.core.refusals import refuse
@@ -122,8 +122,7 @@ def _real(rows: Sequence[OpRate], of: str) -> list[OpRate]:
     speed = np.array([float(getattr(one, of)) / one.median_s for one in rows])
     order = np.argsort(speed)
     until = np.cumsum([rows[i].total_s for i in order])
-    usual = speed[order[np.searchsorted(until, until[-1] / 2)]]
-    most = _MOST_TIMES_USUAL * usual
+    most = _MOST_TIMES_USUAL * speed[order[np.searchsorted(until, until[-1] / 2)]]
     return [one for one, reached in zip(rows, speed.tolist(), strict=True) if reached <= most]
 
 

@@ -16,12 +16,13 @@ import msgspec
 import numpy as np
 
 from meshwise.calibrate import fit_steps
-from meshwise.calibrate.errors import grouped, quantiles
+from meshwise.calibrate.errors import quantiles
 from meshwise.calibrate.express import Expressed
 from meshwise.calibrate.fit_steps import Constants
 from meshwise.calibrate.robust import LinearMisses
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation
+from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import catalog_toml
@@ -129,8 +130,7 @@ def _kernels_without(chip: Chip, levels: tuple[Level, ...], aspect: str, dtype: 
     def keep(key: str, name: str) -> bool:
         if key == "outer.link" or (aspect == "dtype" and f".{dtype}" not in key):
             return True
-        like = name == chip.name or (aspect != "chip" and chips()[name].generation == chip.generation)
-        return not like
+        return name != chip.name and (aspect == "chip" or chips()[name].generation != chip.generation)
 
     return efficiency_of(chip, levels, tables=without(keep, chip.generation))
 
@@ -158,8 +158,7 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
         each, value = runs[row.id], row.measured * math.exp(miss)
         others = known[publication(row.source)]
         missing = intervals.unmeasured(aspects_of(each), others)
-        known_regimes = regimes_of(each)
-        between = intervals.interval_around(row.quantity, value, known_regimes, missing, others)
+        between = intervals.interval_around(row.quantity, value, regimes_of(each), missing, others)
         return replace(row, left_out=value, left_out_interval=between)
 
     return Validation([with_left_out(row) for row in validation.rows], validation.warnings)

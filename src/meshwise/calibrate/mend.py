@@ -48,8 +48,7 @@ def _mend(name: str, value: float, runs: Sequence[Expressed], misses: np.ndarray
     def at(factor: float) -> np.ndarray:
         tables = _tables({name: value * factor})
         known = zip(runs, touched, misses, strict=True)
-        moved = [step_miss(each, tables) if moves else miss for each, moves, miss in known]
-        return np.array(moved)
+        return np.array([step_miss(each, tables) if moves else miss for each, moves, miss in known])
 
     slopes = (at(STEP) - misses) / math.log(STEP)
     logs = np.linspace(-math.log(MOST), math.log(MOST), 57)

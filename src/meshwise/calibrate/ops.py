@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import BEST, Measurement
+from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s

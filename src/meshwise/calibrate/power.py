@@ -40,8 +40,7 @@ def measured(row: Mapping[str, str]) -> dict[str, float]:
 
 def predicted(row: Mapping[str, str]) -> dict[str, float]:
     """The same as predicted; a MeshwiseError says what is not expressed."""
-    priced = _served(row) if row["avg_watts_per_gpu"] else _trained(row)
-    watts = priced.power_watts
+    watts = (_served(row) if row["avg_watts_per_gpu"] else _trained(row)).power_watts
     if watts is None:
         raise DataError(f"column chip: the power limit of {row['chip']} is not published")
     return {"chip_watts": watts["chip"], "node_watts": watts["node"] * NODE}

@@ -121,8 +121,7 @@ def _check_header(path: Path, names: Sequence[str]) -> None:
 
 def unread_columns(names: Sequence[str]) -> list[str]:
     """Columns of a table of runs that are neither read nor known to be for people."""
-    iterations = (*_ITERATION_COLUMNS, "kind", "calculon_ms")
-    known = iterations if is_iterations(names) else (*_TYPES, *PROSE)
+    known = (*_ITERATION_COLUMNS, "kind", "calculon_ms") if is_iterations(names) else (*_TYPES, *PROSE)
     return [name for name in names if name not in known]
 
 

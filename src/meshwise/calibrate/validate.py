@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.calibrate import power as measured_power
-from meshwise.calibrate.errors import grouped, summarize
+from meshwise.calibrate.errors import summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
 from meshwise.calibrate.runs import Run, publication, published_runs, read_runs, unread_columns
 from meshwise.calibrate.table import BadRow, header, lines
+from meshwise.core.columns import grouped
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.intervals import Interval

@@ -83,8 +83,7 @@ def _command(verb: str) -> Any:
             group.command(name, cls=Command, epilog=epilog(f"{verb} {name}"))(as_command(one))
         part.add_typer(group, name=verb)
     else:
-        settings = SETTINGS.get(verb, {})
-        part.command(verb, cls=Command, epilog=epilog(verb), **settings)(as_command(made))
+        part.command(verb, cls=Command, epilog=epilog(verb), **SETTINGS.get(verb, {}))(as_command(made))
     return typer.main.get_group(part).commands[verb]
 
 

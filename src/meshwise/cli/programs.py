@@ -70,8 +70,7 @@ def dryrun(
     """
     program = asked.pop("program") or ""
     if is_command(program):
-        command = [program, *context.args]
-        script = api.dry_run_script(command, stdout=STDERR if json else None, **asked)
+        script = api.dry_run_script([program, *context.args], stdout=STDERR if json else None, **asked)
         _show(script, csv, json)
         return
     found, options = _parse(context, program, show_help)

@@ -43,8 +43,7 @@ def sweep(
             with on_nodes(ray, "points"):
                 run_sweep(wanted, store, jobs=jobs, retry=retry)
         except KeyboardInterrupt:
-            num_kept = len(store.rows(wanted))
-            kept = f"{num_kept} of {len(wanted.points)} points are kept in {database}"
+            kept = f"{len(store.rows(wanted))} of {len(wanted.points)} points are kept in {database}"
             print(f"meshwise: stopped; {kept}; run the same command to continue", file=sys.stderr)
             raise
         rows = store.rows(wanted)

@@ -62,8 +62,7 @@ def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any],
     others = [name for name in stated_in(asked, api.explain) if name not in ("model", "cluster")]
     refuse("step log", DataError, rl_log=rl_log, others=others, first=[*others, "it"][0])
     assert rl_log is not None
-    found = api.explain_rl(rl_log, asked["model"], asked["cluster"], source)
-    show(found, json=json)
+    show(api.explain_rl(rl_log, asked["model"], asked["cluster"], source), json=json)
 
 
 def summary(

@@ -1,13 +1,16 @@
 """Columns of numbers that repeat: price each kind once, then spread the price."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.units import Num
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
 
 def some_columns(value: Num, places: NDArray[np.intp], num: int) -> Num:
@@ -38,6 +41,14 @@ def distinct_columns(table: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDAr
     if not all(np.array_equal(row[like], row) for row in table):
         _, first, kind = np.unique(table, axis=1, return_index=True, return_inverse=True)
     return first, kind.ravel()
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """`items` by `key`, in the order of first appearance."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def any_of(conditions: Iterable[Any]) -> Any:

@@ -122,8 +122,7 @@ class Ledger(Printed):
     def to_polars(self) -> polars.DataFrame:
         """The table as a polars frame (needs polars)."""
         pl = import_extra("polars", "frames")
-        texts = dict.fromkeys(TEXT_COLUMNS, pl.String)
-        return pl.DataFrame(self.columns, schema_overrides=texts)
+        return pl.DataFrame(self.columns, schema_overrides=dict.fromkeys(TEXT_COLUMNS, pl.String))
 
 
 def _cell(value: Any) -> Any:

@@ -8,12 +8,14 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.core.files import catalog_text, parse_text, read_text
+
+Record = TypeVar("Record")
 
 MOST_BYTES = 2**16
 """Clusters, plans, models and options have a few thousand bytes."""
@@ -50,6 +52,14 @@ def check_fields(
         raise error(f"{at}: {', '.join(unknown)} unknown; the fields are {', '.join(known)}")
     if missing := [name for name in needed if name not in stated]:
         raise error(f"{at}: {', '.join(missing)} missing; state {'all' if missing[1:] else 'it'}")
+
+
+def converted(table: Mapping[str, Any], kind: type[Record], at: str, error: type[MeshwiseError]) -> Record:
+    """`table` as a record of `kind`, or `error` that says what of it is wrong."""
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as problem:
+        raise error(f"{at}: {problem}") from None
 
 
 def parse_toml(

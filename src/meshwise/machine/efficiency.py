@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
+from meshwise.core.columns import grouped
 from meshwise.core.errors import ClusterError
 from meshwise.core.files import catalog_text
 from meshwise.machine.hardware import MEASURED, Chip, Level, chips, num_cores
@@ -86,15 +87,6 @@ class AttentionEfficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeEfficiency:
-    """Constants of decode attention in `cost.attention_kernel`. The defaults are the ideal chip."""
-
-    launch_s: float = 0.0
-    memory_frac: float = 1.0
-    peak_frac: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEfficiency:
     """Constants of `cost.memory_kernel` for streaming kernels: launch and share of memory bandwidth."""
 
@@ -103,15 +95,20 @@ class MemoryEfficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CastEfficiency:
+class DecodeEfficiency(MemoryEfficiency):
+    """Constants of decode attention in `cost.attention_kernel`. The defaults are the ideal chip."""
+
+    peak_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastEfficiency(MemoryEfficiency):
     """Constants of `cost.memory_kernel` for casts with a scale, to fp8 or fp4.
 
     passes: how often the bytes are moved (once to find the scale, once to cast). row_s: time of one row
     on one core.
     """
 
-    launch_s: float = 0.0
-    memory_frac: float = 1.0
     passes: float = 1.0
     row_s: float = 0.0
 
@@ -224,10 +221,7 @@ class Efficiency:
 
     def inherited(self, used: set[str]) -> dict[str, list[str]]:
         """Whose efficiencies stand for those of this chip, and which of `used`."""
-        found: dict[str, list[str]] = {}
-        for name in sorted(used & set(self.inherited_from)):
-            found.setdefault(self.inherited_from[name], []).append(name)
-        return found
+        return grouped(sorted(used & set(self.inherited_from)), self.inherited_from.__getitem__)
 
     def gemm_name(self, dtype: str, *, in_blocks: bool = False, grouped: bool = False) -> str:
         """The constants for matmuls in `dtype`, whose weights may be scaled `in_blocks` or of experts."""

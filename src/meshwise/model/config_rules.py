@@ -269,8 +269,7 @@ def mla(c: Config) -> Fields:
 def mistral_large4(c: Config) -> Fields:
     """Latent attention without positions in some layers, whose heads are as wide; some share latents."""
     numbers, said = range(c.num_hidden_layers), mla(c)
-    usual = said["mla"]
-    plain = replace(usual, qk_nope_head_dim=said["head_dim"], qk_rope_head_dim=0)
+    plain = replace(said["mla"], qk_nope_head_dim=said["head_dim"], qk_rope_head_dim=0)
     turned = _named(c, "no_rope_layers", c.no_rope_layers or [(i + 1) % 4 for i in numbers])
     sources = _named(c, "kv_source_layers", c.kv_source_layers or numbers)
     sparse = said.get("each", {}).get("sparse") or [said["sparse"] for _ in numbers]

@@ -12,10 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from meshwise.core.errors import ModelError, did_you_mean
 from meshwise.core.files import read_catalog
+from meshwise.core.toml import converted
 from meshwise.model.architecture import Model, checked_model
 from meshwise.model.config_fields import NAMES
 from meshwise.model.huggingface import model_from_config, read_config
@@ -40,8 +39,7 @@ _HUB = re.compile(r"huggingface\.co/([^/]+/[^/]+)/blob/main/config\.json$")
 def _entries() -> dict[str, dict[str, Any]]:
     """All presets as they are written, by name."""
     raw = read_catalog("models.toml")
-    families = raw["families"]
-    own = {name: families[entry.pop("family")] | entry for name, entry in raw["models"].items()}
+    own = {name: raw["families"][entry.pop("family")] | entry for name, entry in raw["models"].items()}
     return own | read_catalog("configs.toml")
 
 
@@ -77,11 +75,7 @@ def _model_from_entry(name: str, entry: dict[str, Any]) -> Model:
         entry["layers"] = [cycle[i % len(cycle)] for i in range(entry["num_layers"])]
     if runs := entry.pop("layer_runs", None):
         entry["layers"] = [block for number, block in runs for _ in range(number)]
-    try:
-        model = msgspec.convert(entry, Model)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{at}: {error}") from None
-    return checked_model(model, at)
+    return checked_model(converted(entry, Model, at, ModelError), at)
 
 
 def model_names() -> list[str]:
@@ -130,8 +124,7 @@ def find_preset(text: str) -> Model | None:
     found = next((known[_letters(name)] for name in names if _letters(name) in known), None)
     if found is None:
         return None
-    words = _readings(text)[-1].split("-")
-    formats = [_FORMATS[word] for word in words if word in _FORMATS]
+    formats = [_FORMATS[word] for word in _readings(text)[-1].split("-") if word in _FORMATS]
     return replace(_preset(found), quantized=formats[-1]) if formats else _preset(found)
 
 

@@ -24,7 +24,7 @@ from meshwise.core.errors import ModelError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import parse_file, read_catalog
 from meshwise.core.refusals import refuse
-from meshwise.core.toml import parse_toml
+from meshwise.core.toml import converted, parse_toml
 from meshwise.model.architecture import Model, MoE
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
@@ -110,10 +110,7 @@ def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfi
         if (name in only and value != only[name]) or (name in off and value):
             raise ModelError(f"{where}: {name}={value!r} is not supported; only {only.get(name, False)!r} is")
     stated = {name: raw[name] for name in known if name in raw and (raw[name] is not None or known[name])}
-    try:
-        config = msgspec.convert(stated, GptConfig)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{where}: {error}") from None
+    config = converted(stated, GptConfig, where, ModelError)
     refuse("gpt", ModelError, f"{where}: ", of=config, raw=raw)
     return config
 

@@ -172,8 +172,7 @@ def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
     above = {"architectures": raw.get("architectures")} | (
         {} if tied is None else {"tie_word_embeddings": tied}
     )
-    named = ("id2label", "num_labels", "token_classification_bias")
-    labels = {key: raw[key] for key in named if key in raw}
+    labels = {key: raw[key] for key in ("id2label", "num_labels", "token_classification_bias") if key in raw}
     fields = _fields(text | above | labels, _part_family(text, family), nested=True)
     left_out: list[tuple[str, int]] = []
     towers: list[Tower] = []
@@ -232,13 +231,10 @@ def _sides(stated: list[SideLayer], sizes: dict[str, Any]) -> list[tuple[list[st
     for one in stated:
         if one.when and not sizes.get(one.when):
             continue
-        d_in, d_out = one.linear or ("0", one.vector)
-        side = Side(
-            module=one.module, name=one.name, d_out=_size(d_out, sizes), d_in=_size(d_in, sizes),
-            bias=one.bias, op=one.op, taps=_size(one.taps, sizes), rows=_size(one.rows, sizes),
-            times=_size(one.times, sizes), every=_size(one.every, sizes), shared=one.shared, kept=one.kept,
-        )  # fmt: skip
-        found.append((one.on, side))
+        d_in, d_out = (_size(text, sizes) for text in one.linear or ("0", one.vector))
+        own = {name: getattr(one, name) for name in ("module", "name", "bias", "op", "shared", "kept")}
+        own |= {name: _size(getattr(one, name), sizes) for name in ("taps", "rows", "times", "every")}
+        found.append((one.on, Side(d_in=d_in, d_out=d_out, **own)))
     return found
 
 
@@ -278,9 +274,7 @@ def _size(text: str, sizes: dict[str, Any]) -> int:
 def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
     """The layers of a joint, `times` over, in numbers."""
 
-    def size(text: str) -> int:
-        return _size(text, sizes)
-
+    size = partial(_size, sizes=sizes)
     one = Projector(
         norms=tuple(map(size, joint.norms)),
         linears=tuple((size(d_in), size(d_out)) for d_in, d_out in joint.linears),

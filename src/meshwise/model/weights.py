@@ -656,8 +656,7 @@ def num_active_params(model: Model) -> int:
 
     Of tables beside that of the tokens, the vectors that it looks up.
     """
-    found = sum(side.times * side.d_out for side in model.sides if side.rows)
-    unread = table_params(model) - found
+    unread = table_params(model) - sum(side.times * side.d_out for side in model.sides if side.rows)
     moe = model.moe
     if moe is None:
         return num_params(model) - unread

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwise.calibrate import validate as held
 from meshwise.calibrate.cluster_file import Calibration
-from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
+from meshwise.calibrate.errors import ErrorSummary, is_held_out, order_loss, summarize
 from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_server import ServerFit
 from meshwise.calibrate.fit_serving import ServingFit
@@ -25,6 +25,7 @@ from meshwise.calibrate.mend import Mend
 from meshwise.calibrate.releases import Board, errors_by_release
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
+from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix

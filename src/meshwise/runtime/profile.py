@@ -89,8 +89,7 @@ def profile_command(
         reason = refused.read_text()
         refused.unlink()
         raise MissingExtraError(reason)
-    files = tuple(sorted(directory.glob("rank-*.json")))
-    return Profiled(tuple(command), exit_code, wall_s, bare_s, files)
+    return Profiled(tuple(command), exit_code, wall_s, bare_s, tuple(sorted(directory.glob("rank-*.json"))))
 
 
 def capture_environment(directory: Path, **options: bool) -> dict[str, str]:

@@ -141,8 +141,7 @@ class OpRecorder(private.TorchDispatchMode):
 
     def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
-        sizes = {label: (tuple(one.shape), one.nbytes) for label, one in tensors.items()}
-        return self.tape.step(name, sizes)
+        return self.tape.step(name, {label: (tuple(one.shape), one.nbytes) for label, one in tensors.items()})
 
     # --- the dispatcher ----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError, WorkloadError
 from meshwise.core.files import read_catalog, read_rows, read_text
 
@@ -64,11 +65,8 @@ class Requests:
     @property
     def followers(self) -> dict[int, list[int]]:
         """The requests that follow each that any follows."""
-        found: dict[int, list[int]] = {}
-        for index, before in enumerate(self.after):
-            if before >= 0:
-                found.setdefault(before, []).append(index)
-        return found
+        later = (index for index, before in enumerate(self.after) if before >= 0)
+        return grouped(later, self.after.__getitem__)
 
     @property
     def sessions(self) -> list[int]:

@@ -165,8 +165,7 @@ def _is_plan(base: Serving, cluster: Cluster, layout: Layout) -> bool:
     ranks, tp, ep = layout
     plan = base.mesh.plan
     sizes = numbers_of(plan) | {"tp": float(tp), "ep": float(ep)}
-    workload = Workload(batch=ranks // tp, seq=base.prompt, kind="decode")
-    mesh = mesh_of(plan, workload, ranks, sizes)
+    mesh = mesh_of(plan, Workload(batch=ranks // tp, seq=base.prompt, kind="decode"), ranks, sizes)
     return not any(rule.is_broken for rule in rules(base.model, mesh, sizes, cluster))
 
 

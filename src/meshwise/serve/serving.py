@@ -220,8 +220,7 @@ def resolve_serving(model: Model, plan: Plan, cluster: Cluster, prompt: int) -> 
     """The mesh of an instance: all of `cluster`, a sequence in each group."""
     batch = plan.data_parallel(cluster.num_chips) * plan.pp
     kind = "prefill" if plan.cp > 1 else "decode"
-    workload = Workload(batch=batch, seq=prompt, kind=kind, microbatch=1)
-    return resolve(model, plan, workload, cluster)
+    return resolve(model, plan, Workload(batch=batch, seq=prompt, kind=kind, microbatch=1), cluster)
 
 
 def _on_units_of(plan: Plan, cluster: Cluster) -> Plan:
@@ -443,8 +442,7 @@ def prompt_s(serving: Serving) -> float:
 
 def token_pass(serving: Serving, sequences: Num) -> PricedPass:
     """The mean pass of decoding: caches half through the output."""
-    past = serving.prompt + serving.output / 2.0
-    return decode_pass(serving, sequences, past)
+    return decode_pass(serving, sequences, serving.prompt + serving.output / 2.0)
 
 
 def batches(serving: Serving) -> list[int]:

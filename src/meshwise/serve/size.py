@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, product
+from itertools import count, product, takewhile
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from meshwise.core.columns import grouped
 from meshwise.core.each import all_of
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse
@@ -225,8 +226,7 @@ def size(
             prompt, output = drawn.mean_tokens
             instance = partial(instance, prompt=prompt, output=output)
     of_cluster = partial(screen, instance, fixed=fixed, engine=engine, missing_frac=missing_frac)
-    screened = all_of(of_cluster, clusters)
-    screens = [one for one in screened if one is not None]
+    screens = [one for one in all_of(of_cluster, clusters) if one is not None]
     pairs = list(product(screens, screens))
     num = sum(one.pass_s.size for one in screens)
     num += sum(len(first.instances) * last.pass_s.size for first, last in pairs)
@@ -377,10 +377,7 @@ def _finalists(
     ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
 ) -> Iterator[Choice]:
     """The simulated choices of each kind; of pools of two chips only what may cost less than others take."""
-    kinds: dict[tuple[str | None, str], list[Choice]] = {}
-    for choice in ranked:
-        if _is_within(choice.fleet, most):
-            kinds.setdefault(choice.kind, []).append(choice)
+    kinds = grouped((one for one in ranked if _is_within(one.fleet, most)), lambda one: one.kind)
     least = math.inf
     for (first, last), members in sorted(
         kinds.items(), key=lambda item: item[0][0] not in (None, item[0][1])
@@ -434,13 +431,9 @@ def _under(choice: Choice, engine: Engine, wanted: Wanted, requests: Requests | 
 def _headroom_frac(choice: Choice, wanted: Wanted, engine: Engine) -> float:
     """How much more traffic `choice` holds."""
     assert wanted.requests is not None
-    held = 1.0
-    for factor in MORE_TRAFFIC:
-        more = faster(at_most(wanted.requests, HEADROOM_REQUESTS), factor)
-        if not _under(choice, engine, wanted, more).holds:
-            break
-        held = factor
-    return held - 1.0
+    load = at_most(wanted.requests, HEADROOM_REQUESTS)
+    held = takewhile(lambda by: _under(choice, engine, wanted, faster(load, by)).holds, MORE_TRAFFIC)
+    return max(held, default=1.0) - 1.0
 
 
 def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:

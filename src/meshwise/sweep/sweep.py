@@ -36,7 +36,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +47,7 @@ from meshwise.core.each import Lost, each, last_line
 from meshwise.core.errors import DataError
 from meshwise.core.files import catalog_text, read_catalog
 from meshwise.core.refusals import refuse
-from meshwise.core.toml import check_fields, read_toml
+from meshwise.core.toml import check_fields, converted, read_toml
 
 ON_BY_DEFAULT = ("capped", "ledger", "run")
 """Options of the verbs that hold unless `--no-NAME` says otherwise."""
@@ -123,10 +123,7 @@ def read_sweep(path: Path) -> Sweep:
     stated, known = read_toml(path, most_bytes=2**20), msgspec.structs.fields(_SweepFile)
     needed = (field.name for field in known if field.required)
     check_fields(stated, [field.name for field in known], needed, f"{path} is not a sweep")
-    try:
-        file = msgspec.convert(stated, _SweepFile)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path} is not a sweep: {error}") from None
+    file = converted(stated, _SweepFile, f"{path} is not a sweep", DataError)
     grids = file.grid if isinstance(file.grid, list) else [file.grid]
     empty = [key for grid in grids for key, values in grid.items() if not values]
     empty += ["anything"] * (not any(grids))
@@ -174,15 +171,14 @@ def _words(path: Path, file: _SweepFile, values: Mapping[str, Scalar]) -> tuple[
     return (*words, "--json")
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """The results of a sweep in one SQLite file; one sweep at a time writes to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with ExitStack() as opened:
             try:
-                lock = opened.enter_context(path.open("ab"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(opened.enter_context(path.open("ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise DataError(f"another sweep is writing to {path}; name another file") from None
             except OSError as error:
@@ -207,9 +203,6 @@ class Store:
             raise DataError(
                 f"{self.path} is not a results file of a sweep ({reason}); name another"
             ) from None
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()

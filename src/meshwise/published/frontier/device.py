@@ -60,8 +60,7 @@ class Device:
 
     def to_json(self) -> dict[str, Any]:
         """Its fields; what is infinite is None."""
-        values = asdict(self)
-        return {name: finite_or_none(x) if isinstance(x, float) else x for name, x in values.items()}
+        return {key: finite_or_none(x) if isinstance(x, float) else x for key, x in asdict(self).items()}
 
 
 def finite_or_none(value: float) -> float | None:

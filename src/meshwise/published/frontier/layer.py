@@ -160,8 +160,7 @@ def share_domain(
     best = np.argmin(times.inner_s + times.outer_s, axis=0, keepdims=True)
 
     def pick(array: Num) -> Num:
-        everywhere = np.broadcast_to(array, (len(powers), *shape))
-        return np.take_along_axis(everywhere, best, axis=0)[0]
+        return np.take_along_axis(np.broadcast_to(array, (len(powers), *shape)), best, axis=0)[0]
 
     return pick(inner_in), pick(inner_out)
 

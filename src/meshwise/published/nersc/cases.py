@@ -216,8 +216,7 @@ def _differences(ours: Any, theirs: Any, place: str, where: str = "") -> Iterato
 def _difference(ours: Any, theirs: Any, where: str) -> Difference:
     numbers = [x for x in (ours, theirs) if isinstance(x, int | float) and not isinstance(x, bool)]
     if len(numbers) < 2:
-        same = type(ours) is type(theirs) and ours == theirs
-        return Difference(float(not same), where)
+        return Difference(float(type(ours) is not type(theirs) or ours != theirs), where)
     largest = max(abs(x) for x in numbers)
     if not largest <= sys.float_info.max:  # a nan, or an integer that no float holds
         return Difference(1.0, where)

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import meshwise.published.nersc.tables as nersc
 from meshwise.core.expressions import formulas
 from meshwise.core.ledger import Ledger
 from meshwise.machine.hardware import Cluster
@@ -27,18 +28,8 @@ from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
 from meshwise.published.nersc.paper_ops import product_flop
-from meshwise.published.nersc.tables import (
-    GPT_BLOCKS,
-    NERSC_TABLES,
-    TABLES,
-    WAYS,
-    LedgerRow,
-    comm_row,
-    op_rows,
-    work_row,
-)
 
-COLUMNS = tuple(NERSC_TABLES["notebook"]["columns"])
+COLUMNS = tuple(nersc.NERSC_TABLES["notebook"]["columns"])
 SCOPE = Scope(
     convention="nersc-2024-02",
     plan={
@@ -46,7 +37,7 @@ SCOPE = Scope(
         **{"attention": ("flash", "unfused"), "optimizer": ("adam", "none")},
     },
     workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
-    model=GPT_BLOCKS,
+    model=nersc.GPT_BLOCKS,
 )
 """The notebook's tensors are 2 bytes wide, its attention is unfused, and it has no optimizer."""
 _TFLOP, _GB, _MS = 1e12, 1e9, 1e-3
@@ -61,11 +52,11 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
     SCOPE.check_divides(model, sizes)
     num_chips = cluster.num_chips
     SCOPE.check_rules(plan=plan, work=workload, num_chips=num_chips, num_groups=plan.data_parallel(num_chips))
-    tables = {name: _table(name, model, cluster, plan, workload) for name in TABLES}
+    tables = {name: _table(name, model, cluster, plan, workload) for name in nersc.TABLES}
     totals = {name: _totals(rows, model.num_layers) for name, rows in tables.items()}
 
     def total(*names: str) -> float:
-        return sum(totals[table][name] for name in names for table in TABLES)
+        return sum(totals[table][name] for name in names for table in nersc.TABLES)
 
     shares = {  # the notebook's "time spend in comms": of the forward
         name: float(sum(row["t_comm_fwd"] for row in rows) / sum(row["t_total_fwd"] for row in rows))
@@ -83,10 +74,10 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         plan={"tp": plan.tp, "sp": plan.sequence_parallel},
         ranks=plan.tp,
         columns=("table", *COLUMNS),
-        rows=[{"table": name, **row} for name in TABLES for row in tables[name]],
+        rows=[{"table": name, **row} for name in nersc.TABLES for row in tables[name]],
         tables=tables,
         results={"tables": results},
-        excerpts=[_excerpt(name, tables[name], totals[name], shares[name]) for name in TABLES],
+        excerpts=[_excerpt(name, tables[name], totals[name], shares[name]) for name in nersc.TABLES],
         step_s=total("t_total_fwd", "t_total_bwd") * _MS,
         flop=total("flops_fwd", "flops_bwd") * _TFLOP,
         memory_bytes={
@@ -103,7 +94,8 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
 
 def _totals(rows: list[dict[str, Any]], depth: int) -> dict[str, float]:
     """Column sums over the rows of a table, times the number of layers."""
-    return {name: sum(row[name] for row in rows) * depth for name in NERSC_TABLES["notebook"]["totalled"]}
+    names = nersc.NERSC_TABLES["notebook"]["totalled"]
+    return {name: sum(row[name] for row in rows) * depth for name in names}
 
 
 def _excerpt(name: str, rows: list[dict[str, Any]], totals: dict[str, float], comm_frac: float) -> Excerpt:
@@ -119,7 +111,7 @@ def _excerpt(name: str, rows: list[dict[str, Any]], totals: dict[str, float], co
 
 def _table(name: str, model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> list[dict[str, Any]]:
     """The rows of a table, by the notebook's formulas (`catalog/nersc.toml`)."""
-    of = NERSC_TABLES["notebook"]
+    of = nersc.NERSC_TABLES["notebook"]
     sizes = {"batch": workload.batch, "seq": workload.seq, "hidden": model.hidden, "tp": plan.tp}
     sizes |= {"ffn": model.ffn_hidden, "heads": model.num_heads}
     names: dict[str, Any] = {key: float(size) for key, size in sizes.items()}
@@ -136,19 +128,19 @@ def _table(name: str, model: Model, cluster: Cluster, plan: Plan, workload: Work
     return rows
 
 
-def _ledger_rows(tables: dict[str, list[dict[str, Any]]]) -> Iterator[LedgerRow]:
+def _ledger_rows(tables: dict[str, list[dict[str, Any]]]) -> Iterator[nersc.LedgerRow]:
     """Each op in both directions, and its communications."""
-    for table, cells in ((name, row) for name in TABLES for row in tables[name]):
+    for table, cells in ((name, row) for name in nersc.TABLES for row in tables[name]):
         kept = {"saved_bytes": cells["activation_buffer"] * _GB, "weight_bytes": cells["weights_mem"] * _GB}
-        for way, phase in WAYS:
+        for way, phase in nersc.WAYS:
             flop, traffic_bytes = cells[f"flops_{way}"] * _TFLOP, cells[f"total_mem_{way}"] * _GB
             compute_s, memory_s, time_s = (cells[f"{name}_{way}"] * _MS for name in ("t_comp", "t_mem", "t"))
             write_bytes = cells["activation_out_mem"] * _GB if way == "fwd" else math.nan
-            rows = [work_row(flop, traffic_bytes, compute_s, memory_s, time_s, write_bytes)]
+            rows = [nersc.work_row(flop, traffic_bytes, compute_s, memory_s, time_s, write_bytes)]
             if payload_gb := cells[f"comm_{way}"]:
                 kind, comm_s = _COLLECTIVES[cells[f"comm_{way}_type"]], cells[f"t_comm_{way}"] * _MS
-                rows.append(comm_row(kind, "tp", cells["comm_size"], payload_gb * _GB, comm_s, comm_s))
-            yield from op_rows(table, cells["layer"], phase, kept, rows)
+                rows.append(nersc.comm_row(kind, "tp", cells["comm_size"], payload_gb * _GB, comm_s, comm_s))
+            yield from nersc.op_rows(table, cells["layer"], phase, kept, rows)
 
 
 CONVENTION = Convention(price=notebook, default_batch=1)

@@ -123,8 +123,7 @@ class Iteration:
 
 def price(run: PaperRun, system: PaperSystem) -> Iteration:
     """Price one iteration; every number of `run` and `system` may be an array, and they broadcast."""
-    ops = layer(run.cut)
-    tables = {name: [_op_row(op, run, system) for op in ops[name]] for name in TABLES}
+    tables = {name: [_op_row(op, run, system) for op in ops] for name, ops in layer(run.cut).items()}
     rows = [row for name in TABLES for row in tables[name]]
     p2p_gb = next(row["activation_buffer"] for row in rows if row["name"] == "ln1")
     dp_comm, pp_comm = _dp_row(rows, run, system), _pp_row(p2p_gb, run, system)
@@ -223,8 +222,7 @@ def _comm_row(name: str, comms: dict[str, _Placed], seconds: dict[str, Num]) -> 
 def _dp_row(rows: list[Row], run: PaperRun, system: PaperSystem) -> Row:
     """Weights gathered beside the first forward, gradients scattered beside the last backward."""
     volume_bytes = _sum(rows, "weights_mem") * GB
-    group = run.weight_group
-    gather: _Placed = ("all_gather", volume_bytes, *group)
+    gather: _Placed = ("all_gather", volume_bytes, *run.weight_group)
     comms: dict[str, _Placed] = {"fwd": gather, "bwd": ("reduce_scatter", *gather[1:])}
     seconds = {}
     for way, comm in comms.items():

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import meshwise.published.nersc.paper as sheet
+import meshwise.published.nersc.tables as nersc
 from meshwise.core.errors import PlanError
 from meshwise.core.expressions import formulas
 from meshwise.core.ledger import Ledger
@@ -17,30 +19,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan, refuse, rule
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
-from meshwise.published.nersc.paper import (
-    COLUMNS,
-    GB,
-    TFLOP,
-    Iteration,
-    PaperRun,
-    PaperSystem,
-    Row,
-    comm_seconds,
-    paper_system,
-    price,
-    work_of,
-)
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
-from meshwise.published.nersc.tables import (
-    GPT_BLOCKS,
-    NERSC_TABLES,
-    TABLES,
-    WAYS,
-    LedgerRow,
-    comm_row,
-    op_rows,
-    work_row,
-)
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
 _MEMORY = {"weights": "wts", "gradients": "wts_grad", "optimizer": "wts_optimizer_states"}
@@ -54,7 +33,7 @@ SCOPE = Scope(
         **{"recompute": ("none", "selective"), "dtype": ("bf16", "fp16")},
     },
     workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
-    model=GPT_BLOCKS,
+    model=nersc.GPT_BLOCKS,
 )
 """The paper's tensors are 2 bytes wide, its optimizer is sharded over the replicas."""
 
@@ -62,10 +41,10 @@ SCOPE = Scope(
 def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PublishedStep:
     """Price a plan as the paper does; PlanError for what it does not know."""
     run = _paper_run(model, cluster, plan, workload)
-    cut, priced = run.cut, price(run, paper_system(cluster))
+    cut, priced = run.cut, sheet.price(run, sheet.paper_system(cluster))
     totals = {name: float(value) for name, value in priced.totals.items()}
     others = [{"table": "other"} | row for row in (priced.dp_comm, priced.pp_comm)]
-    rows = [{"table": name} | row for name in TABLES for row in priced.tables[name]] + others
+    rows = [{"table": name} | row for name in nersc.TABLES for row in priced.tables[name]] + others
     shown_plan: dict[str, Any] = {"strategy": cut.strategy, "attention": cut.attention, "inside": run.inside}
     results = {"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm}
     memory = _MEMORY | {"activations": "acts"}
@@ -90,48 +69,48 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
         workload=workload,
         plan=shown_plan | {"m1": int(cut.m1), "m2": int(cut.m2), "pp": plan.pp, "dp": int(run.dp)},
         ranks=plan.model_ranks * float(run.dp),
-        columns=("table", *COLUMNS),
+        columns=("table", *sheet.COLUMNS),
         rows=rows,
         tables=priced.tables,
         results=results | {"totals": totals},
         excerpts=[excerpt],
         step_s=totals["t"],
-        flop=totals["flops_per_gpu"] * TFLOP,
-        memory_bytes={name: totals[f"{part}_mem"] * GB for name, part in memory.items()},
+        flop=totals["flops_per_gpu"] * sheet.TFLOP,
+        memory_bytes={name: totals[f"{part}_mem"] * sheet.GB for name, part in memory.items()},
         comm_s={name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()},
         ledger=Ledger.from_rows(_ledger_rows(run, cluster, priced)),
         notes=notes,
     )
 
 
-def _ledger_rows(run: PaperRun, cluster: Cluster, priced: Iteration) -> Iterator[LedgerRow]:
+def _ledger_rows(run: sheet.PaperRun, cluster: Cluster, priced: sheet.Iteration) -> Iterator[nersc.LedgerRow]:
     """The ops of one layer, one microbatch, on one rank."""
-    tables, system = layer(run.cut), paper_system(cluster)
-    for table in TABLES:
+    tables, system = layer(run.cut), sheet.paper_system(cluster)
+    for table in nersc.TABLES:
         for op, cells in zip(tables[table], priced.tables[table], strict=True):
             kept = {name: op[name] for name in ("saved_bytes", "weight_bytes")}
-            for way, phase in WAYS:
-                rows = _op_ledger_rows(work_of(op, phase), op["panels"], cells, way, run, system)
-                yield from op_rows(table, op["name"], phase, kept, rows)
+            for way, phase in nersc.WAYS:
+                rows = _op_ledger_rows(sheet.work_of(op, phase), op["panels"], cells, way, run, system)
+                yield from nersc.op_rows(table, op["name"], phase, kept, rows)
 
 
 def _op_ledger_rows(
-    work: PaperOp, panels: Any, cells: Row, way: str, run: PaperRun, system: PaperSystem
-) -> list[LedgerRow]:
+    work: PaperOp, panels: Any, cells: sheet.Row, way: str, run: sheet.PaperRun, system: sheet.PaperSystem
+) -> list[nersc.LedgerRow]:
     """One direction of an op, and its communications, which share what the op waits for them."""
     compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
     memory_s = compute_s / cells[f"intensity_{way}"]
-    flop, time_s = cells[f"flops_{way}"] * TFLOP, cells[f"t_{way}"] - wait_s
-    rows = [work_row(flop, work["traffic"], compute_s, memory_s, time_s)]
-    seconds = comm_seconds(work["comms"], panels, run, system)
+    flop, time_s = cells[f"flops_{way}"] * sheet.TFLOP, cells[f"t_{way}"] - wait_s
+    rows = [nersc.work_row(flop, work["traffic"], compute_s, memory_s, time_s)]
+    seconds = sheet.comm_seconds(work["comms"], panels, run, system)
     for (kind, axis, volume_bytes), comm_s in zip(work["comms"], seconds, strict=True):
         if comm_s > 0:
             ranks, exposed_s = run.groups[axis][0], wait_s * comm_s / sum(seconds)
-            rows.append(comm_row(kind, axis, ranks, volume_bytes, comm_s, exposed_s))
+            rows.append(nersc.comm_row(kind, axis, ranks, volume_bytes, comm_s, exposed_s))
     return rows
 
 
-def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PaperRun:
+def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> sheet.PaperRun:
     SCOPE.check(model, plan, workload)
     if plan.layout != "1d" and not plan.grid:
         raise PlanError(f"layout={plan.layout} needs its grid here, as in layout={plan.layout}:4x2")
@@ -142,19 +121,20 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
     both = math.lcm(m1, m2) if strategy == "2d" else m1
     names: dict[str, Any] = {"model": model, "plan": plan, "work": workload, "m1": m1, "m2": m2}
     names |= {"both": both, "by_blocks": strategy == "2d", "by_grid": plan.attention == "grid", "max": max}
-    SCOPE.check_divides(model, formulas(NERSC_TABLES["paper"]["divides"], names))
+    SCOPE.check_divides(model, formulas(nersc.NERSC_TABLES["paper"]["divides"], names))
     dp = plan.data_parallel(cluster.num_chips)
     least, batch = dp * workload.microbatch, workload.batch
     names |= {"batch": batch, "dp": dp, "microbatch": workload.microbatch}
     refuse([rule("batch_of_dp", batch % least != 0, least=least)], names)
-    lengths = {name: float(of) for name, of in formulas(NERSC_TABLES["paper"]["lengths"], names).items()}
+    found = formulas(nersc.NERSC_TABLES["paper"]["lengths"], names)
+    lengths = {name: float(length) for name, length in found.items()}
     attention, recompute = _ATTENTION[plan.attention], plan.recompute == "selective"
     cut = PaperCut(strategy=strategy, attention=attention, recompute=recompute, **lengths)
     sizes = {"tp1": m1, "tp2": m2, "dp": dp, "pp": plan.pp}
     order = [axis for name in plan.placement for axis in {"tp": ("tp1", "tp2"), "cp": ()}.get(name, (name,))]
     inside = _inside({axis: sizes[axis] for axis in order}, cluster.levels[0].ranks)
     numbers = {"num_layers": model.num_layers, "batch": batch, "dp": dp, "pp": plan.pp}
-    return PaperRun(cut=cut, inside=inside, **{name: float(number) for name, number in numbers.items()})
+    return sheet.PaperRun(cut=cut, inside=inside, **{name: float(number) for name, number in numbers.items()})
 
 
 def _inside(sizes: dict[str, int], domain_ranks: float) -> dict[str, float]:

@@ -85,11 +85,9 @@ def estimate(options: Any, tape: Tape) -> None:
     """Write on `tape` what `meshwise estimate` says of this rank's passes, and what the pools exchange."""
     engines, trainers = options.rollout_ranks, tape.world_size - options.rollout_ranks
     share = options.num_samples // engines
-    samples_bytes = TOKEN_BYTES * share * options.length
-    _broadcast(tape, "rollouts", tape.world_size, samples_bytes, engines, options)
-    weights_bytes = SYNC_BYTES * num_params(the_model(options))
+    _broadcast(tape, "rollouts", tape.world_size, TOKEN_BYTES * share * options.length, engines, options)
     if tape.rank <= engines:
-        _broadcast(tape, "sync", engines + 1, weights_bytes, 1, options)
+        _broadcast(tape, "sync", engines + 1, SYNC_BYTES * num_params(the_model(options)), 1, options)
     if tape.rank < engines:
         for seq in range(options.prompt, options.length):  # the prompts, then each token but the last
             kind = "prefill" if seq == options.prompt else "decode"

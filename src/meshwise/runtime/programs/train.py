@@ -101,8 +101,7 @@ def _beside(part: Any, built: Sequence[str]) -> Iterator[str]:
 def the_workload(options: Any, ranks: int) -> Workload:
     """Batch, sequence and microbatch; by default as many microbatches as stages a replica."""
     plan = the_plan(options)
-    dp = plan.data_parallel(ranks)
-    batch = options.batch or dp * plan.pp * options.microbatch
+    batch = options.batch or plan.data_parallel(ranks) * plan.pp * options.microbatch
     return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
 
 

@@ -144,8 +144,7 @@ class ScriptMode(private.FakeTensorMode):
                 value = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             return None
-        is_small = all(tensor.numel() <= SHADOW_ELEMENTS for tensor in tensors_in(value))
-        return value if is_small else None
+        return value if all(one.numel() <= SHADOW_ELEMENTS for one in tensors_in(value)) else None
 
     def _scalar(self, tensor: torch.Tensor) -> float | int | bool:
         assumed = torch.ones((), dtype=tensor.dtype).item() if tensor.dtype is not torch.bool else False
