@@ -1,17 +1,20 @@
 """The best way to share GPUs between rollout and training, where a job leaves it open; the answer of `rl`.
 
 What is stated stays. Of what is open, modes, splits in eighths of the cluster and engines of up to four times
-the fewest GPUs are tried; the training plan is the fastest of `search` for its GPUs. A first look prices
-each candidate from one drain D of an idle pool, the trainer's time T and the sync S: D + T + S in turn,
-max(T + S, (D + T + S) / 2) at the same time. The best of each mode are then priced as any step; so is the
-best on each smaller part of the cluster, which says what fewer GPUs cost in time.
+the fewest GPUs are tried; of the fastest training plan of each family (`search`) that the framework's
+settings say, that with which the trainer takes least. A first look prices each candidate from one drain D of
+an idle pool, the trainer's time T and the sync S: D + T + S in turn, max(T + S, (D + T + S) / 2) at the same
+time. The best of each mode are then priced as any step; so is the best on each smaller part of the cluster,
+which says what fewer GPUs cost in time.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,14 +22,17 @@ import numpy as np
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
-from meshwise.plan.plan import Plan
+from meshwise.plan.plan import DEFAULTS, Plan
 from meshwise.rl.engines import Drain, drain
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import OpenJob, RlJob
 from meshwise.rl.layouts import engines
 from meshwise.rl.passes import num_bins, trainer_bytes, trainer_times
+from meshwise.rl.rollouts import Tokens
+from meshwise.rl.settings import TRAINED_KEYS
 from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
-from meshwise.search.search import search
+from meshwise.search.search import OFFLOADED, search
+from meshwise.search.space import USUAL
 
 SPLITS = (1, 2, 3, 4, 5, 6, 7)
 """Eighths of the cluster that rollout may have."""
@@ -34,8 +40,11 @@ SPLITS = (1, 2, 3, 4, 5, 6, 7)
 ENGINE_SIZES = 3
 """How many sizes of engine are tried, the smallest that fits first."""
 
-SPACE = {"microbatch": (1,), "zero": (1,), "schedule": ("1f1b",)}
+SPACE = {"microbatch": (1,), "zero": (1,)}
 """Training plans that are searched: one packed bin at a time, Megatron-LM's distributed optimizer."""
+
+FAMILIES = 64
+"""Training plans at most with which the trainer is priced: full bins alone, as `search` has them, mislead."""
 
 EACH_MODE = 2
 """Candidates of each mode that are priced as a step; of a looser bound on staleness than is asked, one."""
@@ -58,38 +67,52 @@ LOOSER_BOUNDS = (2, 4)
 """Bounds on staleness that are shown beside the best where none is stated."""
 
 
-@dataclass(slots=True)
+@dataclass
 class _Looks:
     """First looks, kept: training plans by GPUs, drains by engines, the trainer's seconds by plan."""
 
     asked: OpenJob
-    plans: dict[int, Plan | None] = field(default_factory=dict)
+    plans: dict[int, list[Plan]] = field(default_factory=dict)
     drains: dict[tuple[Any, ...], Drain | None] = field(default_factory=dict)
-    trains_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    trainers_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
     refused: PlanError | None = None
 
-    def train_plan(self, gpus: int) -> Plan | None:
-        """The fastest plan of Megatron-LM that fits `gpus` GPUs, bins full; None if none does."""
+    def train_plans(self, gpus: int) -> list[Plan]:
+        """Plans of Megatron-LM that fit `gpus` GPUs, bins full, the fastest of each family first."""
         asked = self.asked
         if asked.train_plan is not None:
-            return asked.train_plan
+            return [asked.train_plan]
         if gpus not in self.plans:
             shared = replace(asked, mode="colocated", rollout_gpus=None, staleness=None, partial=None)
             probe = replace(shared, train_plan=Plan(), rollout_plan=Plan()).job()
-            lengths = asked.rollouts.sequences(asked.rollouts.draw(asked.rollouts.prompts, _rng()))
-            bins = num_bins(lengths, probe.pack_length) / asked.updates
-            cluster, batch = replace(asked.cluster, num_chips=gpus), math.ceil(bins / gpus) * gpus
-            how: dict[str, Any] = {"stated": SPACE, "to": "megatron-lm", "top": 1, "with_changes": False}
-            self.plans[gpus] = None
+            bins = num_bins(tuple(self.lengths.tolist()), probe.pack_length) / asked.updates
+            how: dict[str, Any] = {"batch": math.ceil(bins / gpus) * gpus, "seq": probe.pack_length}
+            untold = {*USUAL, *OFFLOADED[-1]} - {*TRAINED_KEYS[asked.framework.name], *SPACE}
+            how |= {"stated": {key: (DEFAULTS[key],) for key in untold} | SPACE, "with_changes": False}
+            cluster, plans = replace(asked.cluster, num_chips=gpus), list[Plan]()
             try:
-                best = search(asked.model, cluster, batch=batch, seq=probe.pack_length, **how).best
-                self.plans[gpus] = best[0].plan if best else None
+                best = search(asked.model, cluster, to="megatron-lm", top=FAMILIES, **how).best
+                plans = [one.plan for one in best]
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
-                reason, _, _ = str(error).partition(";")
-                self.refused = PlanError(
-                    f"training plans of Megatron-LM are tried: {reason}; state train_plan"
-                )
+                text = "training plans of Megatron-LM are tried: {}; state train_plan"
+                self.refused = PlanError(text.format(str(error).partition(";")[0]))
+            self.plans[gpus] = [plan for plan in plans if asked.model.num_layers % (plan.pp * plan.vpp) == 0]
         return self.plans[gpus]
+
+    @cached_property
+    def lengths(self) -> Tokens:
+        """Tokens of the samples of a step, drawn once."""
+        rollouts = self.asked.rollouts
+        return rollouts.sequences(rollouts.draw(rollouts.prompts, _rng()))
+
+    def trains_s(self, job: RlJob) -> float:
+        """What the trainer takes, and the switch; infinite where its memory does not do."""
+        key = job.train_gpus, job.train_plan, job.is_split
+        if key not in self.trainers_s:
+            held, seconds = trainer_bytes(job), trainer_times(job, self.lengths).seconds
+            fits = sum(held.values()) <= job.cluster.chip.memory_bytes or self.asked.train_plan
+            self.trainers_s[key] = seconds + switch_s(job, held) if fits else math.inf
+        return self.trainers_s[key]
 
     def about_s(self, job: RlJob) -> float:
         """About what a step takes; infinite where engines have no room."""
@@ -97,15 +120,10 @@ class _Looks:
         if pool_key not in self.drains:
             pool = job.pool()
             self.drains[pool_key] = drain(pool, job.rollouts, _rng()) if pool.worker else None
-        train_key = job.train_gpus, job.train_plan, job.is_split
-        if train_key not in self.trains_s:
-            lengths = job.rollouts.sequences(job.rollouts.draw(job.rollouts.prompts, _rng()))
-            switch = 0.0 if job.is_split else switch_s(job, trainer_bytes(job))
-            self.trains_s[train_key] = trainer_times(job, lengths).seconds + switch
         drained = self.drains[pool_key]
         if drained is None:
             return math.inf
-        others_s = self.trains_s[train_key] + sync_s(job) + job.framework.step_s
+        others_s = self.trains_s(job) + sync_s(job) + job.framework.step_s
         if job.mode not in OVERLAPPED:
             return drained.seconds + others_s
         return max(others_s, (drained.seconds + others_s) / 2.0)
@@ -134,7 +152,7 @@ def _splits(asked: OpenJob, mode: str) -> list[int | None]:
             raise PlanError(f"rollout_gpus={asked.rollout_gpus} must leave GPUs to train, of {gpus}")
         return [asked.rollout_gpus]
     node = min(asked.cluster.chips_per_host, gpus)
-    unit = node if gpus >= 4 * node else 1
+    unit = node if gpus > node else 1  # of several nodes both frameworks give a pool whole ones
     found = {round(gpus * eighths / 8 / unit) * unit for eighths in SPLITS}
     return [count for count in sorted(found) if 0 < count < gpus]
 
@@ -144,21 +162,23 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
     for mode, bound in _modes(asked):
         frac = replace(asked, mode=mode).usual_memory_frac
         partial = asked.partial if mode in OVERLAPPED or asked.mode else None
+        chosen: dict[str, Any] = {"mode": mode, "staleness": bound, "memory_frac": frac, "partial": partial}
         layouts = [asked.rollout_plan] if asked.rollout_plan else []
         if not layouts:
             sizes = engines(asked.model, asked.cluster, asked.rollouts, frac)
             layouts = [*chain.from_iterable(islice(sizes, ENGINE_SIZES))]
         for gpus in _splits(asked, mode):
-            train_gpus = asked.cluster.num_chips - (gpus or 0)
-            plan = looks.train_plan(train_gpus)
-            for layout in layouts if plan is not None else ():
-                try:
-                    yield replace(
-                        asked, mode=mode, rollout_gpus=gpus, train_plan=plan, rollout_plan=layout,
-                        staleness=bound, memory_frac=frac, partial=partial,
-                    ).job()  # fmt: skip
-                except PlanError:  # degrees do not divide the pool
-                    continue
+            for layout in layouts:
+                chosen |= {"rollout_gpus": gpus, "rollout_plan": layout}
+                jobs = list[tuple[float, RlJob]]()
+                for plan in looks.train_plans(asked.cluster.num_chips - (gpus or 0)):
+                    try:
+                        job = replace(asked, train_plan=plan, **chosen).job()
+                        jobs.append((looks.trains_s(job), job))
+                    except PlanError as error:  # degrees do not divide the pool
+                        looks.refused = error
+                if jobs:
+                    yield min(jobs, key=itemgetter(0))[1]
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,6 +7,7 @@ many bins; the fullest rank sets the pace.
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -36,10 +37,11 @@ class PackedBatch:
     sample_tokens: int
 
 
-def num_bins(tokens: Tokens, most_tokens: int) -> int:
+@lru_cache(64)  # many training plans are priced with the same samples
+def num_bins(tokens: tuple[int, ...], most_tokens: int) -> int:
     """Bins of `most_tokens` that samples need by first fit decreasing."""
     rooms, used = np.full(len(tokens), most_tokens), 0
-    for length in np.sort(tokens)[::-1].tolist():
+    for length in sorted(tokens, reverse=True):
         first = int(np.argmax(rooms >= length))
         rooms[first] -= length
         used = max(used, first + 1)
@@ -55,7 +57,8 @@ def pack(
     (stages of an interleaved pipeline).
     """
     most = ranks * bin_multiple
-    bins = math.ceil(num_bins(tokens, max(most_tokens, int(tokens.max()))) / most) * bin_multiple
+    lengths = tuple(tokens.tolist())
+    bins = math.ceil(num_bins(lengths, max(most_tokens, *lengths)) / most) * bin_multiple
     fill = float(tokens.sum()) / (bins * ranks)
     of_a_token = float((tokens.astype(float) ** 2).sum() / tokens.sum())
     samples = max(round(fill / of_a_token), 1)

@@ -29,8 +29,9 @@ from meshwise.rl.job import RlJob
 from meshwise.rl.recipes import BASE_RECIPE, read_recipe, resolved
 
 FRAMEWORKS = ("verl", "nemo-rl")
-TRAINED_KEYS = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
-"""Keys of a training plan that settings hold."""
+_KEYS = ("tp", "sp", "pp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
+TRAINED_KEYS = {"verl": (*_KEYS, "vpp"), "nemo-rl": _KEYS}
+"""Keys of a training plan that settings of a framework hold."""
 ROLLOUT_KEYS = ("tp", "pp", "ep", "dp", "sp", "etp", "implementation", "software")
 """Keys of an engine's plan that settings hold, or that no engine has."""
 
@@ -101,10 +102,9 @@ def _word(value: Any) -> str:
 
 def _not_expressed(job: RlJob, framework: str) -> list[str]:
     plan, lost = job.train_plan, []
-    usual = Plan(implementation=plan.implementation)
-    keys = [key for key in KEYS if getattr(plan, key) != getattr(usual, key) and key not in TRAINED_KEYS]
-    if framework == "nemo-rl" and plan.vpp > 1:
-        keys.append("vpp")
+    told = TRAINED_KEYS[framework]
+    usual = Plan(implementation=plan.implementation, pp=plan.pp, vpp=plan.vpp if "vpp" in told else 1)
+    keys = [key for key in KEYS if key not in told and getattr(plan, key) != getattr(usual, key)]
     if plan.dtype != "bf16" and (framework, plan.dtype, plan.implementation) != (
         "nemo-rl",
         "fp8",
