@@ -295,6 +295,24 @@ def test_what_is_written_is_priced_again(
     assert document["as_written"]["fits"] is (code == 0)
 
 
+@pytest.mark.parametrize(("model", "plan", "to", "says"), WRITTEN["refused"])
+def test_what_a_framework_refuses_is_refused(model: str, plan: str, to: str, says: str) -> None:
+    with pytest.raises(mw.MeshwiseError, match=says):
+        mw.launch(model, CLUSTER, plan, to=to, batch=64, seq=65536)
+
+
+@pytest.mark.parametrize(("model", "cluster", "plan", "to", "words"), WRITTEN["words"])
+def test_what_a_framework_asks_for_is_written(
+    tmp_path: Path, model: str, cluster: str, plan: str, to: str, words: str
+) -> None:
+    """And the whole is read as the plan that it is."""
+    job = mw.launch(model, cluster, plan, to=to, batch=64, seq=4096)
+    assert words in job.files[-1].text
+    job.write(tmp_path)
+    assert not [one for one in mw.read_job(tmp_path / "job.sbatch").unread if "recipe" not in one]
+    assert job.as_written is not None and job.as_written.is_asked
+
+
 def test_what_experts_are_priced_with_is_written_and_missed(tmp_path: Path) -> None:
     job = mw.launch("mixtral-8x7b", CLUSTER, "tp=2,ep=8,etp=1", to="megatron-lm", batch=64, seq=4096)
     switches = ("--moe-grouped-gemm", "--moe-permute-fusion", "--cross-entropy-loss-fusion")

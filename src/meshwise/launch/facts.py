@@ -26,6 +26,7 @@ Facts = dict[str, Any]
 
 EAGER = "eager"
 """The loss of software that compiles nothing."""
+MOST_LAYOUT = 10**5
 
 
 def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
@@ -41,6 +42,7 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
         "zero_group": None if group == facts["dp"] * facts["cp"] else group,
         **{key: getattr(model, key) for key in ("num_layers", "mtp_layers")},
         "num_gpus": cluster.num_chips,
+        "chip": cluster.chip.name,
         "has_experts": model.moe is not None,
         "redundant_experts": (model.moe and model.moe.copies) or None,
     }
@@ -113,7 +115,11 @@ def plan_of(facts: Facts) -> Plan:
             del keys[key]
     num_layers = facts.get("num_layers") or 0
     even = chunk_layers(num_layers, num_chunks) if 0 < num_chunks <= num_layers else None
-    if keys.get("pp", 1) > 1 and keys.get("stages", even) == even:
+    if (
+        keys.get("pp", 1) > 1
+        and keys.get("stages", even) == even
+        and not ("stages" in keys and num_layers % num_chunks)
+    ):
         keys["stages"] = EVEN
     keys.pop("dp", None)
     stated = keys.pop("loss_fusion", None)
@@ -175,6 +181,8 @@ def recover(facts: Facts) -> Facts:
         found["zero_group"] = found["shard"] * cp
     if "etp_beside_ep" in facts:
         found["etp"] = facts["etp_beside_ep"] or tp
+    if "etp_implied" in facts:
+        found["etp"] = 1 if (found.get("ep") or 1) > 1 else tp
     if "local_batch" in facts:
         found["microbatch"] = facts.get("pipeline_microbatch") if pp > 1 else facts["local_batch"]
     return found
@@ -212,9 +220,39 @@ def _layout_text(stages: tuple[int, ...], mtp_layers: int) -> str:
     return "|".join(texts)
 
 
+def _layout_of(text: str, mtp_layers: int | None) -> str:
+    """A stated layout, multi-token prediction on its last stage."""
+    return _layout_text(_layout_stages(text), mtp_layers or 0)
+
+
+def _layout_of_ends(
+    num_layers: int | None, pp: int | None, chunks: int, first: int | None, last: int | None,
+    mtp_layers: int | None,
+) -> str | None:  # fmt: skip
+    """The layout of a pipeline whose first or last stage has its own number of layers, in chunks."""
+    if not (num_layers and pp and (first or last)):
+        return None
+    between = pp - bool(first) - bool(last)
+    left = num_layers - (first or 0) - (last or 0)
+    if left < 0 or between < 0 or left % max(between, 1):
+        raise DataError(f"{num_layers} layers do not divide into {pp} stages of which the ends are stated")
+    ends = [size for size in (first, last) if size]
+    stages = [*ends[: bool(first)], *[left // max(between, 1)] * between, *ends[bool(first) :]]
+    return _layout_text(tuple(size // chunks for size in stages) * chunks, mtp_layers or 0)
+
+
+def _chunks_of(num_layers: int | None, pp: int | None, layers_per_chunk: int | None) -> int | None:
+    return max(num_layers // pp // layers_per_chunk, 1) if num_layers and pp and layers_per_chunk else None
+
+
 def _layout_stages(text: str) -> tuple[int, ...]:
     sizes = []
-    for stage in text.replace(",", "").split("|"):
+    plain = text.replace(",", "").replace(" ", "")
+    while group := re.search(r"\(([^()]*)\)\*(\d{1,4})", plain):
+        plain = plain[: group.start()] + group[1] * int(group[2]) + plain[group.end() :]
+        if len(plain) > MOST_LAYOUT:
+            raise DataError(f"--pipeline-model-parallel-layout has more than {MOST_LAYOUT} characters")
+    for stage in plain.split("|"):
         if not re.fullmatch(r"(E|L|m|t(\*\d+)?)*", stage):
             raise DataError(f"--pipeline-model-parallel-layout {text} is not understood at {stage!r}")
         sizes.append(sum(int(count or 1) for count in re.findall(r"t(?:\*(\d+))?", stage)))
@@ -226,3 +264,5 @@ _FUNCTIONS = {
     "resharding_of": lambda zero, pp: str(resharding(zero, pp)),
 }
 """What formulas of the catalog call."""
+READING = {"layout_of": _layout_of, "layout_of_ends": _layout_of_ends, "chunks_of": _chunks_of}
+"""What those of `[instead]` call."""

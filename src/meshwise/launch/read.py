@@ -29,14 +29,15 @@ from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
 from meshwise.launch.facts import Facts, derive, idle_keys, plan_of, recover
-from meshwise.launch.settings import TRAINING, Settings, read_settings, write_settings
+from meshwise.launch.settings import TRAINING, Settings, read_settings, restated, write_settings
 from meshwise.launch.shape import model_of
-from meshwise.launch.tables import launch_tables, software_of
+from meshwise.launch.tables import launch_tables, software_of, table_of
 from meshwise.launch.write import AsWritten, Launch
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
-from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.plan.plan import DEFAULTS, EVEN, Plan
+from meshwise.plan.stages import layers_of_chunks
 from meshwise.plan.workload import Workload
 
 _MOST = 10**6
@@ -82,6 +83,8 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         kind = "GPT2BPETokenizer" if "--merge-file" in stated else str(stated.get("--tokenizer-type"))
         if kind in launch_tables().tokenizers:
             stated["--vocab-size"] = launch_tables().tokenizers[kind]
+    layout = str(stated.get("--pipeline-model-parallel-layout", ""))
+    stated = restated(framework, stated)
     facts, unread = read_settings(framework, stated)
     facts.setdefault("software", software_of(framework))
     _check_counts(facts, path)
@@ -97,15 +100,21 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     plan = plan_of(facts)
     idle = idle_keys(DEFAULTS | facts)
     again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
-    arguments = framework_arguments(framework).arguments
+    arguments, table = framework_arguments(framework).arguments, table_of(framework)
     idle_names = {*launch_tables().neutral, *launch_tables().constants.get(framework, {})}
+    idle_names |= {
+        name for key in idle & table.keys() for one in table[key].values() for name in one.settings
+    }
     for name in stated:
         if name in arguments and name not in idle_names:
-            value = read_value(framework, name, stated[name])
-            if again.get(name, arguments[name].unstated) != value:
+            value, unstated = read_value(framework, name, stated[name]), arguments[name].unstated
+            if value not in (unstated, again.get(name, unstated)):
                 unread.append(f"{name} {stated[name]}: no key of a plan says this")
+        elif framework == "torchtitan" and name.startswith(tuple(launch_tables().costly)):
+            unread.append(f"{name} {stated[name]}: no key of a plan says this")
     names = {name: facts.get(name) for name in ("has_experts", "fuses_experts", "hidden", "vocab")}
     is_config = any("_target_" in name for name in stated)
+    names["layout"] = layout
     unread += told("read job", of_recipe=framework == "megatron-bridge" and not is_config, **names)
     batch = facts.get("batch")
     if batch is not None and batch < 0:  # torchtitan's -1 is one microbatch of every rank
@@ -139,8 +148,10 @@ def as_written(job: Launch, model: Model, cluster: Cluster, plan: Plan, workload
     with TemporaryDirectory() as folder:
         *_, script = job.write(Path(folder))
         found = read_job(script, cluster.num_chips)
-    asked = estimate(model, cluster, plan, workload)
     read = replace(found.plan, imbalance=plan.imbalance)  # which the data decide
+    asked = estimate(model, cluster, plan, workload)
+    if plan.stages is None and read.stages not in (None, EVEN):  # stages that are listed are played
+        asked = asked.changed(stages=layers_of_chunks(model, asked.mesh))
     sizes = {name: getattr(found, name) for name in ("batch", "seq", "microbatch")}
     work = replace(workload, **{name: size for name, size in sizes.items() if size})
     priced = estimate(found.model or model, cluster, read, work)

@@ -23,7 +23,15 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, KINDS, NUMBERS, RECOMPUTE
 from meshwise.program.implementation import loss_fusion
 
-_FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "loss", "resharding")
+_FORMS = (
+    "recompute_form",
+    "recompute_fsdp",
+    "p2p_overlap",
+    "etp_beside_ep",
+    "loss",
+    "resharding",
+    "etp_implied",
+)
 """Facts that follow from several keys of a plan and that some frameworks do not have in every form."""
 _COUNTED = ("sp", "overlap_tp", "vpp", "overlap_pp", "overlap_ep", "zero", "zero_group", "etp")
 """Keys that refusals look at and that may have no effect."""
@@ -152,12 +160,15 @@ def _facts(model: Model, mesh: Mesh) -> Facts:
         ),
         "p2p_overlap": np.where((mesh.overlap_pp == 0) & (vpp == 1) & (pp > 1), -1.0, mesh.overlap_pp),
         "etp_beside_ep": np.where((mesh.ep > 1) | (mesh.etp != tp), mesh.etp, 0.0),
+        "etp_implied": np.where(mesh.etp == np.where(mesh.ep > 1, 1.0, tp), 0.0, mesh.etp),
         "zero_group": np.where(mesh.zero_group == mesh.replicas, 0.0, mesh.zero_group),
         "stages": len(set(plan.stages)) > 1 if plan.stages else uneven,
         "seq": mesh.seq,
         "has_experts": model.moe is not None,
         "kv_heads": model.num_kv_heads,
-        "max_seq": max(model.max_seq, mesh.seq),
+        "trained_seq": model.max_seq,
+        "sinks": model.sinks,
+        "mla": model.mla is not None,
         "linear_bias": model.linear_bias,
         "tied_embedding": model.tied_embedding,
     }

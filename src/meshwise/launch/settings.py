@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from meshwise.core.expressions import value_of
 from meshwise.launch.arguments import framework_arguments, read_value
-from meshwise.launch.facts import Facts
+from meshwise.launch.facts import READING, Facts
 from meshwise.launch.tables import ANY, OF_TRAINER, VALUE, Wording, covered, launch_tables, table_of
 from meshwise.machine.hardware import Chip
 from meshwise.machine.overheads import software_on
@@ -59,6 +60,22 @@ def _shown(key: str, value: Any) -> str:
         return KEYS[key].show(value)
     except (KeyError, TypeError, ValueError):
         return str(value)
+
+
+def restated(framework: str, stated: Settings) -> Settings:
+    """`stated` with what other arguments say in those of the framework's table."""
+    found = dict(stated)
+
+    def of(name: str) -> Any:
+        return read_value(framework, name, found[name]) if name in found else None
+
+    for name, text in launch_tables().instead.get(framework.partition("-")[0], {}).items():
+        value = value_of(text, {"of": of} | READING)
+        if value is False:
+            found.pop(name, None)
+        elif value is not None:
+            found[name] = value
+    return found
 
 
 def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:

@@ -35,6 +35,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     """The file: see its own head for what the sections hold."""
 
     covers: dict[str, tuple[str, ...]]
+    instead: dict[str, dict[str, str]]
     idle: dict[str, str]
     derived: dict[str, str]
     served: dict[str, str]
@@ -44,6 +45,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     constants: dict[str, dict[str, Any]]
     outside: dict[str, dict[str, str]]
     neutral: list[str]
+    costly: list[str]
     bridge_names: dict[str, str]
     commands: dict[str, str]
     programs: dict[str, str]

@@ -105,7 +105,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     node = math.gcd(cluster.num_chips, cluster.chips_per_host)  # as many on each host
     facts = shape_of(model, workload.seq) | facts_of(model, mesh, cluster)
     facts |= {"num_nodes": cluster.num_chips // node, "kv_heads": model.num_kv_heads}
-    facts["mtp_layers"] = model.mtp_layers
+    facts |= {"mtp_layers": model.mtp_layers, "trained_seq": model.max_seq}
     check(framework, facts)
     settings, lost = write_settings(framework, facts)
     settings = launch_tables().constants.get(framework, {}) | settings
@@ -138,6 +138,8 @@ def _model_not_expressed(framework: str, model: Model, plan: Plan) -> dict[str, 
     fields, tables = unsaid(model) if framework.startswith("megatron") else [], launch_tables()
     lost = {field: f"{field}: no argument says it" for field in fields}
     is_registered = framework == "torchtitan" and model.name in tables.torchtitan_models
+    if is_registered and model.mtp_layers:
+        lost["model"] = "model: torchtitan's has no multi-token prediction, which is priced"
     if framework in tables.model_elsewhere and not is_registered:
         key, sentence = tables.model_elsewhere[framework]
         lost[key] = sentence % {"model": model.name, "implementation": plan.implementation}
@@ -228,5 +230,7 @@ def _slurm(framework: str, command: str, facts: Facts, node: int) -> str:
     if framework.startswith("megatron") and facts["tp"] * facts["cp"] > 1:
         wanted = 8 if facts["weights_sharded"] else 1  # Megatron-FSDP needs several queues, tp and cp one
         exports = f"export CUDA_DEVICE_MAX_CONNECTIONS={wanted}\n"
+    if framework.startswith("megatron") and facts["offload_activations"]:
+        exports += "export NVTE_CPU_OFFLOAD_V1=1\n"  # which Transformer Engine 2.10 asks for
     names = {"framework": framework, "num_nodes": facts["num_nodes"], "node": node, "exports": exports}
     return launch_tables().scripts["slurm"] % (names | {"command": shlex.quote(command)})

@@ -98,6 +98,6 @@ def _value(key: str, found: Estimate) -> Any:
 
 def _shown(key: str, found: Estimate) -> str:
     value = _value(key, found)
-    if value is None or value == ():
+    if value is None:
         return "default"
-    return str(value) if key == MICROBATCH else KEYS[key].show(value)
+    return str(value) if key == MICROBATCH else KEYS[key].show(value) or "default"

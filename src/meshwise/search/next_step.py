@@ -8,8 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.one_plan import Estimate
+from meshwise.launch.runs import runs
+from meshwise.launch.settings import training_on
 from meshwise.plan.plan import DEFAULTS, Plan
 from meshwise.search.search import Result, search
 
@@ -83,10 +87,14 @@ def other_plans(found: Estimate) -> Result:
 
 
 def _neighbours(found: Estimate) -> Iterator[tuple[str, Estimate]]:
+    """The plans one change away that a framework runs, where one runs what is priced."""
+    able = [one for one in training_on(found.cluster.chip) if np.all(runs((one,), found.model, found.mesh))]
     for key, value in _changes(found.plan, found.workload.microbatch):
         text = value if isinstance(value, str) else f"{value:g}"
         with suppress(MeshwiseError):  # it is no plan of this model or cluster
-            yield f"{key}={text}", found.changed(**{key: value}, **GO_TOGETHER.get(key, {}))
+            run = found.changed(**{key: value}, **GO_TOGETHER.get(key, {}))
+            if not able or np.all(runs(able, run.model, run.mesh)):
+                yield f"{key}={text}", run
 
 
 GO_TOGETHER: dict[str, dict[str, Any]] = {
