@@ -128,13 +128,22 @@ def test_what_a_model_loses_is_told_in_a_few_words(model: str, lost: int) -> Non
     assert all(len(sentence) < 150 for sentence in job.not_expressed)
 
 
-def test_serving_spreads_experts_over_all_ranks() -> None:
-    words = {"batch": 256, "seq": 8192}
-    flags = mw.launch("deepseek-v3", "h200-sxm:16", "tp=8,ep=16", to="vllm", **words).arguments
-    assert "--enable-expert-parallel" in flags
-    flags = mw.launch("deepseek-v3", "h200-sxm:16", "tp=8,ep=16", to="sglang", **words).arguments
-    assert flags[flags.index("--tp-size") + 1] == "16"
-    assert flags[flags.index("--attn-dp-size") + 1] == "2"
+def test_serving_spreads_experts_over_all_ranks_and_tells_each_node_of_the_others() -> None:
+    """SGLang divides the running requests that it is told among its dp ranks, vLLM counts those of each."""
+    words: Any = {"batch": 256, "seq": 8192}
+    vllm, sglang = (
+        mw.launch("deepseek-v3", "h200-sxm:16", "tp=8,ep=16", to=name, **words) for name in SERVING[:2]
+    )
+    of, other = (dict(zip(job.arguments, job.arguments[1:], strict=False)) for job in (vllm, sglang))
+    assert "--enable-expert-parallel" in of and of["--max-num-seqs"] == "128"
+    told = ("--tp-size", "--attn-dp-size", "--max-running-requests", "--nnodes")
+    assert [other[name] for name in told] == ["16", "2", "256", "2"]
+    assert "--data-parallel-size-local 1 --data-parallel-start-rank $((SLURM_NODEID * 1))" in vllm.command
+    assert "--node-rank $SLURM_NODEID --dist-init-addr $MASTER_ADDR:" in sglang.command
+    whole = mw.launch("llama3-405b", "h200-sxm:16", "tp=16", to="vllm", **words).command
+    assert "--nnodes 2 --node-rank $SLURM_NODEID --master-addr $MASTER_ADDR" in whole
+    with pytest.raises(mw.MeshwiseError, match="2 nodes are started by mpirun"):
+        mw.launch("llama3-405b", "h200-sxm:16", "tp=16", to="tensorrt-llm", **words)
     lost = mw.launch("mixtral-8x7b", "h200-sxm:8", "tp=8,ep=4,etp=2", to="vllm", **words).not_expressed
     assert any(sentence.startswith("ep=4") for sentence in lost)
     assert set(SERVING) < set(FRAMEWORKS)

@@ -48,6 +48,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     costly: list[str]
     bridge_names: dict[str, str]
     commands: dict[str, str]
+    across_nodes: dict[str, str]
     programs: dict[str, str]
     scripts: dict[str, str]
     model_elsewhere: dict[str, tuple[str, str]]

@@ -219,7 +219,11 @@ def _command(framework: str, flags: list[str], model: Model, facts: Facts, node:
     """The line that starts one node."""
     tables = launch_tables()
     words = " ".join(filter(None, (tables.programs.get(framework), shlex.join(flags))))
-    names = {"words": words, "model": model.name, "num_nodes": facts["num_nodes"], "node": node}
+    names = {"words": words, "model": model.name, "num_nodes": facts["num_nodes"], "node": node, "across": ""}
+    if facts["num_nodes"] > 1 and framework in tables.across_nodes:
+        by = f"{framework} dp" if facts["dp"] > 1 else framework
+        local = names | {"local_dp": facts["dp"] // facts["num_nodes"]}
+        names["across"] = " " + tables.across_nodes.get(by, tables.across_nodes[framework]) % local
     is_alone = framework in tables.commands and facts["num_nodes"] * node == 1
     return tables.commands["torchrun" if framework in tables.programs and not is_alone else framework] % names
 
