@@ -283,5 +283,9 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     assert values["decode"]["parallelism"] == {"tensor": 1, "data": 1}
     (container,) = values["prefill"]["containers"]
     assert "--kv-transfer-config" in container["args"] and "--tensor-parallel-size" not in container["args"]
-    plain = meshwise(*BASE, *pools[6:], "--to", "kubernetes").out
+    base, words = " ".join(BASE), (*pools[6:], "--to", "kubernetes")
+    on = (base, base.replace("h100-80g-sxm", "mi355x"))
+    plain, on_amd = (meshwise(*one.split(), *words).out for one in on)
     assert "kind: Deployment" in plain and "router" not in plain
+    assert "nvidia.com/gpu: 1" in plain and "vllm/vllm-openai:v" in plain
+    assert "amd.com/gpu: 1" in on_amd and "vllm/vllm-openai-rocm:v" in on_amd

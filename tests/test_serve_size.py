@@ -73,8 +73,8 @@ def test_with_prices_the_cheapest_wins_and_without_the_fewest() -> None:
 
 @pytest.mark.parametrize(("pools", "has_prefill"), [("one", False), ("two", True)])
 def test_either_kind_of_pools_can_be_ruled_out(pools: str, has_prefill: bool) -> None:
-    found = sized("llama3-8b", "h100-80g-sxm:16", 10.0, 0.5, 0.02, pools=pools)
-    assert found.simulated
+    found = sized("llama3-8b", "h100-80g-sxm:16,mi300x:16", 10.0, 0.5, 0.02, pools=pools)
+    assert found.simulated and all(one.kind[0] in (None, one.kind[1]) for one in found.choices)  # of a vendor
     assert all((one.fleet.prefill is not None) == has_prefill for one in found.choices + found.simulated)
 
 

@@ -25,7 +25,7 @@ from meshwise.core.yaml import yaml_text
 from meshwise.launch.write import launch
 from meshwise.plan.workload import Workload
 from meshwise.serve.answer import Deployment, ServingAnswer
-from meshwise.serve.load import LoadResult
+from meshwise.serve.load import Fleet, LoadResult
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
 
@@ -33,14 +33,14 @@ Tree = dict[str, Any]
 
 
 class EngineServer(msgspec.Struct, frozen=True):
-    """How an engine is started: its name for `launch`, image, command, port, words of some arguments.
+    """How an engine is started: its name for `launch`, images, command, port, words of some arguments.
 
     `max_tokens` is its token budget, `model` names the model under Dynamo, `sends` hands caches over between
     pools.
     """
 
     framework: str
-    image: str
+    images: dict[str, str]
     command: list[str]
     port: int
     max_tokens: str
@@ -52,7 +52,7 @@ class FleetTarget(msgspec.Struct, frozen=True):
     """What a target runs, how it is applied, where it answers; its words for policies of the router.
 
     `pool` is the template of one pool, `no_pool` stands for one that is missing, `states` are arguments that
-    the target writes by itself.
+    the target writes by itself, `vendors` those whose GPUs it asks for.
     """
 
     engines: list[str]
@@ -65,6 +65,7 @@ class FleetTarget(msgspec.Struct, frozen=True):
     pool: str = ""
     no_pool: dict[str, bool] | None = None
     states: list[str] = []
+    vendors: tuple[str, ...] = ("nvidia",)
 
 
 _CATALOG = read_catalog("fleets.toml")
@@ -82,7 +83,12 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
         raise WorkloadError(f"to={target} writes a fleet; give rate, concurrency or requests too")
     to, fleet, engine, model = TARGETS[target], load.fleet, load.engine.name, answer.serving.model.name
     names = {"to": to, "fleet": fleet, "engine": engine, "engines": " or ".join(to.engines), "model": model}
-    refuse("fleet", WorkloadError, target=target, **names)
+    names |= {
+        "chip": fleet.serving.cluster.chip,
+        "image_of": _image_of(fleet),
+        "images": SERVERS[engine].images,
+    }
+    refuse("fleet", WorkloadError, target=target, vendors=" and ".join(to.vendors), **names)
     name = re.sub("[^a-z0-9]+", "-", model.lower()).strip("-")
     lost = told("not expressed of a fleet", router=fleet.router, **names)
     values = _values(load, name, model, to, lost)
@@ -95,11 +101,18 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
     return Deployment(target, files | load_files, commands, tuple(dict.fromkeys(lost)))
 
 
+def _image_of(fleet: Fleet) -> str:
+    """The maker of a fleet's GPUs; AMD's by generation, which images are of."""
+    chip = fleet.serving.cluster.chip
+    return chip.generation if chip.vendor == "amd" else chip.vendor
+
+
 def _values(load: LoadResult, name: str, model: str, to: FleetTarget, lost: list[str]) -> Tree:
     """What the templates of a target are filled with."""
     fleet, engine, has_pools = load.fleet, load.engine, load.fleet.prefill is not None
     server, scaling = SERVERS[engine.name], fleet.scaling
     names = {"name": name, "model": model, "fleet": fleet, "engine_of": engine, "server": server}
+    names |= {"chip": fleet.serving.cluster.chip, "image_of": _image_of(fleet)}
     names |= {"policy_of": to.policies.get(fleet.router.policy), "max": max, "round": round, "str": str}
     values = {"name": name, "model": model} | formulas(_CATALOG["values"], names)
     if scaling is not None:
@@ -115,6 +128,7 @@ def _values(load: LoadResult, name: str, model: str, to: FleetTarget, lost: list
         for word in set(args) & set(to.states):
             del args[args.index(word) : args.index(word) + 2]
         values.update(component=component, kind=kind, num=num, args=args, cache=cache, gpus=of.num_chips)
+        values["limits"] = {f"{of.cluster.chip.vendor}.com/gpu": of.num_chips}
         values.update(gpus_text=str(of.num_chips), tensor=int(of.mesh.tp), data=of.dp)
         values["mode"] = ["--disaggregation-mode", kind, *cache] if has_pools else []
         return _filled(_CATALOG[to.pool], values) if to.pool else None

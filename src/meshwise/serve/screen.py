@@ -58,6 +58,11 @@ class Screen:
     pass_s: Grid
 
     @property
+    def vendor(self) -> str:
+        """Who makes the chip; caches are handed over between chips of one vendor."""
+        return self.instances[0].cluster.chip.vendor
+
+    @property
     def output(self) -> int:
         """Tokens that each request generates."""
         return self.instances[0].output

@@ -5,7 +5,7 @@ closed form (`serve.screen`), and as many workers as the rate asks for. Of each 
 two, those that cost least are simulated under the load, until what is left costs more than one that holds;
 where too many requests miss a limit, a worker is added. The answer is the cheapest of these, by dollars where
 prices are stated, else by GPUs, and of equal ones the farthest from the limits. Pools of two different chips
-are tried where their closed form costs less than what one chip takes.
+of one vendor are tried where their closed form costs less than what one chip takes.
 
 *Trade-offs* are what no other choice beats in both tokens/s a user and tokens/s a GPU, of all GPUs. Pools are
 matched in rate there, as if workers could be shared out in any ratio.
@@ -227,7 +227,7 @@ def size(
             instance = partial(instance, prompt=prompt, output=output)
     of_cluster = partial(screen, instance, fixed=fixed, engine=engine, missing_frac=missing_frac)
     screens = [one for one in all_of(of_cluster, clusters) if one is not None]
-    pairs = list(product(screens, screens))
+    pairs = [(first, last) for first, last in product(screens, screens) if first.vendor == last.vendor]
     num = sum(one.pass_s.size for one in screens)
     num += sum(len(first.instances) * last.pass_s.size for first, last in pairs)
 
