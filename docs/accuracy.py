@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.leave_one_source_out import predicted_by_others
 from meshwise.calibrate.releases import Board, read_board
 from meshwise.calibrate.runs import publication, published_runs
@@ -23,6 +22,7 @@ from meshwise.calibrate.validate import (
     validate,
 )
 from meshwise.cli.measurements import DATA_FILES
+from meshwise.core.columns import grouped
 from meshwise.report import validation as report
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.table import Table, percent

@@ -1,0 +1,30 @@
+"""What tests read from tests/data: tables, and documents with one field that is another."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data"
+
+
+def table(name: str) -> Any:
+    return tomllib.loads((DATA / f"{name}.toml").read_text())
+
+
+def lines(name: str) -> list[Any]:
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+
+
+def with_field(document: Any, path: str, value: Any) -> Any:
+    """`document` with the field at the dotted `path` set to `value`, or removed if it is None."""
+    found = json.loads(json.dumps(document))
+    *parents, last = [int(key) if key.isdecimal() else key for key in path.split(".")]
+    target = found
+    for key in parents:
+        target = target[key]
+    if value is None:
+        del target[last]
+    else:
+        target[last] = value
+    return found
