@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from data_tables import table
 from meshwise.calibrate.fit_server import fit_server
 from meshwise.calibrate.server_records import ServerRecord
 from meshwise.serve.engine import ENGINES, of_version, parse_engine
 from meshwise.serve.load import Fleet, under_load
 from meshwise.serve.requests import Lengths, at_rate, in_closed_loop
 from servers import server
+
+TABLES = table("tables")["calibrate_server"]
 
 TRUE: dict[str, float] = {"front_s": 0.06, "prompt_slowdown": 1.5, "decode_slowdown": 1.25, "pass_s": 1e-3}
 """Constants of a server that is slower than the catalog says."""
@@ -83,16 +86,7 @@ def test_a_server_is_found_from_its_records(meshwise: Any, records: list[str], t
     assert "fitted to 5 records" in engine.title
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "neither JSON nor JSON lines"),
-        ("{}", "no record of vLLM, SGLang"),
-        ('{"mean_ttft_ms": 1}', "no record of vLLM, SGLang"),
-        ('{"mean_ttft_ms": 0, "mean_tpot_ms": 1, "completed": 1, "total_input_tokens": 5, '
-         '"total_output_tokens": 5}', "must be above zero"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "says"), TABLES["bad_records"])
 def test_a_bad_record_is_one_sentence(meshwise: Any, tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "bad.json").write_text(text)
     words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--out", str(tmp_path / "x.toml"))
@@ -100,17 +94,7 @@ def test_a_bad_record_is_one_sentence(meshwise: Any, tmp_path: Path, text: str, 
     assert outcome.code == 2 and says in " ".join(outcome.err.split())
 
 
-@pytest.mark.parametrize(
-    ("asked", "tile", "title"),
-    [
-        ("vllm", 1, "vllm 0.19.0"),
-        ("vllm@0.12.0", 128, "vllm 0.12.0"),
-        ("vllm@0.12.1", 128, "vllm 0.12.1, settings of 0.12.0"),
-        ("vllm@0.25.0.post1", 1, "vllm 0.25.0.post1, settings of 0.19.0"),
-        ("vllm@0.8", 1, "vllm 0.8, settings of 0.10.0"),
-        ("trtllm@1.2.0rc6", 1, "trtllm 1.2.0rc6, settings of 1.2"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "tile", "title"), TABLES["versions"])
 def test_a_version_has_the_settings_of_the_one_before_it(asked: str, tile: int, title: str) -> None:
     engine = parse_engine(asked)
     assert (engine.expert_tile, engine.title) == (tile, title)

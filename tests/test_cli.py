@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ import pytest
 import typer.main
 
 import meshwise as mw
+from data_tables import table
 from meshwise.cli import app
 from meshwise.cli.command import EXAMPLES
 from meshwise.cli.defaults import verbs_of
 from meshwise.machine.hardware import cluster_text, find_cluster
 from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
 
-WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
+WRONG = table("wrong_inputs")
 
 COMMAND = typer.main.get_command(app)
 PRICED = ("estimate", "llama3-8b", "--batch", "8", "--json")
@@ -51,16 +51,7 @@ def test_version(meshwise: Any) -> None:
     assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("estimate llama3-8b --cluster h200-s", "h200-sxm:"),
-        ("launch llama3-8b --to uns", "unsloth"),
-        ("estimate llama3-8b --plan offload_o", "offload_optimizer="),
-        ("estimate llama3-8b --plan tp = 8,sched", "8,schedule="),  # bash breaks words at =
-        ("search llama3-8b --plan recompute = none|f", "none|full"),
-    ],
-)
+@pytest.mark.parametrize(("words", "completed"), table("tables")["cli"]["completed"])
 def test_a_shell_completes(words: str, completed: str) -> None:
     shell = {"_MESHWISE_COMPLETE": "complete_bash", "COMP_WORDS": f"meshwise {words}"}
     shell["COMP_CWORD"] = str(len(words.split()))

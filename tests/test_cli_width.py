@@ -2,7 +2,6 @@
 
 import io
 import re
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from data_tables import table
 from meshwise.cli.command import EXAMPLES
 from meshwise.report import pages
 
 TRACES = Path(__file__).parent / "data" / "traces"
-COMMANDS = tomllib.loads((TRACES.parent / "drawn.toml").read_text())["width"]["commands"]
+COMMANDS = table("drawn")["width"]["commands"]
 HELP = ["trace", "frontier", *EXAMPLES]
 BLANKS = re.compile(r"[\s,/─-]+")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from data_tables import table
 from meshwise.core.errors import MeshwiseError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
@@ -93,15 +94,7 @@ def test_every_field_of_a_workload_is_used_or_refused(convention: str, load: dic
     assert changed_or_refused(answer(convention, base), convention, base, **({"batch": 16} | load))
 
 
-@pytest.mark.parametrize(
-    ("convention", "stated"),
-    [
-        ("nersc-2024-02", {"dp": "1"}),
-        ("nersc-2024-02", {"dtype": "fp16", "attention": "unfused"}),
-        ("nersc-2024-02", {"zero": "0", "optimizer": "none"}),
-        ("nersc-2024-10", {"dp": "4", "sp": "1", "zero": "1", "schedule": "1f1b", "dtype": "fp16"}),
-    ],
-)
+@pytest.mark.parametrize(("convention", "stated"), table("tables")["convention"]["done_anyway"])
 def test_what_a_convention_does_anyway_may_be_stated(convention: str, stated: dict[str, str]) -> None:
     base = BASES[convention][2][0]
     assert answer(convention, base | stated) == answer(convention, base)

@@ -14,7 +14,6 @@ import resource
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from data_tables import table
 from meshwise.calibrate.runs import published_runs
 from meshwise.cli import app
 from meshwise.core.files import whole_file
@@ -63,7 +63,7 @@ WRITES = {
 }
 SLOW = {"run": (f"{SMALL} --ranks 1", ("--profile .",))}
 """In a process of its own, whose limit its ranks inherit."""
-EXCEPTIONS = tomllib.loads((Path(__file__).parent / "data" / "exceptions.toml").read_text())
+EXCEPTIONS = table("exceptions")
 OUTPUTS = {"--csv", "--plot", "--html", "--trace", "--out", "--profile"}
 CASES = [(verb, words, option) for verb, (words, options) in WRITES.items() for option in options]
 READ_ONLY = "/proc/nowhere"

@@ -1,7 +1,6 @@
 """The dry run against the printed log of a real 16-GPU program, and against what a dry run may cost."""
 
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from data_tables import table
 from forks import start_script
 from meshwise.cost.allocator import CachingAllocator
 from meshwise.runtime.dry_run import dry_run
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 LOG = {"ranks": 16, "rank": 7, "device": "h100-80g-sxm"}
 SIZES = {"seq": 60000, "hidden": 16384}
 
-PRINTED = tomllib.loads((Path(__file__).parent / "data" / "log_16_h100.toml").read_text())
+PRINTED = table("log_16_h100")
 
 
 def dry(name: str, *, ranks: int, rank: int, device: str, **values: Any) -> Any:
@@ -132,17 +132,7 @@ def test_command_line(meshwise: Any) -> None:
 # --- the allocator alone ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "booked_bytes"),
-    [
-        pytest.param(1, 512, id="smallest block, CUDACachingAllocator.cpp"),
-        pytest.param(513, 1024, id="rounds to 512, CUDACachingAllocator.cpp"),
-        pytest.param(122_880_000, 123_731_968, id="log, N/P x d: remainder below 1 MiB is not cut off"),
-        pytest.param(57_600_000_000, 57_600_376_832, id="log, A"),
-        pytest.param(536_870_912, 536_870_912, id="log, d x d"),
-        pytest.param(5 << 20, 5 << 20, id="5 MiB of a 20 MiB segment"),
-    ],
-)
+@pytest.mark.parametrize(("size_bytes", "booked_bytes"), table("tables")["dry_run"]["booked"])
 def test_allocator_books(size_bytes: int, booked_bytes: int) -> None:
     allocator = CachingAllocator()
     allocator.allocate("x", size_bytes)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_tables import table
 from meshwise.calibrate import fit, ops
 from meshwise.calibrate.microdata import OPS_COLUMNS, Measurement, read
 from meshwise.core.errors import ClusterError, DataError
@@ -27,6 +28,7 @@ CHIP = {"flop_per_s": H100.matrix_peak("bf16"), "memory_bytes_per_s": H100.memor
 CORES = float(H100.num_cores)
 REAL = eff.constants(H100)
 batches = st.integers(1, 64).map(float)
+TABLES = table("tables")["efficiency"]
 
 
 # --- matmuls -----------------------------------------------------------------------------------
@@ -145,16 +147,7 @@ def test_a_core_of_tpu_v7_multiplies_as_published(size, flop_per_s):
     assert 2 * size**3 / seconds == pytest.approx(flop_per_s, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    "name, rows, k, n, experts, milliseconds",
-    [
-        pytest.param("tpu-v7", 262144, 7168, 2048, 256, 13.75, id="DeepSeek-V3 on a core of v7"),
-        pytest.param("tpu-v7", 524288, 4096, 1536, 128, 9.09, id="Qwen3 235B on a core of v7"),
-        pytest.param("tpu-v7", 327680, 2880, 2880, 128, 15.97, id="gpt-oss on a core of v7"),
-        pytest.param("tpu-v5p", 262144, 7168, 2048, 256, 43.05, id="DeepSeek-V3 on v5p"),
-        pytest.param("tpu-v5p", 524288, 4096, 1536, 128, 32.34, id="Qwen3 235B on v5p"),
-    ],
-)
+@pytest.mark.parametrize("name, rows, k, n, experts, milliseconds", TABLES["experts_on_tpu"])
 def test_experts_on_tpu_multiply_as_published(name, rows, k, n, experts, milliseconds):
     """openxla/tokamax tokamax/data/autotuning, pallas_mosaic_tpu_ragged_dot.json @783ea957: even groups.
 
@@ -171,18 +164,7 @@ def test_experts_on_tpu_multiply_as_published(name, rows, k, n, experts, millise
     assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    "seq, qk_dim, v_dim, backward, milliseconds",
-    [
-        (8192, 128, 128, False, 1.93),
-        (8192, 256, 256, False, 2.14),
-        (8192, 128, 128, True, 3.98),
-        (32768, 192, 128, True, 56.97),
-        (131072, 128, 128, False, 357.2),
-        (131072, 128, 128, True, 823.43),
-        (131072, 256, 256, True, 853.37),
-    ],
-)
+@pytest.mark.parametrize("seq, qk_dim, v_dim, backward, milliseconds", TABLES["attention_on_tpu_v7"])
 def test_attention_on_tpu_v7_takes_as_long_as_published(seq, qk_dim, v_dim, backward, milliseconds):
     """openxla/tokamax splash_attention/microbenchmarks.pdf @783ea957: a core, 32 and 8 heads."""
     chip = find_chip("tpu-v7")
@@ -370,15 +352,6 @@ def test_a_constant_that_the_rows_do_not_bound_is_that_of_its_generation(tmp_pat
 
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-TARGETS = {
-    "gemm": 0.08,
-    "attention": 0.10,
-    "decode": 0.10,
-    "collective": 0.12,
-    "experts": 0.15,
-    "dispatch": 0.08,
-    "peer_all_reduce": 0.10,
-}
 
 
 @pytest.mark.skipif(
@@ -403,7 +376,7 @@ def test_measured_ops_are_met_as_promised():
         chip = find_chip(batch.first.chip)
         predicted = ops.predict_s(batch, chip, eff.constants(chip, ops.links(batch, chip)))
         errors.setdefault(batch.first.op, []).extend(np.abs(predicted / batch.seconds - 1).tolist())
-    for op, target in TARGETS.items():
+    for op, target in TABLES["targets"].items():
         assert np.median(errors[op]) <= target, op
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from data_tables import table
 from meshwise.core.errors import WorkloadError
 from meshwise.runtime.launch import RankPlace
 from meshwise.runtime.programs.eval_lm import Options, check
@@ -51,17 +52,7 @@ def together(pool: Ranks, options: Options) -> list[Outcome]:
     return pool.call(run_bare, "eval-lm", options)
 
 
-@pytest.mark.parametrize(
-    ("override", "options"),
-    [
-        ("", {}),  # seven blocks on four ranks: one has a dummy batch
-        ("", {"tp": 4}),
-        ("", {"tp": 2, "ep": 1, "grouped_gemm": True}),
-        ("moe_expert_count=2", {}),  # fewer experts than ranks: two copies
-        ("use_tutel_moe=True,moe_freq=1", {"ep": 2}),
-        ("moe_top1_expert=True,batch_size_valid=3", {"tp": 2, "dtype": "fp64"}),
-    ],
-)
+@pytest.mark.parametrize(("override", "options"), table("tables")["eval_lm"]["worlds"])
 def test_loss_does_not_depend_on_the_world(pool: Ranks, override: str, options: dict[str, Any]) -> None:
     chosen = replace(BASE, override=f"{TINY},{override}".rstrip(","), **options)
     one = alone(replace(chosen, tp=1, ep=0)).result

@@ -1,7 +1,6 @@
 """The frontier: published values to the digit, properties of every plan, and the published headline."""
 
 import math
-import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_tables import table
 from figures import figures_script
 from meshwise.core.errors import WorkloadError
 from meshwise.cost.failures import Failures, goodput
@@ -66,21 +66,9 @@ def test_the_values_of_the_source_notebook() -> None:
     assert float(end_of_batch_s(free, LAYER)) == pytest.approx(9.09e-06, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("what", "device", "value"),
-    [
-        pytest.param("network_binds_below_bytes_per_s", H100, 715e9, id="network-715-GB/s"),
-        pytest.param("memory_binds_below_bytes_per_s", H100, 2343e9, id="memory-2343-GB/s"),
-        pytest.param("memory_flop_crossing_tokens", H100, 574, id="574-tokens"),
-        pytest.param("max_balanced_split", H100, 434, id="434-ways-at-900-GB/s"),
-        pytest.param("max_balanced_split", replace(H100, inner_bytes_per_s=600e9), 193, id="193-at-600"),
-        pytest.param("max_balanced_split", replace(H100, inner_bytes_per_s=300e9), 48, id="48-at-300"),
-        pytest.param("max_1d_split", H100, 93, id="93-ways-at-900-GB/s"),
-        pytest.param("max_1d_split", replace(H100, inner_bytes_per_s=300e9), 31, id="31-at-300"),
-        pytest.param("max_1d_split", replace(H100, inner_bytes_per_s=100e9), 10, id="10-at-100"),
-    ],
-)
-def test_what_ifs_of_the_notebook(what: str, device: Device, value: float) -> None:
+@pytest.mark.parametrize(("what", "bytes_per_s", "value"), table("tables")["frontier"]["what_ifs"])
+def test_what_ifs_of_the_notebook(what: str, bytes_per_s: float, value: float) -> None:
+    device = replace(H100, inner_bytes_per_s=bytes_per_s)
     assert float(layer_what_ifs(device, LAYER, BATCH)[what]) == pytest.approx(value, abs=0.6, rel=3e-4)
 
 
@@ -186,7 +174,7 @@ def test_the_search_finds_what_a_loop_over_dp_finds(log_flop: float, schedule: s
     assert found.utilization >= best * 0.99
 
 
-BETTER = tomllib.loads((Path(__file__).parent / "data" / "drawn.toml").read_text())["better_choices"]["pairs"]
+BETTER = table("drawn")["better_choices"]["pairs"]
 
 
 @pytest.mark.parametrize(("better", "worse"), BETTER, ids=str)

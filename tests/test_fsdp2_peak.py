@@ -1,14 +1,13 @@
 """The peak that `estimate` states under implementation=fsdp2 is that of the dry run of `train`."""
 
 import itertools
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import meshwise as mw
+from data_tables import table
 from meshwise.cost.schedule import SCHEDULES, valid
 from meshwise.model.architecture import layer_kinds
 from meshwise.model.find import find_model
@@ -23,7 +22,7 @@ LESS_IN_TORCH_2026 = (
     "pp=2,zero=3,schedule=interleaved,vpp=2,recompute=selective",
 )
 """From PyTorch 2.15 on a gradient is added to those of microbatches before as it comes, not with its unit."""
-PEAKS = tomllib.loads((Path(__file__).parent / "data" / "train_plans.toml").read_text())["peaks"]
+PEAKS = table("train_plans")["peaks"]
 
 
 @pytest.mark.parametrize("words", PEAKS)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closed_form import check_estimate_is_the_dry_run
+from data_tables import table
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.generation import generation_events
 from meshwise.program.lifetime import peak_bytes
@@ -113,16 +114,7 @@ def test_wide_beam_search_is_exhaustive(penalty: float) -> None:
 TINY = "decoder_layers=4,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_embed_dim=64"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "override", "options"),
-    [
-        (1, "", {"max_tokens": 1}),
-        (2, "vocab_size=302", {"beam": 5, "tp": 2, "dtype": "bf16"}),
-        (2, "vocab_size=30001", {"beam": 2}),  # the search is the largest moment
-        (2, "moe_top1_expert=True", {"capacity_fraction": 0.0, "num_prompts": 1}),  # a slot an expert
-        (8, "moe_freq=1", {"num_prompts": 3}),  # ranks without a prompt
-    ],
-)
+@pytest.mark.parametrize(("ranks", "override", "options"), table("tables")["generate"]["dry_runs"])
 def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, Any]) -> None:
     """Every stated row, every FLOP and collective, and the peak, to the last byte."""
     sizes: dict[str, Any] = {"prompt_tokens": 7, "max_tokens": 5} | options

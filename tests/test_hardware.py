@@ -7,10 +7,8 @@ clock x clock, a memory bandwidth is bus width x data rate. Properties: what eve
 
 import csv
 import datetime
-import json
 import math
 import re
-import tomllib
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_tables import DATA, lines, table, with_field
 from fuzz import toml_text
 from meshwise.core.errors import ClusterError
 from meshwise.machine.hardware import (
@@ -46,7 +45,7 @@ def check_close(actual: float, expected: float, rel: float = 5e-3) -> None:
 
 # --- golden: figures as published, and oracles: a peak is cores x FLOP per clock x clock ----------------
 
-DATA = Path(__file__).parent / "data"
+TABLES = table("tables")["hardware"]
 with (DATA / "published_hardware.csv").open(newline="") as file:
     PUBLISHED = [
         (row["quantity"], row["name"], row["printed"], row["source"]) for row in csv.DictReader(file)
@@ -197,11 +196,11 @@ def test_an_unknown_chip_and_a_missing_dtype_name_what_there_is() -> None:
 
 # --- users' own files ---------------------------------------------------------------------------------
 
-OWN = tomllib.loads((DATA / "own_cluster.toml").read_text())
+OWN = table("own_cluster")
 
 
-def write_toml(path: Path, table: dict[str, Any]) -> str:
-    path.write_text(toml_text(table), encoding="utf-8")
+def write_toml(path: Path, content: dict[str, Any]) -> str:
+    path.write_text(toml_text(content), encoding="utf-8")
     return str(path)
 
 
@@ -220,21 +219,7 @@ def test_a_file_may_name_a_chip_of_the_catalog(tmp_path: Path) -> None:
     assert cluster.levels == find_chip("h100").levels
 
 
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """`OWN` with the field at the dotted `path` set to `value`, or removed if it is None."""
-    table: Any = json.loads(json.dumps(OWN))
-    *parents, last = [int(key) if key.isdecimal() else key for key in path.split(".")]
-    target = table
-    for key in parents:
-        target = target[key]
-    if value is None:
-        del target[last]
-    else:
-        target[last] = value
-    return table
-
-
-BAD_FIELDS = [json.loads(line) for line in (DATA / "bad_clusters.jsonl").read_text().splitlines()]
+BAD_FIELDS = lines("bad_clusters")
 BAD_FIELDS.append(["chip.memory_bytes", 10**400, "memory_bytes"])
 """The dotted path of a field, its value, and what the sentence names; null: the field is missing."""
 
@@ -245,7 +230,7 @@ BAD_FIELDS.append(["chip.memory_bytes", 10**400, "memory_bytes"])
 def test_a_bad_field_is_one_sentence_that_names_file_and_field(
     tmp_path: Path, path: str, value: Any, named: str
 ) -> None:
-    file = write_toml(tmp_path / "mine.toml", changed(path, value))
+    file = write_toml(tmp_path / "mine.toml", with_field(OWN, path, value))
     with pytest.raises(ClusterError) as caught:
         find_cluster(file)
     message = str(caught.value)
@@ -276,7 +261,7 @@ def test_a_file_that_is_no_cluster_is_one_sentence(tmp_path: Path, content: byte
 
 LINKS_OF_A_FILE = """
 chip = "h100"
-num_chips = {num_chips}
+num_chips = 64
 levels = [
   {{ name = "inside", {inside}, bytes_per_s = 450e9, latency_s = 1e-6 }},
   {{ name = "outside", {outside}, bytes_per_s = 70e9, latency_s = 4e-6 }},
@@ -284,20 +269,10 @@ levels = [
 """
 
 
-@pytest.mark.parametrize(
-    ("num_chips", "inside", "outside", "message"),
-    [
-        (64, "torus = [4, 4]", "torus = [2, 2, 8]", "only the innermost level can be a torus"),
-        (64, "torus = [4, 4], ranks = 8", "rails = true", "ranks is 8, but torus 4 x 4 has 16"),
-        (64, "torus = [4, 0]", "rails = true", "torus[1]"),
-        (64, "ranks = 8, rails = true", "rails = true", "the innermost level has no rails"),
-        (64, "ranks = 8", "oversubscription = 0.5", "oversubscription is 0.5; it must be 1 or more"),
-        (64, "ranks = 8", "oversubscribed = 2", "oversubscribed"),
-    ],
-)
-def test_links_that_cannot_be_are_refused(num_chips: int, inside: str, outside: str, message: str) -> None:
+@pytest.mark.parametrize(("inside", "outside", "message"), TABLES["bad_links"])
+def test_links_that_cannot_be_are_refused(inside: str, outside: str, message: str) -> None:
     with pytest.raises(ClusterError, match=re.escape(message)):
-        parse_cluster(LINKS_OF_A_FILE.format(num_chips=num_chips, inside=inside, outside=outside))
+        parse_cluster(LINKS_OF_A_FILE.format(inside=inside, outside=outside))
 
 
 @given(
@@ -317,20 +292,10 @@ def test_a_cluster_is_read_again_from_its_own_text(name: str, of_cluster: str, o
     assert asdict(parse_cluster(cluster_text(cluster))) == asdict(cluster)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        # The slices that Google Cloud offers (documentation of v4, v5p, v5e and TPU7x)
-        *(("tpu-v5p:8", (2, 2, 2)), ("tpu-v5p:32", (2, 4, 4)), ("tpu-v5p:64", (4, 4, 4))),
-        *(("tpu-v5p:128", (4, 4, 8)), ("tpu-v5p:256", (4, 8, 8)), ("tpu-v5p:1024", (8, 8, 16))),
-        *(("tpu-v4:2048", (8, 16, 16)), ("tpu-v5p:6144", (16, 16, 24)), ("tpu-v5p:8960", (16, 20, 28))),
-        *(("tpu-v5e:8", (2, 4)), ("tpu-v5e:128", (8, 16)), ("tpu-v6e:256", (16, 16))),
-        *(("tpu-v7:9216", (16, 24, 24)), ("tpu-v5p:20000", (16, 20, 28)), ("trainium2:16", (4, 4))),
-    ],
-)
-def test_a_part_of_a_torus_is_the_most_cubic_box(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "shape"), TABLES["boxes"])
+def test_a_part_of_a_torus_is_the_most_cubic_box(name: str, shape: list[int]) -> None:
     cluster = find_cluster(name)
     levels = sliced(cluster.levels, cluster.num_chips)
-    assert levels[0].torus == shape
+    assert levels[0].torus == tuple(shape)
     ranks = [1.0, *(link.ranks for link in links_of(levels))][: len(shape) + 1]
-    assert tuple(outer / inner for inner, outer in pairwise(ranks)) == shape
+    assert [outer / inner for inner, outer in pairwise(ranks)] == shape

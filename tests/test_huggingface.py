@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import meshwise as mw
+from data_tables import table
 from meshwise.core.errors import MeshwiseError, ModelError
 from meshwise.core.expressions import value_of
 from meshwise.model import config_rules
@@ -196,19 +197,7 @@ def test_blocks_that_share_weights() -> None:
         mw.estimate(once, "h100-80g-sxm:8", "pp=2", batch=8, seq=1024)
 
 
-@pytest.mark.parametrize(
-    ("config", "stated", "keys"),
-    [
-        ("deepseek-v3", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, "dtype=fp8"),
-        ("gpt-oss-20b", {"quant_method": "mxfp4"}, "expert_dtype=mxfp4"),
-        ("kimi-k2", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "expert_dtype=int4"),
-        ("llama-3.1-8b", {"quant_method": "awq", "bits": 4}, "weight_dtype=int4"),
-        ("llama-3.1-8b", {"quant_method": "gptq", "bits": 8}, "weight_dtype=int8"),
-        ("qwen3-8b", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "dtype=fp4"),
-        ("kimi-k2", {"quant_algo": "NVFP4", "ignore": ["0.self_attn*"]}, "dtype=fp4,wide_modules=qkv+out"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("config", "stated", "keys"), table("tables")["huggingface"]["quantized"], ids=str)
 def test_who_serves_quantized_weights_is_told_how(config: str, stated: dict[str, Any], keys: str) -> None:
     """And no more once the plan says so, which `serve` takes them for that names no format."""
     model = _read(RAW[config] | {"quantization_config": stated})

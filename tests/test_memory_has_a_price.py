@@ -1,6 +1,5 @@
 """No key of a plan makes memory smaller for nothing: a search would find every plan that gains from it."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 
 JOBS = {
     "llama3-8b": ("h100-80g-sxm:32", 256),
@@ -18,10 +18,10 @@ JOBS = {
 }
 """Models on clusters, with batches of several microbatches: of one, stage 2 costs what stage 1 does."""
 DATA = Path(__file__).parent / "data"
-VALUES = tomllib.loads((DATA / "drawn.toml").read_text())["memory_has_a_price"]
+VALUES = table("drawn")["memory_has_a_price"]
 """Not tried: gpipe (1F1B does the same work and keeps fewer microbatches alive), and zero=0 (stage 1 gathers
 new weights where stage 0 gathers summed gradients, arXiv 1910.02054, section 7)."""
-WHY = tomllib.loads((DATA / "exceptions.toml").read_text())["memory_for_nothing"]
+WHY = table("exceptions")["memory_for_nothing"]
 """Keys whose values differ in memory without a price, and why."""
 
 

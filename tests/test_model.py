@@ -1,12 +1,12 @@
 """The model catalog and its parameter counts, against what the models' makers print."""
 
 import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data_tables import table
 from meshwise.core.errors import ModelError
 from meshwise.core.files import read_catalog
 from meshwise.model.architecture import MoE, checked_model, is_moe_layer, num_moe_layers
@@ -14,8 +14,8 @@ from meshwise.model.find import find_model, model_names, models
 from meshwise.model.weights import num_active_params, num_params
 from parameters import params
 
-PRINTED = tomllib.loads((Path(__file__).parent / "data" / "printed_parameters.toml").read_text())
-NAMES = tomllib.loads((Path(__file__).parent / "data" / "model_names.toml").read_text())
+PRINTED = table("printed_parameters")
+NAMES = table("model_names")
 
 
 def test_each_preset_states_its_source_and_is_found_by_name_and_alias() -> None:

@@ -1,7 +1,6 @@
 """The arithmetic of a mixture-of-experts evaluation, against a printed profile, oracles, the program."""
 
 import json
-import tomllib
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closed_form import check_estimate_is_the_dry_run
+from data_tables import table
 from meshwise.core.errors import ModelError
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
 from meshwise.model.weights import num_active_params, num_params
@@ -38,8 +38,8 @@ def document() -> Pass:
 
 # --- the printed profile -------------------------------------------------------------------------
 
-PRINTED = tomllib.loads((PRINTED_CONFIG.parent / "fairseq_profile.toml").read_text())
-WRONG = tomllib.loads((PRINTED_CONFIG.parent / "wrong_inputs.toml").read_text())
+PRINTED = table("fairseq_profile")
+WRONG = table("wrong_inputs")
 CALLS, MEMORY_GIB = PRINTED["calls"], PRINTED["memory_gib"]
 
 
@@ -136,17 +136,7 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "override", "options"),
-    [
-        (8, "moe_expert_ffn_dim=128", {"dtype": "fp16"}),
-        (8, "moe_freq=1,moe_expert_count=4", {"ep": 2, "grouped_gemm": True}),
-        (8, "use_tutel_moe=True,moe_eval_capacity_token_fraction=0.9", {"tp": 4, "grouped_gemm": True}),
-        (2, "moe_top1_expert=True,moe_expert_count=64,moe_eval_capacity_token_fraction=0.5", {}),
-        (2, "moe_freq=0", {"tp": 2}),
-        (4, "vocab_size=2002,moe_expert_count=2", {"tp": 2, "dtype": "fp16"}),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "override", "options"), table("tables")["eval_lm"]["dry_runs"])
 def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, Any]) -> None:
     """Every row that the closed form states, every FLOP and collective, and the peak, to the last byte."""
     chosen = Options(override=f"{TINY},{override}".rstrip(","), max_blocks=6, **options)

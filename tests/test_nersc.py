@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_tables import lines, table, with_field
 from meshwise.core.errors import DataError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -32,6 +33,7 @@ from meshwise.published.nersc.paper_plan import paper
 FILE = Path(__file__).parent / "data" / "nersc_final_cases.json"
 DOCUMENT = json.loads(FILE.read_text())
 CHECKED = check_cases(FILE)
+PLANS = table("tables")["nersc"]["plans"]
 A100 = paper_system(find_cluster("nersc-a100"))
 
 
@@ -51,9 +53,12 @@ def changed(tmp_path: Path, change: Any) -> Path:
     """The file of cases after `change`, at another place."""
     document = json.loads(FILE.read_text())
     change(document)
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps(document))
-    return path
+    return written(tmp_path, document)
+
+
+def written(tmp_path: Path, document: Any) -> Path:
+    (tmp_path / "cases.json").write_text(json.dumps(document))
+    return tmp_path / "cases.json"
 
 
 @pytest.mark.parametrize(("name", "worst"), CHECKED.cases, ids=[name for name, _ in CHECKED.cases])
@@ -75,9 +80,9 @@ def test_gpt3_of_the_first_notebook_under_the_final_rules(
     attention: str, stored_gb: Any, forward_ms: Any, backward_ms: Any
 ) -> None:
     tables = price(on_one_stage(gpt3(attention=attention)), A100).tables
-    for i, table in enumerate(("mlp", "sa")):
+    for i, part in enumerate(("mlp", "sa")):
         sums = {
-            name: 96 * sum(row[name] for row in tables[table])
+            name: 96 * sum(row[name] for row in tables[part])
             for name in ("activation_buffer", "t_fwd", "t_bwd")
         }
         assert sums["activation_buffer"] == pytest.approx(stored_gb[i], abs=5e-4)
@@ -135,36 +140,10 @@ def test_the_dust_of_a_subtraction_is_no_difference(tmp_path: Path, apart: float
     assert check_cases(changed(tmp_path, change)).cases[2][1].rel == pytest.approx(rel, abs=1e-12)
 
 
-def _inputs(document: Any) -> Any:
-    return document["cases"][0]["inputs"]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda d: _inputs(d)["model"].pop("h"), r"`h`.*cases\[0\]|cases\[...\].inputs.model"),
-        (lambda d: _inputs(d)["model"].update(l=0), "inputs.model.l"),
-        (lambda d: _inputs(d).update(strategy="3d"), "3d"),
-        (lambda d: _inputs(d)["config"].pop("tp"), "inputs.config has no degree; its strategy needs tp only"),
-        (lambda d: _inputs(d)["config"].update(tp=4096), "cut in more parts"),
-        (lambda d: _inputs(d)["system"].update(hbm_bandwidth=-1), "inputs.system.hbm_bandwidth"),
-        (lambda d: _inputs(d)["config"].update(attn2d=True), r"unknown field `attn2d`.*inputs\.config"),
-        (lambda d: _inputs(d)["config"].update(flash=True, attention="separate"), "flash is True"),
-        (lambda d: _inputs(d)["config"].update(nb=8), "nb is 8"),
-        (lambda d: _inputs(d)["config"].update(m2=2), "inputs.config has tp, m2"),
-        (lambda d: _inputs(d)["config"]["nv"].update(dp=2), "inputs.system.nvlink_size is smaller"),
-        (
-            lambda d: d["cases"][0]["outputs"]["sa_ops"][1].update(a=1.0),
-            r"sa_ops\[.*\] has the unknown key 'a'",
-        ),
-        (lambda d: d["collectives"][3].update(in_fast_domain=64), "in_fast_domain is 64"),
-        (lambda d: d["collectives"][3].update(op="alltoall2"), r"collectives\[3\].*alltoall2"),
-        (lambda d: d["collectives"][3].update(system="Z9"), r"collectives\[3\].*Z9"),
-    ],
-)
-def test_what_a_file_lacks_is_said_in_one_sentence(tmp_path: Path, change: Any, says: str) -> None:
+@pytest.mark.parametrize(("path", "value", "says"), lines("bad_cases"))
+def test_what_a_file_lacks_is_said_in_one_sentence(tmp_path: Path, path: str, value: Any, says: str) -> None:
     with pytest.raises(DataError, match=says) as error:
-        check_cases(changed(tmp_path, change))
+        check_cases(written(tmp_path, with_field(DOCUMENT, path, value)))
     assert str(tmp_path) in str(error.value)
 
 
@@ -193,16 +172,7 @@ def outputs_of(name: str) -> Any:
     return next(case["outputs"] for case in DOCUMENT["cases"] if case["name"] == name)
 
 
-@pytest.mark.parametrize(
-    ("case", "model", "cluster", "domain_ranks", "plan", "batch"),
-    [
-        ("gpt3_175b_1d_a100nvs4_512", "gpt3-175b", "nersc-a100:512", 4, "tp=4,pp=16", 1024),
-        ("gpt3_175b_1d_a100_noflash", "gpt3-175b", "nersc-a100:64", 8, "tp=8,pp=8,attention=unfused", 64),
-        ("gpt3_1t_1d_h200nvs4_2048", "gpt-1t", "nersc-h200:2048", 4, "tp=4,pp=32", 4096),
-        ("gpt3_1t_2d_b200nvs8_16384", "gpt-1t", "nersc-b200:16384", 8, "layout=2d:8x1,pp=128", 4096),
-        ("gpt3_1t_2d_a100nvs4_4096", "gpt-1t", "nersc-a100:4096", 4, "layout=2d:4x1,pp=128,panels=8", 4096),
-    ],
-)
+@pytest.mark.parametrize(("case", "model", "cluster", "domain_ranks", "plan", "batch"), PLANS)
 def test_a_plan_gives_the_case(
     case: str, model: str, cluster: str, domain_ranks: float, plan: str, batch: int
 ) -> None:

@@ -4,13 +4,13 @@ Command line, Python and reference have the same options; every option of `estim
 changes what comes out, or is refused in one sentence; JSON is one document; an interrupt is one line.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 
+from data_tables import table
 from meshwise import api
 from meshwise.cli import app
 from meshwise.cli.command import flags
@@ -22,7 +22,7 @@ BASES = {
     "search": ("llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"),
     "serve": ("llama3-8b", "--cluster", "h100-80g-sxm:1", "--rate", "5", "--num-requests", "200"),
 }
-OTHERS = tomllib.loads((Path(__file__).parent / "data" / "other_options.toml").read_text())
+OTHERS = table("other_options")
 """By verb and option: words that state something else than the base; where there are several, each."""
 CASES = [(verb, option, words) for verb in OTHERS for option, each in OTHERS[verb].items() for words in each]
 BEFORE: dict[tuple[str, ...], Any] = {}

@@ -20,6 +20,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 from meshwise.core.errors import DataError
 from meshwise.core.files import write_text
 from meshwise.machine.hardware import Cluster, find_cluster
@@ -199,7 +200,7 @@ def test_only_this_machine_reaches_the_meeting_point() -> None:
 
 MODELS = ("llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v2-lite", "qwen3-0.6b", "gpt-oss-20b")
 CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:64", "mi300x:64", "gb200:64")
-CHOICES = tomllib.loads((Path(__file__).parent / "data" / "drawn.toml").read_text())["faster_machines"]
+CHOICES = table("drawn")["faster_machines"]
 """Values of a plan's keys that are drawn."""
 jobs = st.tuples(
     st.sampled_from(MODELS),

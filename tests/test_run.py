@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import meshwise
+from data_tables import table
 from forks import start_script, wait_until
 from meshwise.core.errors import MissingExtraError, PlanError
 from meshwise.runtime.launch import (
@@ -121,14 +122,7 @@ def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert meeting_point({"SLURM_STEP_NODELIST": nodes})[0] == first
 
 
-@pytest.mark.parametrize(
-    ("environment", "sentence"),
-    [
-        ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK=two, which is not a count"),
-        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4 in a world of 4 (WORLD_SIZE); ranks count from 0"),
-        ({"SLURM_STEP_NUM_TASKS": "2(x3)", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=2(x3), which is not"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "sentence"), table("tables")["run"]["environments"])
 def test_environments_that_make_no_sense(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(PlanError, match=re.escape(sentence)):
         outside_place(environment)

@@ -1,9 +1,7 @@
 """Serving: weights and cache by hand, figures of published servers, and what is refused."""
 
-import tomllib
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 from meshwise.core.units import Num
 from meshwise.estimate.one_plan import estimate
 from meshwise.estimate.timing import machine
@@ -31,18 +30,7 @@ from servers import server
 # --- by hand -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "by_hand"),
-    [
-        # Llama 3 70B, 80 layers of 8 key-value heads of 128; cut by 8, one head each.
-        ("llama3-70b", {"tp": 8}, 80 * 2 * 1 * 128 * 2 * 2304),
-        ("llama3-70b", {"tp": 8, "kv_dtype": "fp8"}, 80 * 2 * 1 * 128 * 2304),
-        # DeepSeek-V3 keeps 512 + 64 numbers a layer, whatever tp (arXiv 2412.19437).
-        ("deepseek-v3", {"tp": 8, "ep": 8}, 61 * 576 * 2 * 2304),
-        # gpt-oss: every second of 24 layers looks back on 128 tokens; 8 key-value heads of 64.
-        ("gpt-oss-20b", {}, 2 * 8 * 64 * 2 * (12 * 2304 + 12 * 128)),
-    ],
-)
+@pytest.mark.parametrize(("model", "plan", "by_hand"), table("tables")["serve"]["caches"])
 def test_cache_of_a_sequence(model: str, plan: dict[str, Any], by_hand: int) -> None:
     assert est.sequence_bytes(server(model, f"h200-sxm:{plan.get('tp', 1)}", **plan)) == by_hand
 
@@ -77,7 +65,7 @@ def test_a_single_token_reads_all_its_weights_once() -> None:
 
 # --- published servers ---------------------------------------------------------------------------
 
-TABLES = tomllib.loads((Path(__file__).parent / "data" / "serving.toml").read_text())
+TABLES = table("serving")
 
 
 @pytest.mark.parametrize("row", TABLES["tensorrt_llm"], ids=lambda row: "-".join(map(str, row[:5])))

@@ -1,6 +1,5 @@
 """Serving under load: closed forms of queues, conservation, what engines do differently, traces, command."""
 
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_tables import table
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.serve import measured
 from meshwise.serve import serving as est
@@ -22,10 +22,7 @@ from meshwise.serve.router import parse_router
 from meshwise.serve.simulate import Pools, simulate
 from servers import BARE, NO_LIMIT, ONE_AT_A_TIME, VLLM, alone, passes, server
 
-WRONG, TABLES = (
-    tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text())
-    for name in ("wrong_inputs", "serving")
-)
+WRONG, TABLES = table("wrong_inputs"), table("serving")
 TRACES, POINTS, POOLS = (TABLES[name] for name in ("traces", "points", "pools"))
 
 # --- closed forms --------------------------------------------------------------------------------
@@ -215,7 +212,7 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Any, tmp_path: P
         assert row["interval"] is None or row["interval"]["p10"] <= row["predicted"] <= row["interval"]["p90"]
 
 
-INFERENCEX = tomllib.loads((Path(__file__).parent / "data" / "inferencex.toml").read_text())
+INFERENCEX = table("inferencex")
 
 
 @pytest.mark.parametrize(("changes", "launched"), INFERENCEX["launched"])

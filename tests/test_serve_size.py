@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_tables import table
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.serve import serving as est
@@ -183,16 +184,7 @@ def test_limits_that_nothing_keeps_are_a_no(meshwise: Any) -> None:
     assert meshwise(*words, "--json").document["sizing"]["least_tpot_s"] > 1e-5
 
 
-@pytest.mark.parametrize(
-    ("job", "instances", "gpus"),
-    [
-        ("llama3-8b --cluster h100-80g-sxm:64", 8, 8),
-        ("llama3-405b --cluster h100-80g-sxm:64", 4, 16),
-        ("llama3-8b --cluster h100-80g-sxm:4", 1, 4),
-        ("llama3-8b --cluster gb200:72", 9, 8),
-        ("mixtral-8x7b --cluster rtx-3090:2 --plan weight_dtype=int4", 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("job", "instances", "gpus"), table("tables")["serve"]["without_a_layout"])
 def test_a_cluster_without_a_layout_is_answered(meshwise: Any, job: str, instances: int, gpus: int) -> None:
     """tp=64 of 64 GPUs is refused: instances of a node, or of so many as the model needs."""
     document = meshwise("serve", *job.split(), "--json").document

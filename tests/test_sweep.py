@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-import tomllib
 from contextlib import closing
 from pathlib import Path
 
@@ -16,12 +15,13 @@ import pytest
 import typer.main
 
 import tasks
+from data_tables import table
 from meshwise.cli import app
 from meshwise.core.errors import DataError
 from meshwise.sweep import sweep as sweeps
 from meshwise.sweep.sweep import ON_BY_DEFAULT, VERBS, Store, read_sweep, run_sweep
 
-WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
+WRONG = table("wrong_inputs")
 
 pytestmark = pytest.mark.slow
 
@@ -226,17 +226,7 @@ def test_interrupted_says_how_to_go_on(tmp_path, fake, monkeypatch, capsys):
         assert len(store.finished()) == 1
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE points SET document = '{'",
-        "UPDATE points SET document = x'ff'",
-        "UPDATE points SET document = CAST(x'ff' AS text)",
-        "UPDATE points SET seconds = 'long'",
-        "DROP TABLE points; CREATE TABLE points (mine)",
-        "DROP TABLE points; CREATE TABLE mine (a, b)",
-    ],
-)
+@pytest.mark.parametrize("damage", table("tables")["sweep"]["damage"])
 def test_a_damaged_or_foreign_database_is_one_sentence(tmp_path, fake, damage):
     """It is left as it was, too."""
     wanted, path = _numbers(tmp_path, range(2)), tmp_path / "a.sqlite"

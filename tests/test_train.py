@@ -1,6 +1,5 @@
 """The training step: the same losses and gradients in every world, the same counts by every instrument."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ pytest.importorskip("torch")
 import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
+from data_tables import table
 from meshwise.model.weights import num_params
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
@@ -48,7 +48,7 @@ def enough_layers(plan: str) -> int:
 
 # --- numbers: N ranks compute what one does ----------------------------------------------------
 
-PLANS = tomllib.loads((DATA / "train_plans.toml").read_text())
+PLANS = table("train_plans")
 
 
 @pytest.mark.parametrize("words", PLANS["one_rank"])

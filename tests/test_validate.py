@@ -5,7 +5,6 @@ import json
 import math
 import runpy
 import statistics
-import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as restated
 
+from data_tables import table
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import express
@@ -36,7 +36,7 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 
-WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
+WRONG = table("wrong_inputs")
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ def test_the_page_of_the_format_names_every_column() -> None:
 # --- our words ---------------------------------------------------------------------------------
 
 DENSE = "mbridge-053"
-STATED = tomllib.loads((Path(__file__).parent / "data" / "stated_facts.toml").read_text())
+STATED = table("stated_facts")
 
 
 @pytest.mark.parametrize("column", STATED)
@@ -150,15 +150,7 @@ def test_no_stated_fact_is_ignored(column: str) -> None:
     assert (before.step_s, before.memory_bytes) != (after.step_s, after.memory_bytes)
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "words"),
-    [
-        ("param_gather_overlap", False, "param_gather_overlap is priced like grad_reduce_overlap"),
-        ("cuda_graph", "partial", "cuda_graph partial"),
-        ("fp8_recipe", "rowwise", "bf16 matmuls"),
-        ("dispatcher", "allgather", "priced as alltoall"),
-    ],
-)
+@pytest.mark.parametrize(("column", "value", "words"), table("tables")["validate"]["nearly"])
 def test_what_is_said_only_nearly_is_told(column: str, value: object, words: str) -> None:
     run = runs()[DENSE]
     assert not express(run).approximations
