@@ -1,6 +1,8 @@
 """Does a fine-tuning run fit a card: ordering of methods, and what others measured."""
 
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ FULL, LORA, QLORA = (
     "recompute=full,lora_rank=16",
     "recompute=full,lora_rank=16,frozen_dtype=int4",
 )
+
+KNOWN = tomllib.loads((Path(__file__).parent / "data" / "finetune.toml").read_text())
 
 
 def memory_bytes(model: str, plan: str) -> dict[str, float]:
@@ -34,29 +38,11 @@ def test_few_bits_are_for_the_matrices_of_blocks() -> None:
     assert plain - narrow == 1.5 * matrices
 
 
-@pytest.mark.parametrize(
-    ("model", "card", "plan", "seq", "fits"),
-    [
-        pytest.param("llama2-7b", "rtx-4090", QLORA, 2048, True, id="torchtune: QLoRA of 7B below 10 GB"),
-        pytest.param("llama3-8b", "rtx-4090", LORA, 512, True, id="torchtune: LoRA of 8B on a 24 GB card"),
-        pytest.param("llama3-8b", "a100-80g-sxm", FULL, 512, False, id="16 bytes a parameter: 128 GB"),
-        pytest.param(
-            "llama2-70b", "l40s", QLORA.replace("16", "64") + ",offload_optimizer=1", 512, True,
-            id="arXiv 2305.14314: QLoRA of 65B on 48 GB, paged optimizer",
-        ),
-        pytest.param(
-            "gpt3-13b", "v100-32g-sxm", "recompute=full,dtype=fp16,zero=2,offload_optimizer=1", 1024, True,
-            id="arXiv 2101.06840: 13B on one V100 of 32 GB, gradients and states on the host",
-        ),
-        pytest.param(
-            "gpt3-13b", "v100-32g-sxm", "recompute=full,dtype=fp16,zero=1,offload_optimizer=1", 1024, False,
-            id="arXiv 2101.06840: not with gradients on the device",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_known_to_fit(model: str, card: str, plan: str, seq: int, fits: bool) -> None:
+@pytest.mark.parametrize("source", KNOWN)
+def test_what_is_known_to_fit(source: str) -> None:
+    model, card, plan, seq = KNOWN[source]["run"]
     run = mw.estimate(model, f"{card}:1", plan, batch=1, seq=seq)
-    assert run.fits == fits
+    assert run.fits == KNOWN[source]["fits"]
     if model == "llama2-7b":
         assert run.memory_bytes["total"] < 10e9
 
@@ -126,7 +112,7 @@ def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:
     """A row goes into `estimate` as it is; no other microbatch that fits is faster."""
     found = mw.fit_card("3090", models=["llama3-8b", "qwen3-1.7b"], tokens=1e7, price=0.3).to_json()
     most = found["memory_frac"] * found["memory_bytes"]
-    assert [row["fits"] for row in found["rows"]] == [True, True, True, False, False, True]
+    assert [row["fits"] for row in found["rows"]] == [True, True, True, False, True, True]
     for row in found["rows"]:
         words = (row["model"], "rtx-3090:1", row["plan_text"])
         same = mw.estimate(*words, batch=16, seq=2048, microbatch=row["microbatch"])
@@ -139,9 +125,21 @@ def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:
             assert row["hours"] == pytest.approx(1e7 / same.tokens_per_s / 3600)
             assert row["cost"] == pytest.approx(0.3 * row["hours"])
     answer = meshwise("fit-card", "3060", "--models", "llama3-70b", "--tokens", "10M", "--all")
-    assert answer.code == 1 and re.search(r"too large: llama3-70b \(5[12](\.\d)? GB by QLoRA\)", answer.out)
+    assert answer.code == 1 and re.search(r"too large: llama3-70b \(50(\.\d)? GB by QLoRA\)", answer.out)
 
 
-def test_every_open_model_of_the_catalog_is_priced_on_a_card() -> None:
-    found = mw.fit_card("h200-sxm", methods=["qlora"])
-    assert not found.refused and len(found.runs) > 20
+@pytest.mark.parametrize("card", ["h200-sxm", "v100"])
+def test_every_open_dense_model_of_the_catalog_is_priced_on_a_card(card: str) -> None:
+    """bitsandbytes and PEFT find no experts: transformers 5 keeps them in no linear layer."""
+    found = mw.fit_card(card, methods=["qlora"])
+    assert {"gpt-oss-20b", "mixtral-8x7b"} <= found.refused.keys()
+    assert all(find_model(name).moe for name in found.refused) and len((*found.runs, *found.refused)) > 25
+
+
+def test_8_bit_adam_of_transformers_has_no_fp32_weights() -> None:
+    """bitsandbytes on bf16 weights keeps a byte of each moment; Megatron's keeps fp32 weights beside."""
+    params = num_params(find_model("smollm3-3b"))
+    for how, size in (("huggingface", 2), ("megatron", 6)):
+        plan = f"optimizer=adam-8bit,implementation={how}"
+        states = mw.estimate("smollm3-3b", "h200-sxm:1", plan, batch=1, seq=512).memory_bytes["optimizer"]
+        assert states == size * params

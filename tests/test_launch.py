@@ -423,10 +423,11 @@ def test_a_file_that_is_no_job_is_refused(tmp_path: Path, text: str, sentence: s
 def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
     """Arguments are those of the list; peft says the plan whole, and what Unsloth does otherwise is told."""
     plan = "lora_rank=16,frozen_dtype=int4,optimizer=adam-fp32,recompute=full,implementation=huggingface"
-    words = {"batch": 16, "seq": 2048, "microbatch": 2}
+    plan, words = f"{plan},loss_chunks=8", {"batch": 16, "seq": 2048, "microbatch": 2}
+    scripts = {}
     for framework in ("peft", "unsloth"):
         job = mw.launch("Qwen/Qwen3-8B", "4090:1", plan, to=framework, **words)
-        tree = ast.parse(job.files[0].text)
+        tree = scripts[framework] = ast.parse(job.files[0].text)
         calls = {ast.unparse(one.func): one for one in ast.walk(tree) if isinstance(one, ast.Call)}
         known = framework_arguments(framework).arguments
         for name, call in calls.items():
@@ -439,6 +440,8 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
         assert sizes["max_length"] == "2048" and sizes["packing"] == "True"
         assert "'Qwen/Qwen3-8B'" in ast.unparse(tree)
         assert bool(job.not_expressed) == (framework == "unsloth")
+    assert "bnb_4bit_use_double_quant=True" in (text := ast.unparse(scripts["peft"]))
+    assert "target_modules='all-linear'" in text  # of models that join layers too
     several = mw.launch("Qwen/Qwen3-8B", "4090:4", f"{plan},zero=0", to="peft", **words)
     assert "torchrun --nnodes 1 --nproc-per-node 4" in several.command and not several.not_expressed
     found = mw.search(
@@ -448,6 +451,9 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
     tune = mw.launch("llama3-8b", "4090:1", plan, to="torchtune", **words)
     recipe = ("lora_finetune_single_device", "--config", "llama3_1/8B_qlora_single_device")
     assert tune.arguments[:3] == recipe
+    of_path = Path(__file__).parent / "data" / "configs" / "phi-3-mini-4k.json"
+    job = mw.launch(of_path, "4090:1", plan, to="peft", **words)
+    assert f'from_pretrained(\n    "{of_path.parent}"' in job.files[0].text
     lost = mw.launch("qwen3-8b", "4090:1", plan, to="torchtune", **words).not_expressed
     assert "model=qwen3-8b: torchtune has no config of qlora for it" in lost
 

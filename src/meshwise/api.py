@@ -344,6 +344,7 @@ def fit_card(
     is_name = isinstance(card, str) and not card.endswith(".toml") and not set(card) & set(":/")
     on = _cluster(f"{card}:1" if is_name else card)
     refuse("card", ClusterError, on=on)
+    on = replace(on, name=str(card)) if isinstance(card, str | Path) and not is_name else on
     shapes = [_model(one) for one in models]
     share = _share(memory_frac)
     return find(

@@ -101,10 +101,11 @@ def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
     return f"{scaled:.{digits}g} {_PREFIXES[power]}{unit}".rstrip()
 
 
-def of_capacity(size_bytes: float, capacity_bytes: float) -> str:
-    """A size beside the memory that is to hold it: `12 GB of 24 GB: fits`."""
-    verdict = "fits" if size_bytes <= capacity_bytes else "DOES NOT FIT"
-    return f"{with_prefix(size_bytes, 'B')} of {with_prefix(capacity_bytes, 'B')}: {verdict}"
+def of_capacity(size_bytes: float, capacity_bytes: float | None) -> str:
+    """A size beside the memory, where that is known, which is to hold it: `12 GB of 24 GB: fits`."""
+    verdict = "fits" if size_bytes <= (capacity_bytes or 0.0) else "DOES NOT FIT"
+    held = "" if capacity_bytes is None else f" of {with_prefix(capacity_bytes, 'B')}: {verdict}"
+    return with_prefix(size_bytes, "B") + held
 
 
 def duration(seconds: float | None) -> str:

@@ -34,12 +34,11 @@ OPTIMIZER_BYTES = {
     "adam": 12.0,  # fp32 master, m, v
     "adam-fp32": 8.0,  # fp32 weights themselves are the master
     "adam-bf16": 4.0,  # bf16 m, v, no master
-    "adam-8bit": 6.0,  # fp32 master, 8-bit m, v (arXiv 2110.02861)
     "muon": 8.0,  # fp32 master and one momentum (arXiv 2502.16982)
     "sgd": 4.0,  # fp32 master
     "none": 0.0,
 }
-"""Bytes per parameter that each optimizer keeps beside weight and gradient."""
+"""Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
 
 MAX_GATHERED_BLOCKS = 2.0
 """Blocks that ZeRO-3 holds whole at once: the one that computes and the one prefetched."""
@@ -128,7 +127,8 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     mesh, overheads = of.mesh, of.machine.overheads
     in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
-    per_state = OPTIMIZER_BYTES[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
+    each = OPTIMIZER_BYTES | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
+    per_state = each[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
 
     def shard(name: str, column: Column) -> Num:
         # Both places of a stage under DualPipe are replicas, which share what is sharded.

@@ -12,14 +12,7 @@ from meshwise.core.numbers import anywhere, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.estimate.fsdp2_step import fsdp2_memory, gradient_bytes, least_memory
-from meshwise.estimate.memory import (
-    OPTIMIZER_BYTES,
-    Memory,
-    held_params,
-    microbatch_bytes,
-    recomputed,
-    stage_memory,
-)
+from meshwise.estimate.memory import Memory, held_params, microbatch_bytes, recomputed, stage_memory
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import PhaseTimes
 from meshwise.estimate.timing import Machine
@@ -260,10 +253,10 @@ def _optimizer_s(of: PricedModel, held: tuple[Held, Held], share: Num, memory: M
     params = dense.trained / mesh.shard_ranks(mesh.replicas)
     params = params + experts.trained / mesh.shard_ranks(mesh.expert_replicas)
     params = params * where(mesh.zero >= 1, share, 1.0)
-    per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
-    on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
+    others = (1.0 - mesh.offload_optimizer) * params * (2 * grad_bytes(mesh) + weight_bytes(mesh))
+    on_chip = (2 * memory.optimizer + others) / rate
     both_ways = np.maximum if mesh.plan.optimizer_in_bwd else operator.add
     # the others went with their reduction
     grads = (mesh.offload_optimizer - sums_on_host(mesh)) * grad_bytes(mesh)
     moved = both_ways(grads, mesh.offload_optimizer * weight_bytes(mesh))
-    return params * (on_chip + moved / machine.host_bytes_per_s)
+    return on_chip + params * moved / machine.host_bytes_per_s

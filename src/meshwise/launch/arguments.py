@@ -82,9 +82,9 @@ def _convert(kind: str, value: Any) -> Any:
         parts = re.split(r"[\s,]+", value.strip("[] ")) if isinstance(value, str) else value
         parts = parts if isinstance(parts, list | tuple) else [parts]
         return [_convert(kind.removeprefix("list of "), part) for part in parts]
-    if isinstance(value, list):
+    if isinstance(value, list) and kind != "text or list":
         (value,) = value
     if kind in _TYPES:
         text = value.lower() if _TYPES[kind] is bool and isinstance(value, str) else value
         return msgspec.convert(text, _TYPES[kind], strict=False)
-    return value if kind == "other" else str(value)
+    return value if kind in ("other", "text or list") else str(value)

@@ -83,11 +83,12 @@ def derive(facts: Facts) -> Facts:
     ones = {key: int(facts.get(key) or 1) for key in ("tp", "cp", "pp", "dp", "ep", "vpp")}
     known: Facts = {"zero": 0, "overlap_pp": True} | facts | ones
     known["recompute_modules"] = facts.get("recompute_modules") or ()
-    found = dict.fromkeys(("adapted", "adapted_attention", "adapts_mlp"))
+    found = dict.fromkeys(("adapted", "adapted_attention", "adapts_mlp", "adapts"))
     found |= formulas(launch_tables().derived, _FUNCTIONS | known)
     if facts.get("lora_rank"):  # layers with adapters, by their names in `transformers` and torchtune
         names = tuple(f"{name}_proj" for name in facts.get("lora_targets") or LORA_TARGETS)
         attention = tuple(name.replace("o_proj", "output_proj") for name in names if name[0] in "qkvo")
+        found["adapts"] = names if facts.get("lora_targets") else "all-linear"
         found |= {"adapted": names, "adapted_attention": attention, "adapts_mlp": len(attention) < len(names)}
     return facts | found
 

@@ -5,6 +5,7 @@ reads JSON lines with a "text" each, packs them, and leaves what a plan does not
 to the defaults of the trainer.
 """
 
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -14,8 +15,9 @@ from meshwise.model.architecture import Model
 
 
 def model_id(model: Model) -> str:
-    """Where the weights of a preset are on the hub; the name of a model that is none."""
-    return next((alias for alias in model.aliases if "/" in alias), model.name)
+    """Where the weights are: of a preset on the hub, of a config.json beside it; else the model's name."""
+    folder = str(Path(model.source).resolve().parent) if model.source.endswith(".json") else model.name
+    return next((alias for alias in model.aliases if "/" in alias), folder)
 
 
 def peft_script(settings: dict[str, Any], model: Model) -> str:

@@ -165,6 +165,7 @@ def _facts(model: Model, mesh: Mesh) -> Facts:
         "stages": len(set(plan.stages)) > 1 if plan.stages else uneven,
         "seq": mesh.seq,
         "has_experts": model.moe is not None,
+        "model": model,
         "kv_heads": model.num_kv_heads,
         "trained_seq": model.max_seq,
         "sinks": model.sinks,

@@ -22,7 +22,7 @@ from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
-from meshwise.launch.finetune import peft_script, torchtune_words, unsloth_script
+from meshwise.launch.finetune import model_id, peft_script, torchtune_words, unsloth_script
 from meshwise.launch.runs import check
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, TRAINING, Settings, training_on, write_settings
 from meshwise.launch.shape import shape_of, unsaid
@@ -104,7 +104,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
         mesh = estimate(model, cluster, plan, workload).mesh
     node = math.gcd(cluster.num_chips, cluster.chips_per_host)  # as many on each host
     facts = shape_of(model, workload.seq) | facts_of(model, mesh, cluster)
-    facts |= {"num_nodes": cluster.num_chips // node, "kv_heads": model.num_kv_heads}
+    facts |= {"num_nodes": cluster.num_chips // node, "kv_heads": model.num_kv_heads, "model": model}
     facts |= {"mtp_layers": model.mtp_layers, "trained_seq": model.max_seq}
     check(framework, facts)
     settings, lost = write_settings(framework, facts)
@@ -140,6 +140,7 @@ def _model_not_expressed(framework: str, model: Model, plan: Plan) -> dict[str, 
     is_registered = framework == "torchtitan" and model.name in tables.torchtitan_models
     if is_registered and model.mtp_layers:
         lost["model"] = "model: torchtitan's has no multi-token prediction, which is priced"
+    is_registered |= framework in FINETUNING and "/" in model_id(model)
     if framework in tables.model_elsewhere and not is_registered:
         key, sentence = tables.model_elsewhere[framework]
         lost[key] = sentence % {"model": model.name, "implementation": plan.implementation}

@@ -28,21 +28,17 @@ def rank_parts(outcome: Outcome, *, says_result: bool = False) -> Iterator[Secti
     """What a rank returned (unless the program `says_result`), and its peak."""
     if outcome.result is not None and not says_result:
         yield Text("Result", [f"result: {outcome.result}"], verbatim=True)
-    peak = _peak(outcome) if outcome.peak_bytes else "not recorded"
+    peak = of_capacity(outcome.peak_bytes, outcome.memory_bytes) if outcome.peak_bytes else "not recorded"
     steps = "" if not outcome.num_steps else f" of {outcome.num_steps} step{'s' * (outcome.num_steps > 1)}"
     yield f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{steps} {peak}"
-
-
-def _peak(outcome: Outcome | ScriptOutcome) -> str:
-    of, peak = outcome.memory_bytes, outcome.peak_bytes
-    return with_prefix(peak, "B") if of is None else of_capacity(peak, of)
 
 
 def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     """The peak with the op that made it, then tables."""
     place = " ".join(filter(None, (outcome.peak_row.get(name, "") for name in ("phase", "module", "op"))))
     rank = f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}"
-    yield f"{rank}: peak memory {_peak(outcome)}, reached in {place}"
+    peak = of_capacity(outcome.peak_bytes, outcome.memory_bytes)
+    yield f"{rank}: peak memory {peak}, reached in {place}"
     alive = list(outcome.alive_at_peak.items())
     rest = sum(size for _, size in alive[_ROWS:])
     rows = [(what, with_prefix(size, "B")) for what, size in alive[:_ROWS]]

@@ -459,8 +459,9 @@ def card_parts(found: CardFit, *, everything: bool = False) -> Iterator[Section]
             yield f"{TITLES[method]}: {MEANINGS[method]}"
         yield intervals_text(shown)
     yield from too_large(found)
-    for name, why in found.refused.items():
-        yield f"not priced: {name}: {why}"
+    for why in dict.fromkeys(found.refused.values()):
+        names = ", ".join(name for name, same in found.refused.items() if same == why)
+        yield f"not priced: {names}: {why}"
     if fitting := [one for one in found.runs if one.fits]:
         yield Text("Next", next_commands(fitting[-1]), verbatim=True)
 
@@ -508,7 +509,7 @@ def next_commands(one: CardRun) -> list[str]:
     """How to look into the largest model that fits, and how to start it."""
     row, run = one.to_json(None, None), one.run
     job = (
-        f"{run.model.name} --cluster {run.cluster.chip.name}:1 --plan {row['plan_text']} "
+        f"{run.model.name} --cluster {run.cluster.name} --plan {row['plan_text']} "
         f"--batch {run.workload.batch} --microbatch {run.workload.microbatch} --seq {run.workload.seq}"
     )
     return [f"next: meshwise estimate {job}", f"      meshwise launch {job} --to peft"]

@@ -7,6 +7,7 @@ is missing.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError, WorkloadError
@@ -21,13 +22,15 @@ from meshwise.plan.plan import parse_plan, plan_text
 from meshwise.plan.workload import Workload
 
 METHODS = {
-    "full": "optimizer=adam-bf16,grad_dtype=bf16",
+    "full": "optimizer=adam-bf16,grad_dtype=bf16 optimizer=adam-8bit,grad_dtype=bf16 optimizer=adam-fp32",
     "lora": "lora_rank=16,optimizer=adam-fp32",
     "qlora": "lora_rank=16,optimizer=adam-fp32,frozen_dtype=int4",
 }
-"""The plan of each method: all weights, with gradients and Adam's states in bf16; adapters of rank 16 in all
-linear layers, kept in fp32, beside weights in bf16; the same beside weights of 4 bits."""
-_OF_ALL = "implementation=huggingface,recompute="
+"""The plans of each method, of which the first that fits is taken: all weights, with gradients and Adam's
+states in bf16, the states in 8 bits, or all in fp32 (beside fp16); adapters of rank 16 in all linear layers,
+kept in fp32, beside weights in 16 bits; the same beside weights of 4 bits."""
+_OF_ALL = "implementation=huggingface,dtype=%s,loss_chunks=%d,recompute=%s"
+"""What all have in common. trl makes logits in tiles: chunks of an eighth of the tokens stand for them."""
 MOST_PARAMS = 150e9
 """Models of the catalog above this are not tried unless they are named: no card has that memory."""
 
@@ -42,15 +45,11 @@ class CardRun:
 
     def to_json(self, tokens: float | None, price: float | None) -> dict[str, Any]:
         """The run in numbers; `tokens` of it take hours, and dollars at `price` a GPU-hour."""
-        run, low_high = self.run, self.run.step_s_interval
-        rates = {"p10": low_high.p90, "p90": low_high.p10}
-        hours = tokens and tokens / run.tokens_per_s / 3600
-        timed = {
-            "tokens_per_s": run.tokens_per_s,
-            "step_s": run.step_s,
-            **({"hours": hours} if hours else {}),
-            **({"cost": hours * price} if hours and price is not None else {}),
-        }
+        run, hours = self.run, tokens and tokens / self.run.tokens_per_s / 3600
+        ends = [run.workload.num_tokens / step_s for step_s in reversed([*run.step_s_interval])]
+        cost = hours * price if hours and price is not None else None
+        timed = {"tokens_per_s": run.tokens_per_s, "step_s": run.step_s, "hours": hours, "cost": cost}
+        timed = {name: one for name, one in timed.items() if one is not None}
         return {
             "model": run.model.name,
             "num_params": num_params(run.model),
@@ -59,10 +58,9 @@ class CardRun:
             "memory_bytes": run.memory_bytes["total"],
             "microbatch": run.workload.microbatch,
             "plan_text": plan_text(run.plan),
-            "tokens_per_s_interval": {
-                name: run.workload.num_tokens / step_s if self.fits else None
-                for name, step_s in rates.items()
-            },
+            "tokens_per_s_interval": dict(
+                zip(("p10", "p90"), ends if self.fits else [None] * 2, strict=True)
+            ),
         } | (timed if self.fits else dict.fromkeys(timed))
 
 
@@ -108,10 +106,11 @@ def fit_card(
     runs: list[CardRun] = []
     refused: dict[str, str] = {}
     for model in sorted(candidates or _open_models(seq), key=num_params):
-        try:
-            runs += [_best(model, card, name, batch, seq, memory_frac) for name in methods or METHODS]
-        except MeshwiseError as error:
-            refused[model.name] = str(error)
+        for name in methods or METHODS:
+            try:
+                runs.append(_best(model, card, name, batch, seq, memory_frac))
+            except MeshwiseError as error:  # whose advice is for who states the plan
+                refused.setdefault(model.name, str(error).partition(";")[0])
     return CardFit(
         card=card, memory_frac=memory_frac, batch=batch, seq=seq, runs=tuple(runs), refused=refused,
         tokens=tokens, price=price,
@@ -128,13 +127,16 @@ def _open_models(seq: int) -> Iterator[Model]:
 
 def _best(model: Model, card: Cluster, method: str, batch: int, seq: int, memory_frac: float) -> CardRun:
     """The fastest run that fits into the share of the card's memory; else the smallest."""
-    runs = [
-        estimate(model, card, parse_plan(f"{METHODS[method]},{_OF_ALL}{again}"), work)
-        for again in ("none", "full")
-        for size in (1, 2, 4, 8, 16, 32)
-        if batch % size == 0 and (work := Workload(batch=batch, seq=seq, microbatch=size))
-    ]
-    most = memory_frac * card.chip.memory_bytes
-    if fitting := [run for run in runs if run.memory_bytes["total"] <= most]:
-        return CardRun(method, min(fitting, key=lambda run: run.step_s), fits=True)
-    return CardRun(method, min(runs, key=lambda run: run.memory_bytes["total"]), fits=False)
+    most, tried = memory_frac * card.chip.memory_bytes, []
+    dtype = "bf16" if "bf16" in card.chip.matrix_flop_per_s else "fp16"
+    for plan in (one for one in METHODS[method].split() if dtype == "bf16" or "bf16" not in one):
+        runs = [
+            estimate(model, card, parse_plan(f"{plan},{_OF_ALL}" % (dtype, gcd(seq, 8), again)), work)
+            for again in ("none", "full")
+            for size in (1, 2, 4, 8, 16, 32)
+            if batch % size == 0 and (work := Workload(batch=batch, seq=seq, microbatch=size))
+        ]
+        if fitting := [run for run in runs if run.memory_bytes["total"] <= most]:
+            return CardRun(method, min(fitting, key=lambda run: run.step_s), fits=True)
+        tried += runs
+    return CardRun(method, min(tried, key=lambda run: run.memory_bytes["total"]), fits=False)

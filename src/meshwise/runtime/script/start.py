@@ -23,7 +23,7 @@ OWNER = "MESHWISE_SCRIPT_PROCESS"
 REPORT, REFUSED, BEGUN = "report.json", "refused", "begun"
 _AS_THEY_ARE = (
     *("program", "ranks", "rank", "device", "memory_bytes", "peak_bytes", "tensors_peak_bytes"),
-    *("fits", "states_bytes", "num_steps", "guesses"),
+    *("states_bytes", "num_steps", "guesses"),
 )
 """Fields of an outcome that its document has under their names."""
 _PACKAGE = Path(__file__).parents[3]
@@ -55,11 +55,6 @@ class ScriptOutcome(Shown):
     guesses: list[dict[str, Any]]
     rows_in: ClassVar[str] = "step_ledger"
 
-    @property
-    def fits(self) -> bool:
-        """Whether what is allocated at the peak is at most the memory of the device."""
-        return self.peak_bytes <= self.memory_bytes
-
     def collectives(self) -> list[dict[str, Any]]:
         """Collectives of the last step by mesh axis, group size and kind: how many, and their payload."""
         found: dict[tuple[str, int, str], dict[str, Any]] = {}
@@ -75,6 +70,7 @@ class ScriptOutcome(Shown):
         """The document that `dryrun --json -- COMMAND` prints."""
         return {
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            "fits": self.peak_bytes <= self.memory_bytes,
             "steps": [],
             "peak": {name: self.peak_row.get(name) for name in ("module", "op", "phase", "shape")},
             "alive_at_peak": [{"what": what, "bytes": size} for what, size in self.alive_at_peak.items()],
