@@ -1,5 +1,6 @@
 """Post-training by reinforcement: lengths, packing, drains and asynchronous flow in closed form; the verb."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,7 @@ LAUNCHED: dict[str, Any] = {
 
 
 RECIPES = Path(__file__).parent / "data" / "recipes"
+READ: dict[str, dict[str, Any]] = tomllib.loads((RECIPES / "read.toml").read_text())
 
 
 @pytest.mark.parametrize("to", ["verl", "nemo-rl"])
@@ -263,7 +265,7 @@ RECIPES = Path(__file__).parent / "data" / "recipes"
     [
         ({"mode": "colocated"}, "tp=2,pp=2,recompute=full"),
         ({"mode": "colocated", "rollout_plan": "tp=2,weight_dtype=fp8"}, "tp=2,sp=0,ep=1"),
-        ({"mode": "colocated"}, "cp=2,zero=3,implementation=fsdp2,recompute=full"),
+        ({"mode": "colocated"}, "cp=2,zero=3,implementation=fsdp2,recompute=full,lora_rank=16"),
         ({"mode": "one_step_off", "rollout_gpus": 8}, "pp=2,recompute=full"),
         ({"mode": "split", "rollout_gpus": 8}, "cp=2,zero=3,implementation=fsdp2,recompute=full"),
         ({"mode": "async", "rollout_gpus": 8, "staleness": 2}, "tp=2,recompute=full"),
@@ -279,12 +281,10 @@ def test_a_launched_job_reads_as_the_same_job(
     known = framework_arguments(to).arguments
     assert all(word.partition("=")[0] in known for word in job.arguments) and not job.not_expressed
     read, unread = api.read_rl_job(tmp_path / ("job.sh" if to == "verl" else "recipe.yaml"))
-    assert not unread
+    assert [text[:15] for text in unread] == ["the mean prompt"]
     same = mw.rl("llama3-8b", "h100-80g-sxm:16", output=512, **read)
-    asked = mw.rl(
-        "llama3-8b", "h100-80g-sxm:16", output=512, train_plan=plan, framework=to, **LAUNCHED | mode
-    )
-    assert same.step.step_s == asked.step.step_s
+    asked = LAUNCHED | mode | {"output": 512, "train_plan": plan, "framework": to}
+    assert same.step.step_s == mw.rl("llama3-8b", "h100-80g-sxm:16", **asked).step.step_s
 
 
 def test_a_recipe_inherits_and_refers_to_other_settings(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_recipe_inherits_and_refers_to_other_settings(tmp_path: Path) -> None:
         "train_plan": "tp=4,sp=0,pp=4,dtype=fp8", "rollout_plan": "weight_dtype=fp8",
         "old_logprobs": False,
     }  # fmt: skip
-    assert {name: read[name] for name in wanted} == wanted and not unread
+    assert {name: read[name] for name in wanted} == wanted and len(unread) == 1
     read, _ = api.read_rl_job(RECIPES / "verl.sh")
     assert read["train_plan"] == "cp=2,zero=3,recompute=full,implementation=fsdp2"
     assert read["mode"] == "colocated"
@@ -306,12 +306,22 @@ def test_a_recipe_inherits_and_refers_to_other_settings(tmp_path: Path) -> None:
             api.read_rl_job(RECIPES / name)
 
 
+@pytest.mark.parametrize("words", READ["beside"])
+def test_what_a_script_says_is_read_or_listed(words: str, tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(f"{READ['words']} {words}")
+    wanted, (read, unread) = READ["beside"][words], api.read_rl_job(tmp_path / "job.sh")
+    assert unread[-1].startswith(f"the mean prompt: {read['prompt']} tokens are taken")
+    assert unread[:-1] == wanted.pop("unread", []) and wanted.items() <= read.items()
+
+
 @pytest.mark.parametrize("to", ["verl", "nemo-rl"])
 def test_candidates_are_what_the_framework_runs_and_no_simple_plan_is_faster(to: str) -> None:
     """Of 16 GPUs a pool has whole nodes; plans are ranked by what the trainer takes, not by full bins."""
-    asked = {"model": "qwen2.5-7b", "cluster": "h100-80g-sxm:16", "framework": to, "updates": 4}
-    found = mw.rl(**JOB | OPEN | asked | {"prompts": 64, "output": 256, "mode": "one_step_off"})
-    assert not any(write_settings(one.job, to).not_expressed for one in found.best)
+    asked: Any = {"prompts": 64, "samples": 8, "output": 256, "mode": "one_step_off", "updates": 4}
+    found = mw.rl("qwen2.5-7b", "h100-80g-sxm:16", framework=to, **asked)
+    first, *_ = written = [write_settings(one.job, to) for one in found.best]
+    assert not any(one.not_expressed for one in written)
+    assert mw.launch("qwen2.5-7b", "h100-80g-sxm:16", to=to, **asked).arguments == first.arguments
     for plan in map(parse_plan, ("recompute=full", "tp=2", "pp=2")):
         stated = rl_step(replace(found.step.job, train_plan=plan))
         assert found.step.step_s and stated.step_s and found.step.step_s <= 1.001 * stated.step_s
@@ -319,13 +329,22 @@ def test_candidates_are_what_the_framework_runs_and_no_simple_plan_is_faster(to:
 
 def test_what_a_framework_refuses_or_cannot_be_told() -> None:
     def state(to: str, plan: str = "pp=2", **others: Any) -> Any:
-        return mw.launch(
-            "llama3-8b", "h100-80g-sxm:16", plan, to=to, **LAUNCHED | {"mode": "colocated"} | others
-        )
+        asked = LAUNCHED | {"mode": "colocated"} | others
+        return mw.launch("llama3-8b", "h100-80g-sxm:16", plan, to=to, **asked)
 
     untold = ("vpp=2", "schedule=interleaved", "offload_optimizer=0.5")
     said = state("nemo-rl", "pp=2,vpp=2,offload_optimizer=0.5").not_expressed
     assert said == tuple(f"{key}: no setting says it" for key in untold)
+    for to, name, value in (
+        *(("verl", "algorithm", value) for value in ("ppo", "dapo")),
+        *(("nemo-rl", "algorithm", value) for value in ("ppo", "rloo")),
+        *((to, name, "llama3-8b") for to in ("verl", "nemo-rl") for name in ("reward_model", "teacher")),
+    ):
+        (said,) = state(to, **{name: value}).not_expressed
+        assert said.startswith(f"{name}={value}: ")
+    dapo = state("nemo-rl", algorithm="dapo", oversample=1.5)
+    assert {"grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"} < {*dapo.arguments}
+    assert not dapo.not_expressed and "512 tokens are taken" in state("verl", "").elsewhere[-1]
     for refused, sentence in (
         ({"to": "verl", "updates": 32}, "counts prompts"),
         ({"to": "nemo-rl", "plan": "pp=3", "mode": "split", "rollout_gpus": 10}, "do not divide by pp=3"),
@@ -338,37 +357,24 @@ def test_what_a_framework_refuses_or_cannot_be_told() -> None:
             state(**refused)
 
 
-VERL_LOG = "".join(
-    f"step:{i} - timing_s/gen:{60.0 + 90 * (i < 3)} - timing_s/old_log_prob:9.0 - timing_s/ref:8.5 - "
-    f"timing_s/update_actor:np.float64(28.0) - timing_s/testing:{5.0 * (i == 4)} - "
-    f"timing_s/step:{112.0 + 90 * (i < 3) + 5.0 * (i == 4)} - response_length/mean:795.0\n"
-    for i in range(8)
-)
-NEMO_LOG = (
-    "  • Total step time: 66.55s\n  • exposed_generation: 32.52s (48.9%)\n  • policy_training: 25.05s\n"
-)
-
-
 def test_a_step_log_beside_the_prediction(meshwise: Any, tmp_path: Path) -> None:
-    (tmp_path / "verl.log").write_text(VERL_LOG)
     job = mw.launch("llama3-8b", "h100-80g-sxm:8", "pp=2,recompute=full", to="verl", **LAUNCHED | {
         "mode": "colocated", "prompts": 64, "samples": 32, "updates": 4, "rollout_plan": "tp=1"})  # fmt: skip
     job.write(tmp_path)
     words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--from", str(tmp_path / "overrides.txt"))
-    found = meshwise("explain", "--rl-log", str(tmp_path / "verl.log"), *words, "--json").document
+    found = meshwise("explain", "--rl-log", str(RECIPES / "verl.log"), *words, "--json").document
     measured = {row["phase"]: row["measured_s"] for row in found["rows"]}
     assert found["num_steps"] == 5 and found["step_s"]["measured"] == pytest.approx(112.0)
-    assert measured["scoring"] == pytest.approx(17.5) and measured["wait"] == pytest.approx(
-        112 - 60 - 17.5 - 28
-    )
+    assert (measured["scoring"], measured["wait"]) == pytest.approx((17.5, 112 - 60 - 17.5 - 28))
     for side in ("measured", "predicted"):
         assert sum(row[f"{side}_s"] for row in found["rows"]) == pytest.approx(found["step_s"][side])
     assert any(finding.startswith("look first at") for finding in found["findings"])
+    again = api.explain_rl(RECIPES / "verl.log", "llama3-8b", "h100-80g-sxm:8", tmp_path / "overrides.txt")
+    assert again.step and (again.step.job.rollouts.prompt, again.step.job.rollouts.output) == (100, 795)
 
 
-def test_a_log_alone_says_which_phase_is_longest(meshwise: Any, tmp_path: Path) -> None:
-    (tmp_path / "nemo.log").write_text(NEMO_LOG)
-    done = meshwise("explain", "--rl-log", str(tmp_path / "nemo.log"))
+def test_a_log_alone_says_which_phase_is_longest(meshwise: Any) -> None:
+    done = meshwise("explain", "--rl-log", str(RECIPES / "nemo.log"))
     assert "generation takes 49% of a step" in done.out
 
 
@@ -388,22 +394,12 @@ def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:
     assert {text: find_framework(text).version for text in found} == found
 
 
-MEASURED = """\
-id,source,software,preset,mode_kind,gpus,chip,gpus_rollout,train_recompute,rollout_memory_frac,logprob_batch_size,\
-response_len_mean,step_s,generation_s,logprob_s,train_s,rollout_tp,train_framework,train_pp,pack_length,\
-train_global_batch,prompts_per_step,samples_per_prompt,prompt_len
-blog,b,NeMo-RL v0.3,llama3-8b,colocated,8,h100-80g-sxm,,none,0.6,4,795,112,58,18,28,LAYOUT
-docs,d,NeMo-RL v0.4,llama3-8b,one_step_off,16,h100-80g-sxm,8,full,0.8,2,1129,74.6,,,,LAYOUT
-no chip,b,NeMo-RL v0.3,llama3-8b,colocated,8,,,none,0.6,4,811,116,56,18,27,LAYOUT
-""".replace("LAYOUT", "1,Megatron,2,4096,512,64,32,125")
-"""Steps of NeMo-RL: its v0.3 blog (quoted in its issue 959), docs/about/performance-summary.md at v0.4."""
-
-
-def test_measured_steps_are_predicted_by_their_framework_and_by_others(meshwise: Any, tmp_path: Path) -> None:
-    (tmp_path / "steps.csv").write_text(MEASURED)
-    found = meshwise("validate", "--rl", str(tmp_path / "steps.csv"), "--json").document
+def test_measured_steps_are_predicted_by_their_framework_and_by_others(meshwise: Any) -> None:
+    """Of NeMo-RL: its v0.3 blog (quoted in its issue 959), docs/about/performance-summary.md at v0.4."""
+    table = str(RECIPES.parent / "validate" / "rl_steps.csv")
+    found = meshwise("validate", "--rl", table, "--json").document
     words = ("--leave-one-source-out", "--json")  # by the other version already
-    assert meshwise("validate", "--rl", str(tmp_path / "steps.csv"), *words).document == found
+    assert meshwise("validate", "--rl", table, *words).document == found
     steps = {row["id"]: row for row in found["rows"] if row["quantity"] == "step_s"}
     assert set(found["summary"]) == {"step_s", "generation_s", "scoring_s", "train_s"}
     assert "column chip is empty" in steps["no chip"]["reason"]

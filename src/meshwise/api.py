@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import ClusterError, MissingExtraError, PlanError, WorkloadError
 from meshwise.core.options import Counts, Latency, Quantity, options_of, stated_in
-from meshwise.core.refusals import refuse
+from meshwise.core.refusals import refuse, told
 
 if TYPE_CHECKING:
     from meshwise.calibrate.fit_server import ServerFit
@@ -767,19 +767,23 @@ def _launch_rl(
 ) -> Launch:  # fmt: skip
     """What starts a job of post-training; what its layout leaves open is found."""
     from meshwise.rl.best_split import best_split
+    from meshwise.rl.rollouts import CAP_OVER_MEAN
     from meshwise.rl.settings import write_settings
 
-    missing = [name for name in ("prompts", "samples", "max_output") if name not in asked]
+    missing = [name for name in ("prompts", "samples") if name not in asked]
+    missing += ["output"] * (not {"output", "max_output"} & {*asked})
     refuse("launch rl", WorkloadError, plan=plan, asked=asked, missing=missing, to=to)
     others = ("train_steps", "price", "model", "cluster", "on_candidate")
     options = {name: of.default for name, of in options_of(rl).items() if name not in others}
-    options |= {"framework": to, "output": asked["max_output"], "train_plan": plan} | asked
+    mean = max(asked.get("max_output", 0) // CAP_OVER_MEAN, 1)
+    options |= {"framework": to, "output": mean, "train_plan": plan} | asked
     found = _open_rl_job(model, cluster, **options)
+    assumed = told("launch rl lengths", found=found, asked=asked)
     jobs = [step.job for step in best_split(found).best] if found.is_open else [found.job()]
     for job in jobs[:-1]:  # the fastest that the framework runs
         with suppress(PlanError):
-            return write_settings(job, to)
-    return write_settings(jobs[-1], to)
+            return write_settings(job, to, assumed)
+    return write_settings(jobs[-1], to, assumed)
 
 
 def explain_rl(
@@ -796,7 +800,7 @@ def explain_rl(
         model: What ran: a preset or a config.json; without it there is no prediction.
         cluster: Where: a preset, chip:count or a TOML file.
         job: The recipe or script that ran.
-        stated: Options of `rl` that the job does not say, or other than it; the mean length is the log's.
+        stated: Options of `rl` that the job does not say, or other than it; mean lengths are the log's.
 
     Raises:
         MeshwiseError: The log has no time of a step, or as in `rl`.
@@ -807,10 +811,11 @@ def explain_rl(
     refuse("explained log", WorkloadError, model=model, cluster=cluster, job=job, stated=stated)
     if model is None or cluster is None:
         return RlExplanation(found, None)
-    options = read_rl_job(job)[0] | stated if job is not None else stated
+    of_log: dict[str, Any] = {"prompt": round(found.lengths["prompt"])} if "prompt" in found.lengths else {}
+    options = (read_rl_job(job)[0] if job is not None else {}) | of_log | stated
     if not options.keys() & {"output", "lengths"}:
-        refuse("lengths of a log", WorkloadError, output=found.output)
-        options["output"] = found.output
+        refuse("lengths of a log", WorkloadError, output=found.lengths.get("output"))
+        options["output"] = found.lengths["output"]
     return RlExplanation(found, rl(model, cluster, **options).step)
 
 

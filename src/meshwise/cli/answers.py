@@ -240,7 +240,7 @@ def rl(*, source: Path | None = None, html: Path | None = None, json: bool = Fal
 @takes(
     api.launch,
     api.rl,
-    without=("framework", "length_sigma", "lengths", "on_candidate", "output", "price", "train_steps"),
+    without=("framework", "length_sigma", "lengths", "on_candidate", "price", "train_steps"),
 )
 def launch(*, out: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Write the settings that run a plan of MODEL under a framework.

@@ -7,6 +7,7 @@ version has, of which type and default.
 
 import re
 import shlex
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog, read_text
-from meshwise.core.refusals import refuse
+from meshwise.core.refusals import refuse, told
 from meshwise.core.toml import nested
 from meshwise.core.yaml import yaml_text
 from meshwise.launch.arguments import framework_arguments
@@ -29,8 +30,8 @@ from meshwise.rl.job import RlJob
 from meshwise.rl.recipes import BASE_RECIPE, read_recipe, resolved
 
 FRAMEWORKS = ("verl", "nemo-rl")
-_KEYS = ("tp", "sp", "pp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype")
-TRAINED_KEYS = {"verl": (*_KEYS, "vpp"), "nemo-rl": _KEYS}
+_KEYS = ("tp", "sp", "pp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype", "lora_rank")
+TRAINED_KEYS = {"verl": (*_KEYS, "vpp", "recompute_layers", "recompute_every"), "nemo-rl": _KEYS}
 """Keys of a training plan that settings of a framework hold."""
 ROLLOUT_KEYS = ("tp", "pp", "ep", "dp", "sp", "etp", "implementation", "software")
 """Keys of an engine's plan that settings hold, or that no engine has."""
@@ -54,7 +55,7 @@ def _table(framework: str, facts: Facts) -> dict[str, str]:
     chosen = ["always", facts.get("trainer", "megatron")]
     chosen += ["split"] * (not facts.get("is_colocated", True))
     chosen += ["overlapped"] * bool(facts.get("is_overlapped"))
-    chosen += ["queued"] * bool(facts.get("is_queued"))
+    chosen += ["queued"] * bool(facts.get("is_queued")) + ["filtered"] * bool(facts.get("filters_groups"))
     return {setting: fact for name in chosen for setting, fact in parts.get(name, {}).items()}
 
 
@@ -69,8 +70,8 @@ def _program(framework: str, facts: Facts) -> str:
     return f"python3 -m verl.experimental.{program} --config-path=config --config-name={config}"
 
 
-def write_settings(job: RlJob, framework: str) -> Launch:
-    """What starts a job under verl or NeMo-RL; PlanError for what the framework refuses."""
+def write_settings(job: RlJob, framework: str, assumed: Sequence[str] = ()) -> Launch:
+    """What starts a job under verl or NeMo-RL, and what is `assumed`; PlanError for what it refuses."""
     facts, known = facts_of(job), framework_arguments(framework)
     plan, node = job.train_plan, facts["node_gpus"]
     refuse(
@@ -88,7 +89,7 @@ def write_settings(job: RlJob, framework: str) -> Launch:
     return Launch(
         framework=framework, version=known.version, files=(file, File("job.sh", f'{command} "$@"\n')),
         arguments=tuple(words), not_expressed=tuple(_not_expressed(job, framework)), command=command,
-        elsewhere=("model: policy.model_name or actor_rollout_ref.model.path names its checkpoint", "data"),
+        elsewhere=("model: policy.model_name or actor_rollout_ref.model.path names it", "data", *assumed),
     )  # fmt: skip
 
 
@@ -102,9 +103,9 @@ def _word(value: Any) -> str:
 
 def _not_expressed(job: RlJob, framework: str) -> list[str]:
     plan, lost = job.train_plan, []
-    told = TRAINED_KEYS[framework]
-    usual = Plan(implementation=plan.implementation, pp=plan.pp, vpp=plan.vpp if "vpp" in told else 1)
-    keys = [key for key in KEYS if key not in told and getattr(plan, key) != getattr(usual, key)]
+    known = TRAINED_KEYS[framework]
+    usual = Plan(implementation=plan.implementation, pp=plan.pp, vpp=plan.vpp if "vpp" in known else 1)
+    keys = [key for key in KEYS if key not in known and getattr(plan, key) != getattr(usual, key)]
     if plan.dtype != "bf16" and (framework, plan.dtype, plan.implementation) != (
         "nemo-rl",
         "fp8",
@@ -116,11 +117,8 @@ def _not_expressed(job: RlJob, framework: str) -> list[str]:
     said = {**{key: getattr(Plan(), key) for key in engine}, "weight_dtype": "fp8", "dtype": "bf16"}
     stated = {key: value for key, value in engine.items() if value not in (None, said[key])}
     lost += [f"rollout {key}={KEYS[key].show(value)}: no setting says it" for key, value in stated.items()]
-    if framework == "verl" and not job.old_logprobs:
-        lost.append("old_logprobs: verl scores with the policy before it updates; say old_logprobs=True")
-    if job.rollouts.oversample > 1:
-        lost.append("oversample: DAPO of verl and NeMo-RL's use_dynamic_sampling decide while they run")
-    return lost
+    verl, is_fsdp2 = framework == "verl", not plan.done_by.parts
+    return lost + told("untold of rl", job=job, of=job.rollouts, plan=plan, verl=verl, is_fsdp2=is_fsdp2)
 
 
 # --- back --------------------------------------------------------------------------------------
@@ -148,9 +146,24 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
     for name in stated:
         if table.get(name, _OF_CLUSTER[0]) not in _OF_CLUSTER:
             _check_type(name, known[name].type, stated[name], path)
-    beside = (stated.keys() & known.keys()) - {*table, _MODEL}
-    unread = sorted(f"{name}={stated[name]}" for name in beside if stated[name] != known[name].default)
-    return _options(framework, first | facts, {fact: name for name, fact in table.items()}, path), unread
+    options = _options(framework, first | facts, {fact: name for name, fact in table.items()}, path)
+    assumed = formulas(_tables()["assumed"], _FUNCTIONS | first | facts)
+    unread = _others(framework, settings, {*written} - {*table})
+    for name, fact in table.items():
+        if name in settings and settings[name] != assumed.get(fact, settings[name]):
+            unread.append(f"{name}={settings[name]} is priced as {assumed[fact]}")
+    return options, [*unread, *told("read rl job", prompt=options["prompt"])]
+
+
+def _others(framework: str, settings: Facts, names: set[str]) -> list[str]:
+    """Of settings that no option holds those that may change a price: not as usual, not off, not free."""
+    known = framework_arguments(framework).arguments
+    switches = (name for name in settings if name.endswith((".enable", ".enabled")))
+    off = (f"{re.escape(name.rpartition('.')[0])}\\..*" for name in switches if not settings[name])
+    free = re.compile("|".join([*_tables()["free"][framework], *off]))
+    changed = {name for name in names & known.keys() if settings[name] != known[name].default}
+    changed |= {name for name in names - known.keys() if settings[name] and not free.fullmatch(name)}
+    return sorted(f"{name}={settings[name]}" for name in changed - {_MODEL})
 
 
 def _kind(framework: str, stated: Facts) -> Facts:
@@ -208,23 +221,15 @@ def _options(framework: str, facts: Facts, names_of: dict[str, str], path: Path)
     try:
         found = {"engine": facts.get("engine"), **{name: facts[name] for name in ("samples", "memory_frac")}}
         found |= formulas(_tables()["options"], _FUNCTIONS | facts)
-        names = ("tp", "pp", "cp", "ep", "vpp", *(("etp",) if (facts.get("ep") or 1) > 1 else ()))
-        keys: dict[str, Any] = {key: facts[key] for key in names if facts.get(key)}
-        keys |= {} if facts["trainer"] == "megatron" else {"zero": 3, "implementation": "fsdp2"}
-        keys |= {"sp": False} if facts.get("tp", 1) > 1 and facts.get("sequence_parallel") is False else {}
-        keys |= {"dtype": "fp8"} if facts.get("trains_narrow") else {}
-        plan = Plan(**keys, recompute=found.pop("recompute"))
-        tp, pp, ep = (facts.get(f"rollout_{axis}") or 1 for axis in ("tp", "pp", "ep"))
-        replicas = facts.get("rollout_dp") or 1  # tp x replicas ranks share experts, if any do
-        narrow = "fp8" if facts.get("rollout_dtype") == "fp8" else None
-        dp = replicas if ep == 1 and replicas > 1 else None
-        engine = Plan(tp=tp, pp=pp, ep=ep, dp=dp, weight_dtype=narrow)
+        for name in ("train_plan", "rollout_plan"):
+            keys = formulas(_tables()[name], _FUNCTIONS | facts)
+            plan = Plan(**{key: value for key, value in keys.items() if value is not None})
+            found[name] = plan_text(plan) or "tp=1"
     except (KeyError, TypeError, ZeroDivisionError) as error:
         what = names_of.get(error.args[0], error.args[0])
         raise DataError(f"{path} does not say enough of a job of {framework}: {what}") from None
-    found = {name: value for name, value in found.items() if value is not None and name not in _BETWEEN}
-    plans = {"train_plan": plan_text(plan), "rollout_plan": plan_text(engine) or "tp=1"}
-    return found | plans | {"framework": framework}
+    stated = {name: value for name, value in found.items() if value is not None and name not in _BETWEEN}
+    return stated | {"framework": framework}
 
 
 _VERL_TRAINER, _ONE_STEP_OFF = "actor_rollout_ref.actor.strategy", "one_step_off_policy"
@@ -234,5 +239,5 @@ _MODEL = "policy.model_name"
 _OF_CLUSTER = ("nodes", "train_nodes", "train_node_gpus")
 """Facts that `--cluster` says."""
 _FUNCTIONS = {"bool": bool, "int": int, "max": max, "min": min, "round": round}
-_BETWEEN = ("split", "longest", "cap")
+_BETWEEN = ("split", "longest", "cap", "is_filtered", "is_ppo")
 """What formulas of the catalog call, and what those of options only need on the way."""

@@ -26,17 +26,16 @@ _PHASE_OF = {name: phase for phase, names in _NAMES["phases"].items() for name i
 _ADVICE: dict[str, str] = _NAMES["advice"]
 _VALUE = r"[\"']?[:=,]\s*(?:np\.float\d*\()?(?P<value>[\d.]+(?:e[-+]?\d+)?)"
 _TIME = re.compile(r"(?:timing_s/|timing/train/|[•*] +)(?P<name>[\w ]+?)" + _VALUE)
-_LENGTH = re.compile(r"(?:response_length/mean|mean_gen_tokens_per_sample)" + _VALUE)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """Mean seconds of a logged step by phase, and in all; `output`: mean tokens of an answer, if logged."""
+    """Mean seconds of a logged step by phase, and in all; `lengths`: tokens of a prompt and of its output."""
 
     phases_s: dict[str, float]
     step_s: float
     num_steps: int
-    output: float | None
+    lengths: dict[str, float]
 
     @property
     def rest_s(self) -> float:
@@ -60,9 +59,11 @@ def read_step_log(path: Path) -> StepLog:
             phases_s[_PHASE_OF[name]] += fmean(seconds[first:] or seconds)
     beside_s = sum(sum(times[name][first:]) for name in _NAMES["beside"] if name in times)
     num = len(totals) - first
-    lengths = [float(found["value"]) for found in _LENGTH.finditer(text)]
-    output = fmean(lengths[first:]) if len(lengths) > first else None
-    return StepLog(phases_s, fmean(totals[first:]) - beside_s / num, num, output)
+    lengths = dict[str, float]()
+    for name, logged in _NAMES["lengths"].items():
+        tokens = [float(found["value"]) for found in re.finditer(f"(?:{logged}){_VALUE}", text)][first:]
+        lengths |= {name: fmean(tokens)} if tokens else {}
+    return StepLog(phases_s, fmean(totals[first:]) - beside_s / num, num, lengths)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
