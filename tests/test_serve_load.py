@@ -151,6 +151,18 @@ def test_printed_passes_are_those_of_the_engine(meshwise: Any) -> None:
     assert vllm[0]["time_s"]["mlp"] == vllm[1]["time_s"]["mlp"] > bare[0]["time_s"]["mlp"]
 
 
+def test_a_larger_graph_spares_the_host_launches(meshwise: Any) -> None:
+    base = (
+        "serve deepseek-v3 --cluster b200-sxm:8 --plan tp=8,ep=8 --concurrency 8 --num-requests 8 --sequences"
+    )
+    bare = meshwise(*base.split(), "512,513", "--json").document
+    more = meshwise(*base.split(), "512,513", "--engine", "vllm,graph_batch=528", "--json").document
+    (one, beyond), (same, captured) = ([row["token_s"] for row in of["passes"]] for of in (bare, more))
+    assert one == same and beyond > 3 * captured > 3 * one
+    told = [any("graph_batch=528 captures" in note for note in of["notes"]) for of in (bare, more)]
+    assert told == [True, False]
+
+
 # --- requests ------------------------------------------------------------------------------------
 
 

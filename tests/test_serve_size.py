@@ -118,8 +118,15 @@ def test_no_worker_of_the_best_can_be_spared() -> None:
         assert not best.load.limits.hold(under_load(fewer, requests, engine).served)
 
 
-def test_closed_form_and_simulation_agree_below_saturation() -> None:
-    found = screened("llama3-8b", "h100-80g-sxm:1")
+RANKS = {"tp": (1,), "ep": (8,), "dtype": ("fp8",)}
+"""A rank waits for the prompts of others, and all of them for the host, which launches their kernels."""
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "fixed"), [("llama3-8b", "h100-80g-sxm:1", {}), ("deepseek-v3", "h200-sxm:8", RANKS)]
+)
+def test_closed_form_and_simulation_agree_below_saturation(model: str, cluster: str, fixed: Any) -> None:
+    found = screened(model, cluster, **fixed)
     j = int(np.searchsorted(BATCHES, 16))
     requests = at_rate(float(found.rate[0, j]) * 0.98, Lengths(**LENGTHS), num=1500)
     load = under_load(Fleet(found.instances[0]), requests, ENGINE)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
-from meshwise.core.refusals import refuse
+from meshwise.core.refusals import refuse, told
 from meshwise.core.units import MOST_STATED, positive
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
@@ -20,7 +21,7 @@ from meshwise.serve.capacity import autoscaled
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine, parse_engine
 from meshwise.serve.load import Fleet, LoadResult, cost, energy, under_load
-from meshwise.serve.pass_times import first_token_s, rows, sequences_within
+from meshwise.serve.pass_times import first_token_s, launches_s, rows, sequences_within
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN
 from meshwise.serve.serving import Serving
@@ -124,6 +125,16 @@ class ServingAnswer(Shown):
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 
     @property
+    def _graph_notes(self) -> list[str]:
+        """That passes run beyond the captured batches, where that takes longer."""
+        if (engine := self._engine) is None or self.load is None:
+            return []
+        running = self.load.simulated.peak_sequences / self.load.fleet.workers
+        each = 16 * math.ceil(max(running, *self.sequences, 0) / self.serving.groups / 16)  # their usual step
+        is_launched, largest = bool(np.any(launches_s(self.serving))), max(engine.captured, default=0)
+        return told("graph notes", engine=engine, largest=largest, each=each, is_launched=is_launched)
+
+    @property
     def _engine(self) -> Engine | None:
         return self.load.engine.on(self.serving.cluster.chip) if self.load else None
 
@@ -141,7 +152,7 @@ class ServingAnswer(Shown):
             "first_token_kernels_s": est.first_token_kernels_s(of),
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,
             "encoding": self._encoding,
-            "notes": [*est.notes(of), *(load.notes if load else ())],
+            "notes": [*est.notes(of), *self._graph_notes, *(load.notes if load else ())],
         }
         document |= load.to_json() | self.cost | energy(load) if load else {}
         for name in ("sizing", "deployment"):

@@ -100,6 +100,7 @@ class Engine:
     `foresees_ends`: less what others that end before it leave (SGLang, add_one_req_ignore_eos).
     `graph_sizes`: decode batches for which a CUDA graph was captured; others are padded up to the next of
     these where the engine `pads_batches`, or launched kernel by kernel. Without any, all are captured.
+    `graph_batch`: the largest of them, if the server is started with another (by the last step up to it).
     `lag_passes`: passes that are under way or planned when a request arrives, before one can take it;
     `poll_passes`: decode passes from one look at what has arrived to the next; `align_passes`: passes that
     prompts wait at most until every dp rank has one and they fill `fill_frac` of a pass (TensorRT-LLM's
@@ -136,6 +137,7 @@ class Engine:
     reserve_frac: float = 0.0
     foresees_ends: bool = False
     graph_sizes: tuple[int, ...] = ()
+    graph_batch: int = 0
     pads_batches: bool = True
     lag_passes: int = 1
     poll_passes: int = 1
@@ -169,6 +171,13 @@ class Engine:
         """The engine with what it starts with on `chip`, where nothing else was stated."""
         usual: dict[str, Any] = next((of.set for of in self.on_chips if of.hold(chip)), {})
         return self.having(**{key: value for key, value in usual.items() if key not in self.stated})
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Decode batches that have a CUDA graph; () if all do."""
+        first, last = (0, 0, *self.graph_sizes)[-2:]
+        sizes = *self.graph_sizes, *range(2 * last - first or 1, self.graph_batch + 1, last - first or 1)
+        return tuple(size for size in sizes if size <= self.graph_batch) or self.graph_sizes
 
     @property
     def of_prompts(self) -> Engine:

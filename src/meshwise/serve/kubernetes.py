@@ -25,7 +25,7 @@ from meshwise.core.yaml import yaml_text
 from meshwise.launch.write import launch
 from meshwise.plan.workload import Workload
 from meshwise.serve.answer import Deployment, ServingAnswer
-from meshwise.serve.load import Fleet, LoadResult
+from meshwise.serve.load import LoadResult
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
 
@@ -35,8 +35,8 @@ Tree = dict[str, Any]
 class EngineServer(msgspec.Struct, frozen=True):
     """How an engine is started: its name for `launch`, images, command, port, words of some arguments.
 
-    `max_tokens` is its token budget, `model` names the model under Dynamo, `sends` hands caches over between
-    pools.
+    `max_tokens` is its token budget, `graph_batch` its largest batch with a graph, `model` names the model
+    under Dynamo, `sends` hands caches over between pools.
     """
 
     framework: str
@@ -44,6 +44,7 @@ class EngineServer(msgspec.Struct, frozen=True):
     command: list[str]
     port: int
     max_tokens: str
+    graph_batch: str = ""
     model: str = ""
     sends: list[str] = []
 
@@ -81,17 +82,14 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
         raise WorkloadError(f"to={target} must be one of {', '.join(TARGETS)}")
     if (load := answer.load) is None:
         raise WorkloadError(f"to={target} writes a fleet; give rate, concurrency or requests too")
-    to, fleet, engine, model = TARGETS[target], load.fleet, load.engine.name, answer.serving.model.name
-    names = {"to": to, "fleet": fleet, "engine": engine, "engines": " or ".join(to.engines), "model": model}
-    names |= {
-        "chip": fleet.serving.cluster.chip,
-        "image_of": _image_of(fleet),
-        "images": SERVERS[engine].images,
-    }
+    to, fleet, engine, model = TARGETS[target], load.fleet, load.engine, answer.serving.model.name
+    chip, name = fleet.serving.cluster.chip, re.sub("[^a-z0-9]+", "-", model.lower()).strip("-")
+    names = {"to": to, "fleet": fleet, "engine": engine.name, "engine_of": engine, "chip": chip, "name": name}
+    names |= {"model": model, "server": SERVERS[engine.name], "engines": " or ".join(to.engines)}
+    names["image_of"] = chip.generation if chip.vendor == "amd" else chip.vendor
     refuse("fleet", WorkloadError, target=target, vendors=" and ".join(to.vendors), **names)
-    name = re.sub("[^a-z0-9]+", "-", model.lower()).strip("-")
     lost = told("not expressed of a fleet", router=fleet.router, **names)
-    values = _values(load, name, model, to, lost)
+    values = _values(load, names, to, lost)
     trees = _filled(_CATALOG[target], values)
     trees += [_filled(_CATALOG["keda"], values)] if target == "kubernetes" and fleet.scaling else []
     file = "fleet.yaml" if "fleet.yaml" in to.apply else "values.yaml"
@@ -101,30 +99,26 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
     return Deployment(target, files | load_files, commands, tuple(dict.fromkeys(lost)))
 
 
-def _image_of(fleet: Fleet) -> str:
-    """The maker of a fleet's GPUs; AMD's by generation, which images are of."""
-    chip = fleet.serving.cluster.chip
-    return chip.generation if chip.vendor == "amd" else chip.vendor
-
-
-def _values(load: LoadResult, name: str, model: str, to: FleetTarget, lost: list[str]) -> Tree:
+def _values(load: LoadResult, names: Tree, to: FleetTarget, lost: list[str]) -> Tree:
     """What the templates of a target are filled with."""
-    fleet, engine, has_pools = load.fleet, load.engine, load.fleet.prefill is not None
-    server, scaling = SERVERS[engine.name], fleet.scaling
-    names = {"name": name, "model": model, "fleet": fleet, "engine_of": engine, "server": server}
-    names |= {"chip": fleet.serving.cluster.chip, "image_of": _image_of(fleet)}
-    names |= {"policy_of": to.policies.get(fleet.router.policy), "max": max, "round": round, "str": str}
-    values = {"name": name, "model": model} | formulas(_CATALOG["values"], names)
+    fleet, has_pools, scaling = load.fleet, load.fleet.prefill is not None, load.fleet.scaling
+    names = names | {
+        "policy_of": to.policies.get(fleet.router.policy),
+        "max": max,
+        "round": round,
+        "str": str,
+    }
+    values = {name: names[name] for name in ("name", "model")} | formulas(_CATALOG["values"], names)
     if scaling is not None:
         values |= formulas(_CATALOG["scaling_values"], names | {"of": scaling, "query_of": _CATALOG["query"]})
         scaled = _filled(_CATALOG["scaled"], values)
         values["keda"] = {"enabled": True} | scaled
-        values["keda_spec"] = {"scaleTargetRef": {"name": name}} | scaled
+        values["keda_spec"] = {"scaleTargetRef": {"name": names["name"]}} | scaled
 
     def pool(of: Serving | None, num: int, component: str, kind: str) -> Any:
         if of is None:
             return to.no_pool
-        args, cache = _arguments(load, of, lost), server.sends if has_pools else []
+        args, cache = _arguments(load, of, lost), names["server"].sends if has_pools else []
         for word in set(args) & set(to.states):
             del args[args.index(word) : args.index(word) + 2]
         values.update(component=component, kind=kind, num=num, args=args, cache=cache, gpus=of.num_chips)
@@ -151,6 +145,8 @@ def _arguments(load: LoadResult, of: Serving, lost: list[str]) -> list[str]:
     found = launch(of.model, of.cluster, replace(of.mesh.plan, imbalance=1.0), work, server.framework)
     lost += found.not_expressed
     words = [*found.arguments, server.max_tokens, str(engine.max_tokens)]
+    if engine.graph_batch and server.graph_batch:
+        words += [server.graph_batch, str(engine.graph_batch)]
     if engine.name != "vllm":
         return [*words, "--host", "0.0.0.0"]
     words += ["--gpu-memory-utilization", f"{of.memory_frac:g}"]

@@ -111,7 +111,7 @@ def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) ->
     """The kernels of a pass of `sequences` in each group: in a graph of so many or more, or without."""
     counts = np.asarray(sequences, dtype=np.float64)
     padded = np.array([_padded(count, engine) for count in counts.ravel().tolist()]).reshape(counts.shape)
-    is_launched = ~np.isin(padded, engine.graph_sizes or padded)
+    is_launched = ~np.isin(padded, engine.captured or padded)
     of = run_by(serving, engine)
     priced = est.decode_pass(of, padded, past)
     busy_s = priced.total_s - priced.time_s["attention"]
@@ -130,7 +130,7 @@ def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> 
 
 def _padded(count: float, engine: Engine) -> float:
     """The captured batch size that runs `count` sequences; `count` itself where there is none."""
-    sizes = engine.graph_sizes if engine.pads_batches else ()
+    sizes = engine.captured if engine.pads_batches else ()
     place = bisect_left(sizes, count)
     return max(sizes[place] if place < len(sizes) else count, 1)
 
@@ -154,16 +154,37 @@ def sequences_within(serving: Serving, token_s: float, engine: Engine | None = N
     return int(quick[-1]) * serving.groups if quick.size else 0
 
 
+def with_prompts_s(
+    token_s: Num, prompt_s: Num, alone_s: Num, per_pass: Num, groups: Num, launched_s: float, *, mixes: bool
+) -> Num:
+    """Mean seconds from one token of a sequence to the next where its engine takes prompts too.
+
+    Of `per_pass` prompts in the mean pass a pass has some with the chance f = 1 - exp(-per_pass), as they
+    come at random; then per_pass / f. Each takes `prompt_s` of one of `groups`; where there are fewer than
+    groups, those without wait for one that has its own alone (`alone_s`). A pass takes as long as the host
+    needs to launch it (`launched_s`) at least, where the engine `mixes` together with the tokens of others.
+    """
+    some = -np.expm1(-np.asarray(per_pass, dtype=np.float64))
+    each = per_pass / some / groups
+    prompts_s = each * prompt_s + np.maximum(1.0 - each, 0.0) * alone_s
+    return token_s + some * np.maximum(launched_s - token_s * mixes, prompts_s)
+
+
 def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = None) -> list[dict[str, Any]]:
     """What each number of running sequences of the whole instance gives; they divide by its groups.
 
     `tokens_per_s` counts generated tokens while only decoding; `with_prefill_per_s` the same where the
-    instance takes the prompts too, one batch after the other.
+    instance takes the prompts too (`with_prompts_s`).
     """
     num_chips, room = serving.num_chips, serving.usable_bytes
     each = np.array(sequences, dtype=np.float64) / serving.groups
     time, memory = mean_pass(serving, each, engine).time_s, est.memory_bytes(serving, each)
-    prompt = est.prompt_s(serving)
+    per_pass = each * serving.groups / serving.engines / serving.output
+    launched_s = prompt_launches_s(serving, engine, serving.prompt) if engine else 0.0
+    spent_s = with_prompts_s(
+        sum(time.values()), est.prompt_s(serving), est.prompt_alone_s(serving), per_pass,
+        serving.groups / serving.engines, launched_s, mixes=engine is None or engine.mixes,
+    )  # fmt: skip
 
     def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
@@ -176,7 +197,7 @@ def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = Non
         tokens_per_s = count / token_s
         routed = count * checked // int(serving.mesh.pp)
         experts = moe and summary(moe, routed, serving.expert_shares)
-        with_prefill_per_s = count * serving.output / (each[i] * prompt + serving.output * token_s)
+        with_prefill_per_s = count / np.broadcast_to(spent_s, each.shape)[i]
         rates = {"tokens_per_s": tokens_per_s, "with_prefill_per_s": float(with_prefill_per_s)}
         row: dict[str, Any] = {"sequences": count, "token_s": token_s, **rates}
         row |= {f"{name}_per_gpu": rate / num_chips for name, rate in rates.items()}

@@ -2,8 +2,9 @@
 
 A layout is tp x dp ranks of one chip, its experts within each tp group (whole, or cut) or spread over all
 ranks. With B sequences running on each dp rank, t(B) the seconds of a decode pass, p those of a prompt in a
-full pass, and O tokens of output, an instance alone gives a token each `t + B p / O` seconds and serves
-`r = B dp / (O t + B p)` requests a second. Separate pools serve `dp / p` and `B dp / (O t)`; a token takes t.
+full pass, and O tokens of output, an instance of one rank gives a token each `t' = t + B p / O` seconds (with
+more, or where the host launches prompts' kernels: `pass_times.with_prompts_s`) and serves `B dp / (O t')`
+requests a second. Separate pools serve `dp / p` and `B dp / (O t)`; a token takes t.
 
 Of a prompt only the tokens count that no cache holds: those of a cache of infinite size, whose room the
 simulation then checks. The first token comes after the front end, its prompt alone, and a queue: of an
@@ -27,7 +28,7 @@ from meshwise.plan.plan import Plan, numbers_of, plan_text
 from meshwise.plan.rules import rules
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
-from meshwise.serve.pass_times import attending, prompt_launches_s
+from meshwise.serve.pass_times import attending, prompt_launches_s, with_prompts_s
 from meshwise.serve.serving import Serving, memory_bytes, prompt_alone_s, prompts_s, token_pass
 
 MAX_RANKS = 256
@@ -47,7 +48,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Screen:
-    """The layouts of one chip: arrays [layouts, 1], or [layouts, batches] where the batch matters."""
+    """The layouts of one chip: arrays [layouts, 1], or [layouts, batches] where the batch matters.
+
+    `pass_s` are seconds between two tokens of a sequence, `token_s` where prompts share the instance.
+    """
 
     instances: tuple[Serving, ...]
     num_chips: Grid
@@ -56,6 +60,7 @@ class Screen:
     prompt_s: Grid
     alone_s: Grid
     pass_s: Grid
+    token_s: Grid
 
     @property
     def vendor(self) -> str:
@@ -71,11 +76,6 @@ class Screen:
     def fits(self) -> Mask:
         """Whether the caches of so many sequences have room."""
         return self.most >= BATCHES
-
-    @property
-    def token_s(self) -> Grid:
-        """Seconds between two tokens of a sequence where prompts share the instance."""
-        return self.pass_s + BATCHES * self.prompt_s / self.output
 
     @property
     def rate(self) -> Grid:
@@ -114,7 +114,7 @@ def screen(
             screens.append(_priced(instance, base, cluster, layouts, engine, missing_frac))
     if not screens:
         return None
-    columns = ("num_chips", "dp", "most", "prompt_s", "alone_s", "pass_s")
+    columns = ("num_chips", "dp", "most", "prompt_s", "alone_s", "pass_s", "token_s")
     joined = {name: np.concatenate([getattr(one, name) for one in screens]) for name in columns}
     instances = tuple(one for group in screens for one in group.instances)
     return Screen(instances=instances, **joined)
@@ -151,6 +151,10 @@ def _priced(
     def grid(values: Num) -> Grid:
         return np.broadcast_to(values, (len(layouts), np.shape(values)[-1] if np.ndim(values) else 1))
 
+    dp, prompt_s = ranks / tp, prompts_s(of, of.prefill(together, computed)) / together
+    pass_s, per_pass = token_pass(attending(of, engine), BATCHES).total_s, BATCHES * dp / base.output
+    prompts = prompt_s, prompt_alone_s(of, computed), per_pass, dp, launched_s
+
     def alone(ranks: int, tp: int, ep: int) -> Serving:
         on = replace(cluster, num_chips=ranks, name=f"{cluster.chip.name}:{ranks}")
         return instance(on, replace(plan, tp=tp, ep=ep))
@@ -158,11 +162,12 @@ def _priced(
     return Screen(
         instances=tuple(alone(*layout) for layout in layouts),
         num_chips=ranks,
-        dp=ranks / tp,
+        dp=dp,
         most=grid(np.maximum(np.floor(room / memory["cache"]), 0.0)),
-        prompt_s=grid(prompts_s(of, of.prefill(together, computed))) / together,
-        alone_s=grid(np.maximum(prompt_alone_s(of, computed), launched_s)) + front_s,
-        pass_s=grid(token_pass(attending(of, engine), BATCHES).total_s),
+        prompt_s=grid(prompt_s),
+        alone_s=grid(np.maximum(prompts[1], launched_s)) + front_s,
+        pass_s=grid(pass_s),
+        token_s=grid(with_prompts_s(pass_s, *prompts, mixes=engine.mixes)),
     )
 
 
