@@ -99,6 +99,7 @@ def _quantized(raw: dict[str, Any], has_experts: bool) -> str:
     """Plan keys that serve quantized weights as they are; all that there are where layers differ.
 
     Packed weights of a mixture are those of its experts (Kimi K2.5); DeepSeek-V4 says so with `expert_dtype`.
+    Of 2 or 3 bits there is no key.
     """
     parts = (raw, *(part for part in raw.values() if isinstance(part, dict)))
     own = next((part["quantization_config"] for part in parts if "quantization_config" in part), None)
@@ -106,14 +107,17 @@ def _quantized(raw: dict[str, Any], has_experts: bool) -> str:
         return ""
     names = (own.get(key) for key in ("quant_algo", "format", "quant_method"))
     name = next((name.lower() for name in names if isinstance(name, str)), "")
+    packed = re.search(r"'weights': \{[^}]*'num_bits': (\d+)", str(own.get("config_groups")))
+    bits = int(packed[1]) if packed else own.get("bits")
+    unknown = "dtype, weight_dtype or expert_dtype"
+    keys = NAMES["formats"].get(name, unknown) if bits in (None, 4, 8) else unknown
     if has_experts and name == "pack-quantized":
-        return "expert_dtype=int4"
-    keys = NAMES["formats"].get(name, "dtype, weight_dtype or expert_dtype")
+        keys = keys.replace("weight_dtype=", "expert_dtype=")
     left_out = " ".join(str(own.get(key)) for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
     wide = [what for what, names in NAMES["left_wide"].items() if re.search(names, left_out)]
     if keys == "dtype=fp4" and wide:
         return f"{keys},wide_modules={'+'.join(wide)}"
-    if own.get("bits") == 8 or own.get("load_in_8bit"):
+    if bits == 8 or own.get("load_in_8bit"):
         keys = keys.replace("int4", "int8")
     return keys + ",expert_dtype=mxfp4" * (raw.get("expert_dtype") == "fp4" and "=" in keys)
 
