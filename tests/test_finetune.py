@@ -12,11 +12,8 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
 
-FULL, LORA, QLORA = (
-    "recompute=full",
-    "recompute=full,lora_rank=16",
-    "recompute=full,lora_rank=16,frozen_dtype=int4",
-)
+FULL, LORA = "recompute=full", "recompute=full,lora_rank=16"
+QLORA = f"{LORA},frozen_dtype=int4"
 
 KNOWN = tomllib.loads((Path(__file__).parent / "data" / "finetune.toml").read_text())
 
@@ -34,8 +31,7 @@ def test_adapters_need_less_than_all_weights_and_narrow_ones_still_less(model: s
 def test_few_bits_are_for_the_matrices_of_blocks() -> None:
     """Half a byte in place of two for these; embedding and head stay as they are."""
     plain, narrow = (memory_bytes("llama3-8b", plan)["weights"] for plan in (LORA, QLORA))
-    matrices = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
-    assert plain - narrow == 1.5 * matrices
+    assert plain - narrow == 1.5 * 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
 
 
 @pytest.mark.parametrize("source", KNOWN)

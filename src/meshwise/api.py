@@ -506,8 +506,14 @@ def serve(
         memory_frac=0.9 if memory_frac is None else memory_frac,
     )  # fmt: skip
 
+    def has_layout(plan: str | Path | Plan) -> bool:
+        stated = _choices(plan)
+        return bool(
+            stated if isinstance(plan, Plan) else {"tp", "cp", "pp", "dp", "ep", "etp"} & stated.keys()
+        )
+
     def instance(machine: Cluster, plan: str | Path | Plan, engine: Engine = runs) -> Serving:
-        one = _plan(plan) if _is_laid_out(plan) else replace(_plan(plan), tp=machine.num_chips)
+        one = _plan(plan) if has_layout(plan) else replace(_plan(plan), tp=machine.num_chips)
         stated = FORMATS if isinstance(plan, Plan) else _choices(plan)
         found = make(machine, replace(one, **as_released(architecture, stated)), engine=engine)
         if uneven:
@@ -545,7 +551,7 @@ def serve(
         return _deployed(found, to, asked)
     refuse("serve one layout", WorkloadError, pools=pools, clusters=str(cluster).split(","))
     machine, num_instances = _cluster(cluster, collectives), 1
-    if not (_is_laid_out(plan) or is_laid_out):
+    if not (has_layout(plan) or is_laid_out):
         whole = default_instance(partial(instance, plan=plan), machine)
         num_instances = machine.num_chips // whole.num_chips
         workers = num_instances if load else 1
@@ -1266,14 +1272,6 @@ def _choices(plan: str | Path | Plan | Mapping[str, Sequence[Any]]) -> Mapping[s
     if isinstance(plan, Mapping):
         return plan
     return plan_choices(plan_text(plan) if isinstance(plan, Plan) else str(plan))
-
-
-def _is_laid_out(plan: str | Path | Plan) -> bool:
-    """Whether a plan of a server states how its GPUs share the work, as a `Plan` that is not empty does."""
-    from meshwise.plan.plan import Plan
-
-    stated = _choices(plan)
-    return bool(stated if isinstance(plan, Plan) else stated.keys() & {"tp", "cp", "pp", "dp", "ep", "etp"})
 
 
 def _plan(plan: str | Path | Plan, trained_on: Cluster | None = None) -> Plan:

@@ -135,16 +135,12 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
     rate = f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
     yield f"first token after {duration(first_s)}{kernels}; {rate}"
     if document["max_sequences"]:
-        yield f"room for {_sequences(document['max_sequences'])}"
+        yield f"room for {document['max_sequences']:,} sequence{'s' * (answer.max_sequences != 1)}"
     else:
         yield _out_of_memory(document["memory_bytes"])
     if answer.token_s is not None:
         within = document["sequences_within_limit"]
-        yield f"within {1e3 * answer.token_s:g} ms a token: {_sequences(within)}"
-
-
-def _sequences(number: int) -> str:
-    return f"{number:,} sequence{'s' * (number != 1)}"
+        yield f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences"
 
 
 def _out_of_memory(memory: Mapping[str, float]) -> str:
@@ -326,8 +322,8 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
         headline = next(_no_layout(answer.sizing))
     elif answer.max_sequences:
         headline = (
-            f"first token after {duration(answer.first_token_s)}, room for "
-            f"{_sequences(answer.max_sequences)} of {of.prompt} + {of.output} tokens"
+            f"first token after {duration(answer.first_token_s)}, room for {answer.max_sequences:,} "
+            f"sequences of {of.prompt} + {of.output} tokens"
         )
     else:
         headline = _out_of_memory(answer.to_json()["memory_bytes"]).partition(" that may be used")[0]
