@@ -272,13 +272,13 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
     keys = {key: value for key, value in columns.items() if value not in (None, "")}
     plan = Plan(**keys, **formulas(_NAMES["plan"], names), **_adapters(run, dtype), dtype=dtype)
-    if plan.done_by.parts == "transformers" and any(is_there for is_there, _ in _unknown(model, plan)):
+    unknown = parts_beyond("transformers", model, plan=plan)  # of which it is not known what it keeps
+    if plan.done_by.parts == "transformers" and any(is_there for is_there, _ in unknown):
         plan = replace(plan, implementation=_USUAL["implementation"])
     if run.recompute_layers is not None and run.recompute_kind != "full":
         raise PlanError(f"recompute_layers is for recompute_kind full, not {run.recompute_kind}")
-    if stated.recompute_kind in ("selective", "per_op") or (
-        run.recompute_modules and not stated.recompute_kind
-    ):
+    said = stated.recompute_kind
+    if said in ("selective", "per_op") or (run.recompute_modules and not said):
         kind = "mla" if model.mla else "moe" if model.moe else "dense"
         modules = "per_op" if run.recompute_kind == "per_op" else defaults.selective.get(kind, "core_attn")
         modules = run.recompute_modules or modules
@@ -287,11 +287,6 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         plan = replace(plan, recompute="full", recompute_layers=run.recompute_layers)
     changes = [plan_keys(text) for text in defaults.tried]
     return (plan, *(_changed(plan, change) for change in changes if _leaves_open(stated, plan, change)))
-
-
-def _unknown(model: Model, plan: Plan) -> Iterator[tuple[Any, str]]:
-    """Parts of a model of which it is not known what the library `transformers` keeps."""
-    return parts_beyond("transformers", model, plan=plan)
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -221,17 +221,13 @@ def _routed(shape: dict[str, float], alpha: float | None, *, limited: bool) -> d
     busier, active_frac = 1.0, 1.0
     if alpha is not None:
         span = (1.0, 0.8 * tokens) if tokens * topk > experts else (0.01, 2.0)
-        busier += _largest_of(ep) * _spread(alpha, *span) / math.sqrt(experts / ep)
+        largest = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))  # of ep standard normals (Blom 1958)
+        busier += largest * _spread(alpha, *span) / math.sqrt(experts / ep)
         active_frac = _active_frac(alpha, *span, tokens * topk / experts)
     scored = busier * kept / ep
     pairs = max(1.0, math.ceil(tokens * min(scored + tied, topk, experts / ep)))
     reached = active_frac * experts / ep * (0.5 if dealt_out and ep == 1 else 1.0)
     return {"local_topk": pairs / tokens, "active": max(1.0, min(reached, tokens * scored + tied, pairs))}
-
-
-def _largest_of(count: float) -> float:
-    """The expected largest of `count` standard normals (Blom 1958)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def _spread(alpha: float, low: float, high: float) -> float:

@@ -40,9 +40,7 @@ def with_release(board: Board, name: str, rows: Sequence[Prediction]) -> Board:
 
 def write_board(board: Board, path: Path) -> None:
     """Write a board, four digits of each prediction."""
-    cells = [
-        (release, *row, f"{value:.4g}") for release, found in board.items() for row, value in found.items()
-    ]
+    cells = [(name, *row, f"{value:.4g}") for name, found in board.items() for row, value in found.items()]
     write_text(path, csv_text([_Cell.__struct_fields__, *cells]))
 
 

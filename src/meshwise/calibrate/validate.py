@@ -102,15 +102,10 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """The row that `meshwise validate --json` prints."""
-        names = ("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed")
-        return {name: getattr(self, name) for name in names} | {
-            "interval": self.interval and self.interval.to_json(),
-            "left_out": self.left_out,
-            "left_out_error_frac": self.left_out_error_frac,
-            "reason": self.reason or None,
-            "fits": self.fits,
-            "approximations": self.approximations,
-        }
+        keys = ("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed")
+        others = ("interval", "left_out", "left_out_error_frac", "reason", "fits", "approximations")
+        own = {"interval": self.interval and self.interval.to_json(), "reason": self.reason or None}
+        return {name: getattr(self, name) for name in keys + others} | own
 
 
 @dataclass(frozen=True, slots=True, repr=False)

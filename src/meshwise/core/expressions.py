@@ -57,8 +57,7 @@ def _value(node: Any) -> Value:
             owner = _value(node.value)
             return lambda names: getattr(owner(names), attr)
         case ast.Subscript():
-            whole, part = _value(node.value), _value(node.slice)
-            return lambda names: whole(names)[part(names)]
+            return _applied(operator.getitem, node.value, node.slice)
         case ast.Slice():
             return _applied(slice, node.lower, node.upper, node.step)
         case ast.Call():
@@ -67,8 +66,7 @@ def _value(node: Any) -> Value:
         case ast.List():
             return _several(node.elts)
         case ast.Tuple():
-            several = _several(node.elts)
-            return lambda names: tuple(several(names))
+            return _applied(lambda *parts: parts, *node.elts)
         case ast.Dict():
             keys, values = _several(node.keys), _several(node.values)
             return lambda names: dict(zip(keys(names), values(names), strict=True))

@@ -454,9 +454,8 @@ def _axes(level: Level) -> list[Link]:
     sizes = itertools.accumulate(level.torus, operator.mul)
     one_way = level.bytes_per_s / (2 * len(level.torus))
     ways = [2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0 for size in level.torus]
-    return [
-        Link(one_way, level.latency_s, float(ranks), both) for ranks, both in zip(sizes, ways, strict=True)
-    ]
+    axes = zip(map(float, sizes), ways, strict=True)
+    return [Link(one_way, level.latency_s, ranks, both) for ranks, both in axes]
 
 
 def links_of(levels: Sequence[Level]) -> tuple[Link, ...]:

@@ -249,10 +249,9 @@ def _find(generation: str, software: str, among: Tables) -> Overheads:
         constants["attention_slowdown"] = 1.0
     elif "attention_slowdown" in constants:
         constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)
+    static = {name.removesuffix(_STATIC): power.pop(name) for name in [*power] if name.endswith(_STATIC)}
     return Overheads(
-        static_watts={
-            name.removesuffix(_STATIC): power.pop(name) for name in [*power] if name.endswith(_STATIC)
-        },
+        static_watts=static,
         joule_per_flop=power,
         full_watts=FULL_WATTS.get(generation, 1.0),
         network_frac=among.network,

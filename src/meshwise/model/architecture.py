@@ -652,10 +652,8 @@ def of_layer(model: Model, layer: Layer) -> Model:
     own: dict[str, Any] = {name: value for name in names if (value := getattr(layer, name))}
     if layer.side == "single":
         own |= {"parallel_block": True, "num_norms": 1, "out_bias": False}
-    causal = model.causal and layer.side != "encoder"
-    return replace(
-        model, sliding_window=layer.window, full_attention_every=0, layers=(), causal=causal, **own
-    )
+    own["causal"] = model.causal and layer.side != "encoder"
+    return replace(model, sliding_window=layer.window, full_attention_every=0, layers=(), **own)
 
 
 def is_moe_layer(model: Model, layer: int) -> bool:

@@ -28,24 +28,9 @@ from msgspec import structs
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
+from meshwise.model import config_fields as spelled
 from meshwise.model.architecture import Model, Projector, Side, Tower, check_count, checked_model
-from meshwise.model.config_fields import (
-    DEFAULTS,
-    NAMES,
-    NEEDED,
-    NULL_MEANS_NONE,
-    ONE_FOR_ALL,
-    Config,
-    Fields,
-    Joint,
-    SideLayer,
-    Spelling,
-    TowerConfig,
-    WholeConfig,
-    follows,
-    spellings,
-    worked_out,
-)
+from meshwise.model.config_fields import NAMES, Config, Fields, Spelling, follows, spellings, worked_out
 from meshwise.model.config_rules import block_fields, head_fields, said_by, with_layers
 from meshwise.model.weights import num_params, num_projected
 
@@ -165,7 +150,7 @@ def _check_refused(spelling: Spelling, holds: Callable[[str], Any], fields: Mapp
             raise ModelError(sentence.format(**fields))
 
 
-def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
+def _fields_of_whole(raw: dict[str, Any], whole: spelled.WholeConfig) -> Fields:
     """The language model, with the class and the tied embedding of the whole; its tower is left out."""
     version = str(raw.get("version"))
     if whole.families and version not in whole.families:
@@ -193,7 +178,7 @@ def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
 
 
 def _tower(
-    raw: dict[str, Any], tower: TowerConfig, text_width: int
+    raw: dict[str, Any], tower: spelled.TowerConfig, text_width: int
 ) -> tuple[list[tuple[str, int]], list[Tower]]:
     """The parameters of a tower, of what reduces its tokens, and of what joins it to the text; and itself."""
     if tower.optional and raw.get(tower.key) is None:
@@ -229,7 +214,7 @@ def _tower(
     return list(counted), [Tower(name=name, encoder=encoder, **sizes)]
 
 
-def _sides(stated: list[SideLayer], sizes: dict[str, Any]) -> list[tuple[list[str], Side]]:
+def _sides(stated: list[spelled.SideLayer], sizes: dict[str, Any]) -> list[tuple[list[str], Side]]:
     """The small layers of a family with their sizes in one model, and the kinds of layers that have each."""
     found = []
     for one in stated:
@@ -253,7 +238,7 @@ def _part(raw: dict[str, Any], key: str) -> dict[str, Any]:
     return part or {}
 
 
-def _left_out(name: str, joints: list[Joint], sizes: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+def _left_out(name: str, joints: list[spelled.Joint], sizes: dict[str, Any]) -> tuple[tuple[str, int], ...]:
     number = sum(num_projected(one) for joint in joints for one in _projectors(joint, sizes))
     return ((name, number),) if number else ()
 
@@ -275,7 +260,7 @@ def _size(text: str, sizes: dict[str, Any]) -> int:
     return size
 
 
-def _projectors(joint: Joint, sizes: dict[str, Any]) -> list[Projector]:
+def _projectors(joint: spelled.Joint, sizes: dict[str, Any]) -> list[Projector]:
     """The layers of a joint, `times` over, in numbers."""
 
     size = partial(_size, sizes=sizes)
@@ -324,25 +309,25 @@ def _family(raw: dict[str, Any], like: str = "") -> str:
 
 def _typed(raw: dict[str, Any], spelling: Spelling, *, nested: bool) -> Config:
     """The config under common names, with the family's defaults, types checked and sizes above zero."""
-    given = {key: value for key, value in raw.items() if value is not None or key in NULL_MEANS_NONE}
+    given = {key: value for key, value in raw.items() if value is not None or key in spelled.NULL_MEANS_NONE}
     own_names = {common: own for own, common in spelling.names.items() if own in given}
     renamed = {common: given[own] for common, own in own_names.items()}
     others = {key: value for key, value in given.items() if key not in spelling.names}
     merged = spelling.defaults | (spelling.nested if nested else {}) | others | renamed
-    for name in ONE_FOR_ALL:
+    for name in spelled.ONE_FOR_ALL:
         if isinstance(values := merged.get(name), list) and values:
             if any(value != values[0] for value in values):
                 raise ModelError(f"{name} differs between layers; only one number for all is expressed")
             merged[name] = values[0]
     if "num_hidden_layers" not in merged and isinstance(merged.get("layer_types"), list):
         merged["num_hidden_layers"] = len(merged["layer_types"])
-    needed = [name for name in NEEDED if name not in spelling.optional]
+    needed = [name for name in spelled.NEEDED if name not in spelling.optional]
     for common in needed:
         if common not in merged:
             own = next((own for own, other in spelling.names.items() if other == common), common)
             raise ModelError(f"{own} is missing; the model cannot be sized without it")
     try:
-        config = msgspec.convert(DEFAULTS | merged, Config)
+        config = msgspec.convert(spelled.DEFAULTS | merged, Config)
     except msgspec.ValidationError as error:
         text = str(error)
         for common, own in own_names.items():

@@ -89,9 +89,8 @@ def _sized(tower: Tower, inputs: Inputs) -> Tower:
     num, rows, columns, patch = cut["num_inputs"], cut["rows"], cut["columns"], encoder.patches.patch
     of_image = cut.get("num_tokens") or num * (rows * columns // tower.merge + cut.get("row_ends", 0))
     encoder = replace(encoder, patches=replace(encoder.patches, height=rows * patch, width=columns * patch))
-    return replace(
-        tower, encoder=encoder, num_inputs=inputs.images * num, num_tokens=inputs.images * of_image
-    )
+    images = inputs.images
+    return replace(tower, encoder=encoder, num_inputs=images * num, num_tokens=images * of_image)
 
 
 def cut_image(sizing: InputSizing, patches: Patches, merged: int, width: int, height: int) -> dict[str, Any]:

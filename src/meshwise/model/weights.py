@@ -214,11 +214,11 @@ def _indexer(model: Model, own: arch.Sparse) -> Iterator[Weight]:
 
 
 def _grouped_qkv(model: Model) -> Iterator[Weight]:
-    module, kv_heads = "attention", model.num_kv_heads
+    module, hidden, kv_heads = "attention", model.hidden, model.num_kv_heads
     query, key = model.num_heads * model.head_dim, kv_heads * model.head_dim
     if model.low_rank:
         rank = model.low_rank.query
-        yield from _linear(module, "q_down", model.hidden, rank, gradient="tokens")
+        yield from _linear(module, "q_down", hidden, rank, gradient="tokens")
         yield from _norm(model, module, "q_norm", rank)
         yield from _linear(module, "q_up", rank, query, cut=COLUMNS)
     for name, width, heads, is_there in (
@@ -229,9 +229,7 @@ def _grouped_qkv(model: Model) -> Iterator[Weight]:
     ):
         bias = model.qkv_bias and (model.key_bias or name != "k")
         if is_there:
-            yield from _linear(
-                module, name, model.hidden, width, op="qkv", bias=bias, cut=COLUMNS, units=heads
-            )
+            yield from _linear(module, name, hidden, width, op="qkv", bias=bias, cut=COLUMNS, units=heads)
     if model.qk_norm_full:  # a weight for every element of the projection, no bias
         for name, width, heads in (("q_norm", query, 0), ("k_norm", key, kv_heads)):
             yield _learned(module, name, width, op="qk_norm", cut=COLUMNS, units=heads)
@@ -368,15 +366,13 @@ def _per_layer(model: Model, own: arch.PerLayer) -> Iterator[Weight]:
 def side_weights(sides: Iterable[Side]) -> Iterator[Weight]:
     """The weights of small layers."""
     for side in sides:
+        module, name, d_out = side.module, side.name, side.d_out
         if side.d_in:
-            yield from _linear(
-                side.module, side.name, side.d_in, side.d_out, bias=side.bias, gradient="tokens"
-            )
+            yield from _linear(module, name, side.d_in, d_out, bias=side.bias, gradient="tokens")
         elif side.rows:
-            yield _learned(side.module, side.name, side.rows, side.d_out, cut=ROWS)
+            yield _learned(module, name, side.rows, d_out, cut=ROWS)
         else:
-            number = max(side.taps, 1) * side.d_out
-            yield _learned(side.module, side.name, number, op=side.op, gradient="tokens")
+            yield _learned(module, name, max(side.taps, 1) * d_out, op=side.op, gradient="tokens")
 
 
 def _streams(model: Model, own: arch.Streams) -> Iterator[Weight]:
@@ -414,13 +410,10 @@ def _moe(model: Model) -> Iterator[Weight]:
     yield from _linear(module, "router", hidden, choices, bias=moe.router_bias, gradient="part")
     if moe.balance_bias:
         yield _learned(module, "balance_bias", choices, trains=False)
-    yield from _feed_forward(
-        model, module, moe.ffn_hidden, prefix="expert_", experts=moe.held, hidden=moe.latent
-    )
+    experts = partial(_feed_forward, model, module, prefix="expert_")
+    yield from experts(moe.ffn_hidden, experts=moe.held, hidden=moe.latent)
     if moe.image_ffn_hidden:
-        for weight in _feed_forward(
-            model, module, moe.image_ffn_hidden, prefix="expert_", experts=moe.num_experts
-        ):
+        for weight in experts(moe.image_ffn_hidden, experts=moe.num_experts):
             yield replace(weight, name=f"{IMAGE}{weight.name}")
     if moe.latent:
         for name, d_in, d_out in (("latent_down", hidden, moe.latent), ("latent_up", moe.latent, hidden)):

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, measured_cluster
+from meshwise.core.columns import grouped
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
@@ -236,10 +237,8 @@ def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Ca
 
 def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibration:
     """The rates that follow from what was measured on this machine."""
-    matrix: dict[str, float] = {}
-    for sample in samples:
-        if sample.what == "gemm":
-            matrix[sample.dtype] = max(sample.rate, matrix.get(sample.dtype, 0.0))
+    gemms = grouped((sample for sample in samples if sample.what == "gemm"), lambda sample: sample.dtype)
+    matrix = {dtype: max(sample.rate for sample in of) for dtype, of in gemms.items()}
     best = {sample.what: sample.rate for sample in samples if sample.what in ("copy", "multiply-add")}
     calls: Any = [(s.what, float(s.shape), ranks, s.time_s) for s in samples if s.what in COLLECTIVES]
     bandwidth, latency = fit_link(calls) if calls else (best["copy"], 0.0)

@@ -204,9 +204,8 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
         draft = replace(model, name=f"{model.name}-mtp", num_layers=1, layers=last, moe=moe)
     else:
         plan = without_experts(plan)
-    guesses = replace(
-        serving, model=draft, mesh=resolve_serving(draft, plan, serving.cluster, serving.prompt)
-    )
+    mesh = resolve_serving(draft, plan, serving.cluster, serving.prompt)
+    guesses = replace(serving, model=draft, mesh=mesh)
     found = Speculation(drafts=stated.get("drafts", 1), acceptance=stated["accept"], draft=guesses)
     return replace(serving, speculation=found)
 
@@ -321,13 +320,9 @@ def _spent_on(op: Op) -> str:
         return "comm_cp"
     if op.kind == "collective":  # after an exchange, the tp ranks gather what each of them got back
         return "comm_ep" if op.axis == "ep" or op.collective == "all_gather" else "comm_tp"
-    if op.kind == "experts":
-        return "experts"
-    if op.kind in ("attention", "decode_attention"):
-        return "attention"
-    if op.module == "recurrence":
-        return "recurrence"
-    return "projections" if op.module == "attention" else "mlp"
+    by_kind = {"experts": "experts", "attention": "attention", "decode_attention": "attention"}
+    by_module = {"recurrence": "recurrence", "attention": "projections"}
+    return by_kind.get(op.kind) or by_module.get(op.module, "mlp")
 
 
 # --- memory ------------------------------------------------------------------------------------

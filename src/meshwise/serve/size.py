@@ -28,21 +28,13 @@ from meshwise.core.each import all_of
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
+from meshwise.serve import screen as screening
 from meshwise.serve.engine import Engine
 from meshwise.serve.load import Fleet, LoadResult, under_load, usd_per_hour
 from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
-from meshwise.serve.screen import (
-    BATCHES,
-    MAX_RANKS,
-    PREFILL_UTILIZATION,
-    Grid,
-    Mask,
-    Screen,
-    layout_text,
-    screen,
-)
+from meshwise.serve.screen import BATCHES, Grid, Mask, Screen, layout_text, screen
 from meshwise.serve.serving import Serving, max_sequences
 from meshwise.serve.simulate import LatencyLimits
 from meshwise.serve.stationary import RequestStream, at_most, faster
@@ -273,7 +265,7 @@ def default_instance(instance: Callable[[Cluster], Serving], cluster: Cluster) -
     """
     whole, ranks = cluster.num_chips, cluster.levels[0].ranks if cluster.levels else 1
     usual = [num for num in (8, 4, 2, 1) if num <= min(whole, ranks)]
-    wide = [2**i for i in range(4, 20) if 2**i <= min(whole, MAX_RANKS)]
+    wide = [2**i for i in range(4, 20) if 2**i <= min(whole, screening.MAX_RANKS)]
     found = None
     for num in dict.fromkeys([*([whole] if whole <= ranks else []), *usual, *wide]):
         name = cluster.name if num == whole else f"{cluster.chip.name}:{num}"
@@ -311,7 +303,7 @@ def _apart(first: Screen, last: Screen, limits: LatencyLimits, asked: float | No
     for i, j in _cells(last.fits & (token_s <= limits.tpot_s), asked):
         left_s = limits.ttft_s - alone_s - token_s[i, j]
         shares = 2.0 * np.maximum(left_s, 0.0) / prompt_s
-        busy = np.minimum(1.0 - 1.0 / (1.0 + shares), PREFILL_UTILIZATION)
+        busy = np.minimum(1.0 - 1.0 / (1.0 + shares), screening.PREFILL_UTILIZATION)
         rate = busy * first.dp[:, 0] / prompt_s
         works = fits & (rate > 0.0)
         if not works.any():
@@ -379,9 +371,8 @@ def _finalists(
     """The simulated choices of each kind; of pools of two chips only what may cost less than others take."""
     kinds = grouped((one for one in ranked if _is_within(one.fleet, most)), lambda one: one.kind)
     least = math.inf
-    for (first, last), members in sorted(
-        kinds.items(), key=lambda item: item[0][0] not in (None, item[0][1])
-    ):
+    for first, last in sorted(kinds, key=lambda kind: kind[0] not in (None, kind[1])):
+        members = kinds[first, last]
         if first in (None, last) or members[0].rank[0] < least:
             for choice in _simulated(members[:FINALISTS], engine, wanted, most):
                 least = min(least, choice.rank[0]) if choice.holds else least

@@ -197,12 +197,10 @@ class Store(AbstractContextManager["Store"]):
         try:
             yield
         except (sqlite3.Error, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
+            why = " ".join(str(error).split())[:200]
             if getattr(error, "sqlite_errorname", "").startswith(_NO_ROOM):
-                raise DataError(f"cannot write {self.path}: {reason}; make room and start again") from None
-            raise DataError(
-                f"{self.path} is not a results file of a sweep ({reason}); name another"
-            ) from None
+                raise DataError(f"cannot write {self.path}: {why}; make room and start again") from None
+            raise DataError(f"{self.path} is not a results file of a sweep ({why}); name another") from None
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()

@@ -14,21 +14,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+import meshwise.published.frontier.assumptions as given
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED, Num, require_positive, to_number
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
-from meshwise.published.frontier.assumptions import (
-    FIELDS,
-    KINDS,
-    MONTH_S,
-    WIDENING,
-    Assumptions,
-    Sizes,
-    assumptions,
-    sizes,
-)
+from meshwise.published.frontier.assumptions import Assumptions, Sizes, sizes
 from meshwise.published.frontier.device import Device
 from meshwise.published.frontier.layer import share_domain
 from meshwise.published.frontier.step import (
@@ -71,7 +63,7 @@ def search_grid(device: Device, run: Assumptions) -> Split:
         powers[: math.floor(math.log2(run.num_experts)) + 1],
         np.outer(powers[1:17], [1.0, 1.5]).ravel(),
     )
-    inner_in, inner_out = share_domain(device, 1.0, WIDENING, tp_in, tp_out, run.all_reduce)
+    inner_in, inner_out = share_domain(device, 1.0, given.WIDENING, tp_in, tp_out, run.all_reduce)
     return Split(tp_in, tp_out, pp, interleave, ep, tokens, inner_in, inner_out)
 
 
@@ -292,12 +284,12 @@ class Frontier(Shown):
         """The limits without failures, and under `with_failures` the same with them."""
         watts = self.device.power_watts or None if watts is None else watts
         price = price_per_device_hour or 0.0
-        failures, laws = self.failures, {kind: getattr(self.run, kind) for kind in KINDS}
+        failures, laws = self.failures, {kind: getattr(self.run, kind) for kind in given.KINDS}
         return {
             "device": self.device.to_json(),
             "assumptions": {
                 **{kind: {"name": law.name, "source": law.source} for kind, law in laws.items()},
-                **{name: getattr(self.run, name) for name in FIELDS},
+                **{name: getattr(self.run, name) for name in given.FIELDS},
             },
             "failures": {
                 "device_hours_between_interruptions": failures.device_s_between_interruptions / 3600,
@@ -313,11 +305,11 @@ def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tu
     """The assumptions and the failures of a run of at most `months` [3], with `settings` by name replaced."""
     if months is not None and "duration_s" in settings:
         raise WorkloadError(f"duration_s and months={months:g} both give the duration; leave one of them out")
-    stated = {"duration_s": (3.0 if months is None else months) * MONTH_S} | dict(settings)
+    stated = {"duration_s": (3.0 if months is None else months) * given.MONTH_S} | dict(settings)
     of_failures: dict[str, Any] = {
         key: to_number(stated.pop(key), f"failures: {key}") for key in FAILURE_NUMBERS if key in stated
     }
-    return assumptions(**stated), replace(Failures.llama3(), **of_failures)
+    return given.assumptions(**stated), replace(Failures.llama3(), **of_failures)
 
 
 def frontier(

@@ -17,28 +17,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+import meshwise.published.nersc.paper as sheet
 from meshwise.core.errors import DataError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import parse_file
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import cluster_names, find_cluster
-from meshwise.published.nersc.paper import (
-    GB,
-    PaperRun,
-    PaperSystem,
-    collective_s,
-    paper_name,
-    paper_system,
-    price,
-)
+from meshwise.published.nersc.paper import PaperRun, PaperSystem, collective_s, paper_system, price
 from meshwise.published.nersc.paper_ops import PaperCut
 from meshwise.published.nersc.tables import NERSC_TABLES
 
 TOLERANCE = 1e-9
 _ROUNDING = 1e-18
 
-_KINDS = {paper_name(kind): kind for kind in COLLECTIVES if kind != "recv"}
+_KINDS = {sheet.paper_name(kind): kind for kind in COLLECTIVES if kind != "recv"}
 _STRATEGIES = {"1d": "1d", "2d": "2d", "seqp": "2d-seqp", "2d-seqp": "2d-seqp"}
 _HELD: dict[str, Any] = {
     "text": str,
@@ -190,7 +183,8 @@ def _collective_s(one: Any, systems: dict[str, PaperSystem], where: str) -> floa
     names = {"kinds": _KINDS, "known": ", ".join(_KINDS), "system": system}
     refuse("nersc collective", DataError, f"{where}: ", one=one, **names)
     assert system
-    return float(collective_s(_KINDS[one.op], one.volume_GB * GB, one.n_gpus, one.in_fast_domain, system))
+    num_bytes = one.volume_GB * sheet.GB
+    return float(collective_s(_KINDS[one.op], num_bytes, one.n_gpus, one.in_fast_domain, system))
 
 
 # --- Comparing ----------------------------------------------------------------------------------------
