@@ -54,9 +54,8 @@ class Outcome(Shown):
         ledger = self.ledger.to_json()
         timed = [row for row in ledger if row["time_s"] is not None]
         return {
-            **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device")},
+            **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device", "memory_bytes")},
             "peak_bytes": self.peak_bytes or None,  # nobody looked
-            "memory_bytes": self.memory_bytes,
             "fits": None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes,
             "time_s": _seconds(timed),
             "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwise.core.errors import MeshwiseError, WorkloadError
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.machine.hardware import Cluster
@@ -96,13 +97,10 @@ def fit_card(
 
     Raises WorkloadError for an unknown method, or a number that makes no sense.
     """
-    for name in methods:
-        if name not in METHODS:
-            raise WorkloadError(f"there is no method {name!r}; use one of {', '.join(METHODS)}")
+    unknown = next((name for name in methods if name not in METHODS), None)
+    refuse("card runs", WorkloadError, unknown=unknown, known=", ".join(METHODS), price=price, tokens=tokens)
     Workload(batch=batch, seq=seq)  # which no model makes right
     TokenBudget(tokens=tokens, price=price)
-    if price is not None and tokens is None:
-        raise WorkloadError("--price is for a run of some length; add --tokens, or leave it out")
     runs: list[CardRun] = []
     refused: dict[str, str] = {}
     for model in sorted(candidates or _open_models(seq), key=num_params):
