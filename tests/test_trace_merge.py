@@ -84,7 +84,7 @@ def test_ranks_share_one_clock(tmp_path):
 def test_any_slices_are_made_to_nest(tmp_path_factory, slices):
     folder = tmp_path_factory.mktemp("t")
     events = [kernel(f"k{i}", start, dur, stream) for i, (start, dur, stream) in enumerate(slices)]
-    merged, _ = _merged(summary_of(folder, [events]), folder / "out")
+    merged, _ = _merged(summary_of(folder, [events]), folder / "out.json")
     check_nests(merged)
     starts = sorted(e["ts"] for e in merged if e["ph"] == "X")
     assert starts == sorted(float(s - min(x[0] for x in slices)) for s, _, _ in slices)

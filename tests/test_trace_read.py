@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_tables import table
 from kineto import BASE_NS, all_reduce, host, kernel, write_trace
 from meshwise.core.errors import DataError
 from meshwise.trace import decode
@@ -18,6 +19,7 @@ from meshwise.trace.nesting import launchers
 from meshwise.trace.read import read_trace, read_traces
 from meshwise.trace.summary import summarize_paths
 
+WRONG = table("wrong_inputs")
 EVENTS = [host("cpu_op", f"aten::op{i}", 10.0 * i, 7.125, **{"External id": i + 1}) for i in range(50)]
 
 
@@ -144,18 +146,9 @@ def test_ranks_are_inferred_and_said(tmp_path):
     assert "taken as 0" in reasons["c.json"] and "taken as 4" in reasons["trace_rank4.json"]
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "the file is empty"),
-        (b'{"a": 1}', "not a trace"),
-        (b'{"traceEvents": []}', "holds no event"),
-        (b"\x1f\x8b", "ends in the middle"),
-        (b"\x00\x01\x02", "not a trace"),
-    ],
-)
+@pytest.mark.parametrize(("content", "reason"), WRONG["unreadable"])
 def test_unreadable_is_a_problem(tmp_path, content, reason):
-    (tmp_path / "rank0.json").write_bytes(content)
+    (tmp_path / "rank0.json").write_bytes(content.encode("latin-1"))
     traces, problems = read_traces([tmp_path])
     assert not traces and any(reason in p.reason for p in problems)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.calibrate import power as measured_power
-from meshwise.calibrate.errors import summarize
+from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
@@ -207,11 +207,13 @@ def predict_run(run: Run) -> list[Prediction]:
 
 def regime_of(run: Run) -> dict[str, str]:
     """The kind of a run, by aspect."""
+    half = "held-out half" if is_held_out(run.id) else "fitted half"
     sizes = ((8, "1 to 8 GPUs"), (128, "9 to 128 GPUs"), (1000, "129 to 1,000 GPUs"))
     return {
         "kind": "mixture of experts" if run.experts else "dense",
         "scale": next((name for most, name in sizes if run.gpus <= most), "1,001 GPUs and more"),
         "framework": run.framework or "unknown",
+        "half": half if run.where.startswith(f"{published_runs()}, ") else "",
     }
 
 

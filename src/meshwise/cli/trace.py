@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     Found = tuple[dict[str, Any], Iterable[Table | str]]
 
-Slices = Annotated[int, range(1, 2**31)]
+Count = Annotated[int, range(1, 2**31)]
 
 
 @takes(api.explain, optional=("traces",))
@@ -38,7 +37,7 @@ def explain(
     ray: str = "",
     html: Path | None = None,
     json: bool = False,
-    limit: int = 15,
+    limit: Count = 15,
     all: bool = False,
     **asked: Any,
 ) -> None:
@@ -72,7 +71,7 @@ def summary(
     ray: str = "",
     html: Path | None = None,
     json: bool = False,
-    limit: int = 15,
+    limit: Count = 15,
     all: bool = False,
 ) -> None:
     """Say which rank is late and why, and where the time went.
@@ -89,7 +88,7 @@ def summary(
     show(found, json=json, html=html, limit=limit, everything=all)
 
 
-def merge(found: Summary, *, out: Path, max_slices: Slices | None = None) -> Found:
+def merge(found: Summary, *, out: Path, max_slices: Count | None = None) -> Found:
     """Write one timeline of all ranks, for ui.perfetto.dev. All ranks are on one clock.
 
     Args:
@@ -134,7 +133,7 @@ def report(found: Summary, *, out: Path = Path("report.html"), cluster: str | No
     return {"file": str(out), "num_ranks": len(found.traces)}, [f"{out}: {len(found.traces)} ranks"]
 
 
-def sections(found: Summary, *, limit: int = 15) -> Found:
+def sections(found: Summary, *, limit: Count = 15) -> Found:
     """Show the named sections of all ranks.
 
     Time, compute, communication and waiting inside; spread and straggler.
@@ -149,7 +148,7 @@ def sections(found: Summary, *, limit: int = 15) -> Found:
     return document, [joint_table(joint, "Sections of all ranks", limit=limit)]
 
 
-def path(found: Summary, *, limit: int = 15) -> Found:
+def path(found: Summary, *, limit: Count = 15) -> Found:
     """Show the critical path through all ranks. What decides when the job ends, longest first."""
     from meshwise.report.trace import path_table
     from meshwise.trace.critical_path import critical_path
@@ -159,7 +158,7 @@ def path(found: Summary, *, limit: int = 15) -> Found:
     return asdict(critical), [path_table(critical, limit=limit)]
 
 
-def memory(found: Summary, *, limit: int = 15) -> Found:
+def memory(found: Summary, *, limit: Count = 15) -> Found:
     """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
     from meshwise.report.trace import memory_tables
     from meshwise.trace.memory import memory_peaks
@@ -169,7 +168,7 @@ def memory(found: Summary, *, limit: int = 15) -> Found:
     return {"peaks": list(map(asdict, peaks))}, memory_tables(peaks, limit=limit)
 
 
-def rates(found: Summary, *, cluster: str | None = None, limit: int = 15) -> Found:
+def rates(found: Summary, *, cluster: str | None = None, limit: Count = 15) -> Found:
     """Show the rates of operators by shape, against the chip's.
 
     FLOP and bytes a second of operators of known work; the roof is that of --cluster's chip.
@@ -185,7 +184,7 @@ def rates(found: Summary, *, cluster: str | None = None, limit: int = 15) -> Fou
     return {"operators": document}, rate_tables(rows, limit=limit)
 
 
-def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 15) -> Found:
+def bandwidth(found: Summary, *, cluster: str | None = None, limit: Count = 15) -> Found:
     """Show the bandwidth of collectives by group and size.
 
     Algorithm and bus bandwidth, against the links of --cluster.
@@ -198,7 +197,7 @@ def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 15) ->
     return {"collectives": list(map(asdict, rows))}, bandwidth_tables(rows, limit=limit)
 
 
-def table(found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", limit: int = 15) -> Found:
+def table(found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", limit: Count = 15) -> Found:
     """Show the profiler's table of each rank, and of all.
 
     Args:
@@ -210,15 +209,14 @@ def table(found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", limit: int = 
     rows = {trace.rank: operator_totals(trace) for trace in found.traces}
     joint = joint_operators(rows, sort_by=sort)
     title = f"{sort.upper()} time total"
-    of_rank = partial(profile_table, sort_by=sort, limit=limit)
-    tables = [of_rank(own, f"{title} (rank {one})") for one, own in rows.items()]
+    tables = [profile_table(of, f"{title} (rank {i})", sort_by=sort, limit=limit) for i, of in rows.items()]
     if len(rows) > 1:
         tables.append(joint_table(joint, f"{title} (all {len(rows)} ranks)", limit=limit))
     document = {str(one): list(map(asdict, own)) for one, own in rows.items()}
     return {"ranks": document, "joint": list(map(asdict, joint))}, tables
 
 
-def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: int = 15) -> None:
+def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: Count = 15) -> None:
     """Show what changed between two jobs or two traces. Kernels and rank times.
 
     Args:
@@ -253,7 +251,7 @@ def ledger(
 
 
 def query(
-    words: list[str], *, ray: str = "", csv: Path | None = None, json: bool = False, limit: int = 30
+    words: list[str], *, ray: str = "", csv: Path | None = None, json: bool = False, limit: Count = 30
 ) -> None:
     """Select rows of all ranks by SQL.
 
@@ -311,7 +309,7 @@ def _summarized(paths: list[Path], steps: str = "") -> Summary:
 
 def _chosen(found: Summary, text: str) -> list[int]:
     """The ranks that `--ranks` names: 0-7,12, or worst:8."""
-    if worst := re.fullmatch(r"worst:(\d{1,6})", text):
+    if worst := re.fullmatch(r"worst:([1-9]\d{0,5})", text):
         return found.worst(int(worst[1]))
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
         raise DataError(f"--ranks {text}: write 0-7,12, or worst:8 for those that others wait for longest")

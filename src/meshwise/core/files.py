@@ -126,9 +126,11 @@ def csv_text(rows: Iterable[Iterable[Any]]) -> str:
     return out.getvalue()
 
 
-def check_writable(path: Path) -> None:
-    """DataError if a file at `path` cannot be made: before the work whose result it is to hold."""
+def check_writable(path: Path, *endings: str) -> None:
+    """DataError if a file at `path` cannot be made, before the work that fills it, or ends otherwise."""
     folder = path.parent
+    if endings and not path.name.lower().endswith(endings):
+        raise DataError(f"cannot write {path}: its name must end in {' or '.join(endings)}")
     if path.is_dir():
         raise DataError(f"cannot write {path}: it is a folder; name a file")
     if not folder.is_dir():

@@ -26,7 +26,7 @@ from meshwise.report.table import Facts, Table
 
 def write_page(page: Page, path: Path) -> None:
     """Write `page` as one self-contained HTML file; DataError or MissingExtraError where that cannot be."""
-    check_writable(path)
+    check_writable(path, ".html")
     write_text(path, html_page(page))
 
 

@@ -22,9 +22,9 @@ from meshwise.trace.explain import Explanation, OpDifference
 from meshwise.trace.findings import Finding
 from meshwise.trace.intervals import covered
 from meshwise.trace.memory import MemoryPeak, memory_peaks, timeline
-from meshwise.trace.operators import AcrossRanks, KernelChange, OperatorTotal
+from meshwise.trace.operators import AcrossRanks, KernelChange, OperatorTotal, joint_sections
 from meshwise.trace.rates import Bandwidth, OpRate, bandwidths, op_rates
-from meshwise.trace.summary import Summary
+from meshwise.trace.summary import Summary, all_sections
 
 NOTHING = "no rank, link or cause stands out"
 _NUM_HOLDERS = 8
@@ -58,10 +58,12 @@ def summary_tables(summary: Summary, *, limit: int = 15, everything: bool = True
     if summary.stragglers:
         yield _stragglers(summary, limit)
     if len(summary.ranks) <= MANY_RANKS:
-        yield _times_of_ranks(summary, everything=everything)
+        columns = TABLES["ranks"] | (TABLES["more of ranks"] if everything else {})
+        yield records_table("Where the time of each rank went", summary.rank_rows(), columns)
     else:
         yield _outliers(summary, limit)
-    yield _kernels(summary, limit)
+    title = f"The {min(limit, len(summary.kernels))} longest kernels of {len(summary.kernels)}, all ranks"
+    yield records_table(title, summary.kernels[:limit], TABLES["kernels"])
     if everything and len({step.number for step in summary.steps}) > 1:
         yield _steps(summary, limit)
     if everything and summary.collectives:
@@ -97,11 +99,6 @@ def _outliers(summary: Summary, limit: int) -> Table:
     return records_table(title, found[:limit], columns, left=("", "ranks"))
 
 
-def _times_of_ranks(summary: Summary, *, everything: bool) -> Table:
-    columns = TABLES["ranks"] | (TABLES["more of ranks"] if everything else {})
-    return records_table("Where the time of each rank went", summary.rank_rows(), columns)
-
-
 def _steps(summary: Summary, limit: int) -> Table:
     """One row a step: the mean over the ranks."""
     numbers = sorted({step.number for step in summary.steps})
@@ -113,11 +110,6 @@ def _steps(summary: Summary, limit: int) -> Table:
         rows.append((number, *(duration(sum(field) / len(same)) for field in fields), kind))
     title = f"The first {len(rows)} steps of {len(numbers)}, mean of the ranks"
     return Table(title, ("step", *TABLES["steps"], ""), rows, no_wrap=True)
-
-
-def _kernels(summary: Summary, limit: int) -> Table:
-    title = f"The {min(limit, len(summary.kernels))} longest kernels of {len(summary.kernels)}, all ranks"
-    return records_table(title, summary.kernels[:limit], TABLES["kernels"])
 
 
 def _collectives(summary: Summary, limit: int) -> Table:
@@ -169,17 +161,15 @@ def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, li
 
 def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
     """What changed between two sets of traces; the last row is the sum over all kernels."""
-    columns = ("name", "count", "total before", "total after", "change")
-    before, after = sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows)
-    shown = [
-        (short(one.name), f"{one.count_before} -> {one.count_after}", one.total_before_s, one.total_after_s)
-        for one in rows[:limit]
-    ]
-    cells = [
-        (name, count, duration(old), duration(new), difference_text(new - old))
-        for name, count, old, new in (*shown, ("all", "", before, after))
-    ]
-    return Table("Kernels, before and after", columns, cells, no_wrap=True)
+    counts = (sum(row.count_before for row in rows), sum(row.count_after for row in rows))
+    totals_s = (sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows))
+    columns: Fields = {
+        **{"name": "name", "count": lambda one: f"{one.count_before} -> {one.count_after}"},
+        **{"total before": "total_before_s", "total after": "total_after_s"},
+        "change": lambda one: difference_text(one.change_s),
+    }
+    every = KernelChange("all", "", *counts, *totals_s)
+    return records_table("Kernels, before and after", [*rows[:limit], every], columns)
 
 
 def path_table(found: CriticalPath, *, limit: int) -> Table:
@@ -235,6 +225,8 @@ def page(summary: Summary, cluster: Cluster | None = None) -> Page:
     sections += _over_time(summary) if summary.partitions else []
     if summary.has_all_ranks:
         sections.append(path_table(critical_path(summary), limit=MOST_ROWS))
+    if joint := joint_sections(all_sections(summary)):
+        sections.append(joint_table(joint, "Sections of all ranks", limit=MOST_ROWS))
     sections += _memory(summary)
     sections += _rates(summary, cluster)
     sections += summary_tables(summary, limit=MOST_ROWS)
@@ -356,25 +348,25 @@ def _memory(summary: Summary) -> list[Section]:
 
 
 def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
-    """What operators and collectives reach, and the operators under the roof of the chip."""
+    """What operators and collectives reach, and the operators under the roof of the chip, if it is known."""
     sections: list[Section] = []
-    rates = op_rates(summary.traces, cluster.chip if cluster else None)
+    chip = cluster.chip if cluster else None
+    rates = op_rates(summary.traces, chip)
     points = [one for one in rates if one.flop]
-    if points:
+    if points and chip:
         intensity = [one.flop / one.bytes for one in points]
         area = np.sqrt([one.total_s for one in points])
         operators = plot.Series(
             intensity, [one.flop_per_s for one in points], "operators", line="",
             size=6 + 20 * area / area.max(), texts=[f"{one.op} {one.shape} {one.dtype}" for one in points],
         )  # fmt: skip
-        chip = cluster.chip if cluster else None
         peaks = {
             f"{chip.name}, {dtype}": peak
             for dtype in dict.fromkeys(one.dtype for one in points)
-            if chip and (peak := chip.matrix_flop_per_s.get(dtype) or chip.vector_flop_per_s.get(dtype))
+            if (peak := chip.matrix_flop_per_s.get(dtype) or chip.vector_flop_per_s.get(dtype))
         }
         ends = min(intensity) / 2, max(intensity) * 2
-        title, rate = "Matmuls and attention under the roofline", chip.memory_bytes_per_s if chip else 1.0
+        title, rate = "Matmuls and attention under the roofline", chip.memory_bytes_per_s
         text = "The larger a point, the longer all calls of the operator took."
         sections.append(replace(plot.roofline(title, [operators], peaks, rate, ends), finding=text))
     if rates:

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwise.calibrate import validate as held
 from meshwise.calibrate.cluster_file import Calibration
-from meshwise.calibrate.errors import ErrorSummary, is_held_out, order_loss, summarize
+from meshwise.calibrate.errors import ErrorSummary, order_loss, summarize
 from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_server import ServerFit
 from meshwise.calibrate.fit_serving import ServingFit
@@ -49,9 +49,8 @@ def _aspect(name: str) -> Callable[[Prediction], str]:
 GROUPS: dict[str, Callable[[Prediction], str]] = {
     **{name: _aspect(name) for name in ("kind", "scale")},
     "chip": lambda row: row.chip or "unknown",
-    **{name: _aspect(name) for name in ("framework", "engine", "model", "cache")},
+    **{name: _aspect(name) for name in ("framework", "engine", "model", "cache", "half")},
     "source": lambda row: publication(row.source),
-    "half": lambda row: ("held-out half" if is_held_out(row.id) else "fitted half") if row.group else "",
 }
 """What rows are grouped by; rows without a name are in no group."""
 
@@ -131,11 +130,6 @@ def board_table(board: Board, rows: Sequence[Prediction]) -> Table:
     return Table("", ("mean / median", "rows", *board, "now"), lines)
 
 
-def mend_table(mends: Sequence[Mend]) -> Table:
-    """Constants that would mend the runs, each alone."""
-    return records_table("", mends, TABLES["mends"], no_wrap=False)
-
-
 def order_text(rows: Sequence[Prediction]) -> str:
     """How much slower than the measured best the plans are that we rank first; "" where none compete."""
     pairs = ([(row.measured or 0.0, row.predicted or 0.0) for row in group] for group in held.competing(rows))
@@ -173,7 +167,10 @@ def parts(
         tables += [error_table(title, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
     yield from (table for table in tables if table.rows)
     yield Text("Order", list(filter(None, [order_text(validation.of("step_s"))])))
-    others = board_table(board or {}, validation.rows if board else []), mend_table(mends)
+    others = (
+        board_table(board or {}, validation.rows if board else []),
+        records_table("", mends, TABLES["mends"], no_wrap=False),
+    )
     yield from (table for table in (*others, reasons_table(validation.rows)) if table.rows)
 
 
@@ -224,7 +221,8 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
     )
     table = Table("", columns, cells, left=("run", "source", "chip", "reason"))
     unit = "B" if quantity.endswith("bytes") else "s"
-    measured = plot.ChartAxis("measured", unit, log=True, low=ends[0], high=ends[1])
+    is_wide = ends[1] > 10 * ends[0]  # less of a logarithmic axis has no number or one
+    measured = plot.ChartAxis("measured", unit, log=is_wide, low=ends[0], high=ends[1])
     axes = measured, replace(measured, title="predicted")
     return plot.Chart(TITLES.get(quantity, quantity), marks, *axes, finding, table, 460)
 
@@ -286,8 +284,8 @@ def serving_parts(found: ServingFit) -> Iterator[Section]:
         rows = []
         for key, of in sorted(errors.items()):
             summary = summarize(of)
-            sizes = percent(summary.mean_abs_frac), percent(summary.median_abs_frac)
-            rows.append([*key, str(len(of)), *sizes, percent(summary.mean_signed_frac, sign=True)])
+            bias = percent(summary.mean_signed_frac, sign=True)
+            rows.append([*key, str(len(of)), *reversed(_sizes(summary)), bias])
         columns = ("quantity", title, "points", "mean", "median", "bias")
         yield Table("", columns, rows, left=columns[:2])
 

@@ -19,7 +19,7 @@ sends are buffered and end at once; there the clocks must tell:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -93,15 +93,25 @@ def collectives(matches: Sequence[Match], alignment: Alignment, zero_ns: int) ->
 
 def stragglers(found: Sequence[Collective]) -> list[RankWaiting]:
     """One row per rank over the collectives that several ranks recorded."""
-    num_last: Counter[int] = Counter()
+    shared = [one for one in found if one.num_ranks > 1]
+    num_last = Counter(one.last_rank for one in shared)
     waited_s, awaited_s = defaultdict[int, float](float), defaultdict[int, float](float)
-    for one in found:
-        if one.num_ranks > 1:
-            num_last[one.last_rank] += 1
-            awaited_s[one.last_rank] += sum(one.wait_s.values())
-            for rank, wait in one.wait_s.items():
-                waited_s[rank] += wait
+    for at, rank, seconds in alone_waits(shared):
+        waited_s[rank] += seconds
+        awaited_s[shared[at].last_rank] += seconds
     return [RankWaiting(rank, num_last[rank], waited_s[rank], awaited_s[rank]) for rank in sorted(waited_s)]
+
+
+def alone_waits(found: Sequence[Collective]) -> Iterator[tuple[int, int, float]]:
+    """Place of the call, rank and seconds of every wait, without what the rank waits in earlier calls too."""
+    until_s: dict[int, float] = {}
+    waits = (
+        (c.enter_s[rank], rank, at, wait) for at, c in enumerate(found) for rank, wait in c.wait_s.items()
+    )
+    for begin, rank, at, wait in sorted(waits):
+        before = max(begin, until_s.get(rank, begin))
+        until_s[rank] = max(before, begin + wait)
+        yield at, rank, until_s[rank] - before
 
 
 def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:
@@ -154,24 +164,16 @@ def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
     payload = max(sizes.values(), default=None)
     text = one.group if isinstance(one.group, str) else ranks_text(one.group)
     return Collective(
-        name=one.kind,
-        group=f"{text} ({one.group_name})" if one.group_name else text,
-        group_size=2 if one.is_message else group_size,
-        index=one.index,
+        name=one.kind, group=f"{text} ({one.group_name})" if one.group_name else text,
+        group_size=2 if one.is_message else group_size, index=one.index,
         members=tuple(ranks) if isinstance(one.group, str) else one.group,
-        bytes=payload,
-        bytes_by_rank=sizes if len(set(sizes.values())) > 1 else None,
-        dtype=one.first.dtype,
-        num_ranks=len(ranks),
-        start_s=(int(start.min()) - origin_ns) / 1e9,
+        bytes=payload, bytes_by_rank=sizes if len(set(sizes.values())) > 1 else None,
+        dtype=one.first.dtype, num_ranks=len(ranks), start_s=(int(start.min()) - origin_ns) / 1e9,
         enter_s={rank: int(t - origin_ns) / 1e9 for rank, t in zip(ranks, start, strict=True)},
-        wire_s=wire / 1e9,
-        wait_s={rank: int(w) / 1e9 for rank, w in zip(ranks, wait, strict=True)},
-        last_rank=last,
-        sent_bytes_per_s=_speed(one.kind, payload, group_size, wire),
-        step=one.first.step,
-        events={rank: one.by_rank[rank].event for rank in ranks},
-    )
+        wire_s=wire / 1e9, wait_s={rank: int(w) / 1e9 for rank, w in zip(ranks, wait, strict=True)},
+        last_rank=last, sent_bytes_per_s=_speed(one.kind, payload, group_size, wire),
+        step=one.first.step, events={rank: one.by_rank[rank].event for rank in ranks},
+    )  # fmt: skip
 
 
 def _speed(kind: str, payload: float | None, group_size: int | None, wire_ns: int) -> float | None:

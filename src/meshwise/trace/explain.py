@@ -60,8 +60,8 @@ from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
 from meshwise.trace.events import KERNEL_CLASSES, MODULE_PARTS, Ints, Kind, Trace
 from meshwise.trace.intervals import length
-from meshwise.trace.nesting import around, launchers, nearest, nested_in
-from meshwise.trace.operators import self_time
+from meshwise.trace.nesting import launchers, nearest, nested_in
+from meshwise.trace.operators import callers, spent_ns
 from meshwise.trace.rates import matmul_shape, matmul_shapes, op_rates
 from meshwise.trace.steps import Marks, chosen_steps, marks, whole_steps
 from meshwise.trace.summary import Summary, waits_ns
@@ -308,9 +308,9 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
     """Seconds of compute by its looks on one rank; they sum to the time in which it computed."""
     done = work(trace)
     events = np.flatnonzero(done.kind == Kind.COMPUTE)
-    own = trace.duration_ns if trace.has_device else self_time(trace)
+    own = spent_ns(trace)
     is_step = trace.named(lambda name: name.startswith("Optimizer.step")) & (trace.kind == Kind.ANNOTATION)
-    in_optimizer = around(trace, launchers(trace)[events] if trace.has_device else events, is_step) >= 0
+    in_optimizer = callers(trace, events, is_step) >= 0
     seconds: dict[Looks, float] = defaultdict(float)
     seconds[_looks("optimizer", "")] = float(own[events[in_optimizer]].sum()) / 1e9
     events = events[~in_optimizer]

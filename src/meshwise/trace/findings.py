@@ -3,7 +3,8 @@
 Who holds the others up follows from the waiting (see `straggler`). What such a rank has more of than the
 median of the others names the cause:
 
-    compute     the same kernels, each slower: its device is slow. More or other kernels: its share is larger
+    compute     the same kernels, each slower: its device is slow. More kernels, or on inputs of other sizes:
+                its share is larger
     idle        its host launches late (or pauses once)
     transfer    a link of its group is slow: the wire time of one kind of call, by group, at equal size
     memory      copies
@@ -21,12 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.files import read_catalog
+from meshwise.core.ledger import shape_text
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
 from meshwise.trace.collectives import Collective, ranks_text, split_by_fastest, stragglers
-from meshwise.trace.events import Trace
+from meshwise.trace.events import Kind, Trace, inputs, is_shape
 from meshwise.trace.operators import KernelTotal, kernels_of
 from meshwise.trace.steps import Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
@@ -40,7 +43,8 @@ _SLOW_LINK, _SLOW_LINK_OF_TWO = 0.8, 0.67
 _UNCERTAIN_LINK = "slow link or missing rank"
 _HOST_BOUND_FRAC = 0.1
 _EXPOSED_FRAC = 0.15
-_MOSTLY = 0.5
+_MOSTLY, _MOSTLY_INSIDE = 0.5, 0.8
+_KINDS = {"idle": "idle", "transfer": "slow transfer", "memory": "copies"}
 _SHARED_CORES = 0.8
 """How much of the time in which only this rank had no core counts as lateness."""
 
@@ -62,7 +66,10 @@ class RankFacts:
     captured: dict[str, Any]
     """What meshwise's capture noted of the rank; empty where something else captured it."""
     breakdown: Breakdown
-    kernels: list[KernelTotal]
+    kernels: list[tuple[str, KernelTotal]]
+    """With the sizes of their inputs as recorded; empty where they are not."""
+    sections_s: dict[str, float]
+    """CPU time inside each section."""
     steps: list[RankStep]
     transfers: list[Transfer]
 
@@ -70,19 +77,14 @@ class RankFacts:
 def rank_facts(trace: Trace, marked: Marks) -> RankFacts:
     """The facts of one rank, its steps as they are marked."""
     captured = trace.metadata.get("meshwise")
+    sections_ns = np.bincount(trace.label, trace.duration_ns * (trace.kind == Kind.ANNOTATION))
     return RankFacts(
-        rank=trace.rank,
-        path=str(trace.path),
-        host=trace.host,
-        world_size=trace.world_size,
-        has_device=trace.has_device,
-        first_ns=int(trace.start_ns[0]) if len(trace) else None,
-        captured=captured if isinstance(captured, dict) else {},
-        breakdown=breakdown(trace),
-        kernels=kernels_of(trace),
-        steps=step_table(trace, marked),
-        transfers=transfers(trace, marked),
-    )
+        rank=trace.rank, path=str(trace.path), host=trace.host, world_size=trace.world_size,
+        has_device=trace.has_device, first_ns=int(trace.start_ns[0]) if len(trace) else None,
+        captured=captured if isinstance(captured, dict) else {}, breakdown=breakdown(trace),
+        kernels=kernels_of(trace), steps=step_table(trace, marked), transfers=transfers(trace, marked),
+        sections_s={trace.labels[i][1]: sections_ns[i] / 1e9 for i in np.flatnonzero(sections_ns).tolist()},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +173,8 @@ def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
 
 def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     """What the first (of several, the slowest) rank has more of than the others, in words."""
-    index = {part.rank: i for i, part in enumerate(job.partitions)}
-
-    def own_s(rank: int) -> float:
-        return sum(s for part, s in job.partitions[index[rank]].seconds.items() if part != "wait")
-
-    worst = max(late.ranks, key=own_s)
+    parts = {one.rank: one.seconds for one in job.partitions}
+    worst = max(late.ranks, key=lambda rank: sum(parts[rank].values()) - parts[rank]["wait"])
     if why := _shared_cores(job.facts, worst, late):
         return job.finding("shared cores", why, late.seconds)
     who = f"rank {worst} is" if len(late.ranks) == 1 else f"ranks {ranks_text(late.ranks)} are"
@@ -185,7 +183,7 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
         frac, start = seconds / job.span_s, duration(late.start_s)
         kind, text = "pause", _TEXTS["pause"].format(who=who, late=duration(seconds), frac=frac, start=start)
     else:
-        kind, why = _cause(job, index[worst])
+        kind, why = _cause(job, list(parts).index(worst))
         each, step = duration(min(late.each_s, late.step_s)), duration(late.step_s)
         text = _TEXTS["late"].format(who=who, late=late, each=each, step=step, why=why)
         text += f"; most of all rank {worst}" * (len(late.ranks) > 1)
@@ -194,42 +192,64 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
 
 def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
     """What rank number `i` spends more time on than the median of the other ranks."""
-    more_s = {part: job.more_s(part, i) for part in PARTS if part != "wait"}
+    one = job.partitions[i]
+    more_s = {part: job.more_s(part, i) for part in PARTS if part != "wait" and one.seconds[part]}
     part = max(more_s, key=lambda key: more_s[key])
     if part == "compute":
         return _why_compute(job.facts, i)
-    one = job.partitions[i]
-    if part == "idle" and (one.host_bound_s or 0.0) > _MOSTLY * one.seconds["idle"]:
-        return "slow host", _CAUSES["slow_host"]
-    kinds = {"idle": "idle", "transfer": "slow transfer", "memory": "copies"}
-    return kinds[part], _CAUSES[part].format(more=duration(more_s[part]))
+    is_host = part == "idle" and (one.host_bound_s or 0.0) > _MOSTLY * one.seconds["idle"]
+    kind = "slow host" if is_host else _KINDS[part]
+    where = _longer_section(job.facts, i, more_s[part]) or _CAUSES["usual"].get(kind, "")
+    return kind, _CAUSES[kind].format(more=duration(more_s[part]), where=where)
+
+
+def _longer_section(facts: Sequence[RankFacts], i: int, more_s: float) -> str:
+    """The innermost section in which rank number `i` spends most of `more_s` beyond the others."""
+    own_s, others = facts[i].sections_s, [of.sections_s for k, of in enumerate(facts) if k != i]
+    beyond_s = {name: s - np.median([of.get(name, 0.0) for of in others]) for name, s in own_s.items()}
+    longer = [name for name, seconds in beyond_s.items() if seconds >= _MOSTLY_INSIDE * more_s]
+    return f", most of that in {min(longer, key=lambda name: own_s[name])}" if longer else ""
 
 
 def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
-    """Whether rank number `i` computes the same more slowly, or computes more."""
-    totals = [{run.name: run for run in of.kernels if run.kind == "compute"} for of in facts]
-    names = sorted({name for total in totals for name in total})
-    counts, sums = (
-        np.array([[float(getattr(total[n], of)) if n in total else 0.0 for n in names] for total in totals])
-        for of in ("count", "total_s")
-    )
-    own, own_s, others, others_s = counts[i], sums[i], np.delete(counts, i, 0), np.delete(sums, i, 0)
-    means_s = np.ma.masked_where(others == 0, others_s / np.maximum(others, 1))
-    mean_s = np.ma.median(means_s, axis=0).filled(0.0)
-    usual, is_more, is_new = np.median(others, axis=0), own > np.median(others, axis=0) * 1.01, mean_s == 0
-    more_s = own_s[is_new].sum() + (mean_s * (own - usual))[is_more].sum()
-    slower_s = (own_s - mean_s * own)[~is_more & ~is_new].sum()
-    if more_s > slower_s:
-        return "more work", _CAUSES["more_work"].format(more=duration(float(more_s)))
-    usual_s = (mean_s * np.minimum(usual, own)).sum()
-    ratio = 1 + slower_s / usual_s if usual_s else 1.0
-    is_large = (own_s >= _MIN_FRAC * own_s.sum()) & ~is_new & (own > 0)
-    ratios = own_s[is_large] / own[is_large] / mean_s[is_large]
-    if len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1):
-        return "slow device", _CAUSES["slow_device"].format(ratio=ratio)
-    name = names[int((own_s - np.median(others_s, axis=0)).argmax())]
-    name = name if len(name) <= 50 else f"{name[:49]}…"
-    return "larger work", _CAUSES["larger_work"].format(name=name)
+    """Whether rank number `i` computes more, on other inputs, or the same more slowly.
+
+    Each name of a kernel is one of these, by how often it runs and on inputs of what sizes; what most of the
+    time goes to that the median of the other ranks does not take is the cause.
+    """
+    runs = [[(dims, one) for dims, one in of.kernels if one.kind == "compute"] for of in facts]
+    totals = [{(one.name, dims): (one.count, one.total_s) for dims, one in of} for of in runs]
+    keys = sorted(set().union(*totals))
+    names, of_name = np.unique([name for name, _ in keys], return_inverse=True)
+    table = np.array([[total.get(key, (0, 0.0)) for key in keys] for total in totals]).transpose(0, 2, 1)
+    sums = table @ np.eye(len(names))[of_name]
+    (own, own_s), (usual, usual_s) = table[i], np.median(np.delete(table, i, 0), axis=0)
+    (num, sum_s), (usual_num, usual_sum_s) = sums[i], np.median(np.delete(sums, i, 0), axis=0)
+    is_more, more_s = num > 1.01 * usual_num, sum_s - usual_sum_s
+    is_sized = all(any(dims for dims, _ in of) for of in runs)
+    is_other = is_sized & ~is_more & (np.bincount(of_name, own > 1.01 * usual) > 0)
+    is_other &= np.bincount(of_name, usual) > _MOSTLY * usual_num  # the others agree on their sizes
+    most = max((is_more, is_other, ~is_more & ~is_other), key=lambda chosen: float(more_s[chosen].sum()))
+    at = int(np.where(most, more_s, -np.inf).argmax())
+    told = {"name": names[at], "more": duration(float(more_s[most].sum()))}
+    if most is is_more:
+        return "more work", _CAUSES["more work"].format(**told)
+    if most is is_other:
+        sizes = _other_sizes([dims for _, dims in keys], np.where(of_name == at, own_s - usual_s, 0.0))
+        return "larger work", _CAUSES["other inputs"].format(sizes=sizes, **told)
+    ratio = sum_s[most].sum() / (usual_sum_s[most].sum() or np.inf)
+    is_large = most & (sum_s >= _MIN_FRAC * sum_s.sum()) & (usual_sum_s > 0)
+    ratios = sum_s[is_large] * usual_num[is_large] / num[is_large] / usual_sum_s[is_large]
+    kind = "slow device" if len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1) else "larger work"
+    return kind, _CAUSES[kind].format(ratio=ratio, unknown=_CAUSES["unknown inputs"] * (not is_sized), **told)
+
+
+def _other_sizes(dims: Sequence[str], more_s: NDArray[np.float64]) -> list[str]:
+    """The sizes on which a rank spends most beyond the others, and which of theirs resemble these most."""
+    own = dims[int(more_s.argmax())]
+    theirs = [dims[at] for at in np.flatnonzero(more_s < 0).tolist()] or [own]
+    like = max(theirs, key=lambda one: sum(map(str.__eq__, one.split(","), own.split(","))))
+    return [", ".join(map(shape_text, filter(is_shape, filter(None, inputs(of))))) for of in (own, like)]
 
 
 def _shared_cores(facts: Sequence[RankFacts], rank: int, late: LateRanks) -> str:
@@ -267,7 +287,8 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
     for groups in speeds.values():
         if len(groups) < 2:
             continue
-        speed_of = {group: _speed(calls) for group, calls in groups.items()}
+        sent = {group: [one.sent_bytes_per_s or 0.0 for one in calls] for group, calls in groups.items()}
+        speed_of = {group: float(np.median(of)) for group, of in sent.items()}
         usual = float(np.quantile(list(speed_of.values()), 0.5, method="higher"))
         least = _SLOW_LINK if len(groups) > 2 else _SLOW_LINK_OF_TWO
         for group, speed in speed_of.items():
@@ -287,11 +308,6 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
             kind = _UNCERTAIN_LINK if unseen else "slow link"
             findings.append(job.finding(kind, text, cost, sorted(one.wait_s), group))
     return findings
-
-
-def _speed(calls: Sequence[Collective]) -> float:
-    """Bytes a second that the median call sends."""
-    return float(np.median([one.sent_bytes_per_s or 0.0 for one in calls]))
 
 
 def _hosts(facts: Sequence[RankFacts], ranks: Iterable[int]) -> dict[int, str]:

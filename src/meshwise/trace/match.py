@@ -13,12 +13,14 @@ every rank, if their traces begin and end with the same calls. In this order of 
 
    On one host the offset is zero and the shift with most calls that coincide is taken. On unknown clocks,
    lists of equal length are not shifted; others take the shift under which the ends keep a far steadier
-   distance than under the next one, else the one that needs the smallest offset.
+   distance than under the next one, else the one that needs the smallest offset. Threads may begin calls in
+   another order on each rank: if no shift fits, the k-th call of each step, kind and size is the same.
    A stream whose kernels do not say of whom they are may belong to several groups. There, ranks with as many
    calls are of one group only if these can all overlap and their ends keep a steady distance.
-3. Where no shift fits, or leaves more than a tenth of the ends apart, because a trace lacks calls or holds
-   those of another group too, every pair of alike calls votes for the distance between its ends; the distance
-   with most votes is the one between the clocks, and calls are the same whose ends then coincide.
+3. Where no shift fits, or leaves more than a tenth of the ends apart (on one host: of the calls), because a
+   trace lacks calls or holds those of another group too, every pair of alike calls votes for the distance
+   between its ends; the distance with most votes is the one between the clocks, and calls are the same whose
+   ends then coincide.
 
 A message is matched the same way: the k-th send from rank a to rank b in a group is the k-th receive of rank
 b from rank a. Sequence numbers do not help there, for each rank counts its own. A buffered send (gloo's) may
@@ -189,9 +191,10 @@ def _by_order(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int
     alone = itertools.count(2 * len(longest) + 2 * _EXTRA_SHIFT)
     numbers = {}
     for rank, found in members.items():
-        shifts = (_shifted(longest, found, one_host, by_step=by_step) for by_step in (True, False))
-        positions = next(filter(None, shifts), [])
-        if (num := _num_together(longest, found, positions)) < _GOOD_FIT * len(found):
+        tries = itertools.product((np.arange(len(found)), _order_of(longest, found)), (True, False))
+        shifts = (_shifted(longest, found, order, one_host, by_step=by_step) for order, by_step in tries)
+        num, positions = next((one for one in shifts if one[1]), (0, []))
+        if num < _GOOD_FIT * len(found):
             voted = _voted(longest, found)
             is_better = not positions or _MORE_TOGETHER * num < len(voted) - voted.count(None)
             positions = voted if is_better else positions
@@ -199,13 +202,11 @@ def _by_order(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int
     return numbers
 
 
-def _num_together(
-    reference: Sequence[Transfer], found: Sequence[Transfer], positions: Sequence[int | None]
-) -> int:
-    """How many of `found` end as far from the calls at their positions in `reference` as most of them do."""
-    placed = [(j, one) for j, one in zip(positions, found, strict=False) if j in range(len(reference))]
-    apart = np.array([one.end_ns - reference[j or 0].end_ns for j, one in placed] or [0])
-    return int((np.abs(apart - np.median(apart)) <= _SAME_END_NS).sum()) if placed else 0
+def _order_of(reference: Sequence[Transfer], found: Sequence[Transfer]) -> Ints:
+    """`found` in the order in which `reference` has calls of the same step, kind and size, if it has all."""
+    sign_a, sign_b = _signatures(reference, found)
+    a, b = np.argsort(sign_a, kind="stable"), np.argsort(sign_b, kind="stable")
+    return b[np.argsort(a)] if np.array_equal(sign_a[a], sign_b[b]) else np.arange(len(found))
 
 
 def _signatures(*lists: Sequence[Transfer], by_step: bool = True) -> list[Ints]:
@@ -227,6 +228,8 @@ class _Shift:
     shift: int
     coincide_frac: float
     """Share of the calls that overlap on one clock."""
+    num_together: int
+    """How many end as far apart as most of them do."""
     offset_ns: int
     """The smallest offset under which all calls that met overlap."""
     spread_ns: float
@@ -236,12 +239,15 @@ class _Shift:
 
 
 def _shifted(
-    reference: Sequence[Transfer], found: Sequence[Transfer], one_host: bool, *, by_step: bool
-) -> list[int | None]:
-    """Positions in `reference` of the calls of `found` under the best shift; empty if none is possible."""
-    shifts = _possible(reference, found, by_step=by_step)
+    reference: Sequence[Transfer], found: Sequence[Transfer], order: Ints, one_host: bool, *, by_step: bool
+) -> tuple[float, list[int | None]]:
+    """How many calls of `found` meet under the best shift, and their positions in `reference`.
+
+    `order`: that in which `found` is shifted. There are no positions if no shift is possible.
+    """
+    shifts = _possible(reference, [found[i] for i in order], by_step=by_step)
     if not shifts:
-        return []
+        return 0, []
     steadiest, *others = sorted(shifts, key=lambda one: one.spread_ns)
     if one_host and max(one.coincide_frac for one in shifts) >= _GOOD_FIT:
         best = min(shifts, key=lambda one: (-one.coincide_frac, one.end_ns, abs(one.shift)))
@@ -251,7 +257,8 @@ def _shifted(
         best = steadiest
     else:
         best = min(shifts, key=lambda one: (abs(one.offset_ns), abs(one.shift)))
-    return list(range(best.shift, best.shift + len(found)))
+    num_met = max(best.num_together, one_host * best.coincide_frac * len(found))
+    return num_met, [best.shift + place for place in np.argsort(order).tolist()]
 
 
 def _possible(reference: Sequence[Transfer], found: Sequence[Transfer], *, by_step: bool) -> list[_Shift]:
@@ -270,12 +277,14 @@ def _possible(reference: Sequence[Transfer], found: Sequence[Transfer], *, by_st
             continue
         (start_a, end_a), (start_b, end_b) = times(reference[a]), times(found[b])
         apart = end_b - end_a
+        spread = np.abs(apart - np.median(apart))
         shifts.append(
             _Shift(
                 shift=shift,
                 coincide_frac=float(((start_b <= end_a) & (start_a <= end_b)).mean()),
+                num_together=int((spread <= _SAME_END_NS).sum()),
                 offset_ns=min(max(0, bounds[0]), bounds[1]),
-                spread_ns=float(np.median(np.abs(apart - np.median(apart)))),
+                spread_ns=float(np.median(spread)),
                 end_ns=abs(float(np.median(apart))),
             )
         )

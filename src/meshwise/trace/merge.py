@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.files import whole_file
+from meshwise.core.files import check_writable, whole_file
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.memory import timeline
@@ -46,6 +46,7 @@ def write_merged(summary: Summary, path: Path, *, max_slices: int | None = None)
         path: Where to.
         max_slices: Of all ranks, without the lanes of collectives; None for no bound.
     """
+    check_writable(path, ".json", ".json.gz")
     done = Counter[str]()
     lengths, least_ns = np.concatenate([trace.duration_ns for trace in summary.traces]), 0
     if max_slices is not None and len(lengths) > max_slices:

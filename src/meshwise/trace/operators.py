@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace, grouped
-from meshwise.trace.nesting import HOST_KINDS, added_at, enclosing, inclusive, launchers, parents
+from meshwise.trace.nesting import HOST_KINDS, added_at, around, enclosing, inclusive, launchers, parents
 
 _HAS_WAITING = ("communication", "wait")
 
@@ -89,6 +89,12 @@ def self_time(trace: Trace) -> Ints:
     own -= added_at(parents(trace)[host], trace.duration_ns[host], len(trace))
     own[trace.where(Kind.HOST_COMMUNICATION)] = 0
     return np.maximum(own, 0)
+
+
+def spent_ns(trace: Trace) -> Ints:
+    """What each event takes, of operators on a rank without a device without the events they enclose."""
+    own = self_time(trace)
+    return np.where(trace.has_device | (trace.kind != Kind.CPU_OP), trace.duration_ns, own)
 
 
 def _launched(trace: Trace, parent: Ints, events: Ints) -> Ints:
@@ -211,25 +217,33 @@ class KernelTotal:
     """Of the sum over all kernels, where all ranks are summed."""
 
 
-def kernels_of(trace: Trace) -> list[KernelTotal]:
-    """The kernels of one rank by name and kind."""
-    kind, spent = work(trace).kind, trace.duration_ns
-    if not trace.has_device:
-        spent = np.where(kind == Kind.COMPUTE, self_time(trace), spent)
+def callers(trace: Trace, events: Ints, known: NDArray[np.bool_]) -> Ints:
+    """The nearest of the `known` operators around each of `events` (kernels, or operators on a CPU)."""
+    return around(trace, launchers(trace)[events] if trace.has_device else events, known)
+
+
+def kernels_of(trace: Trace) -> list[tuple[str, KernelTotal]]:
+    """The kernels of one rank by name and kind, and by the sizes of inputs that an operator recorded."""
+    kind, spent = work(trace).kind, spent_ns(trace)
     done = np.flatnonzero(kind != Kind.OTHER)
-    order = done[np.argsort(trace.label[done], kind="stable")]
-    labels, first = np.unique(trace.label[order], return_index=True)
+    owner = callers(trace, done, (trace.shape >= 0) & (trace.kind == Kind.CPU_OP))
+    sizes, shape = np.unique([dims for dims, _, _ in trace.shapes] + [""], return_inverse=True)
+    sized = shape[np.where(owner >= 0, trace.shape[owner], -1)]
+    key = trace.label[done] * len(sizes) + sized
+    order = np.argsort(key, kind="stable")
     found = []
-    for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
-        name, of = trace.labels[label][1], Kind(kind[runs[0]]).name.lower()
+    for alike in np.split(order, np.flatnonzero(np.diff(key[order])) + 1) if len(order) else ():
+        runs = done[alike]
         sums = spent[runs].sum(), spent[runs].mean(), spent[runs].min(), spent[runs].max()
-        found.append(KernelTotal(name, of, len(runs), *(float(ns) / 1e9 for ns in sums)))
+        name, of = trace.name(runs[0]), Kind(kind[runs[0]]).name.lower()
+        total = KernelTotal(name, of, len(runs), *(float(ns) / 1e9 for ns in sums))
+        found.append((str(sizes[sized[alike[0]]]), total))
     return found
 
 
-def kernel_totals(found: Iterable[KernelTotal]) -> list[KernelTotal]:
+def kernel_totals(found: Iterable[tuple[str, KernelTotal]]) -> list[KernelTotal]:
     """Kernels by name over all ranks whose kernels are `found`, the longest total first."""
-    alike = grouped(((one.name, one.kind), one) for one in found)
+    alike = grouped(((one.name, one.kind), one) for _, one in found)
     totals_ns = {key: sum(round(1e9 * one.total_s) for one in same) for key, same in alike.items()}
     whole_s, totals = sum(totals_ns.values()) / 1e9, []
     for key, same in alike.items():

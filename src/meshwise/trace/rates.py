@@ -36,8 +36,8 @@ from meshwise.machine.overheads import NONE
 from meshwise.trace.breakdown import work
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import NAMES, Ints, Kind, Trace, grouped, inputs
-from meshwise.trace.nesting import added_at, around, launchers
-from meshwise.trace.operators import self_time
+from meshwise.trace.nesting import added_at, around, parents
+from meshwise.trace.operators import callers, spent_ns
 from meshwise.trace.transfers import element_bytes
 
 _MATMULS, _ATTENTION, _ELEMENTWISE = NAMES["matmuls"], NAMES["attention"], NAMES["elementwise"]["names"]
@@ -112,10 +112,11 @@ def _roof_s(chip: Chip, dtype: str, flop: float, moved_bytes: float) -> float | 
 def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     """Seconds of every call of an operator of known work, by label and shape."""
     known = _of_names(trace, lambda name: name in {*_MATMULS, *_ATTENTION, *_ELEMENTWISE})
-    done = np.flatnonzero(work(trace).kind == Kind.COMPUTE)
-    owner = _callers(trace, done, known)
-    spent = trace.duration_ns if trace.has_device else self_time(trace)
-    seconds = added_at(owner, spent[done] / 1e9, len(trace))
+    done, inner = np.flatnonzero(work(trace).kind == Kind.COMPUTE), np.flatnonzero(known)
+    outer = around(trace, parents(trace)[inner], known)  # a DTensor's operator runs its own on the shard
+    known[outer[(outer >= 0) & (trace.label[outer] == trace.label[inner])]] = False
+    owner = callers(trace, done, known)
+    seconds = added_at(owner, spent_ns(trace)[done] / 1e9, len(trace))
     calls = np.flatnonzero(known & (seconds > 0))
     kinds = zip(trace.label[calls].tolist(), trace.shape[calls].tolist(), strict=True)
     return grouped(zip(kinds, seconds[calls].tolist(), strict=True))
@@ -126,14 +127,9 @@ def _of_names(trace: Trace, is_known: Callable[[str], bool]) -> NDArray[np.bool_
     return trace.named(is_known) & (trace.shape >= 0) & (trace.kind == Kind.CPU_OP)
 
 
-def _callers(trace: Trace, events: Ints, known: NDArray[np.bool_]) -> Ints:
-    """The nearest of the `known` operators around each of `events` (kernels, or operators on a CPU)."""
-    return around(trace, launchers(trace)[events] if trace.has_device else events, known)
-
-
 def matmul_shapes(trace: Trace, events: Ints) -> Ints:
     """The matmul that ran each of `events`, as the number of its shape in `trace.shapes`; -1 for none."""
-    owner = _callers(trace, events, _of_names(trace, _MATMULS.__contains__))
+    owner = callers(trace, events, _of_names(trace, _MATMULS.__contains__))
     return np.where(owner >= 0, trace.label[owner] * len(trace.shapes) + trace.shape[owner], -1)
 
 

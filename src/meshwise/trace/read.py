@@ -41,6 +41,8 @@ KEPT_BYTES = 1e8
 _Found = tuple[Trace | None, list[str]]
 _FURTHER = re.compile(r"-again-(\d+)(?=\.json)")
 _CALLS = "meshwise_collectives"
+_CUT = Notes(truncated=True).sentences()[0]
+_LEFT_OUT = "it is left out beside files that are whole; read it on its own"
 _IDS_EACH = 1 << 40
 """More than there are launches in a part of a capture."""
 
@@ -100,9 +102,12 @@ def _numbered(
     places: dict[int, int] = {}
     nameless: list[int] = []
     problems: list[FileProblem] = []
+    is_whole = [rank is not None and _CUT not in reasons for rank, reasons in found]
     for place, (files, (rank, reasons)) in enumerate(zip(captures, found, strict=True)):
         problems += [FileProblem(str(files[0]), reason) for reason in reasons]
-        if rank == -1:
+        if any(is_whole) and _CUT in reasons:
+            problems.append(FileProblem(str(files[0]), _LEFT_OUT))
+        elif rank == -1:
             nameless.append(place)
         elif rank is not None and places.setdefault(rank, place) != place:
             reason = f"rank {rank} is already read from another file; skipped, read it on its own"

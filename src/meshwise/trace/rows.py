@@ -139,7 +139,7 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
     try:
         return context.execute(sql).collect(engine="streaming")
     except pl.exceptions.PolarsError as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split("Resolved plan")[0].split())
         tables = "tables are events, collectives, steps, kernels, ranks"
         raise DataError(f"the query cannot be answered: {reason[:300]}; {tables}") from None
 
@@ -153,6 +153,7 @@ def _events(pl: Any, traces: Traces, summary: Summary) -> Any:
     offsets = summary.alignment.offsets_ns
     frames = [
         pl.scan_parquet(one.file).with_columns(
+            pl.col("stream", "device", "correlation", "external_id", "size_bytes").replace(-1, None),
             pl.lit(one.rank).alias("rank"),
             ((pl.col("start_ns") - offsets[one.rank] - summary.origin_ns) / 1e9).alias("start_s"),
             (pl.col("duration_ns") / 1e9).alias("duration_s"),

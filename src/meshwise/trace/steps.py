@@ -2,8 +2,8 @@
 
 PyTorch's profiler marks steps as `ProfilerStep#N` if the program calls its `step()`; N counts from the
 start of the profiler and is the same on all ranks. Where no rank has such marks, a `record_function`
-section stands in that every rank ran equally often, and if there are several, that which took longest in
-total.
+section stands in that every rank ran equally often, but no more often than PyTorch's `Optimizer.step`, if
+that is recorded; and if there are several, that which took longest in total.
 
 A step lasts from its mark to the next one. Work belongs to the step in which it was launched: a kernel to
 that of its launching call, an operator to that in which it begins. What was launched before the first mark
@@ -26,6 +26,7 @@ from meshwise.trace.intervals import intersection
 from meshwise.trace.nesting import launchers
 
 PROFILER_STEP = "ProfilerStep"
+_UPDATE = "Optimizer.step#"
 _NUMBERED = re.compile(r"^(.*?)[#_ .:-]*(\d*)$")
 
 
@@ -60,17 +61,15 @@ def marks(traces: Traces) -> dict[int, Marks]:
     """The steps of every rank, all of them marked by the same name."""
     found = dict(zip(traces.ranks, traces.each(_sections), strict=True))
     names = set.intersection(*(set(one) for one in found.values())) if found else set()
-    if PROFILER_STEP not in names:
-        counts = {name: {len(one[name].number) for one in found.values()} for name in names}
-        names = {name for name in names if len(counts[name]) == 1 and min(counts[name]) > 1}
-    if not names:
+    counts = {name: {len(one[name].number) for one in found.values()} for name in names}
+    counts = {name: num for name, num in counts.items() if len(num) == 1 and min(num) > 1}
+    updates = [max(num) for name, num in counts.items() if name.startswith(_UPDATE)]
+    usable = {name for name, num in counts.items() if max(num) <= min(updates, default=max(num))}
+    usable = names.intersection([PROFILER_STEP]) or usable
+    if not usable:
         return dict.fromkeys(found, Marks("", *[np.zeros(0, dtype=np.int64)] * 3))
-
-    def weight(name: str) -> tuple[bool, int]:
-        total = sum(int((one[name].end_ns - one[name].start_ns).sum()) for one in found.values())
-        return name == PROFILER_STEP, total
-
-    best = max(sorted(names), key=weight)
+    spent = {n: sum((one[n].end_ns - one[n].start_ns).sum() for one in found.values()) for n in usable}
+    best = max(sorted(usable), key=spent.__getitem__)
     return {rank: one[best] for rank, one in found.items()}
 
 

@@ -12,10 +12,11 @@ positive m.
 
     persistent  n x P(at least k of S at probability 1/n) <= 0.01, r has 80 % of all relief, which is >= 5 %
                 of the span, and the median of m is >= 5 % of a step
-    always      k = S, all m >= 8 % and median m >= 12 % of a step; 20 and 30 % if S < 6, 40 and 60 % if S < 4
+    always      all m >= 8 % and median m >= 12 % of a step; 20 and 30 % if S < 6, 40 and 60 % if S < 4. One
+                step in nine may be otherwise (something else happened in it), with 80 % of all relief too
     pause       one m is >= 2 % of the span, and >= 8 times as large as the next one of any rank (4 times
                 where that one is < 5 % of a step), the median of W[r] over the steps taken off
-    several     (8 ranks or more) W[r] below the median of the others in 80 % of the steps, typically by 5 %
+    several     (8 ranks or more) W[r] below the median rank's in 80 % of the steps, typically by 5 %
                 of a step and by 6 standard deviations of the ranks
 
 The first step of a job starts it and is left out. Ranks that share no collective, even through others, are
@@ -35,7 +36,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.collectives import Collective, ranks_text
+from meshwise.trace.collectives import Collective, alone_waits, ranks_text
+from meshwise.trace.events import Ints
 from meshwise.trace.match import linked
 from meshwise.trace.transfers import SYNCHRONISING
 
@@ -47,6 +49,8 @@ _RELIEF_FRAC = 0.8
 _STEP_FRAC = 0.05
 _ALWAYS = ((6, 0.08, 0.12), (4, 0.2, 0.3), (0, 0.4, 0.6))
 """From how many steps on, smallest margin, median margin."""
+_OTHERWISE = 9
+"""Of how many steps one may be otherwise."""
 _SPAN_FRAC = 0.02
 _PAUSE_RATIO, _PAUSE_RATIO_STEADY = 8.0, 4.0
 _SEVERAL_RANKS, _SEVERAL_SPREADS, _OFTEN = 8, 6 * 1.48, 0.8
@@ -113,16 +117,16 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
 def _views(ranks: tuple[int, ...], calls: Sequence[Collective], starts: bool) -> Iterator[_Waiting]:
     """The waiting by one, two, ... steps as marked, else periods of the calls."""
     marks, step = np.unique([one.step for one in calls], return_inverse=True)
-    num_steps = len(marks)
+    num_steps, waits = len(marks), np.array(list(alone_waits(calls)))
     if is_marked := num_steps >= MIN_STEPS + starts:
-        yield _waiting(ranks, calls, step, starts)
+        yield _waiting(ranks, calls, waits, step, starts)
     else:
         position, total = _positions(calls)
         num_steps = _num_periods([(c.name, c.bytes, c.group) for c in calls if ranks[0] in c.wait_s])
     for each in _PERIODS_PER_STEP[is_marked:]:
         if num_steps // each > _RARE_STEPS:
             period = step // each if is_marked else position * (num_steps // each) // total
-            yield _waiting(ranks, calls, period, starts)
+            yield _waiting(ranks, calls, waits, period, starts)
 
 
 def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -154,34 +158,18 @@ def _num_periods(keys: Sequence[object]) -> int:
 
 
 def _waiting(
-    ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[np.int64], starts: bool
+    ranks: tuple[int, ...], calls: Sequence[Collective], waits: NDArray[np.float64], step: Ints, starts: bool
 ) -> _Waiting:
-    """The waiting of each rank in each step, but for the first where that `starts` the job."""
+    """The `waits` of each rank in each step, but for the first where that `starts` the job."""
     num_steps = int(step.max()) + 1
-    column = {rank: i for i, rank in enumerate(ranks)}
     wait, start = np.zeros((num_steps, len(ranks))), np.full(num_steps, np.inf)
     np.minimum.at(start, step, [call.start_s for call in calls])
-    own: list[list[tuple[int, float, float]]] = [[] for _ in ranks]
-    for number, call in zip(step.tolist(), calls, strict=True):
-        for rank, length in call.wait_s.items():
-            own[column[rank]].append((number, call.enter_s[rank], length))
-    for i, waits in enumerate(own):
-        number, begin, length = np.array(waits).T
-        np.add.at(wait[:, i], number.astype(np.int64), _alone(begin, length))
+    at, rank, seconds = waits.T
+    np.add.at(wait, (step[at.astype(np.int64)], np.searchsorted(ranks, rank)), seconds)
     end_s = max(map(_end_s, calls))
     step_s = float(np.median(np.diff(np.append(start, end_s))))
     num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
     return _Waiting(ranks, wait[starts:], start[starts:], step_s, end_s - float(start.min()), num_all_steps)
-
-
-def _alone(begin: NDArray[np.float64], length: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How long each interval lasts beyond those that began before it: calls in flight together wait once."""
-    order = np.argsort(begin, kind="stable")
-    end = (begin + length)[order]
-    covered = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
-    alone = np.empty_like(length)
-    alone[order] = np.maximum(end - np.maximum(begin[order], covered), 0.0)
-    return alone
 
 
 def _end_s(call: Collective) -> float:
@@ -206,20 +194,11 @@ def _persistent(view: _Waiting) -> LateRanks | None:
     is_rare &= median >= _STEP_FRAC * view.step_s
     has_most = relief[i] >= max(_RELIEF_FRAC * relief.sum(), _STEP_FRAC * view.span_s)
     least_frac, median_frac = next(limits for from_steps, *limits in _ALWAYS if steps >= from_steps)
-    is_clear = margin[:, i].min() >= least_frac * view.step_s and median >= median_frac * view.step_s
-    if not (is_clear or (is_rare and has_most)):
+    least = float(np.sort(margin[:, i])[steps // _OTHERWISE])
+    is_clear = least >= least_frac * view.step_s and median >= median_frac * view.step_s
+    if not (has_most and (is_clear or is_rare)):
         return None
     return _late((view.ranks[i],), float(relief[i]), num_last, view)
-
-
-def median_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each value the median of all others along the last axis."""
-    order = np.argsort(values, axis=-1, kind="stable")
-    place, last = np.argsort(order, axis=-1, kind="stable"), values.shape[-1] - 2
-    ordered = np.take_along_axis(values, order, axis=-1)
-    middle = last // 2, (last + 1) // 2
-    low, high = (np.take_along_axis(ordered, at + (place <= at), axis=-1) for at in middle)
-    return np.asarray((low + high) / 2)
 
 
 def _late(ranks: tuple[int, ...], seconds: float, num_late: int, view: _Waiting) -> LateRanks:
@@ -254,11 +233,11 @@ def _pause(view: _Waiting) -> LateRanks | None:
 
 
 def _several(view: _Waiting) -> LateRanks | None:
-    """Ranks that wait less than the median of the others, step after step."""
+    """Ranks that wait less than the median rank, step after step."""
     num_ranks = len(view.ranks)
     if num_ranks < _SEVERAL_RANKS:
         return None
-    less = median_of_others(view.wait_s) - view.wait_s
+    less = np.median(view.wait_s, axis=1, keepdims=True) - view.wait_s
     typical = np.median(less, axis=0)
     spread = float(np.median(np.abs(typical - np.median(typical))))
     least_s = max(_STEP_FRAC * view.step_s, _SEVERAL_SPREADS * spread)

@@ -166,11 +166,10 @@ class Summary(Shown):
         def within(values: dict[int, Any]) -> dict[int, Any]:
             return {rank: value for rank, value in values.items() if rank in chosen}
 
-        def part(one: Collective) -> Collective:
-            wait_s, events = within(one.wait_s), within(one.events)
-            return replace(one, enter_s=within(one.enter_s), wait_s=wait_s, events=events)
-
-        calls = map(part, self.collectives)
+        calls = (
+            replace(c, enter_s=within(c.enter_s), wait_s=within(c.wait_s), events=within(c.events))
+            for c in self.collectives
+        )
         return replace(
             self,
             traces=self.traces.chosen(chosen),
@@ -295,6 +294,9 @@ def _of_the_job(facts: Sequence[RankFacts], found: Sequence[Collective]) -> Iter
     for one in facts:
         if len(sizes) > 1 and one.world_size not in (None, usual):
             yield FileProblem(one.path, f"rank {one.rank} is of {one.world_size} ranks, others not")
+    alone = sum(one.num_ranks < len(here.intersection(one.members)) for one in found)
+    if 10 * alone > len(found):
+        yield FileProblem("", f"{alone} of {len(found)} collectives were not found on all their ranks")
     met = {rank for one in found for rank in one.wait_s}
     for one in facts if met else ():
         if one.rank not in met:
