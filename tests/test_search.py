@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_tables import table
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.adverse import together
 from meshwise.estimate.grid import grids
@@ -38,28 +39,9 @@ pytestmark = pytest.mark.slow
 LLAMA_8, LLAMA_16 = ((find_model("llama3-8b"), find_cluster(f"h100-80g-sxm:{num}")) for num in (8, 16))
 LLAMA = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
 SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
-    "degrees": (
-        "llama3-8b",
-        "h100-80g-sxm:8",
-        {
-            "schedule": ("1f1b",), "cp_kind": ("ring",), "recompute_layers": (None,), "vpp": (1, 2),
-            "recompute": ("none", "full"), "zero": (1, 3),
-        },
-    ),
-    "schedules": (
-        "llama3-8b",
-        "h100-80g-sxm:16",
-        {"tp": (2,), "zero": (1,), "recompute": ("none",), "vpp": (1, 2, 5), "microbatch": (1, 4)},
-    ),
-    "experts": (
-        "mixtral-8x7b",
-        "h100-80g-sxm:16",
-        {
-            "pp": (1, 2), "vpp": (1,), "schedule": ("1f1b", "zb-h1"), "recompute": ("full",), "cp": (1, 2),
-            "cp_kind": ("ring",), "zero": (1,), "recompute_layers": (None,), "microbatch": (2,),
-        },
-    ),
-}  # fmt: skip
+    name: (*of["job"], {key: tuple(one or None for one in values) for key, values in of["plan"].items()})
+    for name, of in table("tables")["search"].items()
+}
 
 
 def priced_one_by_one(

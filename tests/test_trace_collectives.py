@@ -102,8 +102,7 @@ def test_sequence_numbers_win(tmp_path):
     found = {one.index: one for one in summary_of(tmp_path, [first, second]).collectives}
     assert {index: one.num_ranks for index, one in found.items()} == {1: 2, 2: 1, 3: 2, 4: 1, 5: 2}
     assert found[3].wait_s == {0: pytest.approx(3e-6), 1: 0.0} and found[3].last_rank == 1
-    (problem,) = summarize_paths([tmp_path]).problems
-    assert problem.text == "2 of 5 collectives were not found on all their ranks"
+    assert summarize_paths([tmp_path]).problems[0].text.startswith("2 of 5 collectives were not found")
 
 
 @pytest.mark.parametrize("swapped", [False, True])
