@@ -126,7 +126,7 @@ def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:
 
 @pytest.mark.parametrize("card", ["h200-sxm", "v100"])
 def test_every_open_dense_model_of_the_catalog_is_priced_on_a_card(card: str) -> None:
-    """bitsandbytes and PEFT find no experts: transformers 5 keeps them in no linear layer."""
+    """transformers 5 has experts in one tensor: bitsandbytes leaves it wide, PEFT copies it."""
     found = mw.fit_card(card, methods=["qlora"])
     assert {"gpt-oss-20b", "mixtral-8x7b"} <= found.refused.keys()
     assert all(find_model(name).moe for name in found.refused) and len((*found.runs, *found.refused)) > 25

@@ -18,9 +18,9 @@ class Implementation:
     (`program.loss`), unfused unless the plan says so; else that of the plan's software. `deals_evenly`: its
     pipeline places layers evenly. `pairs_microbatches`: it hides exchanges of experts behind another
     microbatch where a schedule has one. The others say whether it has weights in fp8, diffusion transformers,
-    models of encoder and decoder, towers beside a pipeline, and adapters of experts. `adam_8bit_bytes`: what
-    Adam in 8 bits (arXiv 2110.02861) keeps a parameter: both moments, and fp32 weights unless it updates
-    those of the model.
+    models of encoder and decoder, towers beside a pipeline, and experts in few bits or with adapters.
+    `adam_8bit_bytes`: what Adam in 8 bits (arXiv 2110.02861) keeps a parameter: both moments, and fp32
+    weights unless it updates those of the model.
     """
 
     software: str
