@@ -43,7 +43,7 @@ ENGINE_SIZES = 3
 SPACE = {"microbatch": (1,), "zero": (1,)}
 """Training plans that are searched: one packed bin at a time, Megatron-LM's distributed optimizer."""
 
-FAMILIES = 64
+FAMILIES = 32
 """Training plans at most with which the trainer is priced: full bins alone, as `search` has them, mislead."""
 
 EACH_MODE = 2
