@@ -31,22 +31,15 @@ def server(
 
 
 def passes(
-    fixed_s: float = 0.0,
-    token_s: float = 0.0,
-    *,
-    decode_s: float = 0.0,
-    past_s: float = 0.0,
+    fixed_s: float = 0.0, token_s: float = 0.0, *, decode_s: float = 0.0, past_s: float = 0.0,
     engine: Engine = VLLM,
 ) -> PassTimes:  # fmt: skip
     """A pass takes `fixed_s`, `token_s` a prompt token, `decode_s` and `past_s` a cached token a sequence."""
-    most = 5000
+    most, rest, nothing = 5000, Curve([fixed_s, fixed_s + token_s], 1.0), Curve([0.0, 0.0], 1.0)
     return PassTimes(
-        engine=engine,
-        decode_rest=[fixed_s] * most,
+        engine=engine, decode_rest=[fixed_s] * most, prompt_rest=rest, prompt_attention=nothing,
         decode_attention=[Curve([n * decode_s, n * (decode_s + past_s)], 1.0) for n in range(most)],
-        prompt_rest=Curve([fixed_s, fixed_s + token_s], 1.0),
-        prompt_attention=Curve([0.0, 0.0], 1.0),
-    )
+    )  # fmt: skip
 
 
 def alone(requests: Requests, engine: Engine, times: PassTimes, cache: int) -> Served:

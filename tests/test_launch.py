@@ -2,7 +2,6 @@
 
 import ast
 import subprocess
-import tomllib
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 from meshwise.calibrate.express import ENTRIES
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
@@ -24,8 +24,7 @@ from test_one_path import VALUES
 
 CLUSTER = "h100-80g-sxm:64"
 JOBS = Path(__file__).parent / "data" / "jobs"
-WRITTEN = tomllib.loads((JOBS / "written.toml").read_text())
-READ = tomllib.loads((JOBS / "read.toml").read_text())
+WRITTEN, READ = table("jobs/written"), table("jobs/read")
 
 
 def names_in(setting: Any) -> set[str]:
@@ -147,23 +146,13 @@ def test_serving_spreads_experts_over_all_ranks_and_tells_each_node_of_the_other
     assert set(SERVING) < set(FRAMEWORKS)
 
 
-@pytest.mark.parametrize(
-    ("plan", "vllm", "sglang"),
-    [
-        ("dtype=bf16", None, None),
-        ("dtype=fp8", "fp8", "fp8"),
-        ("dtype=fp8,weight_dtype=fp8_block", "fp8_per_block", "fp8"),
-        ("weight_dtype=int4", "auto_awq", "awq_marlin"),
-        ("weight_dtype=int8", "int8_per_channel_weight_only", None),
-        ("weight_dtype=int4,dtype=fp8", None, None),
-    ],
-)
-def test_formats_of_weights_are_said(plan: str, vllm: str | None, sglang: str | None) -> None:
+@pytest.mark.parametrize(("plan", "vllm", "sglang"), table("serving")["formats"])
+def test_formats_of_weights_are_said(plan: str, vllm: str, sglang: str) -> None:
     """As `--quantization`, or among what is not expressed."""
-    for framework, method in (("vllm", vllm), ("sglang", sglang), ("tensorrt-llm", None)):
+    for framework, method in (("vllm", vllm), ("sglang", sglang), ("tensorrt-llm", "")):
         job = mw.launch("gpt-oss-20b", "b200:8", f"tp=8,{plan}", to=framework, batch=8, seq=4096)
         found = dict(zip(job.arguments, job.arguments[1:], strict=False))
-        assert found.get("--quantization") == method
+        assert found.get("--quantization", "") == method
         assert method or plan == "dtype=bf16" or any("dtype=" in lost for lost in job.not_expressed)
 
 
@@ -333,7 +322,7 @@ def test_what_experts_are_priced_with_is_written_and_missed(tmp_path: Path) -> N
 
 PRICED = ("parts", "losses", "shards_each_weight", "fuses_norms", "sorts_arrivals")
 """Fields of an implementation that say what its ops are; the others say what it cannot do."""
-SAYS = tomllib.loads((JOBS.parent / "exceptions.toml").read_text())["implementation_said"]
+SAYS = table("exceptions")["implementation_said"]
 """Where a framework says a field of an implementation; DeepSpeed and Accelerate leave modules to a script."""
 
 

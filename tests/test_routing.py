@@ -36,6 +36,8 @@ def test_shares_slots_and_ranks(experts: int, top_k: int, skew: float, tokens: i
     assert filled[-1] == pytest.approx(tokens * top_k, rel=1e-6)  # room for all: none dropped
     assert busiest_rank(shares, experts) >= 1 - 1e-9
     assert busiest_rank(shares, 1) == pytest.approx(1)
+    placed = inclusion(256, 8, 0.8)  # 2,000 random placements over 8 and 32 ranks
+    assert [busiest_rank(placed, ranks) for ranks in (8, 32)] == pytest.approx([1.50, 3.06], rel=0.02)
 
 
 def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Any) -> None:

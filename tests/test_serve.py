@@ -65,10 +65,8 @@ def test_a_single_token_reads_all_its_weights_once() -> None:
 
 # --- published servers ---------------------------------------------------------------------------
 
-TABLES = table("serving")
 
-
-@pytest.mark.parametrize("row", TABLES["tensorrt_llm"], ids=lambda row: "-".join(map(str, row[:5])))
+@pytest.mark.parametrize("row", table("serving")["tensorrt_llm"], ids=lambda row: "-".join(map(str, row[:5])))
 def test_throughput_is_a_ceiling_of_tensorrt_llm(row: tuple[str, int, int, int, int, int]) -> None:
     # TensorRT-LLM 0.5.0, docs/source/blogs/H200launch.md, largest batch of each setting. The engine's own
     # time and what waits for it are not in the estimate; no run is faster, and all but the one over four
@@ -261,6 +259,9 @@ def test_what_a_checkpoint_leaves_in_16_bits_is_kept_and_computed_so() -> None:
         server("deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp4", wide_modules=kept)
         for kept in ((), ("qkv", "out"))
     )
+    packed = server("deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp4", weight_dtype="nvfp4")
+    token_s = [float(est.token_pass(of, 64.0).total_s) for of in (narrow, packed)]
+    assert token_s[0] < token_s[1] < 4.5 / 4.0 * token_s[0]  # scales are read too, by the same kernels
     whole = 7168 * (1536 + 576) + (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168) / 8
     assert est.weight_bytes(wide) - est.weight_bytes(narrow) == pytest.approx(61 * 1.5 * whole, rel=1e-3)
     ops, before = ops_of(wide, "vllm"), ops_of(narrow, "vllm")

@@ -248,15 +248,7 @@ def test_pools_decode_what_their_recipe_states() -> None:
 
     A pass of the pool of prompts has two of them on each rank, as its `max_batch_size` says.
     """
-    pools = {
-        f"{pool}_{name}": value
-        for pool, degrees in {"prefill": ("1", "1", "16", "16"), "decode": ("3", "16", "1", "16")}.items()
-        for name, value in zip(("workers", "tp", "attention_dp", "moe_ep"), degrees, strict=True)
-    }
-    row = INFERENCEX["row"] | pools | {
-        "mode": "disagg", "system": "h100_sxm", "precision": "fp8", "concurrency": "30",
-        "prefill_moe_tp": "1", "decode_moe_tp": "1", "measured": "2026-02-08",
-    }  # fmt: skip
+    row = INFERENCEX["row"] | INFERENCEX["three_workers"]
     assert measured.point(row).engine.max_sequences == 8
     prompts = measured.point(row).engine.of_prompts
     assert (prompts.max_tokens, prompts.max_sequences) == (2048, 2)
@@ -363,21 +355,3 @@ def test_ranks_that_exchange_nothing_are_servers_of_their_own() -> None:
     assert one.served.tpot_s == pytest.approx(other.served.tpot_s)
     assert one.to_json()["peak_cache_frac"] == pytest.approx(other.to_json()["peak_cache_frac"])
     assert server("deepseek-v3", "h200-sxm:8", dp=8, ep=8, dtype="fp8").engines == 1
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8")
-
-
-@pytest.mark.parametrize("load", [("--concurrency", "16"), ("--rate", "5"), ("--requests", "trace.csv")])
-def test_command(meshwise: Any, tmp_path: Path, load: tuple[str, ...]) -> None:
-    (tmp_path / "trace.csv").write_text(TRACES["ours.csv"])
-    words = [word.replace("trace.csv", str(tmp_path / "trace.csv")) for word in load]
-    document = meshwise(*BASE, *words, "--json").document
-    for name in ("ttft_s", "tpot_s", "e2e_s"):
-        assert 0 < document[name]["p50"] <= document[name]["p90"] <= document[name]["p99"]
-    assert document["output_tokens_per_s_per_gpu"] > 0
-    assert document["passes"][0]["sequences"] == 8
-    shown = meshwise(*BASE, *words).out
-    assert "first token" in shown and "p99" in shown

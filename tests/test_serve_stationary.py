@@ -71,7 +71,9 @@ def test_clients_of_equal_requests_do_not_run_in_step() -> None:
 
 def test_command_says_what_counts_and_whether_it_holds(meshwise: Any) -> None:
     base = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8", "--rate")
-    window = meshwise(*base, "5", "--json").document["window"]
+    document = meshwise(*base, "5", "--json").document
+    window, first_s = document["window"], document["ttft_s"]
+    assert 0 < first_s["p50"] <= first_s["p90"] <= first_s["p99"]
     assert window["is_settled"] and window["num_counted"] < window["num_simulated"]
     assert meshwise(*base, "5", "--num-requests", "100", "--json").document["window"] is None
     no = meshwise(*base, "20")

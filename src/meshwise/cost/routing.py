@@ -13,6 +13,8 @@ from meshwise.core.units import Num
 from meshwise.model.architecture import MoE
 
 Shares = NDArray[np.float64]
+PLACEMENTS = 400
+"""Orders of the experts that are averaged: to 1 % of the busiest rank's load."""
 
 
 def inclusion(experts: int, top_k: int, skew: float = 0.0) -> Shares:
@@ -71,10 +73,15 @@ def summary(moe: MoE, tokens: int, shares: Shares | None = None) -> dict[str, fl
 
 
 def busiest_rank(shares: Shares, ranks: int, redundant: int = 0) -> float:
-    """Load of the busiest of `ranks` over the mean, each expert placed where least is, the heaviest first.
+    """Load of the busiest of `ranks` over the mean, experts in the order of their numbers.
 
-    `redundant` more slots hold copies, each of the expert that has the most load a copy (DeepSeek's EPLB).
+    That is at random for their loads: the mean of PLACEMENTS. `redundant` more slots hold copies, each of the
+    expert that has the most load a copy; then each lies where least is, the heaviest first (DeepSeek's EPLB).
     """
+    if not redundant:
+        placed = np.random.default_rng(0).permuted(np.tile(shares, (PLACEMENTS, 1)), axis=1)
+        loads = placed.reshape(PLACEMENTS, ranks, -1).sum(axis=-1)
+        return float((loads.max(axis=-1) / loads.mean(axis=-1)).mean())
     copies = np.ones(len(shares))
     for _ in range(redundant):
         copies[(shares / copies).argmax()] += 1.0

@@ -303,7 +303,7 @@ def _matmul_s(
         num_cores=machine.num_cores,
         elem_bytes=elem_bytes,
         right_bytes=(op.right_bytes or elem_bytes) * copies,
-        tiles=GROUPED_TILES if op.right_bytes else TILES,  # Marlin's have 16 rows too
+        tiles=GROUPED_TILES if op.right_bytes and op.dtype != "fp4" else TILES,  # Marlin's have 16 rows too
         out_bytes=out_bytes * efficiency.weight_copies / copies,
         efficiency=efficiency,
     )  # fmt: skip
@@ -370,7 +370,9 @@ def _decode_attention_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
 def _experts_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
     tokens, top_k, experts, hidden, width, chosen, *_ = stacks
     efficiency, form = machine.efficiency, precision(op.dtype)
-    library = op.library or experts_library(efficiency, "w4a16" if 0 < op.right_bytes < 1 else op.dtype)
+    library = op.library or experts_library(
+        efficiency, "w4a16" if 0 < op.right_bytes < min(form.operand_bytes, 1) else op.dtype
+    )
     return experts_s(
         tokens, topk=top_k, chosen=chosen, library=library, experts=experts, hidden=hidden, inter=width,
         elem_bytes=form.operand_bytes, weight_bytes=op.right_bytes or None, act_bytes=form.act_bytes,

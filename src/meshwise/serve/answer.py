@@ -162,15 +162,10 @@ class ServingAnswer(Shown):
 
 
 def answer(
-    fleet: Fleet,
-    sequences: Sequence[int] = (),
-    limits: LatencyLimits = NO_LIMITS,
-    *,
-    requests: Requests | RequestStream | None = None,
-    engine: str = "",
-    autoscale: str = "",
+    fleet: Fleet, sequences: Sequence[int] = (), limits: LatencyLimits = NO_LIMITS, *,
+    requests: Requests | RequestStream | None = None, engine: str = "", autoscale: str = "",
     usd_per_gpu_hour: Mapping[str, float] | None = None,
-) -> ServingAnswer:
+) -> ServingAnswer:  # fmt: skip
     """What `fleet` gives, alone and, with `requests`, under their load."""
     serving = fleet.serving
     load = None
@@ -195,14 +190,9 @@ def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
 
 
 def sized(
-    sizing: Sizing,
-    otherwise: Serving,
-    sequences: Sequence[int] = (),
-    *,
-    token_s: float | None,
-    usd_per_gpu_hour: Mapping[str, float] | None = None,
-    has_details: bool = False,
-) -> ServingAnswer:
+    sizing: Sizing, otherwise: Serving, sequences: Sequence[int] = (), *, token_s: float | None,
+    usd_per_gpu_hour: Mapping[str, float] | None = None, has_details: bool = False,
+) -> ServingAnswer:  # fmt: skip
     """The answer of `sizing`: its best choice, or what came nearest, or an instance that does not fit."""
     choice = sizing.best or sizing.nearest or next(reversed(sizing.trade_offs), None)
     serving, load = (choice.fleet.serving, choice.load) if choice else (otherwise, None)

@@ -1,7 +1,8 @@
 """Experts that are not equally liked: a power law of their loads, or loads that were measured.
 
-The busiest rank sets the pace of all: experts are placed so that loads are as even as they can be, and
-redundant slots hold copies of those that have the most load a copy (DeepSeek's EPLB).
+The busiest rank sets the pace of all: experts lie in the order of their numbers, at random for their loads.
+With redundant slots, which hold copies of those that have the most load a copy, they are placed so that loads
+are as even as they can be (DeepSeek's EPLB).
 """
 
 from dataclasses import replace

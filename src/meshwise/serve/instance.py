@@ -80,14 +80,9 @@ class Instance:
     """
 
     def __init__(
-        self,
-        worker: ServingWorker,
-        requests: Requests,
-        leave: Callable[[EngineSequence, float], None],
-        *,
-        reply_s: float = 0.0,
-        only_prompts: bool = False,
-    ) -> None:
+        self, worker: ServingWorker, requests: Requests, leave: Callable[[EngineSequence, float], None], *,
+        reply_s: float = 0.0, only_prompts: bool = False,
+    ) -> None:  # fmt: skip
         self.engine, self.times, self.cache = worker.times.engine, worker.times, worker.cache_tokens
         self.blocks: Sequence[Blocks] | Mapping[int, Blocks] = requests.blocks  # by index of a sequence
         self.prefixes = [

@@ -102,12 +102,8 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
 def _values(load: LoadResult, names: Tree, to: FleetTarget, lost: list[str]) -> Tree:
     """What the templates of a target are filled with."""
     fleet, has_pools, scaling = load.fleet, load.fleet.prefill is not None, load.fleet.scaling
-    names = names | {
-        "policy_of": to.policies.get(fleet.router.policy),
-        "max": max,
-        "round": round,
-        "str": str,
-    }
+    policy = to.policies.get(fleet.router.policy)
+    names = {**names, "policy_of": policy, "max": max, "round": round, "str": str}
     values = {name: names[name] for name in ("name", "model")} | formulas(_CATALOG["values"], names)
     if scaling is not None:
         values |= formulas(_CATALOG["scaling_values"], names | {"of": scaling, "query_of": _CATALOG["query"]})

@@ -25,20 +25,11 @@ from meshwise.serve.stationary import CountedWindow, RequestStream, settled
 
 
 def traffic(
-    prompt: int,
-    output: int,
-    *,
-    rate: float | None = None,
-    concurrency: int | None = None,
-    trace: Requests | None = None,
-    num_requests: int | None = None,
-    burstiness: float | None = None,
-    length_ratio: float | None = None,
-    length_sigma: float | None = None,
-    shared_prefix: int | None = None,
-    turns: Turns | None = None,
-    rates: RateCurve | None = None,
-) -> Requests | RequestStream | None:
+    prompt: int, output: int, *, rate: float | None = None, concurrency: int | None = None,
+    trace: Requests | None = None, num_requests: int | None = None, burstiness: float | None = None,
+    length_ratio: float | None = None, length_sigma: float | None = None, shared_prefix: int | None = None,
+    turns: Turns | None = None, rates: RateCurve | None = None,
+) -> Requests | RequestStream | None:  # fmt: skip
     """What is asked for: so many requests or a trace, else a stream of them; None without a load.
 
     WorkloadError for what contradicts itself.

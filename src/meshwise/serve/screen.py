@@ -35,8 +35,6 @@ MAX_RANKS = 256
 """Ranks of one instance at most."""
 BATCHES = np.unique(np.geomspace(1, 4096, 256).round())
 """Running sequences of a dp rank that are tried."""
-PREFILL_UTILIZATION = 0.9
-"""Share of their time that prefill workers are busy at most (aiconfigurator's derate of a prefill pool)."""
 
 Instance = Callable[[Cluster, Plan], Serving]
 """What makes an instance of one model for one kind of requests."""
@@ -95,12 +93,9 @@ class Screen:
 
 
 def screen(
-    instance: Instance,
-    cluster: Cluster,
-    fixed: Mapping[str, Sequence[Any]],
-    engine: Engine,
+    instance: Instance, cluster: Cluster, fixed: Mapping[str, Sequence[Any]], engine: Engine,
     missing_frac: float = 1.0,
-) -> Screen | None:
+) -> Screen | None:  # fmt: skip
     """All layouts on chips of `cluster` with the `fixed` values of plan keys; None if no such plan works.
 
     `missing_frac`: the share of the prompts' tokens that no cache holds.

@@ -45,6 +45,8 @@ SEARCH_REQUESTS, ANSWER_REQUESTS, HEADROOM_REQUESTS = 8_000, 32_000, 16_000
 """Requests of a simulation at most: of finalists, of one that holds and has not settled, of more traffic."""
 SAMPLE_REQUESTS = 2_000
 """That say how long prompts are, and how much of them a cache may hold."""
+PREFILL_UTILIZATION = 0.9
+"""Share of their time that prefill workers are busy at most (aiconfigurator's derate of a prefill pool)."""
 MORE_TRAFFIC = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0)
 """Of the load's rate, what is tried to see how much more there may be."""
 
@@ -316,13 +318,13 @@ def _apart(first: Screen, last: Screen, limits: LatencyLimits, asked: float | No
         num_prefill = math.ceil(workers[k])
         waits_s = busy[k] * prompt_s[k] / (2.0 * (1.0 - busy[k]))
         each_s = float(token_s[i, _running(num * last.decode_rate[i], asked, j)])
-        is_mostly_prefill = num_prefill * first.num_chips[k, 0] > num * last.num_chips[i, 0]
         binds = _binds(last, i, j, token_s, limits, asked, num * decode_rate)
+        if asked and num_prefill * first.num_chips[k, 0] > num * last.num_chips[i, 0]:
+            binds = "prompts"
         yield Choice(
             Fleet(last.instances[i], num, first.instances[k], num_prefill), int(BATCHES[j]),
             float(alone_s[k] + waits_s + each_s), each_s,
-            float(decode_rate * last.output / (gpus[0, k] + last.num_chips[i, 0])),
-            "prompts" if asked and is_mostly_prefill else binds,
+            float(decode_rate * last.output / (gpus[0, k] + last.num_chips[i, 0])), binds,
         )  # fmt: skip
 
 
@@ -410,13 +412,9 @@ def _simulated(
 def _under(choice: Choice, engine: Engine, wanted: Wanted, requests: Requests | RequestStream) -> Choice:
     """`choice` with what requests get of it; the engine runs no more sequences than were chosen."""
     most = engine.on(choice.fleet.serving.cluster.chip).max_sequences
-    load = under_load(
-        replace(choice.fleet, router=wanted.router, offload=wanted.offload),
-        requests,
-        engine.having(max_sequences=min(most, choice.sequences)),
-        wanted.limits,
-    )
-    return replace(choice, load=load)
+    fleet = replace(choice.fleet, router=wanted.router, offload=wanted.offload)
+    runs = engine.having(max_sequences=min(most, choice.sequences))
+    return replace(choice, load=under_load(fleet, requests, runs, wanted.limits))
 
 
 def _headroom_frac(choice: Choice, wanted: Wanted, engine: Engine) -> float:
