@@ -61,15 +61,10 @@ def summary(moe: MoE, tokens: int, shares: Shares | None = None) -> dict[str, fl
     filled = float(pairs) if capacity is None else slots_filled(shares, tokens, capacity)
     filled = min(filled, pairs, num_slots)  # sums of odds are rounded
     return {
-        "num_experts": moe.num_experts,
-        "top_k": moe.top_k,
-        "tokens": tokens,
-        "distinct_experts": float(distinct_experts(shares, tokens)),
-        "capacity": capacity,
-        "slots": num_slots,
-        "dropped_frac": 1.0 - filled / pairs,
-        "padded_frac": 1.0 - filled / num_slots,
-    }
+        "num_experts": moe.num_experts, "top_k": moe.top_k, "tokens": tokens,
+        "distinct_experts": float(distinct_experts(shares, tokens)), "capacity": capacity,
+        "slots": num_slots, "dropped_frac": 1.0 - filled / pairs, "padded_frac": 1.0 - filled / num_slots,
+    }  # fmt: skip
 
 
 def busiest_rank(shares: Shares, ranks: int, redundant: int = 0) -> float:

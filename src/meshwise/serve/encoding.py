@@ -54,13 +54,11 @@ def encoding(model: Model, mesh: Mesh, machine: Machine) -> Encoding | None:
         seconds += count * float(part.forward_s)
         params += count * float(part.held[DENSE].params)
     return Encoding(
-        num_inputs=sum(tower.num_inputs for tower in towers),
-        num_tokens=in_sequence(model),
-        num_across=across(model),
-        request_s=seconds,
+        num_inputs=sum(tower.num_inputs for tower in towers), num_tokens=in_sequence(model),
+        num_across=across(model), request_s=seconds,
         weight_bytes=params * cut_of(mesh).precision.act_bytes,
         working_bytes=max(float(working_bytes(one.encoder, _cut(one, mesh))) for one in towers),
-    )
+    )  # fmt: skip
 
 
 def _cut(tower: Tower, mesh: Mesh) -> Cut:

@@ -35,6 +35,8 @@ MAX_RANKS = 256
 """Ranks of one instance at most."""
 BATCHES = np.unique(np.geomspace(1, 4096, 256).round())
 """Running sequences of a dp rank that are tried."""
+PREFILL_UTILIZATION = 0.9
+"""Share of their time that prefill workers are busy at most (aiconfigurator's derate of a prefill pool)."""
 
 Instance = Callable[[Cluster, Plan], Serving]
 """What makes an instance of one model for one kind of requests."""

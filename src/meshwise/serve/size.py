@@ -45,8 +45,6 @@ SEARCH_REQUESTS, ANSWER_REQUESTS, HEADROOM_REQUESTS = 8_000, 32_000, 16_000
 """Requests of a simulation at most: of finalists, of one that holds and has not settled, of more traffic."""
 SAMPLE_REQUESTS = 2_000
 """That say how long prompts are, and how much of them a cache may hold."""
-PREFILL_UTILIZATION = 0.9
-"""Share of their time that prefill workers are busy at most (aiconfigurator's derate of a prefill pool)."""
 MORE_TRAFFIC = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0)
 """Of the load's rate, what is tried to see how much more there may be."""
 

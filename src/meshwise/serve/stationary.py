@@ -183,14 +183,12 @@ def window(served: Served, least_s: float = 0.0, most_s: float = math.inf) -> Co
     over_s = max(stop_s - start_s, 1e-9)
     names = ("ttft_s", "tpot_s")
     return CountedWindow(
-        served=restricted(served, counted),
-        num_simulated=len(order),
-        num_warm_up=warm_up,
+        served=restricted(served, counted), num_simulated=len(order), num_warm_up=warm_up,
         requests_per_s=float(ends.sum()) / over_s,
         output_tokens_per_s=float(served.output[order][ends].sum()) / over_s,
         half_frac={name: _half_frac(one[warm_up:]) for name, one in zip(names, series, strict=True)},
         rise=_rise(sent_s, last_s, start_s, stop_s),
-    )
+    )  # fmt: skip
 
 
 def restricted(served: Served, which: NDArray[np.int64]) -> Served:
