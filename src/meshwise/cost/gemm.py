@@ -4,7 +4,8 @@ C[m,n] = A[m,k] B[k,n] is cut into tiles of `tile_m x tile_n`, one core works on
 run in *waves* of `num_cores`. A tile loops over k: it computes 2 tile_m tile_n k FLOP, while the cache
 feeds it (tile_m + tile_n) k elements. So a big tile uses the core well, a small one wastes less at the
 edges; where there are fewer tiles than cores, the sum over k is *split* among the idle cores and added
-up afterwards. Where rows of groups differ (`uneven`), the last tile of each is half empty in the mean.
+up afterwards. Where rows of groups differ (`uneven`), the last tile of each is half empty in the mean. A lone
+row is a product of a matrix and a vector, whose kernels fill no tile with rows.
 The library tries them all and we take the fastest:
 
     tile      = max(2 tile_m tile_n k/s FLOP / core rate, (tile_m + tile_n) k/s bytes / cache rate) + overhead
@@ -33,6 +34,9 @@ GROUPED_TILES = (*TILES, (16.0, 128.0))
 
 MOST_ROWS_BETWEEN = 128.0
 """Rows between two sizes of a matmul whose times are those of whole tiles; with fewer, of smaller tiles."""
+
+VECTOR_FRAC = 0.95
+"""What the kernels of a lone row reach of the bandwidth of other matmuls (A100 0.93, H100 0.95, B200 0.98)."""
 
 MIN_SPLIT_K = 512.0
 MAX_SPLIT = 16.0
@@ -68,6 +72,7 @@ def gemm_s(
         elem_bytes=elem_bytes, right_frac=right_frac, uneven=uneven, efficiency=efficiency,
         tile_shapes=GROUPED_TILES if efficiency.by_rows else tiles,
     )  # fmt: skip
+    memory_s = memory_s / np.where((m == 1.0) & (batch == 1.0) & (tiles is TILES), VECTOR_FRAC, 1.0)
     larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
     smaller = np.minimum(compute_s, memory_s)
     power = efficiency.overlap_power
@@ -104,8 +109,9 @@ def _tiled_s(
     rows, columns = shapes[:, 0], shapes[:, 1]
     down = np.where(uneven, np.maximum(m / rows + 0.5, 1.0), np.ceil(m / rows))
     tiles = np.maximum(batch * down * np.ceil(n / columns), 1.0)
-    flop_s = 2.0 * rows * columns * k / core_flop_per_s
-    feed_s = elem_bytes * (rows + columns * right_frac) * k * num_cores / cache_bytes_per_s
+    filled = np.where((m == 1.0) & (batch == 1.0), 1.0, rows)
+    flop_s = 2.0 * filled * columns * k / core_flop_per_s
+    feed_s = elem_bytes * (filled + columns * right_frac) * k * num_cores / cache_bytes_per_s
     loop_s = np.maximum(flop_s, feed_s)
     height = rows / TILES[0][0] if efficiency.by_rows else 1.0
     whole_s = np.ceil(tiles / num_cores) * (loop_s + height * efficiency.tile_s)
