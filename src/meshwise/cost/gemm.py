@@ -36,7 +36,7 @@ MOST_ROWS_BETWEEN = 128.0
 """Rows between two sizes of a matmul whose times are those of whole tiles; with fewer, of smaller tiles."""
 
 VECTOR_FRAC = 0.95
-"""What the kernels of a lone row reach of the bandwidth of other matmuls (A100 0.93, H100 0.95, B200 0.98)."""
+"""What kernels of a lone row reach of the bandwidth of other matmuls (A100 0.93, H100 0.95, B200 0.98)."""
 
 MIN_SPLIT_K = 512.0
 MAX_SPLIT = 16.0
