@@ -300,6 +300,10 @@ def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -
     console = Console(record=True, width=200, file=io.StringIO())
     print_parts(parts_of(found), console)
     assert "note: measured, not predicted (all_reduce_perf.txt)" in console.export_text()
+    unused = mw.estimate("llama3-8b", "h100:8", "tp=8", collectives=[output]).to_json()["notes"]
+    assert any(one.endswith("bytes; this step has none") for one in unused)
+    with pytest.raises(DataError, match="no all_gather among 4 ranks was measured"):
+        mw.collective("all_gather", "h100:8", sizes, ranks=4, collectives=[output])
     output.write_text("no table")
     with pytest.raises(DataError, match="no output of nccl-tests"):
         mw.estimate(*asked, collectives=[output])

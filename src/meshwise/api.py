@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwise.core.errors import ClusterError, MissingExtraError, PlanError, WorkloadError
+from meshwise.core.errors import ClusterError, DataError, MissingExtraError, PlanError, WorkloadError
 from meshwise.core.options import Counts, Latency, Quantity, options_of, stated_in
 from meshwise.core.refusals import refuse, told
 
@@ -1151,6 +1151,8 @@ def collective(
 
     on = _cluster(cluster, collectives)
     group = group_size(kind, on, ranks, stride)
+    if collectives and (kind, group) not in {(known.kind, known.ranks) for known in on.collectives}:
+        raise DataError(f"{', '.join(map(str, collectives))}: no {kind} among {group} ranks was measured")
     if data and ranks is None:
         group = measured_ranks(map(Path, data), kind, on, group, stride)
     measured = measured_times(map(Path, data), kind, on, group, stride)

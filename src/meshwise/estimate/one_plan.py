@@ -279,7 +279,12 @@ class Estimate(Shown):
             is_placed=any(self.mesh.ends) and self.plan.stages is None,
             stages="-".join(map(str, layers_of_chunks(self.model, self.mesh))),
         )  # fmt: skip
-        notes += map(str, self.cluster.collectives)
+        if self.cluster.collectives:
+            exchanged = {*zip(*map(self.ledger.columns.get, ("collective", "group_size")), strict=True)}
+            notes += (
+                str(known) + "; this step has none" * ((known.kind, known.ranks) not in exchanged)
+                for known in self.cluster.collectives
+            )
         notes.append(f"interval: {self.step_s_interval.reason}")
         for origin, names in self.inherited.items():
             notes.append(
