@@ -203,7 +203,7 @@ def run_parts(document: dict[str, Any]) -> Iterator[Section]:
             watts, joules = limit["power_watts"], limit["energy_j"]
             power = f", {with_prefix(watts, 'W', 3)}, {with_prefix(joules, 'J', 3)}" if watts else ""
             devices = with_prefix(limit["devices"], "", 3)
-            yield f"  there: {devices} devices, {duration(limit['training_s'])}{power}{price}"
+            yield f"  at 80 %: {devices} devices, {duration(limit['training_s'])}{power}{price}"
 
 
 def flop(value: float | None) -> str:
