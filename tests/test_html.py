@@ -115,11 +115,9 @@ def test_every_result_is_a_page(
 
 
 def test_the_sample_of_a_space_is_of_its_plans() -> None:
-    from meshwise.search.cloud import cloud
-
     found = mw.search("llama3-8b", "h100-80g-sxm:8", "zero=1", batch=8, seq=2048)
     best = found.best[0]
-    sample = cloud(best.model, best.cluster, best.workload, found.stated, most=10**6)
+    sample = found.sample(10**6)
     assert len(sample) == found.plans_considered
     assert sum(one.memory_bytes <= found.capacity_bytes for one in sample) >= found.plans_feasible > 0
     assert min(one.step_s for one in sample if one.memory_bytes <= found.capacity_bytes) == best.step_s

@@ -11,7 +11,7 @@ Stages that hold the same are one `Stage` with their number. A grid has a handfu
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -160,10 +160,10 @@ def num_on_host(share: Num, number: Num) -> Num:
 def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
     """What pipeline rank `rank` of one plan holds, as a stage that counts for none."""
     held = _held(model, int(mesh.pp), int(folding(mesh)), layers_of_chunks(model, mesh))[rank]
-    return _stage(mesh, held[0], held[1], tuple(held[2:]), float(rank), 0.0)
+    return _stage(mesh, (*held, float(rank), 0.0))
 
 
-_Row = tuple[float, float, tuple[float, ...], float, float]  # embeddings, heads, layers, index, num_stages
+_Row = tuple[float, ...]  # embeddings, heads, layers of each kind, index, num_stages
 
 
 @lru_cache(maxsize=64)
@@ -177,10 +177,7 @@ def _pattern(
 ) -> tuple[_Row, ...]:
     """The distinct stages of one pattern, in the order in which they first appear."""
     rows = _held(model, pp, folding, stages or chunk_layers(model.num_layers, pp * vpp, (ends[0], ends[1])))
-    return tuple(
-        (row[0], row[1], row[2:], float(rows.index(row)), float(count))
-        for row, count in Counter(rows).items()
-    )
+    return tuple((*row, float(rows.index(row)), float(count)) for row, count in Counter(rows).items())
 
 
 def _held(model: Model, pp: int, folding: int, sizes: Sequence[int]) -> list[tuple[float, ...]]:
@@ -207,16 +204,11 @@ def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     """The kinds of stages of `mesh`; in a grid, as many as its richest pattern has."""
     sizes = (mesh.pp, mesh.vpp, folding(mesh), *mesh.ends)
     if not any(isinstance(size, np.ndarray) for size in sizes):
-        return [_stage(mesh, *row) for row in _patterns(model, mesh.plan.stages)(*map(int, sizes))]
+        return [_stage(mesh, row) for row in _patterns(model, mesh.plan.stages)(*map(int, sizes))]
     patterns, pattern = patterns_of(model, mesh)
-    num_kinds = len(layer_kinds(model))
-    absent: _Row = (0.0, 0.0, (0.0,) * num_kinds, 0.0, 0.0)
-    found = []
-    for k in range(max(map(len, patterns))):
-        kth = [one[k] if k < len(one) else absent for one in patterns]
-        table = np.array([(row[0], row[1], *row[2], row[3], row[4]) for row in kth]).T[:, pattern]
-        found.append(_stage(mesh, table[0], table[1], tuple(table[2 : 2 + num_kinds]), table[-2], table[-1]))
-    return found
+    absent = (0.0,) * len(patterns[0][0])
+    rows = itertools.zip_longest(*patterns, fillvalue=absent)
+    return [_stage(mesh, np.array(kth).T[:, pattern]) for kth in rows]
 
 
 def patterns_of(model: Model, mesh: Mesh) -> tuple[list[tuple[_Row, ...]], NDArray[np.intp]]:
@@ -229,16 +221,16 @@ def patterns_of(model: Model, mesh: Mesh) -> tuple[list[tuple[_Row, ...]], NDArr
     return list(places), np.array(place, dtype=np.intp)[kind].reshape(cells.shape[1:])
 
 
-def _stage(
-    mesh: Mesh, embeddings: Num, heads: Num, layers: tuple[Num, ...], index: Num, num_stages: Num
-) -> Stage:
+def _stage(mesh: Mesh, row: Iterable[Num]) -> Stage:
+    """The stage of a row of a pattern, or of rows along the cells of a grid."""
+    embeddings, heads, *layers, index, num_stages = row
     is_mirrored = folding(mesh) == MIRRORED
     return Stage(
         index=index,
         num_stages=num_stages,
         embeddings=embeddings,
         heads=heads,
-        layers=layers,
+        layers=tuple(layers),
         share=1.0 - 0.5 * is_mirrored if anywhere(is_mirrored) else 1.0,
     )
 

@@ -153,8 +153,8 @@ def next_text(estimate: Estimate) -> str:
     step = next_step(estimate)
     if not estimate.fits:
         return _fitting_text(estimate, step)
-    name, seconds = largest_cost(estimate)
-    cost = f"{name} takes {seconds / estimate.step_s:.0%}; " * (seconds > 5e-3 * estimate.step_s)
+    name, share = largest_cost(estimate)
+    cost = f"{name} takes {share:.0%}; " * (share > 5e-3)
     if step is None:
         return f"{cost}no change of one key is faster: meshwise search looks at all plans"
     less = 1 - step.run.step_s / estimate.step_s

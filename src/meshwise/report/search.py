@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import urlencode
 
+from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
 from meshwise.core.units import dollars, duration, long_duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
@@ -21,18 +22,14 @@ from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import Fields, Table, difference_text, pair_row, records_table
-from meshwise.search.assumptions import Assumption, hurts_most
 from meshwise.search.basis import NOTABLE, Basis
 from meshwise.search.best_plans import Found
-from meshwise.search.cloud import cloud
 from meshwise.search.difference import Reason
 from meshwise.search.fit_card import CardFit, CardRun
+from meshwise.search.next_step import largest_cost
 from meshwise.search.search import Result
+from meshwise.search.sensitivity import Assumption, Version, hurts_most
 from meshwise.search.study import MEASURES, Study
-from meshwise.search.versions import Version
-
-WORK = ("compute", "memory")
-"""Parts of a step that are work of the kernels themselves."""
 
 
 def parts(
@@ -95,8 +92,7 @@ def page(
          with_prefix(found.memory_bytes, "B"))
         for found in result.pareto
     ]  # fmt: skip
-    sample = cloud(best.model, best.cluster, best.workload, result.stated, result.to, most=most)
-    space = _space(result, sample, color, link)
+    space = _space(result, result.sample(most), color, link)
     columns = ("plan", "microbatch", "step", "memory")
     pareto = Table("Pareto front: less memory costs time", columns, front)
     counts, answers, plans, *others = parts(result, shown=link)
@@ -161,17 +157,12 @@ def _runs_in(of: Basis) -> str:
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
     """The fastest plan of each family; `shown` makes the cell of a plan of its text and microbatch."""
 
-    def largest_cost(found: Estimate) -> str:
-        """What the step spends most on beside the work of its kernels."""
-        name, seconds = max(found.time_s.items(), key=lambda part: (part[0] not in WORK, part[1]))
-        return f"{name} {seconds / found.step_s:.0%}"
-
     columns: Fields = {
         "step": lambda one: duration(one[0].step_s),
         "robust": lambda one: duration(one[1].robust_s),
         "MFU": lambda one: f"{one[0].mfu:.1%}",
         "memory": lambda one: with_prefix(one[0].memory_bytes["total"], "B"),
-        "largest cost": lambda one: largest_cost(one[0]),
+        "largest cost": lambda one: "{} {:.0%}".format(*largest_cost(one[0])),
         "microbatch": lambda one: one[0].workload.microbatch,
         "plan": lambda one: shown(plan_text(one[0].plan), one[0].workload.microbatch),
     }
@@ -299,9 +290,7 @@ def _space(
     result: Result, sample: Sequence[Found], color: str, link: Callable[[str, int], PageLink]
 ) -> plot.Chart:
     """Step time against memory: a sample of the space, colored by the key `color`, and the Pareto front."""
-    by_value: dict[Any, list[Found]] = {}
-    for one in sample:
-        by_value.setdefault(one.values.get(color), []).append(one)
+    by_value = grouped(sample, lambda one: one.values.get(color))
     values = sorted(by_value, key=lambda value: (isinstance(value, str), value is None, value))
     marks: list[plot.Mark] = []
     for value, shade in zip(values, itertools.cycle(plot.COLORS), strict=False):

@@ -34,10 +34,10 @@ class NextStep:
 
 
 def largest_cost(found: Estimate) -> tuple[str, float]:
-    """What the step spends most on beside the work of its kernels, and its seconds."""
+    """What the step spends most on beside the work of its kernels, and which share of it."""
     costs = {name: seconds for name, seconds in found.time_s.items() if name not in _WORK}
     name = max(costs, key=lambda one: costs[one])
-    return name, costs[name]
+    return name, costs[name] / found.step_s
 
 
 def next_step(found: Estimate) -> NextStep | None:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.adverse import Adversity, together
-from meshwise.estimate.grid import grids
+from meshwise.estimate.grid import Grid, grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.runs import refused, runs, says_model
@@ -29,13 +31,12 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
-from meshwise.search.assumptions import Assumption, hurts_most, weigh
 from meshwise.search.basis import Basis, basis, complexity, simplest
 from meshwise.search.best_first import best_first
-from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found
+from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found, found_at, listed, num_listed
 from meshwise.search.difference import Reason, reasons
-from meshwise.search.space import Stated, free_values, not_tried
-from meshwise.search.versions import Version, versions
+from meshwise.search.sensitivity import Assumption, Version, hurts_most, versions, weigh
+from meshwise.search.space import Stated, Values, free_values, not_tried
 
 MEMORY_FRAC = 0.92
 """Share of the memory that a plan may need; the rest is for what the estimate does not know."""
@@ -136,6 +137,11 @@ class Result(Shown):
         if self.robust:
             return of.robust_s / self.bases[0].robust_s - 1.0
         return found.step_s / self.best[0].step_s - 1.0
+
+    def sample(self, most: int) -> list[Found]:
+        """At most `most` plans, drawn evenly from all that are priced, the same ones at every call."""
+        job = self.best[0].model, self.best[0].cluster, self.best[0].workload
+        return _Space(*job, self.stated, to=self.to).sample(most)
 
     @property
     def notes(self) -> list[str]:
@@ -304,7 +310,7 @@ class _Space:
     cluster: Cluster
     workload: Workload
     stated: Stated
-    memory_frac: float
+    memory_frac: float = MEMORY_FRAC
     top: int = 1
     to: str = ""
     robust: bool = False
@@ -323,6 +329,21 @@ class _Space:
         """Where the framework does not run plans, if there is one."""
         return refused(self.to, self.model, mesh) if self.to else ()
 
+    def values(self) -> Values:
+        """The values of each key that varies."""
+        return free_values(self.model, self.cluster, self.workload, self.stated, self.to, capped=self.capped)
+
+    def grids(self, values: Values, **how: Any) -> Iterator[Grid]:
+        """The plans of `values` as grids."""
+        job = self.model, self.cluster, self.workload
+        return grids(*job, values, distinct=True, refused=self.refused, **how)
+
+    def sample(self, most: int) -> list[Found]:
+        """As `Result.sample`."""
+        draw, opened = np.random.default_rng(0), list(self.grids(self.values()))
+        share = most / max(sum(map(num_listed, opened)), most)
+        return [one for grid in opened for one in _drawn(grid, round(share * num_listed(grid)), draw)]
+
     def runs(self, mesh: Mesh) -> Any:
         """Where some framework runs plans."""
         return runs(training_on(self.cluster.chip), self.model, mesh)
@@ -339,12 +360,8 @@ class _Space:
         names = () if self.to else training_on(self.cluster.chip)
         can_run = any(says_model(name, self.model, self.workload.seq) for name in names)
         kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, self.runs, can_run, self.top)
-        job = self.model, self.cluster, self.workload
-        values = free_values(*job, self.stated, self.to, capped=self.capped)
         try:
-            best_first(
-                partial(grids, *job, distinct=True, refused=self.refused, under=under), values, kept, on_plans
-            )
+            best_first(partial(self.grids, under=under), self.values(), kept, on_plans)
         except KeyboardInterrupt:
             kept.stopped = True
             kept.considered = max(kept.considered, kept.priced)
@@ -395,3 +412,12 @@ class _Space:
             f"no combination of degrees divides {self.cluster.num_chips} ranks and a batch of "
             f"{workload.batch}{for_it}"
         )
+
+
+def _drawn(grid: Grid, number: int, draw: np.random.Generator) -> Iterator[Found]:
+    """About so many plans of one grid."""
+    rows = draw.permutation(len(grid.rows[0]))[:number]
+    for cells in grid.price(rows):
+        places = np.flatnonzero(np.broadcast_to(listed(grid, cells.mesh, cells.broken), cells.shape))
+        for place in draw.permutation(places)[: number * cells.shape[-1] // len(rows)]:
+            yield found_at(cells, int(place))

@@ -6,6 +6,7 @@ dimension, the order of the axes on the links, offloading, overlaps that are not
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -173,5 +174,5 @@ def _grids(tp: Sequence[int]) -> list[tuple[int, ...]]:
 
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, smallest first."""
-    small = [x for x in range(1, int(number**0.5) + 1) if number % x == 0]
+    small = [x for x in range(1, math.isqrt(number) + 1) if number % x == 0]
     return sorted({*small, *(number // x for x in small)})

@@ -7,7 +7,6 @@ browser hides where a folder lies, and sends its files. They lie below the serve
 bounded in size and is gone when the server ends.
 """
 
-import math
 import os
 import re
 import secrets
@@ -40,6 +39,7 @@ from meshwise.report.answer import Page, Text
 from meshwise.report.estimate import compare_page, op_sections, summary_page
 from meshwise.report.html import html_page, sections_html
 from meshwise.report.pages import page_of
+from meshwise.search.space import divisors
 from meshwise.web.forms import COUNTS, DEGREES
 
 MOST_BYTES = 2**33
@@ -251,7 +251,7 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
     asked["cluster"] = cluster = _cluster(asked)
     stated = plan_keys(asked.pop("plan"))
     job = options_in(asked, api.refusal)
-    degrees: Sequence[str] = _divisors(cluster.num_chips)
+    degrees: Sequence[str] = [*map(str, divisors(cluster.num_chips)[:40])]
     offered = dict.fromkeys(DEGREES, degrees) | COUNTS
     offered |= {key: field.names for key, field in KEYS.items() if field.names}
     found = {
@@ -259,12 +259,6 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
         for key, texts in offered.items()
     }
     return {"options": found}
-
-
-def _divisors(number: int) -> list[str]:
-    """The smallest divisors of a number, 40 at most."""
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return [str(n) for n in sorted({*low, *(number // n for n in low)})[:40]]
 
 
 def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
