@@ -16,7 +16,7 @@ GPT3_64K = replace(GPT3, name="GPT-3 175B, 64,000 tokens", vocab=64000)
 MEGASCALE = replace(GPT3_64K, name="MegaScale 175B", parallel_block=True, num_norms=1)
 NEMOTRON = replace(
     GPT3, name="Nemotron-4 340B", hidden=18432, ffn_hidden=73728, head_dim=192, num_kv_heads=8, vocab=256000,
-    max_seq=4096, positions="rope", tied_embedding=False, linear_bias=False, qkv_bias=False, out_bias=False,
+    max_seq=4096, positions="rotary", tied_embedding=False, linear_bias=False, qkv_bias=False, out_bias=False,
     dropout_frac=0.0,
 )  # fmt: skip
 RUNS = [
