@@ -5,7 +5,7 @@ from typing import Any
 
 import meshwise as mw
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.search.machines import changed
+from meshwise.search.study import changed
 
 CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:128", "gb200:64", "h800-80g-sxm:256")
 MODELS = (

@@ -19,7 +19,7 @@ from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.op import Op
 from meshwise.program.parts import parts
-from meshwise.search.machines import changed
+from meshwise.search.study import changed
 from meshwise.serve import pass_times
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES

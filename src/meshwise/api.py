@@ -264,8 +264,7 @@ def study(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.search.machines import parse_changes
-    from meshwise.search.study import Goal
+    from meshwise.search.study import Goal, parse_changes
     from meshwise.search.study import study as look
 
     values = parse_changes(vary) if isinstance(vary, str) else vary

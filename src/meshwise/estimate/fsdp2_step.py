@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
+from meshwise.core.numbers import larger
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, in_flight_microbatches, weight_copies
 from meshwise.estimate.fsdp2_peak import (
@@ -105,11 +106,8 @@ def _update_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     """What the update of one weight makes on the way: Adam, the root of a moment, and that divided."""
     if not mesh.plan.optimizer.startswith("adam"):
         return 0.0
-    largest: Num = 0.0
-    for unit in held:
-        for size in unit.trained.local_sizes(mesh, cut):
-            largest = np.maximum(largest, size * (unit.count > 0))
-    return 2.0 * shard_bytes(mesh, cut) * largest * (1.0 - mesh.offload_optimizer)
+    sizes = (size * (unit.count > 0) for unit in held for size in unit.trained.local_sizes(mesh, cut))
+    return 2.0 * shard_bytes(mesh, cut) * reduce(larger, [0.0, *sizes]) * (1.0 - mesh.offload_optimizer)
 
 
 class _Way(NamedTuple):

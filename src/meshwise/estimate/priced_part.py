@@ -202,15 +202,11 @@ def _live(ops: Sequence[Op], grad_bytes: float) -> tuple[PartBytes, ...]:
     pieces = [ops]
     if any(op.module == "mtp" for op in ops):
         ends = [op for op in ops if op.module in ENDS]
-        pieces = [[op for op in ends if _is_further(op) == further] for further in (False, True)]
+        further = [op for op in ends if op.module == "mtp" or op.name.startswith("mtp_")]
+        pieces = [[op for op in ends if op not in further], further]
     found = [part_bytes(piece, grad_bytes) for piece in pieces]
     filled = [_loss_room(piece).filled_bytes for piece in pieces]
     return tuple(one.with_loss(one.saved + more) for one, more in zip(found, filled, strict=True))
-
-
-def _is_further(op: Op) -> bool:
-    """Whether an op of the head belongs to multi-token prediction."""
-    return op.module == "mtp" or op.name.startswith("mtp_")
 
 
 def _unread(ops: Sequence[Op]) -> set[int]:

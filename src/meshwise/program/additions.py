@@ -33,7 +33,7 @@ from typing import Any
 
 from msgspec import structs
 
-from meshwise.model.architecture import Model, Side, Streams
+from meshwise.model.architecture import Distances, Model, PerLayer, Side, Streams
 from meshwise.program.cut import Cut
 from meshwise.program.op import (
     Op,
@@ -78,10 +78,9 @@ def side_ops(model: Model, cut: Cut, sides: Iterable[Side]) -> Iterator[Op]:
             yield structs.replace(op, keeps=keeps)
 
 
-def per_layer(model: Model, cut: Cut, x: Tensor) -> Stated:
+def per_layer(model: Model, own: PerLayer, cut: Cut, x: Tensor) -> Stated:
     """Gate, product with the block's vector, projection, norm, residual."""
-    own, prec = model.per_layer, cut.precision
-    assert own is not None
+    prec = cut.precision
     (gate,) = yield from plain_linear(PER_LAYER, "gate", x, {"gate": float(own.width)}, cut)
     vector = made(PER_LAYER, "vector", gate.shape, gate.dtype)
     y = yield from elementwise(PER_LAYER, "gate_act", "swiglu", (gate, vector), prec)
@@ -90,11 +89,9 @@ def per_layer(model: Model, cut: Cut, x: Tensor) -> Stated:
     return (yield from elementwise(PER_LAYER, "residual", "residual", (y, x), prec))
 
 
-def look_up_per_layer(model: Model, cut: Cut, x: Tensor) -> Stated:
+def look_up_per_layer(model: Model, own: PerLayer, cut: Cut, x: Tensor) -> Stated:
     """The second table, and the projection of the first embedding that is added to it."""
     module, prec, rows = "embedding", cut.precision, cut.split_tokens
-    own = model.per_layer
-    assert own is not None
     width = float(model.num_layers * own.width)
     found = look_up(module, "layer_tokens", width, cut)  # by numbers that the first one keeps
     yield from changed(found, lambda op: structs.replace(op, reads=(), makes=(), keeps=()))
@@ -104,9 +101,9 @@ def look_up_per_layer(model: Model, cut: Cut, x: Tensor) -> Stated:
     return (yield from elementwise(module, "layer_add", "residual", y, prec))
 
 
-def predicted(model: Model, cut: Cut, x: Tensor) -> Stated:
+def predicted(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated:
     """Each stream from all of them, before the block."""
-    own, number = _of(model)
+    number = float(own.number)
     rows, hidden, rank, prec = cut.split_tokens, float(model.hidden), float(own.laurel_rank), cut.precision
     normed = yield from norm(model, cut, STREAMS, "router_norm", x)
     (gates,) = yield from plain_linear(STREAMS, "modalities", normed, {"modalities": number}, cut)
@@ -124,10 +121,9 @@ def predicted(model: Model, cut: Cut, x: Tensor) -> Stated:
     return x
 
 
-def corrected(model: Model, cut: Cut, x: Tensor) -> Stated:
+def corrected(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated:
     """Each stream by the difference between its prediction and what the block made, behind the block."""
-    _, number = _of(model)
-    rows, hidden, prec = cut.split_tokens, float(model.hidden), cut.precision
+    number, rows, hidden, prec = float(own.number), cut.split_tokens, float(model.hidden), cut.precision
     normed = yield from norm(model, cut, STREAMS, "router_norm_again", x)
     gates = yield from linear(STREAMS, "modalities_again", normed, number, prec, frozen=cut.lora_rank > 0)
     yield from plain_linear(STREAMS, "correct", gates, {"correct": number}, cut)
@@ -139,24 +135,17 @@ def corrected(model: Model, cut: Cut, x: Tensor) -> Stated:
     return (yield from elementwise(STREAMS, "output_scale", "layer_scale", first, prec))
 
 
-def ended(model: Model, cut: Cut, x: Tensor) -> Stated:
+def ended(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated:
     """The other streams, projected, scaled to the length of the first, and averaged with it."""
-    y = yield from projected_streams(model, cut, "head", x)
+    y = yield from projected_streams(model, own, cut, "head", x)
     return (yield from elementwise("head", "stream_mean", "residual", y, cut.precision))
 
 
-def projected_streams(model: Model, cut: Cut, module: str, x: Tensor) -> Stated:
+def projected_streams(model: Model, own: Streams, cut: Cut, module: str, x: Tensor) -> Stated:
     """The other streams, projected from the embedding (or back) and scaled to its length."""
-    _, number = _of(model)
-    others = made(module, "streams", (number - 1, *x.shape), x.dtype)
+    others = made(module, "streams", (own.number - 1.0, *x.shape), x.dtype)
     y = yield from linear(module, "stream_proj", others, x.shape[-1], cut.precision, frozen=cut.lora_rank > 0)
     return (yield from elementwise(module, "stream_length", model.norm, y, cut.precision))
-
-
-def _of(model: Model) -> tuple[Streams, float]:
-    own = model.streams
-    assert own is not None
-    return own, float(own.number)
 
 
 def hyper_connections(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated:
@@ -192,10 +181,9 @@ def hyper_connections(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated
     return x
 
 
-def distance_scores(model: Model, cut: Cut, x: Tensor) -> Stated:
+def distance_scores(model: Model, own: Distances, cut: Cut, x: Tensor) -> Stated:
     """Projections of the table, its scores with queries and keys, and what is gathered of them."""
-    own, prec, dim = model.distances, cut.precision, float(model.head_dim)
-    assert own is not None
+    prec, dim = cut.precision, float(model.head_dim)
     heads, seq = model.num_heads / cut.tp, cut.seq / (cut.ulysses * cut.ring)
     for name in ("distance_k", "distance_q")[: own.num_scores]:
         bias = not own.shared and (model.key_bias or name != "distance_k")

@@ -59,14 +59,14 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     if model.streams and not model.streams.laurel_rank:
         x = yield from additions.hyper_connections(model, model.streams, cut, x)
     elif model.streams:
-        x = yield from additions.predicted(model, cut, x)
+        x = yield from additions.predicted(model, model.streams, cut, x)
     yield from additions.side_ops(model, cut, layer.sides)
     if model.distances:
-        x = yield from additions.distance_scores(model, cut, x)
-    if layer.side in ("double", "last"):
-        return (yield from two_streams(model, cut, layer, x))
+        x = yield from additions.distance_scores(model, model.distances, cut, x)
+    if model.diffusion and layer.side in ("double", "last"):
+        return (yield from two_streams(model, model.diffusion, cut, layer, x))
     if model.diffusion:
-        yield from modulation(model, cut, "modulation", modulated(layer))
+        yield from modulation(model, model.diffusion, cut, "modulation", modulated(layer))
     beside: tuple[Tensor, ...] = ()
     if layer.mixer == "recurrence":
         x = yield from recurrence(model, cut, x)
@@ -84,9 +84,9 @@ def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     elif layer.mlp:
         x = yield from layout.mlp(model, cut, x, *beside)
     if model.streams and model.streams.laurel_rank:
-        x = yield from additions.corrected(model, cut, x)
+        x = yield from additions.corrected(model, model.streams, cut, x)
     if model.per_layer:
-        x = yield from additions.per_layer(model, cut, x)
+        x = yield from additions.per_layer(model, model.per_layer, cut, x)
     return x
 
 

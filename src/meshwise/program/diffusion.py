@@ -30,29 +30,27 @@ from meshwise.program.tensor_1d import (
 EMBEDDING = "embedding"
 
 
-def modulation(model: Model, cut: Cut, module: str, vectors: int) -> Iterator[Op]:
+def modulation(model: Model, of: Diffusion, cut: Cut, module: str, vectors: int) -> Iterator[Op]:
     """What the condition gives a block, or the head: `vectors` of the model's width for each sequence."""
-    assert model.diffusion is not None
     prec, width = cut.precision, float(vectors * model.hidden)
     given = made(module, "condition", (cut.microbatch, float(model.hidden)), prec.act_dtype)
-    if model.diffusion.modulation == "shared":
+    if of.modulation == "shared":
         yield from elementwise(module, "modulation", "residual", given, prec, shape=(cut.microbatch, width))
         return
     acted = yield from elementwise(module, "modulation_act", "silu", given, prec)
     yield from plain_linear(module, "modulation", acted, {"modulation": width}, cut)
 
 
-def two_streams(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
+def two_streams(model: Model, diffusion: Diffusion, cut: Cut, layer: Layer, x: Tensor) -> Stated:
     """A block in which patches and text have their own weights, and attend to all tokens of both."""
-    assert model.diffusion is not None
     dim, heads = model.head_dim, model.num_heads / cut.tp
-    num_text = float(model.diffusion.text_tokens)
+    num_text = float(diffusion.text_tokens)
     cuts = {"image": replace(cut, seq=cut.seq - num_text), "text": replace(cut, seq=num_text)}
     streams: dict[str, Tensor] = {}
     projected = []
     for stream, own in cuts.items():
         ends = layer.side == "last" and stream == "text"
-        yield from modulation(model, own, stream, 2 if ends else modulated(layer))
+        yield from modulation(model, diffusion, own, stream, 2 if ends else modulated(layer))
         streams[stream] = Tensor(x.name, (own.split_tokens, float(model.hidden)), x.dtype, x)
         normed = yield from norm(model, own, stream, "norm1", streams[stream])
         parts = dict.fromkeys(("q", "k", "v"), heads * dim)

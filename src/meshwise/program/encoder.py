@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.model.architecture import Model, across
+from meshwise.model.architecture import Encoder, Model, across
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.op import Stated, Tensor, changed, elementwise, linear, made
@@ -73,13 +73,11 @@ def convolutions(model: Model, cut: Cut, module: str, rows: Num, channels: int) 
     return x
 
 
-def encoder_ends(model: Model, cut: Cut, x: Tensor) -> Stated:
+def encoder_ends(model: Model, encoder: Encoder, cut: Cut, x: Tensor) -> Stated:
     """What comes before the first block of the encoder and behind its last one, its tokens' look-up apart."""
     source, prec = source_cut(model, cut), cut.precision
-    rows, encoder = source.split_tokens, model.encoder
-    assert encoder is not None
     if encoder.channels:
-        x = yield from convolutions(model, cut, ENCODER, rows, encoder.channels)
+        x = yield from convolutions(model, cut, ENCODER, source.split_tokens, encoder.channels)
     if model.positions == "learned":
         x = yield from elementwise(ENCODER, "positions", "residual", x, prec)
     if model.embedding_norm:

@@ -89,19 +89,18 @@ def moe_mlp(model: Model, cut: Cut, x: Tensor) -> Stated:
     if moe.own_norms:
         y = yield from norm(model, cut, MODULE, "sum_norm", y)
     if moe.shared_ffn_hidden:
-        yield from shared_expert(model, cut, normed)
+        yield from shared_expert(model, moe, cut, normed)
     return (yield from leave(model, cut, MODULE, 2, y, x))
 
 
-def shared_expert(model: Model, cut: Cut, x: Tensor) -> Stated:
+def shared_expert(model: Model, moe: MoE, cut: Cut, x: Tensor) -> Stated:
     """The MLP that all tokens visit, and the gate that scales it, where there is one."""
-    assert model.moe is not None
     module = "shared_expert"
-    y = yield from feed_forward(model, cut, module, float(model.moe.shared_ffn_hidden), x)
-    if model.moe.own_norms:
+    y = yield from feed_forward(model, cut, module, float(moe.shared_ffn_hidden), x)
+    if moe.own_norms:
         y = yield from norm(model, cut, module, "sum_norm", y)
         y = yield from elementwise(module, "sum", "residual", y, cut.precision)
-    if model.moe.shared_gate:
+    if moe.shared_gate:
         yield from plain_linear(module, "gate", x, {"shared_gate": 1.0}, cut)
         y = yield from elementwise(module, "gate_scale", "scale_by_gate", y, cut.precision)
     return y

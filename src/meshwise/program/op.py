@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -397,14 +398,8 @@ def both_ways(op: Op, shape: tuple[Num, ...] | None = None) -> Iterator[Op]:
 def backward_last(ops: list[Op]) -> list[Op]:
     """`ops` as they run: all forward ones in order, then the backward ones, last module first."""
     forward = [op for op in ops if op.phase == "forward"]
-    groups: list[list[Op]] = []
-    for op in ops:
-        if op.phase == "forward":
-            continue
-        if groups and groups[-1][0].name == op.name and groups[-1][0].module == op.module:
-            groups[-1].append(op)
-        else:
-            groups.append([op])
+    backward = (op for op in ops if op.phase != "forward")
+    groups = [list(alike) for _, alike in groupby(backward, lambda op: (op.module, op.name))]
     return forward + [op for group in reversed(groups) for op in group]
 
 

@@ -92,9 +92,9 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
     if model.token_types:
         x = yield from elementwise(module, "token_types", "residual", x, prec)
     if model.per_layer:
-        yield from look_up_per_layer(model, cut, x)
+        yield from look_up_per_layer(model, model.per_layer, cut, x)
     if model.streams and model.streams.laurel_rank:
-        yield from projected_streams(model, cut, module, x)
+        yield from projected_streams(model, model.streams, cut, module, x)
     yield from side_ops(model, cut, (side for side in model.sides if side.module == module))
     if model.distances:
         table = made(module, "distances", (float(model.distances.rows), hidden), prec.act_dtype)
@@ -112,7 +112,7 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         source = made(ENCODER, "input", (source_cut(model, cut).split_tokens, hidden), prec.act_dtype)
         if not model.encoder.channels:
             source = yield from look_up(ENCODER, "tokens", hidden, source_cut(model, cut))
-        yield from encoder_ends(model, cut, source)
+        yield from encoder_ends(model, model.encoder, cut, source)
 
 
 def projected(model: Model, cut: Cut) -> Iterator[Op]:
@@ -146,12 +146,12 @@ def _head(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
     module, prec, hidden = "head", cut.precision, float(model.hidden)
     is_frozen = cut.lora_rank > 0
     if model.streams and model.streams.laurel_rank:
-        yield from ended(model, cut, x)
+        yield from ended(model, model.streams, cut, x)
     yield from side_ops(model, cut, (side for side in model.sides if side.module == module))
     if model.final_norm:
         x = yield from norm(model, cut, module, "final_norm", x)
     if model.diffusion is not None:
-        yield from modulation(model, cut, module, 2)
+        yield from modulation(model, model.diffusion, cut, module, 2)
         rows = cut.split_tokens * (1.0 - model.diffusion.joint_tokens / cut.seq)
         x = Tensor(x.name, (rows, hidden), x.dtype, x)
     if model.patches is not None and model.patches.out_channels:

@@ -421,11 +421,8 @@ class PartMoments:
 
     def _kept(self, recomputes: bool, *, trains: bool) -> int:
         """What ops whose weights train, or the others, keep."""
-        found = 0
-        for i, is_one in enumerate(self.trains):
-            if is_one == trains:
-                found |= self.walk.kept_for(i, recomputes=recomputes)
-        return found
+        of = (i for i, is_one in enumerate(self.trains) if is_one == trains)
+        return reduce(or_, (self.walk.kept_for(i, recomputes=recomputes) for i in of), 0)
 
 
 class _Gradients:

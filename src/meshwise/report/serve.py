@@ -23,7 +23,7 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
     """The answer, then why, then what else there is: alternatives, running sequences, what runs the fleet."""
     document = answer.to_json()
     if answer.sizing is not None and answer.load is not None:
-        yield from _sized(answer, answer.sizing, document)
+        yield from _sized(answer, answer.sizing, answer.load, document)
     else:
         yield from _no_layout(answer.sizing) if answer.sizing else ()
         yield from _one(answer, document)
@@ -38,9 +38,11 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
         yield from _deployment(answer.deployment, with_files=with_files)
 
 
-def _sized(answer: ServingAnswer, sizing: Sizing, document: Mapping[str, Any]) -> Iterator[Section]:
+def _sized(
+    answer: ServingAnswer, sizing: Sizing, load: LoadResult, document: Mapping[str, Any]
+) -> Iterator[Section]:
     """The fewest GPUs, or dollars, for a load within its limits."""
-    yield from sized_lines(answer)
+    yield from sized_lines(sizing, load)
     yield from _costs(answer)
     yield latency_table(document)
     yield from _fleet_lines(document)
@@ -67,10 +69,8 @@ def _no_layout(sizing: Sizing) -> Iterator[str]:
         yield f"the least of a first token is {least}; allow more than that"
 
 
-def sized_lines(answer: ServingAnswer) -> Iterator[str]:
+def sized_lines(sizing: Sizing, load: LoadResult) -> Iterator[str]:
     """What holds a load within its limits, what that gives, and why it takes so much."""
-    sizing, load = answer.sizing, answer.load
-    assert sizing is not None and load is not None
     choice = sizing.best or sizing.nearest
     assert choice is not None
     document, several = load.to_json(), choice.fleet.num_chips > 1
@@ -311,7 +311,7 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
     """The same as a page; the trade-offs of `sizing` (by default the answer's own) are drawn beside it."""
     of, sizing = answer.serving, sizing or answer.sizing
     if answer.sizing is not None and answer.load is not None:
-        headline = "; ".join(sized_lines(answer))
+        headline = "; ".join(sized_lines(answer.sizing, answer.load))
     elif answer.load is not None:
         first_s, next_s = (answer.load.to_json()[name] for name in ("ttft_s", "tpot_s"))
         headline = (

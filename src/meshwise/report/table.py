@@ -240,6 +240,4 @@ def pair_row(name: str, a: float, b: float, show: Callable[[float], str]) -> tup
 
 def percent(frac: float | None, *, sign: bool = False) -> str:
     """`0.0423` as `4.2 %`; no number as the empty text."""
-    if frac is None:
-        return ""
-    return f"{100 * frac:+.1f} %" if sign else f"{100 * frac:.1f} %"
+    return "" if frac is None else f"{100 * frac:{'+' * sign}.1f} %"

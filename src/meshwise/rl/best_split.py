@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.columns import grouped
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.plan.plan import DEFAULTS, Plan
-from meshwise.rl.engines import Drain, drain
+from meshwise.rl.engines import Drain, drain, engine_layouts
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import OpenJob, RlJob
-from meshwise.rl.layouts import engines
 from meshwise.rl.passes import num_bins, trainer_bytes, trainer_times
 from meshwise.rl.rollouts import Tokens
 from meshwise.rl.settings import TRAINED_KEYS
@@ -165,7 +165,7 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
         chosen: dict[str, Any] = {"mode": mode, "staleness": bound, "memory_frac": frac, "partial": partial}
         layouts = [asked.rollout_plan] if asked.rollout_plan else []
         if not layouts:
-            sizes = engines(asked.model, asked.cluster, asked.rollouts, frac)
+            sizes = engine_layouts(asked.model, asked.cluster, asked.rollouts, frac)
             layouts = [*chain.from_iterable(islice(sizes, ENGINE_SIZES))]
         for gpus in _splits(asked, mode):
             for layout in layouts:
@@ -292,13 +292,10 @@ def best_split(asked: OpenJob, hear: Hear = unheard) -> RlAnswer:
     looked = _looked(asked, hear)
     refuse("split of rl", PlanError, looked=looked, asked=asked)
     bound = asked.staleness or (1 if not asked.mode else max(job.staleness for _, job in looked))
-    each_mode: dict[tuple[str, int], list[RlJob]] = {}
-    for _, job in looked:
-        alike = each_mode.setdefault((job.mode, job.staleness), [])
-        if len(alike) < (EACH_MODE if job.staleness <= bound else 1):
-            alike.append(job)
+    each_mode = grouped((job for _, job in looked), lambda job: (job.mode, job.staleness))
+    first = (jobs[: EACH_MODE if bounded <= bound else 1] for (_, bounded), jobs in each_mode.items())
     steps = list[RlStep]()
-    for job in chain.from_iterable(each_mode.values()):
+    for job in chain.from_iterable(first):
         hear(f"{len(looked)} candidates looked at, {len(steps)} priced")
         steps.append(rl_step(job))
     best = sorted(

@@ -4,24 +4,38 @@ A sample goes to one engine. With several turns it comes back after its environm
 kept, so only what tools returned is prefilled. In a synchronous step the batch is cut into as many pieces as
 there are engines, in order, so that a group finds its prompt in the cache of its engine; in asynchronous ones
 a sample goes to the engine that has fewest.
+
+The layout of one engine: degrees that divide the model and hold its longest sample. Experts may lie on all
+GPUs of an engine and attention on groups of few (`ep` with a smaller `tp`), each with the caches of its own
+samples: tensor parallelism holds those of latent attention, and of few key heads, again on every rank.
 """
 
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwise.core.errors import WorkloadError
+from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
+from meshwise.core.refusals import refuse
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import Plan
 from meshwise.rl.rollouts import Rollouts
 from meshwise.serve.engine import Engine
 from meshwise.serve.instance import EngineSequence, Instance, ServingWorker
 from meshwise.serve.load import cache_tokens
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Requests
-from meshwise.serve.serving import Serving
+from meshwise.serve.serving import Serving, serving
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""GPUs of an engine that are tried."""
+
+GROUPS = 2
+"""How many sizes of groups for attention are tried beside the whole engine, the smallest that fits first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,3 +190,43 @@ def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator) -> Dr
         busy_s=engines.busy_s,
         num_preemptions=engines.num_preemptions,
     )
+
+
+# --- layouts of one engine ------------------------------------------------------------------------
+
+
+def engine_layouts(
+    model: Model, cluster: Cluster, rollouts: Rollouts, memory_frac: float, dtype: str = "bf16"
+) -> Iterator[list[Plan]]:
+    """Plans of one engine by its GPUs, fewest first, on which the longest sample has room at `memory_frac`.
+
+    The first of each cuts all by `tp`.
+    """
+
+    def has_room(plan: Plan, gpus: int) -> bool:
+        try:
+            found = serving(
+                model, replace(cluster, num_chips=gpus), plan, prompt=rollouts.prompt,
+                output=rollouts.longest - rollouts.prompt, memory_frac=memory_frac,
+            )  # fmt: skip
+        except MeshwiseError:  # heads or experts do not divide
+            return False
+        return cache_tokens(found) >= rollouts.longest * found.groups
+
+    for gpus in (size for size in SIZES if size <= cluster.num_chips):
+        whole = Plan(tp=gpus, dtype=dtype)
+        in_groups = (replace(whole, tp=tp, ep=gpus) for tp in SIZES if tp < gpus and model.moe is not None)
+        fit = [whole] * has_room(whole, gpus)
+        fit += itertools.islice((plan for plan in in_groups if has_room(plan, gpus)), GROUPS)
+        if fit:
+            yield fit
+
+
+def smallest_engine(
+    model: Model, cluster: Cluster, rollouts: Rollouts, memory_frac: float, dtype: str = "bf16"
+) -> Plan:
+    """The first of `engine_layouts`; PlanError where none has room."""
+    found = next(engine_layouts(model, cluster, rollouts, memory_frac, dtype), [])
+    names = {"model": model, "num": cluster.num_chips, "longest": rollouts.longest, "frac": memory_frac}
+    refuse("smallest engine", PlanError, found=found, **names)
+    return found[0]

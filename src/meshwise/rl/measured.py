@@ -22,9 +22,9 @@ from meshwise.core.units import DTYPE_BYTES, positive
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
+from meshwise.rl.engines import smallest_engine
 from meshwise.rl.framework import RlFramework, find_framework
 from meshwise.rl.job import MODES, OpenJob, RlJob
-from meshwise.rl.layouts import smallest_engine
 from meshwise.rl.rollouts import Rollouts
 from meshwise.rl.step import RlStep
 from meshwise.serve.measured import count

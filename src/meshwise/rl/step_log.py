@@ -6,12 +6,12 @@ but the first few, in which kernels are compiled and memory is allocated.
 """
 
 import re
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog, read_text
 from meshwise.core.notebook import Shown
@@ -46,9 +46,8 @@ class StepLog:
 def read_step_log(path: Path) -> StepLog:
     """A log of verl or NeMo-RL; DataError where it has no time of a step."""
     text = read_text(path, "step log")
-    times: dict[str, list[float]] = defaultdict(list)
-    for match in _TIME.finditer(text):
-        times[match["name"].strip()].append(float(match["value"]))
+    found = grouped(_TIME.finditer(text), lambda match: match["name"].strip())
+    times = {name: [float(one["value"]) for one in same] for name, same in found.items()}
     totals = next((times[name] for name in _NAMES["step"] if name in times), [])
     if not totals:
         raise DataError(f"{path} is no log of verl (timing_s/step) or NeMo-RL (total step time)")

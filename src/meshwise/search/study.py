@@ -6,6 +6,9 @@ GPUs. A point is on the front of a measure where no other has both a shorter tim
 A deadline or a budget of dollars chooses among the points by their whole runs, failures included. A larger
 batch needs more tokens for the same loss, 1 + B / B_crit times those of a small one (arXiv 1812.06162), where
 the critical batch B_crit [tokens] is stated; otherwise as many.
+
+A machine is a cluster with something changed: more GPUs, another chip, faster memory, wider domains; or its
+batch. Rates and sizes are factors of the cluster's own: `memory=2` doubles what a chip holds.
 """
 
 import itertools
@@ -16,20 +19,43 @@ from functools import partial
 from typing import Any, ClassVar
 
 from meshwise.core.each import Lost, each
-from meshwise.core.errors import WorkloadError
+from meshwise.core.errors import ClusterError, WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
+from meshwise.core.units import values_by_key
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
-from meshwise.machine.hardware import Cluster
+from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model
+from meshwise.plan.fields import Field, number, read_field, whole
 from meshwise.plan.plan import plan_text
-from meshwise.search.machines import Changes, changed
 from meshwise.search.search import MEMORY_FRAC, search
 from meshwise.search.space import Stated
 
 MEASURES = ("num_chips", "gpu_s_per_token", "joules_per_token", "memory_bytes")
 """What a point takes beside its time: each has a front. Cost per token is GPU-seconds times a price."""
+
+KEYS: dict[str, Field] = {
+    "chip": Field("a name of the catalog", str, "another chip, with its usual links"),
+    "gpus": whole("number of GPUs"),
+    "batch": whole("sequences of a step"),
+    "domain": whole("ranks of the innermost links (NVLink)"),
+    "memory": number("memory of a GPU, times", 0.01, 100),
+    "memory_rate": number("bandwidth of the memory, times", 0.01, 100),
+    "compute": number("peak of the matrix and vector units, times", 0.01, 100),
+    "inner": number("bandwidth of the innermost links, times", 0.01, 100),
+    "outer": number("bandwidth of all other links, times", 0.01, 100),
+}
+"""What can change, in the order in which changes are made."""
+
+OF_CHIP = {
+    "memory": ("memory_bytes",),
+    "memory_rate": ("memory_bytes_per_s",),
+    "compute": ("matrix_flop_per_s", "vector_flop_per_s"),
+}
+"""Numbers of a chip that a factor changes, or their values by dtype."""
+
+Changes = dict[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +202,7 @@ def study(
     goal: Goal | None = None,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
-    """Search each machine that `vary` makes of `cluster` (`search.machines.KEYS`), every combination.
+    """Search each machine that `vary` makes of `cluster` (`KEYS`), every combination.
 
     `weak`: `batch` is that of `cluster`, and grows with the GPUs. `goal`: what a point is chosen by. Ctrl-C
     ends the study with the points so far. ClusterError for an unknown key, WorkloadError where a batch does
@@ -213,3 +239,54 @@ def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> Estimate | 
     if not found.complete:
         raise KeyboardInterrupt
     return next(iter(found.best), None)
+
+
+# --- machines -------------------------------------------------------------------------------------
+
+
+def parse_changes(text: str) -> dict[str, tuple[str | int | float, ...]]:
+    """`gpus=64|128,memory=1|2` as the values of each key; ClusterError where it cannot be read."""
+    found: dict[str, tuple[str | int | float, ...]] = {}
+    for key, values in values_by_key(text, "vary", ClusterError).items():
+        if key not in KEYS or not values:
+            known = ", ".join(KEYS)
+            raise ClusterError(f"cannot vary {key!r}; write KEY=VALUE|VALUE with a key among {known}")
+        found[key] = tuple(read_field(key, value, KEYS, ClusterError) for value in values.split("|"))
+    return found
+
+
+def changed(cluster: Cluster, changes: Changes) -> Cluster:
+    """The cluster after all `changes` but that of the batch; ClusterError for an unknown key or chip."""
+    unknown = sorted(set(changes) - set(KEYS))
+    if unknown:
+        raise ClusterError(f"a cluster cannot vary in {unknown[0]!r}; known keys: {', '.join(KEYS)}")
+    for key in (key for key in KEYS if key in changes and key != "batch"):
+        cluster = _changed(cluster, key, read_field(key, changes[key], KEYS, ClusterError))
+    return cluster
+
+
+def _changed(cluster: Cluster, key: str, value: Any) -> Cluster:
+    inner, *others = cluster.levels
+    if key == "chip":
+        return find_cluster(f"{value}:{cluster.num_chips}")
+    if key == "gpus":
+        return replace(cluster, num_chips=value)
+    if key == "domain":
+        if inner.torus:
+            raise ClusterError(f"domain={value}: {inner.name} is a torus; vary the domain of other chips")
+        wider = [level for level in others if level.ranks > value]
+        return replace(cluster, levels=(replace(inner, ranks=float(value)), *wider)) if wider else cluster
+    if key in OF_CHIP:
+        scaled = {name: _times(getattr(cluster.chip, name), value) for name in OF_CHIP[key]}
+        return replace(cluster, chip=replace(cluster.chip, **scaled))
+    levels = list(cluster.levels)
+    for place in [0] if key == "inner" else range(1, len(levels)):
+        levels[place] = replace(levels[place], bytes_per_s=value * levels[place].bytes_per_s)
+    return replace(cluster, levels=tuple(levels))
+
+
+def _times(rates: Any, factor: float) -> Any:
+    """A rate, or the rates of each dtype, times a factor."""
+    return (
+        {name: factor * rate for name, rate in rates.items()} if isinstance(rates, dict) else factor * rates
+    )
