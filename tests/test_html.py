@@ -114,6 +114,11 @@ def test_every_result_is_a_page(
         assert f"<h2>{title}" in html
 
 
+def test_a_result_without_a_page_of_its_own_is_its_parts(tmp_path: Path) -> None:
+    mw.collective("all_reduce", "h100:8", [1e6]).to_html(tmp_path / "x.html")
+    assert "<title>Collective Times" in (tmp_path / "x.html").read_text()
+
+
 def test_the_sample_of_a_space_is_of_its_plans() -> None:
     found = mw.search("llama3-8b", "h100-80g-sxm:8", "zero=1", batch=8, seq=2048)
     best = found.best[0]

@@ -269,6 +269,12 @@ def at_the_head(software: str, fusion: str, tp: int) -> mw.Estimate:
     return mw.estimate("qwen3-0.6b", f"h200-sxm:{tp}", plan, batch=8, seq=4096, microbatch=8)
 
 
+@pytest.mark.parametrize(("dtype", "per_weight"), [("bf16", 12), ("fp32", 8), ("tf32", 8)])
+def test_fp32_weights_are_their_own_master(dtype: str, per_weight: int) -> None:
+    found = mw.estimate("llama3-8b", "h100:8", f"dtype={dtype},zero=0", batch=8, seq=4096).memory_bytes
+    assert found["optimizer"] == per_weight * num_params(find_model("llama3-8b"))
+
+
 @pytest.mark.parametrize(
     ("software", "fusion", "tp", "held", "moved"),
     [  # bytes a logit: what an allocator books, and what kernels read and write

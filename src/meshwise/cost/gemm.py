@@ -5,7 +5,7 @@ run in *waves* of `num_cores`. A tile loops over k: it computes 2 tile_m tile_n 
 feeds it (tile_m + tile_n) k elements. So a big tile uses the core well, a small one wastes less at the
 edges; where there are fewer tiles than cores, the sum over k is *split* among the idle cores and added
 up afterwards. Where rows of groups differ (`uneven`), the last tile of each is half empty in the mean. A lone
-row is a product of a matrix and a vector, whose kernels fill no tile with rows.
+row may be a product of a matrix and a vector, whose kernels fill no tile with rows.
 The library tries them all and we take the fastest:
 
     tile      = max(2 tile_m tile_n k/s FLOP / core rate, (tile_m + tile_n) k/s bytes / cache rate) + overhead
@@ -65,18 +65,25 @@ def gemm_s(
         return efficiency.launch_s + np.maximum(ideal_s / efficiency.peak_frac, memory_s)
     decades = np.log10(np.maximum(ideal_s, THROTTLE_FROM_S) / THROTTLE_FROM_S)
     slowdown = 1.0 + efficiency.throttle_frac * np.minimum(decades, THROTTLE_DECADES)
-    compute_s = _between_tiles_s(
-        *np.broadcast_arrays(m, n, k, batch),
-        core_flop_per_s=flop_per_s * efficiency.peak_frac / (slowdown * num_cores),
-        cache_bytes_per_s=memory_bytes_per_s * efficiency.cache_speedup, num_cores=num_cores,
-        elem_bytes=elem_bytes, right_frac=right_frac, uneven=uneven, efficiency=efficiency,
-        tile_shapes=GROUPED_TILES if efficiency.by_rows else tiles,
-    )  # fmt: skip
-    memory_s = memory_s / np.where((m == 1.0) & (batch == 1.0) & (tiles is TILES), VECTOR_FRAC, 1.0)
-    larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
-    smaller = np.minimum(compute_s, memory_s)
-    power = efficiency.overlap_power
-    return efficiency.launch_s + larger * (1.0 + (smaller / larger) ** power) ** (1.0 / power)
+    chip: dict[str, Any] = {
+        "core_flop_per_s": flop_per_s * efficiency.peak_frac / (slowdown * num_cores),
+        "cache_bytes_per_s": memory_bytes_per_s * efficiency.cache_speedup, "num_cores": num_cores,
+        "elem_bytes": elem_bytes, "right_frac": right_frac, "uneven": uneven, "efficiency": efficiency,
+        "tile_shapes": GROUPED_TILES if efficiency.by_rows else tiles,
+    }  # fmt: skip
+    sizes = np.broadcast_arrays(m, n, k, batch)
+    busy_s = _overlapped(_between_tiles_s(*sizes, **chip), memory_s, efficiency.overlap_power)
+    is_vector = (sizes[0] == 1.0) & (sizes[3] == 1.0)
+    if tiles is TILES and is_vector.any():
+        compute_s = _between_tiles_s(*sizes, **chip, fills_rows=False)
+        vector_s = _overlapped(compute_s, memory_s / VECTOR_FRAC, efficiency.overlap_power)
+        busy_s = np.where(is_vector, np.minimum(busy_s, vector_s), busy_s)
+    return efficiency.launch_s + busy_s
+
+
+def _overlapped(compute_s: Num, memory_s: Num, power: float) -> Num:
+    larger, smaller = np.maximum(np.maximum(compute_s, memory_s), 1e-12), np.minimum(compute_s, memory_s)
+    return larger * (1.0 + (smaller / larger) ** power) ** (1.0 / power)
 
 
 def _between_tiles_s(
@@ -102,14 +109,14 @@ def _between_tiles_s(
 def _tiled_s(
     m: Num, n: Num, k: Num, batch: Num, *, core_flop_per_s: Num, cache_bytes_per_s: Num, num_cores: Num,
     elem_bytes: Num, right_frac: Num, tile_shapes: tuple[tuple[float, float], ...], uneven: Num,
-    efficiency: GemmEfficiency,
+    efficiency: GemmEfficiency, fills_rows: bool = True,
 ) -> Num:  # fmt: skip
     """Compute time of the fastest tile shape, with k split or whole. Tile shapes are the first axis."""
     shapes = np.array(tile_shapes).reshape(len(tile_shapes), 2, *(1,) * np.ndim(m + core_flop_per_s))
     rows, columns = shapes[:, 0], shapes[:, 1]
     down = np.where(uneven, np.maximum(m / rows + 0.5, 1.0), np.ceil(m / rows))
     tiles = np.maximum(batch * down * np.ceil(n / columns), 1.0)
-    filled = np.where((m == 1.0) & (batch == 1.0), 1.0, rows)
+    filled = rows if fills_rows else 1.0
     flop_s = 2.0 * filled * columns * k / core_flop_per_s
     feed_s = elem_bytes * (filled + columns * right_frac) * k * num_cores / cache_bytes_per_s
     loop_s = np.maximum(flop_s, feed_s)

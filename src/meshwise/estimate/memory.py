@@ -38,6 +38,8 @@ OPTIMIZER_BYTES = {
     "sgd": 4.0,  # fp32 master
     "none": 0.0,
 }
+HAVE_MASTERS = ("adam", "muon", "sgd")
+"""Those that keep an fp32 copy of weights which are not fp32 themselves."""
 """Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
 
 MAX_GATHERED_BLOCKS = 2.0
@@ -128,7 +130,8 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
     each = OPTIMIZER_BYTES | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
-    per_state = each[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
+    own_master = 4.0 * (weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in HAVE_MASTERS)
+    per_state = (each[mesh.plan.optimizer] - own_master) * (1.0 - mesh.offload_optimizer)
 
     def shard(name: str, column: Column) -> Num:
         # Both places of a stage under DualPipe are replicas, which share what is sharded.

@@ -258,8 +258,8 @@ class Estimate(Shown):
     def notes(self) -> list[str]:
         """What a reader should know: what does not fit, what binds, what the constants rest on."""
         notes = [
-            "MFU counts the forward's matmuls three times, causal attention by unmasked query-key pairs; "
-            "HFU adds recomputation",
+            f"MFU counts the forward's matmuls {'three times' if self.trains else 'once'}, "
+            f"causal attention by unmasked query-key pairs{'; HFU adds recomputation' * self.trains}",
         ]
         towers = {tower.name: tower for tower in self.model.towers}
         for tower in towers.values():

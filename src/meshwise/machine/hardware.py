@@ -269,6 +269,11 @@ def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
     stated |= {"name": stated.get("name") or name} | ({"chip": chip} if chip else {})
     if isinstance(chip, Chip):
         stated["levels"] = chip.levels if levels is None else _levels(levels, at)
+        joined = float((levels or [{}])[-1].get("ranks", math.inf))
+        if isinstance(num := stated.get("num_chips"), int) and joined < num:
+            raise ClusterError(
+                f"{at}: its last level joins {joined:g} of {num} chips; add one that joins all"
+            )
     stated.setdefault("levels", ())  # those of the chip that is missing
     return _record(Cluster, stated, at)
 

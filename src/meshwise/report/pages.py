@@ -26,13 +26,16 @@ _MOST_ROWS = 15
 
 
 def page_of(result: Any, **shown: Any) -> Page:
-    """The page of a result of `estimate`, `search`, `serve`, `frontier`, `explain`, `validate`, of traces."""
-    return _stated(result, "page")(result, **shown)
+    """The page of a result: its own, or its parts as the command line prints them."""
+    if made := _stated(result, "page"):
+        return made(result, **shown)
+    title = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(result).__name__)
+    return Page(title, "", list(parts_of(result, **shown)))
 
 
 def _stated(result: Any, what: str) -> Any:
     module, _, begins = _MODULES[type(result).__name__].partition(":")
-    return getattr(import_module(f"meshwise.report.{module}"), f"{begins}{what}")
+    return getattr(import_module(f"meshwise.report.{module}"), f"{begins}{what}", None)
 
 
 def write_html(result: Any, path: str | Path, **shown: Any) -> None:
