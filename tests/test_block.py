@@ -1,7 +1,6 @@
 """The ops of a block: published totals, what must hold for any degrees, what is kept and what is alive."""
 
 import csv
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 from meshwise.core.errors import PlanError
 from meshwise.cost.op import attended_pairs
 from meshwise.estimate.timing import machine, op_times
@@ -168,7 +168,7 @@ def test_expert_parallelism_sends_each_token_k_times_and_back() -> None:
 
 # --- implementations -----------------------------------------------------------------------------
 
-SPELLED = tomllib.loads((Path(__file__).parent / "data" / "tiny_families.toml").read_text())
+SPELLED, BLOCK = table("tiny_families"), table("tables")["block"]
 
 
 def tiny(family: str) -> Model:
@@ -176,15 +176,7 @@ def tiny(family: str) -> Model:
     return model_from_config(config, name="tiny")
 
 
-@pytest.mark.parametrize(
-    ("family", "flash", "kept"),
-    [
-        ("llama", True, 1_348_608), ("llama", False, 1_836_032), ("qwen3", True, 1_599_488),
-        ("olmo", False, 1_705_984), ("opt", True, 693_248), ("starcoder2", False, 1_246_208),
-        ("bloom", False, 1_442_816), ("mpt", False, 1_442_816), ("phi3", True, 1_496_064),
-        ("mixtral", False, 2_766_352), ("qwen3_moe", True, 2_529_296), ("stablelm", False, 1_573_888),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "flash", "kept"), BLOCK["kept_by_transformers"])
 def test_bytes_kept_by_transformers_5_23(family: str, flash: bool, kept: int) -> None:
     """Storages that autograd holds for one more layer, 2 sequences of 64 tokens, bf16, PyTorch on a CPU.
 
@@ -197,14 +189,7 @@ def test_bytes_kept_by_transformers_5_23(family: str, flash: bool, kept: int) ->
     assert total(ops, "saved_bytes") == kept + narrow
 
 
-@pytest.mark.parametrize(
-    ("family", "what"),
-    [
-        ("gpt2", "GELU beside learned positions"), ("gptj", "parallel blocks"), ("phi", "parallel blocks"),
-        ("falcon", "parallel blocks"), ("gpt_neox", "parallel blocks"), ("gemma", "the activation geglu"),
-        ("olmo2", "norms over all queries and all keys"), ("stablelm", "SwiGLU behind LayerNorm"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "what"), BLOCK["unknown_to_transformers"])
 def test_bytes_that_transformers_keeps_are_known_or_refused(family: str, what: str) -> None:
     with pytest.raises(PlanError, match=f"what transformers keeps of {what}"):
         mw.estimate(tiny(family), "h100-80g-sxm:1", "implementation=huggingface", seq=64)

@@ -16,34 +16,9 @@ from meshwise.plan.workload import Workload
 from meshwise.published.convention import find_convention
 
 GPT3 = find_model("gpt3-175b")
-BASES = {  # convention: plans to start from, on this cluster and batch
-    "nersc-2024-02": ("nersc-notebook", 1, ({"tp": "4", "sp": "1"},)),
-    "nersc-2024-10": (
-        "nersc-a100:32",
-        16,
-        (
-            {"tp": "4", "pp": "2"},
-            {"tp": "4", "pp": "2", "attention": "unfused"},
-            {"layout": "2d:2x2", "pp": "2"},
-            {"layout": "2d-cp:2x2", "pp": "2"},
-        ),
-    ),
-}
-OTHER_VALUES = {  # of keys whose other values are words
-    **{"sp": ["0"], "cp_kind": ["ulysses"], "schedule": ["gpipe", "interleaved", "zb-h1"]},
-    **{"layout": ["2d:2x2", "2d-cp:2x2", "3d:2x2x2"], "grid": ["4x1"], "stages": ["40-56"]},
-    **{"recompute": ["selective", "full"], "dtype": ["fp32", "fp8"], "optimizer": ["sgd", "adam-fp32"]},
-    **{"grad_dtype": ["bf16"], "attention": ["grid"], "dispatch": ["per_rank"], "zero": ["2", "3"]},
-    **{"placement": ["dp-pp-cp-tp"], "imbalance": ["1.5"], "offload_optimizer": ["0.5"]},
-    **{"offload_activations": ["0.5"], "software": ["2021"]},
-}
-OUTSIDE_BLOCKS = {  # parts of a model that the published models say they leave out, and names
-    *("name", "source", "checked", "aliases", "vocab", "max_seq", "extra_position_rows", "tied_embedding"),
-    *("token_types", "embedding_norm", "final_norm", "patches", "lm_head", "head_bias", "mlm_transform"),
-    *("pooler", "attention_pool", "num_classes", "classifier_bias", "classifies_tokens", "left_out"),
-    *("frames", "towers", "diffusion", "quantized"),
-    *("causal", "dropout_frac", "qkv_bias"),  # always the full square, with dropout, without bias
-}
+CONVENTION = table("tables")["convention"]
+BASES, OTHER_VALUES = CONVENTION["bases"], CONVENTION["other_values"]
+OUTSIDE_BLOCKS = set(CONVENTION["outside_blocks"])
 
 
 def answer(convention: str, plan: dict[str, str], model: Model = GPT3, **load: Any) -> str:

@@ -389,20 +389,7 @@ def test_estimate_and_search_take_a_file(meshwise: Any) -> None:
     assert "--cuda-graph-impl" in shown.out
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("hello", "no job of"),
-        ('{"a": 1}', "no DeepSpeed configuration"),
-        ("deepspeed main.py --deepspeed --zero_stage 3", "--deepspeed names no file, from which"),
-        ("--num-layers $N --hidden-size 8", "not in the file"),
-        ("--num-layers x --hidden-size 8", "must be of type int"),
-        (
-            "--num-layers 8 --recompute-granularity full --recompute-method block",
-            "needs --recompute-num-layers",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), table("tables")["launch"]["no_jobs"])
 def test_a_file_that_is_no_job_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "job").write_text(text)
     with pytest.raises(mw.MeshwiseError, match=sentence):

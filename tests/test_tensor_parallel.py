@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from data_tables import table
 from meshwise.core.compare import WORK, compare, work_of
 from meshwise.program.tape import Tape
 from meshwise.runtime.compare_program import compare_program
@@ -22,15 +23,7 @@ NUM_RANKS = 8
 PROGRAM = find_program("tensor-parallel")
 SMALL: dict[str, Any] = {"seq": 24, "microbatch": 2, "hidden": 48, "heads": 12}
 
-WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1d on 4": (4, {"layout": "1d"}),
-    "2d on 2x3": (6, {"layout": "2d", "grid": "2x3"}),
-    "1d on 2": (2, {"layout": "1d"}),
-    "2d on 3x2": (6, {"layout": "2d", "grid": "3x2", "hidden": 72}),
-    "2d-cp on 2x3": (6, {"layout": "2d-cp", "grid": "2x3"}),
-    "2.5d on 2x2x2": (8, {"layout": "2.5d", "grid": "2x2x2"}),
-    "3d on 2x2x2": (8, {"layout": "3d", "grid": "2x2x2"}),
-}
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = table("tables")["tensor_parallel"]["worlds"]
 BLOCKS: tuple[dict[str, Any], ...] = (
     {"style": "gpt"},
     {"style": "llama", "kv_heads": 6, "causal": False, "microbatch": 1},

@@ -286,10 +286,8 @@ class Estimate(Shown):
                 for known in self.cluster.collectives
             )
         notes.append(f"interval: {self.step_s_interval.reason}")
-        for origin, names in self.inherited.items():
-            notes.append(
-                f"{self.cluster.chip.name}: efficiency of {', '.join(names)} inherited from {origin}"
-            )
+        used = ((", ".join(names), origin) for origin, names in self.inherited.items())
+        notes += [f"{chip.name}: efficiency of {names} inherited from {origin}" for names, origin in used]
         return notes
 
     @property

@@ -107,10 +107,7 @@ class Script:
 
 def lifetimes(events: Sequence[Op]) -> Iterator[tuple[Op, list[Tensor]]]:
     """Each op or moment, and the tensors whose memory is given back after it."""
-    last: dict[Tensor, int] = {}
-    for i, event in enumerate(events):
-        for tensor in (*event.makes, *event.reads):
-            last[tensor.memory] = i
+    last = {one.memory: i for i, event in enumerate(events) for one in (*event.makes, *event.reads)}
     gone: list[list[Tensor]] = [[] for _ in events]
     for tensor, i in last.items():
         gone[i].append(tensor)

@@ -373,7 +373,7 @@ def _pipeline(estimate: Estimate) -> Section | None:
         title += f" with {num_drawn} of its {num_all:,} microbatches"
         bubble_frac = estimate.time_s["bubble"] / estimate.step_s
         finding += f" with {num_drawn} microbatches; with all, {bubble_frac:.1%} of the step is bubble"
-    lanes = plot.Lanes(timeline_bins(timeline, NUM_BINS), times, names, _ACTIONS)
+    lanes = plot.Lanes(_timeline_bins(timeline, times), times, names, _ACTIONS)
     return plot.Chart(
         title, [lanes], plot.ChartAxis("time", "s"),
         finding=f"{finding}.", table=Table("", ("stage", "computes", "waits"), rows),
@@ -381,10 +381,9 @@ def _pipeline(estimate: Estimate) -> Section | None:
     )  # fmt: skip
 
 
-def timeline_bins(timeline: Timeline, num_bins: int) -> NDArray[np.int64]:
-    """The action (an index into `_ACTIONS`; the last is to wait) of each rank at `num_bins` moments."""
-    moments = (np.arange(num_bins) + 0.5) * timeline.makespan_s / num_bins
-    grid = np.full((timeline.num_ranks, num_bins), len(_ACTIONS) - 1)
+def _timeline_bins(timeline: Timeline, moments: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The action (an index into `_ACTIONS`; the last is to wait) of each rank at some moments."""
+    grid = np.full((timeline.num_ranks, len(moments)), len(_ACTIONS) - 1)
     for rank in range(timeline.num_ranks):
         mine = np.flatnonzero((timeline.rank == rank) & ~timeline.paired)
         at = np.searchsorted(timeline.start_s[mine], moments, side="right") - 1

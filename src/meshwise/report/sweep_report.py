@@ -88,8 +88,5 @@ def _is_number(value: Any) -> bool:
 def _axis(sweep: Sweep) -> str | None:
     """The first key of the grid that takes several values, all numbers."""
     keys = dict.fromkeys(key for point in sweep.points for key in point.values)
-    for key in keys:
-        values = {point.values.get(key) for point in sweep.points}
-        if len(values) > 1 and all(_is_number(value) for value in values):
-            return key
-    return None
+    values = ((key, {point.values.get(key) for point in sweep.points}) for key in keys)
+    return next((key for key, found in values if len(found) > 1 and all(map(_is_number, found))), None)

@@ -120,18 +120,9 @@ class StudyPoint:
         machine = {**self.changes, "num_chips": self.cluster.num_chips, "batch": self.batch}
         if self.best is None:
             return machine | {"plan_text": None}
-        return (
-            machine
-            | {
-                "plan_text": plan_text(self.best.plan),
-                "microbatch": self.best.workload.microbatch,
-                "step_s": self.best.step_s,
-                "mfu": self.best.mfu,
-                "tokens_per_s": self.best.tokens_per_s,
-            }
-            | self.measures(budget)
-            | goal.run(self.best, budget)
-        )
+        plan = {"plan_text": plan_text(self.best.plan), "microbatch": self.best.workload.microbatch}
+        figures = {name: getattr(self.best, name) for name in ("step_s", "mfu", "tokens_per_s")}
+        return machine | plan | figures | self.measures(budget) | goal.run(self.best, budget)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

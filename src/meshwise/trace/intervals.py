@@ -20,10 +20,8 @@ def merged(start: Ints, end: Ints) -> Spans:
     keep = end > start
     order = np.argsort(start[keep], kind="stable")
     start, end = start[keep][order], np.maximum.accumulate(end[keep][order])
-    first = np.ones(len(start), dtype=bool)
-    first[1:] = start[1:] > end[:-1]
-    last = np.ones(len(start), dtype=bool)
-    last[:-1] = first[1:]
+    is_apart = start[1:] > end[:-1]
+    first, last = (np.append(*ends)[: len(start)] for ends in ((True, is_apart), (is_apart, True)))
     return start[first], end[last]
 
 
