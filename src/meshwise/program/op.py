@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -399,7 +400,7 @@ def backward_last(ops: list[Op]) -> list[Op]:
     """`ops` as they run: all forward ones in order, then the backward ones, last module first."""
     forward = [op for op in ops if op.phase == "forward"]
     backward = (op for op in ops if op.phase != "forward")
-    groups = [list(alike) for _, alike in groupby(backward, lambda op: (op.module, op.name))]
+    groups = [list(alike) for _, alike in groupby(backward, attrgetter("module", "name"))]
     return forward + [op for group in reversed(groups) for op in group]
 
 
