@@ -4,12 +4,14 @@ Command line, Python and reference have the same options; every option of `estim
 changes what comes out, or is refused in one sentence; JSON is one document; an interrupt is one line.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 
+import meshwise as mw
 from data_tables import table
 from meshwise import api
 from meshwise.cli import app
@@ -114,3 +116,19 @@ def test_an_option_changes_what_comes_out_or_is_refused(
     else:
         assert done.code == 0
         assert what_comes_out(done, tmp_path) != BEFORE[whole]
+
+
+def test_the_library_takes_what_the_command_line_reads() -> None:
+    """Numbers as texts, one in place of several, a plan as a mapping; what cannot be is one sentence."""
+    (one,), _ = mw.collective("all_reduce", "h100:8", "64MiB")[:2]
+    assert one.payload_bytes == 2.0**26
+    assert mw.estimate("llama3-8b", "h100:8", {"tp": 8, "zero": 1}, batch=8).plan.tp == 8
+    sizes = {"batch": 16, "seq": 4096}
+    texts, numbers = (mw.search("llama3-8b", "h100:8", microbatch=some, **sizes) for some in ("2", 2))
+    assert texts.records() == numbers.records() != []
+    with pytest.raises(mw.MeshwiseError, match=r"cannot read 'x\.csv'"):
+        mw.estimate("llama3-8b", "h100:8", collectives="x.csv")
+    with pytest.raises(mw.MeshwiseError, match="num_layers is -1"):
+        mw.estimate(replace(mw.find_model("llama3-8b"), num_layers=-1), "h100:8")
+    with pytest.raises(mw.MeshwiseError, match="rank 8 must be from 0 to 7"):
+        mw.estimate("llama3-8b", "h100:8").rank_ledger(8)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import ClusterError, DataError, MissingExtraError, PlanError, WorkloadError
-from meshwise.core.options import Counts, Latency, Quantity, options_of, stated_in
+from meshwise.core.options import Counts, Latency, Quantity, options_of, reads_texts, stated_in
 from meshwise.core.refusals import refuse, told
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ RL_FRAMEWORKS = ("verl", "nemo-rl")
 """Frameworks of post-training, whose jobs have rollouts."""
 
 
+@reads_texts
 def estimate(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
@@ -153,6 +154,7 @@ def reproduce(
     return known.price(shape, machine, cut, work)
 
 
+@reads_texts
 def search(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
@@ -227,6 +229,7 @@ def search(
     return replace(found, beside=price(job["model"], job["cluster"], _plan(beside, job["cluster"]), work))
 
 
+@reads_texts
 def study(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
@@ -309,6 +312,7 @@ def usd_per_hour(price: str | float | None) -> float | None:
     return found.get("")
 
 
+@reads_texts
 def fit_card(
     card: str | Path | Cluster,
     *,
@@ -351,6 +355,7 @@ def fit_card(
     )
 
 
+@reads_texts
 def serve(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
@@ -1118,6 +1123,7 @@ def profile(
     )
 
 
+@reads_texts
 def collective(
     kind: str,
     cluster: str | Path | Cluster,
@@ -1179,6 +1185,7 @@ def frontier(
     return find(find_device(str(chip), utilization=utilization), *settings_of(months, settings))
 
 
+@reads_texts
 def validate(runs: Iterable[str | Path] = ()) -> Validation:
     """Predict every row of files of measurements, and say how wrong the predictions are.
 
@@ -1250,9 +1257,10 @@ def refusal(
 
 
 def _model(model: str | Path | Model) -> Model:
+    from meshwise.model.architecture import checked_model
     from meshwise.model.find import find_model
 
-    return find_model(str(model)) if isinstance(model, str | Path) else model
+    return find_model(str(model)) if isinstance(model, str | Path) else checked_model(model, model.name)
 
 
 def _cluster(cluster: str | Path | Cluster, collectives: Sequence[str | Path] = ()) -> Cluster:
@@ -1275,12 +1283,14 @@ def _choices(plan: str | Path | Plan | Mapping[str, Sequence[Any]]) -> Mapping[s
     return plan_choices(plan_text(plan) if isinstance(plan, Plan) else str(plan))
 
 
-def _plan(plan: str | Path | Plan, trained_on: Cluster | None = None) -> Plan:
+def _plan(plan: str | Path | Plan | Mapping[str, Any], trained_on: Cluster | None = None) -> Plan:
     """The plan of a text; of one to train on chips that run their maker's software alone, under that."""
     from meshwise.machine.overheads import software_on
     from meshwise.plan.plan import parse_plan
 
     software = software_on(trained_on.chip) if trained_on else ""
+    if isinstance(plan, Mapping):
+        plan = ",".join(f"{key}={value}" for key, value in plan.items())
     return parse_plan(str(plan), software) if isinstance(plan, str | Path) else plan
 
 

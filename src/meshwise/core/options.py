@@ -8,9 +8,9 @@ shows the same.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -46,6 +46,17 @@ class Option:
         """Its name as it is typed: a latency in seconds is typed in milliseconds."""
         return f"{self.name.removesuffix('_s')}_ms" if self.in_ms else self.name
 
+    def of(self, value: Any) -> Any:
+        """A value of the library, where a number may be a text and one stand for several."""
+        if isinstance(value, str) and self.reader is not None:
+            found = self.reader(value, self.name)
+            return found if self.reader is whole_numbers or self.default != () else (found,)
+        if self.default == () and (isinstance(value, str | int | Path) or not isinstance(value, Iterable)):
+            return (value,)
+        if self.default == () and self.reader is not None:
+            return [self.reader(one, self.name) if isinstance(one, str) else one for one in value]
+        return value
+
     def value(self, text: str) -> Any:
         """The value that `text` spells; WorkloadError says what it must be."""
         if self.reader is not None:
@@ -73,6 +84,18 @@ def whole_numbers(text: str, option: str) -> list[int]:
         if not word.isdecimal():
             raise WorkloadError(f"{option} {text}: {word!r} is no whole number; write for example 1|2|4")
     return [int(word) for word in words]
+
+
+def reads_texts(verb: Function) -> Function:
+    """`verb` for who writes values as on the command line: a number as a text, one in place of several."""
+
+    @wraps(verb)
+    def read(*args: Any, **asked: Any) -> Any:
+        bound, of = inspect.signature(verb).bind(*args, **asked), options_of(verb)
+        bound.arguments |= {name: of[name].of(value) for name, value in bound.arguments.items() if name in of}
+        return verb(*bound.args, **bound.kwargs)
+
+    return read  # type: ignore[return-value]
 
 
 Quantity = Annotated[float, quantity]
@@ -125,6 +148,7 @@ def stated_in(asked: Mapping[str, Any], function: Callable[..., Any]) -> list[st
 def options_of(verb: Callable[..., Any]) -> Mapping[str, Option]:
     """The options of a verb by name, in the order of its signature."""
     found: dict[str, Option] = {}
+    verb = inspect.unwrap(verb)
     meanings = _meanings(verb)
     for parameter in inspect.signature(verb).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -159,7 +183,7 @@ def _meanings(verb: Callable[..., Any]) -> dict[str, str]:
             if other is None:
                 found[name] = text
                 continue
-            of = _meanings(verb.__globals__[other[1]])
+            of = _meanings(inspect.unwrap(verb.__globals__[other[1]]))
             found[name] = f"{of[name]} {text[other.end() :]}".strip()
     return found
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from meshwise.core.errors import WorkloadError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import told
@@ -216,6 +217,8 @@ class Estimate(Shown):
         Ranks of a ring under implementation=fsdp2 do the same FLOP in rounds of other shapes, which may take
         a little longer; the rows then add up to the step of a world whose ranks are all like this one.
         """
+        if not 0 <= rank < self.cluster.num_chips:
+            raise WorkloadError(f"rank {rank} must be from 0 to {self.cluster.num_chips - 1}")
         own, waited_for = self.rank_step(rank), ("comm_dp_s", "optimizer_s", "straggler_s")
         least = {name: np.maximum(getattr(own, name), getattr(self.step, name)) for name in waited_for}
         rows = step_rows(replace(own, **least), own.stages[-1])
