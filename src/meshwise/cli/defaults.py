@@ -47,6 +47,7 @@ def read_defaults(command: Any, path: Path | None) -> dict[str, Any]:
         having = [verb for verb in ([name] if name else verbs) if key in verbs.get(verb, ())]
         taking = [verb for verb in having if not found or _is_of_answer(verb, verbs[verb][key], value)]
         line = {"path": path, "name": name, "key": key, "value": value}
+        line["is_on"] = isinstance(value, bool) and all(verbs[verb][key].kind is not bool for verb in having)
         refuse("defaults", DataError, **line, verbs=verbs, having=having, taking=taking)
         for verb in taking:
             defaults[f"{verb} {verbs[verb][key].name}".replace(" ", ".")] = value
