@@ -126,6 +126,9 @@ def test_the_library_takes_what_the_command_line_reads() -> None:
     sizes = {"batch": 16, "seq": 4096}
     texts, numbers = (mw.search("llama3-8b", "h100:8", microbatch=some, **sizes) for some in ("2", 2))
     assert texts.records() == numbers.records() != []
+    found = mw.study("llama3-8b", "h100:8", "gpus=8|16", batch=16, deadline=1e6)
+    assert found.to_json()["chosen"] is None and "front" in str(found)  # of no run yet
+    assert found.chosen(mw.budget(tokens="1G")) == 0
     with pytest.raises(mw.MeshwiseError, match=r"cannot read 'x\.csv'"):
         mw.estimate("llama3-8b", "h100:8", collectives="x.csv")
     with pytest.raises(mw.MeshwiseError, match="num_layers is -1"):

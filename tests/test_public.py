@@ -19,7 +19,7 @@ NAMES = {
     *("Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"),
     *("compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"),
     *("collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "rl", "study"),
-    *("find_cluster", "find_model", "parse_plan", "plan_text", "validate", "fit_card", "on_ray"),
+    *("find_cluster", "find_model", "parse_plan", "plan_text", "validate", "fit_card", "on_ray", "budget"),
 }
 
 

@@ -20,6 +20,7 @@ from meshwise import rl as _rl_folder  # noqa: F401
 from meshwise import search as _search_folder  # noqa: F401
 from meshwise import serve as _serve_folder  # noqa: F401
 from meshwise.api import (
+    budget,
     collective,
     compare,
     compare_script,
@@ -76,7 +77,16 @@ _HOME = {
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
 __all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "rl", "study"]
-__all__ += ["find_cluster", "find_model", "fit_card", "on_ray", "parse_plan", "plan_text", "validate"]
+__all__ += [
+    "budget",
+    "find_cluster",
+    "find_model",
+    "fit_card",
+    "on_ray",
+    "parse_plan",
+    "plan_text",
+    "validate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -255,7 +255,7 @@ def study(
             factors of memory, memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
         deadline: Days that the run may take, failures included: the point of fewest GPU-hours that keeps it
-            is chosen.
+            is chosen, by the `budget` that is given to the result.
         spend: Dollars that it may cost: the fastest point that keeps it is chosen.
         critical_batch: Tokens of a batch from which on more of them hardly save steps: a run needs
             1 + batch / critical times the tokens [as many with any batch].
@@ -1200,6 +1200,7 @@ def validate(runs: Iterable[str | Path] = ()) -> Validation:
     return predict(map(Path, runs))
 
 
+@reads_texts
 def budget(
     *,
     tokens: Quantity | None = None,
@@ -1212,6 +1213,8 @@ def budget(
     restart: float | None = None,
 ) -> TokenBudget:
     """The length of a whole run, and what it takes beside the pace of its steps.
+
+    Its `run` says of an estimate what the run takes; a `Study` chooses by it (`chosen`, `to_json`).
 
     Args:
         tokens: Tokens of the whole run, as 15T: days, GPU-hours, failures.

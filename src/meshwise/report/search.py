@@ -354,7 +354,8 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
     budget = budget or TokenBudget()
     fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
-    has_goal = study.goal.deadline is not None or study.goal.spend is not None
+    goal = study.goal
+    has_goal = budget.tokens is not None and (goal.deadline, goal.spend) != (None, None)
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
     runs = {i: study.goal.run(best, budget) for i, _, best in found}
     cells = {i: run_cells(run["with_failures"] if has_goal else run) for i, run in runs.items()}

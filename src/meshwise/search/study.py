@@ -173,7 +173,7 @@ class Study(Shown):
                 point.to_json(budget, self.goal) | {"efficiency": self.speedup(i)}
                 for i, point in enumerate(self.points)
             ],
-            "chosen": self.chosen(budget),
+            "chosen": None if budget.tokens is None else self.chosen(budget),
             "fronts": {measure: self.front(measure, budget) for measure in MEASURES},
             "complete": self.complete,
         }
