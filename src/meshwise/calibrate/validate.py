@@ -22,6 +22,7 @@ from meshwise.calibrate.runs import Run, publication, published_runs, read_runs,
 from meshwise.calibrate.table import BadRow, header, lines
 from meshwise.core.columns import grouped
 from meshwise.core.errors import ClusterError, MeshwiseError
+from meshwise.core.files import read_catalog
 from meshwise.core.notebook import Shown
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate, estimate
@@ -207,13 +208,14 @@ def predict_run(run: Run) -> list[Prediction]:
 
 def regime_of(run: Run) -> dict[str, str]:
     """The kind of a run, by aspect."""
+    is_fitted = Path(run.where.rpartition(", ")[0]).name in read_catalog("overheads.toml")["about"]["data"]
     half = "held-out half" if is_held_out(run.id) else "fitted half"
     sizes = ((8, "1 to 8 GPUs"), (128, "9 to 128 GPUs"), (1000, "129 to 1,000 GPUs"))
     return {
         "kind": "mixture of experts" if run.experts else "dense",
         "scale": next((name for most, name in sizes if run.gpus <= most), "1,001 GPUs and more"),
         "framework": run.framework or "unknown",
-        "half": half if run.where.startswith(f"{published_runs()}, ") else "",
+        "half": half * is_fitted,
     }
 
 

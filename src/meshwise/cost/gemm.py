@@ -118,7 +118,7 @@ def _tiled_s(
     tiles = np.maximum(batch * down * np.ceil(n / columns), 1.0)
     filled = rows if fills_rows else 1.0
     flop_s = 2.0 * filled * columns * k / core_flop_per_s
-    feed_s = elem_bytes * (filled + columns * right_frac) * k * num_cores / cache_bytes_per_s
+    feed_s = elem_bytes * (rows + columns * right_frac) * k * num_cores / cache_bytes_per_s
     loop_s = np.maximum(flop_s, feed_s)
     height = rows / TILES[0][0] if efficiency.by_rows else 1.0
     whole_s = np.ceil(tiles / num_cores) * (loop_s + height * efficiency.tile_s)
