@@ -89,9 +89,11 @@ def whole_numbers(text: str, option: str) -> list[int]:
 def reads_texts(verb: Function) -> Function:
     """`verb` for who writes values as on the command line: a number as a text, one in place of several."""
 
+    signature = inspect.signature(verb)
+
     @wraps(verb)
     def read(*args: Any, **asked: Any) -> Any:
-        bound, of = inspect.signature(verb).bind(*args, **asked), options_of(verb)
+        bound, of = signature.bind(*args, **asked), options_of(verb)
         bound.arguments |= {name: of[name].of(value) for name, value in bound.arguments.items() if name in of}
         return verb(*bound.args, **bound.kwargs)
 

@@ -116,11 +116,8 @@ def plan_of(facts: Facts) -> Plan:
             del keys[key]
     num_layers = facts.get("num_layers") or 0
     even = chunk_layers(num_layers, num_chunks) if 0 < num_chunks <= num_layers else None
-    if (
-        keys.get("pp", 1) > 1
-        and keys.get("stages", even) == even
-        and not ("stages" in keys and num_layers % num_chunks)
-    ):
+    is_listed = "stages" in keys and num_layers % num_chunks > 0  # no schedule deals these out by itself
+    if keys.get("pp", 1) > 1 and keys.get("stages", even) == even and not is_listed:
         keys["stages"] = EVEN
     keys.pop("dp", None)
     stated = keys.pop("loss_fusion", None)
@@ -237,8 +234,8 @@ def _layout_of_ends(
     left = num_layers - (first or 0) - (last or 0)
     if left < 0 or between < 0 or left % max(between, 1):
         raise DataError(f"{num_layers} layers do not divide into {pp} stages of which the ends are stated")
-    ends = [size for size in (first, last) if size]
-    stages = [*ends[: bool(first)], *[left // max(between, 1)] * between, *ends[bool(first) :]]
+    inner = [left // max(between, 1)] * between
+    stages = [first or 0] * bool(first) + inner + [last or 0] * bool(last)
     return _layout_text(tuple(size // chunks for size in stages) * chunks, mtp_layers or 0)
 
 
