@@ -208,6 +208,7 @@ def test_the_catalog_holds_every_constant_of_the_fit() -> None:
     eager, older = (find_overheads(of, name) for name in ("torch-2024-eager", "torch-2023"))
     assert eager.kernel_passes == older.kernel_passes
     assert eager.attention_slowdown == 1.0 < older.attention_slowdown
+    assert find_overheads(find_chip("b200-sxm"), "torch-2024").attention_slowdown == 1.0
     with pytest.raises(PlanError, match="software '1999' is unknown"):
         find_overheads(chip, "1999")
     for name, value in fit_steps.catalog_constants().items():

@@ -45,9 +45,14 @@ def distinct_columns(table: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDAr
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """`items` by `key`, in the order of first appearance."""
+    return by_key((key(item), item) for item in items)
+
+
+def by_key(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The items of each key of `pairs`, in the order of first appearance."""
     groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
+    for key, item in pairs:
+        groups.setdefault(key, []).append(item)
     return groups
 
 

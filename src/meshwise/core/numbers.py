@@ -1,8 +1,11 @@
-"""The larger and the smaller of two quantities, or one of them where a condition holds.
+"""The sum of quantities, the larger and the smaller of two, or one of them where a condition holds.
 
 Python chooses between single numbers, of which one estimate is made, in a tenth of the time of numpy.
 """
 
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,11 @@ np.empty(2**22 - 2**12)  # freed at once: glibc then keeps freed arrays of such 
 
 SINGLE = (float, int, np.bool_)
 """Of what types a quantity is that is no array."""
+
+
+def added(numbers: Iterable[Num]) -> Num:
+    """The sum from left to right, as columns add up: from Python 3.12 on `sum` rounds floats once."""
+    return reduce(add, numbers, 0.0)
 
 
 def larger(one: Num, other: Num) -> Num:

@@ -23,6 +23,7 @@ from functools import partial
 
 import numpy as np
 
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.cost.gemm import GROUPED_TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
@@ -96,4 +97,4 @@ def experts_s(
         hidden * moved + (1.0 + efficiency.passes) * hidden * tokens,
     )
     move_s = partial(memory_kernel_s, memory_bytes_per_s=memory_bytes_per_s, efficiency=memory)
-    return efficiency.launch_s + up_s + down_s + sum(move_s(act_bytes * count) for count in elements)
+    return efficiency.launch_s + up_s + down_s + added(move_s(act_bytes * count) for count in elements)

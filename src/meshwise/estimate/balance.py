@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import chosen_cells
-from meshwise.core.numbers import larger, smaller, where
+from meshwise.core.numbers import added, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.estimate.ends import Ends, best_ends, least_of_others_s, other_ends, part_weights
 from meshwise.estimate.priced_model import PricedModel, priced_model
@@ -81,7 +81,7 @@ def _with_faster_ends(found: StepCost, wants: Wants | None) -> StepCost:
     """`found` with other ends wherever its step is faster by them; see `placed_cost`."""
     of, bound, worth_s = found.of, _bound(found), found.step_s * (1.0 - NO_GAIN_FRAC)
     others_s = least_of_others_s(of.model, of.mesh, [part.total_s for part in of.by_part])
-    least_s = bound.step_s(of.mesh, larger(sum(bound.mean_s), others_s))
+    least_s = bound.step_s(of.mesh, larger(added(bound.mean_s), others_s))
     is_open = least_s < worth_s
     needed = 0.0 if wants is None else _least(found, lambda cost: cost.memory.total)
     if wants is not None:
@@ -146,8 +146,8 @@ class _Bound:
 
     def step_s(self, mesh: Mesh, slowest_s: Num) -> Num:
         """The least step where the slowest stage takes `slowest_s`."""
-        lead_s = slowest_s + (3.0 * mesh.pp * self.is_bound - 1.0) * sum(self.mean_s)
-        waits = sum(waits_s(mesh, self.mean_s, self.hop_s, lead_s))
+        lead_s = slowest_s + (3.0 * mesh.pp * self.is_bound - 1.0) * added(self.mean_s)
+        waits = added(waits_s(mesh, self.mean_s, self.hop_s, lead_s))
         return self.slowed * (mesh.num_microbatches * slowest_s + waits + self.rest_s)
 
     def mapped(self, of: Callable[[Num], Num]) -> _Bound:
@@ -161,7 +161,7 @@ def _bound(found: StepCost) -> _Bound:
     lone_s = _least(found, lambda cost: cost.time.unpaired_s)
     return _Bound(
         mean_s=mean_phases_s(mesh, found.stages),
-        is_bound=(sum(cost.exposed_s for cost in found.stages) > 0.0) * 1.0,
+        is_bound=(added(cost.exposed_s for cost in found.stages) > 0.0) * 1.0,
         hop_s=found.hop_s,
         rest_s=smaller(mesh.pp, mesh.num_microbatches) * lone_s
         + _least(found, lambda cost: cost.comm_dp_s)

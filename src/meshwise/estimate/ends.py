@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns, some_columns
-from meshwise.core.numbers import larger, smaller, where
+from meshwise.core.numbers import added, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.estimate.memory import held_params, recomputed
 from meshwise.estimate.priced_model import PricedModel
@@ -145,7 +145,7 @@ def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[
         return
     least = tuple(smaller(np.ceil(end), 0.0) - 1.0 for end in ends)  # light layers: the chunk holds more
     missing = -model.num_layers % num_chunks
-    below = missing + np.floor((sum(ends) - missing) / num_chunks) * num_chunks
+    below = missing + np.floor((added(ends) - missing) / num_chunks) * num_chunks
     for fewer, up in itertools.product((below, below + num_chunks), (0.0, 1.0)):
         first = np.floor((fewer + ends[0] - ends[1]) / 2.0) + up
         most = (model.num_layers + fewer) // num_chunks
@@ -158,8 +158,8 @@ def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:
     """How many layers embedding (with the first layers, if they are of another kind) and head take."""
     embedding, *blocks, head = seconds
     first, regular = _layers_by_kind(model)
-    layer_s = sum(n * block_s for n, block_s in zip(regular, blocks, strict=True)) / sum(regular)
-    front_s = embedding + sum(n * (block_s - layer_s) for n, block_s in zip(first, blocks, strict=True))
+    layer_s = added(n * block_s for n, block_s in zip(regular, blocks, strict=True)) / sum(regular)
+    front_s = embedding + added(n * (block_s - layer_s) for n, block_s in zip(first, blocks, strict=True))
     return front_s / layer_s, head / layer_s
 
 
@@ -181,7 +181,7 @@ def _heaviest(model: Model, mesh: Mesh, weights: Sequence[Weights]) -> list[Num]
         held = stage.embeddings, *stage.layers, stage.heads
         counts = [(stage.num_stages > 0) * stage.share * count for count in held]
         for i, weight in enumerate(weights):
-            heaviest[i] = larger(heaviest[i], sum(map(operator.mul, counts, weight)))
+            heaviest[i] = larger(heaviest[i], added(map(operator.mul, counts, weight)))
     return heaviest
 
 

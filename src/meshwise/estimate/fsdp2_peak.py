@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
@@ -68,7 +69,7 @@ class UnitBytes(NamedTuple):
         is_cut = (ranks > 1) * 1.0
         whole = unit.gathered_bytes(mesh, cut)
         sizes = [rows * width for rows, width in trained.stored(cut)] or [0.0]
-        size, last = sum(sizes, beyond), sizes[-1] + beyond
+        size, last = beyond + added(sizes), sizes[-1] + beyond
         padded = trained.padded_size(mesh, cut)
         shard = kept * trained.local_size(mesh, cut)
         cast = (summed != kept) * summed * padded / ranks
@@ -122,7 +123,7 @@ class LivePart(NamedTuple):
 
     def total(self, name: str) -> Num:
         """The sum over units of one of their sizes."""
-        return self.repeats * sum((getattr(unit, name) for unit in self.units), 0.0)
+        return self.repeats * added(getattr(unit, name) for unit in self.units)
 
 
 @dataclass(slots=True, eq=False)
@@ -221,12 +222,12 @@ class Chunk(NamedTuple):
 
     def total(self, name: str) -> Num:
         """The sum over all units of one of their sizes."""
-        return sum((layer.total(name) for layer in self.parts), 0.0)
+        return added(layer.total(name) for layer in self.parts)
 
     @property
     def kept(self) -> Num:
         """What its parts keep of a microbatch."""
-        return sum((layer.repeats * layer.kept for layer in self.parts), 0.0)
+        return added(layer.repeats * layer.kept for layer in self.parts)
 
     @property
     def brought_back(self) -> Num:
@@ -260,14 +261,14 @@ class Chunk(NamedTuple):
             layer = self.parts[i]
             live.kept = live.kept - layer.repeats * layer.kept
             below = self.parts[i - 1].units[:1] if prefetches and i and self.parts[i - 1].is_block else ()
-            ahead = sum((unit.buffer for unit in below), 0.0)
+            ahead = added(unit.buffer for unit in below)
             if i > 0 and not layer.is_block:
                 live.see(layer.part.backward.most, layer.shared)
                 live.ahead = ahead
             elif layer.repeats == 1:
                 self._block(live, i, ahead, reduces=reduces, reshards=reshards)
             if layer is self.parts[-1]:
-                live.gradients = live.gradients + sum((one.shared for one in self.parts), 0.0)
+                live.gradients = live.gradients + added(one.shared for one in self.parts)
             live.gradients = live.gradients - layer.shared
             for j in reversed(range(len(layer.units))) if layer.repeats > 1 or not layer.is_block else (0,):
                 self._through(live, (i, j), self.one_input, reduces=reduces, reshards=reshards)
@@ -403,7 +404,7 @@ def _waiting(chunk: Chunk) -> Num:
     """
     if chunk.has_embedding:
         return 0.0
-    return sum((one.repeats * (one.part.backward.waiting - one.loose) for one in chunk.parts), 0.0)
+    return added(one.repeats * (one.part.backward.waiting - one.loose) for one in chunk.parts)
 
 
 def _top(chunk: Chunk, kind: str, *, is_summed: bool) -> Num:
@@ -425,7 +426,7 @@ def _top(chunk: Chunk, kind: str, *, is_summed: bool) -> Num:
             through = through + layer.repeats * layer.part.backward.waiting
         live.see(chunk.kept + through)
     elif kind == "weights":
-        freed = sum((layer.repeats * layer.part.backward.freed for layer in chunk.parts), 0.0)
+        freed = added(layer.repeats * layer.part.backward.freed for layer in chunk.parts)
         last = max((layer.part.backward.waiting for layer in chunk.parts[-1:]), default=0.0)
         for layer in chunk.parts:
             for unit in layer.units:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
-from meshwise.core.numbers import larger
+from meshwise.core.numbers import added, larger
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, in_flight_microbatches, weight_copies
 from meshwise.estimate.fsdp2_peak import (
@@ -80,7 +80,7 @@ def least_memory(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> tuple[M
 def _memory(of: PricedModel, held: Sequence[Unit], step: Num, kept: Num = 0.0) -> Memory:
     """Memory with a peak of `step` bytes beside weights and states, or that of the update if it is more."""
     mesh, cut, overheads = of.mesh, of.cut, of.machine.overheads
-    local = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
+    local = added(unit.count * unit.local_bytes(mesh, cut) for unit in held)
     weights = (1.0 - mesh.offload_optimizer) * local
     states = optimizer_bytes(held, mesh, cut)
     gradients = _shards(held, mesh, cut)
@@ -294,7 +294,7 @@ def _chunk(
         parts.append(layer._replace(kept=0.0) if i < num_on_host_here else layer)
     # A frozen head goes as its loss does.
     top = parts[-1:] if adapts or not has_head else []
-    let_go = sum((np.minimum(layer.loose, layer.kept) for layer in top), 0.0) + has_head * sizes.loose[-1]
+    let_go = added(np.minimum(layer.loose, layer.kept) for layer in top) + has_head * sizes.loose[-1]
     # In a pipeline nothing is given back before the end: the top layer of a run has the most below it.
     parts = shortened(parts, 2, 2) if way.pp == 1 else shortened(parts, 0, 1)
     if has_embedding:
@@ -310,7 +310,7 @@ def _chunk(
         block = _layer(sizes, 1 + kind, sizes.blocks[-1])
         block = block._replace(part=block.part.without_recomputation(), kept=block.part.saved, back=0.0)
         parts += [block] * model.mtp_layers
-        of_head = sum(layer.kept for layer in parts[-1 - model.mtp_layers :])
+        of_head = added(layer.kept for layer in parts[-1 - model.mtp_layers :])
         parts.append(LivePart((unit,), part, sizes.kept[-1] - of_head))  # what both keep is kept once
     let_go, in_piece = (not has_embedding) * let_go, has_head * sizes.in_piece
     return Chunk(parts, sizes.one_input, has_embedding, let_go, in_piece)
@@ -342,9 +342,9 @@ def least_step_bytes(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> Num
     """The least that a step has alive on a rank of `stage`."""
     model, mesh, cut = of.model, of.mesh, of.cut
     shards = _shards(held, mesh, cut)
-    whole = sum((unit.count * unit.gathered_bytes(mesh, cut) for unit in held), 0.0)
+    whole = added(unit.count * unit.gathered_bytes(mesh, cut) for unit in held)
     stored = (unit.count * rows * width for unit in held for rows, width in unit.trained.stored(cut))
-    sums = np.where(sums_are_shards(mesh) > 0, shards, reduced_bytes(mesh, cut) * sum(stored, 0.0))
+    sums = np.where(sums_are_shards(mesh) > 0, shards, reduced_bytes(mesh, cut) * added(stored))
     sums = sums * (mesh.num_microbatches > 1)
     a_microbatch, a_layer = _kept(of, stage)
     turn = _turn(of, stage)
@@ -373,7 +373,7 @@ def _kept(of: PricedModel, stage: Stage) -> tuple[Num, Num]:
     least, most = (reduce(of_two, blocks) for of_two in (np.minimum, np.maximum))
     of_chunk = np.ceil(np.minimum(mesh.recompute_layers, model.num_layers) / mesh.vpp)
     redone = np.minimum(of_chunk * mesh.vpp * weight_copies(mesh.schedule), stage.num_layers)
-    in_all = sum((count * kept for count, kept in zip(stage.layers, blocks, strict=True)), 0.0)
+    in_all = added(count * kept for count, kept in zip(stage.layers, blocks, strict=True))
     a_layer = np.where(is_full, np.minimum(one_input, least), least)
     loose = reduce(np.maximum, (part.loose_bytes for part in parts[1:-1]))  # goes first in a split backward
     a_layer = np.maximum(a_layer - np.isin(mesh.schedule, _SPLIT) * loose, 0.0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwise.core.numbers import larger, smaller, where
+from meshwise.core.numbers import added, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import in_flight_microbatches
 from meshwise.estimate.priced_model import PricedModel
@@ -61,7 +61,7 @@ class Memory:
     @property
     def total(self) -> Num:
         """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return added(getattr(self, field.name) for field in fields(self))
 
 
 def recomputed(stage: Stage, mesh: Mesh) -> tuple[Num, Num]:
@@ -75,7 +75,7 @@ def held_params(of: PricedModel, stage: Stage) -> tuple[Held, Held]:
     """Dense weights and experts on one rank of a stage; a head on another stage holds a tied table again."""
     there, model, cut = of.contents(stage), of.model, of.cut
     dense, experts = (
-        Held(*(sum(count * part.held[kind][i] for count, part in there) for i in range(len(Held._fields))))
+        Held(*(added(count * part.held[kind][i] for count, part in there) for i in range(len(Held._fields))))
         for kind in (DENSE, EXPERTS)
     )
     tied = model.vocab * model.hidden / cut.tp * model.tied_embedding * stage.heads * (stage.embeddings == 0)
@@ -112,7 +112,7 @@ def serving_memory(of: PricedModel, stage: Stage) -> Memory:
     for count, part, kind in zip(stage.layers, blocks, layer_kinds(model), strict=True):
         dense, experts = part.held
         weights = weights + count * (form.weight_bytes * dense.params + form.expert_bytes * experts.params)
-        wide: Num = sum(row.op.num_params for row in part.rows if is_wide(row.op, cut))
+        wide: Num = added(row.op.num_params for row in part.rows if is_wide(row.op, cut))
         weights = weights + count * (form.act_bytes - form.weight_bytes) * wide
         cache = cache + count * of.mesh.num_microbatches * cache_bytes(model, cut, kind)
     working = working_bytes(model, cut)
@@ -237,7 +237,7 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
         of_block = (
             weight_bytes(mesh) * held.params - spared_bytes(mesh, cut) * held.quantized for held in part.held
         )
-        widest = larger(widest, sum(of_block))
+        widest = larger(widest, added(of_block))
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     whole = MAX_GATHERED_BLOCKS * widest * sharded
     return gathered + messages + whole + _turn_bytes(of, stage)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import chosen_cells, distinct_columns
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.estimate.priced_part import Part, price_parts
 from meshwise.estimate.timing import Machine
@@ -72,7 +73,7 @@ class PricedModel:
     def total(self, name: str, counts: Sequence[float]) -> Num:
         """The sum over so many of each part of one of their numbers, in every row."""
         each = [getattr(part, name) for part in self.of_cuts.values()]
-        found = np.asarray(sum((count * number for count, number in zip(counts, each, strict=True)), 0.0))
+        found = np.asarray(added(count * number for count, number in zip(counts, each, strict=True)))
         return found[self.kind] if self.kind is not None and found.ndim else found[()]
 
 

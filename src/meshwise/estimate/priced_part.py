@@ -16,7 +16,7 @@ from functools import reduce
 
 from msgspec import Struct, structs
 
-from meshwise.core.numbers import anywhere, larger, smaller
+from meshwise.core.numbers import added, anywhere, larger, smaller
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
@@ -152,7 +152,7 @@ def _part(
     for row in priced:
         seconds[row.phase] = seconds[row.phase] + row.spent_s
     waits = list(_waits(ops, seconds, machine))
-    params = sum(op.num_params - op.num_frozen for op in forward)
+    params = added(op.num_params - op.num_frozen for op in forward)
     stream_bytes_per_s = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     adding_s = overheads.adding_bytes(sum_bytes) * params / stream_bytes_per_s
     waits.append(waiting("add_gradients", WEIGHT, adding_s, SUM))
@@ -166,9 +166,9 @@ def _part(
         forward_s=seconds[FORWARD],
         backward_s=seconds[BACKWARD],
         weight_s=seconds[WEIGHT],
-        again_s=seconds[FORWARD] - sum(row.spent_s for row in priced if not row.is_redone),
+        again_s=seconds[FORWARD] - added(row.spent_s for row in priced if not row.is_redone),
         unpaired_s=unpaired_s,
-        core_s=sum(_times(row.op.redone_frac, row.spent_s) for row in priced),
+        core_s=added(_times(row.op.redone_frac, row.spent_s) for row in priced),
         **_links_s(priced, machine),
         saved_bytes=kept.saved_bytes,
         core_bytes=kept.saved_bytes - kept.kept_bytes,
@@ -250,7 +250,7 @@ def _trains(op: Op) -> bool:
 def _loose_bytes(ops: Sequence[Op]) -> Num:
     """What is kept by the loose ops of a part."""
     forward = [op for op in with_saved_bytes(ops) if op.phase == FORWARD]
-    return sum((op.saved_bytes for op in _loose(forward)), 0.0)
+    return added(op.saved_bytes for op in _loose(forward))
 
 
 def _loose(forward: Sequence[Op]) -> list[Op]:
@@ -338,11 +338,11 @@ def _hidden_behind_compute(
         for phases in ((FORWARD, BACKWARD, WEIGHT),) if axis == "ep" else ((FORWARD,), (BACKWARD,)):
             mine = [row for row in priced if row.phase in phases]
             first = hide[: hide.index(axis)]
-            busy_s = sum(
+            busy_s = added(
                 row.spent_s for row in mine if row.op.kind != "collective" or row.op.axis[:2] in first
             )
             behind = {id(row): row for row in mine if row.op.kind == "collective" and row.op.axis[:2] == axis}
-            comm_s = sum(row.spent_s for row in behind.values())
+            comm_s = added(row.spent_s for row in behind.values())
             share = exposed_share(comm_s, busy_s, _not_hidden_frac(axis, list(behind.values()), machine))
             unpaired_s = unpaired_s + (comm_s * (1.0 - share) if axis == "ep" else 0.0)
             priced = [
@@ -378,7 +378,7 @@ def _own_host_s(ops: Iterable[Op], phase: str, machine: Machine) -> Num:
     """What the host adds to the matrix ops of a phase on ranks that compute there."""
     if not machine.op_host_s:
         return 0.0
-    return machine.op_host_s * sum(op.count for op in ops if op.phase == phase and op.kind in MATRIX_KINDS)
+    return machine.op_host_s * added(op.count for op in ops if op.phase == phase and op.kind in MATRIX_KINDS)
 
 
 def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
@@ -401,7 +401,7 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
 
 def _is_per_rank(ops: Iterable[Op]) -> Num:
     """1 where tokens are sent once to each rank, else 0."""
-    return smaller(sum((op.count for op in ops if op.choices), 0.0), 1.0)
+    return smaller(added(op.count for op in ops if op.choices), 1.0)
 
 
 def _loss_room(ops: Sequence[Op]) -> Room:
@@ -409,7 +409,7 @@ def _loss_room(ops: Sequence[Op]) -> Room:
     largest = Room(0.0, 0.0)
     for name in {op.name for op in ops if op.kernel == LOSS_KERNEL}:
         of_one = [op for op in ops if op.kernel == LOSS_KERNEL and op.name == name]
-        kept_bytes = sum(one.bytes for op in of_one for one in op.keeps)
+        kept_bytes = added(one.bytes for op in of_one for one in op.keeps)
         largest = Room(*map(larger, largest, (size - kept_bytes for size in room(of_one))))
     return largest
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import recomputed
@@ -143,7 +144,7 @@ def _pipeline_rows(step: StepCost, cost: StageCost) -> Iterator[Row]:
     if float(mesh.pp) == 1.0:
         return
     messages = [message for message in _messages(mesh, cost.stage) if message[-1]]
-    num_messages = sum(times for *_, times in messages)
+    num_messages = added(times for *_, times in messages)
     exposed_s = min(float(step.comm_pp_s) / num_messages, float(step.hop_s))
     for op, phase, kind, times in messages:
         row = on_links(kind, "pp", mesh.pp, hop_bytes(step.of))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwise.core.numbers import anywhere, larger, smaller, where
+from meshwise.core.numbers import added, anywhere, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.estimate.fsdp2_step import fsdp2_memory, gradient_bytes, least_memory
@@ -99,9 +99,9 @@ def stage_time(of: PricedModel, stage: Stage) -> StageTime:
     """
     mesh, held = of.mesh, [(stage.share * count, part) for count, part in of.contents(stage)]
     if not mesh.trains:
-        return StageTime(sum((count * part.forward_s for count, part in held), 0.0), 0.0, 0.0)
+        return StageTime(added(count * part.forward_s for count, part in held), 0.0, 0.0)
     times = {
-        field.name: sum((count * getattr(part, field.name) for count, part in held), 0.0)
+        field.name: added(count * getattr(part, field.name) for count, part in held)
         for field in fields(PhaseTimes)
     }
     selective, full = recomputed(stage, mesh)
@@ -184,11 +184,11 @@ def _exchanged(
     found, own = (
         [(one, _exchange_s(one, machine)) for one in some if occurs(one)] for some in (of_replicas, of_one)
     )
-    own_s = sum((seconds for _, seconds in own), 0.0)
-    grads_s = sum((s for one, s in found if one.name.endswith("gradients")), 0.0) / reductions
-    gathers_s = sum((s for one, s in found if one.name.endswith("weights") and one.phase == "backward"), 0.0)
+    own_s = added(seconds for _, seconds in own)
+    grads_s = added(s for one, s in found if one.name.endswith("gradients")) / reductions
+    gathers_s = added(s for one, s in found if one.name.endswith("weights") and one.phase == "backward")
     gathers_s = gathers_s / rounds
-    behind_forward = sum((s for one, s in found if one.phase == "forward"), 0.0) / rounds
+    behind_forward = added(s for one, s in found if one.phase == "forward") / rounds
     pieces = larger(stage.layers_passed, 1.0)
     first_s = behind_forward / pieces
     is_far = machine.leaves_node(mesh.replicas, mesh.stride("cp"))
@@ -214,7 +214,7 @@ def _exchanged(
     filling_s = (1.0 - alone) * larger(behind_forward - mesh.overlap_dp * forward_s, first_s)
     recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
     recurring_s = (recurring_s + (reductions > 1) * reductions * grads_s) / mesh.num_microbatches
-    exposed_s = larger(recurring_s - mesh.overlap_dp * sum(time.free_s(is_far, 0.0)), 0.0)
+    exposed_s = larger(recurring_s - mesh.overlap_dp * added(time.free_s(is_far, 0.0)), 0.0)
     return [*found, *own], paid_s + own_s, exposed_s, filling_s
 
 

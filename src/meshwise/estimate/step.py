@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
-from meshwise.core.numbers import larger, smaller, where
+from meshwise.core.numbers import added, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import Timeline, simulate
@@ -88,7 +88,7 @@ def price_step(
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
     times = [stage_time(of, stage) for stage in stages]
     totals_s = [
-        time.total_s + sum((tower_time(tower, stage).total_s for tower in towers), 0.0)
+        time.total_s + added(tower_time(tower, stage).total_s for tower in towers)
         for stage, time in zip(stages, times, strict=True)
     ]
     slowest_s = _largest(totals_s, exists)
@@ -148,7 +148,7 @@ def _pipeline_waits(
         held_s = _held_s(mesh, hop_s)
         comm_pp = where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)
     # Without chunks a stage gathers its weights when the first microbatch arrives, one after the other.
-    filling_s = sum(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
+    filling_s = added(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
     return bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s, comm_pp
 
 
@@ -162,13 +162,13 @@ def _means_s(
 ) -> list[Num]:
     """The mean of all stages of each named time."""
     each = list(zip(times, stages, strict=True))
-    return [sum(getattr(time, name) * stage.num_stages for time, stage in each) / mesh.pp for name in names]
+    return [added(getattr(time, name) * stage.num_stages for time, stage in each) / mesh.pp for name in names]
 
 
 def lead_s(mesh: Mesh, costs: Sequence[StageCost], slowest_s: Num) -> Num:
     """What a microbatch takes longer on the slowest stage than in the mean: its ops, or its exchanges."""
     paces_s = [cost.time.total_s + cost.exposed_s for cost in costs]
-    mean_s = sum(map(operator.mul, paces_s, [cost.stage.num_stages for cost in costs])) / mesh.pp
+    mean_s = added(map(operator.mul, paces_s, [cost.stage.num_stages for cost in costs])) / mesh.pp
     return reduce(larger, paces_s, slowest_s) - mean_s
 
 
@@ -275,7 +275,7 @@ def _of_mean_s(of: PricedModel, mean_s: Sequence[Num], slowest_s: Num = 0.0) -> 
     It is no shorter than all microbatches on a stage that takes `slowest_s`.
     """
     mesh, (*phases_s, unpaired_s) = of.mesh, mean_s
-    step_s = mesh.num_microbatches * sum(phases_s)
+    step_s = mesh.num_microbatches * added(phases_s)
     if not mesh.plan.stages:  # of any shape: played
         step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, *phases_s)
     step_s = larger(step_s, mesh.num_microbatches * slowest_s)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from meshwise.core.numbers import anywhere, larger
+from meshwise.core.numbers import added, anywhere, larger
 from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, Cost, attended_pairs, flash_attention, flash_attention_backward
 from meshwise.model.architecture import Model, Sparse
@@ -128,8 +128,8 @@ def _flash(
     rounds = 1.0 + (1.0 - cut.gather_keys) * (cut.ring - 1.0)
     pairs = _pairs(model, cut.seq, seq_k) / cut.ring
     kernels = [KERNELS[name] for name in score_kernels(model)]
-    score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
-    backward_flop = score_flop + cut.microbatch * heads * pairs * sum(one.backward_flop for one in kernels)
+    score_flop = cut.microbatch * heads * pairs * added(one.flop for one in kernels)
+    backward_flop = score_flop + cut.microbatch * heads * pairs * added(one.backward_flop for one in kernels)
     prec = cut.precision
     arguments = (pairs / rounds, heads, kv_heads, seq_q, seq_k / rounds, qk_dim, v_dim)
     shape = (cut.microbatch, *arguments[1:])

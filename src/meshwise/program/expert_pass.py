@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwise.core.errors import PlanError
+from meshwise.core.numbers import added
 from meshwise.core.refusals import refuse
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import matmul_flop
@@ -220,7 +221,7 @@ def model_tensors(of: Pass, s: Script, max_positions: int) -> dict[str, Tensor]:
 def rank_params(of: Pass) -> Num:
     """Parameters that a rank holds."""
     tensors = model_tensors(of, Script(module="", dtype=of.dtype), 0).values()
-    return sum((tensor.elements for tensor in tensors if tensor.is_weight), start=0.0)
+    return added(tensor.elements for tensor in tensors if tensor.is_weight)
 
 
 def forward(

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.numbers import added
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import SOFTWARE
@@ -103,7 +104,7 @@ class Unit:
 
     def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
-        return sum(self._padded_sizes(mesh, cut), 0.0)
+        return added(self._padded_sizes(mesh, cut))
 
     def _padded_sizes(self, mesh: Mesh, cut: Cut) -> Iterator[Num]:
         ranks = self.sharing(mesh)
@@ -124,11 +125,11 @@ class Unit:
 
     def _bytes(self, sizes: Iterable[Num], cut: Cut, wide: float) -> Num:
         of_each = [elem_bytes(weight, cut, wide) for weight in self.weights]
-        return sum((size * each for size, each in zip(sizes, of_each, strict=True)), 0.0)
+        return added(size * each for size, each in zip(sizes, of_each, strict=True))
 
     def local_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that the rank keeps."""
-        return sum(self.local_sizes(mesh, cut), 0.0)
+        return added(self.local_sizes(mesh, cut))
 
     def local_sizes(self, mesh: Mesh, cut: Cut) -> list[Num]:
         """Of each weight."""
@@ -217,7 +218,7 @@ def _gathers_of_pattern(
 
 def held_params(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     """Weights that the rank keeps, its shards."""
-    return sum(unit.count * unit.local_size(mesh, cut) for unit in held)
+    return added(unit.count * unit.local_size(mesh, cut) for unit in held)
 
 
 def optimizer_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:

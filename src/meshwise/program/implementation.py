@@ -19,8 +19,9 @@ here are refused (`plan.rules`).
 - DTensor keeps the gathered input of a pair of matmuls, so the backward gathers nothing again;
 - the loss is computed, and its three numbers a token exchanged, in fp32 (fp64 under fp64); it keeps what its
   tokens weigh together; the numbers of the tokens are inputs of the program, not kept by it;
-- under fp8 and fp4 linear layers of blocks cast both operands of each matmul, and keep and send what they do
-  in bf16 (torchao's Float8Linear); experts, routers and adapters stay in bf16, and the head unless stated;
+- under fp8 and fp4 linear layers of blocks cast both operands of each matmul (compiled, what several of them
+  read is cast once), and keep and send what they do in bf16 (torchao's Float8Linear); experts, routers and
+  adapters stay in bf16, and the head unless stated;
 - a router computes in the type of the rest, its probabilities are fp32 (fp64), and the answers of experts
   are weighed by a number for each copy of a token, which is kept.
 
@@ -138,8 +139,10 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
             to_cast = m * n * (op.phase == "backward")  # the gradient of the result, too
             space = 8.0 * np.maximum(np.maximum(m * k, n * k), to_cast)
             done = structs.replace(done, workspace_bytes=space)
-            for rows_of, width in ((m, k), (n, k)):
-                yield cast(op.module, op.name, op.phase, rows_of, width, done_in)
+            shared = {"forward": 0}.get(op.phase, 1 if op.is_weight_grad else None)
+            for operand, rows_of in enumerate((m, n)):
+                if number == 0 or cut.is_eager or operand != shared:
+                    yield cast(op.module, op.name, op.phase, rows_of, k, done_in, copies=1.0)
         if op.phase == "forward" and len(shapes) > 1:
             weight = structs.replace(op.reads[1], shape=(batch, k, n))
             done = structs.replace(done, reads=(op.reads[0], weight), makes=results[number : number + 1])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.ledger import Collective
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
 from meshwise.program.op import ELEMENT_BYTES, Op, Tensor, bytes_of, collective, op_row, work
@@ -63,7 +64,7 @@ class Script:
             module=self.module, name=name, phase=self.phase, kind=kind, shape=shape,
             cost=work(flop, reads, (*makes, *writes)), reads=(*reads, *writes), makes=tuple(makes),
             saved_bytes=bytes_of(saves) if self.has_backward else 0.0,
-            num_params=sum(tensor.elements for tensor in reads if tensor.is_weight),
+            num_params=added(tensor.elements for tensor in reads if tensor.is_weight),
             count=self.times * count, dtype=dtype or self.dtype, part=part,
         )  # fmt: skip
         self.events.append(stated)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from msgspec import Struct, structs
 
+from meshwise.core.numbers import added
 from meshwise.core.units import DTYPE_BYTES, WEIGHT_BITS, Num
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import KERNELS, Cost, matmul, matmul_flop
@@ -67,7 +68,7 @@ class Tensor(Struct, frozen=True, eq=False, gc=False):
 
 def bytes_of(tensors: Iterable[Tensor]) -> Num:
     """Of all elements of several tensors."""
-    return sum((tensor.bytes for tensor in tensors), 0.0)
+    return added(tensor.bytes for tensor in tensors)
 
 
 def made(module: str, name: str, shape: tuple[Num, ...], dtype: str) -> Tensor:
@@ -286,10 +287,13 @@ def linears(
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="backward")
 
 
-def cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision, **tensors: Any) -> Op:
-    """The kernel that makes a narrow operand [rows, width] of the matmul `name`, and its transpose."""
+def cast(
+    module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision, *, copies: float = 2.0,
+    **tensors: Any,
+) -> Op:  # fmt: skip
+    """The kernel that makes a narrow operand [rows, width] of the matmul `name`, with its transpose 2 `copies`."""
     size = rows * width
-    cost = Cost(2.0 * size, prec.act_bytes * size, 2.0 * prec.operand_bytes * size)  # and its transpose
+    cost = Cost(2.0 * size, prec.act_bytes * size, copies * prec.operand_bytes * size)
     name = f"{name}_cast"
     return Op(module=module, name=name, phase=phase, kind="kernel", shape=(rows, width), cost=cost, **tensors)
 

@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from meshwise.core.files import read_catalog
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost
 from meshwise.model.architecture import Model, Recurrence
@@ -78,7 +79,7 @@ def behind_norm(model: Model, cut: Cut, normed: Tensor, x: Tensor) -> Stated:
     assert own is not None
     local = {name: _local(size, units, cut) for name, (size, units) in own.projected.items()}
     yield from column_linear(MODULE, "in_proj", normed, local, cut, bias=own.bias)
-    yield from _exchange("heads_of_all_tokens", cut, sum(local.values()))
+    yield from _exchange("heads_of_all_tokens", cut, added(local.values()))
     if own.gate_rank:
         yield from _gates(own, cut, model.hidden)
     keys = _local(own.num_groups * own.state_dim, own.num_groups, cut)
@@ -143,7 +144,7 @@ def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
         among = 0.5 * length * (work.products[0] * scored * state + work.products[1] * inner)
         flop = 2.0 * tokens * (among + work.products[2] * inner * state)
         read, write = (
-            sum(times * size for times, size in zip(moved, sizes, strict=True))
+            added(times * size for times, size in zip(moved, sizes, strict=True))
             for moved in (work.reads, work.writes)
         )
         op = Op(

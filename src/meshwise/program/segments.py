@@ -12,13 +12,14 @@ a segment of ops (`program.walk`); those that *drop* their results have them mad
     mla_up_proj     queries, keys and values of latent attention, from the latents to the exchange; drops
     per_op          torchtitan's selective checkpointing (distributed/activation_checkpoint.py, b5bcd76): all
                     of a block; the results of fused attention, of reduce-scatters, of all-to-alls and of
-                    every other matmul, the first one included, stay
+                    every other matmul, the first one included, stay; those of fp4 are not in its list
 """
 
 from collections.abc import Iterator
 
 from msgspec import structs
 
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.model.architecture import Model
 from meshwise.plan.implementation import IMPLEMENTATIONS
@@ -76,6 +77,11 @@ def _segment(model: Model, cut: Cut, op: Op, is_moe: bool) -> str:
     return ""
 
 
+def _is_saved(op: Op) -> bool:
+    """Whether a matmul is one of those of which every other one stays."""
+    return op.dtype != "fp4" and op.name not in CORE and not op.name.startswith(("expert_", "router"))
+
+
 def _per_op(ops: list[Op]) -> Iterator[Op]:
     number = 0
     for op in ops:
@@ -87,9 +93,9 @@ def _per_op(ops: list[Op]) -> Iterator[Op]:
         is_exchange = op.collective in ("reduce_scatter", "all_to_all") and not op.name.startswith("ulysses")
         if op.kind == "attention" or is_exchange:
             stays, again = op.makes, 0.0
-        elif op.kind == "matmul" and op.name not in CORE and not op.name.startswith(("expert_", "router")):
+        elif op.kind == "matmul" and _is_saved(op):
             layers = [(one,) for one in op.makes] if op.name in SIDE_BY_SIDE else [op.makes]
             stays = tuple(one for i, layer in enumerate(layers, number) if i % 2 == 0 for one in layer)
             number += len(layers)
-            again = 1.0 - sum(one.shape[-1] for one in stays) / op.shape[2]
+            again = 1.0 - added(one.shape[-1] for one in stays) / op.shape[2]
         yield structs.replace(op, segment="block", stays=stays, redone_frac=again)

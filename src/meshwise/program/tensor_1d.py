@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec import structs
 
-from meshwise.core.numbers import larger, smaller
+from meshwise.core.numbers import added, larger, smaller
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost, embedding, embedding_backward
 from meshwise.model.architecture import MLA, LowRank, Model, Sparse
@@ -103,7 +103,7 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
         if not together:
             continue
         copies = cut.tp / shards(together[0], cut)
-        payload = sum(weight.size / shards(weight, cut) for weight in together) * cut.precision.act_bytes
+        payload = added(weight.size / shards(weight, cut) for weight in together) * cut.precision.act_bytes
         yield collective(
             "block", "shared_gradients", "step", "all_reduce", "tp", payload, copies, stride=cut.tp_stride
         )

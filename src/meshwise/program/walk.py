@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from meshwise.core.numbers import larger
+from meshwise.core.numbers import added, larger
 from meshwise.core.units import Num
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op, Tensor
@@ -115,9 +115,9 @@ def room(ops: Sequence[Op]) -> Room:
             place = min(free, key=lambda at: np.max(places[at]), default=len(places))
             places += [tensors[key]] * (place == len(places))
             alive[key] = tensors[key], place
-        filled = larger(filled, sum(size for size, _ in alive.values()))
+        filled = larger(filled, added(size for size, _ in alive.values()))
         alive = {key: found for key, found in alive.items() if last[key] > i}
-    return Room(filled, sum(places))
+    return Room(filled, added(places))
 
 
 def structures(forward: Sequence[Op]) -> Iterator[tuple[Any, dict[int, bool]]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec import structs
 
+from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.model.weights import Weight, Weights, has_adapters
 from meshwise.program.cut import Cut
@@ -39,7 +40,7 @@ def hold(ops: Iterable[Op], weights: Weights, cut: Cut, shards: Shards) -> list[
 
 
 def _with_weights(op: Op, weights: tuple[BroughtWeight, ...], cut: Cut) -> Op:
-    num_params = sum([held.num_params for held in weights])
+    num_params = added([held.num_params for held in weights])
     frozen = [held for held in weights if not held.weight.trains]
     if not frozen:
         return structs.replace(op, weights=weights, num_params=num_params)
@@ -47,8 +48,10 @@ def _with_weights(op: Op, weights: tuple[BroughtWeight, ...], cut: Cut) -> Op:
         op,
         weights=weights,
         num_params=num_params,
-        num_frozen=sum(held.num_params for held in frozen),
-        num_quantized=sum(held.num_params for held in frozen if cut.lora_rank and is_quantized(held.weight)),
+        num_frozen=added(held.num_params for held in frozen),
+        num_quantized=added(
+            held.num_params for held in frozen if cut.lora_rank and is_quantized(held.weight)
+        ),
     )
 
 
@@ -61,4 +64,4 @@ def is_quantized(weight: Weight) -> bool:
 
 def num_held(weights: Weights, cut: Cut, shards: Shards) -> Num:
     """Parameters of `weights` that one rank holds."""
-    return sum(weight.size / shards(weight, cut) for weight in weights)
+    return added(weight.size / shards(weight, cut) for weight in weights)

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import Ints, grouped
+from meshwise.core.columns import by_key
+from meshwise.trace.events import Ints
 from meshwise.trace.match import Match, linked
 from meshwise.trace.transfers import SYNCHRONISING
 
@@ -121,7 +122,7 @@ def _thinned(matches: Sequence[Match]) -> list[Match]:
     every = 1 + max(len(matches) // _MAX_COLLECTIVES, num_ends // _MAX_ENDS)
     if every == 1:
         return list(matches)
-    groups = grouped(((one.group, one.group_name), one) for one in matches)
+    groups = by_key(((one.group, one.group_name), one) for one in matches)
     return [one for found in groups.values() for one in found[::every]]
 
 

@@ -25,10 +25,10 @@ from typing import cast
 
 import numpy as np
 
+from meshwise.core.columns import by_key
 from meshwise.core.ledger import Collective as Kind
 from meshwise.cost.collective import sent_bytes
 from meshwise.trace.align import Alignment
-from meshwise.trace.events import grouped
 from meshwise.trace.match import Match
 from meshwise.trace.transfers import SYNCHRONISING, times
 
@@ -119,7 +119,7 @@ def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:
 
     Where all that have a trace wait for one that has none, their waiting looks like time on the wire.
     """
-    alike = grouped(((one.name, one.group, one.bytes), one.wire_s) for one in found)
+    alike = by_key(((one.name, one.group, one.bytes), one.wire_s) for one in found)
     fastest = {key: float(np.quantile(wires, _FASTEST_FRAC)) for key, wires in alike.items()}
 
     def split(one: Collective) -> Collective:

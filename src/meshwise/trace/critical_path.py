@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.core.columns import by_key
 from meshwise.trace.breakdown import RankIntervals, intervals, work
 from meshwise.trace.collectives import Collective
-from meshwise.trace.events import Ints, Kind, Trace, grouped
+from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import NO_SPANS
 from meshwise.trace.summary import Summary, waits_ns
 
@@ -75,11 +76,11 @@ def critical_path(summary: Summary) -> CriticalPath:
     if not ranks:
         return CriticalPath(0.0, [])
     walked = _walk(summary, ranks, shared)
-    spent = grouped(((kind, name), (rank, length)) for rank, kind, name, length in walked)
+    spent = by_key(((kind, name), (rank, length)) for rank, kind, name, length in walked)
     total = sum(length for steps in spent.values() for _, length in steps)
     pieces = []
     for key, steps in spent.items():
-        by_rank = {rank: sum(lengths) / 1e9 for rank, lengths in sorted(grouped(steps).items())}
+        by_rank = {rank: sum(lengths) / 1e9 for rank, lengths in sorted(by_key(steps).items())}
         own = sum(length for _, length in steps)
         pieces.append(PathPiece(*key, len(steps), own / 1e9, own / total, by_rank))
     pieces.sort(key=lambda piece: (-piece.seconds, piece.name))

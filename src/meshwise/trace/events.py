@@ -12,7 +12,7 @@ done by `CPU_OP` events, and communication is what gloo's worker threads record 
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -27,8 +27,6 @@ from meshwise.core.files import read_catalog
 
 Ints = NDArray[np.int64]
 Result = TypeVar("Result")
-Key = TypeVar("Key")
-Item = TypeVar("Item")
 NAMES = read_catalog("trace_names.toml")
 """How traces name what they show."""
 KERNEL_CLASSES, MODULE_PARTS = (
@@ -218,14 +216,6 @@ def once_a_trace(function: Callable[[Trace], Result]) -> Callable[[Trace], Resul
         return known[trace]
 
     return kept
-
-
-def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
-    """The items of each key, in their order."""
-    found: dict[Key, list[Item]] = {}
-    for key, item in pairs:
-        found.setdefault(key, []).append(item)
-    return found
 
 
 COLUMNS = tuple(column.name for column in fields(Trace) if column.type == Ints)

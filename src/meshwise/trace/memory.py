@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.trace.events import Ints, Kind, Trace, grouped
+from meshwise.core.columns import by_key
+from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.nesting import enclosing, parents
 from meshwise.trace.steps import PROFILER_STEP
 
@@ -69,7 +70,7 @@ def _peak(trace: Trace, rows: Ints, device: int) -> MemoryPeak:
     held = by_address[allocated & (by_address <= at) & (ends > at)]
     event = enclosing(trace, memory.track[held], memory.time_ns[held])
     owners = (_owner(trace, one) for one in event.tolist())
-    by_name = grouped(zip(owners, memory.delta_bytes[held].tolist(), strict=True))
+    by_name = by_key(zip(owners, memory.delta_bytes[held].tolist(), strict=True))
     holders = [Holder(name, float(sum(sizes)), len(sizes)) for name, sizes in by_name.items()]
     now = enclosing(trace, memory.track[at : at + 1], memory.time_ns[at : at + 1])
     total, reserved = float(memory.total_bytes[at]), float(memory.reserved_bytes[at])

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import by_key
 from meshwise.trace.breakdown import work
-from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace, grouped
+from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.nesting import HOST_KINDS, added_at, around, enclosing, inclusive, launchers, parents
 
 _HAS_WAITING = ("communication", "wait")
@@ -175,7 +176,7 @@ def _inside(trace: Trace, chosen: np.ndarray) -> Ints:
 
 def joint(found: Iterable[tuple[str, str, int, float]]) -> list[AcrossRanks]:
     """One row per name and quantity of what is `found` of ranks in seconds; ranks without it count as 0."""
-    values = grouped(((name, quantity), (rank, seconds)) for name, quantity, rank, seconds in found)
+    values = by_key(((name, quantity), (rank, seconds)) for name, quantity, rank, seconds in found)
     ranks = sorted({rank for by_rank in values.values() for rank, _ in by_rank})
     rows = []
     for (name, quantity), same in values.items():
@@ -243,7 +244,7 @@ def kernels_of(trace: Trace) -> list[tuple[str, KernelTotal]]:
 
 def kernel_totals(found: Iterable[tuple[str, KernelTotal]]) -> list[KernelTotal]:
     """Kernels by name over all ranks whose kernels are `found`, the longest total first."""
-    alike = grouped(((one.name, one.kind), one) for _, one in found)
+    alike = by_key(((one.name, one.kind), one) for _, one in found)
     totals_ns = {key: sum(round(1e9 * one.total_s) for one in same) for key, same in alike.items()}
     whole_s, totals = sum(totals_ns.values()) / 1e9, []
     for key, same in alike.items():

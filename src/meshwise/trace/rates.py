@@ -26,6 +26,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import by_key
 from meshwise.core.ledger import COLLECTIVES, shape_text
 from meshwise.core.ledger import Collective as CollectiveKind
 from meshwise.core.units import DTYPE_BYTES
@@ -35,7 +36,7 @@ from meshwise.machine.hardware import Chip, Cluster
 from meshwise.machine.overheads import NONE
 from meshwise.trace.breakdown import work
 from meshwise.trace.collectives import Collective
-from meshwise.trace.events import NAMES, Ints, Kind, Trace, grouped, inputs
+from meshwise.trace.events import NAMES, Ints, Kind, Trace, inputs
 from meshwise.trace.nesting import added_at, around, parents
 from meshwise.trace.operators import callers, spent_ns
 from meshwise.trace.transfers import element_bytes
@@ -119,7 +120,7 @@ def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     seconds = added_at(owner, spent_ns(trace)[done] / 1e9, len(trace))
     calls = np.flatnonzero(known & (seconds > 0))
     kinds = zip(trace.label[calls].tolist(), trace.shape[calls].tolist(), strict=True)
-    return grouped(zip(kinds, seconds[calls].tolist(), strict=True))
+    return by_key(zip(kinds, seconds[calls].tolist(), strict=True))
 
 
 def _of_names(trace: Trace, is_known: Callable[[str], bool]) -> NDArray[np.bool_]:
@@ -194,7 +195,7 @@ class Bandwidth:
 def bandwidths(found: Sequence[Collective], cluster: Cluster | None = None) -> list[Bandwidth]:
     """One row for each kind, group and size that several ranks recorded, the longest in sum first."""
     known = [one for one in found if one.bytes and one.wire_s and one.num_ranks > 1]
-    calls = grouped(((one.name, one.group, one.bytes), one) for one in known)
+    calls = by_key(((one.name, one.group, one.bytes), one) for one in known)
     ordered = sorted(calls.values(), key=lambda same: -sum(one.wire_s for one in same))
     return [_row(same, cluster) for same in ordered]
 

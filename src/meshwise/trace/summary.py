@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import by_key
 from meshwise.core.errors import DataError
 from meshwise.core.files import write_bytes
 from meshwise.core.notebook import Shown
@@ -31,7 +32,7 @@ from meshwise.trace.align import Alignment, align
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, RankIntervals, intervals, partition
 from meshwise.trace.collectives import Collective, RankWaiting, collectives, ranks_text, stragglers
 from meshwise.trace.columns import Traces
-from meshwise.trace.events import FileProblem, grouped
+from meshwise.trace.events import FileProblem
 from meshwise.trace.findings import Finding, RankFacts, findings, rank_facts
 from meshwise.trace.match import linked, match
 from meshwise.trace.operators import KernelTotal, Section, kernel_totals, sections
@@ -68,10 +69,10 @@ def groupings(hosts: Mapping[int, str], found: Sequence[Collective]) -> Groups:
     """The ranks of every node, rail and stage, by its name."""
     if not any(hosts.values()):  # blocks of 8 where no trace names one
         hosts = {rank: str(rank // _RANKS_PER_NODE) for rank in hosts}
-    nodes = grouped((host, rank) for rank, host in sorted(hosts.items()))
-    rails = grouped((str(place), rank) for of in nodes.values() for place, rank in enumerate(of))
+    nodes = by_key((host, rank) for rank, host in sorted(hosts.items()))
+    rails = by_key((str(place), rank) for of in nodes.values() for place, rank in enumerate(of))
     pipelines = linked({one.members for one in found if one.name == "send_recv"})
-    stages = grouped((str(place), rank) for of in pipelines for place, rank in enumerate(sorted(of)))
+    stages = by_key((str(place), rank) for of in pipelines for place, rank in enumerate(sorted(of)))
     return {"node": nodes, "rail": rails, "stage": stages}
 
 

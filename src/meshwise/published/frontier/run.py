@@ -305,6 +305,8 @@ def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tu
     """The assumptions and the failures of a run of at most `months` [3], with `settings` by name replaced."""
     if months is not None and "duration_s" in settings:
         raise WorkloadError(f"duration_s and months={months:g} both give the duration; leave one of them out")
+    if months is not None:
+        require_positive(months, "months")
     stated = {"duration_s": (3.0 if months is None else months) * given.MONTH_S} | dict(settings)
     of_failures: dict[str, Any] = {
         key: to_number(stated.pop(key), f"failures: {key}") for key in FAILURE_NUMBERS if key in stated
