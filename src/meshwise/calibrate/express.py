@@ -106,6 +106,8 @@ class Expressed:
         found = find_overheads(self.cluster.chip, self.plans[0].software, among=among)
         if self.run.fp8_recipe == "delayed":
             found = replace(found, cast_passes=found.delayed_cast_passes)
+        if self.run.attention_kernel in ("flash3", "flash4", "cudnn"):
+            found = replace(found, attention_slowdown=1.0)
         in_graph, blocks = self.run.cuda_graph == "partial", bool(self.run.launch_blocking)
         return replace(found, launches_block=blocks, routing_in_graph=in_graph)
 

@@ -291,7 +291,7 @@ def cast(
     module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision, *, copies: float = 2.0,
     **tensors: Any,
 ) -> Op:  # fmt: skip
-    """The kernel that makes a narrow operand [rows, width] of the matmul `name`, with its transpose 2 `copies`."""
+    """The kernel that makes a narrow operand [rows, width] of the matmul `name`; a second is transposed."""
     size = rows * width
     cost = Cost(2.0 * size, prec.act_bytes * size, copies * prec.operand_bytes * size)
     name = f"{name}_cast"
