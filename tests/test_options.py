@@ -124,14 +124,23 @@ def test_the_library_takes_what_the_command_line_reads() -> None:
     assert one.payload_bytes == 2.0**26
     assert mw.estimate("llama3-8b", "h100:8", {"tp": 8, "zero": 1}, batch=8).plan.tp == 8
     sizes = {"batch": 16, "seq": 4096}
-    texts, numbers = (mw.search("llama3-8b", "h100:8", microbatch=some, **sizes) for some in ("2", 2))
-    assert texts.records() == numbers.records() != []
+    plans: tuple[Any, ...] = ("tp=2,cp_kind=ring,zero=1|3", {"tp": 2, "cp_kind": "ring", "zero": ["1", 3]})
+    ways = zip(plans, ("2", 2), strict=True)
+    texts, values = (mw.search("llama3-8b", "h100:8", plan, microbatch=some, **sizes) for plan, some in ways)
+    assert texts.records() == values.records() != []
     found = mw.study("llama3-8b", "h100:8", "gpus=8|16", batch=16, deadline=1e6)
     assert found.to_json()["chosen"] is None and "front" in str(found)  # of no run yet
     assert found.chosen(mw.budget(tokens="1G")) == 0
-    with pytest.raises(mw.MeshwiseError, match=r"cannot read 'x\.csv'"):
-        mw.estimate("llama3-8b", "h100:8", collectives="x.csv")
-    with pytest.raises(mw.MeshwiseError, match="num_layers is -1"):
-        mw.estimate(replace(mw.find_model("llama3-8b"), num_layers=-1), "h100:8")
-    with pytest.raises(mw.MeshwiseError, match="rank 8 must be from 0 to 7"):
-        mw.estimate("llama3-8b", "h100:8").rank_ledger(8)
+    price: Any = mw.estimate
+    broken = replace(mw.find_model("llama3-8b"), num_layers=-1)
+    refused = {
+        "rank 8 must be from 0 to 7": lambda: price("llama3-8b", "h100:8").rank_ledger(8),
+        "cannot read 'x.csv'": lambda: price("llama3-8b", "h100:8", collectives="x.csv"),
+        "num_layers is -1": lambda: price(broken, "h100:8"),
+        "plan item 'None' is not key=value": lambda: price("llama3-8b", "h100:8", None),
+        "no model is called 'None'": lambda: price(None, "h100:8"),
+        "no cluster or chip is called '8'": lambda: price("llama3-8b", 8),
+    }
+    for why, call in refused.items():
+        with pytest.raises(mw.MeshwiseError, match=why):
+            call()

@@ -158,7 +158,7 @@ def reproduce(
 def search(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
-    plan: str | Path | Plan | Mapping[str, Sequence[Any]] = "",
+    plan: str | Path | Plan | Mapping[str, Any] = "",
     *,
     batch: int,
     seq: int | None = None,
@@ -179,7 +179,8 @@ def search(
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
 
-    `plan` may also be a mapping of keys to values to try; of a `Plan`, the keys without their default hold.
+    `plan` may also be a mapping, each key to its value or to several; of a `Plan`, the keys without their
+    default hold.
 
     Args:
         model, cluster, seq, images, image_size, audio_s: As in `estimate`.
@@ -188,7 +189,7 @@ def search(
         batch: Global batch in sequences.
         microbatch: Sequences of a microbatch that may be chosen: 1|2|4 [all that divide the batch].
         to: Only plans that this framework runs and that its settings say whole: megatron-lm, megatron-bridge,
-            torchtitan, deepspeed, accelerate or peft [any: that of the job with --from].
+            torchtitan, deepspeed, accelerate or peft [any; of a job that is read, its own].
         top: How many plans to show, the fastest of each family with the same degrees.
         memory_frac: Share of a GPU's memory that may be used [0.92 to train, 0.9 to serve, in rl the
             framework's].
@@ -234,7 +235,7 @@ def study(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
     vary: str | Mapping[str, Sequence[Any]],
-    plan: str | Path | Plan | Mapping[str, Sequence[Any]] = "",
+    plan: str | Path | Plan | Mapping[str, Any] = "",
     *,
     batch: int,
     seq: int | None = None,
@@ -255,7 +256,7 @@ def study(
             factors of memory, memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
         deadline: Days that the run may take, failures included: the point of fewest GPU-hours that keeps it
-            is chosen, by the `budget` that is given to the result.
+            is chosen.
         spend: Dollars that it may cost: the fastest point that keeps it is chosen.
         critical_batch: Tokens of a batch from which on more of them hardly save steps: a run needs
             1 + batch / critical times the tokens [as many with any batch].
@@ -263,6 +264,8 @@ def study(
 
     Returns:
         The points with their best plans, and the fronts of time against GPUs, cost, energy and memory.
+        With a `budget` that states the run, `chosen(budget)` is the number of the point that keeps `deadline`
+        or `spend`.
 
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
@@ -279,7 +282,7 @@ def study(
 
 def _search_job(
     model: str | Path | Model, cluster: str | Path | Cluster,
-    plan: str | Path | Plan | Mapping[str, Sequence[Any]], *,
+    plan: str | Path | Plan | Mapping[str, Any], *,
     batch: int, seq: int | None, microbatch: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
     """What a search takes, from names and texts, checked."""
@@ -874,7 +877,7 @@ def dry_run(
     """Run one rank of any world of a program on fake tensors: no GPU, no other ranks, no memory.
 
     Args:
-        program: A program: ulysses, model-2d, train, tensor-parallel, eval-lm, generate.
+        program: A program: ulysses, model-2d, train, tensor-parallel, eval-lm, generate, rl.
         ranks: Ranks in the world.
         rank: The rank to be.
         device: Chip of the catalog, whose allocator is replayed, or cpu.
@@ -1101,7 +1104,7 @@ def profile(
     """Run any command and capture all its ranks, its code untouched.
 
     Args:
-        command: The program and its words: -- python script.py ..., or -- torchrun ...
+        command: The program and its words, such as python train.py or torchrun train.py.
         directory: Folder for the traces, one rank-N.json each.
         shapes: Record the shapes of operators.
         memory: Record allocations.
@@ -1260,16 +1263,16 @@ def refusal(
 
 
 def _model(model: str | Path | Model) -> Model:
-    from meshwise.model.architecture import checked_model
+    from meshwise.model.architecture import Model, checked_model
     from meshwise.model.find import find_model
 
-    return find_model(str(model)) if isinstance(model, str | Path) else checked_model(model, model.name)
+    return checked_model(model, model.name) if isinstance(model, Model) else find_model(str(model))
 
 
 def _cluster(cluster: str | Path | Cluster, collectives: Sequence[str | Path] = ()) -> Cluster:
-    from meshwise.machine.hardware import find_cluster
+    from meshwise.machine.hardware import Cluster, find_cluster
 
-    found = find_cluster(str(cluster)) if isinstance(cluster, str | Path) else cluster
+    found = cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster))
     if not collectives:
         return found
     from meshwise.calibrate.collectives import with_measured
@@ -1277,24 +1280,23 @@ def _cluster(cluster: str | Path | Cluster, collectives: Sequence[str | Path] = 
     return with_measured(found, map(Path, collectives))
 
 
-def _choices(plan: str | Path | Plan | Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
+def _choices(plan: str | Path | Plan | Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
     """The values that each stated key of a plan may have."""
     from meshwise.plan.plan import Plan, plan_choices, plan_text
 
-    if isinstance(plan, Mapping):
-        return plan
-    return plan_choices(plan_text(plan) if isinstance(plan, Plan) else str(plan))
+    stated = plan_text(plan) if isinstance(plan, Plan) else plan
+    return plan_choices(stated if isinstance(stated, Mapping) else str(stated))
 
 
 def _plan(plan: str | Path | Plan | Mapping[str, Any], trained_on: Cluster | None = None) -> Plan:
     """The plan of a text; of one to train on chips that run their maker's software alone, under that."""
     from meshwise.machine.overheads import software_on
-    from meshwise.plan.plan import parse_plan
+    from meshwise.plan.plan import Plan, parse_plan
 
     software = software_on(trained_on.chip) if trained_on else ""
-    if isinstance(plan, Mapping):
-        plan = ",".join(f"{key}={value}" for key, value in plan.items())
-    return parse_plan(str(plan), software) if isinstance(plan, str | Path) else plan
+    if isinstance(plan, Plan):
+        return plan
+    return parse_plan(plan if isinstance(plan, Mapping) else str(plan), software)
 
 
 def _seq(model: Model, seq: int | None) -> int:

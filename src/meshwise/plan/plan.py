@@ -347,11 +347,12 @@ DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in
 """The fields of a plan that states nothing."""
 
 
-def parse_plan(text: str, software: str = "") -> Plan:
+def parse_plan(text: str | Mapping[str, Any], software: str = "") -> Plan:
     """The plan that `text` spells: `tp=8,pp=4,schedule=1f1b,...`, or the path of a TOML file of these keys.
 
-    A layout with a grid may name it: `layout=2d:4x2`. Uneven stages are `stages=10-12-10`, a placement
-    `placement=tp-pp-dp-cp`. What is left out has the default of `Plan`, or of the argument `software`.
+    They may be a mapping, too. A layout with a grid may name it: `layout=2d:4x2`. Uneven stages are
+    `stages=10-12-10`, a placement `placement=tp-pp-dp-cp`. What is left out has the default of `Plan`, or of
+    the argument `software`.
 
     Raises:
         PlanError: The text or the file cannot be read, or `Plan` refuses what it says.
@@ -359,10 +360,10 @@ def parse_plan(text: str, software: str = "") -> Plan:
     try:
         return Plan(**{"software": software, **plan_keys(text)})
     except PlanError as error:
-        raise PlanError(f"{text}: {error}" if text.endswith(".toml") else str(error)) from None
+        raise PlanError(f"{text}: {error}" if str(text).endswith(".toml") else str(error)) from None
 
 
-def plan_keys(text: str) -> dict[str, Any]:
+def plan_keys(text: str | Mapping[str, Any]) -> dict[str, Any]:
     """The keys that `text` (or the TOML file of that path) states, each with a checked value."""
     return {key: read_field(key, value, KEYS, PlanError) for key, value in _read(text).items()}
 
@@ -371,26 +372,28 @@ ANY = "*"
 """All values of a key, where a key may have several."""
 
 
-def plan_choices(text: str) -> dict[str, tuple[Any, ...]]:
-    """The same where a key may have several values: `tp=4|8` or `tp=*`, or a list in a TOML file."""
+def plan_choices(text: str | Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The same where a key may have several values: `tp=4|8`, `tp=*`, a list in a mapping or a TOML file."""
     found = {}
     for key, value in _read(text).items():
-        values = value if isinstance(value, list) else value.split("|") if isinstance(value, str) else [value]
-        read = [one if one == ANY else read_field(key, one, KEYS, PlanError) for one in values]
+        several = value.split("|") if isinstance(value, str) else value
+        values = several if isinstance(several, Iterable) else [value]
+        read = [one if one in (ANY, None) else read_field(key, one, KEYS, PlanError) for one in values]
         found[key] = tuple(dict.fromkeys(read))
     return found
 
 
-def _read(text: str) -> dict[str, Any]:
+def _read(text: str | Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a plan's text or file as they are written; `layout=2d:4x2` is a layout and a grid."""
-    raw: dict[str, Any] = {}
-    if text.endswith(".toml"):
-        raw |= read_toml(Path(text), PlanError)
+    if isinstance(text, Mapping):
+        raw = {**text}
+    elif text.endswith(".toml"):
+        raw = read_toml(Path(text), PlanError)
     else:
-        raw |= values_by_key(text, "plan", PlanError)
-        for key, value in raw.items():
-            if not value:
-                raise PlanError(f"plan item {key!r} is not key=value; write for example tp=8,pp=4")
+        raw = {**values_by_key(text, "plan", PlanError)}
+    for key, value in raw.items():
+        if value in ("", [], ()):
+            raise PlanError(f"plan item {key!r} is not key=value; write for example tp=8,pp=4")
     layout, colon, grid = str(raw.get("layout", "")).partition(":")
     if colon:
         if "grid" in raw:
@@ -399,7 +402,7 @@ def _read(text: str) -> dict[str, Any]:
     for key in raw:
         if key not in KEYS:
             raise PlanError(
-                f"unknown plan key {key!r}; {did_you_mean(key, KEYS, 'meshwise list plan shows all')}"
+                f"unknown plan key {key!r}; {did_you_mean(str(key), KEYS, 'meshwise list plan shows all')}"
             )
     return raw
 
