@@ -216,7 +216,7 @@ def serve(
 
 @takes(api.rl, without=("on_candidate",))
 def rl(*, source: Path | None = None, html: Path | None = None, json: bool = False, **asked: Any) -> None:
-    """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
+    """Price a step of RL post-training, from rollout to weight sync.
 
     Without --mode or plans the best are found. Exit 1 if nothing fits.
 

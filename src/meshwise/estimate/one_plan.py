@@ -61,7 +61,7 @@ class Estimate(Shown):
     that sets the pace, the memory that of the fullest rank.
 
         priced = mw.estimate("llama3-70b", "h100-80g-sxm:64", "tp=8,pp=4,vpp=5", batch=128, seq=8192)
-        priced.step_s, priced.mfu, priced.tokens_per_s     # 18.0 s, 0.41, 58 thousand
+        priced.step_s, priced.mfu, priced.tokens_per_s     # of a step; of the peak; of all GPUs
         low, high = priced.step_s_interval                 # 8 of 10 measured steps lie between
         priced.fits, priced.memory_bytes["activations"]    # and weights, gradients, ..., total
         priced.time_s["comm_tp"], priced.hidden_s          # what takes the time; what hides behind compute
