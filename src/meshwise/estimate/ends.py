@@ -39,7 +39,7 @@ AROUND = np.array([*itertools.product((1.0, 0.0, -1.0, -2.0), repeat=2)]).T[:, :
 def best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Num]:
     """The `ends` with which the slowest stage is fastest; `seconds` of each part a microbatch."""
     (evenly_s,) = _heaviest(model, even := replace(mesh, ends=(0.0, 0.0)), [seconds])
-    if np.all(evenly_s <= least_of_others_s(model, even, seconds)):
+    if np.all((evenly_s <= least_of_others_s(model, even, seconds)) & ~loses_step(model, even)):
         return even.ends
     exact = _ends(model, seconds)
     first, last = (np.ceil(end) for end in exact)
@@ -48,7 +48,7 @@ def best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Nu
     sizes = np.broadcast_arrays(mesh.pp, mesh.vpp, mesh.schedule, *seconds, *itertools.chain(*tried))
     ends = np.stack(sizes[-2 * len(tried) :]).reshape(len(tried), 2, *sizes[0].shape).swapaxes(0, 1)
     (slowest_s,) = _heaviest(model, of := replace(mesh, ends=tuple(ends)), [seconds])
-    runs = (mesh.pp > 1) & ~loses_step(model, of) | np.all(ends == 0.0, axis=0)
+    runs = ~loses_step(model, of) & ((mesh.pp > 1) | np.all(ends == 0.0, axis=0))
     fastest = np.argmin(where(runs, slowest_s, np.inf), axis=0)
     first, last = np.take_along_axis(ends, fastest[None, None], axis=1)[:, 0]
     return first[()], last[()]
@@ -128,7 +128,8 @@ def _ends_around(
     patterns, pattern = patterns_of(model, mesh)
     runs = ~loses_step(model, mesh) & (mesh.pp > 1)
     number = np.nonzero(runs)[1]
-    _, first = np.unique(number * len(patterns) + pattern[runs], return_index=True)
+    # ties go to what is tried first, whatever else the grid has
+    first = np.sort(np.unique(number * len(patterns) + pattern[runs], return_index=True)[1])
     number = number[first]
     return number, ends[:, runs][:, first], (pattern != pattern[0])[runs][first]
 
@@ -136,8 +137,8 @@ def _ends_around(
 def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[Num, Num]]:
     """`ends` with which all chunks of an interleaved schedule but the first and the last are alike.
 
-    Both together hold as many layers fewer as leave a multiple of the chunks: the next below and above what
-    the ends cost, so divided that both take as long, each rounded up and down.
+    Both together hold as many layers fewer as leave a multiple of the chunks: the least that do, and the next
+    below and above what the ends cost, so divided that both take as long, each rounded up and down.
     """
     num_chunks = mesh.pp * mesh.vpp
     needs = mesh.is_interleaved & (-model.num_layers % num_chunks > 0)
@@ -146,7 +147,7 @@ def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[
     least = tuple(smaller(np.ceil(end), 0.0) - 1.0 for end in ends)  # light layers: the chunk holds more
     missing = -model.num_layers % num_chunks
     below = missing + np.floor((added(ends) - missing) / num_chunks) * num_chunks
-    for fewer, up in itertools.product((below, below + num_chunks), (0.0, 1.0)):
+    for fewer, up in itertools.product((missing, below, below + num_chunks), (0.0, 1.0)):
         first = np.floor((fewer + ends[0] - ends[1]) / 2.0) + up
         most = (model.num_layers + fewer) // num_chunks
         lowest, highest = larger(least[0], fewer - most), smaller(most, fewer - least[1])
