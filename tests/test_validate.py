@@ -28,7 +28,7 @@ from meshwise.calibrate.runs import PROSE, Run, read_runs
 from meshwise.calibrate.validate import Validation, estimate_run, validate
 from meshwise.cli.measurements import RUN_FILES
 from meshwise.core.errors import ClusterError, DataError, PlanError
-from meshwise.estimate.intervals import aspects, unmeasured
+from meshwise.estimate.intervals import aspects, spreads, unmeasured
 from meshwise.estimate.one_plan import estimate
 from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE, find_overheads
@@ -373,14 +373,14 @@ def test_what_was_never_measured_is_told_by_aspect() -> None:
         assert set(unmeasured(aspects(find_chip(chip), **asked | change))) == {*missing}
 
 
-def test_an_estimate_says_between_what_and_why() -> None:
-    of = find_model("llama3-8b"), find_cluster("h100-80g-sxm:8"), parse_plan("zero=3")
-    found = estimate(*of, Workload(batch=16, seq=8192))
-    document = found.to_json(ledger=False)
-    between = document["step_s_interval"]
-    assert 0 < between["p10"] <= found.step_s <= between["p90"]
-    assert document["memory_bytes_interval"]["p10"] <= found.memory_bytes["total"]
-    assert any("8 of 10 measurements" in note for note in document["notes"])
+@pytest.mark.parametrize(("cluster", "why"), table("tables")["validate"]["interval_reasons"])
+def test_an_estimate_says_between_what_and_why(cluster: str, why: str) -> None:
+    of = find_model("llama3-8b"), find_cluster(cluster), parse_plan("zero=3")
+    found = estimate(*of, Workload(batch=8192, seq=8192))
+    between, measured = found.step_s_interval, spreads().step_s["more than 1,000 GPUs"].p90
+    assert between.reason.endswith(why)
+    assert (between.p90 > 1.001 * measured * found.step_s) == why.startswith("wider")
+    assert found.to_json(ledger=False)["memory_bytes_interval"]["p10"] <= found.memory_bytes["total"]
 
 
 def test_a_model_is_a_preset_or_a_path_and_a_system_any_chip(tmp_path: Path) -> None:

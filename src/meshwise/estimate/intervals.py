@@ -13,6 +13,9 @@ chips. What has to come upon the widths of their regimes for 8 of 10 of them to 
 of the aspect, each chip (generation, ...) counting once. Distances are independent, so the log of a factor is
 
     sqrt(w_regime^2 + sum over unmeasured aspects of d^2)
+
+Where runs are predicted no worse without their like (d = 0), nothing measured tells how much wider the
+interval should be: it is that of measured runs, and says so.
 """
 
 import math
@@ -115,13 +118,14 @@ def interval_around(
     """The interval around the prediction `value` in the regimes `found`; `missing`: aspects not measured."""
     table: Mapping[str, Spread] = getattr(among or spreads(), quantity)
     used = {name: table[name] for name in found if name in table} or {DENSE: table[DENSE]}
-    beyond = [table[name] for aspect in missing if (name := f"unmeasured {aspect}") in table]
+    factors = {what: table[f"unmeasured {aspect}"].p90 for aspect, what in missing.items()}
     width = max(math.log(spread.p90) for spread in used.values())
-    factor = math.exp(math.hypot(width, *(math.log(spread.p90) for spread in beyond)))
+    factor = math.exp(math.hypot(width, *map(math.log, factors.values())))
     runs = ", ".join(
         f"{spread.num_runs} runs of {spread.num_sources} sources ({name})" for name, spread in used.items()
     )
     reason = f"8 of 10 measurements fall between p10 and p90, judging by {runs}, none by its own source"
-    if missing:
-        reason += f"; wider because no run was measured {', nor '.join(missing.values())}"
+    for is_wider, how in ((True, "wider because"), (False, "that of measured runs, not wider, although")):
+        if told := [what for what, p90 in factors.items() if (p90 > 1.0) == is_wider]:
+            reason += f"; {how} no run was measured {', nor '.join(told)}"
     return Interval(p10=value / factor, p90=value * factor, reason=reason)
