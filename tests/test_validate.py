@@ -287,8 +287,12 @@ def test_the_page_shows_every_group(tmp_path: Path) -> None:
     of_fit.write_text(RUNS.read_text())
     fitted = validate([of_fit])
     assert {"held-out half", "fitted half"} == {row.regime["half"] for row in fitted.of("step_s")}
-    wide, narrow = (report.page(Validation(fitted.of("step_s")[:num])).sections[1] for num in (None, 1))
+    rows = fitted.of("step_s")
+    many = [replace(rows[0], chip=str(number)) for number in range(20)]
+    wide, narrow, chips = (report.page(Validation(some)).sections[1] for some in (rows, rows[:1], many))
     assert wide.x.log and not narrow.x.log  # less than a decade of a logarithmic axis has no numbers
+    assert len({(mark.color, mark.symbol) for mark in chips.marks if mark.size}) == 20
+    assert "no prediction" not in chips.finding
 
 
 def test_a_fit_finds_the_constant_that_made_the_data() -> None:

@@ -1294,9 +1294,8 @@ def _plan(plan: str | Path | Plan | Mapping[str, Any], trained_on: Cluster | Non
     from meshwise.plan.plan import Plan, parse_plan
 
     software = software_on(trained_on.chip) if trained_on else ""
-    if isinstance(plan, Plan):
-        return plan
-    return parse_plan(plan if isinstance(plan, Mapping) else str(plan), software)
+    stated = plan if isinstance(plan, Mapping) else str(plan)
+    return plan if isinstance(plan, Plan) else parse_plan(stated, software)
 
 
 def _seq(model: Model, seq: int | None) -> int:

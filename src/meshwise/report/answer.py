@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from numpy.typing import NDArray
 
@@ -64,6 +64,8 @@ OTHER_COLOR, INK, IDLE_COLOR = "#999999", "#333333", "#e9e9e9"
 Numbers = Sequence[Any] | NDArray[Any]
 LineStyle = Literal["solid", "dash", "dot"]
 LINES: tuple[LineStyle, ...] = ("solid", "dash", "dot")
+Symbol = Literal["circle", "triangle-up", "circle-open"]
+SYMBOLS: tuple[Symbol, ...] = get_args(Symbol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Series:
     line: LineStyle | Literal[""] = "solid"
     steps: bool = False
     size: Any = 0
-    symbol: Literal["circle", "circle-open", "triangle-up"] = "circle"
+    symbol: Symbol = "circle"
     opacity: float = 1.0
     texts: Sequence[str] = ()
     links: Sequence[str] = ()

@@ -41,7 +41,8 @@ def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path 
     if not panels:
         return None
     axis = _axis(sweep)
-    charts = [_chart(done, axis, name) for name in panels]
+    last = {len(panels) - 1, *range(1, len(panels), 2)}  # of a row, which has the legend of both
+    charts = [_chart(done, axis, name, has_legend=i in last) for i, name in enumerate(panels)]
     try:
         draw_picture(Picture([charts[i : i + 2] for i in range(0, len(charts), 2)]), path)
     except MissingExtraError:
@@ -49,31 +50,36 @@ def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path 
     return path
 
 
-def _chart(rows: Sequence[FinishedPoint], axis: str | None, name: str) -> Chart:
+def _chart(rows: Sequence[FinishedPoint], axis: str | None, name: str, *, has_legend: bool) -> Chart:
     """One result of all points: lines along a key with numbers, or a bar for each point."""
-    unit = unit_of(name) or ""
-    result = ChartAxis(name, unit)
+    title = name.replace("_", " ")
+    result = ChartAxis(title, unit_of(name) or "")
     rows = [row for row in rows if _is_number(row.results[name])]
     if axis is None:
         keys = dict.fromkeys(key for row in rows for key in row.values)
         differ = [key for key in keys if len({row.values.get(key) for row in rows}) > 1]
         names = [", ".join(str(row.values.get(key, "")) for key in differ) for row in rows]
         bars = Bars(names, [row.results[name] for row in rows], [COLORS[0]] * len(rows))
-        return Chart(name.replace("_", " "), [bars], result, height=100 + 30 * len(rows))
+        return Chart(title, [bars], result, height=100 + 30 * len(rows))
     lines: dict[str, list[tuple[Any, Any]]] = {}
     for row in rows:
-        label = ", ".join(f"{key}={value}" for key, value in row.values.items() if key != axis)
+        label = ", ".join(_named(key, value) for key, value in row.values.items() if key != axis)
         lines.setdefault(label, []).append((row.values[axis], row.results[name]))
     marks = []
     for i, (label, line) in enumerate(list(lines.items())[:_MAX_LINES]):
         x, y = zip(*sorted(line), strict=True)
         look = COLORS[i % len(COLORS)], LINES[i // len(COLORS) % len(LINES)]  # no two lines look alike
-        marks.append(Series(x, y, label if len(lines) > 1 else "", *look, size=6))
+        marks.append(Series(x, y, label if has_legend and len(lines) > 1 else "", *look, size=6))
     values: list[Any] = sorted({row.values[axis] for row in rows})
     is_wide = values[0] > 0 and values[-1] >= 8 * values[0]
     ticks = values if len(values) <= _MAX_TICKS else ()
     along = ChartAxis(axis, log=is_wide, numbers="count", ticks=ticks)
-    return Chart(name.replace("_", " "), marks, along, result)
+    return Chart(title, marks, along, result)
+
+
+def _named(key: str, value: Any) -> str:
+    """A value of the grid in a legend: `tp=2`, and of a switch `profile` or `no profile`."""
+    return f"{'' if value else 'no '}{key}" if isinstance(value, bool) else f"{key}={value}"
 
 
 def _text(name: str, cell: Any) -> object:

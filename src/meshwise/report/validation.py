@@ -187,7 +187,7 @@ def page(validation: Validation) -> Page:
 
 
 def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
-    """Every row of a quantity, one color per chip; between the dotted lines the model is right to 10 %."""
+    """Every row of a quantity, a color and symbol per chip; between the dotted lines it is right to 10 %."""
     known = [row for row in rows if row.error_frac is not None]
     values = [value for row in known for value in (row.measured, row.predicted) if value] or [1.0]
     ends = [min(values) / 1.2, 1.2 * max(values)]
@@ -197,11 +197,12 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
         for name, factor, line in drawn
     ]
     by_chip = grouped(known, lambda row: row.chip)
-    for (chip, members), color in zip(sorted(by_chip.items()), itertools.cycle(plot.COLORS), strict=False):
+    looks = itertools.cycle(itertools.product(plot.SYMBOLS, plot.COLORS))
+    for (chip, members), (symbol, color) in zip(sorted(by_chip.items()), looks, strict=False):
         marks.append(
             plot.Series(
                 [row.measured or 0.0 for row in members], [row.predicted or 0.0 for row in members],
-                f"{chip or 'unknown chip'} ({len(members)})", color, "", size=6, opacity=0.7,
+                f"{chip or 'unknown chip'} ({len(members)})", color, "", size=6, symbol=symbol, opacity=0.7,
                 texts=[f"{row.id} ({row.source}): {row.error_frac:+.1%}" for row in members],
             )
         )  # fmt: skip
@@ -215,10 +216,9 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
     ]  # fmt: skip
     columns = ("run", "source", "chip", "measured", "predicted", "error", "reason")
     within = sum(abs(row.error_frac or 0.0) <= 0.1 for row in known)
-    finding = (
-        f"{within:,} of {len(known):,} predictions are within 10 %; {len(rows) - len(known):,} rows "
-        "have no prediction, for the reason in the table."
-    )
+    others = len(rows) - len(known)
+    why = f"; {others:,} rows have no prediction, for the reason in the table" if others else ""
+    finding = f"{within:,} of {len(known):,} predictions are within 10 %{why}."
     table = Table("", columns, cells, left=("run", "source", "chip", "reason"))
     unit = "B" if quantity.endswith("bytes") else "s"
     is_wide = ends[1] > 10 * ends[0]  # less of a logarithmic axis has no number or one
