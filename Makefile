@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 DEMO := llama3-70b --cluster h100-80g-sxm:64 --batch 128 --seq 8192
+FASTEST := tp=2,cp=2,cp_kind=all_gather,zero=3
 
 demo: install  # four commands, about ten seconds once installed
 	@echo "1/4  What does a step of Llama 3 70B on 64 H100 cost, cut by tp=8,pp=2?"
@@ -27,9 +28,9 @@ demo: install  # four commands, about ten seconds once installed
 	@echo; echo "2/4  Which plan is the fastest that fits?"
 	@$(BIN)/meshwise search $(DEMO) --top 3
 	@echo "3/4  What does a run of a trillion tokens cost with it, at 2 dollars a GPU-hour?"
-	@$(BIN)/meshwise estimate $(DEMO) --plan tp=2,cp=2,zero=3 --tokens 1T --price 2 | sed -n '/^1 T/,/^cost/p'
+	@$(BIN)/meshwise estimate $(DEMO) --plan $(FASTEST) --tokens 1T --price 2 | sed -n '/^1 T/,/^cost/p'
 	@echo; echo "4/4  Where does the time go? A picture: out/step.png"
-	@mkdir -p out && $(BIN)/meshwise estimate $(DEMO) --plan tp=2,cp=2,zero=3 --plot out/step.png > out/step.txt
+	@mkdir -p out && $(BIN)/meshwise estimate $(DEMO) --plan $(FASTEST) --plot out/step.png > out/step.txt
 	@echo; echo "Next:  source .venv/bin/activate"
 	@echo "       meshwise web                     the same in the browser"
 	@echo "       meshwise run ulysses --ranks 4   a real torch program on four processes"

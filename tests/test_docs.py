@@ -42,10 +42,13 @@ PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.parent.glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_figures_and_links_of_a_page_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
+def test_figures_links_and_modules_of_a_page_exist(page: Path) -> None:
+    text, root = page.read_text(encoding="utf-8"), DOCS.parent
+    for target in re.findall(r"\]\(([^)#\s]+)\)", text):
         if "://" not in target and not target.endswith("reference/verbs.md"):  # which mkdocs makes
             assert (page.parent / target).exists(), target
+    modules = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", text) if page.stem not in ("log", "CHANGELOG") else []
+    assert not [name for name in modules if not ((root / name).exists() or any((root / "src").rglob(name)))]
 
 
 def test_the_site_is_whole(tmp_path: Path) -> None:

@@ -28,13 +28,11 @@ pytestmark = pytest.mark.slow
 GRID = """
 verb = "estimate"
 arguments = ["gpt3-175b"]
+grid = { tp = [2, 4, 8], pp = [1, 4, 7] }
 [options]
 cluster = "h100-80g-sxm:64"
 plan = "tp={tp},pp={pp}"
 batch = 64
-[grid]
-tp = [2, 4, 8]
-pp = [1, 4, 7]
 """
 
 
@@ -76,18 +74,11 @@ def test_points_are_command_lines(tmp_path):
     text = """
     verb = "run"
     arguments = ["eval-lm"]
-    [options]
-    plan = "tp={tp},ep={ep}"
-    profile = false
-    [[grid]]
-    tp = [1, 2]
-    ep = [4]
-    capacity_fraction = [0.05]
-    [[grid]]
-    tp = [2, 8]
-    ep = [4]
-    capacity_fraction = [0.05]
-    quiet = [true]
+    options = { plan = "tp={tp},ep={ep}", profile = false }
+    grid = [
+      { tp = [1, 2], ep = [4], capacity_fraction = [0.05] },
+      { tp = [2, 8], ep = [4], capacity_fraction = [0.05], quiet = [true] },
+    ]
     """
     found = read_sweep(_file(tmp_path, text))
     assert [" ".join(point.words) for point in found.points] == [
@@ -182,10 +173,8 @@ def test_command_line(meshwise, tmp_path, monkeypatch):
     assert done.code == 1 and (document["num_done"], document["num_failed"]) == (6, 3)
     failed = [point for point in document["points"] if point["status"] == "failed"]
     assert {point["values"]["pp"] for point in failed} == {7} and all(point["error"] for point in failed)
-    alone = meshwise(
-        *("estimate", "gpt3-175b", "--cluster", "h100-80g-sxm:64", "--plan", "tp=4,pp=4"),
-        *("--batch", "64", "--json"),
-    ).document
+    alone = "estimate gpt3-175b --cluster h100-80g-sxm:64 --plan tp=4,pp=4 --batch 64 --json"
+    alone = meshwise(*alone.split()).document
     point = next(p for p in document["points"] if p["values"] == {"tp": 4, "pp": 4})
     assert point["results"]["step_s"] == alone["step_s"] and point["results"]["fits"] == alone["fits"]
     table = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
@@ -197,6 +186,12 @@ def test_command_line(meshwise, tmp_path, monkeypatch):
     shown = [line.split()[:2] for line in again.out.splitlines() if re.match(r" \d ", line)]
     assert shown == [[tp, pp] for tp in "248" for pp in "147"]
     assert all(point["error"] in " ".join(again.out.split()) for point in failed)
+
+
+def test_the_example_of_the_page_runs(meshwise, tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "sweep.md").read_text()
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    assert meshwise("sweep", str(_file(tmp_path, text))).code == 0
 
 
 def test_unknown_option_is_the_file_s_fault(meshwise, tmp_path):
