@@ -26,9 +26,9 @@ TEXT = {
 }
 
 
-def model_of(family: str, **text: Any) -> Model:
-    raw = TEXT | {"query_num": 64, "version": 4.5, "model_type": family}
-    raw |= {"text_config": TEXT | text, "vision_config": VISION[family]}
+def model_of(family: str, **whole: Any) -> Model:
+    raw = TEXT | {"query_num": 64, "version": 4.5, "model_type": family, "text_config": TEXT} | whole
+    raw["vision_config"] = VISION[family] | whole
     if family == "pixtral":  # Pixtral 12B is a LLaVA with that tower
         raw |= {"model_type": "llava", "vision_config": VISION[family] | {"model_type": family}}
     return model_from_config(raw, name=family)
@@ -55,11 +55,13 @@ def test_tokens_of_a_published_config() -> None:
     assert (tower.num_inputs, tower.num_tokens) == (7, 28 * 43 + 1 + 14 * 15)
 
 
-def test_parameters_with_the_tower_are_those_that_are_counted() -> None:
-    """Qwen3-VL-8B-Instruct: 8,767,123,696 parameters (its safetensors)."""
-    model = model_of("qwen3_vl", num_hidden_layers=36)
-    read = with_inputs(model, Inputs(images=1))
-    assert num_params(read) == 8_767_123_696 == num_params(model) + sum(n for _, n in model.left_out)
+@pytest.mark.parametrize(("family", "field", "value", "tokens", "counted"), TOWERS["merged"], ids=str)
+def test_merged_tokens(family: str, field: str, value: float, tokens: int, counted: int) -> None:
+    text = TEXT | {"num_hidden_layers": 36}
+    model = model_of(family, text_config=text, tie_word_embeddings=False, **{field: value})
+    read = with_inputs(model, Inputs(images=1, width=1024, height=1024))
+    assert num_params(read) == counted == num_params(model) + sum(n for _, n in model.left_out)
+    assert read.towers[0].num_tokens == tokens
 
 
 def test_flop_of_the_tower_follow_from_its_sizes() -> None:
