@@ -108,15 +108,14 @@ def test_a_whole_ties_what_it_says_and_names_what_it_leaves_out() -> None:
 
 def test_an_unknown_family_may_be_like_a_known_one(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(RAW["llama-3.1-8b"] | {"model_type": "lama"}))
-    assert find_model(f"{path},like=llama").num_layers == 32
-    for text, says in (
-        (f"{path}", "like=llama"),
-        (f"{path},like=lama", "like=lama"),
-        ("x,like=llama", "path"),
-    ):
+    path.write_text(json.dumps(raw := RAW["llama-3.1-8b"] | {"model_type": "lama"}))
+    model = find_model(f"{path},like=llama")
+    notes = str(mw.estimate(model, "h100-80g-sxm:8", "zero=3").notes())
+    assert "8,030,261,248 parameters, 8,030,261,248 of them active" in notes
+    for text, says, more in table("tables")["huggingface"]["like"]:
+        path.write_text(json.dumps(raw | more))
         with pytest.raises(ModelError, match=says):
-            find_model(text)
+            find_model(text.format(path))
 
 
 def test_a_directory_is_read_by_its_config_and_named_by_itself(tmp_path: Path) -> None:
@@ -228,9 +227,7 @@ def test_a_bad_config_is_refused_with_the_file_and_the_field(
     with pytest.raises(ModelError) as caught:
         _read(RAW[name] | changes)
     message = str(caught.value)
-    assert message.startswith("model/config.json: ")
-    assert says in message
-    assert "\n" not in message
+    assert message.startswith("model/config.json: ") and says in message and "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads, software_on
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
-from meshwise.model.weights import num_params
+from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.mesh import SERVING, Mesh
 from meshwise.plan.plan import Plan
 from meshwise.plan.rules import resolve
@@ -276,6 +276,7 @@ class Estimate(Shown):
             num_tokens=sum(tower.num_tokens for tower in towers.values()),
             left_out=", ".join(f"{name} ({number:,} parameters)" for name, number in self.model.left_out),
             quantized=quantized_note(self.model, self.plan) if self.mesh.serves else (),
+            num_params=num_params(self.model), num_active=num_active_params(self.model),
             needed_gb=needed["total"] / 1e9, chip_gb=chip.memory_bytes / 1e9,
             short_gb=(needed["total"] - chip.memory_bytes) / 1e9, host_gb=host_bytes / 1e9,
             largest=max(MEMORY_PARTS, key=lambda name: needed[name]), own_software=software_on(chip),

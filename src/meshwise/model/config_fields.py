@@ -81,8 +81,8 @@ class Joint(msgspec.Struct, forbid_unknown_fields=True):
     """Layers beside a transformer: `norms` of a width, `linears` from a width to another.
 
     A width is an expression such as `2*2*tower` or `hidden_size // heads`: of numbers, of `tower` and `text`
-    (the hidden sizes), and of fields of the tower's config, of whose lists there are `len(sizes)` and
-    `sizes[0]`. A name stands for the number of that name.
+    (the hidden sizes), of `merge` (`TowerConfig`), and of fields of the tower's config, of whose lists there
+    are `len(sizes)` and `sizes[0]`. A name stands for the number of that name.
     """
 
     norms: list[str] = []
@@ -232,7 +232,7 @@ def worked_out(text: str, names: Mapping[str, Any]) -> Any:
     except (AttributeError, KeyError) as error:
         missing = getattr(error, "name", error.args[0])
         raise ModelError(f"{missing} is missing; the model cannot be sized without it") from None
-    except (ArithmeticError, TypeError, ValueError) as error:
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
         raise ModelError(f"a size does not follow from the others: {error}") from None
 
 

@@ -28,6 +28,8 @@ from msgspec import structs
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
+from meshwise.core.refusals import refuse
+from meshwise.core.toml import converted
 from meshwise.model import config_fields as spelled
 from meshwise.model.architecture import Model, Projector, Side, Tower, check_count, checked_model
 from meshwise.model.config_fields import NAMES, Config, Fields, Spelling, follows, spellings, worked_out
@@ -71,10 +73,11 @@ def model_from_config(raw: Any, *, name: str, where: str = "config", like: str =
         family = _family(raw, like)
         whole = spellings()[family].whole
         fields = _fields(raw, family, nested=False) if whole is None else _fields_of_whole(raw, whole)
-        return checked_model(
-            Model(name=name, source=where, quantized=_quantized(raw, bool(fields.get("moe"))), **fields),
-            where,
-        )
+        model = Model(name=name, source=where, quantized=_quantized(raw, bool(fields.get("moe"))), **fields)
+        if like:
+            stated = {spellings()[family].names.get(key, key): value for key, value in raw.items()}
+            refuse("like", ModelError, like=like, family=family, model=model, stated=stated)
+        return checked_model(converted(msgspec.to_builtins(model), Model, where, ModelError), where)
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith(where) else f"{where}: {text}") from None
@@ -139,7 +142,7 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
     blocks = [(on, side) for on, side in sides if side.module not in ENDS]
     fields = with_layers(fields | head_fields(c, spelling.head, fields), blocks)
     fields["sides"] = tuple(side for _, side in sides if side.module in ENDS)
-    sizes = _sizes(raw | {"tower": fields["hidden"]})
+    sizes = _sizes(spelling.nested | raw | {"tower": fields["hidden"]})
     return fields | {"left_out": _left_out("merger", spelling.joints, sizes)}
 
 
@@ -172,7 +175,7 @@ def _fields_of_whole(raw: dict[str, Any], whole: spelled.WholeConfig) -> Fields:
             left_out, towers = left_out + counted, towers + priced
         except ModelError as error:
             raise ModelError(
-                f"{tower.key}: {error}; to price the rest alone, save {whole.text} as a config.json"
+                f"{tower.key}: {error}; save {whole.text or 'its fields'} as a config.json to price the rest"
             ) from None
     return fields | {"left_out": tuple(left_out), "towers": tuple(towers)}
 
@@ -197,6 +200,8 @@ def _tower(
     found = Model(name=family, **_fields(config | {"architectures": None}, family, nested=True))
     encoder = replace(checked_model(found, family), left_out=())
     sizes = _sizes(config | raw | {"tower": found.hidden})
+    sizes["merge"] = merge = _size(str(tower.merge), sizes)
+    check_count(merge, f"the tokens that become one, {tower.merge}")
     counted = (
         (f"{name} tower", num_params(found)), *found.left_out, *_left_out("projector", tower.joints, sizes)
     )  # fmt: skip
@@ -209,7 +214,6 @@ def _tower(
     sizing = spelling.sizing or tower.sizing
     if sizing is None:
         return list(counted), []
-    merge = _size(str(tower.merge), sizes)
     sizes = {"projectors": projectors, "merge": merge, "sizing": sizing, "crossed": tower.crossed}
     return list(counted), [Tower(name=name, encoder=encoder, **sizes)]
 
@@ -245,7 +249,7 @@ def _left_out(name: str, joints: list[spelled.Joint], sizes: dict[str, Any]) -> 
 
 def _sizes(known: dict[str, Any]) -> dict[str, Any]:
     """What expressions of widths name; lists are tables by place, which no number multiplies."""
-    sizes: dict[str, Any] = {"len": len}
+    sizes: dict[str, Any] = {"len": len, "int": int}
     for name, value in known.items():
         value = known.get(value) if isinstance(value, str) else value
         sizes[name] = dict(enumerate(value)) if isinstance(value, list) else value

@@ -31,6 +31,7 @@ from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
+from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan
@@ -463,9 +464,10 @@ def notes(serving: Serving) -> list[str]:
     ]
     found += map(str, serving.cluster.collectives)
     found += quantized_note(serving.model, plan)
-    of = serving.encoding
+    of, model = serving.encoding, serving.model
     return found + told(
-        "serving notes", plan=plan, guess=serving.speculation, of=of, moe=serving.model.moe,
+        "serving notes", plan=plan, guess=serving.speculation, of=of, moe=model.moe, model=model,
+        num_params=num_params(model), num_active=num_active_params(model),
         prompt=serving.prompt, encoded=duration(of.request_s) if of else "",
         weight_bits=WEIGHT_BITS.get(plan.weight_dtype or ""),
         expert_bits=WEIGHT_BITS.get(plan.expert_dtype or ""),
