@@ -114,15 +114,13 @@ def _ends_around(
     Of its own ends, none, and those around the ones that are even in a weight; of ends with which the stages
     are the same, one.
     """
-    tried: list[NDArray[np.float64]] = [own[:, None], np.zeros_like(own[:, None])]
-    for weight in weights:
-        exact = _ends(model, weight)
-        tried.append(
-            np.ceil(np.stack([np.broadcast_to(end, own.shape[1]) for end in exact]))[:, None] + AROUND
-        )
-        tried += [
-            np.stack(np.broadcast_arrays(*ends, own[0])[:2])[:, None] for ends in _in_step(model, mesh, exact)
-        ]
+
+    def spread(ends: Ends) -> NDArray[np.float64]:
+        return np.stack(np.broadcast_arrays(*ends, own[0])[:2])[:, None]
+
+    tried = [own[:, None], np.zeros_like(own[:, None])]
+    for exact in (_ends(model, weight) for weight in weights):
+        tried += [np.ceil(spread(exact)) + AROUND, *map(spread, _in_step(model, mesh, exact))]
     ends = np.concatenate(tried, axis=1)
     mesh = replace(mesh, ends=(ends[0], ends[1]))
     patterns, pattern = patterns_of(model, mesh)

@@ -43,8 +43,10 @@ _SELECTIVE = RECOMPUTE.index("selective")
 _SPLIT = tuple(map(SCHEDULES.index, ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")))
 
 
-def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> Mesh:
+def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster, **free: Num) -> Mesh:
     """The mesh of one plan on all ranks of `cluster`.
+
+    `free`: numbers that the plan may have others of, as axes of a grid: what one of them mends is no error.
 
     Raises:
         PlanError: The degrees do not divide the world, the model, or each other.
@@ -61,7 +63,11 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> M
         )
     names = {item.name: getattr(mesh, item.name) for item in fields(mesh)}
     names |= {"cp": mesh.cp, "needs": NEEDS[int(mesh.schedule)], "model": model, "chip": cluster.chip}
-    refuse(rules(model, mesh, sizes, cluster), names)
+    found = rules(model, mesh, sizes, cluster)
+    if free:
+        every = rules(model, mesh_of(plan, workload, cluster.num_chips, sizes | free), sizes | free, cluster)
+        found = (one for one, of_all in zip(found, every, strict=True) if np.all(of_all.is_broken))
+    refuse(found, names)
     return mesh
 
 
@@ -72,10 +78,6 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     """
     yield from _kind_rules(model, mesh, sizes)
     yield from number_rules(mesh.plan, sizes)
-    yield from world_rules(mesh.world, sizes)
-    least = mesh.dp * mesh.microbatch
-    yield rule("batch", mesh.batch % mesh.microbatch != 0)
-    yield rule("batch_of_dp", mesh.batch % least != 0, least=least)
     plan, names = mesh.plan, {"mesh": mesh, "plan": mesh.plan, "model": model}
     if plan.layout == "1d":
         is_headless, tokens = not (model.vocab and model.lm_head), mesh.seq // mesh.cp
@@ -83,6 +85,10 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     else:
         yield rule("layout_of_sequence", (sizes["cp"] > 1) | (sizes["ulysses"] > 1))
         yield rule("attention_of_paper", plan.attention == "grid")
+    yield from world_rules(mesh.world, sizes)
+    least = mesh.dp * mesh.microbatch
+    yield rule("batch", mesh.batch % mesh.microbatch != 0)
+    yield rule("batch_of_dp", mesh.batch % least != 0, least=least)
     if model.moe is None:
         yield from rules_of("no experts", **names, sizes=sizes)
     else:

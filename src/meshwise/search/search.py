@@ -20,7 +20,7 @@ import numpy as np
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.adverse import Adversity, together
-from meshwise.estimate.grid import Grid, grids
+from meshwise.estimate.grid import NUMBER_KEYS, Grid, grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.runs import refused, runs, says_model
@@ -29,7 +29,8 @@ from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import software_on
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import ANY, Plan, plan_text
+from meshwise.plan.plan import ANY, Plan, number_of, plan_text
+from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 from meshwise.search.basis import Basis, basis, complexity, simplest
 from meshwise.search.best_first import best_first
@@ -400,11 +401,14 @@ class _Space:
         return replace(self, cluster=replace(self.cluster, num_chips=num_chips))
 
     def reason(self) -> str:
-        """Why no combination is a plan: what the first stated one breaks by itself, if it does."""
+        """Why no combination is a plan: what the first stated one breaks whatever the other keys are."""
         first = {key: values[0] for key, values in self.stated.items() if ANY not in values}
         workload = replace(self.workload, microbatch=first.pop("microbatch", 1))
+        values = {key: some for key, some in self.values().items() if key in NUMBER_KEYS}
+        axes = np.ix_(*([number_of(key, one) for one in some] for key, some in values.items()))
         try:
-            estimate(self.model, self.cluster, Plan(**first), workload)
+            self.cluster.chip.matrix_peak((plan := Plan(**first)).dtype)
+            resolve(self.model, plan, workload, self.cluster, **dict(zip(values, axes, strict=True)))
         except MeshwiseError as error:
             return str(error)
         for_it = f" for {self.to}" if self.to else ""
