@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import meshwise as mw
+from data_tables import table
 from meshwise.core.errors import ClusterError, DataError
-from meshwise.cost.collective import collective_s, peer_all_reduce_s, sent_bytes
+from meshwise.cost.collective import Choices, collective_s, domains, peer_all_reduce_s, sent_bytes
 from meshwise.estimate.collective import KINDS as VERB_KINDS
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, constants
@@ -65,17 +67,7 @@ def test_reduce_scatter_and_all_gather_make_an_all_reduce(payload, group, stride
     assert sent["reduce_scatter"] + sent["all_gather"] == pytest.approx(sent["all_reduce"], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("chip", "kind", "ranks", "busbw", "tolerance"),
-    [
-        # Large messages inside one node, NCCL 2.27, stas00/ml-engineering network/README.md @744d01e18b
-        pytest.param("h200", "all_reduce", 8, 480.0e9, 0.10, id="8 x H200, 16 GiB, NVLS"),
-        pytest.param("h200", "all_reduce", 4, 363.3e9, 0.15, id="4 x H200, 8 GiB, ring"),
-        pytest.param("h200", "all_gather", 8, 361.4e9, 0.10, id="8 x H200, 16 GiB all-gather"),
-        pytest.param("a100", "all_reduce", 8, 234.9e9, 0.10, id="8 x A100, 16 GiB"),
-        pytest.param("b200", "all_reduce", 4, 673.2e9, 0.15, id="4 x B200, 8 GiB, ring"),
-    ],
-)
+@pytest.mark.parametrize(("chip", "kind", "ranks", "busbw", "tolerance"), table("tables")["bus_bandwidths"])
 def test_published_bus_bandwidth(chip, kind, ranks, busbw, tolerance):
     of = find_chip(chip)
     seconds = collective_s(kind, 16 * 2**30, ranks, links=links_of(of.levels), efficiency=constants(of))
@@ -104,8 +96,21 @@ def test_a_dispatch_crosses_to_each_node_once():
     ranks, choices, token_bytes = 32.0, 8.0, 1e6
     met_ranks, met_nodes = (places * (1 - (1 - 1 / places) ** choices) for places in (32.0, 4.0))
     links = (Link(450e9, 0.0, 8.0), Link(50e9, 0.0, math.inf))
-    seconds = collective_s("dispatch", met_ranks * token_bytes, ranks, choices=choices, links=links)
+    seconds = collective_s("dispatch", met_ranks * token_bytes, ranks, choices=Choices(choices), links=links)
     assert seconds == pytest.approx(met_nodes * 0.75 * token_bytes / 50e9)
+
+
+@pytest.mark.parametrize(("job", "ranks", "stride"), table("tables")["on_racks_of_72"])
+def test_all_wait_for_the_few_members_that_lie_alone(job: int, ranks: int, stride: int) -> None:
+    """Against the domains of every group of a job, one by one."""
+    racks = Link(900e9, 0.0, 72.0).of_job(job)
+    first = (start + i for start in range(0, job, ranks * stride) for i in range(stride))
+    held = [Counter((one + stride * i) // racks.job_ranks for i in range(ranks)).values() for one in first]
+    fewest = min(map(min, held))
+    assert domains(ranks, stride, racks) == (fewest, max(map(len, held)))
+    seconds = collective_s("all_to_all", 1e9, ranks, stride=stride, links=(racks, Link(50e9, 0.0, math.inf)))
+    inside_s = (fewest - 1) / ranks / 900
+    assert seconds == pytest.approx(max((ranks - fewest) / ranks / 50, inside_s), rel=1e-12)
 
 
 # --- torus, rails, oversubscription ------------------------------------------------------------

@@ -1,10 +1,13 @@
 """How long ranks take to exchange a tensor over links that come in levels.
 
 A group is `group_ranks` ranks placed `stride` apart, or `Runs` of such ranks where another mesh axis lies
-between them. Links are levels, innermost first: level 0 joins
-the ranks of a node, level 1 the nodes, and so on; a domain of level i holds `links[i].ranks` ranks, of
-which m_i = `members(...)` belong to the group (m_{-1} = 1; the outermost level holds the whole group).
-Bandwidth is per rank and per direction.
+between them. Links are levels, innermost first: level 0 joins the ranks of a node, level 1 the nodes, and so
+on. The group lies in p_i domains of level i (p_{-1} = n), of `links[i].ranks` ranks each, and has at least
+m_i members in each (`domains`; m_{-1} = 1; the outermost level holds the whole group). Bandwidth is per rank
+and per direction.
+
+Groups of 96 in racks of 72 lie 72|24, 48|48 and 24|72. The 24 send most of their data to the other rack over
+their own 24 links, and all groups of a job wait for them: m_0 = 24, p_0 = 2, though 72 sit in one rack.
 
 A ring visits the ranks domain by domain, so every member can drive its own ring: the m_{i-1} members
 that share a domain of the next inner level also share the crossing of level i. For n ranks and a tensor
@@ -14,10 +17,10 @@ of V bytes, with c = (n-1)/n,
     all-reduce                      reduce-scatter + all-gather
     broadcast, reduce               the same with c = 1 (pipelined in chunks)
     all-to-all                      max over levels of  V (m_i - m_{i-1}) / (n B_i)  + the largest latency
-    dispatch                        the same with  V (1 - m_{i-1}/m_i) d(n/m_{i-1}) / (d(n) B_i)
+    dispatch                        the same with  V (1 - p_i/p_{i-1}) d(p_{i-1}) / (d(n) B_i)
     send, recv                      V / B + latency  on the outermost level the group spans
 
-where hops = sum over levels of latency_i (n/m_{i-1} - n/m_i); a dispatch sends each token once to each
+where hops = sum over levels of latency_i (p_{i-1} - p_i); a dispatch sends each token once to each
 of the d(places) = places (1 - (1 - 1/places)^k) ranks, and nodes, that its k choices meet (fewer where
 routing is limited to groups of experts: `experts.met_places`). Where level s has rails, what an all-to-all
 sends to another rail changes to it inside the node, whose links carry m_s in place of m_i members' parts.
@@ -59,7 +62,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.ledger import Collective
-from meshwise.core.numbers import SINGLE, anywhere, larger, smaller, where
+from meshwise.core.numbers import anywhere, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
@@ -73,19 +76,38 @@ class Runs(NamedTuple):
     stride: Num = 1.0
 
 
-ONE_RUN = Runs()
+class Choices(NamedTuple):
+    """What a token of a dispatch chooses: `number` ranks, in some of `groups` (`experts.met_places`)."""
+
+    number: float = 0.0
+    groups: tuple[float, float] = (0.0, 0.0)
+
+
+ONE_RUN, NO_CHOICES = Runs(), Choices()
 
 
 def members(group_ranks: Num, stride: Num, level_ranks: Num, runs: Runs = ONE_RUN) -> Num:
     """How many of `group_ranks` ranks placed `stride` apart sit inside one domain of `level_ranks` ranks."""
 
     def inside(ranks: Num, stride: Num) -> Num:
-        is_one = isinstance(stride, SINGLE) and isinstance(level_ranks, SINGLE)
-        whole = level_ranks // stride if is_one else np.floor(level_ranks / np.asarray(stride, float))
-        return smaller(ranks, larger(1.0, whole))
+        return smaller(ranks, larger(1.0, np.floor(level_ranks / stride)))
 
     in_run = smaller(runs.ranks, group_ranks)
     return inside(in_run, stride) * inside(group_ranks / in_run, runs.stride)
+
+
+def domains(group_ranks: Num, stride: Num, link: Link, runs: Runs = ONE_RUN) -> tuple[Num, Num]:
+    """Members of a group in the domain that holds fewest of them, and how many domains hold some.
+
+    The groups of a job fill it one by one. Where neither a group nor a domain holds the other whole, the end
+    of some group leaves as few ranks in a domain as both are multiples of, and all wait for these.
+    """
+    in_run = smaller(runs.ranks, group_ranks)
+    span = larger(stride * in_run, runs.stride * group_ranks / in_run)
+    most = members(group_ranks, stride, link.job_ranks or link.ranks, runs)
+    common = np.gcd(np.asarray(span, np.int64), link.job_ranks)
+    fewest = smaller(most, members(group_ranks, stride, common, runs))
+    return fewest, 1.0 + np.ceil((group_ranks - fewest) / most)
 
 
 def sent_bytes(kind: Collective, payload_bytes: Num, group_ranks: Num) -> Num:
@@ -120,19 +142,17 @@ def collective_s(
     *,
     stride: Num = 1.0,
     links: tuple[Link, ...],
-    choices: float = 0.0,
-    groups: tuple[float, float] = (0.0, 0.0),
+    choices: Choices = NO_CHOICES,
     efficiency: Efficiency = IDEAL,
 ) -> Num:
     """Time [s] of one collective over `payload_bytes`, the full tensor.
 
     That is what an all-gather leaves, what a reduce-scatter or an all-reduce takes, and what an
     all-to-all sends in total from one rank, its own part included. A `dispatch` is an all-to-all of tokens
-    that choose `choices` ranks each, in some of `groups` (`experts.met_places`). Everything broadcasts; a
-    group of one is free. Assumes that nothing else uses the links. An all-to-all with uneven splits takes as
-    long as its most loaded rank: pass that rank's bytes.
+    with their `choices`. Everything broadcasts; a group of one is free. Assumes that nothing else uses the
+    links. An all-to-all with uneven splits takes as long as its most loaded rank: pass that rank's bytes.
     """
-    lines = collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices, groups=groups)
+    lines = collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices)
     return fastest_s(lines, payload_bytes)
 
 
@@ -160,8 +180,7 @@ def collective_lines(
     links: tuple[Link, ...],
     efficiency: Efficiency,
     *,
-    choices: float = 0.0,
-    groups: tuple[float, float] = (0.0, 0.0),
+    choices: Choices = NO_CHOICES,
     runs: Runs = ONE_RUN,
 ) -> list[Line]:
     """All that the library can choose from for a group, launch included; a group of one is free.
@@ -172,8 +191,7 @@ def collective_lines(
     inner, outer = efficiency.inner, efficiency.outer
     quick, bulk = _steps(group_ranks, stride, links, inner, outer, runs)
     protocols = {"quick": quick, "bulk": bulk}.items()
-    of_tokens = choices, groups
-    lines = [_ring(kind, group_ranks, name, steps, of_tokens) for name, steps in protocols]
+    lines = [_ring(kind, group_ranks, name, steps, choices) for name, steps in protocols]
     adds_in_trees = kind == "all_reduce" and not anywhere(links[0].ways)
     if adds_in_trees and outer.tree_latency is not None:
         lines += [_tree(group_ranks, name, steps) for name, steps in protocols]
@@ -219,7 +237,8 @@ def peer_all_reduce_s(
 class _Step:
     """One level of links as one protocol meets it.
 
-    `inside`, `here`: members in a domain of the level inside it, and of its own. `bytes_per_s`: a member's
+    `inside`, `here`: members in a domain of the level inside it, and of its own; `places`: domains of both
+    that the group lies in. `bytes_per_s`: a member's
     share of the links in one direction; along an axis of a torus it uses them `ways` ways. `hop_s`: delay of
     one hop of a lone message; `hops_s`, `syncs_s`: all hops of one pass round the ring, and its
     synchronisations.
@@ -227,6 +246,7 @@ class _Step:
 
     inside: Num
     here: Num
+    places: tuple[Num, Num]
     used: NDArray[np.bool_]
     is_axis: NDArray[np.bool_]
     ways: Num
@@ -244,10 +264,11 @@ def _steps(
     """The levels, innermost first, as the quick protocol meets them and as that for bulk does."""
     protocols: tuple[list[_Step], list[_Step]] = [], []
     inside: Num = 1.0
+    places_inside = ranks
     joined: Num = 1.0  # ranks of a domain of the level inside
     for level, link in enumerate(links):
         outermost = level == len(links) - 1
-        here = ranks if outermost else members(ranks, stride, link.ranks, runs)
+        here, places = (ranks, 1.0) if outermost else domains(ranks, stride, link, runs)
         is_axis = np.asarray(link.ways) > 0
         is_outer = bool(level) and not np.all(is_axis)
         efficiency = outer if is_outer else inner
@@ -255,7 +276,7 @@ def _steps(
         apart = where(is_axis, larger(stride / np.asarray(joined, float), 1.0), 1.0)
         ways = where((link.ways == 2) & (along * apart * joined >= link.ranks), 2.0, 1.0)
         axis_hops = apart * where(ways == 2, np.floor(along / 2.0), along - 1.0)
-        hops = where(is_axis, axis_hops, ranks / inside - ranks / here)
+        hops = where(is_axis, axis_hops, places_inside - places)
         # Neighbours inside a node synchronise at the same time, those between nodes one by one.
         syncs = hops if is_outer else np.log2(here)
         used = np.asarray(here) > np.asarray(inside)
@@ -267,6 +288,7 @@ def _steps(
                 _Step(
                     inside=inside,
                     here=here,
+                    places=(places_inside, places),
                     used=used,
                     is_axis=is_axis,
                     ways=ways,
@@ -278,7 +300,7 @@ def _steps(
                     efficiency=efficiency,
                 )
             )
-        inside, joined = here, link.ranks
+        inside, places_inside, joined = here, places, link.ranks
     return protocols
 
 
@@ -290,10 +312,7 @@ def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Nu
     return link.bytes_per_s * where(np.asarray(ranks) > 2, through_host, 1.0)
 
 
-def _ring(
-    kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step],
-    of_tokens: tuple[float, tuple[float, float]],
-) -> Line:  # fmt: skip
+def _ring(kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step], choices: Choices) -> Line:
     """The closed forms of the top of this file, with the bandwidth and latency of one protocol."""
     passes = 2.0 if kind == "all_reduce" else 1.0  # reduce-scatter, then all-gather
     ring_part = sent_bytes(kind, 1.0, ranks)
@@ -306,7 +325,7 @@ def _ring(
             wire = where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = where(step.used, step.hop_s, delay_s)
         elif kind in ("all_to_all", "dispatch"):
-            leaving = _leaving(kind, ranks, steps[level:], of_tokens)
+            leaving = _leaving(kind, ranks, steps[level:], choices)
             part = leaving + step.efficiency.all_to_all_own_part * own_part
             wire = larger(wire, where(step.used, part / (step.ways * step.bytes_per_s), 0.0))
             delay_s = larger(delay_s, where(step.used, step.hop_s, 0.0))
@@ -322,9 +341,7 @@ def _ring(
     return Line(f"{'ring' if rings else 'direct'}, {protocol}", delay_s, wire)
 
 
-def _leaving(
-    kind: Collective, ranks: Num, steps: Sequence[_Step], of_tokens: tuple[float, tuple[float, float]]
-) -> Num:
+def _leaving(kind: Collective, ranks: Num, steps: Sequence[_Step], choices: Choices) -> Num:
     """Share of the payload that a rank sends over the links of the first of these levels."""
     step = steps[0]
     along = step.here / step.inside
@@ -332,8 +349,9 @@ def _leaving(
     part = _passing(steps) / ranks * crossing
     if kind == "all_to_all":
         return part
-    met, of_all = (met_places(places, *of_tokens) for places in (ranks / step.inside, ranks))
-    return where(step.is_axis, part, met / of_all * crossing)
+    inside, joined = step.places
+    met, of_all = (met_places(places, *choices) for places in (inside, ranks))
+    return where(step.is_axis, part, met / of_all * (1.0 - joined / inside))
 
 
 def _passing(steps: Sequence[_Step]) -> Num:
@@ -355,7 +373,7 @@ def _tree(ranks: Num, protocol: str, steps: Sequence[_Step]) -> Line:
     delay_s: Num = 0.0
     for level, step in enumerate(steps):
         wire = larger(wire, where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
-        climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
+        climb = np.log2(step.places[0] / step.places[1]) * (step.efficiency.tree_latency or 1.0)
         chain_s = step.hops_s * step.here / ranks + step.syncs_s
         delay_s = delay_s + 2.0 * (climb * step.hop_s if level else chain_s)
     return Line(f"tree, {protocol}", delay_s, wire)

@@ -28,7 +28,7 @@ from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, FORWARD, MATRIX_KIN
 from meshwise.estimate.rows import part_rows, runs_of_parts, spent_on, step_rows
 from meshwise.estimate.stage_cost import StageCost
 from meshwise.estimate.step import StepCost, price_step
-from meshwise.estimate.timing import Machine, machine, machine_for
+from meshwise.estimate.timing import Machine, machine_for
 from meshwise.estimate.tower import is_frozen, num_positions
 from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.hardware import Cluster
@@ -176,18 +176,15 @@ class Estimate(Shown):
     @cached_property
     def power_watts(self) -> dict[str, float] | None:
         """Mean watts of a `chip`, and of its `node` at the wall for each chip; None without a power limit."""
-        limit = self.cluster.chip.power_watts
-        if not limit:
+        chip, dtype = self.cluster.chip, self.plan.dtype
+        if not (limit := chip.power_watts):
             return None
         waiting_s = sum(seconds for part, seconds in self.time_s.items() if part not in WORKING_PARTS)
         waiting_frac = min(waiting_s / self.step_s, 0.999)
         flop_per_s = self.hardware_flop / (self.cluster.num_chips * self.step_s * (1.0 - waiting_frac))
-        sustained = min(
-            self.machine.overheads.sustained_flop_per_s(self.plan.dtype, limit),
-            self.cluster.chip.matrix_peak(self.plan.dtype),
-        )
-        chip = float(chip_watts(limit, waiting_frac=waiting_frac, matrix_frac=flop_per_s / sustained))
-        return {"chip": chip, "node": float(node_watts(chip))}
+        sustained = min(self.machine.overheads.sustained_flop_per_s(dtype, limit), chip.matrix_peak(dtype))
+        watts = float(chip_watts(limit, waiting_frac=waiting_frac, matrix_frac=flop_per_s / sustained))
+        return {"chip": watts, "node": float(node_watts(watts))}
 
     @property
     def _peak_flop(self) -> float:
@@ -362,10 +359,7 @@ def estimate(
     share of their peaks its kernels and links reach (None: the chip's).
     """
     mesh = resolve(model, plan, workload, cluster)
-    if overheads is None:
-        runs_on = machine_for(cluster, plan, workload.kind, ideal=ideal)
-    else:
-        runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
+    runs_on = machine_for(cluster, plan, workload.kind, ideal=ideal, overheads=overheads)
     if efficiency is not None:
         runs_on = replace(runs_on, efficiency=efficiency)
     step = step_cost(model, mesh, runs_on)

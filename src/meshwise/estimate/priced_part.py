@@ -355,7 +355,7 @@ def _hidden_behind_compute(
 def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> Num:
     """Share of hidden collectives' time that is paid: of a dispatch at least the cores that it holds."""
     overheads = machine.overheads
-    held = overheads.dispatch_cores / machine.num_cores * _is_per_rank(row.op for row in rows)
+    held = overheads.dispatch_cores / machine.small_cores * _is_per_rank(row.op for row in rows)
     return larger(overheads.not_hidden_frac(axis), held)
 
 

@@ -18,15 +18,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.numbers import SINGLE
+from meshwise.core.numbers import SINGLE, where
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import (
+    NO_CHOICES,
     ONE_RUN,
+    Choices,
     Line,
     Runs,
     carried_out,
     collective_lines,
+    domains,
     fastest_s,
     members,
     peer_all_reduce_s,
@@ -98,6 +101,11 @@ class Machine:
     op_host_s: float = 0.0
     collectives: tuple[MeasuredCollective, ...] = ()
 
+    @property
+    def small_cores(self) -> Num:
+        """Cores that a library's kernels can hold some of; infinite where a chip has few, large ones."""
+        return where(np.asarray(self.num_cores) > LARGE_CORES, self.num_cores, np.inf)
+
     def rates(self, op: Op) -> Rates:
         """The rates of the matrix work in the dtype of `op`; the step's own where it has none."""
         return self.by_dtype.get(op.dtype, self.base)
@@ -115,15 +123,14 @@ class Machine:
 
     def leaves_node(self, group_ranks: Num, stride: Num) -> Num:
         """1 where a group spans more than the innermost links, else 0."""
-        return (members(group_ranks, stride, self.base.links[0].ranks) < group_ranks) * 1.0
+        return (domains(group_ranks, stride, self.base.links[0])[1] > 1.0) * 1.0
 
     def collective_s(
-        self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0,
-        groups: tuple[float, float] = (0.0, 0.0), runs: Runs = ONE_RUN,
+        self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: Choices = NO_CHOICES,
+        runs: Runs = ONE_RUN,
     ) -> Num:  # fmt: skip
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
-        lines = self.collective_lines(kind, group_ranks, stride, choices, groups, runs)
-        seconds = fastest_s(lines, payload_bytes)
+        seconds = fastest_s(self.collective_lines(kind, group_ranks, stride, choices, runs), payload_bytes)
         for known in self.collectives:
             if known.kind == kind:
                 inside = members(group_ranks, stride, self.base.links[0].ranks, runs)
@@ -131,12 +138,10 @@ class Machine:
         return seconds
 
     def collective_lines(
-        self, kind: str, group_ranks: Num, stride: Num, choices: float = 0.0,
-        groups: tuple[float, float] = (0.0, 0.0), runs: Runs = ONE_RUN,
-    ) -> list[Line]:  # fmt: skip
+        self, kind: str, group_ranks: Num, stride: Num, choices: Choices = NO_CHOICES, runs: Runs = ONE_RUN
+    ) -> list[Line]:
         """What the library chooses from for a group: its algorithms and protocols."""
-        placed = tuple(map(_frozen, (group_ranks, stride, *runs)))
-        return _lines(self, kind, placed, choices, groups)
+        return _lines(self, kind, tuple(map(_frozen, (group_ranks, stride, *runs))), choices)
 
 
 def _where_measured(
@@ -164,9 +169,7 @@ def _thawed(frozen: Any) -> Num:
 
 
 @lru_cache(maxsize=4096)  # what a group is asked to exchange changes more often than the group
-def _lines(
-    machine: Machine, kind: Any, placed: tuple[Any, ...], choices: float, groups: tuple[float, float]
-) -> list[Line]:
+def _lines(machine: Machine, kind: Any, placed: tuple[Any, ...], choices: Choices) -> list[Line]:
     base, is_message = machine.base, kind in ("send", "recv")
     fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.links)
     links = tuple(
@@ -175,43 +178,46 @@ def _lines(
     )
     ranks, stride, *runs = map(_thawed, placed)
     kind, twice = carried_out(kind, ranks, by_gloo=machine.reduce_scatter == "all_reduce")
-    lines = collective_lines(
-        kind, ranks, stride, links, machine.efficiency, choices=choices, groups=groups, runs=Runs(*runs)
-    )
-    if not np.any(twice):
-        return lines
+    efficiency = machine.efficiency
+    lines = collective_lines(kind, ranks, stride, links, efficiency, choices=choices, runs=Runs(*runs))
     return [replace(line, s_per_byte=line.s_per_byte * (1.0 + twice)) for line in lines]
 
 
 def machine(
-    cluster: Cluster, dtype: str, *, ideal: bool = False, overheads: Overheads | None = None
+    cluster: Cluster, dtype: str, *, ideal: bool = False, overheads: Overheads | None = None, job: int = 0
 ) -> Machine:
     """The machine that a step in `dtype` runs on; attention and the rest of an fp8 step run in bf16.
 
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
-    beside its kernels (None: the chip's, under today's software).
+    beside its kernels (None: the chip's, under today's software). `job`: ranks that the groups of a
+    collective fill one by one (0: it is of one group).
     """
     overheads = NONE if ideal else overheads or find_overheads(cluster.chip)
-    levels = sliced(cluster.levels, cluster.num_chips)
-    measured = () if ideal else cluster.collectives
-    return _machine(cluster.chip, levels, cluster.reduce_scatter, dtype, ideal, overheads, measured)
+    placed = sliced(cluster.levels, cluster.num_chips), job, cluster.reduce_scatter
+    return _machine(cluster.chip, *placed, dtype, ideal, overheads, cluster.collectives)
 
 
-def machine_for(cluster: Cluster, plan: Plan, kind: str, *, ideal: bool = False) -> Machine:
-    """The machine that `plan` runs on: a serving engine, or the generation of training software it names."""
+def machine_for(
+    cluster: Cluster, plan: Plan, kind: str, *, ideal: bool = False, overheads: Overheads | None = None
+) -> Machine:
+    """The machine that `plan` runs on: a serving engine, or the generation of training software it names.
+
+    `overheads`: those of other software.
+    """
     chip = cluster.chip
-    overheads = serving_overheads(chip) if kind in SERVING else find_overheads(chip, plan.software)
-    return machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
+    own = serving_overheads(chip) if kind in SERVING else find_overheads(chip, plan.software)
+    job = cluster.num_chips * (kind not in SERVING)  # an engine's ranks are one group
+    return machine(cluster, plan.dtype, ideal=ideal, overheads=overheads or own, job=job)
 
 
 @lru_cache(maxsize=256)
 def _machine(
-    chip: Chip, levels: tuple[Level, ...], reduce_scatter: ReduceScatter, dtype: str, ideal: bool,
-    overheads: Overheads, collectives: tuple[MeasuredCollective, ...],
+    chip: Chip, levels: tuple[Level, ...], job: int, reduce_scatter: ReduceScatter, dtype: str,
+    ideal: bool, overheads: Overheads, collectives: tuple[MeasuredCollective, ...],
 ) -> Machine:  # fmt: skip
-    dtypes = {dtype, "bf16" if dtype in NARROW_DTYPES else dtype}
+    dtypes, base = {dtype, "bf16" if dtype in NARROW_DTYPES else dtype}, rates(chip, levels, dtype)
     return Machine(
-        base=rates(chip, levels, dtype),
+        base=replace(base, links=tuple(link.of_job(job) for link in base.links)),
         reached_frac=(
             *(1.0 for _ in levels[0].torus or (1,)),
             *(overheads.reached_frac(level.name, level.bytes_per_s) for level in levels[1:]),
@@ -224,7 +230,7 @@ def _machine(
         power_watts=chip.power_watts,
         host_bytes_per_s=host_bytes_per_s(chip) or np.inf,
         op_host_s=0.0 if ideal else chip.op_host_s,
-        collectives=collectives,
+        collectives=() if ideal else collectives,
     )
 
 
@@ -402,8 +408,7 @@ def _passes(op: Op) -> str:
 def _moved_s(machine: Machine, op: Op, moved_bytes: Stack) -> Num:
     """Time of a kernel that only moves; of some libraries, no more than each core waits for."""
     each = CORE_BYTES_PER_S.get(op.library, np.inf) if machine.efficiency is not IDEAL else np.inf
-    cores = np.where(np.asarray(machine.num_cores) > LARGE_CORES, machine.num_cores, np.inf)
-    bytes_per_s = np.minimum(machine.base.memory_bytes_per_s, cores * each)
+    bytes_per_s = np.minimum(machine.base.memory_bytes_per_s, machine.small_cores * each)
     return memory_kernel_s(moved_bytes, memory_bytes_per_s=bytes_per_s, efficiency=machine.efficiency.memory)
 
 
@@ -426,7 +431,9 @@ def _collective_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, 
     waiting_s = np.where(ranks > 1, machine.overheads.skew_s, 0.0)
     if op.choices:
         waiting_s = waiting_s + _dispatch_launch_s(machine, op, ranks)
-    return machine.collective_s(kind, payload_bytes, ranks, stride, op.choices, op.groups) + waiting_s
+    return waiting_s + machine.collective_s(
+        kind, payload_bytes, ranks, stride, Choices(op.choices, op.groups)
+    )
 
 
 def _dispatch_launch_s(machine: Machine, op: Op, ranks: Stack) -> Num:

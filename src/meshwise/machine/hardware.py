@@ -77,6 +77,7 @@ class Chip:
     `vector_flop_per_s` those of the ordinary units. `generation` names the family whose fitted
     efficiencies the chip shares. `num_cores` counts SMs, CUs or their like. `op_host_s`, of ranks that
     compute on their host: what comes with each matmul or attention (dispatch, small operators, late ranks).
+    `flop_per_joule`: matrix FLOP for a joule, as a multiple of what its generation does.
     `host_chips`: the most that one host has, which may be fewer than the innermost links join.
     """
 
@@ -91,6 +92,7 @@ class Chip:
     num_cores: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHIPS)] = 0
     cache_bytes: _FromZero = 0.0
     power_watts: _FromZero = 0.0
+    flop_per_joule: _Positive = 1.0
     host_bytes_per_s: _FromZero = 0.0
     op_host_s: _FromZero = 0.0
     host_chips: _Count = 8
@@ -392,7 +394,10 @@ def _stated(record: Any, *without: str) -> dict[str, Any]:
 
 
 class Link(NamedTuple):
-    """One level of links, or one axis of a torus, whose `ways` are 2 where it closes to a ring, else 1."""
+    """One level of links, or one axis of a torus, whose `ways` are 2 where it closes to a ring, else 1.
+
+    `job_ranks`: of the `ranks` of a domain those that a job has (`of_job`); 0 where that is not said.
+    """
 
     bytes_per_s: Num
     latency_s: Num
@@ -400,11 +405,24 @@ class Link(NamedTuple):
     ways: Num = 0.0
     rails: Num = 0.0
     mesh: bool = False
+    job_ranks: int = 0
 
     def among(self, ranks: Num) -> Num:
         """What `ranks` ranks of a domain have of the links of one [bytes/s]."""
         share: Num = np.maximum(ranks - 1.0, 1.0) / (self.ranks - 1.0) if self.mesh else 1.0
         return self.bytes_per_s * share
+
+    def of_job(self, num_chips: int) -> "Link":
+        """The link as a job of `num_chips` meets it that needs several of its domains.
+
+        It has all of a domain where that divides the job; else an even share, as large as can be, that leaves
+        a group whole wherever a full domain does (256 ranks have 64 in each of four domains of 72).
+        """
+        if self.ways or self.ranks >= num_chips:
+            return self
+        even = math.gcd(num_chips, int(self.ranks))
+        sizes = range(even, int(self.ranks) + 1, even)
+        return self._replace(job_ranks=max(size for size in sizes if num_chips % size == 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -427,14 +445,12 @@ def sliced(levels: tuple[Level, ...], num_chips: int) -> tuple[Level, ...]:
     """The levels as a job of `num_chips` meets them: a part of a torus is the most cubic box of that size."""
     inner = levels[0]
     whole = math.prod(inner.torus)
-    if not inner.torus or num_chips == whole:
-        return levels
-    if num_chips > whole:
-        if len(levels) == 1:
-            shape = " x ".join(map(str, inner.torus))
-            raise ClusterError(
-                f"the torus {shape} has {whole} chips, not {num_chips}; add a level that joins several"
-            )
+    if inner.torus and num_chips > whole and len(levels) == 1:
+        shape = " x ".join(map(str, inner.torus))
+        raise ClusterError(
+            f"the torus {shape} has {whole} chips, not {num_chips}; add a level that joins several"
+        )
+    if not inner.torus or num_chips >= whole:
         return levels
     return (replace(inner, torus=_most_cubic(num_chips, len(inner.torus))), *levels[1:])
 
@@ -454,8 +470,8 @@ def _most_cubic(num_chips: int, num_axes: int) -> tuple[int, ...]:
 def _axes(level: Level) -> list[Link]:
     """The links of a level: switches as they are, a torus axis by axis."""
     if not level.torus:
-        link = Link(level.bytes_per_s, level.latency_s, level.ranks)
-        return [link._replace(rails=float(level.rails), mesh=level.mesh)]
+        rails = float(level.rails)
+        return [Link(level.bytes_per_s, level.latency_s, level.ranks, rails=rails, mesh=level.mesh)]
     sizes = itertools.accumulate(level.torus, operator.mul)
     one_way = level.bytes_per_s / (2 * len(level.torus))
     ways = [2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0 for size in level.torus]
