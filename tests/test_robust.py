@@ -40,24 +40,14 @@ DOTTED = ".".join("a" * 15_000)
 
 
 @pytest.mark.parametrize("text", [f"[{DOTTED}]", f'a = ["""x"""", {{{DOTTED} = 1}}]'])
-@pytest.mark.parametrize(
-    "words",
-    [
-        (*ESTIMATE, "--cluster", "x.toml"),
-        (*ESTIMATE, *ON_CHIPS, "--plan", "x.toml"),
-        ("--config", "x.toml", *ESTIMATE, *ON_CHIPS),
-        ("estimate", *ON_CHIPS, "--from", "x.toml"),
-        ("frontier", "run", "--chip", "x.toml"),
-        ("eval-lm", "x.toml"),
-        ("sweep", "x.toml"),
-    ],
-)
+@pytest.mark.parametrize("words", table("tables")["of_a_file"])
 def test_a_long_key_of_a_toml_file_is_refused_before_it_is_parsed(
-    meshwise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], text: str
+    meshwise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, text: str
 ) -> None:
     """The parser's memory grows with its square: 40,000 parts took 1.6 GB."""
     monkeypatch.chdir(tmp_path)
     Path("x.toml").write_text(f"{text}\n[training]\n")
+    words = words.split()
     refused(meshwise(*words), "a dotted key has more than 8 parts")
     Path("x.toml").write_text("[training]\n" + "# comment\n" * 200_000)
     refused(meshwise(*words), "bytes")

@@ -224,18 +224,16 @@ def test_robust_plans_are_ranked_by_their_step_under_all_adversities() -> None:
     assert beside.time_s["comm_dp"] + beside.hidden_s["comm_dp"] == pytest.approx(exposed, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "seq", "keys", "found"),
-    [
-        ("llama3-70b", "h100-80g-sxm:512", 2**20, {"tp": (8,), "pp": (1,)}, {"cp": 64}),
-        (
-            "deepseek-v3", "gb200:256", 4096,
-            {"tp": (1,), "cp": (1,), "schedule": ("interleaved",), "zero": (3,), "dtype": ("fp8",)},
-            {"pp": 4, "vpp": 4, "ep": 64},
-        ),
-        ("llama3-8b", "h100-80g-sxm:16", 4096, {"layout": ("2d",), "pp": (1,)}, {"layout": "2d", "tp": 2}),
-    ],
-)  # fmt: skip
+def test_robust_plans_fit_as_they_are_too() -> None:
+    """Layers are placed before experts are out of balance, so the plan is the one that `estimate` prices."""
+    stated = {"dtype": ("fp8",), "tp": (1,), "cp": (1,)}
+    job = {"batch": 2048, "seq": 4096, "stated": stated, "robust": True}
+    found = search(find_model("deepseek-v3"), find_cluster("b200-sxm:1024"), **job)
+    assert max(one.memory_bytes["total"] for one in found.best) <= found.capacity_bytes
+    assert [one.robust_s for one in found.bases] == sorted(one.robust_s for one in found.bases)
+
+
+@pytest.mark.parametrize(("model", "cluster", "seq", "keys", "found"), table("tables")["in_sight"])
 def test_nothing_is_out_of_sight(
     model: str, cluster: str, seq: int, keys: dict[str, Any], found: dict[str, Any]
 ) -> None:
@@ -361,15 +359,7 @@ def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
             assert again[key] == best[key]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("tp=8,dp=8", "pp=4,schedule=zb-h1", "recompute=full,recompute_layers=3"),
-        "zero=2,zero_group=4,offload_optimizer=0.5,offload_activations=1",
-        *("placement=tp-pp-dp-cp,tp=2|4,pp=2", "recompute_modules=core_attn,pp=2"),
-        "overlap_tp=1,dtype=fp8,cp=2,cp_kind=ulysses",
-    ],
-)
+@pytest.mark.parametrize("text", table("tables")["obeyed"])
 def test_what_is_stated_is_obeyed(meshwise, text: str) -> None:
     document = meshwise(*ARGUMENTS, "--plan", text, "--json").document
     assert document["best"]
@@ -456,6 +446,14 @@ def test_a_study_is_its_searches(meshwise) -> None:
         kept = [study["points"][i] for i in front]
         for one in study["points"]:
             assert any(all(of[name] <= one[name] for name in ("s_per_token", measure)) for of in kept)
+
+
+def test_energy_is_unknown_where_the_watts_are(meshwise) -> None:
+    job = ("search", "llama3-8b", "--cluster", "tpu-v7:64", "--batch", 64, "--plan", "pp=1,tp=1", "--vary")
+    (point,), fronts = map(meshwise(*job, "gpus=64", "--json").document.get, ("points", "fronts"))
+    assert "joules_per_token" not in point and not fronts["joules_per_token"]
+    assert "unknown" in meshwise(*job, "gpus=64").out
+    assert "unknown" not in meshwise(*job, "gpus=64", "--watts", 900, "--tokens", 1e9).out
 
 
 def test_weak_scaling_grows_the_batch(meshwise) -> None:

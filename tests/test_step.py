@@ -9,39 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
+from meshwise.estimate.adverse import Adversity, adverse_machine
 from meshwise.estimate.one_plan import TIME_PARTS, Estimate, estimate, model_flop
 from meshwise.estimate.priced_model import priced_model
 from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.step import play, price_step
-from meshwise.estimate.timing import machine, op_times
+from meshwise.estimate.timing import machine, machine_for, op_times
 from meshwise.machine.hardware import find_cluster
-from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
+from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads, software_on
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
-from meshwise.plan.plan import parse_plan
+from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.rules import resolve
 from meshwise.plan.stages import layers_of_chunks, loses_step, stages_of
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.vocabulary import head
+from meshwise.search.study import changed
 
 GIB = 2**30
 
 
 def priced(
-    model: str = "gpt3-175b",
-    plan: str = "tp=8,pp=8",
-    *,
-    cluster: str = "a100-80g-sxm:64",
-    batch: int = 64,
-    seq: int = 2048,
-    microbatch: int = 1,
-    kind: str = "train",
-    ideal: bool = False,
+    model: str = "gpt3-175b", plan: str = "tp=8,pp=8", *, ideal: bool = False, **work: Any
 ) -> Estimate:
-    load = Workload(batch=batch, seq=seq, microbatch=microbatch, kind=kind)
-    return estimate(find_model(model), find_cluster(cluster), parse_plan(plan), load, ideal=ideal)
+    cluster = find_cluster(work.pop("cluster", "a100-80g-sxm:64"))
+    load = Workload(**{"batch": 64, "seq": 2048, **work})
+    return estimate(find_model(model), cluster, parse_plan(plan), load, ideal=ideal)
 
 
 # --- facts -------------------------------------------------------------------------------------
@@ -280,18 +276,7 @@ def test_fp32_weights_are_their_own_master(dtype: str, per_weight: int) -> None:
     assert found["optimizer"] == per_weight * num_params(find_model("llama3-8b"))
 
 
-@pytest.mark.parametrize(
-    ("software", "fusion", "tp", "held", "moved"),
-    [  # bytes a logit: what an allocator books, and what kernels read and write
-        ("megatron-2024", "none", 1, 6, 52),
-        ("megatron-2024", "kernels", 1, 6, 32),
-        ("megatron-2024", "in_place", 2, 2, 10),
-        ("megatron-2024", "log_probs", 1, 18, 116 + 16 * 8),  # 16 for each of 8 sequences
-        ("torch-2024", "none", 1, 14, 48),
-        ("torch-2024", "none", 2, 18, 76),
-        ("torch-2024", "kernels", 2, 4, 8),
-    ],
-)
+@pytest.mark.parametrize(("software", "fusion", "tp", "held", "moved"), table("tables")["losses"])
 def test_kernels_of_a_loss_are_its_memory_and_its_traffic(
     software: str, fusion: str, tp: int, held: float, moved: float
 ) -> None:
@@ -423,3 +408,22 @@ def test_the_clock_follows_the_cube_root_of_the_power() -> None:
     assert pays.sustained_flop_per_s("bf16", 700.0) == pytest.approx(700e12)
     assert pays.sustained_flop_per_s("bf16", 87.5) == pytest.approx(350e12)
     assert pays.sustained_flop_per_s("bf16", 0.0) == float("inf")
+
+
+@pytest.mark.parametrize("chip", ["h100-80g-sxm:8", "b200-sxm:8", "mi300x:8"])
+def test_a_slower_chip_sustains_less_too(chip: str) -> None:
+    """What-ifs of compute change what a FLOP takes, not the watts."""
+    clusters = (changed(find_cluster(chip), {"compute": times}) for times in (1.0, 0.5))
+    usual, half = (machine_for(one, Plan(), "train") for one in clusters)
+    assert usual.sustained_s(1e15, "bf16") > 0.0
+    for one in (half, adverse_machine(usual, Adversity(compute=0.5))):
+        assert one.sustained_s(1e15, "bf16") == pytest.approx(2.0 * usual.sustained_s(1e15, "bf16"))
+
+
+@pytest.mark.parametrize("chip", ["tpu-v7:64", "trn2:64", "h200-sxm:64"])
+def test_what_hides_costs_no_more_than_what_is_hidden(chip: str) -> None:
+    """DeepEP's kernels hold cores where a chip has many small ones."""
+    plan = f"ep=32,dispatch=per_rank,pp=2,software={software_on(find_cluster(chip).chip) or 'megatron-2024'}"
+    plans = (f"{plan},overlap_ep={hides}" for hides in (0, 1))
+    open_s, hidden_s = (mw.estimate("qwen3-235b-a22b", chip, one, batch=64).step_s for one in plans)
+    assert hidden_s < open_s

@@ -13,12 +13,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwise.estimate.balance import step_cost
 from meshwise.estimate.one_plan import Estimate, interval_of
+from meshwise.estimate.priced_model import PricedModel, priced_model
+from meshwise.estimate.step import price_step
 from meshwise.estimate.timing import Machine
 from meshwise.machine.hardware import Cluster, Rates
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan
 
 LINKS_FRAC, OVERLAP_FRAC = 0.8, 0.5
@@ -36,24 +36,24 @@ class Adversity:
     overlap: float = 1.0
     experts_unbalanced: bool = False
 
-    def mesh(self, model: Model, mesh: Mesh, machine: Machine) -> Mesh:
-        """`mesh` with the imbalance of its experts."""
-        if not self.experts_unbalanced or model.moe is None:
-            return mesh
-        busiest = machine.overheads.imbalance(model.moe.num_experts, mesh.ep)
-        return replace(mesh, imbalance=np.maximum(mesh.imbalance, busiest))
+    def priced(self, of: PricedModel) -> PricedModel:
+        """The same plans then: on the slower machine, with the imbalance of their experts."""
+        if self == Adversity():
+            return of
+        mesh = of.mesh
+        if self.experts_unbalanced and of.model.moe is not None:
+            busiest = of.machine.overheads.imbalance(of.model.moe.num_experts, mesh.ep)
+            mesh = replace(mesh, imbalance=np.maximum(mesh.imbalance, busiest))
+        return priced_model(of.model, mesh, adverse_machine(of.machine, self))
 
     def step_s(self, found: Estimate) -> float:
-        """The step of an estimate then."""
-        mesh = self.mesh(found.model, found.mesh, found.machine)
-        return float(step_cost(found.model, mesh, adverse_machine(found.machine, self)).step_s)
+        """The step of an estimate then, its layers where they are."""
+        return float(price_step(self.priced(found.step.of)).step_s)
 
 
 @lru_cache(maxsize=256)
 def adverse_machine(machine: Machine, adversity: Adversity) -> Machine:
     """The machine with the rates and the overlap that are left."""
-    if adversity == Adversity():
-        return machine
     overheads, exposed_frac = machine.overheads, 1.0 - adversity.overlap
     return replace(
         machine,
@@ -61,6 +61,7 @@ def adverse_machine(machine: Machine, adversity: Adversity) -> Machine:
         by_dtype={dtype: _slower(rates, adversity) for dtype, rates in machine.by_dtype.items()},
         overheads=replace(
             overheads,
+            joule_per_flop={of: joule / adversity.compute for of, joule in overheads.joule_per_flop.items()},
             tp_exposed_frac=max(overheads.tp_exposed_frac, exposed_frac),
             interference_frac=max(overheads.interference_frac, exposed_frac),
         ),

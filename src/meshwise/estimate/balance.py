@@ -77,6 +77,13 @@ def placed_cost(of: PricedModel, wants: Wants | None = None) -> StepCost:
     return found if of.mesh.plan.stages or not of.mesh.trains else _with_faster_ends(found, wants)
 
 
+def worse_cost(planned: PricedModel, worse: PricedModel, wants: Wants | None) -> StepCost:
+    """The cost of plans that turn out `worse` when their layers are placed, and fit as `planned` too."""
+    before = placed_cost(placed(planned), wants)
+    found = price_step(with_ends(worse, before.of.mesh.ends), wants=wants)
+    return replace(found, memory_bytes=larger(found.memory_bytes, before.memory_bytes))
+
+
 def _with_faster_ends(found: StepCost, wants: Wants | None) -> StepCost:
     """`found` with other ends wherever its step is faster by them; see `placed_cost`."""
     of, bound, worth_s = found.of, _bound(found), found.step_s * (1.0 - NO_GAIN_FRAC)

@@ -24,8 +24,8 @@ from meshwise.core.columns import any_of, chosen_cells, distinct_columns, some_c
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.adverse import Adversity, adverse_machine
-from meshwise.estimate.balance import placed, placed_cost
+from meshwise.estimate.adverse import Adversity
+from meshwise.estimate.balance import placed, placed_cost, worse_cost
 from meshwise.estimate.priced_model import PricedModel, priced_model
 from meshwise.estimate.step import StepCost, Wants, least_of_ops, least_step_s
 from meshwise.estimate.timing import machine_for
@@ -94,7 +94,8 @@ class Grid:
 
     `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows`: of each row
     the place on the first of the `row_axes`, that of `CHUNKS`, and the stem; `stems`: of each stem the place
-    on each of the others. `fixed`: the numbers that do not vary. `priced`: the model in every stem.
+    on each of the others. `fixed`: the numbers that do not vary. `planned`: the model in every stem,
+    `priced`: under adversity.
     `least_s`: no plan of a row takes less (`step.least_step_s`). `broken`: where cells are no plans by rules
     that look at a tail axis, along all axes.
     """
@@ -109,8 +110,8 @@ class Grid:
     stems: tuple[NDArray[np.intp], ...]
     rows: tuple[NDArray[np.intp], NDArray[np.intp]]
     fixed: dict[str, Num]
-    adversity: Adversity
     broken: list[NDArray[np.bool_]]
+    planned: PricedModel
     priced: PricedModel
     least_s: NDArray[np.float64]
 
@@ -167,7 +168,6 @@ class Grid:
         for first in range(0, len(some), self.rows_at_once):
             of = some[first : first + self.rows_at_once]
             mesh, broken = self.mesh(of)
-            mesh = self.adversity.mesh(self.model, mesh, self.priced.machine)
             priced = placed(self.priced.of_rows(self.rows[1][of], mesh))
             if wants is None:
                 yield self._cells([*tail, of], priced, wants, broken)
@@ -196,7 +196,9 @@ class Grid:
         self, at: Sequence[NDArray[np.intp]], priced: PricedModel, wants: Wants | None, broken: Any = False
     ) -> Cells:
         """Price the cells of a mesh, which are `at` these places on the tail axes and rows."""
-        return Cells(self, (*at[:-1], *self._places(at[-1])), placed_cost(priced, wants), broken)
+        own = self.planned.of_rows(self.rows[1][at[-1]], priced.mesh)
+        cost = placed_cost(priced, wants) if self.planned is self.priced else worse_cost(own, priced, wants)
+        return Cells(self, (*at[:-1], *self._places(at[-1])), cost, broken)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -384,13 +386,13 @@ def _grid(
     mesh, stems = mesh_of_stems(is_stem)
     of_stems, of_chunks = np.nonzero(is_row[:, is_stem].T)
     rows = of_chunks, of_stems
-    machine = adverse_machine(machine_for(cluster, plan, workload.kind), adversity)
-    mesh = adversity.mesh(model, mesh, machine)
-    priced = priced_model(model, mesh, machine)
+    planned = priced_model(model, mesh, machine_for(cluster, plan, workload.kind))
+    priced = adversity.priced(planned)
     least_s = np.broadcast_to(least_step_s(priced), (num_chunks, len(stems[0])))
     yield Grid(
-        model, cluster, workload, plan, switches, tail, row_axes, stems, rows, fixed, adversity,
-        [one for one in broken if prod(one.shape[: len(tail)]) > 1 and one.any()], priced, least_s[rows],
+        model, cluster, workload, plan, switches, tail, row_axes, stems, rows, fixed,
+        [one for one in broken if prod(one.shape[: len(tail)]) > 1 and one.any()],
+        planned, priced, least_s[rows],
     )  # fmt: skip
 
 

@@ -366,7 +366,7 @@ def _throttle_frac(found: GemmEfficiency, chip: Chip, donors: Sequence[str]) -> 
     """
     slowest = 1.0 + THROTTLE_DECADES * found.throttle_frac
     watts = _ratio(chip, donors, lambda one: (one.power_watts or chip.power_watts) / num_cores(one))
-    slowest *= _ratio(chip, donors, _core_flop_per_s) / watts**CLOCK_POWER
+    slowest *= _ratio(chip, donors, _core_flop_per_s) / chip.flop_per_joule / watts**CLOCK_POWER
     return max(slowest - 1.0, 0.0) / THROTTLE_DECADES
 
 

@@ -230,7 +230,7 @@ def find_overheads(chip: Chip, software: str = DEFAULT_SOFTWARE, *, among: Table
     A chip whose generation has no power figures is not limited by power. PlanError for an unknown
     generation of software.
     """
-    return _find(chip.generation, software, tables() if among is None else among)
+    return _find(chip.generation, chip.flop_per_joule, software, tables() if among is None else among)
 
 
 def measured_as(software: str) -> str:
@@ -239,7 +239,7 @@ def measured_as(software: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _find(generation: str, software: str, among: Tables) -> Overheads:
+def _find(generation: str, flop_per_joule: float, software: str, among: Tables) -> Overheads:
     measured = measured_as(software)
     if measured not in among.software:
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(SOFTWARE)}")
@@ -252,7 +252,7 @@ def _find(generation: str, software: str, among: Tables) -> Overheads:
     static = {name.removesuffix(_STATIC): power.pop(name) for name in [*power] if name.endswith(_STATIC)}
     return Overheads(
         static_watts=static,
-        joule_per_flop=power,
+        joule_per_flop={dtype: joule / flop_per_joule for dtype, joule in power.items()},
         full_watts=FULL_WATTS.get(generation, 1.0),
         network_frac=among.network,
         **constants,

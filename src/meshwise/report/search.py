@@ -362,11 +362,11 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     keys = list(study.points[0].changes) if study.points else []
     figures = []
     for i, point, plan in found:
-        rate, joules = plan.tokens_per_s, point.measures(budget)["joules_per_token"]
+        rate, joules = plan.tokens_per_s, point.measures(budget).get("joules_per_token")
         per_gpu = "" if (speedup := study.speedup(i)) is None else f"{speedup:.1%}"
         named = " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure])
         row = duration(plan.step_s), f"{plan.mfu:.1%}", with_prefix(rate, "", 3), per_gpu
-        figures.append((*point.changes.values(), *row, with_prefix(joules, "J", 3), named))
+        figures.append((*point.changes.values(), *row, with_prefix(joules, "J", 3) or "unknown", named))
     columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", "front")
     yield Table("", columns, figures, left=("front",))
     run_columns = next(iter(cells.values()), {})

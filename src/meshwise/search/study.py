@@ -42,7 +42,7 @@ KEYS: dict[str, Field] = {
     "domain": whole("ranks of the innermost links (NVLink)"),
     "memory": number("memory of a GPU, times", 0.01, 100),
     "memory_rate": number("bandwidth of the memory, times", 0.01, 100),
-    "compute": number("peak of the matrix and vector units, times", 0.01, 100),
+    "compute": number("FLOP/s of the matrix and vector units, times, at the same watts", 0.01, 100),
     "inner": number("bandwidth of the innermost links, times", 0.01, 100),
     "outer": number("bandwidth of all other links, times", 0.01, 100),
 }
@@ -51,7 +51,7 @@ KEYS: dict[str, Field] = {
 OF_CHIP = {
     "memory": ("memory_bytes",),
     "memory_rate": ("memory_bytes_per_s",),
-    "compute": ("matrix_flop_per_s", "vector_flop_per_s"),
+    "compute": ("matrix_flop_per_s", "vector_flop_per_s", "flop_per_joule"),
 }
 """Numbers of a chip that a factor changes, or their values by dtype."""
 
@@ -102,16 +102,18 @@ class StudyPoint:
     best: Estimate | None
 
     def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
-        """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits."""
+        """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits.
+
+        Energy is left out where the chip's watts are neither stated nor known.
+        """
         if self.best is None:
             return {}
-        watts = (budget or TokenBudget()).watts_per_gpu(self.best) or 0.0
         token_s, num_chips = 1.0 / self.best.tokens_per_s, self.cluster.num_chips
-        return {
+        watts = (budget or TokenBudget()).watts_per_gpu(self.best)
+        return ({"joules_per_token": token_s * num_chips * watts} if watts else {}) | {
             "s_per_token": token_s,
             "num_chips": float(num_chips),
             "gpu_s_per_token": token_s * num_chips,
-            "joules_per_token": token_s * num_chips * watts,
             "memory_bytes": self.best.memory_bytes["total"],
         }
 
@@ -136,7 +138,7 @@ class Study(Shown):
 
     def front(self, measure: str, budget: TokenBudget | None = None) -> list[int]:
         """The points that none beats in both time per token and `measure`, fastest first."""
-        found = [(point.measures(budget), i) for i, point in enumerate(self.points) if point.best is not None]
+        found = [(one, i) for i, at in enumerate(self.points) if measure in (one := at.measures(budget))]
         least, front = float("inf"), []
         for values, i in sorted(found, key=lambda one: (one[0]["s_per_token"], one[0][measure])):
             if values[measure] < least:
@@ -270,10 +272,8 @@ def _changed(cluster: Cluster, key: str, value: Any) -> Cluster:
     if key in OF_CHIP:
         scaled = {name: _times(getattr(cluster.chip, name), value) for name in OF_CHIP[key]}
         return replace(cluster, chip=replace(cluster.chip, **scaled))
-    levels = list(cluster.levels)
-    for place in [0] if key == "inner" else range(1, len(levels)):
-        levels[place] = replace(levels[place], bytes_per_s=value * levels[place].bytes_per_s)
-    return replace(cluster, levels=tuple(levels))
+    faster = [replace(level, bytes_per_s=value * level.bytes_per_s) for level in cluster.levels]
+    return replace(cluster, levels=(faster[0], *others) if key == "inner" else (inner, *faster[1:]))
 
 
 def _times(rates: Any, factor: float) -> Any:
