@@ -29,7 +29,9 @@ def test_json_is_one_document_with_the_contracts_keys(meshwise) -> None:
     assert sum(document["time_s"].values()) == pytest.approx(document["step_s"])
 
 
-def test_per_layer_is_one_layer_once(meshwise) -> None:
+def test_per_layer_is_one_layer_of_each_kind_once(meshwise) -> None:
+    shown = meshwise("estimate", "gemma-3-27b", *BASE[2:], "--per-layer").out
+    assert "one layer_window1024, 52 of 62, window 1024," in shown and "one layer, 10 of 62," in shown
     rows = meshwise(*BASE, "--per-layer", "--json").document["ledger"]
     assert {row["module"] for row in rows} == {"layer.attention", "layer.mlp"}
     assert all(row["count"] == 1 for row in rows if not row["collective"])

@@ -14,7 +14,9 @@ from meshwise.core.units import Num
 from meshwise.estimate.one_plan import estimate
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import layer_kind
 from meshwise.model.find import find_model
+from meshwise.model.weights import block_weights, mtp_weights, num_weights
 from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.op import Op
@@ -38,8 +40,7 @@ def test_cache_of_a_sequence(model: str, plan: dict[str, Any], by_hand: int) -> 
 def test_the_most_sequences_are_the_last_that_fit() -> None:
     of = server("llama3-70b", "h100-80g-sxm:8", tp=8)
     most = est.max_sequences(of)
-    fits = [row["fits"] for row in pass_times.rows(of, [most, most + 1])]
-    assert fits == [True, False]
+    assert [row["fits"] for row in pass_times.rows(of, [most, most + 1])] == [True, False]
     assert est.max_sequences(server("mixtral-8x7b", "h100-80g-sxm:1")) == 0
 
 
@@ -74,21 +75,17 @@ def test_throughput_is_a_ceiling_of_tensorrt_llm(row: tuple[str, int, int, int, 
     model, sequences, tp, prompt, output, measured = row
     of = server(model, f"h200-sxm:{tp}", tp=tp, dtype="fp8", kv_dtype="fp8", prompt=prompt, output=output)
     predicted = pass_times.rows(of, [sequences])[0]
-    assert predicted["fits"]
     reached = measured / predicted["with_prefill_per_s"]
-    assert (0.4 if tp == 4 else 0.6) < reached < 1.0
+    assert predicted["fits"] and (0.4 if tp == 4 else 0.6) < reached < 1.0
 
 
 def test_decoding_of_deepseek_v3() -> None:
     # DeepSeek's overview of its inference system (open-source week, day 6): 14.8k tokens/s a node of 8 H800
     # at 20-22 tokens/s a sequence, so 88 sequences a GPU, 4989 cached tokens on average, experts over 144
     # GPUs, exchanges hidden behind a second batch. The estimate hides nothing.
-    of = server(
-        "deepseek-v3", "h800-80g-sxm:128", ep=128, dtype="fp8", prompt=4989 - 500, output=1000
-    )  # fmt: skip
+    of = server("deepseek-v3", "h800-80g-sxm:128", ep=128, dtype="fp8", prompt=4489, output=1000)
     row = pass_times.rows(of, [88 * 128])[0]
-    assert row["fits"]
-    assert row["tokens_per_s_per_gpu"] == pytest.approx(14_800 / 8, rel=0.25)
+    assert row["fits"] and row["tokens_per_s_per_gpu"] == pytest.approx(14_800 / 8, rel=0.25)
     hidden_s = row["token_s"] - row["time_s"]["comm_ep"]
     assert row["token_s"] > 1 / 22 > hidden_s * 0.9
 
@@ -114,8 +111,7 @@ def test_more_work_takes_longer(model: str, sequences: int, prompt: int) -> None
         return est.price_pass(of, of.decode(float(sequences), float(past))).total_s
 
     one, more, longer = (decode_s(sequences * n, prompt * m) for n, m in ((1, 1), (2, 1), (1, 2)))
-    assert one <= more * (1 + 1e-9)
-    assert one <= longer * (1 + 1e-9)
+    assert one <= min(more, longer) * (1 + 1e-9)
     assert more <= 2 * one * (1 + 1e-9)
 
 
@@ -123,8 +119,7 @@ def test_sequences_within_a_limit() -> None:
     of = server("llama3-70b", "h100-80g-sxm:8", tp=8)
     count = pass_times.sequences_within(of, 0.02)
     assert float(est.token_pass(of, count).total_s) <= 0.02 < float(est.token_pass(of, count + 1).total_s)
-    assert pass_times.sequences_within(of, 1e-6) == 0
-    assert pass_times.sequences_within(of, 10.0) == est.max_sequences(of)
+    assert [pass_times.sequences_within(of, s) for s in (1e-6, 10.0)] == [0, est.max_sequences(of)]
 
 
 @given(
@@ -159,10 +154,9 @@ def test_a_pipeline_takes_what_its_batches_take_at_the_slowest_stage(pp: int) ->
     hops_s = float(all_stages.time_s["comm_pp"])
     assert 0 < hops_s < 0.1 * one.total_s
     assert one.total_s < all_stages.total_s - hops_s < 1.2 * one.total_s
-    assert piped.groups == pp
+    assert piped.groups == pp and est.prompt_s(piped) > est.prompt_s(whole)
     assert est.sequence_bytes(piped) == pytest.approx(est.sequence_bytes(whole) / pp)
     assert est.max_sequences(piped) * pp > pp * est.max_sequences(whole)  # a stage holds fewer weights
-    assert est.prompt_s(piped) > est.prompt_s(whole)
 
 
 def test_tokens_are_gathered_on_few_ranks_and_sent_on_many() -> None:
@@ -208,11 +202,9 @@ def test_command(meshwise: Any) -> None:
     assert 64 <= document["sequences_within_limit"] <= document["max_sequences"]
     assert document["passes"][0]["tokens_per_s"] < document["passes"][1]["tokens_per_s"]
     shown = meshwise(*words).out
-    assert "first token after" in shown
-    assert f"room for {document['max_sequences']} sequences" in shown
+    assert "first token after" in shown and f"room for {document['max_sequences']} sequences" in shown
     none = meshwise("serve", "mixtral-8x7b", "--cluster", "h100-80g-sxm:1")
-    assert none.code == 1
-    assert "out of memory" in none.out
+    assert none.code == 1 and "out of memory" in none.out
 
 
 # --- number formats, balance and overlap -----------------------------------------------------------
@@ -238,12 +230,10 @@ def test_narrow_weights_are_read_as_kept_and_computed_as_before(kept: str, bits:
     wide = server("llama3-8b", "a100-80g-sxm:1", tp=1)
     narrow = server("llama3-8b", "a100-80g-sxm:1", tp=1, weight_dtype=kept)
     ends = 2 * 128_256 * 4096 * 2
-    assert est.weight_bytes(narrow) - ends == pytest.approx(
-        (est.weight_bytes(wide) - ends) * bits / 16, rel=0.01
-    )
+    blocks = (est.weight_bytes(wide) - ends) * bits / 16
+    assert est.weight_bytes(narrow) - ends == pytest.approx(blocks, rel=0.01)
     assert float(est.token_pass(narrow, 1.0).total_s) < 0.75 * float(est.token_pass(wide, 1.0).total_s)
-    many = est.prompt_s(narrow) / est.prompt_s(wide)  # bound by arithmetic, which is that of bf16
-    assert many == pytest.approx(1.0, abs=0.1)
+    assert est.prompt_s(narrow) == pytest.approx(est.prompt_s(wide), rel=0.1)  # bf16 arithmetic binds both
 
 
 def ops_of(of: est.Serving, engine: str, tokens: float = 8192.0) -> dict[str, Op]:
@@ -308,10 +298,9 @@ def test_sglang_gathers_prompts_of_dp_ranks_by_sums() -> None:
     payload = float(gathered["moe.dispatch.all_gather"].payload_bytes)
     assert float(summed["moe.dispatch.all_reduce"].payload_bytes) == pytest.approx(2.0 * payload)
     assert "moe.dispatch.all_gather" not in summed
-    decoded = est.price_pass(pass_times.run_by(of, ENGINES["sglang"]), of.decode(8.0, 2048.0))
-    assert float(decoded.time_s["comm_ep"]) == float(
-        est.price_pass(of, of.decode(8.0, 2048.0)).time_s["comm_ep"]
-    )
+    runs = of, pass_times.run_by(of, ENGINES["sglang"])
+    one, other = (est.price_pass(run, of.decode(8.0, 2048.0)).time_s["comm_ep"] for run in runs)
+    assert float(one) == float(other)
 
 
 def test_the_host_launches_each_kernel_of_latents_and_recurrences() -> None:
@@ -328,8 +317,7 @@ def test_two_batches_hide_the_exchange() -> None:
     plan: dict[str, Any] = {"ep": 128, "dtype": "fp8", "prompt": 4989 - 500, "output": 1000}
     shown = est.token_pass(server("deepseek-v3", "h800-80g-sxm:128", **plan), 88.0)
     hidden = est.token_pass(server("deepseek-v3", "h800-80g-sxm:128", overlap_ep=True, **plan), 88.0)
-    assert float(hidden.total_s) < float(shown.total_s)
-    assert float(hidden.total_s) == pytest.approx(0.0475, rel=0.2)
+    assert float(shown.total_s) > float(hidden.total_s) == pytest.approx(0.0475, rel=0.2)
 
 
 # --- speculation -----------------------------------------------------------------------------------
@@ -347,6 +335,17 @@ def test_guesses_pay_as_often_as_they_are_right(drafts: int, acceptance: float) 
     assert token_s >= float(est.token_pass(sure, 4.0).total_s) * (1 - 1e-9)
     assert token_s * expected > float(est.token_pass(plain, 4.0).total_s)  # a checking pass does more
     assert est.weight_bytes(of) > est.weight_bytes(plain)
+
+
+def test_multi_token_prediction_reads_the_tables_of_the_model() -> None:
+    """MiMo-7B holds a block more, the projection of the joined states, and norms; Llama 3 has none."""
+    plain = server("mimo-7b", "h200-sxm:1")
+    more = est.weight_bytes(est.speculating(plain, "accept=0.8")) - est.weight_bytes(plain)
+    block = block_weights(plain.model, layer_kind(plain.model, 35))
+    assert more == 2 * num_weights((*block, *mtp_weights(plain.model)))
+    guessing = partial(mw.serve, cluster="h200-sxm:1", speculate="accept=0.8")
+    told = [str(guessing(name).to_json()["notes"]) for name in ("mimo-7b", "llama3-8b")]
+    assert ["no module of multi-token prediction" in notes for notes in told] == [False, True]
 
 
 def test_speculation_on_the_command_line(meshwise: Any) -> None:

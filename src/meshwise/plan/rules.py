@@ -124,8 +124,8 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
     yield from _tower_rules(model, mesh)
     yield rule("sampling", (mesh.kind == "sampling") & (model.diffusion is None))
     if model.diffusion is not None:
+        yield from rules_of("diffusion", model=model, mesh=mesh, plan=mesh.plan)
         yield rule("image_tokens", mesh.seq != model.max_seq)
-        yield from rules_of("diffusion", plan=mesh.plan)
     yield rule("generates", mesh.serves & (not model.vocab or not model.causal))
     if mesh.serves and model.moe is not None:
         yield from rules_of("served experts", mesh=mesh, spread=mesh.ep * mesh.etp)

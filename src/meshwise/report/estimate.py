@@ -5,6 +5,7 @@ Below it the ops of one layer, phase by phase, and two plans side by side, term 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def parts(
     yield from (_time(estimate), _memory(estimate))
     yield from filter(None, [stage_table(estimate)])
     if per_layer:
-        yield from layer_tables(estimate.layer())
+        yield from layer_tables(estimate)
     yield Text("Notes", estimate.notes(), "note: ")
 
 
@@ -91,8 +92,7 @@ def op_sections(estimate: Estimate) -> list[Section]:
     """Where the time of one plan goes: the roofline of its ops, the pipeline over time, its stages."""
     following = next_text(estimate)
     tried = Text("Try next", [following]) if following else None
-    sections = tried, _roofline(estimate), _pipeline(estimate), stage_table(estimate)
-    return [section for section in sections if section is not None]
+    return [one for one in (tried, _roofline(estimate), _pipeline(estimate), stage_table(estimate)) if one]
 
 
 def picture(estimate: Estimate, run: Mapping[str, Any] | None = None) -> plot.Picture:
@@ -120,8 +120,7 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
     degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
     if estimate.model.moe:
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
-    rates = estimate.tokens_per_s, estimate.tokens_per_s / chips
-    rate, per_gpu = (with_prefix(value, "") for value in rates)
+    rate, per_gpu = (with_prefix(estimate.tokens_per_s / number, "") for number in (1, chips))
     software = f" on {plan.software}" * (plan.software != plan.done_by.software)
     lines = [
         ("plan", f"{degrees}, {plan.implementation}{software}"),
@@ -251,8 +250,8 @@ def stage_table(estimate: Estimate) -> Table | None:
         "backward": lambda cost: duration(float(cost.time.backward_s + cost.time.weight_s)),
         "memory": lambda cost: with_prefix(float(cost.memory.total), "B"),
     }
-    title = "pipeline stages (one microbatch)"
-    return records_table(title, estimate.step.stages, columns, left=(), no_wrap=False)
+    stages = estimate.step.stages
+    return records_table("pipeline stages (one microbatch)", stages, columns, left=(), no_wrap=False)
 
 
 def _title(estimate: Estimate) -> str:
@@ -347,10 +346,8 @@ def layer_ops(estimate: Estimate) -> Ledger:
     numbers = layer_counts(model)
     names = dict(zip(numbers, layer_names(model), strict=True))
     kind = names[max(numbers, key=lambda layer: (numbers[layer], layer.moe, not layer.window))]
-    of_kind = np.array([module.partition(".")[0] == kind for module in ledger["module"]])
-    phases = list(_PHASES) if estimate.trains else ["forward"]
-    keep = of_kind & (ledger["flop"] > 0) & np.isin(ledger["phase"], phases)
-    return Ledger({name: column[keep] for name, column in ledger.columns.items()})
+    ops = _of_kind(ledger, kind).where(phase=list(_PHASES) if estimate.trains else "forward")
+    return Ledger({name: column[ops["flop"] > 0] for name, column in ops.columns.items()})
 
 
 def _pipeline(estimate: Estimate) -> Section | None:
@@ -407,10 +404,12 @@ def _totals(rows: Ledger) -> dict[str, float]:
     return totals | {"comm_frac": exposed_s / totals["time_s"] if totals["time_s"] else 0.0}
 
 
-def layer_tables(ledger: Ledger) -> Iterator[Table]:
-    """A table of each phase: what its ops do, what binds them, how long they take, and the sum."""
-    for phase in PHASES:
-        ops = ledger.where(phase=phase)
+def layer_tables(estimate: Estimate) -> Iterator[Table]:
+    """A table of each kind of layer and phase: what its ops do, what binds them, their time, and the sum."""
+    model, ledger = estimate.model, estimate.layer()
+    kinds = zip(layer_names(model), layer_counts(model).items(), strict=True)
+    for (name, (kind, number)), phase in product(kinds, PHASES):
+        ops = _of_kind(ledger, name).where(phase=phase)
         if not len(ops):
             continue
         rows = []
@@ -421,15 +420,22 @@ def layer_tables(ledger: Ledger) -> Iterator[Table]:
         bound = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
         rows.append(("total", "", *_cells(sums | {"payload_bytes": None}, bound)))
         columns = ("op", "shape, or collective", "FLOP", "bytes", "FLOP/B", "saved", "binds", "time")
-        title = f"{phase} of one layer, one microbatch, one rank"
-        yield Table(title, columns, rows, left=columns[:2])
+        name += f", {number} of {model.num_layers}" * (number < model.num_layers)
+        name += f", window {kind.window}" * (kind.window > 0)
+        yield Table(f"{phase} of one {name}, one microbatch, one rank", columns, rows, left=columns[:2])
+
+
+def _of_kind(ledger: Ledger, name: str) -> Ledger:
+    """The ops of the kind of layer `name`."""
+    return ledger.where(module=[module for module in ledger["module"] if module.partition(".")[0] == name])
 
 
 def ledger_parts(ledger: Ledger) -> Iterator[Table]:
     """The columns of a ledger that say something, its names first."""
     used = ledger.used_columns()
-    names = [name for name in ("module", "op", "phase") if name in used]
-    columns: Fields = {name: name for name in (*names, *(name for name in used if name not in names))}
+    columns: Fields = {
+        name: name for name in sorted(used, key=lambda name: name not in ("module", "op", "phase"))
+    }
     yield records_table("", ledger.rows(), columns, left=TEXT_COLUMNS)
 
 
@@ -470,10 +476,9 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
     ]
     differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
     headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
-    fits = {(True, True): "Both fit.", (False, False): "Neither fits."}
-    fits |= {(True, False): "A fits, B does not.", (False, True): "B fits, A does not."}
+    fits = ("Neither fits.", "B fits, A does not.", "A fits, B does not.", "Both fit.")
     sections: list[Section] = [
-        Text("A and B", [headline, fits[left.fits, right.fits], *names]),
+        Text("A and B", [headline, fits[2 * left.fits + right.fits], *names]),
         Table("B against A", COLUMNS, rows),
         _bars("Time of a step, A and B", left.time_s, right.time_s, "s"),
         _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B"),

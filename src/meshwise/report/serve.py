@@ -223,8 +223,7 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
         return f"{1e3 * seconds:,.4g}"
 
     def per_gpu(row: Mapping[str, Any]) -> str:
-        rate = row.get("simulated_output_tokens_per_s_per_gpu", row["tokens_per_s_per_gpu"])
-        return f"{rate:,.0f}"
+        return f"{row.get('simulated_output_tokens_per_s_per_gpu', row['tokens_per_s_per_gpu']):,.0f}"
 
     def within(row: Mapping[str, Any]) -> str:
         frac = row.get("simulated_within_limits_frac")

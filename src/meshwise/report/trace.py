@@ -239,8 +239,7 @@ def _over_time(summary: Summary) -> list[plot.Chart]:
     """All ranks over time; of many, how late each is in each step, and the worst over time."""
     if len(summary.partitions) <= MANY_RANKS:
         return [_ranks_over_time(summary)]
-    worst = summary.of_ranks(summary.worst(MOST_LINES))
-    return [*_late_in_steps(summary), _ranks_over_time(worst)]
+    return [*_late_in_steps(summary), _ranks_over_time(summary.of_ranks(summary.worst(MOST_LINES)))]
 
 
 def _late_in_steps(summary: Summary) -> list[plot.Chart]:
@@ -343,8 +342,7 @@ def _memory(summary: Summary) -> list[Section]:
     peak = with_prefix(most.peak_bytes, "B")
     text = f"The largest peak, {peak}, is on rank {most.rank} in {most.operator}."
     axes = plot.ChartAxis("time", "s"), plot.ChartAxis("allocated", "B")
-    chart = plot.Chart("Memory over time", marks, *axes, text)
-    return [chart, *(memory_tables(peaks, limit=MOST_ROWS))]
+    return [plot.Chart("Memory over time", marks, *axes, text), *memory_tables(peaks, limit=MOST_ROWS)]
 
 
 def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:

@@ -127,8 +127,7 @@ class Instance:
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens that wait to be computed, those of requests that have not begun by `missing`."""
-        begun = sum(one.total - one.past for one in self.prefilling)
-        return begun + sum(one.missing for one in self.queue)
+        return sum(one.total - one.past for one in self.prefilling) + sum(one.missing for one in self.queue)
 
     def best_rank(self, sequence: EngineSequence) -> tuple[int, int]:
         """The rank whose cache holds most of a prompt, NO_RANK if none has any; and the tokens of that."""

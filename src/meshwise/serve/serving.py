@@ -30,7 +30,7 @@ from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, Side, layer_kind
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.plan.mesh import Mesh
@@ -68,6 +68,7 @@ class Serving:
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
     `speculation`: how tokens are guessed. `run_by`: what the engine sets of a pass (`pass_times.run_by`).
+    `has_tables`: whether it holds an embedding and a head, or reads those of the model that it guesses for.
     `encoding`: images or sound of each prompt, whose tokens `prompt` counts.
     `pass_tokens`: tokens of prompts that a pass takes; `cuts_prompts`: of a longer prompt too, not the whole.
     """
@@ -82,6 +83,7 @@ class Serving:
     engine_s: float = 0.0
     expert_shares: Shares | None = None
     speculation: Speculation | None = None
+    has_tables: bool = True
     run_by: Mapping[str, Any] = field(default_factory=dict)
     encoding: Encoding | None = None
     pass_tokens: float = PREFILL_TOKENS
@@ -191,7 +193,7 @@ GUESSES = catalog_fields(read_catalog("serve_settings.toml")["speculate"], {})
 def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serving:
     """`serving` with `drafts=3,accept=0.8`: drafts by the model `draft`, or by multi-token prediction.
 
-    Multi-token prediction is one block like the last, and the model's own head (DeepSeek-V3).
+    Multi-token prediction reads the model's own embedding and head, which engines hold once (vLLM).
     """
     stated = read_words(text, GUESSES, WorkloadError, "speculate")
     if "accept" not in stated:
@@ -199,16 +201,24 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
     plan, model = replace(serving.mesh.plan, tower_dp=False), serving.model
     if plan.pp > 1:
         raise PlanError(f"guessing tokens in a pipeline (pp={plan.pp}) is not priced; use tp and dp")
-    if draft is None:
-        last = model.layers[-1:] if model.layers else ()
-        moe = model.moe and replace(model.moe, first_dense_layers=0, every=1)
-        draft = replace(model, name=f"{model.name}-mtp", num_layers=1, layers=last, moe=moe)
-    else:
-        plan = without_experts(plan)
+    is_module, draft = draft is None, draft or _further_token(model)
+    plan = plan if is_module else without_experts(plan)
     mesh = resolve_serving(draft, plan, serving.cluster, serving.prompt)
-    guesses = replace(serving, model=draft, mesh=mesh)
+    guesses = replace(serving, model=draft, mesh=mesh, has_tables=not is_module)
     found = Speculation(drafts=stated.get("drafts", 1), acceptance=stated["accept"], draft=guesses)
     return replace(serving, speculation=found)
+
+
+def _further_token(model: Model) -> Model:
+    """A module of multi-token prediction: a block like the last, behind the joined embedding and stream.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+    """
+    last, hidden = layer_kind(model, model.num_layers - 1), model.hidden
+    widths = {"embedding_norm": 0, "hidden_norm": 0, "projection": 2 * hidden, "final_norm": 0}
+    joins = (Side(module="attention", name=name, d_in=d_in, d_out=hidden) for name, d_in in widths.items())
+    sides = *last.sides, *joins
+    return replace(model, name=f"{model.name}-mtp", num_layers=1, layers=(replace(last, sides=sides),))
 
 
 def without_experts(plan: Plan) -> Plan:
@@ -253,9 +263,9 @@ def price_pass(serving: Serving, cut: Cut) -> PricedPass:
     With `overlap_ep` a pass is two of half the batch: while one computes, the other's tokens travel. Of the
     exchange only what is longer than the rest shows (DeepSeek-V3, arXiv 2412.19437, section 3.4).
     """
-    if not serving.mesh.plan.overlap_ep:
-        return _price_pass(serving, cut)
     whole = _price_pass(serving, cut)
+    if not serving.mesh.plan.overlap_ep:
+        return whole
     half = _price_pass(serving, replace(cut, microbatch=cut.microbatch / 2.0))
     rest_s = half.total_s - half.time_s["comm_ep"] - serving.engine_s
     shown_s = np.maximum(half.time_s["comm_ep"] - rest_s, 0.0)
@@ -300,7 +310,8 @@ def _price_stage(serving: Serving, stage: Stage, priced: PricedModel) -> PricedP
             if not row.is_wait or serving.machine.op_host_s:
                 name = "engine" if row.is_wait else _spent_on(row.op)
                 time_s[name] = time_s[name] + count * row.spent_s
-    return PricedPass(time_s, serving_memory(priced, stage))
+    held = stage if serving.has_tables else replace(stage, embeddings=0.0, heads=0.0)
+    return PricedPass(time_s, serving_memory(priced, held))
 
 
 def _larger(one: PricedPass, other: PricedPass) -> PricedPass:
@@ -388,8 +399,7 @@ def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
         experts_s, cut = price_pass(serving, routed).time_s["experts"], routed
     num_tokens = cut.microbatch * cut.seq
     waits_s = (overheads.expert_slowdown - 1.0) * sorted_token_s(serving) * num_tokens
-    encoding_s = encoding_token_s(serving) * whole_tokens
-    return kernels_s + experts_s + waits_s + encoding_s
+    return kernels_s + experts_s + waits_s + encoding_token_s(serving) * whole_tokens
 
 
 def encoding_token_s(serving: Serving) -> float:
@@ -409,8 +419,7 @@ def sorted_token_s(serving: Serving) -> Num:
     once_s, twice_s = (
         price_pass(of, of.prefill(MANY_TOKENS / of.prompt)).time_s["experts"] for of in (serving, twice)
     )
-    sent = is_sent(moe, serving.decode(1.0, 1.0))
-    return np.where(sent, 0.0, twice_s - once_s) / MANY_TOKENS
+    return np.where(is_sent(moe, serving.decode(1.0, 1.0)), 0.0, twice_s - once_s) / MANY_TOKENS
 
 
 def shares_experts(serving: Serving) -> Num:
