@@ -106,8 +106,7 @@ def hooked(environment: Mapping[str, str]) -> dict[str, str]:
 
 def as_started(command: Sequence[str]) -> list[str]:
     """The words that start `command`: `python` is the one that runs us."""
-    program = sys.executable if command[0] in ("python", "python3") else command[0]
-    return [program, *command[1:]]
+    return [sys.executable if command[0] in ("python", "python3") else command[0], *command[1:]]
 
 
 def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:

@@ -369,8 +369,7 @@ def _attention_work(named: Mapping[str, Any], *, is_backward: bool) -> tuple[Any
         pairs += attended_pairs(end - begin, end if is_causal else seq_k, causal=is_causal)
     work = flash_attention_backward if is_backward else flash_attention
     sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
-    cost = work(pairs, *sizes, batch=batch, elem_bytes=query.element_size())
-    return (batch, *sizes), float(cost.flop)
+    return (batch, *sizes), float(work(pairs, *sizes, batch=batch, elem_bytes=query.element_size()).flop)
 
 
 def _written(

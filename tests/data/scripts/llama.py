@@ -23,7 +23,7 @@ model.to_empty(device="cuda")
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 for _ in range(2):
     tokens = torch.randint(0, config.vocab_size, (1, 4096), device="cuda")
-    loss = model(input_ids=tokens, labels=tokens).loss
+    loss = model(input_ids=tokens, attention_mask=torch.ones(1, 4096, device="cuda"), labels=tokens).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -57,8 +57,17 @@ def supply_tensors(guesses: Guesses) -> None:
     _supply_addresses()
     _supply_attention(guesses)
     _supply_triton(guesses)
+    when_imported("transformers.utils.import_utils", _read_known_masks)
     for name, shapes in _BATCH_NORM.items():
         _library.impl(name, shapes, "Meta")
+
+
+def _read_known_masks(module: Any) -> None:
+    """Let transformers read a padding mask whose values are known, as it does on a GPU, which skips ones.
+
+    It takes fake tensors for those of a trace, whose mask it makes whatever is in them.
+    """
+    module.is_fake_tensor = lambda x: isinstance(x, FakeTensor) and shadow_of(x) is None
 
 
 def _supply_addresses() -> None:
