@@ -206,20 +206,16 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Any, tmp_path: P
     (tmp_path / "points.csv").write_text(POINTS)
     document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
     rows = {(row["id"], row["quantity"]): row for row in document["rows"]}
-    assert len(rows) == 16  # the third states no time to the first token, so no rate follows
+    assert len(rows) == 24  # no rate of the third, without a time to the first token, and of the burst
     for name in ("dense", "cache", "ranks"):
         assert 1e-3 < rows[name, "tpot_s"]["predicted"] < 0.1
     assert rows["dense", "ttft_s"]["predicted"] > rows["dense", "tpot_s"]["predicted"]
-    for name, why in (
-        ("pools", "column prefill_tp: ''"),
-        ("blank", "column tp: ''"),
-        ("other", "no model is called 'Who/Knows-400B'"),
-    ):
+    for name, why in TABLES["refused_points"].items():
         assert not rows[name, "ttft_s"]["expressed"]
         assert why in rows[name, "ttft_s"]["reason"]
-    assert document["summary"]["tpot_s"]["num_rows"] == 6
+    assert document["summary"]["tpot_s"]["num_rows"] == 9
     summary = document["summary"]["output_tokens_per_s_per_gpu"]
-    assert (summary["num_rows"], summary["num_expressed"]) == (5, 2)
+    assert (summary["num_rows"], summary["num_expressed"]) == (7, 2)
     for row in rows.values():
         assert row["interval"] is None or row["interval"]["p10"] <= row["predicted"] <= row["interval"]["p90"]
 
@@ -231,11 +227,13 @@ INFERENCEX = table("inferencex")
 def test_engines_are_launched_as_the_benchmark_s_scripts_do(
     changes: dict[str, str], launched: dict[str, Any]
 ) -> None:
-    """Settings, guesses, type of the cache; and the layouts of the script of 2 November 2025."""
+    """Settings, guesses, type of the cache, requests; and the layouts of the script of 2 November 2025."""
     of = measured.point(INFERENCEX["row"] | changes)
-    serving, guesses = of.fleet.serving, of.fleet.serving.speculation
-    found = {name: int(getattr(serving.mesh, name)) for name in ("tp", "dp", "ep")}
-    found |= {"drafts": guesses.drafts if guesses else 0}
+    serving, guesses, requests = of.fleet.serving, of.fleet.serving.speculation, of.requests
+    found: dict[str, float] = {name: int(getattr(serving.mesh, name)) for name in ("tp", "dp", "ep")}
+    found |= {"drafts": guesses.drafts if guesses else 0, "prompts": len({*requests.blocks})}
+    found |= {"num": len(requests.prompt), "clients": requests.concurrency, "kept": len(requests.kept)}
+    found["shortest"] = round(min(requests.prompt) / max(requests.prompt), 1)
     plan = {"kv_dtype", "weight_dtype", "wide_modules"}
     for name, value in launched.items():
         plan_or_engine = serving.mesh.plan if name in plan else of.engine
@@ -255,9 +253,7 @@ def test_pools_decode_what_their_recipe_states() -> None:
     assert measured.point(row | {"concurrency": "60"}).engine.max_sequences == 16
     served = measured.simulated(row).simulated
     assert served.peak_sequences == 24
-    tokens_s = float((served.last_s - served.first_s).sum())
-    running = tokens_s / served.span_s
-    assert 20 < running < 24
+    assert 20 < float((served.last_s - served.first_s).sum()) / served.span_s < 24
 
 
 def test_lengths_are_drawn_around_the_stated_means(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _cases(row: Mapping[str, str], names: Sequence[str]) -> Iterator[Case]:
         return measured.predicted(row, load(pools.with_times(partial(_larger, name)))) if moves else first
 
     base = load(pools)
-    is_scripted = inferencex.is_row(row) and bool(row.get("measured"))
+    is_scripted = inferencex.client(row)["started"] == "by scripts" and bool(row.get("measured"))
     only = base.regime == "full cache" or not is_scripted
     seen = measured.measured(row, base)
     first = measured.predicted(row, base)

@@ -1,11 +1,11 @@
-"""How InferenceX starts the engines that it measures, where its rows do not say so.
+"""How benchmarks start the engines that they measure, where their rows do not say so.
 
-Most measured points come from this benchmark (github.com/SemiAnalysisAI/InferenceX). Its client sends ten
+Most measured points come from InferenceX (github.com/SemiAnalysisAI/InferenceX). Its client sends ten
 requests for each of `concurrency`, all at once under that limit, draws lengths from 0.8 to 1 of the stated,
 and ignores ends of sequence, so that engines which reserve output reserve all of it. Its scripts set the
 tokens of a pass, how often SGLang looks for arrivals, how long TensorRT-LLM holds prompts back, and the type
-of the cache; some runs guess tokens, and the oldest choose their layout (`catalog/inferencex.toml`). Rows of
-other clients run engines as they come.
+of the cache; some runs guess tokens, and the oldest choose their layout (`catalog/inferencex.toml`). Whose
+client a row is of follows from its source; engines of other clients run as they come.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,6 @@ from meshwise.core.files import read_catalog
 from meshwise.serve.engine import Engine
 
 CATALOG = read_catalog("inferencex.toml")
-
-LENGTHS = ("1024/1024", "1024/8192", "8192/1024")
-"""Tokens of prompts and outputs that it measures."""
-
-LENGTH_RATIO = 0.8
-REQUESTS_EACH = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +33,34 @@ class ServingLayout:
 class BenchmarkScript:
     """What the script of a row states. `speculate` is written as for `serve`; empty: no guesses.
 
-    `plan`: keys of a plan, those of the checkpoint among them; `settings` of the engine. `frontends`, each of
-    which counts on its own, pass requests on to the workers.
+    `habits`: those of its client; `plan`: keys of a plan, also of the checkpoint; `settings` of the engine.
+    `frontends`, each of which counts on its own, pass requests on to the workers.
     """
 
     layout: ServingLayout
+    habits: Mapping[str, Any]
     plan: Mapping[str, Any]
     speculate: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     frontends: int = 1
 
 
-def is_row(row: Mapping[str, str]) -> bool:
-    """Whether a row of the public sample is InferenceX's: it has its lengths."""
-    return _lengths(row) in LENGTHS
+def client(row: Mapping[str, str]) -> dict[str, Any]:
+    """The habits of the client of a row, and how its engine is `started`, by the source that it states."""
+    source = row.get("source", "").lower()
+    stated = {"source": source, "part": source.rpartition(", ")[2]}
+    return _ruled("clients", stated | {"engine": row["backend"], "precision": row["precision"]})
 
 
 def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: int = 1) -> BenchmarkScript:
     """The script of a row that states `layout` of `workers`, of two pools those that decode."""
-    kv_dtype = "bf16" if row["precision"] == "bf16" else "fp8"
-    stated: dict[str, Any] = {"model": model, "precision": row["precision"], "kv_dtype": kv_dtype}
-    _ruled("checkpoints", stated)
-    if not is_row(row):
-        return BenchmarkScript(layout, _plan(stated))
+    habits = client(row)
+    stated = _ruled("checkpoints", habits | {"model": model})
+    if habits["started"] != "by scripts":
+        return BenchmarkScript(layout, habits, _plan(stated))
     is_one_pool = row["mode"] == "agg"
     stated |= {
-        "engine": row["backend"], "system": row["system"], "lengths": _lengths(row),
+        "system": row["system"], "lengths": f"{row['input_tokens']}/{row['output_tokens']}",
         "clients": int(row["concurrency"]), "day": row.get("measured", ""),
     }  # fmt: skip
     if stated["day"]:
@@ -81,7 +77,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     if "graph_sizes" in settings:
         settings["graph_sizes"] = tuple(settings["graph_sizes"])
     guesses = f"drafts={found['drafts']},accept={CATALOG['acceptance']}" if found["drafts"] else ""
-    return BenchmarkScript(layout, _plan(found), guesses, settings, found.get("frontends", 1))
+    return BenchmarkScript(layout, habits, _plan(found), guesses, settings, found.get("frontends", 1))
 
 
 def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +99,3 @@ def _holds(value: Any, wanted: str | Sequence[Any]) -> bool:
     if isinstance(wanted, str):
         return value.startswith(tuple(wanted.split()))
     return wanted[0] <= value <= wanted[1]
-
-
-def _lengths(row: Mapping[str, str]) -> str:
-    return f"{row['input_tokens']}/{row['output_tokens']}"

@@ -1,8 +1,8 @@
 """Measured serving points in meshwise's words: what a benchmark client saw, predicted by the simulation.
 
 A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths,
-concurrency. What it does not say is as InferenceX does it (`serve.inferencex`), whose points have one of
-three pairs of lengths, or else as aiconfigurator's client does.
+concurrency; and those that it may state, of docs/data.md. What it does not say is as the client of its source
+does it (`serve.inferencex`).
 Disaggregated rows have two pools of instances. Where a chip has no units for fp4, experts are kept in mxfp4
 and computed in bf16, as gpt-oss is published.
 
@@ -10,8 +10,10 @@ The rate of a closed loop follows from its latencies (Little's law): where a row
 `output_tokens_per_s_per_gpu`, measured and predicted rates are those of measured and predicted latencies.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwise.core.errors import ClusterError, DataError, PlanError, WorkloadError
 from meshwise.core.expressions import formulas
@@ -20,18 +22,20 @@ from meshwise.core.units import positive, whole
 from meshwise.machine.hardware import Chip, Cluster, find_chip, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
+from meshwise.plan.fields import read_words
 from meshwise.plan.plan import Plan
 from meshwise.serve import inferencex
-from meshwise.serve.engine import ENGINES, Engine, of_version
+from meshwise.serve.engine import ENGINES, SETTINGS, Engine, of_version
 from meshwise.serve.load import Fleet, LoadResult, cache_tokens, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.router import RouterPolicy
 from meshwise.serve.serving import serving, speculating
 
 STATED = ("ttft_s", "tpot_s")
+COUNTS = ("input_tokens", "output_tokens", "concurrency")
 COLUMNS = (
     *("mode", "system", "backend", "model", "precision", "tp", "attention_dp", "moe_tp", "moe_ep"),
-    *("input_tokens", "output_tokens", "concurrency", *STATED),
+    *(*COUNTS, *STATED),
 )
 """Columns that every table of points has."""
 RATE = "output_tokens_per_s_per_gpu"
@@ -49,7 +53,7 @@ class MeasuredPoint:
 
 def point(row: Mapping[str, str]) -> MeasuredPoint:
     """A row in our words; a MeshwiseError says what is not expressed."""
-    prompt, output, clients = (count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
+    prompt, output, _ = (count(row, name) for name in COUNTS)
     if bad := [name for name, value in measured(row, None).items() if value is None and row.get(name)]:
         raise DataError(f"column {bad[0]}: {row[bad[0]]!r} is not above 0")
     name, model = row["model"].lower().rpartition("/")[2], find_model(row["model"])
@@ -66,27 +70,23 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     )
     if scripts[-1].speculate:
         last = speculating(last, scripts[-1].speculate)
-    lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO if inferencex.is_row(row) else 1.0)
-    requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
-    if not inferencex.is_row(row) and engine.name == "vllm":
-        requests = _repeated(requests)
+    requests = _requests(row, scripts[-1].habits)
     router = RouterPolicy(frontends=scripts[-1].frontends)
     fleet = Fleet(last, workers[-1], first[0] if first else None, workers[0], router=router)
     of = MeasuredPoint(fleet, requests, engine)
-    _check_room(of, *(measured(row, None).get(name) for name in STATED))
+    _check_room(of, row)
     return of
 
 
-def _check_room(of: MeasuredPoint, ttft_s: float | None, tpot_s: float | None) -> None:
-    """PlanError for a layout without half of the room for the sequences that run at once by its latencies.
+def _check_room(of: MeasuredPoint, row: Mapping[str, str]) -> None:
+    """PlanError for a layout without half of the room for the sequences that ran at once by its rate.
 
-    By Little's law a client's request runs for the share of its time in which it gets tokens; the mean of
-    those that run has generated half of its output.
+    By Little's law they are the rate of tokens times the time of one; the mean of those that run has
+    generated half of its output.
     """
-    if not ttft_s or not tpot_s:
-        return
+    seen = measured(row, of)
     prompt, output = (sum(each) / len(each) for each in (of.requests.prompt, of.requests.output))
-    running = of.requests.concurrency * output * tpot_s / (ttft_s + output * tpot_s)
+    running = (seen.get(RATE) or 0.0) * (seen.get("tpot_s") or 0.0) * of.fleet.num_chips
     room = of.fleet.workers * cache_tokens(of.fleet.serving) / (prompt + output / 2.0)
     refuse("measured point", PlanError, running=running, room=room)
 
@@ -102,26 +102,30 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
         engine = replace(engine, align_passes=60)
     if row["tp"] == "8":  # the same pull requests
         engine = replace(engine, expert_tile=1)
-    if inferencex.is_row(row):
-        return engine.having(**script.settings)
     batch = "max_batch" if row.get("max_batch") else "concurrency"
     names = {"of": engine, "prompt": count(row, "input_tokens"), "batch": count(row, batch), "min": min}
-    return engine.having(**formulas(inferencex.CATALOG["generated"][name], names))
+    generated = inferencex.CATALOG["generated"][name] if script.habits["started"] == "by generator" else {}
+    stated = read_words(row.get("engine_settings", ""), SETTINGS, DataError, "engine_settings")
+    return engine.having(**script.settings, **formulas(generated, names)).having(**stated)
 
 
-PROMPTS = 100
-"""Prompts that aiconfigurator's client sends in turn (`--num-dataset-entries` of AIPerf), of one length."""
+def _requests(row: Mapping[str, str], habits: Mapping[str, Any]) -> Requests:
+    """The requests of a row: what it states of them, else by the `habits` of its client."""
+    prompt, output, clients = (count(row, name) for name in COUNTS)
+    num = count(row, "num_requests", habits["requests_each"] * clients)
+    ratio = positive(row.get("length_ratio") or str(habits["length_ratio"])) or math.inf
+    if ratio > 1:
+        raise DataError(f"column length_ratio: {row['length_ratio']!r} is no share above 0, up to 1")
+    requests = in_closed_loop(min(clients, num), Lengths(prompt, output, ratio), num=num)
+    prompts = count(row, "num_prompts", habits["num_prompts"])
+    return _repeated(requests, prompts, habits["warmups_each"] * clients) if prompts else requests
 
 
-def _repeated(requests: Requests) -> Requests:
-    """`requests` with the first hundred prompts over and over.
-
-    The client begins with two requests of each client that it does not measure, and vLLM finds in its cache
-    what it has computed.
-    """
-    turn = [i % PROMPTS for i in range(len(requests.prompt))]
+def _repeated(requests: Requests, prompts: int, warmups: int) -> Requests:
+    """`requests` with their first `prompts` over and over, of which the client has sent `warmups` before."""
+    turn = [i % prompts for i in range(len(requests.prompt))]
     prompt, output = (tuple(tokens[i] for i in turn) for tokens in (requests.prompt, requests.output))
-    kept = tuple(range(min(2 * requests.concurrency, PROMPTS)))
+    kept = tuple(range(min(warmups, prompts)))
     blocks = tuple((i,) for i in turn)
     return replace(requests, prompt=prompt, output=output, blocks=blocks, block_tokens=max(prompt), kept=kept)
 
@@ -143,11 +147,15 @@ def predicted(row: Mapping[str, str], load: LoadResult) -> dict[str, float]:
     return {"ttft_s": ttft_s, "tpot_s": tpot_s, RATE: rate}
 
 
-def measured(row: Mapping[str, str], load: LoadResult | None) -> dict[str, float | None]:
-    """What a row states, and its rate; None where it needs a missing `load`, or a cell is bad."""
+def measured(row: Mapping[str, str], load: LoadResult | MeasuredPoint | None) -> dict[str, float | None]:
+    """What a row states, and its rate unless all requests come at once.
+
+    None where the rate needs a missing `load`, or a cell is bad.
+    """
     found = {name: positive(row[name]) for name in (*STATED, RATE) if row.get(name)}
     ttft_s, tpot_s = (found.get(name) for name in STATED)
-    if RATE not in found and ttft_s and tpot_s:
+    num, clients = (whole(row.get(name, "")) or 0 for name in ("num_requests", "concurrency"))
+    if RATE not in found and ttft_s and tpot_s and not 0 < num <= clients:
         found[RATE] = _rate(load, ttft_s, tpot_s) if load else None
     return found
 
@@ -158,7 +166,7 @@ def regime_of(row: Mapping[str, str], load: LoadResult | None) -> dict[str, str]
     return {"engine": row.get("backend", ""), "model": name, "cache": load.regime if load else ""}
 
 
-def _rate(load: LoadResult, ttft_s: float, tpot_s: float) -> float:
+def _rate(load: LoadResult | MeasuredPoint, ttft_s: float, tpot_s: float) -> float:
     """Output tokens a second and GPU of a closed loop with these latencies."""
     requests = load.requests
     output = sum(requests.output) / len(requests.output)
@@ -176,9 +184,10 @@ def _instance(
 ) -> tuple[Cluster, Plan]:
     """The instance of a row, or of its pool, as it was started."""
     layout, dtype = script.layout, row["precision"]
-    pp = count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
+    pp = count(row, f"{pool}pp", 1)
     cluster = find_cluster(f"{chip_of(row).name}:{layout.tp * pp * layout.dp}")
-    plan = Plan(tp=layout.tp, pp=pp, dtype=dtype, **script.plan)
+    kv_dtype = row.get("kv_dtype") or script.plan["kv_dtype"]
+    plan = Plan(tp=layout.tp, pp=pp, dtype=dtype, **{**script.plan, "kv_dtype": kv_dtype})
     if model.moe is not None and dtype == "fp4" and dtype not in cluster.chip.matrix_flop_per_s:
         plan = replace(plan, dtype="bf16", expert_dtype="mxfp4")
     if model.moe is not None:
@@ -186,8 +195,10 @@ def _instance(
     return cluster, plan
 
 
-def count(row: Mapping[str, str], column: str) -> int:
-    """The whole number of a cell; DataError where it is none."""
+def count(row: Mapping[str, str], column: str, otherwise: int | None = None) -> int:
+    """The whole number of a cell, or `otherwise` where it is blank; DataError where it is none."""
+    if otherwise is not None and not row.get(column):
+        return otherwise
     found = whole(row.get(column, ""))
     if not found:
         raise DataError(f"column {column}: {row.get(column, '')!r} is no count")
