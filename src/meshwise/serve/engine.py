@@ -115,7 +115,7 @@ class Engine:
     `codes_sums`: large all-reduces on AMD's GPUs travel in 8 bits (ROCM_QUICK_REDUCE_QUANTIZATION=INT8, which
     SGLang's images for ROCm set).
     `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph), or
-    those of at most `prompt_graph_tokens` (vLLM's cudagraph_mode FULL_AND_PIECEWISE, since 0.11 its default).
+    those of at most `prompt_graph_tokens` (vLLM's cudagraph_mode PIECEWISE and FULL_AND_PIECEWISE).
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
     (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
     `front_s` to `prompt_slowdown` are those of all engines (`serve.engine.Constants`) unless they were fitted
