@@ -143,6 +143,9 @@ def test_every_chip_has_constants_and_says_what_it_inherits():
     assert "gemm.bf16" not in eff.constants(find_chip("mi300x")).inherited_from
     assert eff.constants(find_chip("tpu-v5p")).inherited_from["gemm.bf16"] == "tpu (tpu-v7)"
     assert eff.constants(find_chip("trainium2")).inherited_from["gemm.bf16"].startswith("all chips (a100")
+    geforce = eff.constants(find_chip("rtx-5090"))  # nvf4: main-horse.github.io/posts/5090-mm-perf
+    assert geforce.gemm("fp4").peak_frac == pytest.approx(1474 / 1676, rel=0.06)
+    assert geforce.inherited_from["gemm.fp4"].endswith("peak of blackwell-rtx (rtx-pro-6000) in fp8")
 
 
 @pytest.mark.parametrize("size, flop_per_s", [(128, 2.590e12), (4096, 892.9e12), (32768, 956.4e12)])

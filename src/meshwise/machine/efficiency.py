@@ -5,8 +5,9 @@ a formula in `cost/` and a handful of constants, one set per chip (and dtype), w
 computes from public measurements and writes with their source and error; links beyond the node have
 theirs by the kind of network. A chip without measurements
 *inherits* the geometric mean of the chips of its generation, or of all chips where the generation has
-none; `Efficiency.inherited_from` says which. `IDEAL` is the chip of the data sheet: every formula falls
-back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
+none; `Efficiency.inherited_from` says which. In fp4, a generation that was measured in fp8 alone reaches its
+share of the peak there; what feeds and ends the tiles is that of fp4 elsewhere. `IDEAL` is the chip of the
+data sheet: every formula falls back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
 
 Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
 that the catalog gives for that link, so that a user's own cluster keeps its meaning. The overhead of a
@@ -341,7 +342,7 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
         return table[chip.name], ""
     family = [name for name in sorted(table) if _generation(name) == chip.generation]
     donors = family or sorted(table)
-    source = chip.generation if family else "all chips"
+    source = chip.generation if family else ALL_CHIPS
     found: Any = mean([table[name] for name in donors])
     if isinstance(found, GemmEfficiency):
         if not family:
@@ -353,6 +354,9 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
             found = replace(found, cache_speedup=found.cache_speedup * math.sqrt(larger))
     return found, f"{source} ({', '.join(donors)})"
 
+
+ALL_CHIPS = "all chips"
+"""Whose constants a chip inherits where no chip of its generation was measured."""
 
 CLOCK_POWER = 1.0 / 3.0
 """Exponent of the clock over power, where voltage follows the clock (Horowitz, ISSCC 2014: P = C V^2 f)."""
@@ -454,6 +458,12 @@ def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mappi
             found[key], origin = lookup(_of_its_links(table, levels) if key == "inner.link" else table, chip)
         if origin:
             inherited[key] = origin
+    of_fp4, of_fp8 = (inherited.get(f"gemm.{dtype}", "") for dtype in ("fp4", "fp8"))
+    wider = found.get("gemm.fp8") if "fp4" in chip.matrix_flop_per_s else None
+    if wider and of_fp4.startswith(ALL_CHIPS) and not of_fp8.startswith(ALL_CHIPS):
+        shares = {"peak_frac": wider.peak_frac, "throttle_frac": wider.throttle_frac}
+        found["gemm.fp4"] = replace(found["gemm.fp4"], **shares)
+        inherited["gemm.fp4"] = f"{of_fp4}, shares of the peak of {of_fp8 or chip.name} in fp8"
 
     variants: dict[str, Any] = {
         field: {key[len(name) + 1 :]: entry for key, entry in found.items() if key.startswith(f"{name}.")}
