@@ -206,6 +206,7 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Any, tmp_path: P
     (tmp_path / "points.csv").write_text(POINTS)
     document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
     rows = {(row["id"], row["quantity"]): row for row in document["rows"]}
+    assert document["warnings"][0].endswith("not read: nodes")
     assert len(rows) == 24  # no rate of the third, without a time to the first token, and of the burst
     for name in ("dense", "cache", "ranks"):
         assert 1e-3 < rows[name, "tpot_s"]["predicted"] < 0.1

@@ -162,11 +162,11 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
             continue
         if table := next((rest for columns, rest in _TABLES.items() if {*columns} <= {*names}), None):
             rows += _each_row(path, *table)
-            continue
-        runs, bad = read_runs(path)
-        rows += [prediction for run in runs for prediction in predict_run(run)]
-        rows += map(_unread, bad)
-        if unread := unread_columns(names):
+        else:
+            runs, bad = read_runs(path)
+            rows += [prediction for run in runs for prediction in predict_run(run)]
+            rows += map(_unread, bad)
+        if unread := measured.unread_columns(names) if table else unread_columns(names):
             warnings.append(f"{path}, line 1: no such column, so not read: {', '.join(unread)}")
     return Validation(rows, tuple(warnings))
 

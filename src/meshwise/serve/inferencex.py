@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from meshwise.core.expressions import formulas, value_of
+from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.serve.engine import Engine
 
@@ -25,8 +25,8 @@ class ServingLayout:
 
     tp: int
     dp: int
-    ep: int
     etp: int
+    ep: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +59,17 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     if habits["started"] != "by scripts":
         return BenchmarkScript(layout, habits, _plan(stated))
     is_one_pool = row["mode"] == "agg"
-    stated |= {
-        "system": row["system"], "lengths": f"{row['input_tokens']}/{row['output_tokens']}",
-        "clients": int(row["concurrency"]), "day": row.get("measured", ""),
-    }  # fmt: skip
-    if stated["day"]:
-        ruled = _ruled("layouts" if is_one_pool else "pool_layouts", stated | {"tp": layout.tp})
-        spread = CATALOG["spreads"].get(ruled.get("spreads"), {})
-        layout = replace(layout, **formulas(spread, {"of": layout}))
+    stated |= {"system": row["system"], "day": row.get("measured", ""), "clients": int(row["concurrency"])}
+    stated["lengths"] = f"{row['input_tokens']}/{row['output_tokens']}"
+    ruled = _ruled("layouts" if is_one_pool else "pool_layouts", stated | {"tp": layout.tp})
+    spread = CATALOG["spreads"].get(ruled.get("spreads"), {})
+    layout = replace(layout, **formulas(spread, {"of": layout}))
     stated |= {"tp": layout.tp, "dp": layout.dp, "ep": layout.ep, "workers": workers}
     stated["prompt_dp"] = int(row.get("prefill_attention_dp") or 1)
     found = _ruled("rules" if is_one_pool else "pools", stated | {"drafts": 0})
     settings = {each.name: found[each.name] for each in fields(Engine) if each.name in found}
-    if "max_tokens" in settings:
-        names = {"clients": stated["clients"], "prompt": int(row["input_tokens"]), "max": max}
-        settings["max_tokens"] = int(value_of(settings["max_tokens"], names))
-    if "graph_sizes" in settings:
-        settings["graph_sizes"] = tuple(settings["graph_sizes"])
+    names = {"clients": stated["clients"], "prompt": int(row["input_tokens"]), "max": max}
+    settings |= formulas({name: text for name, text in settings.items() if isinstance(text, str)}, names)
     guesses = f"drafts={found['drafts']},accept={CATALOG['acceptance']}" if found["drafts"] else ""
     return BenchmarkScript(layout, habits, _plan(found), guesses, settings, found.get("frontends", 1))
 

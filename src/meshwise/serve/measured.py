@@ -11,7 +11,8 @@ The rate of a closed loop follows from its latencies (Little's law): where a row
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,10 +34,9 @@ from meshwise.serve.serving import serving, speculating
 
 STATED = ("ttft_s", "tpot_s")
 COUNTS = ("input_tokens", "output_tokens", "concurrency")
-COLUMNS = (
-    *("mode", "system", "backend", "model", "precision", "tp", "attention_dp", "moe_tp", "moe_ep"),
-    *(*COUNTS, *STATED),
-)
+LAYOUT = ("tp", "attention_dp", "moe_tp", "moe_ep")
+"""Degrees of an instance as `ServingLayout` has them; of a pool they begin with `prefill_` or `decode_`."""
+COLUMNS = ("mode", "system", "backend", "model", "precision", *LAYOUT, *COUNTS, *STATED)
 """Columns that every table of points has."""
 RATE = "output_tokens_per_s_per_gpu"
 """What is measured of a point: mean latencies, and the rate over all chips."""
@@ -58,8 +58,8 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
         raise DataError(f"column {bad[0]}: {row[bad[0]]!r} is not above 0")
     name, model = row["model"].lower().rpartition("/")[2], find_model(row["model"])
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
-    layouts = [_layout(row, pool) for pool in pools]
-    workers = [count(row, f"{pool}workers") if pool else 1 for pool in pools]
+    layouts = [inferencex.ServingLayout(*(count(row, pool + name) for name in LAYOUT)) for pool in pools]
+    workers = [count(row, f"{pool}workers", None if pool else 1) for pool in pools]
     scripts = [inferencex.script(row, name, layout, workers[-1]) for layout in layouts]
     instances = [_instance(row, pool, model, script) for pool, script in zip(pools, scripts, strict=True)]
     engine = _launched(row, scripts[-1])
@@ -70,10 +70,9 @@ def point(row: Mapping[str, str]) -> MeasuredPoint:
     )
     if scripts[-1].speculate:
         last = speculating(last, scripts[-1].speculate)
-    requests = _requests(row, scripts[-1].habits)
     router = RouterPolicy(frontends=scripts[-1].frontends)
     fleet = Fleet(last, workers[-1], first[0] if first else None, workers[0], router=router)
-    of = MeasuredPoint(fleet, requests, engine)
+    of = MeasuredPoint(fleet, _requests(row, scripts[-1].habits), engine)
     _check_room(of, row)
     return of
 
@@ -118,16 +117,22 @@ def _requests(row: Mapping[str, str], habits: Mapping[str, Any]) -> Requests:
         raise DataError(f"column length_ratio: {row['length_ratio']!r} is no share above 0, up to 1")
     requests = in_closed_loop(min(clients, num), Lengths(prompt, output, ratio), num=num)
     prompts = count(row, "num_prompts", habits["num_prompts"])
-    return _repeated(requests, prompts, habits["warmups_each"] * clients) if prompts else requests
+    warmups = min(habits["warmups_each"] * clients, prompts)
+    return _repeated(requests, prompts, tuple(range(warmups))) if prompts else requests
 
 
-def _repeated(requests: Requests, prompts: int, warmups: int) -> Requests:
-    """`requests` with their first `prompts` over and over, of which the client has sent `warmups` before."""
+def _repeated(requests: Requests, prompts: int, kept: tuple[int, ...]) -> Requests:
+    """`requests` with their first `prompts` over and over; caches hold those `kept` at the start."""
     turn = [i % prompts for i in range(len(requests.prompt))]
     prompt, output = (tuple(tokens[i] for i in turn) for tokens in (requests.prompt, requests.output))
-    kept = tuple(range(min(warmups, prompts)))
     blocks = tuple((i,) for i in turn)
     return replace(requests, prompt=prompt, output=output, blocks=blocks, block_tokens=max(prompt), kept=kept)
+
+
+def unread_columns(names: Sequence[str]) -> list[str]:
+    """Columns of a table of points that are neither read nor known to be for people; none of other tables."""
+    known = {*COLUMNS, *inferencex.CATALOG["columns"]} if {*COLUMNS} <= {*names} else {*names}
+    return [name for name in names if not {name, re.sub("^(prefill|decode)_", "", name)} & known]
 
 
 def simulated(row: Mapping[str, str]) -> LoadResult:
@@ -171,12 +176,6 @@ def _rate(load: LoadResult | MeasuredPoint, ttft_s: float, tpot_s: float) -> flo
     requests = load.requests
     output = sum(requests.output) / len(requests.output)
     return requests.concurrency * output / (ttft_s + (output - 1.0) * tpot_s) / load.fleet.num_chips
-
-
-def _layout(row: Mapping[str, str], pool: str) -> inferencex.ServingLayout:
-    """What the row says of its instance, or of its pool `prefill_` or `decode_`."""
-    names = {"tp": "tp", "dp": "attention_dp", "ep": "moe_ep", "etp": "moe_tp"}
-    return inferencex.ServingLayout(**{degree: count(row, f"{pool}{name}") for degree, name in names.items()})
 
 
 def _instance(
