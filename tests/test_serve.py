@@ -49,8 +49,7 @@ def test_a_pass_works_on_what_the_engine_takes_of_a_long_prompt() -> None:
     at = partial(mw.serve, "llama3-8b", "rtx-4090:1", prompt=32768, concurrency=1)
     names, chips = ("vllm", "vllm,max_tokens=16384", "trtllm"), ("a100", "h100")
     assert [at(engine=name).max_sequences for name in names] == [1, 0, 0]
-    vllm = [ENGINES["vllm"].on(find_cluster(f"{chip}:1").chip) for chip in chips]
-    assert [one.max_tokens for one in vllm] == [2048, 8192]
+    assert [ENGINES["vllm"].on(find_cluster(f"{chip}:1").chip).max_tokens for chip in chips] == [2048, 8192]
     of_prompts = ENGINES["vllm"].having(prompt_tokens=4096).of_prompts
     assert of_prompts.on(find_cluster("a100:1").chip).max_tokens == 4096
 
@@ -170,8 +169,8 @@ def test_tokens_are_gathered_on_few_ranks_and_sent_on_many() -> None:
     )
     assert found == pytest.approx(58 * (there + back), rel=0.02)
     wide = server("deepseek-v3", "gb200-nvl72:16", dtype="fp8", ep=16)
-    sent = float(est.price_pass(wide, wide.prefill(4.0)).time_s["comm_ep"])
-    assert sent < 58 * 2 * (there + back)  # gathering on twice the ranks would take twice as long
+    # gathering on twice the ranks would take twice as long
+    assert float(est.price_pass(wide, wide.prefill(4.0)).time_s["comm_ep"]) < 58 * 2 * (there + back)
 
 
 def test_context_parallel_prompts_share_work_and_cache() -> None:
@@ -263,15 +262,20 @@ def test_what_a_checkpoint_leaves_in_16_bits_is_kept_and_computed_so() -> None:
 
 
 def test_casts_are_fused_unless_scales_are_of_blocks() -> None:
-    plan: dict[str, Any] = {"tp": 8, "ep": 8, "dtype": "fp8"}
-    tensors, blocks = (
-        server("deepseek-v3", "b200-sxm:8", weight_dtype=kept, **plan) for kept in (None, "fp8_block")
-    )
+    of = partial(server, "deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp8")
+    tensors, blocks = (of(weight_dtype=kept) for kept in (None, "fp8_block"))
     casts = [
         sum("_cast" in name for name in ops_of(of, engine))
         for of, engine in ((tensors, "vllm"), (tensors, "trtllm"), (blocks, "trtllm"))
     ]
     assert casts == [6, 0, 6]
+
+
+def test_prompts_longer_than_what_an_indexer_chooses_read_latents() -> None:
+    """DeepSeek-V3.2 (arXiv 2512.02556): 576 + 512 wide, as in decoding, where shorter ones read 192 + 128."""
+    of = partial(server, "deepseek-v3.2", "h200-sxm:8", tp=8, dtype="fp8")
+    found = [ops_of(of(prompt=prompt), "vllm", float(prompt)) for prompt in (2048, 4096)]
+    assert [ops["attention.flash."].shape[5:] for ops in found] == [(192, 128), (576, 512)]
 
 
 def test_experts_cut_over_dp_ranks_gather_and_multiply_what_spread_ones_do() -> None:
@@ -306,9 +310,8 @@ def test_sglang_gathers_prompts_of_dp_ranks_by_sums() -> None:
 def test_the_host_launches_each_kernel_of_latents_and_recurrences() -> None:
     """Casts are kernels too; models with neither are not slowed."""
     narrow, wide = (server("deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype=dtype) for dtype in ("fp8", "bf16"))
-    one_s = pass_times.fitted().constants.launched_op_s
     saved = float(pass_times.launches_s(narrow)) - float(pass_times.launches_s(wide))
-    assert saved == pytest.approx(61 * 6 * one_s)
+    assert saved == pytest.approx(61 * 6 * pass_times.fitted().constants.launched_op_s)
     assert float(pass_times.launches_s(server("llama3-8b", "b200-sxm:1"))) == 0.0
 
 

@@ -35,7 +35,7 @@ CORE = ("flash", "logits", "softcap", "alibi", "softmax", "dropout_softmax", "at
 
 
 def core_attention(
-    model: Model, cut: Cut, heads: Heads, qk_dim: int, v_dim: int, kv_heads: Num, seq_k: Num | None = None
+    model: Model, cut: Cut, heads: Heads, qk_dim: Num, v_dim: Num, kv_heads: Num, seq_k: Num | None = None
 ) -> Stated:
     """From projected queries, keys and values to the mixed values, with the exchanges of context parallelism.
 
@@ -121,7 +121,7 @@ def _pairs(model: Model, seq_q: Num, seq_k: Num) -> Num:
 
 
 def _flash(
-    model: Model, cut: Cut, dealt: Heads, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
+    model: Model, cut: Cut, dealt: Heads, heads: Num, kv_heads: Num, qk_dim: Num, v_dim: Num, seq_k: Num
 ) -> Stated:
     """Fused attention keeps what it reads, what it makes, and a statistic of each query and head."""
     seq_q = cut.seq / cut.ring
@@ -153,7 +153,7 @@ def _flash(
 
 
 def _unfused(
-    model: Model, cut: Cut, dealt: Heads, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
+    model: Model, cut: Cut, dealt: Heads, heads: Num, kv_heads: Num, qk_dim: Num, v_dim: Num, seq_k: Num
 ) -> Stated:
     """Scores written to memory: all of them, the masked half too."""
     prec = cut.precision

@@ -171,8 +171,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
         found.append(Unit(join, further * stage.heads, (further * in_last, 0.0)))
         copies = (1.0 - alone) * (not model.tied_embedding)
         found.append(Unit(table, copies * stage.heads, (copies * in_last, 0.0)))
-        last = layer_kind(model, model.num_layers - 1)
-        blocks.append((last, further * stage.heads, further * in_last))
+        blocks.append((layer_kind(model, model.num_layers - 1), further * stage.heads, further * in_last))
     for kind, count, in_forward in blocks:
         in_backward = count * mesh.num_microbatches * alone * at_stage(FSDP2.weights, mesh.zero)
         for is_expert in (False, True):
@@ -298,8 +297,7 @@ def elem_bytes(weight: Weight, cut: Cut, wide: float) -> float:
 
 def shard_bytes(mesh: Mesh, cut: Cut) -> float:
     """Bytes of an element of a shard, of weights, gradients and states of the optimizer alike."""
-    is_narrow = mesh.plan.optimizer == "adam-bf16"
-    return cut.precision.act_bytes if is_narrow else cut.precision.stat_bytes
+    return cut.precision.act_bytes if mesh.plan.optimizer == "adam-bf16" else cut.precision.stat_bytes
 
 
 def reduced_bytes(mesh: Mesh, cut: Cut) -> float:

@@ -230,8 +230,7 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
         if op.phase == "backward":
             return op
         answers = exchanged(op.reads[0], f"{op.module}.own_answers", op.shape, cut.ep)
-        gates = made(op.module, "gates", (own,), prec.act_dtype)
-        return structs.replace(op, keeps=(answers, gates))
+        return structs.replace(op, keeps=(answers, made(op.module, "gates", (own,), prec.act_dtype)))
     if op.kernel == LOSS_KERNEL and op.keeps:
         total = made(op.module, "number_of_tokens", (op.count,), prec.stat_dtype)
         return structs.replace(op, keeps=(*op.keeps, total))

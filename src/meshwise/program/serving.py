@@ -90,8 +90,7 @@ def _side_by_side(ops: list[Op], first: str, second: str, form: Precision) -> li
     saved = Cost(read_bytes=-batch * rows * depth * form.operand_bytes)
     shape = batch, rows, width + other.shape[2], depth
     both = _with_weights(structs.replace(one, shape=shape, cost=one.cost + other.cost + saved), [one, other])
-    left_out = (other.name, f"{other.name}_cast")
-    return [both if op is one else op for op in ops if op.name not in left_out]
+    return [both if op is one else op for op in ops if op.name not in (other.name, f"{other.name}_cast")]
 
 
 def _narrow(op: Op, form: Precision) -> Op:

@@ -98,8 +98,7 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     own = ("part", "tokens") if cut.sequence_parallel else ("part",)
     trained = [weight for weight in weights if weight.trains and not weight.is_expert]
     partial = [weight for weight in trained if weight.cut == WHOLE and weight.gradient in own]
-    copied = [weight for weight in trained if weight.units]
-    for together in (partial, copied):
+    for together in (partial, [weight for weight in trained if weight.units]):
         if not together:
             continue
         copies = cut.tp / shards(together[0], cut)
@@ -163,8 +162,7 @@ def _entry_norm(model: Model, cut: Cut, module: str, name: str, x: Tensor) -> St
     is_first = module == ATTENTION
     if is_first and cut.sequence_parallel:
         yield on_tp(module, name, "forward", "all_gather", model.hidden, cut)
-    all_of_it = cut.tokens, float(model.hidden)
-    normed = elementwise(module, name, model.norm, x, cut.precision, shape=all_of_it)
+    normed = elementwise(module, name, model.norm, x, cut.precision, shape=(cut.tokens, float(model.hidden)))
     again = cut.sequence_parallel
     y = yield from changed(normed, lambda op: structs.replace(op, remade=again and op.phase == "forward"))
     if is_first:
@@ -328,7 +326,13 @@ def _latent_qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
             yield structs.replace(op, makes=turned) if op.makes else op
         q = turned[0]
     yield from _indexer(model, cut, x)
-    mixed = yield from core_attention(model, cut, (q, k_whole, v), qk_dim, mla.v_head_dim, heads)
+    # A served prompt reads what was chosen for it as latents that all heads share (absorbed up-projections).
+    absorbs = cut.kind == "prefill" and model.sparse is not None and (cut.seq + cut.past > model.sparse.top_k)
+    own = mla.qk_nope_head_dim, mla.v_head_dim
+    read_qk, read_v = (dim + 1.0 * absorbs * (mla.kv_lora_rank - dim) for dim in own)
+    mixed = yield from core_attention(model, cut, (q, k_whole, v), read_qk + rope, read_v, heads)
+    if cut.kind == "prefill":
+        mixed = structs.replace(mixed, shape=(mixed.shape[0], heads * mla.v_head_dim))
     if not model.attention_gate:
         return mixed
     (gate,) = yield from column_linear(ATTENTION, "gate", x, {"gate": heads * model.gate_dim}, cut)
