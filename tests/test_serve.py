@@ -151,15 +151,14 @@ def test_a_pipeline_takes_what_its_batches_take_at_the_slowest_stage(pp: int) ->
     piped = server("llama3-70b", f"h200-sxm:{4 * pp}", tp=4, pp=pp)
     one, all_stages = est.decode_pass(whole, 16.0, 1000.0), est.decode_pass(piped, 16.0, 1000.0)
     hops_s = float(all_stages.time_s["comm_pp"])
-    assert 0 < hops_s < 0.1 * one.total_s
-    assert one.total_s < all_stages.total_s - hops_s < 1.2 * one.total_s
+    assert 0 < hops_s < 0.1 * one.total_s < 0.1 * (all_stages.total_s - hops_s) < 0.12 * one.total_s
     assert piped.groups == pp and est.prompt_s(piped) > est.prompt_s(whole)
     assert est.sequence_bytes(piped) == pytest.approx(est.sequence_bytes(whole) / pp)
     assert est.max_sequences(piped) * pp > pp * est.max_sequences(whole)  # a stage holds fewer weights
 
 
 def test_tokens_are_gathered_on_few_ranks_and_sent_on_many() -> None:
-    """A token of DeepSeek-V3 chooses eight experts: on eight ranks each gets all tokens, by the library."""
+    """Eight experts a token (DeepSeek-V3): eight ranks gather all; sixteen would take twice as long."""
     of = server("deepseek-v3", "b200-sxm:8", dtype="fp8", ep=8)
     tokens = 8 * 4 * of.prompt
     found = float(est.price_pass(of, of.prefill(4.0)).time_s["comm_ep"])
@@ -169,7 +168,6 @@ def test_tokens_are_gathered_on_few_ranks_and_sent_on_many() -> None:
     )
     assert found == pytest.approx(58 * (there + back), rel=0.02)
     wide = server("deepseek-v3", "gb200-nvl72:16", dtype="fp8", ep=16)
-    # gathering on twice the ranks would take twice as long
     assert float(est.price_pass(wide, wide.prefill(4.0)).time_s["comm_ep"]) < 58 * 2 * (there + back)
 
 
