@@ -47,8 +47,9 @@ def test_a_token_budget_becomes_days_cost_and_energy(meshwise) -> None:
 
 
 def test_failures_lengthen_a_run_and_a_better_machine_shortens_it(meshwise) -> None:
-    def run(*words: str) -> dict:
-        return meshwise(*BASE, "--tokens", "1T", "--price", "2", "--json", *words).document["run"]
+    def run(*words: str, keys: str = "") -> dict:
+        base = (word + keys * (word == "tp=8,pp=8") for word in BASE)
+        return meshwise(*base, "--tokens", "1T", "--price", "2", "--json", *words).document["run"]
 
     usual = run()
     failing = usual["with_failures"]
@@ -56,9 +57,12 @@ def test_failures_lengthen_a_run_and_a_better_machine_shortens_it(meshwise) -> N
     assert failing["run_s"] == pytest.approx(usual["run_s"] / failing["goodput_frac"])
     assert failing["cost"] == pytest.approx(2 * failing["gpu_hours"])
     assert failing["num_failures"] == pytest.approx(failing["gpu_hours"] / 50.7e3, rel=1e-3)
-    for words in (("--mtbf", "1e6"), ("--storage", "1TB"), ("--restart", "10")):
+    for words in (("--mtbf", "1e6"), ("--storage", "1TB"), ("--restart", "0")):
         assert run(*words)["with_failures"]["goodput_frac"] > failing["goodput_frac"]
     assert run("--storage", "1TB")["with_failures"]["checkpoint_s"] < failing["checkpoint_s"]
+    per_param = {",optimizer=muon": 10, ",implementation=fsdp2,zero=3": 12, ",optimizer=sgd": 6}
+    held = {keys: run(keys=keys)["with_failures"]["checkpoint_bytes"] for keys in per_param}
+    assert {keys: round(14 * held[keys] / failing["checkpoint_bytes"]) for keys in held} == per_param
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,7 @@ def test_plan_and_cluster_from_files(meshwise, tmp_path: Path) -> None:
 
 def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(meshwise) -> None:
     busy = meshwise(*BASE, "--tokens", "1e9", "--pue", "1.5", "--carbon", "400", "--json").document
+    assert meshwise(*BASE, "--tokens", "1e9", "--carbon", "0", "--json").document["run"]["co2_kg"] == 0.0
     chip, node = busy["power_watts"]["chip"], busy["power_watts"]["node"]
     limit = find_chip("a100-80g-sxm").power_watts
     assert 0.3 * limit < chip <= limit < node * 1.5

@@ -15,16 +15,19 @@ from rich.console import Console
 import meshwise as mw
 from data_tables import table
 from meshwise.core.errors import ClusterError, DataError
+from meshwise.core.expressions import value_of
 from meshwise.cost.collective import Choices, collective_s, domains, peer_all_reduce_s, sent_bytes
 from meshwise.estimate.collective import KINDS as VERB_KINDS
 from meshwise.estimate.timing import Machine, machine
-from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, constants
+from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, _tables, constants
 from meshwise.machine.hardware import Cluster, Level, Link, find_chip, find_cluster, links_of
 from meshwise.report.pages import parts_of, print_parts
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
 LINKS = {"links": (Link(300e9, 2e-6, 8.0), Link(25e9, 5e-6, math.inf))}
 REAL = constants(find_chip("a100"))
+
+TABLES = table("tables")["collectives"]
 
 kinds = st.sampled_from(KINDS)
 efficiencies = st.sampled_from([IDEAL, REAL])
@@ -33,23 +36,9 @@ groups = st.sampled_from([1, 2, 3, 4, 8, 12, 16, 64, 512])
 strides = st.sampled_from([1, 2, 8, 64])
 
 
-@pytest.mark.parametrize(
-    ("kind", "group", "stride", "expected_s"),
-    [
-        # V = 1e9 bytes; A100 node: 8 ranks at 300 GB/s and 2 us, nodes at 25 GB/s and 5 us per rank
-        pytest.param("all_gather", 8, 1, 7 / 8 / 300 + 7 * 2e-6, id="ring in one node"),
-        pytest.param("all_gather", 8, 8, 7 / 8 / 25 + 7 * 5e-6, id="ring of one rank per node"),
-        pytest.param("all_gather", 16, 1, 15 / 16 / (8 * 25) + 14 * 2e-6 + 5e-6, id="eight rings, NICs bind"),
-        pytest.param("reduce_scatter", 16, 4, 15 / 16 / (2 * 25) + 8 * 2e-6 + 7 * 5e-6, id="two rings"),
-        pytest.param("all_reduce", 8, 1, 2 * (7 / 8 / 300 + 7 * 2e-6), id="reduce-scatter + all-gather"),
-        pytest.param("broadcast", 8, 1, 1 / 300 + 7 * 2e-6, id="broadcast passes it on"),
-        pytest.param("all_to_all", 16, 1, 8 / 16 / 25 + 5e-6, id="half the peers are in the other node"),
-        pytest.param("all_to_all", 8, 1, 7 / 8 / 300 + 2e-6, id="all-to-all in one node"),
-        pytest.param("send", 2, 1, 1 / 300 + 2e-6, id="neighbours in a node"),
-        pytest.param("send", 4, 8, 1 / 25 + 5e-6, id="neighbours in other nodes"),
-    ],
-)
-def test_ideal_closed_forms(kind, group, stride, expected_s):
+@pytest.mark.parametrize(("kind", "group", "stride", "formula", "_"), TABLES["ideal"])
+def test_ideal_closed_forms(kind, group, stride, formula, _):
+    expected_s = value_of(formula, {})
     assert collective_s(kind, 1e9, group, stride=stride, **LINKS) == pytest.approx(expected_s, rel=1e-12)
 
 
@@ -126,23 +115,9 @@ def torus(*shape: int, latency_s: float = 0.0) -> Machine:
     return machine(pod, "bf16", ideal=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "group", "stride", "expected_s"),
-    [
-        # V = 1e9 bytes; six links of 50 GB/s in each direction, two along an axis
-        pytest.param("all_gather", (4, 4, 4), 4, 1, 3 / 4 / 100, id="a ring both ways along one axis"),
-        pytest.param("all_gather", (4, 4, 4), 16, 1, 15 / 16 / 200, id="two axes at once"),
-        pytest.param("all_gather", (4, 4, 4), 64, 1, 63 / 64 / 300, id="all links of the chip"),
-        pytest.param("all_gather", (2, 4, 4), 2, 1, 1 / 2 / 50, id="an axis of 2 does not close"),
-        pytest.param("all_gather", (8, 8, 8), 4, 1, 3 / 4 / 50, id="half an axis is a line"),
-        pytest.param("all_gather", (8, 8, 8), 2, 4, 1 / 2 / (2 * 50 / 4), id="four groups share an axis"),
-        pytest.param("all_gather", (4, 4, 8), 16, 4, 15 / 16 / (100 + 50), id="an axis and half of the next"),
-        pytest.param("all_to_all", (4, 4, 4), 4, 1, 1 / 100, id="a quarter of the way round, 4 parts"),
-        pytest.param("all_to_all", (4, 4, 16), 256, 1, 16 / 4 / 100, id="the longest axis binds"),
-        pytest.param("send", (4, 4, 8), 2, 64, 1 / (50 / 4), id="four chips on, through the others"),
-    ],
-)  # fmt: skip
-def test_closed_forms_of_a_torus(kind, shape, group, stride, expected_s):
+@pytest.mark.parametrize(("kind", "shape", "group", "stride", "formula", "_"), TABLES["torus"])
+def test_closed_forms_of_a_torus(kind, shape, group, stride, formula, _):
+    expected_s = value_of(formula, {})
     assert torus(*shape).collective_s(kind, 1e9, group, stride) == pytest.approx(expected_s, rel=1e-12)
 
 
@@ -207,6 +182,23 @@ def test_a_node_without_peer_access_passes_its_host_and_a_pair_does_not():
     of_the_catalog = machine(find_cluster("rtx-4090:8"), "bf16")
     pair_s, node_s = (of_the_catalog.collective_s("all_gather", 1e9, ranks, 1) for ranks in (2, 8))
     assert node_s > 4 * pair_s
+
+
+@pytest.mark.parametrize(("chip", "pcie", "sizes", "measured_s"), TABLES["pairs"])
+def test_pairs_with_a_bridge_meet_over_their_host(chip: str, pcie: int, sizes: Any, measured_s: Any) -> None:
+    """Vidur's four GPUs in pairs: PCIe beyond NVLink is no network, and all go through the host."""
+    bridge = Level(name="nvlink-bridge", ranks=2, bytes_per_s=300e9, latency_s=1e-6)
+    levels = bridge, Level(name=f"pcie{pcie}", bytes_per_s=2e9 * 2**pcie, latency_s=2e-6)
+    pairs = Cluster(name="pairs", chip=find_chip(chip), num_chips=8, levels=levels)
+    found = mw.collective("all_reduce", pairs, sizes, ranks=4)
+    assert [one.time_s for one in found.predicted] == pytest.approx(measured_s, rel=0.12)
+    assert all(f"of {link}.link" in note for link, note in zip(("inner", "pcie"), found.notes, strict=True))
+
+
+@pytest.mark.parametrize(("cluster", "name"), TABLES["networks"])
+def test_the_network_is_the_first_level_beyond_the_links_of_a_node(cluster: str, name: str) -> None:
+    on = find_cluster(cluster)
+    assert constants(on.chip, on.levels).outer == _tables("efficiency.toml")["outer.link"][name]
 
 
 def test_latency_of_an_all_reduce_grows_with_the_logarithm_of_the_nodes():
@@ -282,16 +274,20 @@ def test_measured_times_stand_beside(meshwise: Any, tmp_path: Path) -> None:
 
 
 def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -> None:
-    """nccl-tests' output: at its points, between them, not beyond; every verb says so."""
+    """nccl-tests' output: at its points, between them, beyond as slow a link; every verb says so."""
     ranks = "".join(f"#  Rank  {rank} Group  0 Pid  7 on   node-a device  {rank} H100\n" for rank in range(4))
     rows = "".join(f"  {2**size}  1  float  sum  -1  {us}  1.0  1.0  0  {us}  1.0  1.0  0\n"
                    for size, us in ((20, 50.0), (26, 3200.0)))  # fmt: skip
     output = tmp_path / "all_reduce_perf.txt"
     output.write_text(f"# nThread 1\n{ranks}{rows}")
-    sizes = [2.0**power for power in (20, 22, 26, 28)]
+    sizes = [2.0**power for power in (10, 20, 22, 26, 28)]
     times, _ = mw.collective("all_reduce", "h100:8", sizes, ranks=4, collectives=[output])
-    assert [one.time_s for one in times[:3]] == pytest.approx([50e-6, 200e-6, 3200e-6])
-    assert [one.algorithm == "measured" for one in times] == [True, True, True, False]
+    assert [one.time_s for one in times] == pytest.approx([50e-6, 50e-6, 200e-6, 3200e-6, 12800e-6])
+    assert [one.algorithm for one in times] == ["extrapolated", *["measured"] * 3, "extrapolated"]
+    parts = [tmp_path / f"{part}_all_reduce_perf.txt" for part in range(2)]
+    for part, row in zip(parts, rows.splitlines(), strict=True):
+        part.write_text(f"{ranks}{row}\n")
+    assert mw.collective("all_reduce", "h100:8", sizes, ranks=4, collectives=parts)[0] == times
     apart, _ = mw.collective("all_reduce", "h100:16", sizes, ranks=4, stride=4, collectives=[output])
     assert "measured" not in {one.algorithm for one in apart}
     asked = "llama3-8b", "h100:4", "tp=4,sp=0"
@@ -306,7 +302,7 @@ def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -
     print_parts(parts_of(found), console)
     assert "note: measured, not predicted (all_reduce_perf.txt)" in console.export_text()
     unused = mw.estimate("llama3-8b", "h100:8", "tp=8", collectives=[output]).to_json()["notes"]
-    assert any(one.endswith("bytes; this step has none") for one in unused)
+    assert any(one.endswith("; this step has none") for one in unused)
     with pytest.raises(DataError, match="no all_gather among 4 ranks was measured"):
         mw.collective("all_gather", "h100:8", sizes, ranks=4, collectives=[output])
     output.write_text("no table")

@@ -16,6 +16,7 @@ import meshwise as mw
 from data_tables import table
 from meshwise.calibrate import fit, ops
 from meshwise.calibrate.microdata import OPS_COLUMNS, Measurement, read
+from meshwise.core.each import telling
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost import dispatch
 from meshwise.cost.attention_kernel import attention_s
@@ -359,9 +360,12 @@ def test_a_constant_that_the_rows_do_not_bound_is_that_of_its_generation(tmp_pat
     rows = synthetic_rows(cool)
     hot = [replace(row, chip="h200-sxm") for row in synthetic_rows(replace(cool, throttle_frac=2.0))]
     (tmp_path / "ops.csv").write_text(ops_table([*rows, *rows[:1], *hot]))
-    fitted = tomllib.loads(fit.fit_all([tmp_path / "ops.csv"], checked="2026-11-22").toml)["gemm"]
+    told: list[tuple[int, int]] = []
+    with telling(lambda done, total: told.append((done, total))):
+        fitted = tomllib.loads(fit.fit_all([tmp_path / "ops.csv"], checked="2026-11-22").toml)["gemm"]
     of_one, of_the_other = (fitted[name]["bf16"]["throttle_frac"] for name in (H100.name, "h200-sxm"))
     assert of_one == of_the_other == pytest.approx(0.05, rel=0.5)
+    assert told[-1] == (2 * len(rows) + 1, 2 * len(rows) + 1) and len(told) == 2
 
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

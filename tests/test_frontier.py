@@ -14,7 +14,7 @@ from data_tables import table
 from figures import figures_script
 from meshwise.core.errors import WorkloadError
 from meshwise.cost.failures import Failures, goodput
-from meshwise.machine.hardware import find_chip
+from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.published.frontier.assumptions import Assumptions, Law, assumptions, sizes
 from meshwise.published.frontier.device import Device, device_from_chip, find_device
 from meshwise.published.frontier.layer import LinearLayer, end_of_batch_s, layer_times, layer_what_ifs
@@ -75,7 +75,8 @@ def test_what_ifs_of_the_notebook(what: str, bytes_per_s: float, value: float) -
 def test_catalog_bandwidth_per_direction_becomes_sent_plus_received() -> None:
     chip = find_chip("h100-80g-sxm")
     assert chip.levels[0].bytes_per_s == 450e9
-    assert device_from_chip(chip).inner_bytes_per_s == 900e9
+    pods = device_from_chip(chip, find_cluster("superpod-h100").levels)
+    assert device_from_chip(chip).inner_bytes_per_s == pods.inner_bytes_per_s == 900e9
 
 
 # --- golden: runs, latency, failures ----------------------------------------------------------------
@@ -102,7 +103,7 @@ def test_interruptions_of_the_llama_3_report() -> None:
     assert failures.device_s_between_interruptions / 3600 == pytest.approx(50.7e3, rel=1e-3)
     assert float(failures.interruption_s(16384)) / 3600 == pytest.approx(54 * 24 / 419)
     # The report: effective training time above 90 %.
-    assert float(failures.goodput(405e9, 16384)) == pytest.approx(0.90, abs=0.005)
+    assert float(failures.goodput(14 * 405e9, 16384)) == pytest.approx(0.90, abs=0.005)
 
 
 # --- golden: the headline ---------------------------------------------------------------------------

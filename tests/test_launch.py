@@ -352,6 +352,7 @@ def test_hosts_start_as_many_ranks_as_they_have_gpus(cluster: str, hosts: str) -
     job = mw.launch("llama3-8b", cluster, "zero=3", to="torchtitan", batch=768, seq=4096)
     nodes, _, each, *_ = job.command.partition("--nnodes ")[2].split()
     assert f"{nodes} {each}" == hosts
+    assert any("do not fill hosts of 8" in one for one in job.not_expressed) == (cluster == "h100:12")
 
 
 @pytest.mark.parametrize("framework", sorted(TRAINING))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_tables import table
 from figures import figures_script
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
@@ -121,13 +122,6 @@ def test_a_plan_reaches_the_block(layout: str) -> None:
     assert blocks.total("flop") == pytest.approx(expected.total("flop"), 0.05)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "grid"),
-    [
-        ("1d", 8, ()), ("2d", 8, (4, 2)), ("2d", 36, (6, 6)), ("2d", 7, (7, 1)), ("2d-cp", 12, (4, 3)),
-        ("2.5d", 8, (2, 2, 2)), ("2.5d", 16, (2, 2, 4)), ("2.5d", 64, (4, 4, 4)), ("2.5d", 6, (1, 1, 6)),
-        ("3d", 27, (3, 3, 3)),
-    ],
-)  # fmt: skip
-def test_the_default_grid_is_the_squarest(layout: str, ranks: int, grid: tuple[int, ...]) -> None:
-    assert default_grid(layout, ranks) == grid
+@pytest.mark.parametrize(("layout", "ranks", "grid"), table("tables")["default_grids"])
+def test_the_default_grid_is_the_squarest(layout: str, ranks: int, grid: list[int]) -> None:
+    assert default_grid(layout, ranks) == tuple(grid)

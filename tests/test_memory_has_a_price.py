@@ -70,14 +70,7 @@ def test_no_key_spares_memory_for_nothing(data: st.DataObject, model: str) -> No
         check_price(model, keys, key, value)
 
 
-@pytest.mark.parametrize(
-    ("model", "keys", "key", "value"),
-    [
-        ("mixtral-8x7b", {"pp": 2, "ep": 4, "zero": 1}, "zero", 2),
-        ("llama3-8b", {"pp": 4, "zero": 1}, "zero", 2),
-        ("qwen3-0.6b", {"pp": 2, "microbatch": 4, "zero": 1}, "schedule", "dualpipe"),
-    ],
-)
+@pytest.mark.parametrize(("model", "keys", "key", "value"), table("tables")["once_gained"])
 def test_what_searches_once_gained_from(model: str, keys: dict[str, Any], key: str, value: Any) -> None:
     """ZeRO-2 with the traffic of stage 1; half of the logits under DualPipe."""
     check_price(model, keys, key, value)

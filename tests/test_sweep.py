@@ -66,7 +66,8 @@ def _file(folder, text):
 
 
 def _numbers(folder, numbers, extra=""):
-    text = f'verb = "estimate"\n{extra}\n[grid]\nn = {list(numbers)}\n[results]\nsquare = "n.square.0"\n'
+    grid = f"n = {list(numbers)}\ncluster = ['{folder}/cluster.toml']"
+    text = f'verb = "estimate"\n{extra}\n[grid]\n{grid}\n[results]\nsquare = "n.square.0"\n'
     return read_sweep(_file(folder, text))
 
 
@@ -109,13 +110,15 @@ def test_failures_stop_nothing(tmp_path, fake):
 
 
 def test_finished_points_are_not_repeated(tmp_path, fake):
-    """Not when the sweep is started again, not when its grid grows; failed ones only with retry."""
-    for numbers, retry in (([1, -3], False), ([1, -3], False), ([-3, 5, 1], False), ([1, 5, -3], True)):
+    """Not when the sweep is started again or its grid grows; failed ones with retry, all for other files."""
+    runs = ([1, -3], False, ""), ([1, -3], False, ""), ([-3, 5, 1], False, ""), ([1, 5, -3], True, "")
+    for numbers, retry, text in (*runs, ([1], False, "another cluster")):
+        (tmp_path / "cluster.toml").write_text(text)
         wanted = _numbers(tmp_path, numbers)
         with Store(tmp_path / "a.sqlite") as store:
             run_sweep(wanted, store, jobs=1, retry=retry)
             assert [row.values["n"] for row in store.rows(wanted)] == numbers
-    assert fake() == [1, -3, 5, -3]
+    assert fake() == [1, -3, 5, -3, 1]
 
 
 SLOW = """

@@ -97,15 +97,17 @@ def test_bad_cells_are_named_and_good_rows_count(
 
 
 def test_a_file_that_is_no_table_of_runs(tmp_path: Path) -> None:
-    path = tmp_path / "runs.csv"
-    path.write_text("id,source,model\na,b,c\n")
     (tmp_path / "bytes.csv").write_bytes(b"id,\xff\xfe\n")
+    (tmp_path / "empty.csv").write_text(RUNS.read_text().partition("\n")[0])
+    (tmp_path / "runs.csv").write_text("id,source,model\na,b,c\n")
+    (tmp_path / "watts.csv").write_text("chip,avg_watts_per_node,source\nh100,7300,ours\n")
     words = {
-        "runs": "the header lacks the column year, seq_len",
         "absent": "cannot read",
         "bytes": "in UTF-8",
+        "empty": "no rows",
+        "watts": "lacks what, avg_watts_per_gpu",
     }
-    for name, text in words.items():
+    for name, text in (words | {"runs": "the header lacks the column year, seq_len"}).items():
         with pytest.raises(DataError, match=text):
             validate([tmp_path / f"{name}.csv"])
 

@@ -1155,17 +1155,18 @@ def collective(
         MeshwiseError: A name is unknown, a number makes no sense, or a file cannot be read.
     """
     from meshwise.calibrate.collectives import measured_ranks, measured_times
-    from meshwise.estimate.collective import SIZES_BYTES, CollectiveTimes, collective_times, group_size
+    from meshwise.estimate import collective as timed
 
     on = _cluster(cluster, collectives)
-    group = group_size(kind, on, ranks, stride)
+    group = timed.group_size(kind, on, ranks, stride)
     if collectives and (kind, group) not in {(known.kind, known.ranks) for known in on.collectives}:
         raise DataError(f"{', '.join(map(str, collectives))}: no {kind} among {group} ranks was measured")
     if data and ranks is None:
         group = measured_ranks(map(Path, data), kind, on, group, stride)
     measured = measured_times(map(Path, data), kind, on, group, stride)
-    sizes = sorted(sizes_bytes or {*SIZES_BYTES, *measured})
-    return CollectiveTimes(collective_times(kind, on, sizes, ranks=group, stride=stride), measured, group)
+    sizes = sorted(sizes_bytes or {*timed.SIZES_BYTES, *measured})
+    times = timed.collective_times(kind, on, sizes, ranks=group, stride=stride)
+    return timed.CollectiveTimes(times, measured, group, timed.notes(kind, on, group, stride))
 
 
 def frontier(

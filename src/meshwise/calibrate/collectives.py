@@ -15,6 +15,7 @@ from statistics import median
 from meshwise.calibrate.microdata import Measurement, read
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog, read_text
+from meshwise.core.refusals import refuse
 from meshwise.cost.collective import members
 from meshwise.machine.efficiency import network
 from meshwise.machine.hardware import Cluster, MeasuredCollective, find_chip
@@ -27,6 +28,8 @@ _NCCL_RANK = re.compile(r"#\s+Rank\s+\d+.*\bon\s+(\S+)\s+device")
 
 Group = tuple[str, float, float]
 """Kind, ranks, ranks in a node."""
+Times = dict[float, list[float]]
+"""Seconds by payload [bytes]."""
 
 
 def with_measured(cluster: Cluster, paths: Iterable[Path]) -> Cluster:
@@ -34,21 +37,18 @@ def with_measured(cluster: Cluster, paths: Iterable[Path]) -> Cluster:
 
     DataError for a file without any.
     """
-    found = []
+    sources: dict[Group, dict[Path, Times]] = defaultdict(dict)
     for path in paths:
         groups = _groups(path, cluster)
-        if not groups:
-            raise DataError(f"{path} has no collective measured on links of {cluster.name}; name another")
-        for (kind, ranks, inside), times in groups.items():
-            sizes = tuple(sorted(times))
-            seconds = tuple(median(times[size]) for size in sizes)
-            found.append(
-                MeasuredCollective(
-                    kind=kind, ranks=ranks, ranks_inside=inside, sizes_bytes=sizes, seconds=seconds,
-                    source=path.name,
-                )
-            )  # fmt: skip
-    return replace(cluster, collectives=(*cluster.collectives, *found))
+        refuse("measured collectives", DataError, groups=groups, path=path, cluster=cluster)
+        for group, times in groups.items():
+            sources[group][path] = times
+    found = list(cluster.collectives)
+    for group, of_files in sources.items():
+        sizes, seconds = zip(*sorted(_medians(of_files.values()).items()), strict=True)
+        names = ", ".join(path.name for path in of_files)
+        found.append(MeasuredCollective(*group, float(cluster.chips_per_host), sizes, seconds, names))
+    return replace(cluster, collectives=tuple(found))
 
 
 def measured_times(
@@ -59,10 +59,15 @@ def measured_times(
     A group is like this one if as many of its ranks share a node. DataError for a file that is no table of
     ops (docs/data.md).
     """
-    inside = float(members(ranks, stride, cluster.levels[0].ranks))
-    found: dict[float, list[float]] = defaultdict(list)
-    for path in paths:
-        for size, seconds in _groups(path, cluster).get((kind, float(ranks), inside), {}).items():
+    inside = float(members(ranks, stride, cluster.chips_per_host))
+    return _medians(_groups(path, cluster).get((kind, float(ranks), inside), {}) for path in paths)
+
+
+def _medians(files: Iterable[Times]) -> dict[float, float]:
+    """Median seconds by payload [bytes] over all files of one group."""
+    found: Times = defaultdict(list)
+    for times in files:
+        for size, seconds in times.items():
             found[size] += seconds
     return {size: median(seconds) for size, seconds in found.items()}
 
@@ -73,14 +78,14 @@ def measured_ranks(paths: Iterable[Path], kind: str, cluster: Cluster, most: int
     known = (
         int(ranks)
         for of, ranks, inside in groups
-        if of == kind and ranks <= most and inside == members(int(ranks), stride, cluster.levels[0].ranks)
+        if of == kind and ranks <= most and inside == members(int(ranks), stride, cluster.chips_per_host)
     )
     return max(known, default=most)
 
 
-def _groups(path: Path, cluster: Cluster) -> dict[Group, dict[float, list[float]]]:
+def _groups(path: Path, cluster: Cluster) -> dict[Group, Times]:
     """The times of a file by group and payload [bytes]."""
-    found: dict[Group, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Group, Times] = defaultdict(lambda: defaultdict(list))
     text = read_text(path, "CSV")
     if "," not in text.partition("\n")[0]:
         group, times = _of_nccl_tests(path, text)
@@ -109,7 +114,6 @@ def _of_nccl_tests(path: Path, text: str) -> tuple[Group, list[tuple[float, floa
     nodes = Counter(_NCCL_RANK.findall(text))
     times = [(float(row[1]), float(row[2]) * 1e-6) for row in map(_NCCL_ROW.match, text.splitlines()) if row]
     times = [(size, seconds) for size, seconds in times if size and seconds]
-    if not (kind and nodes and times):
-        needs = f"lines of ranks and sizes, and a collective in its header or name ({', '.join(_KINDS)})"
-        raise DataError(f"{path} is no output of nccl-tests: it needs {needs}")
+    is_whole, known = bool(kind and nodes and times), ", ".join(_KINDS)
+    refuse("output of nccl-tests", DataError, is_whole=is_whole, path=path, known=known)
     return (kind, float(nodes.total()), float(max(nodes.values()))), times

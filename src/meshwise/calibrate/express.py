@@ -277,8 +277,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     unknown = parts_beyond("transformers", model, plan=plan)  # of which it is not known what it keeps
     if plan.done_by.parts == "transformers" and any(is_there for is_there, _ in unknown):
         plan = replace(plan, implementation=_USUAL["implementation"])
-    if run.recompute_layers is not None and run.recompute_kind != "full":
-        raise PlanError(f"recompute_layers is for recompute_kind full, not {run.recompute_kind}")
+    refuse("recomputation of a run", PlanError, run=run)
     said = stated.recompute_kind
     if said in ("selective", "per_op") or (run.recompute_modules and not said):
         kind = "mla" if model.mla else "moe" if model.moe else "dense"
@@ -332,8 +331,7 @@ def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...]:
     if layers % chunks == 0:
         return EVEN
     ends, last = (3, chunks - 2) if mtp_layers else (2, chunks - 1)
-    if layers + ends < chunks:
-        raise PlanError(f"{layers} layers cannot fill {chunks} pipeline stages (pp x vpp)")
+    refuse("stages of a run", PlanError, layers=layers, ends=ends, chunks=chunks)
     most = -(-(layers + ends) // chunks)
     counts = [most] * chunks
     counts[-1 if mtp_layers else 0] -= min(most, ends) if mtp_layers else 1

@@ -25,9 +25,11 @@ from meshwise.calibrate.microdata import BEST, Measurement, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
 from meshwise.calibrate.table import BadRow
 from meshwise.core.columns import grouped
+from meshwise.core.each import tell
 from meshwise.core.errors import DataError
 from meshwise.core.extras import import_extra
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import catalog_toml
 from meshwise.cost.experts import ACTIVATES_ALL
 from meshwise.machine.efficiency import CLASSES, Efficiency, constants, lookup, on_pcie
@@ -242,6 +244,7 @@ class _Bench:
         for each, entry in fitted.items():
             self.tables.setdefault(keep_as or each, {})[name] = entry
         self.scores.append(score(keep_as or key, rows, chip, build(fitted), label=name, few=few))
+        tell(sum(one.rows for one in self.scores), len(self.rows))
         return fitted[key]
 
     def _start(self, key: str, chip: Chip, box: Mapping[str, tuple[float, float, float]], base: Any) -> Any:
@@ -271,9 +274,7 @@ def fit_all(paths: Sequence[Path], *, checked: str) -> FitReport:
     """
     found = [read(path) for path in paths]
     rows, bad = [row for good, _ in found for row in good], [row for _, others in found for row in others]
-    if not rows:
-        names = ", ".join(map(str, paths))
-        raise DataError(f"no row of {names} is a measurement that fits a constant; name other files")
+    refuse("rows of a fit", DataError, rows=rows, names=", ".join(map(str, paths)))
     bench = _Bench(rows, {}, [], [])
     for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_libraries):
         fit_class(bench)

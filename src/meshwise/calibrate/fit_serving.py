@@ -24,6 +24,7 @@ from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.table import header, lines
 from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError, MeshwiseError
+from meshwise.core.refusals import refuse
 from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import Spread
 from meshwise.model.find import find_model
@@ -88,15 +89,14 @@ class ServingFit:
 
 def fit_serving(path: Path) -> ServingFit:
     """Fit the constants to the points of `path`; DataError where none can fit them."""
-    if missing := [name for name in measured.COLUMNS if name not in header(path)]:
-        raise DataError(f"{path} is no table of serving points: it has no column {', '.join(missing)}")
+    missing = [name for name in measured.COLUMNS if name not in header(path)]
+    refuse("table of points", DataError, path=path, missing=", ".join(missing))
     start = fitted().constants
     names = list(msgspec.structs.asdict(start))
     cases = [case for _, row, bad in lines(path) if not bad for case in _cases(row, names)]
     num = Counter(case.model for case in cases)
     is_fitted = np.array([not case.judges_only for case in cases])
-    if not is_fitted.any():
-        raise DataError(f"{path} holds no point that the constants can be fitted to; name other measurements")
+    refuse("points of a fit", DataError, path=path, has_points=is_fitted.any())
     linear = LinearMisses(
         np.array([case.miss for case in cases]),
         np.array([case.slopes for case in cases]),

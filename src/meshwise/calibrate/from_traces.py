@@ -168,9 +168,7 @@ def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
     calls = [_carried(name, one) for one in wires]
     weights = [one.count * one.wire_s**2 for one in wires]  # of absolute errors: they add up to a step
     num = sum(one.count for one in wires)
-    if num < _MIN_CALLS:
-        shown = f"the traces show {num} collectives of known size over {name}, a link needs {_MIN_CALLS}"
-        raise DataError(f"{shown}; give the traces of all ranks, and record more steps")
+    refuse("calls of a link", DataError, num=num, name=name, least=_MIN_CALLS)
     speed, latency = fit_link(calls, weights)
     links = (Link(speed, latency, math.inf),)
     wrong = [abs(float(collective_s(kind, size, n, links=links)) / time - 1) for kind, size, n, time in calls]

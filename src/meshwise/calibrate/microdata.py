@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from meshwise.calibrate.table import BadCell, BadRow, Unmodelled, header, read_each
-from meshwise.core.errors import ClusterError, DataError
+from meshwise.calibrate.table import BadCell, BadRow, Unmodelled, header, lacking, read_each
+from meshwise.core.errors import ClusterError
 from meshwise.core.expressions import formulas, value_of
 from meshwise.core.files import read_catalog
 from meshwise.core.units import positive
@@ -85,9 +85,7 @@ def _converter(path: Path, names: Sequence[str]) -> Callable[[dict[str, str]], t
     for columns, convert in ((OPS_COLUMNS, _from_ops), (PUBLISHED_COLUMNS, _from_published)):
         if set(columns) <= set(names):
             return convert
-    nearest = max((OPS_COLUMNS, PUBLISHED_COLUMNS), key=lambda columns: len(set(columns) & set(names)))
-    missing = ", ".join(name for name in nearest if name not in names)
-    raise DataError(f"{path}, line 1: the header lacks {missing}; expected {', '.join(nearest)}")
+    raise lacking(path, names, (OPS_COLUMNS, PUBLISHED_COLUMNS))
 
 
 # --- cells -------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Measured watts in meshwise's words: of boards that serve, and of nodes at the wall that train.
 
-A row has the columns `chip what avg_watts_per_gpu avg_watts_per_node workload source`. Of servers
+A row has the columns `COLUMNS`. Of servers
 (ml-energy) the workload names model, types, layout and batch: what is predicted is the decode pass of that
 batch, in the context of `catalog/power.toml`. Of nodes that train (MLPerf Power) it names a benchmark and
 nodes, whose settings stand there too.
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -29,30 +30,36 @@ _SERVES = re.compile(
     r"tp(?P<tp>\d+) ep(?P<ep>\d+) dp(?P<dp>\d+), .*mean batch (?P<batch>[\d.]+)"
 )
 _TRAINS = re.compile(r"(?P<benchmark>\w+) on (?P<nodes>\d+)x\S+ \(8 GPUs a node\)")
+_WATTS = re.compile(r"\d+(\.\d*)?")
 _DTYPES = {"fp8": "dtype=fp8", "mxfp4": "expert_dtype=mxfp4"}
 
 
-def measured(row: Mapping[str, str]) -> dict[str, float]:
+def measured(row: Mapping[str, str]) -> dict[str, float | None]:
     """The watts that a row states, by quantity."""
     found = {"chip_watts": row.get("avg_watts_per_gpu"), "node_watts": row.get("avg_watts_per_node")}
-    return {quantity: float(text) for quantity, text in found.items() if text}
+    return {quantity: float(text) for quantity, text in found.items() if text and _WATTS.fullmatch(text)}
 
 
 def predicted(row: Mapping[str, str]) -> dict[str, float]:
     """The same as predicted; a MeshwiseError says what is not expressed."""
+    refuse("measured watts", DataError, row=row, watts=measured(row))
     watts = (_served(row) if row["avg_watts_per_gpu"] else _trained(row)).power_watts
     if watts is None:
         raise DataError(f"column chip: the power limit of {row['chip']} is not published")
     return {"chip_watts": watts["chip"], "node_watts": watts["node"] * NODE}
 
 
+def _named(pattern: re.Pattern[str], row: Mapping[str, str]) -> dict[str, str]:
+    """What the workload of a row names, if it is written as `pattern` has it."""
+    found = pattern.match(row["workload"])
+    return found.groupdict() if found else {}
+
+
 def _served(row: Mapping[str, str]) -> Estimate:
-    named = _SERVES.match(row["workload"])
-    if named is None:
-        raise DataError("column workload: it names no model, types, layout and batch")
-    context = _CATALOG["context_tokens"].get(named["task"])
-    if context is None:
-        raise DataError(f"column workload: the lengths of {named['task']} are not known")
+    named = _named(_SERVES, row)
+    known = _CATALOG["context_tokens"]
+    refuse("served watts", DataError, named=named, known=known, tasks=", ".join(known))
+    context = known[named["task"]]
     gpus, tp = int(named["gpus"]), int(named["tp"])
     replicas = gpus // tp
     batch = max(-(-round(float(named["batch"])) // replicas), 1) * replicas
@@ -62,10 +69,10 @@ def _served(row: Mapping[str, str]) -> Estimate:
 
 
 def _trained(row: Mapping[str, str]) -> Estimate:
-    named = _TRAINS.match(row["workload"])
-    known = _CATALOG["workloads"].get(named["benchmark"], {}) if named else {}
-    if named is None or named["nodes"] not in known.get("nodes", ()):
-        raise DataError("column workload: no model of ours, or no plan of it on as many nodes")
+    named = _named(_TRAINS, row)
+    known = _CATALOG["workloads"].get(named.get("benchmark"), {})
+    understood = (f"{name} on {'|'.join(of['nodes'])}" for name, of in _CATALOG["workloads"].items())
+    refuse("trained watts", DataError, named=named, known=known, understood=" or ".join(understood))
     nodes = named["nodes"]
     work = Workload(batch=known["batch"][nodes], seq=known["seq"], microbatch=known.get("microbatch", 1))
     plan = f"{known['plan']},{known['nodes'][nodes]}"

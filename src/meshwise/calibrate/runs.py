@@ -73,7 +73,7 @@ SHAPE = {
     **{"heads": "num_heads", "kv_heads": "num_kv_heads", "vocab": "vocab"},
 }
 """Columns that may be empty where `model` is a preset or the path of a config, and the fields of `Model`."""
-_REQUIRED = tuple(name for name in _NEEDED if name not in SHAPE)
+REQUIRED = tuple(name for name in _NEEDED if name not in SHAPE)
 
 _CATALOG = read_catalog("iterations.toml")
 PROSE = _CATALOG["prose"]
@@ -109,9 +109,9 @@ def is_iterations(names: Sequence[str]) -> bool:
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:
-    wanted = _ITERATION_COLUMNS if is_iterations(names) else _REQUIRED
+    wanted = _ITERATION_COLUMNS if is_iterations(names) else REQUIRED
     lacks = ", ".join(name for name in wanted if name not in names)
-    known: dict[str, Any] = {"required": ", ".join(_REQUIRED), "known": ", ".join(MEASURED), "lacks": lacks}
+    known: dict[str, Any] = {"required": ", ".join(REQUIRED), "known": ", ".join(MEASURED), "lacks": lacks}
     known["is_measured"] = not {*MEASURED, "measured_ms"}.isdisjoint(names)
     refuse("header of runs", DataError, f"{path}, line 1: ", **known)
     for name in unread_columns(names):
@@ -127,7 +127,7 @@ def unread_columns(names: Sequence[str]) -> list[str]:
 
 def _run(texts: Mapping[str, str], where: str) -> Run:
     values = {name: _value(name, texts[name]) for name in _HELD if texts.get(name)}
-    if missing := [name for name in _REQUIRED if name not in values]:
+    if missing := [name for name in REQUIRED if name not in values]:
         raise BadCell("the cell is empty; give a value", missing[0])
     if unsaid := [name for name in SHAPE if name not in values]:
         try:

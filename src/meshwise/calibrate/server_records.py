@@ -104,8 +104,7 @@ def _perf(where: str, of: Mapping[str, Any]) -> ServerRecord:
     lengths = Lengths(round(mean("input_sequence_length")), max(round(mean("output_sequence_length")), 1))
     clients = load.get("concurrency")
     rate = None if clients else load.get("request_rate")
-    if not clients and not rate:
-        raise DataError(f"{where} does not say its load: no concurrency or request_rate in input_config")
+    refuse("load of a record", DataError, where=where, is_said=clients or rate)
     tpot_ms = mean("inter_token_latency") if "inter_token_latency" in of else 0.0
     num = num or 10 * int(clients or 100)
     return _checked(where, num, lengths, rate, clients, mean("time_to_first_token"), tpot_ms)

@@ -1,6 +1,6 @@
 """Tables of measurements as CSV files: their lines, and what is wrong with one of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +38,13 @@ def header(path: Path) -> list[str]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{path}, line 1: the column {twice[0]} stands there twice; keep one")
     return names
+
+
+def lacking(path: Path, names: Sequence[str], kinds: Iterable[Sequence[str]]) -> DataError:
+    """What a header lacks that is none of `kinds` of columns, of the kind that it shares most with."""
+    nearest = max(kinds, key=lambda columns: len({*columns} & {*names}))
+    missing = ", ".join(name for name in nearest if name not in names)
+    return DataError(f"{path}, line 1: the header lacks {missing}; expected {', '.join(nearest)}")
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, str], BadCell | None]]:

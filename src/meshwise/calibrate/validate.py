@@ -18,12 +18,13 @@ from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
-from meshwise.calibrate.runs import Run, publication, published_runs, read_runs, unread_columns
-from meshwise.calibrate.table import BadRow, header, lines
+from meshwise.calibrate.runs import REQUIRED, Run, publication, published_runs, read_runs, unread_columns
+from meshwise.calibrate.table import BadRow, header, lacking, lines
 from meshwise.core.columns import grouped
-from meshwise.core.errors import ClusterError, MeshwiseError
+from meshwise.core.errors import ClusterError, DataError, MeshwiseError
 from meshwise.core.files import read_catalog
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.efficiency import Efficiency, constants
@@ -156,19 +157,25 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
     rows: list[Prediction] = []
     warnings: list[str] = []
     for path in tuple(paths) or (published_runs(),):
-        names = header(path)
-        if set(names) >= _OP_COLUMNS:
-            rows += predict_ops(path)
-            continue
-        if table := next((rest for columns, rest in _TABLES.items() if {*columns} <= {*names}), None):
-            rows += _each_row(path, *table)
-        else:
-            runs, bad = read_runs(path)
-            rows += [prediction for run in runs for prediction in predict_run(run)]
-            rows += map(_unread, bad)
-        if unread := measured.unread_columns(names) if table else unread_columns(names):
+        found, unread = _of_file(path)
+        refuse("table of measurements", DataError, found=found, path=path)
+        rows += found
+        if unread:
             warnings.append(f"{path}, line 1: no such column, so not read: {', '.join(unread)}")
     return Validation(rows, tuple(warnings))
+
+
+def _of_file(path: Path) -> tuple[list[Prediction], list[str]]:
+    """The predictions of a file, whose header says what kind of table it is, and columns not read."""
+    names = header(path)
+    if set(names) >= _OP_COLUMNS:
+        return predict_ops(path), []
+    if table := next((rest for columns, rest in _TABLES.items() if {*columns} <= {*names}), None):
+        return [*_each_row(path, *table)], measured.unread_columns(names)
+    if max(len({*columns} & {*names}) for columns in _TABLES) > len({*REQUIRED} & {*names}):
+        raise lacking(path, names, _TABLES)
+    runs, bad = read_runs(path)
+    return [one for run in runs for one in predict_run(run)] + [*map(_unread, bad)], unread_columns(names)
 
 
 def _unread(row: BadRow, quantity: str = "step_s") -> Prediction:
@@ -314,7 +321,7 @@ def _latencies(row: Row, load: LoadResult | None) -> Iterator[dict[str, Any]]:
 
 
 def _watts(row: Row, found: dict[str, float] | None) -> Iterator[dict[str, Any]]:
-    for quantity, seen in measured_power.measured(row).items():
+    for quantity, seen in (measured_power.measured(row) or {"chip_watts": None}).items():
         value = (found or {}).get(quantity)
         yield {"quantity": quantity, "chip": row["chip"], "measured": seen, "predicted": value}
 

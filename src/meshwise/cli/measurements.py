@@ -119,8 +119,7 @@ def _files(runs: list[Path], others: list[Path], data: Path | None) -> list[Path
     from meshwise.calibrate.runs import published_runs
 
     tables = [data / name for name in DATA_FILES if (data / name).is_file()] if data else []
-    if data and not tables:
-        raise DataError(f"{data} has none of {', '.join(DATA_FILES)}; name the folder of these tables")
+    refuse("folder of tables", DataError, data=data, tables=tables, names=", ".join(DATA_FILES))
     return [*runs, *others, *tables] if runs or others else [published_runs(), *tables]
 
 
@@ -146,7 +145,7 @@ def fit(
     if ray:
         ray_for(ray)  # the fit of kernels, which comes first, takes minutes
     name: str = "ops" if only == "all" else only
-    with on_nodes(*((ray, "parts of the rows") if name == "steps" else ("",))):
+    with on_nodes(ray if name == "steps" else "", "parts of the rows"):
         found = {name: _fit(name, data, write=write, quiet=json)}
     if only == "all":
         found |= _fit_steps_afresh(data, write=write, ray=ray, quiet=json)
@@ -163,8 +162,8 @@ def _fit(name: str, data: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.report.pages import parts_of
 
     fitted, names = _FITS[name]
-    if missing := [file for file in names if not (data / file).is_file()]:
-        raise DataError(f"{data} has no {missing[0]}; name the folder of the measurements with --data")
+    missing = [file for file in names if not (data / file).is_file()]
+    refuse("folder of a fit", DataError, data=data, missing=missing)
     found, texts = fitted([data / file for file in names])
     if not quiet:
         print_parts(parts_of(found))

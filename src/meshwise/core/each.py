@@ -102,6 +102,11 @@ def telling(tell: Callable[[int, int], None]) -> Iterator[None]:
         _tell.reset(token)
 
 
+def tell(done: int, total: int) -> None:
+    """What `telling` hears of work that is not handed out by `each`."""
+    _tell.get()(done, total)
+
+
 def is_on_cluster() -> bool:
     """Whether this is inside of `on_ray`."""
     return _cluster.get() is not None

@@ -188,15 +188,14 @@ def collective_lines(
     `links`: levels, innermost first. A caller that times many
     payloads of one group computes its lines once.
     """
-    inner, outer = efficiency.inner, efficiency.outer
-    quick, bulk = _steps(group_ranks, stride, links, inner, outer, runs)
+    quick, bulk = _steps(group_ranks, stride, links, efficiency, runs)
     protocols = {"quick": quick, "bulk": bulk}.items()
     lines = [_ring(kind, group_ranks, name, steps, choices) for name, steps in protocols]
     adds_in_trees = kind == "all_reduce" and not anywhere(links[0].ways)
-    if adds_in_trees and outer.tree_latency is not None:
+    if adds_in_trees and efficiency.outer.tree_latency is not None:
         lines += [_tree(group_ranks, name, steps) for name, steps in protocols]
-    if adds_in_trees and inner.switch_frac is not None:
-        lines.append(_switch(group_ranks, links[0], inner, bulk[0]))
+    if adds_in_trees and efficiency.inner.switch_frac is not None:
+        lines.append(_switch(group_ranks, links[0], efficiency.inner, bulk[0]))
     # The launch of the slowest kind of link that the group uses.
     launches_s: list[Num] = [step.used * step.efficiency.launch_s for step in quick]
     return [replace(line, delay_s=line.delay_s + reduce(larger, launches_s)) for line in lines]
@@ -255,11 +254,12 @@ class _Step:
     hop_s: Num
     hops_s: Num
     syncs_s: Num
+    is_network: bool
     efficiency: LinkEfficiency
 
 
 def _steps(
-    ranks: Num, stride: Num, links: tuple[Link, ...], inner: LinkEfficiency, outer: LinkEfficiency, runs: Runs
+    ranks: Num, stride: Num, links: tuple[Link, ...], efficiency: Efficiency, runs: Runs
 ) -> tuple[list[_Step], list[_Step]]:
     """The levels, innermost first, as the quick protocol meets them and as that for bulk does."""
     protocols: tuple[list[_Step], list[_Step]] = [], []
@@ -270,20 +270,21 @@ def _steps(
         outermost = level == len(links) - 1
         here, places = (ranks, 1.0) if outermost else domains(ranks, stride, link, runs)
         is_axis = np.asarray(link.ways) > 0
-        is_outer = bool(level) and not np.all(is_axis)
-        efficiency = outer if is_outer else inner
+        is_network = bool(level) and not link.box and not np.all(is_axis)
+        in_box = efficiency.pcie if level and link.box == "pcie" else efficiency.inner
+        own = efficiency.outer if is_network else in_box
         along = here / inside
         apart = where(is_axis, larger(stride / np.asarray(joined, float), 1.0), 1.0)
         ways = where((link.ways == 2) & (along * apart * joined >= link.ranks), 2.0, 1.0)
         axis_hops = apart * where(ways == 2, np.floor(along / 2.0), along - 1.0)
         hops = where(is_axis, axis_hops, places_inside - places)
         # Neighbours inside a node synchronise at the same time, those between nodes one by one.
-        syncs = hops if is_outer else np.log2(here)
+        syncs = hops if is_network else np.log2(here)
         used = np.asarray(here) > np.asarray(inside)
-        bytes_per_s = _share_bytes_per_s(link, here, efficiency) / apart
-        quick_s = link.latency_s * efficiency.quick_latency
+        bytes_per_s = _share_bytes_per_s(link, here, own) / apart
+        quick_s = link.latency_s * own.quick_latency
         for bulk, steps in enumerate(protocols):
-            sync_s = link.latency_s * efficiency.bulk_latency if bulk else 0.0
+            sync_s = link.latency_s * own.bulk_latency if bulk else 0.0
             steps.append(
                 _Step(
                     inside=inside,
@@ -293,11 +294,12 @@ def _steps(
                     is_axis=is_axis,
                     ways=ways,
                     rails=link.rails,
-                    bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
+                    bytes_per_s=bytes_per_s * (own.bulk_frac if bulk else own.quick_frac),
                     hop_s=apart * (quick_s + sync_s),
                     hops_s=hops * quick_s,
                     syncs_s=syncs * sync_s,
-                    efficiency=efficiency,
+                    is_network=is_network,
+                    efficiency=own,
                 )
             )
         inside, places_inside, joined = here, places, link.ranks
@@ -365,17 +367,18 @@ def _passing(steps: Sequence[_Step]) -> Num:
 
 
 def _tree(ranks: Num, protocol: str, steps: Sequence[_Step]) -> Line:
-    """All-reduce by a double binary tree over the domains of level 0, with a chain inside each.
+    """All-reduce by a double binary tree over the nodes, with a chain inside each.
 
-    The chains of all domains run at the same time.
+    The chains of all nodes run at the same time.
     """
     wire: Num = 0.0
     delay_s: Num = 0.0
-    for level, step in enumerate(steps):
+    of_node = [step.here for step in steps if not step.is_network][-1]
+    for step in steps:
         wire = larger(wire, where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
         climb = np.log2(step.places[0] / step.places[1]) * (step.efficiency.tree_latency or 1.0)
-        chain_s = step.hops_s * step.here / ranks + step.syncs_s
-        delay_s = delay_s + 2.0 * (climb * step.hop_s if level else chain_s)
+        chain_s = step.hops_s * of_node / ranks + step.syncs_s
+        delay_s = delay_s + 2.0 * (climb * step.hop_s if step.is_network else chain_s)
     return Line(f"tree, {protocol}", delay_s, wire)
 
 

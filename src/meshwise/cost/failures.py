@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
-from meshwise.core.units import Num, require_positive
+from meshwise.core.refusals import refuse
+from meshwise.core.units import Num
 
 CHECKPOINT_BYTES_PER_PARAM = 14.0
-"""fp32 weights, two Adam states and 16-bit weights."""
+"""fp32 weights, two Adam states and 16-bit weights, where nothing says otherwise."""
 
 
 FAILURE_NUMBERS = ("device_s_between_interruptions", "storage_bytes_per_s", "restart_s")
@@ -43,8 +45,7 @@ class Failures:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for what in FAILURE_NUMBERS:
-            require_positive(getattr(self, what), f"failures: {what}")
+        refuse("failures", WorkloadError, of=self)
 
     @classmethod
     def llama3(cls) -> Failures:
@@ -61,13 +62,13 @@ class Failures:
         """Mean time [s] between interruptions of a run on `devices`."""
         return self.device_s_between_interruptions / devices
 
-    def checkpoint_s(self, params: Num, devices: Num) -> Num:
-        """Time [s] to write a checkpoint of `params` parameters from `devices` at once."""
-        return CHECKPOINT_BYTES_PER_PARAM * params / (devices * self.storage_bytes_per_s)
+    def checkpoint_s(self, num_bytes: Num, devices: Num) -> Num:
+        """Time [s] to write a checkpoint of `num_bytes` from `devices` at once."""
+        return num_bytes / (devices * self.storage_bytes_per_s)
 
-    def goodput(self, params: Num, devices: Num) -> Num:
-        """Share of time that is work kept, at the best interval between checkpoints."""
-        mean_s, write_s = self.interruption_s(devices), self.checkpoint_s(params, devices)
+    def goodput(self, num_bytes: Num, devices: Num) -> Num:
+        """Share of time that is work kept, at the best interval between checkpoints of `num_bytes`."""
+        mean_s, write_s = self.interruption_s(devices), self.checkpoint_s(num_bytes, devices)
         return goodput(checkpoint_interval_s(mean_s, write_s), mean_s, write_s, self.restart_s)
 
 

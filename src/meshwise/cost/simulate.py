@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwise.core.errors import PlanError
+from meshwise.core.refusals import refuse
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 
 KINDS: tuple[str, ...] = ("F", "B", "I", "W")
@@ -230,12 +231,7 @@ def _neighbours(stage_of: Ints, *, two_ways: bool) -> tuple[Ints, Ints]:
 
 def _per(what: str, values: ArrayLike, count: int) -> Floats:
     array = np.asarray(values, dtype=np.float64)
-    if array.ndim and array.shape != (count,):
-        raise PlanError(
-            f"a pipeline with {count} {what}s needs one value or {count}, not shape {array.shape}"
-        )
-    if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise PlanError(f"times and factors per {what} of a pipeline must be finite and not negative")
+    refuse("numbers of a pipeline", PlanError, what=what, of=array, count=count)
     return np.broadcast_to(array, (count,))
 
 

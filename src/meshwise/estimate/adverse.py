@@ -71,7 +71,7 @@ def adverse_machine(machine: Machine, adversity: Adversity) -> Machine:
 def _slower(rates: Rates, adversity: Adversity) -> Rates:
     links = []
     for level, link in enumerate(rates.links):  # a torus has several inner ones
-        factor = adversity.outer if level and not link.ways else adversity.inner
+        factor = adversity.outer if level and not link.ways and not link.box else adversity.inner
         links.append(link._replace(bytes_per_s=factor * link.bytes_per_s))
     return replace(
         rates,

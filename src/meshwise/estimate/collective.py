@@ -8,7 +8,6 @@ exceed it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import Any
 
 from meshwise.core.errors import ClusterError, WorkloadError
@@ -17,6 +16,7 @@ from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.timing import machine
+from meshwise.machine.efficiency import LINK_CONSTANTS, inherited_notes
 from meshwise.machine.hardware import Cluster
 
 KINDS = {str(kind): kind for kind in COLLECTIVES if kind not in ("dispatch", "recv")}
@@ -48,6 +48,7 @@ class CollectiveTimes(Shown):
     predicted: list[CollectiveTime]
     measured_s: dict[float, float]
     ranks: int
+    notes: list[str]
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.predicted, self.measured_s))
@@ -59,6 +60,7 @@ class CollectiveTimes(Shown):
         """A row a size; `measured_s` is None where nothing was measured."""
         return {
             "ranks": self.ranks,
+            "notes": self.notes,
             "rows": [
                 asdict(one) | {"measured_s": self.measured_s.get(one.payload_bytes)} for one in self.predicted
             ],
@@ -75,12 +77,7 @@ def group_size(kind: str, cluster: Cluster, ranks: int | None, stride: int) -> i
     refuse("collective", WorkloadError, kind=kind, kinds=KINDS, known=", ".join(KINDS), stride=stride)
     most = cluster.num_chips // stride
     size = most if ranks is None else ranks
-    if not 2 <= size <= most:
-        remedy = f"use 2 to {most} ranks" if most >= 2 else f"a stride is at most {cluster.num_chips // 2}"
-        raise ClusterError(
-            f"{size} ranks placed {stride} apart are no group of the {cluster.num_chips} chips of "
-            f"{cluster.name}; {remedy}"
-        )
+    refuse("group of ranks", ClusterError, size=size, stride=stride, most=most, cluster=cluster)
     return size
 
 
@@ -92,19 +89,29 @@ def collective_times(
     WorkloadError for a size that is not above zero.
     """
     for size in sizes_bytes:
-        if not (isfinite(size) and size > 0):
-            raise WorkloadError(f"a collective of {size:g} bytes has no time; use a number above zero")
+        refuse("collective of a size", WorkloadError, size=size)
     runs_on = machine(cluster, "fp32")
     lines = runs_on.collective_lines(kind, float(ranks), float(stride))
     ideal = machine(cluster, "fp32", ideal=True).collective_lines(kind, float(ranks), float(stride))
     sent = float(sent_bytes(KINDS[kind], 1.0, ranks))
     ceiling = sent / min(float(line.s_per_byte) for line in ideal)
+    known = [one.sizes_bytes for one in cluster.collectives if one.kind == kind]
     times = []
     for size in sizes_bytes:
         time_s, fastest = min(
             (float(line.delay_s + size * line.s_per_byte), line.algorithm) for line in lines
         )
         taken_s = float(runs_on.collective_s(kind, size, float(ranks), float(stride)))
-        fastest = fastest if taken_s == time_s else "measured"
+        if taken_s != time_s:
+            is_between = any(sizes[0] <= size <= sizes[-1] for sizes in known)
+            fastest = "measured" if is_between else "extrapolated"
         times.append(CollectiveTime(size, taken_s, fastest, sent * size / taken_s, ceiling))
     return times
+
+
+def notes(kind: str, cluster: Cluster, ranks: int, stride: int) -> list[str]:
+    """What the times of such a group rest on: constants of other chips and networks, and measured ones."""
+    runs_on = machine(cluster, "fp32")
+    used = LINK_CONSTANTS if runs_on.leaves_node(float(ranks), float(stride)) else LINK_CONSTANTS[:-1]
+    measured = (str(known) for known in cluster.collectives if known.kind == kind)
+    return [*inherited_notes(cluster.chip, runs_on.efficiency.inherited({*used})), *measured]

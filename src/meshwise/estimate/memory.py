@@ -27,6 +27,8 @@ from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import STAGES, Column, Held, at_stage, grad_bytes, sums_on_host, weight_bytes
+from meshwise.program.fsdp2 import STATES, shard_bytes
+from meshwise.program.implementation import shards_each_weight
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.serving import cache_bytes, is_wide, working_bytes
 
@@ -129,9 +131,7 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     mesh, overheads = of.mesh, of.machine.overheads
     in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
-    each = OPTIMIZER_BYTES | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
-    own_master = 4.0 * (weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in HAVE_MASTERS)
-    per_state = (each[mesh.plan.optimizer] - own_master) * (1.0 - mesh.offload_optimizer)
+    per_state = _optimizer_param_bytes(mesh) * (1.0 - mesh.offload_optimizer)
 
     def shard(name: str, column: Column) -> Num:
         # Both places of a stage under DualPipe are replicas, which share what is sharded.
@@ -152,6 +152,21 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
     return weights, sums * (1.0 - sums_on_host(mesh)), per_state * shard("trained", STAGES.states)
+
+
+def _optimizer_param_bytes(mesh: Mesh) -> float:
+    """Bytes of the optimizer's states for each parameter that trains."""
+    each = OPTIMIZER_BYTES | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
+    own_master = 4.0 * (weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in HAVE_MASTERS)
+    return each[mesh.plan.optimizer] - own_master
+
+
+def checkpoint_param_bytes(of: PricedModel) -> float:
+    """Bytes of a checkpoint for each parameter that trains: the weight as it is held, and its states."""
+    if shards_each_weight(of.cut):
+        elem_bytes = shard_bytes(of.mesh, of.cut)
+        return elem_bytes + STATES.get(of.mesh.plan.optimizer, 2.0 / elem_bytes) * elem_bytes
+    return weight_bytes(of.mesh) * bool(of.machine.overheads.weight_copies) + _optimizer_param_bytes(of.mesh)
 
 
 def spared_bytes(mesh: Mesh, cut: Cut) -> float:

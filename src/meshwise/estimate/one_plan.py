@@ -17,7 +17,7 @@ import numpy as np
 from meshwise.core.errors import WorkloadError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
-from meshwise.core.refusals import told
+from meshwise.core.refusals import refuse, told
 from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
 from meshwise.estimate.balance import step_cost
@@ -30,7 +30,7 @@ from meshwise.estimate.stage_cost import StageCost
 from meshwise.estimate.step import StepCost, price_step
 from meshwise.estimate.timing import Machine, machine_for
 from meshwise.estimate.tower import is_frozen, num_positions
-from meshwise.machine.efficiency import Efficiency
+from meshwise.machine.efficiency import LINK_CONSTANTS, Efficiency, inherited_notes
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads, software_on
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
@@ -214,8 +214,7 @@ class Estimate(Shown):
         Ranks of a ring under implementation=fsdp2 do the same FLOP in rounds of other shapes, which may take
         a little longer; the rows then add up to the step of a world whose ranks are all like this one.
         """
-        if not 0 <= rank < self.cluster.num_chips:
-            raise WorkloadError(f"rank {rank} must be from 0 to {self.cluster.num_chips - 1}")
+        refuse("rank of a ledger", WorkloadError, rank=rank, last=self.cluster.num_chips - 1)
         own, waited_for = self.rank_step(rank), ("comm_dp_s", "optimizer_s", "straggler_s")
         least = {name: np.maximum(getattr(own, name), getattr(self.step, name)) for name in waited_for}
         rows = step_rows(replace(own, **least), own.stages[-1])
@@ -280,21 +279,17 @@ class Estimate(Shown):
             is_placed=any(self.mesh.ends) and self.plan.stages is None,
             stages="-".join(map(str, layers_of_chunks(self.model, self.mesh))),
         )  # fmt: skip
-        if self.cluster.collectives:
-            exchanged = {*zip(*map(self.ledger.columns.get, ("collective", "group_size")), strict=True)}
-            notes += (
-                str(known) + "; this step has none" * ((known.kind, known.ranks) not in exchanged)
-                for known in self.cluster.collectives
-            )
+        for known in self.cluster.collectives:
+            sizes = self.ledger.where(collective=known.kind, group_size=known.ranks)["payload_bytes"]
+            most = f"up to {max(sizes):,.0f} bytes" if len(sizes) else "none"
+            notes.append(f"{known}; this step has {most}")
         notes.append(f"interval: {self.step_s_interval.reason}")
-        used = ((", ".join(names), origin) for origin, names in self.inherited.items())
-        notes += [f"{chip.name}: efficiency of {names} inherited from {origin}" for names, origin in used]
-        return notes
+        return notes + inherited_notes(chip, self.inherited)
 
     @property
     def inherited(self) -> dict[str, list[str]]:
         """Chips whose efficiencies stand for those of this one, and which."""
-        used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
+        used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", *LINK_CONSTANTS}
         return self.machine.efficiency.inherited(used)
 
     @property

@@ -122,8 +122,9 @@ class Machine:
         return flop / self.overheads.sustained_flop_per_s(dtype, self.power_watts)
 
     def leaves_node(self, group_ranks: Num, stride: Num) -> Num:
-        """1 where a group spans more than the innermost links, else 0."""
-        return (domains(group_ranks, stride, self.base.links[0])[1] > 1.0) * 1.0
+        """1 where a group spans more than the links inside a node, else 0."""
+        node = [link for level, link in enumerate(self.base.links) if link.box or not level][-1]
+        return (domains(group_ranks, stride, node)[1] > 1.0) * 1.0
 
     def collective_s(
         self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: Choices = NO_CHOICES,
@@ -133,7 +134,7 @@ class Machine:
         seconds = fastest_s(self.collective_lines(kind, group_ranks, stride, choices, runs), payload_bytes)
         for known in self.collectives:
             if known.kind == kind:
-                inside = members(group_ranks, stride, self.base.links[0].ranks, runs)
+                inside = members(group_ranks, stride, known.host_ranks, runs)
                 seconds = _where_measured(seconds, known, payload_bytes, group_ranks, inside)
         return seconds
 
@@ -147,12 +148,16 @@ class Machine:
 def _where_measured(
     seconds: Num, known: MeasuredCollective, payload_bytes: Num, group_ranks: Num, ranks_inside: Num
 ) -> Num:
-    """`seconds`, or what was measured of such a group, between its sizes (both as logs)."""
+    """`seconds`, or what was measured of such a group, between its sizes as logs.
+
+    Smaller ones take as long as the smallest, larger ones go at the rate of the largest: the link that was
+    measured is as slow there too.
+    """
     size = np.log(np.maximum(payload_bytes, 1.0))
     sizes, times = np.log(known.sizes_bytes), np.log(known.seconds)
-    has_points = (size >= sizes[0] - 1e-9) & (size <= sizes[-1] + 1e-9)
+    log_s = np.interp(size, sizes, times) + np.maximum(size - sizes[-1], 0.0)
     is_like = (np.asarray(group_ranks) == known.ranks) & (np.asarray(ranks_inside) == known.ranks_inside)
-    return np.where(is_like & has_points, np.exp(np.interp(size, sizes, times)), seconds)[()]
+    return np.where(is_like, np.exp(log_s), seconds)[()]
 
 
 def _frozen(number: Num) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED
-from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, Failures, checkpoint_interval_s
+from meshwise.cost.failures import Failures, checkpoint_interval_s
+from meshwise.estimate.memory import checkpoint_param_bytes
 from meshwise.estimate.one_plan import Estimate
 from meshwise.model.architecture import Model, layer_counts
 from meshwise.model.weights import block_weights, num_params
@@ -93,15 +94,15 @@ class TokenBudget:
             name: value * scale for name, (value, scale) in stated.items() if value is not None
         }
         failures = replace(Failures.llama3(), **changed)
-        params = _num_trained(estimate.model, estimate.plan)
+        num_bytes = checkpoint_param_bytes(estimate.step.of) * _num_trained(estimate.model, estimate.plan)
         between_s = failures.interruption_s(num_chips)
-        checkpoint_s = failures.checkpoint_s(params, num_chips)
-        goodput = float(failures.goodput(params, num_chips))
+        checkpoint_s = failures.checkpoint_s(num_bytes, num_chips)
+        goodput = float(failures.goodput(num_bytes, num_chips))
         refuse("run that fails", WorkloadError, goodput=goodput, between_s=between_s)
         return {
             "goodput_frac": goodput,
             "num_failures": float(seconds / goodput / between_s),
-            "checkpoint_bytes": CHECKPOINT_BYTES_PER_PARAM * params,
+            "checkpoint_bytes": num_bytes,
             "checkpoint_s": float(checkpoint_s),
             "checkpoint_every_s": float(checkpoint_interval_s(between_s, checkpoint_s)),
         } | self._taking(seconds / goodput, estimate)

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwise.core.errors import DataError
 from meshwise.core.expressions import formulas, value_of
+from meshwise.core.refusals import refuse
 from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import SOFTWARE
@@ -141,10 +142,7 @@ def recover(facts: Facts) -> Facts:
     if facts.get("pipeline_layout"):
         found["stages"] = _layout_stages(facts["pipeline_layout"])
         found["chunks"], rest = divmod(len(found["stages"]), pp)
-        if rest:
-            raise DataError(
-                f"the pipeline's layout has {len(found['stages'])} parts, which pp={pp} does not divide"
-            )
+        refuse("layout of a pipeline", DataError, rest=rest, pp=pp, num=len(found["stages"]))
     if "chunks" in found:
         found["vpp"] = found["chunks"]
     if facts.get("layers_per_chunk") and num_layers:

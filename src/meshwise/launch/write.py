@@ -16,6 +16,7 @@ import msgspec
 from meshwise.core.errors import PlanError
 from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse, told
 from meshwise.core.toml import nested
 from meshwise.core.yaml import yaml_text
 from meshwise.estimate.one_plan import estimate
@@ -95,10 +96,8 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
         PlanError: The plan does not divide model or cluster, or the framework refuses it.
         WorkloadError: The batch does not divide into microbatches.
     """
-    if framework not in FRAMEWORKS:
-        raise PlanError(f"--to {framework} must be one of {', '.join(FRAMEWORKS)}")
-    if framework in TRAINING and framework not in training_on(cluster.chip):
-        raise PlanError(f"{framework} does not run on {cluster.chip.name}; choose other chips or frameworks")
+    runs, names = framework not in TRAINING or framework in training_on(cluster.chip), ", ".join(FRAMEWORKS)
+    refuse("framework", PlanError, framework=framework, known=FRAMEWORKS, names=names, runs=runs, on=cluster)
     mesh = resolve(model, plan, workload, cluster)
     if mesh.trains:  # layers are placed by what they cost
         mesh = estimate(model, cluster, plan, workload).mesh
@@ -117,6 +116,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     settings = {name: read_value(framework, name, value) for name, value in settings.items()}
     lost |= _model_not_expressed(framework, model, plan)
     flags, files, lacks = _forms(framework, settings, model, facts)
+    lacks = [*lacks, *told("hosts of a job", cluster=cluster, node=node, num_nodes=facts["num_nodes"])]
     lost |= {sentence: sentence for sentence in lacks}
     command = _command(framework, flags, model, facts, node)
     script = File("job.sbatch", _slurm(framework, command, facts, node))

@@ -201,8 +201,9 @@ class LinkEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """All constants of one chip: `inner` for link level 0, `outer` beyond.
+    """All constants of one chip: `inner` for links of a node, `outer` for networks.
 
+    `pcie` is for PCIe that joins what the innermost links of a node do not.
     `gemms` and `casts` go by dtype, `experts` by dtype and library (`fp8_block-triton`), `dispatches` by
     library and direction (`deepep-normal-combine`).
     """
@@ -217,6 +218,7 @@ class Efficiency:
     dispatches: Mapping[str, DispatchEfficiency] = field(default_factory=dict)
     peer: PeerEfficiency = PeerEfficiency()
     inner: LinkEfficiency = LinkEfficiency()
+    pcie: LinkEfficiency = LinkEfficiency()
     outer: LinkEfficiency = LinkEfficiency()
     inherited_from: Mapping[str, str] = field(default_factory=dict)
 
@@ -239,6 +241,12 @@ class Efficiency:
     def cast(self, dtype: str) -> CastEfficiency:
         """The constants for casts with a scale to `dtype`."""
         return self.casts.get(AS_MEASURED.get(dtype, dtype), _IDEAL_CAST)
+
+
+def inherited_notes(chip: Chip, found: Mapping[str, Sequence[str]]) -> list[str]:
+    """What an answer about `chip` says of efficiencies that are of others (`Efficiency.inherited`)."""
+    named = ((", ".join(names), origin) for origin, names in found.items())
+    return [f"{chip.name}: efficiency of {names} inherited from {origin}" for names, origin in named]
 
 
 AS_MEASURED = {"fp16": "bf16", "int8": "fp8"}
@@ -321,7 +329,8 @@ def _generation(chip: str) -> str:
 
 def network(levels: Sequence[Level]) -> str:
     """The kind of network beyond the node: the first letters of its name (`infiniband-ndr`: infiniband)."""
-    return re.match("[a-z]*", levels[1].name.lower())[0] if len(levels) > 1 else ""  # type: ignore[index]
+    names = [level.name.lower() for level in levels[1:] if not level.box_link][:1]
+    return "".join(re.match("[a-z]*", name)[0] or name for name in names)  # type: ignore[index]
 
 
 SAME_VERBS = {"roce": "infiniband"}
@@ -333,7 +342,8 @@ def _network_lookup(table: Mapping[str, Constants], name: str) -> tuple[Constant
         return table[name], ""
     if SAME_VERBS.get(name) in table:
         return table[SAME_VERBS[name]], SAME_VERBS[name]
-    return mean([table[key] for key in sorted(table)]), f"all networks ({', '.join(sorted(table))})"
+    known = f"all networks ({', '.join(sorted(table))}), as none is called {name!r}"
+    return mean([table[key] for key in sorted(table)]), known if name else ""
 
 
 def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
@@ -394,7 +404,7 @@ def _core_flop_per_s(chip: Chip) -> float:
 
 def on_pcie(levels: Sequence[Level]) -> bool:
     """Whether the chips of a node exchange over PCIe."""
-    return bool(levels) and levels[0].name.lower().startswith("pcie")
+    return bool(levels) and levels[0].box_link == "pcie"
 
 
 WITHOUT_PEERS = "-host"
@@ -451,11 +461,13 @@ def _known_constants(chip: Chip, levels: tuple[Level, ...]) -> Efficiency:
 def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mapping[str, Any]]) -> Efficiency:
     found: dict[str, Any] = {}
     inherited: dict[str, str] = {}
-    for key, table in tables.items():
+    beyond = [level for level in levels[1:] if on_pcie([level])]
+    boxes = {"inner.link": levels, "pcie.link": beyond}
+    for key, table in [*tables.items(), *[("pcie.link", tables.get("inner.link", {}))] * bool(beyond)]:
         if key == "outer.link":
             found[key], origin = _network_lookup(table, network(levels))
         else:
-            found[key], origin = lookup(_of_its_links(table, levels) if key == "inner.link" else table, chip)
+            found[key], origin = lookup(_of_its_links(table, boxes[key]) if key in boxes else table, chip)
         if origin:
             inherited[key] = origin
     of_fp4, of_fp8 = (inherited.get(f"gemm.{dtype}", "") for dtype in ("fp4", "fp8"))
@@ -473,9 +485,11 @@ def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mappi
     return Efficiency(**variants, **single, inherited_from=inherited)
 
 
+LINK_CONSTANTS = ("inner.link", "pcie.link", "outer.link")
 _BY_VARIANT = {"gemms": "gemm", "casts": "cast", "experts": "experts", "dispatches": "dispatch"}
 _SINGLE = {
     **{"attention": "attention.flash", "decode": "decode.flash", "latent_decode": "decode.mla"},
     **{"peer": "peer.all_reduce", "memory": "memory.kernel", "inner": "inner.link", "outer": "outer.link"},
+    "pcie": "pcie.link",
 }
 """Fields of `Efficiency` by the tables of the catalog: all variants of a class, or one."""

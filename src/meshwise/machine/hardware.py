@@ -17,7 +17,7 @@ import datetime
 import itertools
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -42,6 +42,10 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 """Every rate, size and latency lies between these, so that products and ratios of them stay finite."""
 
 
+BOX_LINKS = ("nvlink", "pcie", "infinity-fabric", "xgmi", "neuronlink", "ici")
+"""How names of links begin that join chips inside a node; all others beyond the innermost are networks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Level:
     """One kind of link. `ranks`: ranks in one domain of this level (infinite: the whole cluster).
@@ -60,6 +64,11 @@ class Level:
     ring_multiple: _Count = 1
     rails: bool = False
     mesh: bool = False
+
+    @property
+    def box_link(self) -> str:
+        """Which of BOX_LINKS joins the ranks; empty of any other link."""
+        return next((kind for kind in BOX_LINKS if self.name.lower().startswith(kind)), "")
 
 
 ReduceScatter = Literal["reduce_scatter", "all_reduce"]
@@ -113,14 +122,16 @@ class Chip:
         return self.vector_flop_per_s.get(dtype) or self.vector_flop_per_s["fp32"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class MeasuredCollective:
-    """Seconds of one kind of collective by its payload, of a group of `ranks`, `ranks_inside` of them in a
-    domain of the innermost links; sizes ascend. `source`: the file that says so."""
+    """Seconds of one kind of collective by its payload, of a group of `ranks`, `ranks_inside` of them on one
+    host of `host_ranks`; sizes ascend. `source`: the files that say so. Smaller ones take as long as
+    the smallest, larger ones go at the rate of the largest."""
 
     kind: str
     ranks: float
     ranks_inside: float
+    host_ranks: float
     sizes_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
     source: str
@@ -128,7 +139,8 @@ class MeasuredCollective:
     def __str__(self) -> str:
         sizes = f"{self.sizes_bytes[0]:,.0f} to {self.sizes_bytes[-1]:,.0f} bytes"
         group = f"{self.kind} among {self.ranks:.0f} ranks, {self.ranks_inside:.0f} in a node, {sizes}"
-        return f"measured, not predicted ({self.source}): {group}"
+        beyond = "smaller ones take as long as the smallest, larger ones go at the rate of the largest"
+        return f"measured, not predicted ({self.source}): {group}; {beyond}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +148,7 @@ class Cluster:
     """`num_chips` of `chip`, joined by `levels` (innermost first).
 
     `reduce_scatter`: the collective that the library does for it: gloo has none, and reduces all to all.
-    `collectives`: what was measured on it, which takes the place of a prediction where it has points.
+    `collectives`: what was measured on it, which takes the place of a prediction.
     """
 
     name: str
@@ -205,35 +217,27 @@ def _date(stated: dict[str, Any]) -> str:
         raise msgspec.ValidationError("checked is no date; write one as in 2026-11-20") from None
 
 
-def _count(value: float, what: str) -> None:
-    if not 1 <= value <= MAX_CHIPS or value % 1:
-        shown = value if abs(value) < 10**18 else "too large"
-        raise ClusterError(f"{what} is {shown}; it must be a whole number from 1 to {MAX_CHIPS:,}")
+def _shape(level: Level) -> str:
+    return " x ".join(map(str, level.torus))
 
 
 def _levels(tables: Any, where: str) -> tuple[Level, ...]:
     """The levels of a file, innermost first; `oversubscription` divides the bandwidth of one."""
-    if not tables or not isinstance(tables, list):
-        raise ClusterError(f"{where}: levels is empty; give at least one link level, a table each")
+    refuse("tables of levels", ClusterError, f"{where}: ", tables=tables, is_list=isinstance(tables, list))
     levels: list[Level] = []
     for table in tables:
         stated = dict(table) if isinstance(table, dict) else {}
         at, shared = f"{where}, level {stated.get('name')!r}", stated.pop("oversubscription", 1.0)
         level = _record(Level, stated, at)
-        if level.torus and stated.get("ranks", math.prod(level.torus)) != math.prod(level.torus):
-            shape, ranks = " x ".join(map(str, level.torus)), math.prod(level.torus)
-            raise ClusterError(f"{at}: ranks is {level.ranks:g}, but torus {shape} has {ranks}; leave it out")
-        if level.torus:
-            level = replace(level, ranks=float(math.prod(level.torus)))
-        is_number = isinstance(shared, int | float)
+        level = replace(level, ranks=float(math.prod(level.torus))) if level.torus else level
         refuse(
-            "level", ClusterError, f"{at}: ", levels=levels, level=level, shared=shared, is_number=is_number
-        )
+            "level", ClusterError, f"{at}: ", levels=levels, level=level, shared=shared, stated=stated,
+            is_number=isinstance(shared, int | float), shape=_shape(level),
+        )  # fmt: skip
         if "ranks" in stated:
-            _count(level.ranks, f"{at}: ranks")
+            refuse("count", ClusterError, f"{at}: ranks is ", value=level.ranks)
         levels.append(replace(level, bytes_per_s=level.bytes_per_s / shared))
-    if levels[-1].mesh:
-        raise ClusterError(f"{where}: a mesh joins the ranks of a node; add the level that joins nodes")
+    refuse("levels", ClusterError, f"{where}: ", last=levels[-1])
     levels[-1] = replace(levels[-1], ranks=math.inf)
     return tuple(levels)
 
@@ -246,13 +250,9 @@ def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
     chip = _converted(Chip, {"name": name} | stated | {"levels": links}, at)
     for what in ("matrix_flop_per_s", "vector_flop_per_s"):
         for dtype, rate in getattr(chip, what).items():
-            if dtype not in DTYPE_BYTES:
-                known = ", ".join(DTYPE_BYTES)
-                raise ClusterError(f"{at}: {what} names the unknown dtype {dtype!r}; use {known}")
-            if not _LEAST <= rate <= _MOST:
-                raise ClusterError(f"{at}: {what}.{dtype} is {rate}; it must be a number above zero")
-    if "fp32" not in chip.vector_flop_per_s:
-        raise ClusterError(f"{at}: vector_flop_per_s lacks fp32; every chip needs that rate")
+            known = {"types": DTYPE_BYTES, "known": ", ".join(DTYPE_BYTES), "within": _LEAST <= rate <= _MOST}
+            refuse("rate of a chip", ClusterError, f"{at}: ", what=what, dtype=dtype, rate=rate, **known)
+    refuse("chip", ClusterError, f"{at}: ", chip=chip)
     return chip
 
 
@@ -271,11 +271,8 @@ def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
     stated |= {"name": stated.get("name") or name} | ({"chip": chip} if chip else {})
     if isinstance(chip, Chip):
         stated["levels"] = chip.levels if levels is None else _levels(levels, at)
-        joined = float((levels or [{}])[-1].get("ranks", math.inf))
-        if isinstance(num := stated.get("num_chips"), int) and joined < num:
-            raise ClusterError(
-                f"{at}: its last level joins {joined:g} of {num} chips; add one that joins all"
-            )
+        joined, num = float((levels or [{}])[-1].get("ranks", math.inf)), stated.get("num_chips")
+        refuse("cluster", ClusterError, f"{at}: ", joined=joined, num=num, is_count=isinstance(num, int))
     stated.setdefault("levels", ())  # those of the chip that is missing
     return _record(Cluster, stated, at)
 
@@ -342,8 +339,7 @@ def find_cluster(text: str) -> Cluster:
     if found in _clusters():
         cluster = _cluster(found, _clusters()[found], "clusters.toml")
     elif chip := chips().get(found):
-        if not colon:
-            raise ClusterError(f"{text!r} is a chip; say how many, as in {found}:8")
+        refuse("chip alone", ClusterError, colon=colon, text=text, found=found)
         cluster = Cluster(
             name=text, chip=chip, num_chips=1, levels=chip.levels, source=chip.source, checked=chip.checked
         )
@@ -352,11 +348,8 @@ def find_cluster(text: str) -> Cluster:
         raise ClusterError(f"no cluster or chip is called {name!r} (chips are written name:count); {known}")
     if not colon:
         return cluster
-    if not (count.isascii() and count.isdecimal() and len(count) <= 12):
-        raise ClusterError(
-            f"cluster {text!r}: {count!r} is not a number of chips; write one as in dgx-h100:512"
-        )
-    _count(int(count), f"cluster {text!r}: the number of chips")
+    refuse("number of chips", ClusterError, text=text, count=count)
+    refuse("count", ClusterError, f"cluster {text!r}: the number of chips is ", value=int(count))
     return replace(cluster, name=text, num_chips=int(count))
 
 
@@ -397,6 +390,7 @@ class Link(NamedTuple):
     """One level of links, or one axis of a torus, whose `ways` are 2 where it closes to a ring, else 1.
 
     `job_ranks`: of the `ranks` of a domain those that a job has (`of_job`); 0 where that is not said.
+    `box`: the links of a box of chips that it is, beyond the innermost ones ("": a network).
     """
 
     bytes_per_s: Num
@@ -406,6 +400,7 @@ class Link(NamedTuple):
     rails: Num = 0.0
     mesh: bool = False
     job_ranks: int = 0
+    box: str = ""
 
     def among(self, ranks: Num) -> Num:
         """What `ranks` ranks of a domain have of the links of one [bytes/s]."""
@@ -443,35 +438,30 @@ class Rates:
 @lru_cache(maxsize=256)
 def sliced(levels: tuple[Level, ...], num_chips: int) -> tuple[Level, ...]:
     """The levels as a job of `num_chips` meets them: a part of a torus is the most cubic box of that size."""
-    inner = levels[0]
-    whole = math.prod(inner.torus)
-    if inner.torus and num_chips > whole and len(levels) == 1:
-        shape = " x ".join(map(str, inner.torus))
-        raise ClusterError(
-            f"the torus {shape} has {whole} chips, not {num_chips}; add a level that joins several"
-        )
-    if not inner.torus or num_chips >= whole:
+    inner, whole = levels[0], math.prod(levels[0].torus)
+    if not inner.torus or num_chips == whole:
         return levels
-    return (replace(inner, torus=_most_cubic(num_chips, len(inner.torus))), *levels[1:])
+    box = min(_boxes(num_chips, sorted(inner.torus)), key=sum, default=())
+    known = {"whole": whole, "num_chips": num_chips, "is_alone": len(levels) == 1, "shape": _shape(inner)}
+    refuse("part of a torus", ClusterError, box=box, **known)
+    return (replace(inner, torus=tuple(sorted(box))), *levels[1:]) if box else levels
 
 
-def _most_cubic(num_chips: int, num_axes: int) -> tuple[int, ...]:
-    """The box of `num_chips` with the smallest sum of its sides, the shortest first."""
-    if num_axes == 1:
-        return (num_chips,)
-    boxes = (
-        tuple(sorted((side, *_most_cubic(num_chips // side, num_axes - 1))))
-        for side in range(1, math.isqrt(num_chips) + 1)
-        if num_chips % side == 0
-    )
-    return min(boxes, key=sum)
+def _boxes(num_chips: int, axes: list[int]) -> Iterator[tuple[int, ...]]:
+    """The boxes of `num_chips` that fit into a torus with `axes`, which ascend."""
+    if len(axes) == 1:
+        yield from [(num_chips,)] * (num_chips <= axes[0])
+        return
+    for side in range(1, min(axes[0], math.isqrt(num_chips)) + 1):
+        if num_chips % side == 0:
+            yield from ((side, *others) for others in _boxes(num_chips // side, axes[1:]))
 
 
 def _axes(level: Level) -> list[Link]:
     """The links of a level: switches as they are, a torus axis by axis."""
     if not level.torus:
-        rails = float(level.rails)
-        return [Link(level.bytes_per_s, level.latency_s, level.ranks, rails=rails, mesh=level.mesh)]
+        rails, box = float(level.rails), level.box_link
+        return [Link(level.bytes_per_s, level.latency_s, level.ranks, rails=rails, mesh=level.mesh, box=box)]
     sizes = itertools.accumulate(level.torus, operator.mul)
     one_way = level.bytes_per_s / (2 * len(level.torus))
     ways = [2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0 for size in level.torus]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.collective import CollectiveTime, CollectiveTimes
-from meshwise.report.answer import Section
+from meshwise.report.answer import Section, Text
 from meshwise.report.table import Fields, percent, records_table
 
 
@@ -28,6 +28,7 @@ def parts(found: CollectiveTimes) -> Iterator[Section]:
         yield f"measured of groups of {found.ranks:,} ranks"
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")
     yield f"ceiling of the bus bandwidth: {ceiling} (a ring or direct copies at the links' full rate)"
+    yield Text("Notes", found.notes, "note: ")
 
 
 def _binary(size: float) -> str:

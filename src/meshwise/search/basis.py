@@ -24,6 +24,7 @@ NOTABLE = 0.005
 
 KINDS = {
     "gemm": "matmuls", "attention": "attention", "memory": "memory", "inner": "links", "outer": "network",
+    "pcie": "PCIe",
 }  # fmt: skip
 """What has an efficiency, in a word."""
 

@@ -29,6 +29,7 @@ from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
+from meshwise.machine.efficiency import inherited_notes
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, Side, layer_kind
 from meshwise.model.weights import num_active_params, num_params
@@ -460,17 +461,14 @@ def batches(serving: Serving) -> list[int]:
 def notes(serving: Serving) -> list[str]:
     """What a reader should know: which constants come from another chip, and what is left out."""
     efficiency, plan = serving.machine.efficiency, serving.mesh.plan
-    chip, dtype, is_latent = serving.cluster.chip.name, plan.dtype, serving.model.mla is not None
+    dtype, is_latent = plan.dtype, serving.model.mla is not None
     matmul = efficiency.gemm_name(dtype, in_blocks=plan.weight_dtype == "fp8_block")
     used = {f"decode.{'mla' if is_latent else 'flash'}", f"gemm.{matmul}", "attention.flash", "memory.kernel"}
     if serving.num_chips > 1:
-        used |= {"inner.link", "peer.all_reduce"}
+        used |= {"inner.link", "pcie.link", "peer.all_reduce"}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
-    found = [
-        f"{chip}: efficiency of {', '.join(names)} inherited from {origin}"
-        for origin, names in efficiency.inherited(used).items()
-    ]
+    found = inherited_notes(serving.cluster.chip, efficiency.inherited(used))
     found += map(str, serving.cluster.collectives)
     found += quantized_note(serving.model, plan)
     of, model = serving.encoding, serving.model

@@ -16,9 +16,10 @@ A TOML file names a verb (`VERBS`), what is the same for all points, and the gri
     memory_bytes = "memory_bytes.total"
 
 `[[grid]]`, written several times, is the union of several grids. A point is the command line that it
-stands for, and that is its key in the file: a finished point is never run again, whatever becomes of the
-sweep or of the TOML file, and a point is stored in one transaction, so that kill -9 loses only what was
-running. A failed point keeps its error and stops nothing.
+stands for, with the contents of the files that it names, and that is its key in the file: a finished point
+is never run again, whatever becomes of the sweep or of the TOML file, unless such a file changes, and a
+point is stored in one transaction, so that kill -9 loses only what was running. A failed point keeps its
+error and stops nothing.
 
 Points run in processes of this machine, or on a Ray cluster (`core.each`). One that dies takes only its point
 with it.
@@ -27,6 +28,7 @@ with it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import itertools
 import json
@@ -38,6 +40,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,15 +80,14 @@ class _SweepFile(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class GridPoint:
-    """One combination of the grid and the command line that it stands for."""
+    """One combination of the grid and the command line that it stands for.
+
+    `key`: the command line, and the contents of the files that it names, as one text.
+    """
 
     values: dict[str, Scalar]
     words: tuple[str, ...]
-
-    @property
-    def key(self) -> str:
-        """The command line as one text."""
-        return json.dumps(self.words)
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,25 @@ def read_sweep(path: Path) -> Sweep:
         most_s=threading.TIMEOUT_MAX, num_points=num_points,
     )  # fmt: skip
     points: dict[str, GridPoint] = {}
+    digest_of = cache(_digest)
     for grid in grids:
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
-            point = GridPoint(values, _words(path, file, values))
-            points.setdefault(point.key, point)
+            words = _words(path, file, values)
+            contents = {word: digest for word in words if (digest := digest_of(word))}
+            key = json.dumps([*words, contents] if contents else words)
+            points.setdefault(key, GridPoint(values, words, key))
     results = file.results or DEFAULT_RESULTS[file.verb]
     return Sweep(file.verb, tuple(points.values()), results, file.timeout_s)
+
+
+def _digest(word: str) -> str:
+    """The digest of the file that a word names, or of a folder's config.json; empty of any other word."""
+    try:
+        path = Path(word) / "config.json" if Path(word).is_dir() else Path(word)
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    except (OSError, ValueError):
+        return ""
 
 
 def _words(path: Path, file: _SweepFile, values: Mapping[str, Scalar]) -> tuple[str, ...]:

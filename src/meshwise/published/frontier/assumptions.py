@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import refuse
 from meshwise.core.units import Num
 from meshwise.plan.fields import catalog_fields, read_field
 
@@ -40,12 +41,8 @@ class Law:
         with np.errstate(all="ignore"):
             value = self.coefficient * (np.asarray(params) / self.at) ** self.exponent
         bad = ~(np.isfinite(value) & (value > 0))
-        if bad.any():
-            at = np.broadcast_to(np.asarray(params), value.shape)[bad].flat[0]
-            raise WorkloadError(
-                f"law {self.name!r} returns {value[bad].flat[0]} at {at:.3g} parameters; "
-                "a law must return finite numbers above zero"
-            )
+        at = np.broadcast_to(np.asarray(params), value.shape)[bad]
+        refuse("law", WorkloadError, of=self, values=value[bad].tolist(), at=at.tolist())
         return value
 
 
@@ -134,9 +131,8 @@ def assumptions(**settings: str | float) -> Assumptions:
     """`Assumptions` from plain values: a law by name or as `COEFFICIENT,EXPONENT`, numbers as text or not."""
     values: dict[str, Any] = {}
     for key, value in settings.items():
-        if key not in (*KINDS, *FIELDS):
-            known = ", ".join([*KINDS, *FIELDS])
-            raise WorkloadError(f"run: there is no choice called {key!r}; choices: {known}")
+        known = [*KINDS, *FIELDS]
+        refuse("choice of a run", WorkloadError, key=key, known=known, names=", ".join(known))
         is_law = key in KINDS
         values[key] = find_law(key, str(value)) if is_law else read_field(key, value, FIELDS, WorkloadError)
     return Assumptions(**values)

@@ -74,13 +74,13 @@ def device_from_chip(
     """The device that `chip` is, with its usual links or with `levels`.
 
     The 8-bit rate is twice the dense 16-bit one, so that a chip without 8-bit units is rated on what
-    it has. The domain is the widest level inside the outermost; one level alone is a flat network.
+    it has. The domain is a node, and the first network joins nodes; one level alone is a flat network.
     Bandwidth per direction doubles, because a port here is rated by sent plus received bytes.
     """
     levels = chip.levels if levels is None else levels
-    if not levels:
-        raise ClusterError(f"chip {chip.name} has no network: give it at least one level of links")
-    inner, outer = (levels[-2], levels[-1]) if len(levels) > 1 else (levels[0], levels[0])
+    refuse("levels of a device", ClusterError, levels=levels, chip=chip)
+    outer = ([level for level in levels[1:] if not level.box_link] or levels[-1:])[0]
+    inner = levels[max(levels.index(outer) - 1, 0)]
     dtype = "bf16" if "bf16" in chip.matrix_flop_per_s else "fp16"
     names = ("name", "memory_bytes_per_s", "memory_bytes", "power_watts")
     rates: dict[str, Any] = {name: getattr(chip, name) for name in names}

@@ -19,7 +19,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED, Num, require_positive, to_number
-from meshwise.cost.failures import FAILURE_NUMBERS, Failures
+from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import Assumptions, Sizes, sizes
 from meshwise.published.frontier.device import Device
 from meshwise.published.frontier.layer import share_domain
@@ -228,7 +228,7 @@ def _best_run(
             break
         if failures is None:
             return _point(device, run, model, choice, 1.0)
-        reached = float(failures.goodput(model.total_params, choice.devices))
+        reached = float(failures.goodput(CHECKPOINT_BYTES_PER_PARAM * model.total_params, choice.devices))
         if reached >= goodput * (1 - 1e-6):
             return _point(device, run, model, choice, reached)
         goodput = reached
@@ -303,10 +303,7 @@ class Frontier(Shown):
 
 def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tuple[Assumptions, Failures]:
     """The assumptions and the failures of a run of at most `months` [3], with `settings` by name replaced."""
-    if months is not None and "duration_s" in settings:
-        raise WorkloadError(f"duration_s and months={months:g} both give the duration; leave one of them out")
-    if months is not None:
-        require_positive(months, "months")
+    refuse("months of a run", WorkloadError, months=months, settings=settings)
     stated = {"duration_s": (3.0 if months is None else months) * given.MONTH_S} | dict(settings)
     of_failures: dict[str, Any] = {
         key: to_number(stated.pop(key), f"failures: {key}") for key in FAILURE_NUMBERS if key in stated

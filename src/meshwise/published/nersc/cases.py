@@ -165,9 +165,8 @@ def _degrees(entry: Any, wanted: tuple[str, ...], where: str) -> tuple[float, fl
     """The values of `wanted`, the second one 1 if it is not; no other degree may be given."""
     degrees = ((name, getattr(entry, name, None)) for name in ("tp", "m1", "m2", "tp1", "tp2"))
     stated = {name: float(value) for name, value in degrees if value is not None}
-    if tuple(stated) != wanted:
-        has = ", ".join(stated) or "no degree"
-        raise DataError(f"{where} has {has}; its strategy needs {' and '.join(wanted)} only")
+    of = {"stated": (*stated,), "wanted": wanted, "has": ", ".join(stated) or "no degree"}
+    refuse("degrees of a case", DataError, f"{where} ", needs=" and ".join(wanted), **of)
     first, second = (*stated.values(), 1.0)[:2]
     return first, second
 
@@ -194,10 +193,8 @@ def _differences(ours: Any, theirs: Any, place: str, where: str = "") -> Iterato
     """One difference for every cell of `theirs`; DataError for a key that we do not know."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for name, value in theirs.items():
-            if name not in ours:
-                raise DataError(
-                    f"{place}{where and '.' + where} has the unknown key {name!r}; known: {', '.join(ours)}"
-                )
+            known = {"name": name, "ours": ours, "known": ", ".join(ours)}
+            refuse("key of a case", DataError, f"{place}{where and '.' + where} ", **known)
             yield from _differences(ours[name], value, place, f"{where}.{name}" if where else name)
     elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         for i, (mine, value) in enumerate(zip(ours, theirs, strict=True)):
