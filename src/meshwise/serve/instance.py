@@ -287,19 +287,17 @@ class Instance:
             if sequence.has_ended:
                 continue
             found = self.was_full = True
-            self.is_blocked = False
             self.num_preemptions += 1
+            cached = sequence.total
             if sequence.end < 0:
                 self._stop_prefilling(sequence)
-                self.held -= sequence.total - sequence.shared
             else:
                 left = sequence.end - self.step
                 del self.running[bisect_left(self.running, (sequence.end, sequence.index))]
-                cached = sequence.total + sequence.left - 1 - left
-                self.held -= cached - sequence.shared
+                cached += sequence.left - 1 - left
                 self.context -= cached
                 sequence.total, sequence.left = cached + 1, left
-            self._unpin(sequence)
+            self._release(sequence, cached)
             self.left -= sequence.left
             sequence.past, sequence.end = 0, -1
             self.queue.appendleft(sequence)
@@ -343,12 +341,15 @@ class Instance:
             return
         room = (self.cache - self.held - self.shared) / len(self.prefixes)
         for prefix in self.prefixes:
-            if prefix.idle_tokens > room:
+            if prefix.idle_tokens[0] > room:
                 prefix.trim(room)
 
-    def _unpin(self, sequence: EngineSequence) -> None:
+    def _release(self, sequence: EngineSequence, tokens: int) -> None:
+        """Take back the room of a sequence of so many tokens, which the next that waits may need."""
+        self.held -= tokens - sequence.shared
         self.shared -= self._prefix(sequence).unpin(sequence.pinned)
         sequence.pinned, sequence.shared = (), 0
+        self.is_blocked = False
 
     def _keep(self, sequence: EngineSequence, tokens: int) -> None:
         """Share the blocks that `tokens` of a sequence fill; what others hold too is held once."""
@@ -377,10 +378,8 @@ class Instance:
             if end == sequence.total:
                 self._keep(sequence, sequence.total)
                 if self.only_prompts:
-                    self.held -= sequence.total - sequence.shared
+                    self._release(sequence, sequence.total)
                     self.left -= sequence.left
-                    self._unpin(sequence)
-                    self.is_blocked = False
                     self.under_way[sequence.rank] -= 1
                     self.leave(sequence, self.now)
                 else:
@@ -439,11 +438,9 @@ class Instance:
             _, _, sequence = self.running.pop(0)
             cached = sequence.total + sequence.left - 1
             self._keep(sequence, cached + 1)
-            self.held -= cached - sequence.shared
+            self._release(sequence, cached)
             self.context -= cached
-            self._unpin(sequence)
             self._trim()
-            self.is_blocked = False
             sequence.end, sequence.last_s = -1, self.now + sequence.late_s
             self.under_way[sequence.rank] -= 1
             self.leave(sequence, sequence.last_s)

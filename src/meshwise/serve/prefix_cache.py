@@ -79,16 +79,14 @@ class PrefixCache:
         self.size: Mapping[int, int] = defaultdict(lambda: of_all) if isinstance(of_all, int) else of_all
         self.tiers = tiers
         self.pinned: dict[int, int] = {}  # how many use a block
-        self.idle: OrderedDict[int, None] = OrderedDict.fromkeys(kept)  # the last used behind
-        self.idle_tokens = sum(map(self.size.__getitem__, self.idle))
-        self.below = [OrderedDict[int, None]() for _ in tiers]
-        self.tokens_below = [0] * len(tiers)
+        self.idle = [OrderedDict.fromkeys(kept), *(OrderedDict[int, None]() for _ in tiers)]  # by place
+        self.idle_tokens = [sum(map(self.size.__getitem__, of_place)) for of_place in self.idle]
 
     def _place(self, block: int) -> int:
         """0: on the chip; 1, 2: the tiers below it; -1: nowhere."""
-        if block in self.pinned or block in self.idle:
+        if block in self.pinned:
             return 0
-        return next((i for i, tier in enumerate(self.below, 1) if block in tier), -1)
+        return next((place for place, idle in enumerate(self.idle) if block in idle), -1)
 
     def found(self, blocks: Blocks) -> list[int]:
         """The place of each block from the first, up to one that is nowhere."""
@@ -96,9 +94,9 @@ class PrefixCache:
 
     def found_tokens(self, blocks: Blocks) -> int:
         """Tokens from the first that are in any place."""
-        num, size, pinned, idle, below = 0, self.size, self.pinned, self.idle, self.tiers
+        num, size, pinned, on_chip, below = 0, self.size, self.pinned, self.idle[0], self.tiers
         for block in blocks:
-            if block not in pinned and block not in idle and (not below or self._place(block) < 0):
+            if block not in pinned and block not in on_chip and (not below or self._place(block) < 0):
                 break
             num += size[block]
         return num
@@ -111,25 +109,16 @@ class PrefixCache:
         """Hold blocks on the chip, wherever they are; the tokens for which that takes room."""
         taken = 0
         for block in blocks:
-            size = self.size[block]
             if block in self.pinned:
                 self.pinned[block] += 1
                 continue
+            size, place = self.size[block], self._place(block)
+            if place >= 0:
+                del self.idle[place][block]
+                self.idle_tokens[place] -= size
             self.pinned[block] = 1
             taken += size
-            self._remove(block, size)
         return taken
-
-    def _remove(self, block: int, size: int) -> None:
-        """Take a block from where it is idle, if it is."""
-        if block in self.idle:
-            del self.idle[block]
-            self.idle_tokens -= size
-            return
-        for i, tier in enumerate(self.below):
-            if block in tier:
-                del tier[block]
-                self.tokens_below[i] -= size
 
     def unpin(self, blocks: Blocks) -> int:
         """Let go of blocks, the last first; the tokens of those that nobody holds any more."""
@@ -138,30 +127,20 @@ class PrefixCache:
             self.pinned[block] -= 1
             if not self.pinned[block]:
                 del self.pinned[block]
-                self.idle[block] = None
+                self.idle[0][block] = None
                 idle += self.size[block]
-        self.idle_tokens += idle
+        self.idle_tokens[0] += idle
         return idle
 
     def trim(self, room: float) -> None:
         """Move the idle blocks that have been used least recently down, until the others have `room`."""
-        while self.idle_tokens > room and self.idle:
-            block, _ = self.idle.popitem(last=False)
-            size = self.size[block]
-            self.idle_tokens -= size
-            self._move_down(block, size)
-
-    def _move_down(self, block: int, size: int) -> None:
-        moved = [(block, size)]
-        for i, tier in enumerate(self.tiers):
-            for one, tokens in moved:
-                self.below[i][one] = None
-                self.tokens_below[i] += tokens
-            moved = []
-            while self.tokens_below[i] > tier.tokens:
-                last, _ = self.below[i].popitem(last=False)
-                self.tokens_below[i] -= self.size[last]
-                moved.append((last, self.size[last]))
+        for place, most in enumerate((room, *(tier.tokens for tier in self.tiers))):
+            while self.idle_tokens[place] > most and self.idle[place]:
+                block, _ = self.idle[place].popitem(last=False)
+                self.idle_tokens[place] -= self.size[block]
+                if place < len(self.tiers):
+                    self.idle[place + 1][block] = None
+                    self.idle_tokens[place + 1] += self.size[block]
 
     def load_s(self, blocks: Blocks, places: Sequence[int]) -> float:
         """Seconds to bring those blocks back that are below the chip."""
