@@ -104,16 +104,15 @@ def counts_in_full(row: Measurement) -> bool:
     return row.shape["bytes"] >= 2**20 if row.op in _BY_SIZE else row.seconds >= 10e-6
 
 
-def minimise(loss: Callable[[Array], float], start: Array, *, rounds: int = 4, steps: int = 400) -> Array:
-    """The minimum of `loss` near `start` by the Nelder-Mead simplex, restarted `rounds` times.
+def minimise(loss: Callable[[Array], float], start: Array) -> Array:
+    """The minimum of `loss` near `start` by the Nelder-Mead simplex, begun four times.
 
     Source: Nelder and Mead, The Computer Journal 7, 1965.
     """
     minimize = import_extra("scipy.optimize", "dev").minimize
     best = np.asarray(start, float)
-    limits = {"maxiter": steps + 1, "maxfev": np.inf, "fatol": 1e-7, "xatol": np.inf}
-    for turn in range(rounds):
-        size = 0.4 if turn % 2 == 0 else -0.25
+    limits = {"maxiter": 401, "maxfev": np.inf, "fatol": 1e-7, "xatol": np.inf}
+    for size in (0.4, -0.25, 0.4, -0.25):
         simplex = np.vstack([best, best + size * np.eye(len(best))])
         best = minimize(loss, best, method="Nelder-Mead", options=limits | {"initial_simplex": simplex}).x
     return best

@@ -2,7 +2,7 @@
 
 Of `serve.engine.FITTED` those are sought that minimise
 
-    sum |log(predicted / measured)| / NOISE + sum (step / TYPICAL)^2
+    sum |log(predicted / measured)| / NOISE + sum (step / typical difference)^2
 
 over the mean time to first token and per token of all records, by `robust.minimise` round after round, with
 slopes from simulating every record with each constant larger. The second sum holds a constant where it was
@@ -30,11 +30,8 @@ LATENCIES = ("ttft_s", "tpot_s")
 NOISE = 0.05
 """Deviation of the log of a measured mean: a benchmark that is run again differs by so much."""
 
-TYPICAL = {"front_s": 0.7, "reply_s": 0.7, "prompt_slowdown": 0.3, "decode_slowdown": 0.2, "pass_s": 1e-3}
-"""By how much constants differ between servers: deviation of their logs, of `pass_s` seconds."""
-
 NUDGE = 0.2
-"""Of those, what a constant is moved by to see its slope."""
+"""Of its typical difference between servers, what a constant is moved by to see its slope."""
 
 REACH = (4.0, 2.0, 1.0, 0.5)
 """How far a constant moves at most in each round, in the same."""
@@ -129,7 +126,7 @@ def fit_server(
 
 def _moved(engine: Engine, step: Array) -> Engine:
     """`engine` with its constants moved, in their typical differences."""
-    moved = {name: float(by) * TYPICAL[name] for name, by in zip(FITTED, step, strict=True)}
+    moved = {name: float(by) * usual for (name, usual), by in zip(FITTED.items(), step, strict=True)}
     pass_s = max(engine.pass_s + moved.pop("pass_s"), 0.0)
     scaled: dict[str, Any] = {name: getattr(engine, name) * math.exp(by) for name, by in moved.items()}
     return replace(engine, pass_s=pass_s, **scaled)

@@ -13,7 +13,6 @@ import numpy as np
 
 from meshwise.calibrate.express import Expressed
 from meshwise.calibrate.fit_steps import as_tables, catalog_constants, every, step_miss, touches
-from meshwise.machine.overheads import Tables
 
 STEP, MOST, LEAST_GAIN_FRAC = 1.1, 2.0, 0.1
 """By how much a constant is moved to see what it does, how far it may go, and what is worth telling."""
@@ -35,7 +34,7 @@ def mends(runs: Sequence[Expressed]) -> list[Mend]:
     """The constants that would lower the mean error of the step times of `runs` by a tenth, best first."""
     timed = [each for each in runs if each.run.step_s]
     constants = every(catalog_constants())
-    misses = np.array([step_miss(each, _tables({})) for each in timed])
+    misses = np.array([step_miss(each, as_tables(constants)) for each in timed])
     found = [mend for name, value in constants.items() if value for mend in _mend(name, value, timed, misses)]
     return sorted(found, key=lambda mend: mend.mended_mean_abs_frac)
 
@@ -46,7 +45,7 @@ def _mend(name: str, value: float, runs: Sequence[Expressed], misses: np.ndarray
         return
 
     def at(factor: float) -> np.ndarray:
-        tables = _tables({name: value * factor})
+        tables = as_tables(catalog_constants(), {name: value * factor})
         known = zip(runs, touched, misses, strict=True)
         return np.array([step_miss(each, tables) if moves else miss for each, moves, miss in known])
 
@@ -58,7 +57,3 @@ def _mend(name: str, value: float, runs: Sequence[Expressed], misses: np.ndarray
     before, after = (float(np.abs(np.expm1(each)).mean()) for each in (misses, at(math.exp(best))))
     if after <= (1.0 - LEAST_GAIN_FRAC) * before:
         yield Mend(name, value, value * math.exp(best), before, after, int(np.count_nonzero(slopes)))
-
-
-def _tables(changed: dict[str, float]) -> Tables:
-    return as_tables(catalog_constants(), changed)

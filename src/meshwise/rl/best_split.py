@@ -34,7 +34,7 @@ from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
 from meshwise.search.search import OFFLOADED, search
 from meshwise.search.space import USUAL
 
-SPLITS = (1, 2, 3, 4, 5, 6, 7)
+SPLITS = range(1, 8)
 """Eighths of the cluster that rollout may have."""
 
 ENGINE_SIZES = 3

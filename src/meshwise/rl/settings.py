@@ -106,11 +106,8 @@ def _not_expressed(job: RlJob, framework: str) -> list[str]:
     known = TRAINED_KEYS[framework]
     usual = Plan(implementation=plan.implementation, pp=plan.pp, vpp=plan.vpp if "vpp" in known else 1)
     keys = [key for key in KEYS if key not in known and getattr(plan, key) != getattr(usual, key)]
-    if plan.dtype != "bf16" and (framework, plan.dtype, plan.implementation) != (
-        "nemo-rl",
-        "fp8",
-        "megatron",
-    ):
+    says_fp8 = framework == "nemo-rl" and plan.implementation == "megatron"
+    if plan.dtype != "bf16" and not (says_fp8 and plan.dtype == "fp8"):
         keys.append("dtype")
     lost += [f"{key}={KEYS[key].show(getattr(plan, key))}: no setting says it" for key in keys]
     engine = {key: getattr(job.rollout_plan, key) for key in KEYS if key not in ROLLOUT_KEYS}
@@ -241,6 +238,3 @@ _OF_CLUSTER = ("nodes", "train_nodes", "train_node_gpus")
 _FUNCTIONS = {"bool": bool, "int": int, "max": max, "min": min, "round": round}
 _BETWEEN = ("split", "longest", "cap", "is_filtered", "is_ppo")
 """What formulas of the catalog call, and what those of options only need on the way."""
-
-
-# --- recipes -----------------------------------------------------------------------------------

@@ -195,8 +195,9 @@ class Engine:
         return f"{self.name} {self.version}{inherits}{fitted}"
 
 
-FITTED = ("front_s", "reply_s", "prompt_slowdown", "decode_slowdown", "pass_s")
-"""Constants that can be fitted to a server of one's own."""
+FITTED = {"front_s": 0.7, "reply_s": 0.7, "prompt_slowdown": 0.3, "decode_slowdown": 0.2, "pass_s": 1e-3}
+"""Constants that can be fitted to a server of one's own, and by how much they differ between servers:
+deviation of their logs, of `pass_s` seconds."""
 
 
 def _versions(name: str) -> dict[str, Engine]:

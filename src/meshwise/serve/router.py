@@ -66,13 +66,12 @@ class Router:
         in_turn = [replicas[(turn + i) % num] for i in range(num)]
         if self.routing.policy == "prefix":
             return self._cheapest(in_turn, sequence)
-        if self.routing.policy == "session":
-            known = self.of_session.get(session)
-            if known in in_turn:
-                return known
-            self.of_session[session] = found = min(in_turn, key=attrgetter("sent"))
-            return found
-        return min(in_turn, key=attrgetter("sent"))
+        least_loaded = min(in_turn, key=attrgetter("sent"))
+        if self.routing.policy != "session":
+            return least_loaded
+        if self.of_session.get(session) not in in_turn:
+            self.of_session[session] = least_loaded
+        return self.of_session[session]
 
     def _counted(self) -> int:
         """How many requests the frontend that the proxy chose has passed on; the first has a random count."""

@@ -65,15 +65,14 @@ def at_most(requests: Requests | RequestStream, num: int) -> Requests | RequestS
 
 def faster(requests: Requests | RequestStream, factor: float) -> Requests | RequestStream:
     """The same requests, `factor` times as many a second."""
+
+    def sooner(drawn: Requests) -> Requests:
+        return replace(drawn, arrival_s=tuple(second / factor for second in drawn.arrival_s))
+
     if isinstance(requests, Requests):
-        return replace(requests, arrival_s=tuple(second / factor for second in requests.arrival_s))
-
-    def draw(num: int) -> Requests:
-        drawn = faster(requests.draw(num), factor)
-        assert isinstance(drawn, Requests)
-        return drawn
-
-    return replace(requests, draw=draw, rate=factor * (requests.rate or 0.0))
+        return sooner(requests)
+    draw, rate = requests.draw, factor * (requests.rate or 0.0)
+    return replace(requests, draw=lambda num: sooner(draw(num)), rate=rate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
