@@ -135,16 +135,12 @@ def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:
 
 def _overlaps(one: Match, alignment: Alignment, tolerance_ns: float) -> bool:
     """Whether the calls can have met: all enter before one leaves; what is received was sent before."""
-    offsets = alignment.offsets_ns
-    starts = {rank: t.start_ns - offsets[rank] for rank, t in one.by_rank.items()}
-    ends = {rank: t.end_ns - offsets[rank] for rank, t in one.by_rank.items()}
-    if one.is_message:
-        sent = [starts[rank] for rank, t in one.by_rank.items() if t.kind == "send"]
-        received = [ends[rank] for rank, t in one.by_rank.items() if t.kind == "recv"]
-        return max(sent, default=0) <= min(received, default=np.inf) + tolerance_ns
-    if one.kind not in SYNCHRONISING:
+    if not one.is_message and one.kind not in SYNCHRONISING:
         return True
-    return max(starts.values()) <= min(ends.values()) + tolerance_ns
+    offsets = alignment.offsets_ns
+    starts = [t.start_ns - offsets[rank] for rank, t in one.by_rank.items() if t.kind != "recv"]
+    ends = [t.end_ns - offsets[rank] for rank, t in one.by_rank.items() if t.kind != "send"]
+    return max(starts, default=0) <= min(ends, default=np.inf) + tolerance_ns
 
 
 def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:

@@ -107,8 +107,8 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
         starts = min(one.step for one in calls) <= first_step
         views = [view for view in _views(ranks, calls, starts) if len(view.wait_s) >= MIN_STEPS]
         named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
-        several = [_several(view) for view in views[:1]]
-        stragglers += [one for one in (named, *several) if one and not (named and one is not named)]
+        late = named or (_several(views[0]) if views else None)
+        stragglers += [late] if late else []
         if not views:
             reason = f"fewer than {MIN_STEPS + starts} steps of ranks {ranks_text(ranks)} were recorded"
     return stragglers, reason
