@@ -34,7 +34,7 @@ NUDGE = 0.2
 """Of its typical difference between servers, what a constant is moved by to see its slope."""
 
 REACH = (4.0, 2.0, 1.0, 0.5)
-"""How far a constant moves at most in each round, in the same."""
+"""Of such differences, how far a constant moves at most in each round."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -145,8 +145,8 @@ def recover(facts: Facts) -> Facts:
         refuse("layout of a pipeline", DataError, rest=rest, pp=pp, num=len(found["stages"]))
     if "chunks" in found:
         found["vpp"] = found["chunks"]
-    if facts.get("layers_per_chunk") and num_layers:
-        found["vpp"] = max(num_layers // (pp * facts["layers_per_chunk"]), 1)
+    if chunks := _chunks_of(num_layers, pp, facts.get("layers_per_chunk")):
+        found["vpp"] = chunks
     if facts.get("levels"):
         found["ulysses"] = facts["levels"][0]
     if form is not None:

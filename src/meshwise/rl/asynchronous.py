@@ -10,7 +10,7 @@ With T the trainer's seconds of a batch, S of a sync and D of a batch's generati
 a period is max(T, D) + S.
 """
 
-import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,7 @@ class _Flow:
         self.num_started = self.under_way = 0
         self.open: dict[int, int] = {}  # samples that a group still waits for
         self.started: dict[int, int] = {}  # the version with which a group began
-        self.complete: dict[int, list[float]] = {}  # seconds at which the groups of a batch were complete
+        self.complete = defaultdict[int, list[float]](list)  # seconds at which a batch's groups were complete
         self.answers = np.empty((0, rollouts.samples), dtype=np.int64)
 
     def start_groups(self, second: float) -> None:
@@ -72,22 +72,18 @@ class _Flow:
         if not self.open[group]:
             del self.open[group]
             self.under_way -= 1
-            self.complete.setdefault(group // self.rollouts.num_groups, []).append(second)
+            self.complete[group // self.rollouts.num_groups].append(second)
             if not self.is_held:
                 self.start_groups(second)
 
     is_held = False  # whether no group may start, as a sync waits for those under way
 
-    def batch_s(self, version: int) -> float:
-        """When the batch of a version was complete; infinite before."""
-        ends = self.complete.get(version, ())
-        return max(ends) if len(ends) == self.rollouts.num_groups else math.inf
-
     def wait_for(self, version: int) -> float:
         """Engines work until the batch of a version is complete; when that was."""
-        while self.batch_s(version) == math.inf:
+        ends = self.complete[version]
+        while len(ends) < self.rollouts.num_groups:
             self.engines.go_on()
-        return self.batch_s(version)
+        return max(ends)
 
     def drain(self) -> None:
         """Engines end what is under way; no group starts."""

@@ -258,9 +258,7 @@ def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float, shared_pref
     All begin with the block 0 of `shared_prefix` tokens, where there are any.
     """
     sizes = {0: shared_prefix} if shared_prefix else {}
-    arrival, think = list[float](), list[float]()
-    prompts, outputs, after = list[int](), list[int](), list[int]()
-    chains = list[tuple[int, ...]]()
+    rows = list[tuple[float, int, int, tuple[int, ...], int, float]]()
     for turns in sessions:
         past, chain = 0, (0,) if shared_prefix else tuple[int, ...]()
         for number, row in enumerate(turns):
@@ -269,25 +267,22 @@ def _of_sessions(sessions: Sequence[Sequence[_Row]], start_s: float, shared_pref
                 sizes[block] = max(min(covered, sizes.get(block, covered)), 0)
             own = row.blocks
             if len(turns) > 1 and not own:  # nobody else has these tokens
-                own = (-2 * len(after) - 1,)
+                own = (-2 * len(rows) - 1,)
                 sizes[own[0]] = row.prompt - (0 if number else shared_prefix)
             chain += own
-            chains.append(chain)
-            after.append(len(after) - 1 if number else -1)
             if len(turns) > 1:
-                answer = -2 * len(after)
+                answer = -2 * len(rows) - 2
                 sizes[answer] = row.output
-                chains[-1] = chain = (*chain, answer)
-            arrival.append(turns[0].arrival_s - start_s)
-            prompts.append(past + row.prompt)
-            outputs.append(row.output)
-            think.append(row.think_s)
-            past = prompts[-1] + row.output
+                chain += (answer,)
+            prompt, before = past + row.prompt, len(rows) - 1 if number else -1
+            rows.append((turns[0].arrival_s - start_s, prompt, row.output, chain, before, row.think_s))
+            past = prompt + row.output
+    arrival_s, prompts, outputs, chains, after, think_s = zip(*rows, strict=True)
     has_turns = max(after) >= 0
     return Requests(
-        tuple(prompts), tuple(outputs), () if math.isinf(start_s) else tuple(arrival),
-        blocks=tuple(chains) if sizes else (), block_tokens=sizes or MOONCAKE_BLOCK_TOKENS,
-        after=tuple(after) if has_turns else (), think_s=tuple(think) if has_turns else (),
+        prompts, outputs, () if math.isinf(start_s) else arrival_s,
+        blocks=chains if sizes else (), block_tokens=sizes or MOONCAKE_BLOCK_TOKENS,
+        after=after if has_turns else (), think_s=think_s if has_turns else (),
     )  # fmt: skip
 
 
