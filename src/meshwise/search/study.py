@@ -207,11 +207,8 @@ def study(
         machine = changed(cluster, changes)
         alike = int(changes.get("batch", batch))
         grown, rest = divmod(alike * machine.num_chips, cluster.num_chips) if weak else (alike, 0)
-        if rest or not grown:
-            raise WorkloadError(
-                f"batch {batch} on {cluster.num_chips} GPUs does not grow to a whole number on "
-                f"{machine.num_chips}; use numbers of GPUs that divide or are divided by it"
-            )
+        names = {"batch": batch, "cluster": cluster, "machine": machine}
+        refuse("weak scaling", WorkloadError, is_whole=grown > 0 and not rest, **names)
         machines.append((changes, machine, grown))
     best = partial(_best, model=model, seq=seq, stated=stated, to=to, memory_frac=memory_frac)
     points: dict[int, StudyPoint] = {}

@@ -36,12 +36,6 @@ def read_loads(path: Path, moe: MoE) -> Shares:
         loads = np.array(read_text(path, "text").replace(",", " ").split(), dtype=np.float64)
     except ValueError:
         raise DataError(f"{path} must hold numbers alone: the tokens that each expert was sent") from None
-    if len(loads) != moe.num_experts or not np.isfinite(loads).all() or loads.min() < 0 or not loads.any():
-        raise DataError(
-            f"{path} has {len(loads)} loads; it must hold one, of 0 or more, for each of "
-            f"{moe.num_experts} experts"
-        )
+    refuse("measured expert loads", DataError, path=path, loads=loads, moe=moe)
     shares: Shares = moe.top_k * loads / loads.sum()
-    if shares.max() > 1:
-        raise DataError(f"{path}: an expert got more tokens than there were; each token goes to {moe.top_k}")
     return shares
