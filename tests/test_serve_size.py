@@ -36,9 +36,9 @@ def sized(
 ) -> Sizing:  # fmt: skip
     requests = at_rate(rate, Lengths(**LENGTHS), num=400)
     limits = LatencyLimits(ttft_s, tpot_s)
-    load = Wanted(requests=requests, limits=limits, pools=pools, usd_per_gpu_hour=prices)
+    load = Wanted(engine=ENGINE, requests=requests, limits=limits, pools=pools, usd_per_gpu_hour=prices)
     clusters = [find_cluster(name) for name in cluster.split(",")]
-    return size(partial(est.serving, find_model(model), **LENGTHS), clusters, fixed, ENGINE, load)
+    return size(partial(est.serving, find_model(model), **LENGTHS), clusters, fixed, load)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
@@ -85,9 +85,9 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     def stream(rate: float) -> RequestStream:
         return RequestStream(lambda num: at_rate(rate, Lengths(**LENGTHS), num=num), rate, most=8_000)
 
-    asked = Wanted(requests=stream(30.0), limits=LatencyLimits(0.5, 0.02), pools="one")
+    asked = Wanted(engine=ENGINE, requests=stream(30.0), limits=LatencyLimits(0.5, 0.02), pools="one")
     make = partial(est.serving, find_model("llama3-8b"), **LENGTHS)
-    found = size(make, [find_cluster("h100-80g-sxm:16")], {}, ENGINE, asked)
+    found = size(make, [find_cluster("h100-80g-sxm:16")], {}, asked)
     best, more = found.best, found.headroom_frac
     engine = replace(ENGINE, max_sequences=best.sequences)
 

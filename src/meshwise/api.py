@@ -549,9 +549,10 @@ def serve(
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters, fixed = [_cluster(name, collectives) for name in names], {**fixed, **released}
         wanted = Wanted(
-            requests=load, limits=limits, router=policy, offload=tiers, pools=pools, usd_per_gpu_hour=usd
-        )
-        sizing = size(make, clusters, fixed, runs, wanted)
+            engine=runs, requests=load, limits=limits, router=policy, offload=tiers, pools=pools,
+            usd_per_gpu_hour=usd,
+        )  # fmt: skip
+        sizing = size(make, clusters, fixed, wanted)
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd, has_details=pareto)

@@ -182,12 +182,13 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """A load and its limits: `rate` requests a second, or (None) only trade-offs.
+    """A load and its limits on servers of `engine`: `rate` requests a second, or (None) only trade-offs.
 
     `router` and `offload` are those of each fleet. `pools`: "one", "two", or "" for either.
     `usd_per_gpu_hour` by chip ("" is any). WorkloadError for clients in a closed loop.
     """
 
+    engine: Engine
     requests: Requests | RequestStream | None
     limits: LatencyLimits
     router: RouterPolicy = ROUND_ROBIN
@@ -206,7 +207,7 @@ class Wanted:
 
 def size(
     instance: Callable[..., Serving], clusters: Sequence[Cluster], fixed: Mapping[str, Sequence[Any]],
-    engine: Engine, wanted: Wanted,
+    wanted: Wanted,
 ) -> Sizing:  # fmt: skip
     """The fewest GPUs of one of `clusters` (or of two, one for each pool) that hold what is `wanted`."""
     began = perf_counter()
@@ -217,7 +218,7 @@ def size(
         if drawn.after:  # a turn's prompt is all that was said before
             prompt, output = drawn.mean_tokens
             instance = partial(instance, prompt=prompt, output=output)
-    of_cluster = partial(screen, instance, fixed=fixed, engine=engine, missing_frac=missing_frac)
+    of_cluster = partial(screen, instance, fixed=fixed, engine=wanted.engine, missing_frac=missing_frac)
     screens = [one for one in all_of(of_cluster, clusters) if one is not None]
     pairs = [(first, last) for first, last in product(screens, screens) if first.vendor == last.vendor]
     num = sum(one.pass_s.size for one in screens)
@@ -233,15 +234,15 @@ def size(
     wide = [one for one in choices(None) if _is_within(one.fleet, most)]
     ranked = sorted(choices(wanted.rate) if wanted.rate else [], key=lambda one: one.rank)
     elapsed_s = max(perf_counter() - began, 1e-9)
-    simulated = list(_finalists(ranked, engine, wanted, most))
+    simulated = list(_finalists(ranked, wanted, most))
     while (best := _best(simulated)) and best.load and best.load.window and not best.load.window.is_settled:
         assert wanted.requests is not None
-        longer = _under(best, engine, wanted, at_most(wanted.requests, ANSWER_REQUESTS))
+        longer = _under(best, wanted, at_most(wanted.requests, ANSWER_REQUESTS))
         simulated[simulated.index(best)] = longer
         if longer.holds or longer.load is None:
             break
         more = replace(best, fleet=_larger(best.fleet, longer.load))
-        simulated += _simulated([more], engine, wanted, most)
+        simulated += _simulated([more], wanted, most)
     least_ttft_s, least_tpot_s = (
         min((float(part(one).min()) for one in screens if one.fits.any()), default=None)
         for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
@@ -251,7 +252,7 @@ def size(
         wanted.rate, too_large=ranked[0] if ranked and not simulated else None,
     )  # fmt: skip
     best = found.best
-    return replace(found, headroom_frac=_headroom_frac(best, wanted, engine)) if best else found
+    return replace(found, headroom_frac=_headroom_frac(best, wanted)) if best else found
 
 
 def _best(choices: Sequence[Choice]) -> Choice | None:
@@ -365,23 +366,19 @@ def _trade_offs(choices: Sequence[Choice]) -> tuple[Choice, ...]:
 # --- finalists under the load --------------------------------------------------------------------
 
 
-def _finalists(
-    ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
-) -> Iterator[Choice]:
+def _finalists(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]) -> Iterator[Choice]:
     """The simulated choices of each kind; of pools of two chips only what may cost less than others take."""
     kinds = grouped((one for one in ranked if _is_within(one.fleet, most)), lambda one: one.kind)
     least = math.inf
     for first, last in sorted(kinds, key=lambda kind: kind[0] not in (None, kind[1])):
         members = kinds[first, last]
         if first in (None, last) or members[0].rank[0] < least:
-            for choice in _simulated(members[:FINALISTS], engine, wanted, most):
+            for choice in _simulated(members[:FINALISTS], wanted, most):
                 least = min(least, choice.rank[0]) if choice.holds else least
                 yield choice
 
 
-def _simulated(
-    ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
-) -> Iterator[Choice]:
+def _simulated(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]) -> Iterator[Choice]:
     """Finalists under the load, while none that holds is cheaper; a worker more where one does not hold.
 
     Where one holds, a worker less: the closed form may ask for too many.
@@ -397,7 +394,7 @@ def _simulated(
         if not _is_within(choice.fleet, most) or choice.fleet in tried:
             continue
         tried.add(choice.fleet)
-        found = _under(choice, engine, wanted, at_most(wanted.requests, SEARCH_REQUESTS))
+        found = _under(choice, wanted, at_most(wanted.requests, SEARCH_REQUESTS))
         if found.load is None:
             continue
         yield found
@@ -407,19 +404,19 @@ def _simulated(
             heapq.heappush(heap, (other.rank[0], next(order), other))
 
 
-def _under(choice: Choice, engine: Engine, wanted: Wanted, requests: Requests | RequestStream) -> Choice:
+def _under(choice: Choice, wanted: Wanted, requests: Requests | RequestStream) -> Choice:
     """`choice` with what requests get of it; the engine runs no more sequences than were chosen."""
-    most = engine.on(choice.fleet.serving.cluster.chip).max_sequences
+    most = wanted.engine.on(choice.fleet.serving.cluster.chip).max_sequences
     fleet = replace(choice.fleet, router=wanted.router, offload=wanted.offload)
-    runs = engine.having(max_sequences=min(most, choice.sequences))
+    runs = wanted.engine.having(max_sequences=min(most, choice.sequences))
     return replace(choice, load=under_load(fleet, requests, runs, wanted.limits))
 
 
-def _headroom_frac(choice: Choice, wanted: Wanted, engine: Engine) -> float:
+def _headroom_frac(choice: Choice, wanted: Wanted) -> float:
     """How much more traffic `choice` holds."""
     assert wanted.requests is not None
     load = at_most(wanted.requests, HEADROOM_REQUESTS)
-    held = takewhile(lambda by: _under(choice, engine, wanted, faster(load, by)).holds, MORE_TRAFFIC)
+    held = takewhile(lambda by: _under(choice, wanted, faster(load, by)).holds, MORE_TRAFFIC)
     return max(held, default=1.0) - 1.0
 
 
