@@ -10,7 +10,7 @@ import numpy as np
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse, told
 from meshwise.cost.power import chip_watts, node_watts
-from meshwise.machine.hardware import host_bytes_per_s
+from meshwise.machine.hardware import Cluster, host_bytes_per_s
 from meshwise.model.weights import num_active_params
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine, interval_of
@@ -105,8 +105,13 @@ class Fleet:
     @property
     def num_chips(self) -> int:
         """GPUs of all workers, of all pools."""
-        encoders = self.encoders.num_chips if self.encoders else 0
-        return sum(of.num_chips * workers for of, workers in self.pools) + encoders
+        return sum(cluster.num_chips * workers for cluster, workers in self.clusters)
+
+    @property
+    def clusters(self) -> list[tuple[Cluster, int]]:
+        """The GPUs of an instance of each pool, of encoders too, and how many instances there are."""
+        encoders = [(self.encoders.cluster, self.encoders.workers)] if self.encoders else []
+        return [*((of.cluster, workers) for of, workers in self.pools), *encoders]
 
     @property
     def pools(self) -> list[tuple[Serving, int]]:
@@ -258,37 +263,39 @@ class LoadResult:
         return interval_of(name, mean, self.regime).to_json() if mean else None
 
 
-def pool_usd_per_hour(of: Serving, workers: float, usd_per_gpu_hour: Mapping[str, float]) -> float:
-    """Dollars an hour of `workers` instances, at a price of each chip (`""`: of any)."""
-    chip = of.cluster.chip.name
+def pool_usd_per_hour(cluster: Cluster, workers: float, usd_per_gpu_hour: Mapping[str, float]) -> float:
+    """Dollars an hour of `workers` instances on `cluster`, at a price of each chip (`""`: of any)."""
+    chip = cluster.chip.name
     if not {"", chip} & set(usd_per_gpu_hour):
         raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
-    return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.num_chips * workers
+    return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * cluster.num_chips * workers
 
 
 def usd_per_hour(fleet: Fleet, usd_per_gpu_hour: Mapping[str, float]) -> float:
     """Dollars an hour of all workers."""
-    return sum(pool_usd_per_hour(of, workers, usd_per_gpu_hour) for of, workers in fleet.pools)
+    return sum(pool_usd_per_hour(*pool, usd_per_gpu_hour) for pool in fleet.clusters)
 
 
 def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
     """What tokens cost, at a price of each chip (`""`: of any).
 
     Prompts pay for the share of the time that they take (the prefill pool, where there is one), which is that
-    of the tokens that no cache held; generated tokens pay for the rest.
+    of the tokens that no cache held, and for a pool of encoders; generated tokens pay for the rest.
     """
     fleet, run, num = load.fleet, load.simulated, len(load.requests.prompt)
     prompt_tokens, found_tokens = sum(load.requests.prompt) / num, run.num_found / num
     workers = load.mean_workers
-    last, first = pool_usd_per_hour(fleet.serving, workers, usd_per_gpu_hour), 0.0
+    last, first = pool_usd_per_hour(fleet.serving.cluster, workers, usd_per_gpu_hour), 0.0
     if fleet.prefill:
-        first = pool_usd_per_hour(fleet.prefill, fleet.prefill_workers, usd_per_gpu_hour)
+        first = pool_usd_per_hour(fleet.prefill.cluster, fleet.prefill_workers, usd_per_gpu_hour)
     else:
         lengths = (max(round(tokens), 1) for tokens in (prompt_tokens, found_tokens))
         whole_s, found_s = (prompt_s(replace(fleet.serving, prompt=tokens)) for tokens in lengths)
         prompts_frac = load.requests_per_s * (whole_s - found_s) / (fleet.serving.groups * workers)
         first = last * min(prompts_frac * run.span_s / run.busy_s, 1.0)
         last -= first
+    if pool := fleet.encoders:
+        first += pool_usd_per_hour(pool.cluster, pool.workers, usd_per_gpu_hour)
     return {
         "usd_per_hour": first + last,
         "usd_per_million_input_tokens": 1e6 * first / (3600.0 * load.requests_per_s * prompt_tokens),
@@ -297,7 +304,9 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
 
 
 def energy(load: LoadResult) -> dict[str, Any]:
-    """Watts of all GPUs, and of their nodes at the wall; by the latter joules an output token, kWh a million.
+    """Watts of GPUs, and of their nodes at the wall; by the latter joules an output token, kWh a million.
+
+    A pool of encoders is left out.
 
     By the model of `cost.power`: a GPU waits while its engine has no pass, and in a pass for the kernels of
     communication; in the rest it does the matrix FLOP of the tokens that it computes, two for each active
