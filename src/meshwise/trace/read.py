@@ -38,7 +38,10 @@ _NO_ARGS: Any = Args()
 _MOST_RANKS = 1 << 17  # collectives of the world list them
 KEPT_BYTES = 1e8
 """From this size of all traces on, columns are kept and processes read."""
+_Capture = tuple[Path, ...]
 _Found = tuple[Trace | None, list[str]]
+_Told = tuple[int | None, list[str]]
+"""The rank of a capture (-1: not told; None: nothing is left of it), and what is wrong with its files."""
 _FURTHER = re.compile(r"-again-(\d+)(?=\.json)")
 _CALLS = "meshwise_collectives"
 _CUT = Notes(truncated=True).sentences()[0]
@@ -66,24 +69,21 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[Traces, list[FileProblem]]
     return Traces([RankTrace(rank, replace(traces[at], rank=rank)) for rank, at in numbers.items()]), problems
 
 
-def kept_traces(captures: Sequence[tuple[Path, ...]]) -> tuple[Traces, list[FileProblem]]:
+def kept_traces(captures: Sequence[_Capture]) -> tuple[Traces, list[FileProblem]]:
     """The same by columns; processes on all cores make those that are not kept yet."""
     files = [columns_file(capture) for capture in captures]
-    asked = list(zip(captures, files, strict=True))
-    missing = [place for place, file in enumerate(files) if not file.exists()]
-    found: list[tuple[int | None, list[str]]] = [(None, [])] * len(captures)
-    for place, answer in each(_keep, [asked[place] for place in missing]):
+    found: dict[int, _Told] = {place: read_reasons(file) for place, file in enumerate(files) if file.exists()}
+    missing = [place for place in range(len(files)) if place not in found]
+    for i, answer in each(_keep, [(captures[place], files[place]) for place in missing]):
         if isinstance(answer, Lost):
             answer = None, [f"its reader: {answer.reason}; is there enough memory?"]
-        found[missing[place]] = answer
-    for place in set(range(len(captures))) - set(missing):
-        found[place] = read_reasons(files[place])
-    numbers, problems = _numbered(captures, found)
+        found[missing[i]] = answer
+    numbers, problems = _numbered(captures, [found[place] for place in range(len(files))])
     return Traces([RankTrace(rank, file=files[place]) for rank, place in numbers.items()]), problems
 
 
-def _keep(asked: tuple[tuple[Path, ...], Path]) -> tuple[int | None, list[str]]:
-    """Keep the columns of one capture; its rank (None if nothing is left of it), and what is wrong."""
+def _keep(asked: tuple[_Capture, Path]) -> _Told:
+    """Keep the columns of one capture."""
     files, kept = asked
     trace, reasons = read_trace(*files)
     if trace is None:
@@ -93,12 +93,9 @@ def _keep(asked: tuple[tuple[Path, ...], Path]) -> tuple[int | None, list[str]]:
 
 
 def _numbered(
-    captures: Sequence[tuple[Path, ...]], found: Sequence[tuple[int | None, list[str]]]
+    captures: Sequence[_Capture], found: Sequence[_Told]
 ) -> tuple[dict[int, int], list[FileProblem]]:
-    """The place of the capture of each rank, in the order of ranks, and all problems.
-
-    Of each capture its rank (-1: not told; None: nothing is left of it) is `found`, and what is wrong.
-    """
+    """The place of the capture of each rank, in the order of ranks, and all problems, of what is `found`."""
     places: dict[int, int] = {}
     nameless: list[int] = []
     problems: list[FileProblem] = []
@@ -120,7 +117,7 @@ def _numbered(
     return dict(sorted(places.items())), problems
 
 
-def captures_in(paths: Iterable[str | Path]) -> list[tuple[Path, ...]]:
+def captures_in(paths: Iterable[str | Path]) -> list[_Capture]:
     """The files of each capture in order; one that gave way to another profiler went on in further ones."""
     parts: dict[Path, list[tuple[int, Path]]] = collections.defaultdict(list)
     for path in trace_files(paths):
