@@ -105,13 +105,14 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     idle_names |= {
         name for key in idle & table.keys() for one in table[key].values() for name in one.settings
     }
-    for name in stated:
-        if name in arguments and name not in idle_names:
-            value, unstated = read_value(framework, name, stated[name]), arguments[name].unstated
-            if value not in (unstated, again.get(name, unstated)):
-                unread.append(f"{name} {stated[name]}: no key of a plan says this")
-        elif framework == "torchtitan" and name.startswith(tuple(launch_tables().costly)):
-            unread.append(f"{name} {stated[name]}: no key of a plan says this")
+
+    def is_unread(name: str) -> bool:
+        if name not in arguments or name in idle_names:
+            return framework == "torchtitan" and name.startswith(tuple(launch_tables().costly))
+        value, unstated = read_value(framework, name, stated[name]), arguments[name].unstated
+        return value not in (unstated, again.get(name, unstated))
+
+    unread += [f"{name} {stated[name]}: no key of a plan says this" for name in stated if is_unread(name)]
     names = {name: facts.get(name) for name in ("has_experts", "fuses_experts", "hidden", "vocab")}
     is_config = any("_target_" in name for name in stated)
     names["layout"] = layout
