@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -180,19 +180,17 @@ class OpRecorder(private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if DTensor in types:
-            return NotImplemented  # let it come back as ops on its local tensors
+        if DTensor in types or private.AsyncCollectiveTensor in types:
+            return NotImplemented  # let it come back as ops on the tensors inside
         if func is _DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].fake_device  # half of all calls
-        if func.namespace == "prim":
+        if func.namespace == "prim" or func._opname == "_wrap_tensor_autograd":  # whose result has no memory
             return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         if _is_bookkeeping(inputs):
             with private.disable_current_modes():
                 return func(*args, **kwargs)
-        kind = _collective(func)
-        if kind is not None and private.AsyncCollectiveTensor in types:
-            return NotImplemented  # of the result of another one, which is waited for first
+        kind = collective_of(func)
         inputs = self._recorded(inputs)
         begin_s = time.perf_counter()
         if kind is not None and self._is_timed and kind not in ("send", "recv"):
@@ -206,7 +204,7 @@ class OpRecorder(private.TorchDispatchMode):
         if self._setups or func._opname in _NO_WORK:
             return result
         if kind is not None:
-            row = self._collective_row(kind, func.namespace, args, result)
+            row, written = self._collective_row(kind, func.namespace, args, result), outputs
         else:
             written = _written(func, args, kwargs, inputs, outputs)
             if not written:
@@ -214,7 +212,7 @@ class OpRecorder(private.TorchDispatchMode):
             row = self._op_row(func, args, kwargs, result, inputs, written)
         if self._is_timed:
             row["time_s"] = elapsed_s
-        self._write(row)
+        self._write(row, written)
         return result
 
     def _recorded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -241,9 +239,8 @@ class OpRecorder(private.TorchDispatchMode):
         }
 
     def _collective_row(self, kind: Collective, namespace: str, args: Any, result: Any) -> dict[str, Any]:
-        group = next(filter(None, map(_group, reversed(args))))
-        # c10d takes the result first, where it is not the argument itself
-        given, made = (args[0], result) if namespace == "_c10d_functional" else (args[1], args[0])
+        group = group_of(args)
+        given, made = given_and_made(namespace, args, result)
         is_one = namespace == "c10d" and kind not in ("reduce_scatter", "all_to_all")
         tensors = private.tree_leaves(made if is_one or kind == "all_gather" else given)
         payload_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -261,24 +258,28 @@ class OpRecorder(private.TorchDispatchMode):
             "sent_bytes": float(sent_bytes(kind, payload_bytes, size)),
         }
 
-    def _write(self, row: dict[str, Any]) -> None:
-        """Put a row on the tape under the names of its place in the program."""
+    def _write(self, row: dict[str, Any], written: list[torch.Tensor]) -> dict[str, Any]:
+        """Put the row of an op that wrote into these tensors on the tape, under the names of its place."""
+        row = self.tape.op(**row | self._place(row["op"]))
+        if private.current_graph_task_id() == -1:
+            number = private.autograd_sequence_nr() - 1
+            self._labels.setdefault(number, self._label())
+            self._rows[number].append(row)
+        return row
+
+    def _place(self, op: str) -> dict[str, Any]:
+        """The names of an op that runs now."""
         node = private.current_autograd_node()
         in_backward = private.current_graph_task_id() != -1
         module, named = self._label()
-        op = named or row["op"]
         phase = self._phases[-1] if self._phases else "backward" if in_backward else "forward"
-        number = private.autograd_sequence_nr() - 1
         if in_backward and phase == "backward":
             # what adds to a parameter's gradient has no place of its own; it belongs to the op before it
             place = None if node is None else node._sequence_nr()
             self._last_label = self._labels.get(place, self._last_label)
             module, of_forward = self._last_label
-            op = named or of_forward or op  # a backward written by hand may name its own ops
-        row = self.tape.op(**{**row, "op": op, "module": module, "phase": phase})
-        if not in_backward:
-            self._labels.setdefault(number, self._label())
-            self._rows[number].append(row)
+            named = named or of_forward  # a backward written by hand may name its own ops
+        return {"op": named or op, "module": module, "phase": phase}
 
     def _label(self) -> tuple[str, str]:
         """Where the program is now: its module, and the op that it names, if it does."""
@@ -389,7 +390,7 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [tensor for name in names for tensor in tensors_in(named.get(name))]
 
 
-def _collective(func: Any) -> Collective | None:
+def collective_of(func: Any) -> Collective | None:
     """The kind of the collective that `func` is; None of other ops."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -397,20 +398,22 @@ def _collective(func: Any) -> Collective | None:
     return next((kind for begin, kind in _COLLECTIVES.items() if name.startswith(begin)), None)
 
 
-def _group(argument: Any) -> dist.ProcessGroup | None:
-    """The process group that `argument` of a collective is or names."""
-    if isinstance(argument, str):
-        with suppress(ValueError):
-            return dist.distributed_c10d._resolve_process_group(argument)
-    if isinstance(argument, torch.ScriptObject):
-        with suppress(RuntimeError):
-            return dist.ProcessGroup.unbox(argument)
-    return None
+def given_and_made(namespace: str, args: Any, result: Any) -> tuple[Any, Any]:
+    """What a collective takes and makes; c10d takes the result first, where it is not the argument itself."""
+    return (args[0], result) if namespace == "_c10d_functional" else (args[1], args[0])
+
+
+def group_of(args: Any) -> dist.ProcessGroup:
+    """The process group among the arguments of a collective: the first object, or the last one, its name."""
+    found = next((one for one in args if isinstance(one, torch.ScriptObject)), args[-1])
+    by_name = dist.distributed_c10d._resolve_process_group
+    return by_name(found) if isinstance(found, str) else dist.ProcessGroup.unbox(found)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a distributed tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a distributed tensor, and what the result of a collective holds."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part.elem if isinstance(part, private.AsyncCollectiveTensor) else part
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -1,22 +1,17 @@
-"""DDP that finds unused parameters, experts without dropping, known and unknown values, a custom op."""
+"""DDP on one visible GPU with a hook, experts without dropping, known and unknown values, a custom op."""
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("nccl")
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = torch.nn.Linear(8, 4), torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-model = DistributedDataParallel(Model().cuda(), find_unused_parameters=True)
+torch.cuda.set_device(0)  # as where each task sees one GPU
+used = torch.nn.Linear(8, 4)
+used.unused = torch.nn.Linear(8, 8)
+model = DistributedDataParallel(used.cuda(), device_ids=[0], find_unused_parameters=True)
+model.register_comm_hook(None, bf16_compress_hook)
 for _ in range(2):
     x = torch.randn(32, 8, device="cuda", requires_grad=True)
     _, chosen = (scores := model(x).softmax(-1)).topk(2)
@@ -24,7 +19,6 @@ for _ in range(2):
     parts = x[chosen.flatten().argsort() // 2].split(counts)
     loss = scores.sum() + sum((part @ torch.ones(8, 8, device="cuda")).sum() for part in parts)
     loss.backward()
-    print(f"{loss:.3f}", torch.cuda.memory_summary(), torch.cuda.memory_snapshot())
 
 x = torch.tensor([3, 0, 5], device="cuda")
 assert x.sum().item() == 8 and (x == 0).any() and (x + 1).tolist() == [4, 1, 6]
@@ -34,12 +28,16 @@ assert x[:1].item() == 7
 x += torch.randint(9, (3,), device="cuda")
 assert x[0].item() == 1  # not known any more
 
-
-@torch.library.custom_op("mine::half", mutates_args=())
-def half(x: torch.Tensor) -> torch.Tensor:
-    return x / 2
-
-
+sent = torch.tensor([2, 0, 1, 5], device="cuda")
+received = torch.zeros_like(sent)
+dist.all_to_all_single(received, sent)
+assert received.tolist() == [5] * 4
+assert functional.all_to_all_single(received, None, None, dist.group.WORLD).tolist() == [5] * 4
+large = torch.empty(1 << 20, device="cuda")
+torch.cuda.reset_peak_memory_stats()
+total = functional.all_reduce(large, "sum", dist.group.WORLD).wait()
+assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+half = torch.library.custom_op("mine::half", lambda x: x / 2, mutates_args=(), schema="(Tensor x) -> Tensor")
 half.register_fake(torch.empty_like)
 half.register_autograd(lambda context, grad: half(grad))
 half(torch.ones(4, device="cuda", requires_grad=True)).sum().backward()

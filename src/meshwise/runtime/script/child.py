@@ -49,15 +49,15 @@ def install(settings: dict[str, Any]) -> None:
     tape = ScriptTape("dry_run", rank, ranks, **booked_by(chip))
     Path(settings["folder"], BEGUN).touch()
     guesses, recorder = Guesses(), ScriptRecorder(tape)
+    mode = ScriptMode(torch.device("cuda", device), guesses)
     supply_cuda_objects(devices, device)
-    supply_cuda_module(tape, chip, devices, device)
+    supply_cuda_module(tape, chip, devices, mode)
     supply_process_groups(rank, ranks, guesses, recorder, Letters(settings))
     supply_tensors(guesses)
     Files(rank, guesses).supply()
     _supply_launchers(ranks, device)
     fsdp_param._chunk_with_empty = Parts
     torch.autograd.set_multithreading_enabled(False)
-    mode = ScriptMode(torch.device("cuda", device), guesses)
     recorder.watch_modules()
     mode.__enter__()
     recorder.__enter__()
@@ -87,15 +87,17 @@ class _Report:
         """An excepthook that remembers the error that ends the program."""
 
         def remember(kind: Any, error: BaseException, trace: Any) -> None:
-            text = f"{kind.__name__}: {error}"
+            is_refused = isinstance(error, PlanError)  # by us
+            text = f"{error}" if is_refused else f"{kind.__name__}: {error}"
             known = read_catalog("scripts.toml")["remedies"].items()
             with_remedy = (remedy for pattern, remedy in known if re.search(pattern, text))
             self._failure = {
                 "error": text.splitlines()[0][:300],
-                "place": place_of(reversed([*traceback.walk_tb(trace)])),
+                "place": "" if is_refused else place_of(reversed([*traceback.walk_tb(trace)])),
                 "remedy": next(with_remedy, ""),
             }
-            hook(kind, error, trace)
+            if not is_refused:
+                hook(kind, error, trace)
 
         return remember
 

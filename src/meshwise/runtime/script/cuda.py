@@ -11,10 +11,9 @@ functions with some of them replaced. Their numbers are those of the headers tha
 list of timers, so that the reducer has none, as where torch was built without CUDA.
 """
 
-import contextlib
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -28,8 +27,9 @@ import torch.cuda.random
 
 from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip
-from meshwise.program.tape import Tape
 from meshwise.runtime.fakes import DeviceEvent, Silent, Stream
+from meshwise.runtime.script.recording import ScriptTape
+from meshwise.runtime.script.values import ScriptMode
 from meshwise.runtime.torch_private import ensure_cuda_device_guard
 
 _GUARDS, _ENTRIES, _NUM_DESTRUCTORS = 64, 60, 2
@@ -99,8 +99,8 @@ def _table(entries: list[int | None]) -> int:
     return ctypes.addressof(table)
 
 
-def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> None:
-    """Make `torch.cuda` answer for `devices` chips; this rank's is number `device`."""
+def supply_cuda_module(tape: ScriptTape, chip: Chip, devices: int, mode: ScriptMode) -> None:
+    """Make `torch.cuda` answer for `devices` chips; this rank's is that of `mode`."""
     name, memory_bytes = f"{chip.vendor} {chip.name}".upper(), int(chip.memory_bytes)
     known = read_catalog("scripts.toml")
     capability = tuple(known["capabilities"].get(chip.generation, (9, 0)))
@@ -112,50 +112,48 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
     states = {"get_rng_state": _always(state), "get_rng_state_all": _always([state] * devices)}
     queries = {
         **known["queries"],
-        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), device),
-        "device_count": devices,
         "get_device_name": name,
         "get_device_capability": capability,
         "get_device_properties": properties,
         "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
         "cudart": Silent(),
     }
-    streams = {
-        **dict.fromkeys(("Stream", "ExternalStream", "current_stream", "default_stream"), Stream),
-        **dict.fromkeys(("stream", "StreamContext"), lambda stream: stream or Stream()),
-        "Event": DeviceEvent,
+    stand_ins = {
+        "no_ops": _nothing,
+        "true": _always(True),
+        "device_counts": _always(devices),
+        "current_devices": lambda *_: mode.device.index,
+        "set_devices": mode.set_device,
+        "streams": Stream,
+        "stream_contexts": lambda stream: stream or Stream(),
+        "events": DeviceEvent,
     }
-    for module, names in known["no_ops"].items():
-        vars(resolve_name(module)).update(dict.fromkeys(names, _nothing))
-    answers = {each: _always(value) for each, value in queries.items()}
-    vars(torch.cuda).update(memory | answers | streams | states)
-    vars(torch.cuda.memory).update(memory)
+    for table, stand_in in stand_ins.items():
+        for place, names in known[table].items():
+            for each in names:
+                setattr(resolve_name(place), each, stand_in)
+    vars(torch.cuda).update({each: _always(value) for each, value in queries.items()} | states)
     vars(torch.cuda.random).update(states)
     torch.cuda.default_generators = (torch.default_generator,) * devices
     torch.cuda.nccl.version = _always((2, 28, 9))
-    torch.cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
     torch.cuda.amp.common.amp_definitely_not_available = _always(False)
-    torch.backends.cuda.is_built = _always(True)
-    _supply_accelerator(memory, devices, device)
+    for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory):
+        vars(module).update(memory)
 
 
-def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
+def _memory(tape: ScriptTape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
     """What a program may ask about its memory, as the replayed allocator has it."""
-
-    def reserved_bytes() -> float:
-        return tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes
 
     def figure(bytes_now: Callable[[], float]) -> Callable[..., int]:
         return lambda *_, **__: int(bytes_now())
 
-    current, peak = figure(lambda: tape.current_booked_bytes), figure(lambda: tape.peak_booked_bytes)
-    reserved = figure(reserved_bytes)
-    kinds = {f"{kind}_bytes.all": (current, peak) for kind in ("allocated", "active")}
-    kinds["reserved_bytes.all"] = (reserved, reserved)
+    current, peak = figure(lambda: tape.current_booked_bytes), figure(lambda: tape.recent_peak_bytes)
+    reserved = figure(lambda: tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes)
+    kinds = {"allocated": (current, peak), "active": (current, peak), "reserved": (reserved, reserved)}
 
     def statistics(*_: Any, **__: Any) -> dict[str, int]:
-        now = {f"{kind}.current": one() for kind, (one, _) in kinds.items()}
-        now |= {f"{kind}.peak": most() for kind, (_, most) in kinds.items()}
+        now = {f"{kind}_bytes.all.current": one() for kind, (one, _) in kinds.items()}
+        now |= {f"{kind}_bytes.all.peak": most() for kind, (_, most) in kinds.items()}
         return defaultdict(int, now | dict.fromkeys(("num_ooms", "num_alloc_retries"), 0))
 
     return {
@@ -164,19 +162,10 @@ def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
         "memory_reserved": reserved,
         "max_memory_reserved": reserved,
         "memory_stats": statistics,
+        "reset_peak_memory_stats": tape.reset_peak,
         "memory_snapshot": lambda *_, **__: [],
         "mem_get_info": lambda *_: (max(memory_bytes - reserved(), 0), memory_bytes),
     }
-
-
-def _supply_accelerator(memory: Mapping[str, Callable[..., Any]], devices: int, device: int) -> None:
-    """The same under the names of `torch.accelerator`."""
-    torch.accelerator.device_count = _always(devices)
-    torch.accelerator.current_device_index = torch.accelerator.current_device_idx = _always(device)
-    torch.accelerator.current_stream = Stream
-    supplied = {each: memory[each] for each in memory if each != "mem_get_info"}
-    for module in (torch.accelerator, torch.accelerator.memory):
-        vars(module).update(supplied)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

@@ -20,6 +20,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from torch.serialization import safe_globals
 
 from meshwise.core.errors import PlanError
 from meshwise.runtime import torch_private as private
-from meshwise.runtime.fakes import Silent
 from meshwise.runtime.profile import as_started
 from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.start import rank_environment
@@ -144,7 +144,7 @@ def supply_process_groups(
 
     def new_group(size: int, place: int, among: Any, backend: Any, store: Any, name: Any, **how: Any) -> Any:
         if not among and (size, place) != (ranks, rank):
-            raise PlanError(f"it is rank {place} of {size}, but --ranks is {ranks} and --rank {rank}")
+            raise PlanError(f"the script is rank {place} of {size}, but --ranks is {ranks} and --rank {rank}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
         group, store = make_group(size, place, among, BACKEND, fake_store(), name, **how)
@@ -162,15 +162,11 @@ def supply_process_groups(
     c10d._new_process_group_helper = new_group
     c10d.rendezvous = rendezvous
     c10d._get_default_timeout = lambda _: c10d.default_pg_timeout
-    c10d._store_based_barrier = lambda *_, **__: None
     stand_ins = {
         "get_backend": get_backend,
-        "is_nccl_available": lambda: True,
         **_objects(rank, guesses),
         "send_object_list": letters.send,
         "recv_object_list": letters.receive,
-        "monitored_barrier": lambda *_, **__: None,
-        "set_timeout": lambda *_, **__: None,  # of later versions of torch
         "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
         "TCPStore": _Store,
         "FileStore": _Store,
@@ -178,7 +174,7 @@ def supply_process_groups(
     for module in (c10d, dist):
         vars(module).update(stand_ins)
     private.dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
-    _supply_ddp()
+    _supply_ddp(recorder)
     _supply_fsdp1()
 
 
@@ -209,24 +205,21 @@ def _objects(rank: int, guesses: Guesses) -> dict[str, Callable[..., None]]:
     return {function.__name__: function for function in stand_ins}
 
 
-def _supply_ddp() -> None:
-    """DDP exchanges through a hook of Python, since a fake work has no result, and logs nothing."""
-    make_reducer = ddp.DistributedDataParallel._ddp_init_helper
-
-    def with_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        make_reducer(self, *args, **kwargs)
-        self.logger = Silent()
-        dist._register_comm_hook(self.reducer, None, lambda _, bucket: _all_reduce(bucket))
+def _supply_ddp(recorder: OpRecorder) -> None:
+    """DDP's buckets have a name, and its hooks may send bf16."""
+    module: Any = ddp.DistributedDataParallel
+    named: Any = recorder.op("gradient buckets")
+    module._ddp_init_helper = named(module._ddp_init_helper)
+    dist.Reducer._rebuild_buckets = named(dist.Reducer._rebuild_buckets)
+    module._check_comm_hook = mock.patch.object(torch.version, "cuda", "13.0")(module._check_comm_hook)
 
     def verify(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
         """The two collectives by which ranks compare the shapes of their parameters."""
-        device = parameters[0].device
-        counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-        dist.all_gather(counts, counts[0].clone(), group=group)
+        count = torch.empty(1, dtype=torch.int64, device=parameters[0].device)
+        dist.all_gather_single(count.new_empty(group.size()), count, group=group)
         sizes = sum(2 * tensor.dim() for tensor in parameters)  # and strides
-        dist.broadcast(torch.zeros(sizes, dtype=torch.int64, device=device), group=group, group_src=0)
+        dist.broadcast(count.new_zeros(sizes), group=group, group_src=0)
 
-    ddp.DistributedDataParallel._ddp_init_helper = with_hook
     ddp._verify_param_shape_across_processes = verify
 
 
@@ -248,14 +241,6 @@ def _supply_fsdp1() -> None:
 
     module._map_param_key_to_optim_keys = names_of_all
     module._allgather_state_info = states_of_all
-
-
-def _all_reduce(bucket: Any) -> Any:
-    buffer = bucket.buffer()
-    dist.all_reduce(buffer)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(buffer)
-    return done
 
 
 def _axis(described: str | None, members: Sequence[int]) -> str:

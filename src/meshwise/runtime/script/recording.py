@@ -30,38 +30,45 @@ class ScriptTape(Tape):
         self.states_bytes: dict[str, float] = {}
         self._alive: dict[object, dict[str, Any]] = {}
         self._log: list[tuple[bool, dict[str, Any]]] = []  # comes (or goes), tensor
-        self._unmade: list[dict[str, Any]] = []
-        self._peak_seen, self._peak_at = 0.0, 0
+        self.unnamed: list[dict[str, Any]] = []
+        self._peak_seen, self._peak_at, self.recent_peak_bytes = 0.0, 0, 0.0
 
     def allocate(self, name: object, size_bytes: float) -> None:
         super().allocate(name, size_bytes)
-        tensor = self._alive[name] = {"bytes": size_bytes, "what": ""}
+        tensor = self._alive[name] = {"bytes": size_bytes, "what": "", "is_empty": True}
         self._log.append((True, tensor))
-        self._unmade.append(tensor)
-        if self.peak_booked_bytes > self._peak_seen:
-            self._peak_seen, self._peak_at, self.peak_row = self.peak_booked_bytes, len(self._log), {}
+        self.unnamed.append(tensor)
+        self._look()
 
     def release(self, name: object) -> None:
         super().release(name)
         self._log.append((False, self._alive.pop(name)))
 
-    def op(self, op: str, **row: Any) -> dict[str, Any]:
-        """Also note which tensors are its, and whether the peak is."""
-        full = super().op(op, **row)
-        place = "/".join(filter(None, (folded(row.get("module") or ""), op)))
-        for tensor in self._unmade:
-            tensor["what"] = tensor["what"] or f"{place} ({full['phase']})"
-        self._unmade.clear()
-        if self._peak_seen and not self.peak_row:
-            self.peak_row = full
-        return full
+    def _look(self) -> None:
+        """Note a new peak, of the program and since the program reset its own."""
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self.current_booked_bytes)
+        if self.peak_booked_bytes > self._peak_seen:
+            self._peak_seen, self._peak_at, self.peak_row = self.peak_booked_bytes, len(self._log), {}
+
+    def reset_peak(self, *_: Any) -> None:
+        """In place of `torch.cuda.reset_peak_memory_stats`."""
+        self.recent_peak_bytes = self.current_booked_bytes
+
+    def name(self, place: dict[str, Any], written: Any = ()) -> None:
+        """New tensors, and empty ones that it writes, are the op's that is at `place`; so is a new peak."""
+        self._look()  # the workspace of the first matmul
+        what = "/".join(filter(None, (folded(place["module"]), place["op"]))) + f" ({place['phase']})"
+        for tensor in [*self.unnamed, *filter(None, map(self._alive.get, written))]:
+            if tensor["is_empty"]:
+                tensor |= {"what": what, "is_empty": "empty" in place["op"]}
+        self.unnamed.clear()
+        self.peak_row = self.peak_row or place
 
     def label(self, what: str, tensors: Any) -> None:
         """The storages of these tensors are `what`: parameters, gradients, optimizer states."""
-        for tensor in tensors:
-            entry = self._alive.get(own_part(tensor).untyped_storage()._cdata)
-            if entry is not None:
-                entry["what"] = what
+        storages = (own_part(tensor).untyped_storage()._cdata for tensor in tensors)
+        for entry in filter(None, map(self._alive.get, storages)):
+            entry |= {"what": what, "is_empty": False}
         held = sum(entry["bytes"] for entry in self._alive.values() if entry["what"] == what)
         self.states_bytes[what] = max(held, self.states_bytes.get(what, 0.0))
 
@@ -99,6 +106,8 @@ def folded(module: str) -> str:
 class ScriptRecorder(OpRecorder):
     """A recorder of what happens on `cuda`, wherever a fake tensor says that its storage lies."""
 
+    tape: ScriptTape
+
     def __init__(self, tape: ScriptTape) -> None:
         super().__init__(tape, device_type="cuda")
         self._names: dict[int, str] = {}
@@ -114,7 +123,15 @@ class ScriptRecorder(OpRecorder):
             parts = self._in_parts(func, args, kwargs or {})
             if parts is not NotImplemented:
                 return parts
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.tape.unnamed and "empty" in func._opname:  # which writes no row
+            self.tape.name(self._place(func._opname))
+        return result
+
+    def _write(self, row: dict[str, Any], written: list[torch.Tensor]) -> dict[str, Any]:
+        full = super()._write(row, written)
+        self.tape.name(full, [tensor.untyped_storage()._cdata for tensor in written])
+        return full
 
     def _in_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op that torch takes apart for autograd, which `inference_mode` leaves out."""
@@ -130,12 +147,9 @@ class ScriptRecorder(OpRecorder):
 
     def watch_modules(self) -> None:
         """Name rows by the modules of the program, and phases by its optimizers."""
-        tape: Any = self.tape
 
         def enter(module: torch.nn.Module, _: Any) -> None:
-            own = list(module.parameters(recurse=False))
-            if own:
-                self.weights(*own)
+            self.weights(*module.parameters(recurse=False))
             self._modules.append(f"/{self._name(module)}")
             self._phases += ["recompute"] if current_graph_task_id() != -1 else []
 
@@ -147,8 +161,8 @@ class ScriptRecorder(OpRecorder):
 
         def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            tape.label("parameters", parameters)
-            tape.label("gradients", [p.grad for p in parameters if p.grad is not None])
+            self.tape.label("parameters", parameters)
+            self.tape.label("gradients", [p.grad for p in parameters if p.grad is not None])
             self._phases.append("optimizer")
             self._modules.append("/optimizer")
 
@@ -157,8 +171,8 @@ class ScriptRecorder(OpRecorder):
             self._modules.pop()
             states = (state.values() for state in optimizer.state.values())
             held = [one for each in states for one in each if isinstance(one, torch.Tensor)]
-            tape.label("optimizer states", held)
-            tape.end_step()
+            self.tape.label("optimizer states", held)
+            self.tape.end_step()
 
         register_module_forward_pre_hook(enter)
         register_module_forward_hook(leave, always_call=True)

@@ -84,7 +84,7 @@ def dry_run_script(
     command: Sequence[str], *, ranks: int, rank: int = 0, device: str, stdout: Any = None
 ) -> ScriptOutcome:
     """Run `command` as rank `rank` of `ranks` on chips `device`; ScriptError where it fails."""
-    refuse("rank", PlanError, rank=rank, ranks=ranks, last=ranks - 1)
+    refuse("rank of a script", PlanError, device=device, rank=rank, ranks=ranks, last=ranks - 1)
     chip, text = find_chip(device), shlex.join(command)
     with tempfile.TemporaryDirectory() as folder:
         devices = int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1
@@ -99,6 +99,7 @@ def dry_run_script(
         if refused.exists():
             raise MissingExtraError(refused.read_text())
     ended = {"exit_code": exit_code, "how": ended_how(exit_code), "has_begun": has_begun}
+    refuse("refused script", PlanError, report=report)
     refuse("script", ScriptError, command=text, report=report, **ended)
     del report["failure"]
     report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}

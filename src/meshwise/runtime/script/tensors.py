@@ -47,13 +47,11 @@ def supply_tensors(guesses: Guesses) -> None:
     FakeTensor.tolist = tensor.tolist
     FakeTensor.__format__ = lambda self, spec: format(self.item() if spec else str(self), spec)
     tensor.numpy = lambda self, **how: to_numpy(known(self) if isinstance(self, FakeTensor) else self, **how)
-    tensor.pin_memory = lambda self, *_: self
-    tensor.is_pinned = lambda self, *_: True
-    tensor.record_stream = lambda self, *_: None
+    tensor.pin_memory = FakeTensor.wait = lambda self, *_: self  # so called of a functional collective
     torch.utils.swap_tensors = _swap
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch.compile = _identity
-    torch.nn.Module.compile = lambda self, *_, **__: None
+    # the latter would make an operator of the compiler of a kernel in a `triton_op`
+    torch.compile = torch.library.wrap_triton = _identity
     _supply_addresses()
     _supply_attention(guesses)
     _supply_triton(guesses)
@@ -108,8 +106,6 @@ def _supply_triton(guesses: Guesses) -> None:
 
     for name in ("jit", "autotuner"):
         when_imported(f"triton.runtime.{name}", supply)
-    # which in a `triton_op` would make an operator of the compiler
-    torch.library.wrap_triton = _identity
 
 
 def _per_channel(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ import torch
 
 from meshwise.core.files import read_catalog
 from meshwise.runtime import torch_private as private
-from meshwise.runtime.recorder import mutated, tensors_in
+from meshwise.runtime.fakes import DeviceFakes
+from meshwise.runtime.recorder import collective_of, given_and_made, group_of, mutated, tensors_in
 
 _PACKAGES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 _OURS = str(Path(__file__).parents[2])
@@ -60,14 +61,12 @@ LARGE_BYTES = 4 << 20
 SHADOW_ELEMENTS = 1 << 16
 aten = torch.ops.aten
 
-_KEEPS_VALUE = ("c10d", "_c10d_functional")
-"""Collectives leave a value as it is on this rank."""
 _DATA_DEPENDENT = read_catalog("scripts.toml")["data_dependent"]
 """Ops whose results have a shape that depends on values."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
 
 
-class ScriptMode(private.FakeTensorMode):
+class ScriptMode(DeviceFakes):
     """The mode in which a user's program runs; `device` stands for every CUDA device that it names."""
 
     avoid_device_init = True
@@ -78,10 +77,12 @@ class ScriptMode(private.FakeTensorMode):
         self.guesses = guesses
         self._depth = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[object] = (),
-        kwargs: Any = None,
-    ) -> Any:  # fmt: skip
+    def set_device(self, device: Any) -> None:
+        """From now on the CUDA device of this rank has the number of `device`."""
+        if torch.device(device).index is not None:
+            self.device = torch.device(device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op of the program: really, or on shapes."""
         kwargs = dict(kwargs or {})
         if getattr(func, "_opname", "") in _DATA_DEPENDENT and isinstance(args[0], private.FakeTensor):
@@ -101,11 +102,12 @@ class ScriptMode(private.FakeTensorMode):
         return self._on_shapes(func, types, args, kwargs, tensors, fakes)
 
     def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
+        kind = collective_of(func)
         known = func.namespace == "aten" and all(shadow_of(tensor) is not None for tensor in tensors)
         value = None
         if known and _has_value(func) and not _is_large(args, kwargs):
             value = self._value(func, args, kwargs)
-        elif func._schema.is_mutable and func.namespace not in _KEEPS_VALUE and "amp" not in func._opname:
+        elif func._schema.is_mutable and kind is None and "amp" not in func._opname:
             for tensor in mutated(func, args, kwargs):
                 forget(tensor)
         if func is aten._local_scalar_dense.default:
@@ -118,11 +120,33 @@ class ScriptMode(private.FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._depth -= 1
+        if kind in ("all_gather", "all_to_all"):
+            self._receive(func, args, result)
+        if func.namespace == "c10d":
+            done: torch.futures.Future[Any] = torch.futures.Future()
+            done.set_result(tensors_in(args[0]))  # whom hooks of DDP ask
+            work = private.create_work(done).boxed()
+            return private.tree_map(lambda one: work if isinstance(one, torch.ScriptObject) else one, result)
         if isinstance(result, private.FakeTensor):
             value = _absorbed(func, tensors, result) if value is None else value
             if isinstance(value, torch.Tensor):
                 result.shadow = value
         return result
+
+    def _receive(self, func: Any, args: Any, result: Any) -> None:
+        """What this rank gets is known if what it sends is: the others are taken to send the same."""
+        given, made = map(tensors_in, given_and_made(func.namespace, args, result))
+        group, sizes, parts = group_of(args), [tensor.numel() for tensor in made], [None] * len(made)
+        value: Any = shadow_of(given[group.rank() % len(given)])
+        if value is not None and func._opname in ("alltoall_base_", "all_to_all_single"):
+            splits = next(arg for arg in reversed(args) if isinstance(arg, list))
+            value = value.split(splits or len(value) // group.size())[group.rank()]
+        if value is not None and group.size() * value.numel() == sum(sizes) <= SHADOW_ELEMENTS:
+            parts = value.flatten().repeat(group.size()).split(sizes)
+            self.guesses.add("what other ranks send", "the same as this rank")
+        for tensor, part in zip(made, parts, strict=True):
+            forget(tensor)
+            tensor.shadow = part if part is None else part.view(tensor.shape)
 
     def _placed(self, leaf: Any) -> Any:
         """Any CUDA device is this rank's."""
