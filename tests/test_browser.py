@@ -18,6 +18,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 uvicorn = pytest.importorskip("uvicorn")
 
 import meshwise as mw  # noqa: E402
+from data_tables import table  # noqa: E402
 from meshwise.calibrate.runs import published_runs  # noqa: E402
 from meshwise.web import app  # noqa: E402
 from meshwise.web.app import make_app  # noqa: E402
@@ -30,15 +31,7 @@ if CHROMIUM is None:
     pytest.skip("no Chromium is installed (apt-get install chromium)", allow_module_level=True)
 TRACES = Path(__file__).parent / "data" / "traces"
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 380, "height": 800}
-WHERE = "model=llama3-8b&cluster=h100-80g-sxm:16"
-VIEWS = {
-    "explore": f"{WHERE}&plan=tp=2,pp=4&batch=32&seq=4096",
-    "search": f"{WHERE}&plan=zero=1&batch=32&seq=4096",
-    "serve": f"{WHERE}&prompt=512&output=64&rate=5",
-    "frontier": "chip=h100-80g-sxm",
-    "traces": "path=gloo4",
-    "accuracy": "text=",
-}
+VIEWS = table("pages")["views"]
 
 
 class Running:
@@ -179,6 +172,11 @@ def test_every_view(page: Any, view: str) -> None:
             page.click("#drawer")
         assert faults(page) == []
         assert runs_over(page) <= 0
+        until(page, APART)  # no number of an axis lies on the next
+
+
+APART = """[...document.querySelectorAll(".chart")].every((chart) => [...chart.querySelectorAll(".xtick text")]
+  .map((one) => one.getBoundingClientRect()).every((box, i, all) => !i || box.left >= all[i - 1].right))"""
 
 
 def runs_over(page: Any) -> float:
@@ -246,17 +244,6 @@ def test_an_old_answer_is_dimmed_until_the_next(page: Any, monkeypatch: pytest.M
     assert settled(page) not in (before, "") and opacity() == 1 and not page.locator("#progress").is_visible()
 
 
-def test_the_page_is_saved_as_one_file_named_after_the_plan(page: Any, tmp_path: Path) -> None:
-    """Model, cluster and plan are inside, and it needs no server."""
-    show(page, "explore", "model=llama3-8b&cluster=h100-80g-sxm:16&plan=tp=2,pp=4&batch=32&seq=4096")
-    with page.expect_download() as saved:
-        page.locator("[data-act=save]").click()
-    assert saved.value.suggested_filename == "llama3-8b-h100-80g-sxm-16-tp-2-pp-4.html"
-    saved.value.save_as(tmp_path / "step.html")
-    text = (tmp_path / "step.html").read_text()
-    assert "llama3-8b on 16 x h100-80g-sxm, tp=2,pp=4, batch 32 x 4096" in text and "http:" not in text[:2000]
-
-
 def test_by_keyboard_alone(page: Any) -> None:
     before = show(page, "explore")
     keyboard = page.keyboard
@@ -291,16 +278,6 @@ def reach(page: Any, wanted: str, key: str) -> None:
     raise AssertionError(f"{wanted} cannot be reached with {key}")
 
 
-def test_what_is_no_plan_is_grey_with_its_reason(page: Any) -> None:
-    show(page, "explore")
-    option = page.locator("#explore-tp option[value='16']")
-    option.wait_for(state="attached")
-    until(page, "!!document.querySelector('#explore-pp option[disabled]')")
-    reasons = page.locator("#explore-pp option[disabled]").all_inner_texts()
-    assert reasons and all(" - " in reason for reason in reasons)
-    assert not page.locator("#explore-tp option[value='4']").is_disabled()
-
-
 def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
     good = show(page, "explore")
     page.fill("#explore-batch", "7")
@@ -322,14 +299,20 @@ def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
     page.wait_for_selector("#headline:not(.error)")
 
 
-def test_an_edited_machine(page: Any) -> None:
+def test_an_edited_machine_is_compared_with_what_was_pinned(page: Any) -> None:
+    """And keys that are none there are grey with the reason."""
     before = show(page, "explore")
+    page.click("[data-act=pin]")
+    with page.expect_download() as saved:
+        page.click("[data-act=save]")
+    assert saved.value.suggested_filename == "llama3-8b-h100-80g-sxm-16-tp-2-pp-4.html"
     page.click("[data-act=machine]")
     until(page, "document.querySelector('#explore-machine').value.includes('memory_bytes_per_s')")
     text = page.input_value("#explore-machine")
     page.fill("#explore-machine", text.replace("num_chips = 16", "num_chips = 32"))
     until(page, f"document.querySelector('#headline').textContent !== {before!r}")
-    assert "h100" in page.input_value("#explore-machine")
+    assert f"than A ({before.partition(' a step')[0]})" in page.inner_text("#page")
+    until(page, "document.querySelector('#explore-pp option[disabled]')?.text.includes(' - ')")
 
 
 def test_a_plan_of_the_search_opens_beside_the_best(page: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import meshwise as mw
+from data_tables import table
 from meshwise.estimate.one_plan import Estimate
 from meshwise.report.answer import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
 from meshwise.report.chart_picture import picture_figure
@@ -19,15 +20,7 @@ from meshwise.trace.summary import summarize_paths
 
 pytest.importorskip("matplotlib")
 
-V3_STAGES = "3-" + "4-" * 14 + "2"
-LLAMA_STAGES = "7-" + "8-" * 14 + "7"
-PLAN_V3 = f"pp=16,ep=64,schedule=dualpipe,dtype=fp8,recompute=full,overlap_ep=1,stages={V3_STAGES}"
-PLAN_GPT = "tp=8,pp=8,vpp=3,schedule=interleaved,recompute=selective"
-REAL = {
-    "gpt3": ("gpt3-175b", "a100-80g-sxm:512", PLAN_GPT, 512, 2048),
-    "deepseek-v3": ("deepseek-v3", "h800:2048", PLAN_V3, 15360, 4096),
-    "out of memory": ("llama3-405b", "h100-80g-sxm:16384", f"tp=8,pp=16,stages={LLAMA_STAGES}", 2048, 8192),
-}
+REAL = table("pages")["estimates"]
 
 
 @pytest.fixture(params=REAL, scope="module")
@@ -123,18 +116,11 @@ def test_the_ending_names_the_format(meshwise, tmp_path: Path, suffix: str, star
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-PLANS = (
-    *("tp=8", "tp=8,pp=4,schedule=gpipe", "tp=8,pp=4", "tp=8,pp=4,schedule=zb-h1"),
-    *("tp=8,pp=4,vpp=2,schedule=interleaved", "tp=8,pp=4,vpp=2,schedule=zb-v", "tp=8,pp=4,schedule=dualpipe"),
-    *("tp=8,pp=4,vpp=2,schedule=dualpipe-v", "tp=8,pp=4,stages=22-26-26-22"),
-)
-
-
 def gpt3(plan: str) -> Estimate:
     return mw.estimate("gpt3-175b", "a100-80g-sxm:64", plan, batch=512, seq=2048)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", table("pages")["pipelines"]["plans"])
 def test_the_timeline_is_the_step(plan: str) -> None:
     step = gpt3(plan)
     events = timeline_events(step)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 from kineto import kernel, write_trace
 from meshwise.report.answer import Bars, Chart, Lanes, Page, PageLink, Series, Text
 from meshwise.report.estimate import compare_page
@@ -78,35 +79,30 @@ def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
     assert sums == pytest.approx([left.step_s, right.step_s])
     change = abs(right.step_s / left.step_s - 1)
     assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
+    larger = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4", batch=64, seq=4096)
+    assert (
+        f"{larger.tokens_per_s / left.tokens_per_s - 1:.1%} more than A"
+        in compare_page(left, larger).headline
+    )
 
 
 TRACES = str(Path(__file__).parent / "data" / "traces" / "gloo4")
 GEMM = [kernel("gemm", 0, 1000)]
-SMALL = ("llama3-8b", "--cluster", "h100-80g-sxm:8")
 
 
-@pytest.mark.parametrize(
-    ("words", "titles"),
-    [
-        (("search", *SMALL, "--batch", "8", "--plan", "zero=1"), ["The space: step time against memory"]),
-        (("serve", *SMALL, "--rate", "5", "--num-requests", "50"), ["User speed", "Latency under load"]),
-        (("frontier", "run", "--chip", "h100-80g-sxm"), ["Utilization of the best run", "How busy"]),
-        (("trace", "summary", TRACES), ["Ranks over time"]),
-        (("explain", "TRACE", *SMALL[1:], "--model", "llama3-8b"), ["From the predicted step"]),
-        (("validate", "--runs", "RUNS"), ["Step time"]),
-    ],
-    ids=lambda words: words[0],
-)
-def test_every_result_is_a_page(
-    meshwise: Any, tmp_path: Path, words: tuple[str, ...], titles: list[str]
-) -> None:
+@pytest.mark.parametrize(("words", "titles"), table("pages")["results"].items())
+def test_every_result_is_a_page(meshwise: Any, tmp_path: Path, words: str, titles: list[str]) -> None:
     from meshwise.calibrate.runs import published_runs
 
     runs, path = tmp_path / "runs.csv", tmp_path / "x.html"
     runs.write_text("\n".join(published_runs().read_text().splitlines()[:5]))
-    named = {"RUNS": str(runs), "TRACE": str(write_trace(tmp_path / "rank-0.json", GEMM, 0))}
-    words = tuple(named.get(word, word) for word in words)
-    done = meshwise(*words, "--plot" if words[0] == "frontier" else "--html", str(path))
+    named = {
+        "RUNS": str(runs),
+        "TRACE": str(write_trace(tmp_path / "rank-0.json", GEMM, 0)),
+        "TRACES": TRACES,
+    }
+    told = (named.get(word, word) for word in words.split())
+    done = meshwise(*told, "--plot" if words.startswith("frontier") else "--html", str(path))
     assert done.code == 0, done.err
     html = path.read_text()
     assert len(figures(html)) >= len(titles)

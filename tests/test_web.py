@@ -28,7 +28,7 @@ import meshwise as mw
 from meshwise.calibrate.runs import published_runs
 from meshwise.plan.plan import KEYS
 from meshwise.web.app import SLOTS, make_app
-from meshwise.web.views import VIEWS, Server, options
+from meshwise.web.views import VIEWS, Server, answer, options
 
 WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
 
@@ -73,14 +73,44 @@ def test_a_pipeline_of_many_microbatches_is_drawn_with_fewer(client: TestClient)
     assert "Pipeline over time: interleaved with 32 of its 384 microbatches</h2>" in many
 
 
-def test_a_pasted_config_and_an_edited_machine_replace_the_presets(client: TestClient) -> None:
-    machine = ask(client, "machine", **JOB)["text"]
-    smaller = machine.replace("memory_bytes = 8", "memory_bytes = 7", 1)
-    state = JOB | {"model": "no-such-model", "config": CONFIG, "seq": "64"}
-    plain = ask(client, "explore", **state)
-    edited = ask(client, "explore", **state, machine=smaller)
-    assert plain["headline"] != edited["headline"]
-    assert "config.json" in plain["command"] and "cluster.toml" in edited["command"]
+A = {f"a.{name}": text for name, text in JOB.items()}
+
+
+def test_what_is_pinned_stays_while_model_machine_and_batch_are_edited(client: TestClient) -> None:
+    """Pasted and edited ones replace the presets of B alone; what differs is named, on a saved page too."""
+    machine = ask(client, "machine", **JOB)["text"].replace("memory_bytes = 8", "memory_bytes = 7", 1)
+    pinned = f">{ask(client, 'explore', **JOB)['headline'].partition(' a step')[0]}<"
+    own = JOB | {"model": "no-such-model", "config": CONFIG, "seq": "64"}
+    for state, differs in ((JOB | {"machine": machine}, "memory_bytes = 7"), (own, "parallel, config")):
+        found = ask(client, "explore", **state, **A)
+        assert pinned in html(found) and differs in html(found)
+        assert ("cluster.toml" if "machine" in state else "config.json") in found["command"]
+    twice = JOB | A | {"batch": "64"}
+    assert "more than A" in html(ask(client, "explore", **twice))
+    assert "B: data parallel, batch 64" in ask(client, "save", **twice)["text"]
+    lines = ask(client, "launch", **JOB | {"model": "llama3-405b"})["lines"]
+    assert lines[0].startswith("as written: ") and lines[0].endswith("does not fit")
+
+
+def test_a_search_keeps_the_job_in_its_links_and_says_why_nothing_fits(client: TestClient) -> None:
+    job = {"model": "qwen2-vl-2b", "cluster": "h100-80g-sxm:8", "batch": "8", "seq": "4096"}
+    links = html(
+        ask(
+            client,
+            "search",
+            **job,
+            images="1",
+            image_size="448x448",
+            plan="tp=1,pp=1,cp=1,zero=1",
+            robust="yes",
+        )
+    )
+    assert "&amp;images=1&amp;image_size=448x448&amp;" in links and "a.images=1" in links
+    assert '"name":"most robust"' in links and '"text":"robust step [s]"' in links
+    none = ask(client, "search", **JOB | {"model": "llama3-405b", "cluster": "h100-80g-sxm:8"})
+    assert none["headline"].startswith("none fits: ") and "\n" not in none["headline"]
+    assert "<li>fits" in html(none) and "0 fit in" in html(none) and "not tried: " in html(none)
+    assert "(capped=no, or KEY=*)" in html(none) and "Notes" not in html(none)
 
 
 def test_what_is_grey_is_refused_and_what_is_not_is_priced(client: TestClient) -> None:
@@ -104,7 +134,11 @@ def test_the_other_views_answer(client: TestClient) -> None:
     limits = {"rate": "5", "ttft_ms": "500", "token_ms": "25", "price": "2"}
     sized = ask(client, "serve", **where, **limits)
     assert "requests/s: " in sized["headline"] and "headroom: " in sized["headline"]
-    assert "best of each chip" in html(sized)
+    assert "best of each chip" in html(sized) and "headroom" not in html(sized)
+    alone = ask(client, "serve", **where, prompt="512", output="1", rate="5")["headline"]
+    assert alone.startswith("first token after") and "a token after it" not in alone
+    never = ask(client, "serve", **where, rate="5", token_ms="0.0001")
+    assert never["headline"].startswith("no layout of this cluster fits and keeps") and not never["ok"]
     chips = {"chip": "h100-80g-sxm", "beside": "a100-80g-sxm"}
     slow = ask(client, "frontier", **chips, months="3", schedule="zero-bubble")
     assert "a100-80g-sxm" in slow["title"]
@@ -133,13 +167,23 @@ def test_slow_questions_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
         for i in range(SLOTS + 2):
             asked.append(threads.submit(search, f"q{i}"))
-            expected = {"before": max(i - SLOTS, 0), "so_far": "7 plans" if i < SLOTS else ""}
+            expected = {"before": i * (i >= SLOTS), "so_far": "7 plans" if i < SLOTS else ""}
             while progress(f"q{i}") != expected or len(client.app.state.pool._jobs) != i + 1:
                 time.sleep(0.01)
         assert "2 questions wait for an answer already" in search("one more")["error"]
         go.set()
         assert [one.result() for one in asked] == [{"title": "found"}] * (SLOTS + 2)
     assert progress("q0") == {"before": 0, "so_far": ""}
+
+
+@pytest.mark.parametrize(
+    "job", ["search batch=8", "serve rate=5", "frontier", "rl prompts=8 samples=4 output=64"]
+)
+def test_what_nobody_waits_for_ends(job: str) -> None:
+    view, *asked = job.split()
+    where = {"chip": "h100-80g-sxm"} if view == "frontier" else {"model": "llama3-8b", "cluster": "h100:8"}
+    with pytest.raises(ZeroDivisionError):
+        answer(view, where | dict(one.split("=") for one in asked), Server(), lambda so_far: 1 // 0)
 
 
 def test_a_dropped_folder_is_bounded_and_gone_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +199,8 @@ def test_a_dropped_folder_is_bounded_and_gone_with_the_server(monkeypatch: pytes
         for file in ("a.txt", "..%2Fa.json", "%2Ftmp%2Fa.json", "a%00.json"):
             assert "is no trace" in put(file)
         assert put("ranks/a.json") == "" and (home / "ranks" / "a.json").read_text() == "{}"
-        assert "no readable trace" in ask(client, "traces", path=name)["error"]
+        said = ask(client, "traces", path=name)["error"]
+        assert "no readable trace" in said and "ranks/a.json" in said and str(home) not in said
         monkeypatch.setattr("meshwise.web.views.MOST_BYTES", 10)
         name = client.post("/api/drop").json()["folder"]
         assert not home.exists()

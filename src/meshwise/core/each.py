@@ -42,6 +42,8 @@ _CONNECT_S = 10.0
 _NODES_LOST = 8
 """How often an item is given to another node of a cluster before it is lost."""
 _cluster: ContextVar[ModuleType | None] = ContextVar("cluster", default=None)
+HEARS: ContextVar[Callable[[str], None]] = ContextVar("hears", default=lambda so_far: None)
+"""Who hears how far a long answer is, in words (none: it still runs); the answer ends where that raises."""
 _tell: ContextVar[Callable[[int, int], None]] = ContextVar("tell", default=lambda done, total: None)
 
 
@@ -93,13 +95,14 @@ def ray_for(address: str) -> ModuleType:
 
 
 @contextmanager
-def telling(tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside this block `tell(done, total)` hears of every answer that comes."""
-    token = _tell.set(tell)
+def telling(tell: Callable[[int, int], None], hear: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Inside this block `tell(done, total)` hears of every answer that comes, and `hear` is in `HEARS`."""
+    told, heard = _tell.set(tell), HEARS.set(hear or HEARS.get())
     try:
         yield
     finally:
-        _tell.reset(token)
+        _tell.reset(told)
+        HEARS.reset(heard)
 
 
 def tell(done: int, total: int) -> None:

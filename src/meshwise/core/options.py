@@ -72,8 +72,8 @@ class Option:
         value = to_number(text, self.typed)
         if self.kind is float:
             return value / 1e3 if self.in_ms else value
-        if not value.is_integer():
-            raise WorkloadError(f"{self.typed}={text} must be a whole number")
+        if not value.is_integer() or abs(value) > 1e15:  # beyond, float64 loses units
+            raise WorkloadError(f"{self.typed}={text} must be a whole number, at most 1e15")
         return int(value)
 
 

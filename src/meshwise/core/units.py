@@ -108,13 +108,17 @@ def of_capacity(size_bytes: float, capacity_bytes: float | None) -> str:
     return with_prefix(size_bytes, "B") + held
 
 
-def duration(seconds: float | None) -> str:
-    """A time for people: `1.5e-5` -> `15 µs`, `0.25` -> `250 ms`, `90000` -> `25 h`; None is empty."""
+def duration(seconds: float | None, like_s: float | None = None) -> str:
+    """A time for people: `1.5e-5` -> `15 µs`, `0.25` -> `250 ms`, `90000` -> `25 h`; None is empty.
+
+    `like_s`: the time whose unit is taken, for times beside it.
+    """
     if seconds is None:
         return ""
     if not math.isfinite(seconds):
         return str(seconds)
-    scale, unit = next(((scale, unit) for limit, scale, unit in _TIMES if abs(seconds) < limit), _DAYS)
+    size = abs(seconds if like_s is None else like_s)
+    scale, unit = next(((scale, unit) for limit, scale, unit in _TIMES if size < limit), _DAYS)
     return f"{seconds / scale:.4g} {unit}"
 
 

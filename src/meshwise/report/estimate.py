@@ -4,7 +4,7 @@ Below it the ops of one layer, phase by phase, and two plans side by side, term 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
@@ -15,10 +15,10 @@ from meshwise.core.files import read_catalog
 from meshwise.core.ledger import PHASES, TEXT_COLUMNS, Ledger
 from meshwise.core.units import dollars, duration, long_duration, of_capacity, with_prefix
 from meshwise.cost.simulate import Timeline
-from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.rows import spent_on
 from meshwise.estimate.step import play
+from meshwise.machine.hardware import cluster_text
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.plan.stages import Stage
@@ -106,7 +106,7 @@ def picture(estimate: Estimate, run: Mapping[str, Any] | None = None) -> plot.Pi
 
 def headline(estimate: Estimate) -> str:
     """The answer in one sentence."""
-    step = f"{duration(estimate.step_s)} a step ({between(estimate.step_s_interval)})"
+    step = f"{duration(estimate.step_s)} a step ({between(estimate)})"
     return f"{step}, {_memory_text(estimate)}"
 
 
@@ -124,7 +124,7 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
     software = f" on {plan.software}" * (plan.software != plan.done_by.software)
     lines = [
         ("plan", f"{degrees}, {plan.implementation}{software}"),
-        (unit_of_work(estimate), f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
+        (unit_of_work(estimate), f"{duration(estimate.step_s)} ({between(estimate)})"),
         ("tokens/s", f"{rate} ({per_gpu} per GPU)"),
         ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + f" per {unit_of_work(estimate)}"),
@@ -199,11 +199,10 @@ def experts_text(experts: Mapping[str, float | None]) -> str:
     return (met + (slots if experts["capacity"] else "")).format(**experts)
 
 
-def between(interval: Interval) -> str:
-    """`12.9 to 15.1`, in the unit of the number before it; with units where they differ."""
-    low, high = duration(float(f"{interval.p10:.3g}")), duration(float(f"{interval.p90:.3g}"))
-    same = low.split()[1] == high.split()[1]
-    return f"{low.split()[0]} to {high.split()[0]}" if same else f"{low} to {high}"
+def between(estimate: Estimate) -> str:
+    """The interval of the step as `12.9 to 15.1`, in the unit of the step, which stands before it."""
+    ends = (float(f"{end:.3g}") for end in estimate.step_s_interval)
+    return " to ".join(duration(end, estimate.step_s).split()[0] for end in ends)
 
 
 def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -276,7 +275,7 @@ def _time(estimate: Estimate) -> plot.Chart:
         x=replace(chart.x, high=1.04 * interval.p90),
         finding=f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
         f"{estimate.pace_rank}, which sets the pace. 8 of 10 measured steps end between the dashed lines "
-        f"({between(interval)}).",
+        f"({between(estimate)}).",
     )
 
 
@@ -462,10 +461,11 @@ COLUMNS = ("", "A", "B", "B - A", "change")
 
 def compare_page(left: Estimate, right: Estimate) -> Page:
     """Two plans side by side, term by term."""
-    names = ("A: " + plan_words(left), "B: " + plan_words(right))
+    names = [f"A: {', '.join(_apart(left, right))}", f"B: {', '.join(_apart(right, left))}"]
     job = ("plan", "workload", "model", "cluster")
     if all(getattr(left, name) == getattr(right, name) for name in job):
-        return Page("; ".join(names), "A and B are the same plan", [Text("A and B", names)], left.fits)
+        headline = "A and B are the same plan"
+        return Page("; ".join(names), headline, [Text("A and B", [headline, *names])], left.fits)
     change = right.step_s / left.step_s - 1
     totals = left.memory_bytes["total"], right.memory_bytes["total"]
     rows = [
@@ -477,6 +477,11 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
     differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
     headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
     fits = ("Neither fits.", "B fits, A does not.", "A fits, B does not.", "Both fit.")
+    if left.workload.num_tokens != right.workload.num_tokens:
+        change = right.tokens_per_s / left.tokens_per_s - 1
+        rates = [with_prefix(one.tokens_per_s, "") for one in (right, left)]
+        differs = f"{abs(change):.1%} {'more' if change > 0 else 'less'} than A ({rates[1]})"
+        headline = f"B gives {rates[0]} tokens/s, {differs}, with another number of tokens a step"
     sections: list[Section] = [
         Text("A and B", [headline, fits[2 * left.fits + right.fits], *names]),
         Table("B against A", COLUMNS, rows),
@@ -484,6 +489,17 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
         _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B"),
     ]
     return Page("; ".join(names), headline, sections, left.fits and right.fits)
+
+
+def _apart(one: Estimate, other: Estimate) -> list[str]:
+    """The plan of `one`, and what else of its model, cluster and workload sets it apart from another."""
+    is_edited = one.cluster.name == other.cluster.name
+
+    def lines(of: Estimate) -> list[str]:
+        cluster = cluster_text(of.cluster).splitlines() if is_edited else [of.cluster.name]
+        return [of.model.name, *cluster, *(f"{name} {value}" for name, value in asdict(of.workload).items())]
+
+    return [plan_words(one), *(line for line in lines(one) if line not in lines(other))]
 
 
 def _both(name: str, a: float, b: float, show: Callable[[float], str]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Results as HTML: the page in the browser, a self-contained file and a notebook show the same sections.
 
 A result is described once (`report.answer`): sentences, tables, and charts with a caption that states the
-finding and the numbers as a table. Python writes all of the HTML; `static/draw.js` only hands each figure to
-plotly with the colours of the page. Text from a user is escaped here.
+finding and the numbers as a table. Python writes all of the HTML; `static/draw.js` hands each figure to
+plotly with the colours of the page and what depends on its width. Text from a user is escaped here.
 """
 
 import base64
@@ -56,8 +56,9 @@ def html_body(page: Page, *, links: bool = True) -> str:
 
 
 def sections_html(sections: Iterable[Section], *, links: bool = True) -> list[str]:
-    """Each section as HTML."""
-    return [_section(section, i, links) for i, section in enumerate(sections)]
+    """Each section as HTML, but for texts without lines."""
+    shown = (section for section in sections if not isinstance(section, Text) or section.lines)
+    return [_section(section, i, links) for i, section in enumerate(shown)]
 
 
 def escape(text: object) -> str:
@@ -130,34 +131,21 @@ def _cell(cell: object, links: bool) -> str:
 
 # --- charts, for plotly ---------------------------------------------------------------------------
 
-PX_PER_CHARACTER = 8
-"""A character of a label is no wider on average."""
-
 
 def plotly_figure(chart: plot.Chart) -> dict[str, Any]:
     """The `data` and the `layout` of a plotly figure."""
     data = [trace for mark in chart.marks for trace in _TRACES[type(mark)](mark)]
     lanes = any(isinstance(mark, plot.Lanes | plot.Bars) for mark in chart.marks)
-    legend = sum(bool(trace.get("name")) for trace in data) > 1
     overlaid = any(isinstance(mark, plot.Bars) and mark.starts is not None for mark in chart.marks)
     layout: dict[str, Any] = {
         "xaxis": _axis(chart.x),
         "yaxis": _axis(chart.y) | ({"autorange": "reversed", "type": "category"} if lanes else {}),
         "shapes": [_bound(mark) for mark in chart.marks if isinstance(mark, plot.Bound)],
         "barmode": "overlay" if overlaid else "group",
-        "hovermode": "closest",
-        "showlegend": legend,
-        "margin": _margins(chart, data, legend),
+        "showlegend": sum(bool(trace.get("name")) for trace in data) > 1,
+        "height": chart.height,
     }
     return {"data": data, "layout": layout}
-
-
-def _margins(chart: plot.Chart, data: list[dict[str, Any]], legend: bool) -> dict[str, int]:
-    """Room [px] for the labels of the axes and a line of the legend, so that plotly need not measure them."""
-    names = [name for trace in data for name in trace.get("y", ()) if isinstance(name, str)]
-    widest = max(map(len, names), default=0)
-    left = max(48 + 18 * bool(chart.y.title), 14 + PX_PER_CHARACTER * widest)
-    return {"l": left, "r": 24, "t": 32 if legend else 8, "b": 48 if chart.x.title else 28}
 
 
 _NUMBERS: dict[str, dict[str, Any]] = {
@@ -175,8 +163,8 @@ def _axis(axis: plot.ChartAxis) -> dict[str, Any]:
         look["title"] = {"text": title}
     if axis.ticks:
         look["tickvals"] = axis.ticks
-    if axis.log:  # of the numbers between powers of ten, plotly shows a digit alone, without the unit
-        look |= {"type": "log"} | ({"dtick": "D2"} if axis.numbers == "prefix" and not axis.ticks else {})
+    if axis.log:
+        look["type"] = "log"
     else:
         look["ticksuffix"] = axis.unit
     if axis.low is not None and axis.high is not None:

@@ -100,16 +100,21 @@ def _table(title: str, rows: Sequence[Row], place: Sequence[str], show: Callable
 # --- settings that start a plan elsewhere ---------------------------------------------------------
 
 
+def as_written_text(found: Launch) -> list[str]:
+    """What the files cost, as a framework reads them; nothing where that is not known."""
+    if (priced := found.as_written) is None:
+        return []
+    line = f"as written: {duration(priced.step_s)}, {priced.memory_bytes / 1e9:.1f} GB"
+    return [line + ", does not fit" * (not priced.fits) + ", not what was asked" * (not priced.is_asked)]
+
+
 def launch_parts(found: Launch, written: Sequence[Path] = ()) -> Iterator[Section]:
     """What a framework cannot be told, what its files cost, and the files or where they are."""
     yield f"{found.framework}, checked against {found.version}"
     for title, sentences in (("not expressed", found.not_expressed), ("elsewhere", found.elsewhere)):
         if sentences:
             yield Text(title, [f"{title}:", *(f"  {sentence}" for sentence in sentences)])
-    if (priced := found.as_written) is not None:
-        line = f"as written: {duration(priced.step_s)}, {priced.memory_bytes / 1e9:.1f} GB"
-        line += "" if priced.fits else ", does not fit"
-        yield line + ("" if priced.is_asked else ", not what was asked")
+    yield from as_written_text(found)
     yield from (f"wrote {path}" for path in written)
     for file in () if written else found.files:
         yield Text(file.path, [f"\n--- {file.path}", file.text.rstrip()], verbatim=True)

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
 from meshwise.core.units import dollars, duration, long_duration, with_prefix
+from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
@@ -74,27 +75,30 @@ def page(
     `job`: the state of the page in the browser, so that plans lead to it.
     """
     if not result.best:
-        return Page("Search", why_none(result), [], ok=False)
+        headline, *changes = why_none(result).split("\n")
+        counts, _, *others = parts(result)
+        return Page("Search", headline, [Text("", changes), counts, *others], ok=False)
     best = result.best[0]
-    opened = dict(job or {}) | {"a.plan": plan_text(best.plan), "a.microbatch": str(best.workload.microbatch)}
+
+    def state(text: str, microbatch: int) -> dict[str, str]:
+        return {**(job or {}), "plan": text, "microbatch": str(microbatch)}
+
+    pinned = state(plan_text(best.plan), best.workload.microbatch).items()
+    beside = {f"a.{name}": value for name, value in pinned}
 
     def link(text: str, microbatch: int) -> PageLink:
-        state = opened | {"plan": text, "microbatch": str(microbatch)}
-        return PageLink(text or DATA_PARALLEL, "#explore?" + urlencode(state))
+        return PageLink(text or DATA_PARALLEL, "#explore?" + urlencode(state(text, microbatch) | beside))
 
     title = f"{best.model.name} on {best.cluster.num_chips} x {best.cluster.chip.name}"
-    headline = (
-        f"{plan_text(best.plan) or DATA_PARALLEL}, microbatch {best.workload.microbatch} is the fastest "
-        f"of {result.plans_considered:,} plans: {duration(best.step_s)} a step, MFU {best.mfu:.1%}"
-    )
-    front = [
-        (link(plan_text(found.plan), found.microbatch), found.microbatch, duration(found.step_s),
-         with_prefix(found.memory_bytes, "B"))
-        for found in result.pareto
-    ]  # fmt: skip
+    rank = f"{_first(result)} of {result.plans_considered:,} plans"
+    headline = f"{rank}: {_with_step(best)} a step, MFU {best.mfu:.1%}"
+    front: Fields = {
+        "plan": lambda found: link(plan_text(found.plan), found.microbatch),
+        **{"microbatch": "microbatch", "robust" if result.robust else "step": "step_s"},
+        "memory": "memory_bytes",
+    }
     space = _space(result, result.sample(most), color, link)
-    columns = ("plan", "microbatch", "step", "memory")
-    pareto = Table("Pareto front: less memory costs time", columns, front)
+    pareto = records_table("Pareto front: less memory costs time", result.pareto, front, no_wrap=False)
     counts, answers, plans, *others = parts(result, shown=link)
     return Page(title, headline, [answers, plans, space, *others, pareto, counts])
 
@@ -116,7 +120,7 @@ def answer_lines(result: Result) -> Iterator[str]:
     The one that a framework runs comes first where it is as fast.
     """
     best, of_best = result.best[0], result.bases[0]
-    what = "most robust" if result.robust else "fastest"
+    what = _first(result)
     if result.runnable and 0.0 < (result.slower_frac or 0.0) < NOTABLE:
         yield from _leaning(what, *result.runnable)
         yield f"as fast: {_with_step(best)}; {_runs_in(of_best)}"
@@ -138,6 +142,11 @@ def answer_lines(result: Result) -> Iterator[str]:
         yield f"with states on the host: {_with_step(found)}, {1.0 - share:.0%} less; {_runs_in(of_found)}"
     if result.simplest and result.simplest[0].plan != best.plan:
         yield f"as fast, as far as the interval tells, and simplest: {_with_step(result.simplest[0])}"
+
+
+def _first(result: Result) -> str:
+    """What the first plan of a search is."""
+    return "most robust" if result.robust else "fastest"
 
 
 def _leaning(what: str, found: Estimate, of: Basis, longer: str = "") -> Iterator[str]:
@@ -310,7 +319,8 @@ def _space(
         f"{len(sample):,} plans drawn from {result.plans_considered:,}; those below the dotted line fit "
         f"({with_prefix(result.capacity_bytes, 'B')})."
     )
-    axes = plot.ChartAxis("step", "s", log=True), plot.ChartAxis("memory of the fullest rank", "B", log=True)
+    step = "robust step" if result.robust else "step"
+    axes = plot.ChartAxis(step, "s", log=True), plot.ChartAxis("memory of the fullest rank", "B", log=True)
     return plot.Chart("The space: step time against memory", marks, *axes, finding, height=460)
 
 
@@ -319,14 +329,15 @@ MARKED: dict[str, Any] = {"line": "", "symbol": "circle-open", "size": 13}
 
 
 def _marked(result: Result) -> Iterator[tuple[str, tuple[float, float, str, int]]]:
-    """The fastest plan, the fastest that a framework runs where it is another, and the one asked for."""
-    runnable = result.runnable and result.runnable[0]
-    named = {"fastest": result.best[0], "fastest that a framework runs": runnable, "asked for": result.beside}
+    """The first plan, the first that a framework runs where it is another, and the one asked for."""
+    runnable, first = result.runnable and result.runnable[0], _first(result)
+    named = {first: result.best[0], f"{first} that a framework runs": runnable, "asked for": result.beside}
     seen: list[tuple[str, int]] = []
     for name, found in named.items():
         if found is not None and (at := (plan_text(found.plan), found.workload.microbatch)) not in seen:
             seen.append(at)
-            yield name, (found.step_s, found.memory_bytes["total"], *at)
+            under = together(found.model, found.cluster, found.plan) if result.robust else Adversity()
+            yield name, (under.step_s(found), found.memory_bytes["total"], *at)
 
 
 def _plans(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import COLORS, FRONT_COLOR, Chart, ChartAxis, Page, Picture, Section, Series, Text
@@ -309,33 +310,33 @@ def _deployment(deployment: Deployment, *, with_files: bool) -> Iterator[Section
 def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
     """The same as a page; the trade-offs of `sizing` (by default the answer's own) are drawn beside it."""
     of, sizing = answer.serving, sizing or answer.sizing
-    if answer.sizing is not None and answer.load is not None:
-        headline = "; ".join(sized_lines(answer.sizing, answer.load))
-    elif answer.load is not None:
-        first_s, next_s = (answer.load.to_json()[name] for name in ("ttft_s", "tpot_s"))
-        headline = (
-            f"first token after {duration(first_s['p50'])} (p99 {duration(first_s['p99'])}), "
-            f"a token after it {duration(next_s['p50'])} (p99 {duration(next_s['p99'])})"
-        )
-    elif answer.sizing is not None and answer.sizing.too_large:
-        headline = next(_no_layout(answer.sizing))
-    elif answer.max_sequences:
-        headline = (
-            f"first token after {duration(answer.first_token_s)}, room for {answer.max_sequences:,} "
-            f"sequences of {of.prompt} + {of.output} tokens"
-        )
-    else:
-        headline = _out_of_memory(answer.to_json()["memory_bytes"]).partition(" that may be used")[0]
-    sections = list(parts(answer))
+    lines = _headlines(answer)
+    sections: list[Section] = [part for part in parts(answer) if part not in lines]
     if sizing and answer.sizing is None and (bests := [one.to_json() for one in sizing.bests]):
         sections.append(replace(choices_table(bests), title="The best of each chip, of one pool and of two"))
     if answer.load is not None:
         sections.append(_latency(answer.load))
-    if answer.passes:
+    if any(row["fits"] for row in answer.passes):
         sections.append(_trade(answer))
     if sizing and sizing.trade_offs:
         sections.append(_layouts(sizing))
-    return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, not answer.is_no)
+    return Page(f"{of.model.name} served by {_name(answer)}", "; ".join(lines), sections, not answer.is_no)
+
+
+def _headlines(answer: ServingAnswer) -> list[str]:
+    """The answer in a few sentences; those of its parts stand there no more."""
+    of, sizing, load = answer.serving, answer.sizing, answer.load
+    if sizing is not None and (said := list(sized_lines(sizing, load) if load else _no_layout(sizing))):
+        return said
+    if load is not None:
+        document, named = load.to_json(), {"first token after": "ttft_s", "a token after it": "tpot_s"}
+        known = {name: at for name, of in named.items() if (at := document[of])["p50"] is not None}
+        each = (f"{name} {duration(at['p50'])} (p99 {duration(at['p99'])})" for name, at in known.items())
+        return [", ".join(each)]
+    if answer.max_sequences:
+        room = f"{answer.max_sequences:,} sequences of {of.prompt} + {of.output} tokens"
+        return [f"first token after {duration(answer.first_token_s)}, room for {room}"]
+    return [_out_of_memory(answer.to_json()["memory_bytes"]).partition(" that may be used")[0]]
 
 
 def _name(answer: ServingAnswer) -> str:
@@ -355,29 +356,30 @@ _AXES = ChartAxis("output tokens/s a user", low=0.0), ChartAxis("output tokens/s
 
 
 def _trade(answer: ServingAnswer) -> Chart:
-    rows = [row for row in answer.passes if row["fits"]]
+    """What a user and a GPU get at each number of running sequences, the time for prompts included."""
+    rows = sorted((row for row in answer.passes if row["fits"]), key=lambda row: row["sequences"])
     line = Series(
-        [row["tokens_per_s_per_sequence"] for row in rows],
+        [row["with_prefill_per_s"] / row["sequences"] for row in rows],
         [row["with_prefill_per_s_per_gpu"] for row in rows],
         texts=[f"{row['sequences']:,} running, {duration(row['token_s'])} a token" for row in rows],
         size=6,
     )
-    most = max(rows, default=None, key=lambda row: row["sequences"])
-    finding = "" if most is None else (
-        f"With {most['sequences']:,} sequences a user gets {most['tokens_per_s_per_sequence']:,.0f} tokens/s "
-        f"and a GPU gives {most['with_prefill_per_s_per_gpu']:,.0f}, the time for prompts included."
-    )  # fmt: skip
+    finding = (
+        f"With {rows[-1]['sequences']:,} sequences a user gets {line.x[-1]:,.3g} tokens/s "
+        f"and a GPU gives {line.y[-1]:,.0f}, the time for prompts included."
+    )
     title = "User speed against GPU throughput of this layout"
     return Chart(title, [line], *_AXES, finding, passes_table(answer.to_json()), 380)
 
 
 def _layouts(sizing: Sizing) -> Chart:
     """Every choice by chip, those with a prefill pool hollow, and the front that none is beyond."""
-    groups: dict[tuple[str, bool], list[Choice]] = {}
-    for choice in sizing.choices:
-        pools = choice.fleet.prefill
-        chips = dict.fromkeys(one.cluster.chip.name for one in (pools, choice.fleet.serving) if one)
-        groups.setdefault((" + ".join(chips), pools is not None), []).append(choice)
+
+    def look(choice: Choice) -> tuple[str, bool]:
+        pools = filter(None, (choice.fleet.prefill, choice.fleet.serving))
+        return " + ".join({of.cluster.chip.name: "" for of in pools}), choice.fleet.prefill is not None
+
+    groups = grouped(sizing.choices, look)
     colors = dict(zip(dict.fromkeys(name for name, _ in groups), itertools.cycle(COLORS), strict=False))
     marks = [
         Series(*_speeds(members), name + ", separate prefill" * apart, colors[name], "", size=5,

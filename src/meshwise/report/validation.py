@@ -39,7 +39,14 @@ TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
 """What a quantity is called."""
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")
-_LINES: tuple[plot.LineStyle, ...] = ("solid", "dot", "dot")
+
+
+_FIGURES: Fields = {
+    "error": lambda row: percent(row.error_frac, sign=True),
+    "measured": lambda row: quantity_text(row.measured, row.quantity),
+    "predicted": lambda row: quantity_text(row.predicted, row.quantity),
+}
+"""What tables show of a prediction."""
 
 
 def _aspect(name: str) -> Callable[[Prediction], str]:
@@ -97,13 +104,7 @@ def leading_number(label: str) -> int:
 def worst_table(rows: Sequence[Prediction], count: int) -> Table:
     """The `count` rows whose error is largest, with the largest parts of their prediction."""
     known = sorted((row for row in rows if row.expressed), key=lambda row: -abs(row.error_frac or 0.0))
-    columns: Fields = {
-        "worst rows": "id",
-        "error": lambda row: percent(row.error_frac, sign=True),
-        "measured": lambda row: quantity_text(row.measured, row.quantity),
-        "predicted": lambda row: quantity_text(row.predicted, row.quantity),
-        "parts of the prediction": _parts_text,
-    }
+    columns: Fields = {"worst rows": "id", **_FIGURES, "parts of the prediction": _parts_text}
     return records_table("", known[:count], columns, left=tuple(columns), no_wrap=False)
 
 
@@ -191,10 +192,10 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
     known = [row for row in rows if row.error_frac is not None]
     values = [value for row in known for value in (row.measured, row.predicted) if value] or [1.0]
     ends = [min(values) / 1.2, 1.2 * max(values)]
-    drawn = zip(("equal", "10 % more", "10 % less"), (1.0, 1.1, 0.9), _LINES, strict=True)
+    drawn = {"equal": 1.0, "10 % more": 1.1, "10 % less": 0.9}
     marks = [
-        plot.Series(ends, [factor * end for end in ends], name, plot.SUM_COLOR, line)
-        for name, factor, line in drawn
+        plot.Series(ends, [by * end for end in ends], name, plot.SUM_COLOR, "solid" if by == 1 else "dot")
+        for name, by in drawn.items()
     ]
     by_chip = grouped(known, lambda row: row.chip)
     looks = itertools.cycle(itertools.product(plot.SYMBOLS, plot.COLORS))
@@ -206,23 +207,16 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
                 texts=[f"{row.id} ({row.source}): {row.error_frac:+.1%}" for row in members],
             )
         )  # fmt: skip
-    cells = [
-        (
-            row.id, _where(row.source), row.chip,
-            quantity_text(row.measured, quantity), quantity_text(row.predicted, quantity),
-            percent(row.error_frac, sign=True), row.reason,
-        )
-        for row in sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))
-    ]  # fmt: skip
-    columns = ("run", "source", "chip", "measured", "predicted", "error", "reason")
+    columns: Fields = {"run": "id", "source": lambda row: _where(row.source), "chip": "chip"}
+    columns |= _FIGURES | {"reason": "reason"}
     within = sum(abs(row.error_frac or 0.0) <= 0.1 for row in known)
     others = len(rows) - len(known)
     why = f"; {others:,} rows have no prediction, for the reason in the table" if others else ""
     finding = f"{within:,} of {len(known):,} predictions are within 10 %{why}."
-    table = Table("", columns, cells, left=("run", "source", "chip", "reason"))
+    ordered = sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))
+    table = records_table("", ordered, columns, left=("run", "source", "chip", "reason"), no_wrap=False)
     unit = "B" if quantity.endswith("bytes") else "s"
-    is_wide = ends[1] > 10 * ends[0]  # less of a logarithmic axis has no number or one
-    measured = plot.ChartAxis("measured", unit, log=is_wide, low=ends[0], high=ends[1])
+    measured = plot.ChartAxis("measured", unit, log=True, low=ends[0], high=ends[1])
     axes = measured, replace(measured, title="predicted")
     return plot.Chart(TITLES.get(quantity, quantity), marks, *axes, finding, table, 460)
 

@@ -75,14 +75,10 @@ class Found:
         """How many keys have another value than by default."""
         return num_stated(self.values)
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as text, and its two figures."""
-        return {
-            "plan_text": plan_text(self.plan),
-            "microbatch": self.microbatch,
-            "step_s": self.step_s,
-            "memory_bytes": self.memory_bytes,
-        }
+    def to_json(self, step: str = "step_s") -> dict[str, Any]:
+        """The plan as text, and its two figures; `step` names the first by what it was priced under."""
+        named = {"plan_text": plan_text(self.plan), "microbatch": self.microbatch}
+        return named | {step: self.step_s, "memory_bytes": self.memory_bytes}
 
 
 @dataclass(slots=True)

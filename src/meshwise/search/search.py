@@ -140,9 +140,12 @@ class Result(Shown):
         return found.step_s / self.best[0].step_s - 1.0
 
     def sample(self, most: int) -> list[Found]:
-        """At most `most` plans, drawn evenly from all that are priced, the same ones at every call."""
+        """At most `most` plans, drawn evenly from all that are priced and priced like those of `pareto`.
+
+        They are the same ones at every call.
+        """
         job = self.best[0].model, self.best[0].cluster, self.best[0].workload
-        return _Space(*job, self.stated, to=self.to).sample(most)
+        return _Space(*job, self.stated, to=self.to, robust=self.robust).sample(most)
 
     @property
     def notes(self) -> list[str]:
@@ -167,7 +170,7 @@ class Result(Shown):
             "simplest": self.simplest and _best_json(*self.simplest),
             "offloaded": self.offloaded and _best_json(*self.offloaded),
             "not_tried": [f"{key} above {most}" for key, most in self.not_tried.items()],
-            "pareto": [found.to_json() for found in self.pareto],
+            "pareto": [found.to_json("robust_s" if self.robust else "step_s") for found in self.pareto],
             "nearest_miss": miss
             and miss.to_json()
             | {
@@ -341,7 +344,7 @@ class _Space:
 
     def sample(self, most: int) -> list[Found]:
         """As `Result.sample`."""
-        draw, opened = np.random.default_rng(0), list(self.grids(self.values()))
+        draw, opened = np.random.default_rng(0), list(self.grids(self.values(), under=self.under))
         share = most / max(sum(map(num_listed, opened)), most)
         return [one for grid in opened for one in _drawn(grid, round(share * num_listed(grid)), draw)]
 

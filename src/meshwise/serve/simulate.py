@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.each import HEARS
 from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.serve.encoding import EncoderPool
@@ -290,8 +291,9 @@ class _Run:
 
     def run(self) -> None:
         """Serve all requests."""
-        events, bounds = self.events, self.bounds
+        events, bounds, hear = self.events, self.bounds, HEARS.get()
         while events or bounds:
+            hear("")
             until_s = events[0][0] if events else math.inf
             if not bounds or bounds[0][0] >= until_s:
                 second, _, do, what = heapq.heappop(events)

@@ -7,7 +7,7 @@ address.
 A socket is opened first, so that the address that is printed is the one that answers.
 
 Of the slow questions a few are answered at a time, the others wait in a line that has a length. A client that
-goes away or asks anew leaves the line, and the search that runs for it ends.
+goes away or asks anew leaves the line, and what runs for it ends.
 """
 
 import asyncio
@@ -255,6 +255,7 @@ class _LeftError(Exception):
 class _Job:
     """A question in the line: whether its turn has come, and how far it is."""
 
+    name: str
     runs: bool = False
     so_far: str = ""
     left: Event = field(default_factory=Event)
@@ -264,7 +265,7 @@ class _Job:
         return ask(self.hear)
 
     def hear(self, so_far: str) -> None:
-        self.so_far = so_far
+        self.so_far = so_far or self.so_far
         if self.left.is_set():
             raise _LeftError
 
@@ -274,16 +275,18 @@ class Pool:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(SLOTS)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: list[_Job] = []
 
     async def answer(self, request: Request, ask: Callable[[Hear], dict[str, Any]]) -> dict[str, Any]:
         """What `ask` answers when its turn comes. ClientDisconnect if the client goes away before."""
-        waiting = sum(not job.runs for job in self._jobs.values())
+        waiting = sum(not job.runs for job in self._jobs)
         if waiting >= MOST_WAITING:
             raise DataError(f"{waiting} questions wait for an answer already; ask again in a minute")
-        name = request.headers.get("question", "")[:40] or str(id(request))
-        job = self._jobs[name] = _Job()
-        found = asyncio.wrap_future(self._threads.submit(job.run, ask))
+        job = _Job(request.headers.get("question", "")[:40])
+        self._jobs.append(job)
+        answered = self._threads.submit(job.run, ask)
+        answered.add_done_callback(lambda _: self._jobs.remove(job))
+        found = asyncio.wrap_future(answered)
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait((found, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -294,20 +297,17 @@ class Pool:
             job.left.set()
             found.cancel()
             gone.cancel()
-            if self._jobs.get(name) is job:
-                del self._jobs[name]
 
     def progress(self, name: str) -> dict[str, Any]:
-        """Of the question `name`: how many wait before it, and how far its search is."""
-        job = self._jobs.get(name)
-        names = list(self._jobs)
-        before = names[: names.index(name)] if job is not None and not job.runs else []
-        waiting = sum(not self._jobs[other].runs for other in before)
-        return {"before": waiting, "so_far": job.so_far if job is not None else ""}
+        """Of the question `name`: how many come before it while it waits, and how far its answer is."""
+        for before, job in enumerate(self._jobs):
+            if job.name == name:
+                return {"before": 0 if job.runs else before, "so_far": job.so_far}
+        return {"before": 0, "so_far": ""}
 
     def close(self) -> None:
         """Let go of all questions."""
-        for job in self._jobs.values():
+        for job in self._jobs:
             job.left.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -16,6 +16,7 @@ _FORMS = read_catalog("forms.toml")
 DEGREES: list[str] = _FORMS["degrees"]
 COUNTS: dict[str, Sequence[str]] = _FORMS["counts"]
 PASTED = ("config", "machine")
+_FOLDER = '<input type="file" webkitdirectory multiple data-folder="PLACE" aria-label="Choose a folder">'
 
 
 def view_name(view: str) -> str:
@@ -73,19 +74,14 @@ def _control(option: Option, example: dict[str, str]) -> str:
         ends_html = f'min="{low}" max="{high}" step="{step}"'
         return f'<input type="range" {value} {ends_html}><output for="PLACE">{escape(shown)}</output>'
     if choices := _choices(option):
-        chosen = default if default in choices else choices[0]
+        chosen = next(one for one in (shown, default, choices[0]) if one in choices)
         return f'<select data-default="{escape(chosen)}">{_options(choices, chosen)}</select>'
-    if option.kind in (int, float):
-        return f'<input type="text" inputmode="decimal" {value} {hint}>'
-    if option.name == "path":
-        folder = (
-            '<input type="file" webkitdirectory multiple data-folder="PLACE" aria-label="Choose a folder">'
-        )
-        return f'<input type="text" spellcheck="false" {value} {hint}>{folder}'
+    look = 'inputmode="decimal"' if option.kind in (int, float) else 'spellcheck="false"'
+    beside = _FOLDER if option.name == "path" else ""
     if suggested := _suggested(option.name):
-        listed = f'<datalist id="PLACE-list">{_options(suggested)}</datalist>'
-        return f'<input type="text" spellcheck="false" list="PLACE-list" {value} {hint}>{listed}'
-    return f'<input type="text" spellcheck="false" {value} {hint}>'
+        look += ' list="PLACE-list"'
+        beside = f'<datalist id="PLACE-list">{_options(suggested)}</datalist>'
+    return f'<input type="text" {look} {value} {hint}>{beside}'
 
 
 def _choices(option: Option) -> Sequence[str]:
@@ -118,6 +114,5 @@ def _key_control(key: str) -> str:
 
 
 def _options(values: Sequence[str], chosen: str | None = None) -> str:
-    chosen_is = {chosen: " selected"}
-    texts = ((escape(name), escape(name or "not stated"), chosen_is.get(name, "")) for name in values)
-    return "".join(f'<option value="{name}"{chosen}>{shown}</option>' for name, shown, chosen in texts)
+    texts = ((escape(name), " selected" * (name == chosen), escape(name or "not stated")) for name in values)
+    return "".join('<option value="{}"{}>{}</option>'.format(*of_one) for of_one in texts)

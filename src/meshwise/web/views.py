@@ -13,7 +13,6 @@ import secrets
 import shlex
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
@@ -23,7 +22,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from meshwise import api
-from meshwise.core.errors import DataError, ModelError, WorkloadError
+from meshwise.core.each import HEARS, telling
+from meshwise.core.errors import DataError, MeshwiseError, ModelError, WorkloadError
 from meshwise.core.files import parse_text
 from meshwise.core.options import REQUIRED, Option, all_options, options_in, options_of, takes
 from meshwise.core.refusals import refuse
@@ -39,6 +39,7 @@ from meshwise.report.answer import Page, Text
 from meshwise.report.estimate import compare_page, op_sections, summary_page
 from meshwise.report.html import html_page, sections_html
 from meshwise.report.pages import page_of
+from meshwise.report.programs import as_written_text
 from meshwise.search.space import divisors
 from meshwise.web.forms import COUNTS, DEGREES
 
@@ -46,6 +47,7 @@ MOST_BYTES = 2**33
 """A dropped folder is no larger, nor than half of the room that the disk has."""
 MOST_FILES = 10_000
 _TOO_LARGE = "the folder is too large to send; start the page with it: meshwise web --traces DIR"
+_DROPPED = "meshwise-traces-"
 ENDINGS = (".json", ".json.gz")
 
 
@@ -61,7 +63,7 @@ class Drop:
     def start(self) -> str:
         """Forget the folder of before; the name of the new one."""
         self.close()
-        self._home = TemporaryDirectory(prefix="meshwise-traces-")
+        self._home = TemporaryDirectory(prefix=_DROPPED)
         self._bytes_left = min(MOST_BYTES, shutil.disk_usage(self._home.name).free // 2)
         self._files_left = MOST_FILES
         self.name = f"dropped-{secrets.token_hex(8)}"
@@ -145,8 +147,23 @@ def answer(view: str, state: State, server: Server, hear: Hear = lambda so_far: 
     unknown = sorted({name.removeprefix("a.") for name in state}.difference(known))
     names = {"views": ", ".join(_ANSWERS), "unknown": unknown, "known": ", ".join(known)}
     refuse("page", DataError, view=view, is_view=view in _ANSWERS, texts="".join(state.values()), **names)
-    _hear.set(hear)
-    return _ANSWERS[view](Question(state, server), **_asked(home(view), state))
+    try:
+        with telling(lambda done, total: hear(""), hear):
+            found = _ANSWERS[view](Question(state, server), **_asked(home(view), state))
+    except MeshwiseError as error:
+        raise type(error)(_on_page(str(error), view)) from None
+    return found | {"sections": [_on_page(html, view) for html in found.get("sections", ())]}
+
+
+def _on_page(text: str, view: str) -> str:
+    """`text` with fields in place of flags, but in commands, and without the folder of what was dropped."""
+    text = re.sub(rf"[^\s<>]*/{_DROPPED}\w+/", "", text)
+    fields = {option.typed.replace("_", "-"): option.typed for option in options(home(view)).values()}
+
+    def field(flag: re.Match[str]) -> str:
+        return fields[flag[2]] + "=no" * bool(flag[1]) if flag[2] in fields else flag[0]
+
+    return text if "meshwise " in text else re.sub("--(no-)?([a-z-]+)", field, text)
 
 
 def home(view: str) -> str:
@@ -161,7 +178,14 @@ def options(view: str) -> dict[str, Option]:
     if view == "frontier":
         found |= {name: Option(name, Literal[known], known[0], "") for name, known in OPTIONS.items()}
     is_path = {name for name, of in found.items() if Path in (of.kind, *get_args(of.kind))}
-    return {name: option for name, option in found.items() if name not in is_path}
+    return {
+        name: replace(option, help=_FILES.sub("", option.help))
+        for name, option in found.items() if name not in is_path
+    }  # fmt: skip
+
+
+_FILES = re.compile(r",? or (the path of a config\.json|a TOML file( with lists)?)")
+"""Words of an option's meaning that only the command line takes."""
 
 
 def _asked(view: str, state: State) -> dict[str, Any]:
@@ -203,12 +227,8 @@ def _result(verb: Callable[..., Any], view: str, state: State) -> Any:
 def _kept(verb: Callable[..., Any], view: str, texts: tuple[tuple[str, str], ...]) -> Any:
     asked = options_in(_asked(view, dict(texts)), verb)
     if verb is api.search:
-        asked["on_plans"] = lambda kept: _hear.get()(kept.so_far)
+        asked["on_plans"] = lambda kept: HEARS.get()(kept.so_far)
     return verb(**asked)
-
-
-_hear: ContextVar[Hear] = ContextVar("hear")
-"""Who hears how far the search of this thread is."""
 
 
 def _own(*, config: str = "", machine: str = "") -> None:
@@ -233,12 +253,14 @@ def explore(context: Question, *, to: str = "megatron-lm", **asked: Any) -> dict
     state = context.state
     found = _estimate(state)
     run = api.budget(**options_in(asked, api.budget)).run(found)
-    page = summary_page(found, run)
+    return _shown(_beside_pinned(summary_page(found, run), state)) | _words(state, found)
+
+
+def _beside_pinned(page: Page, state: State) -> Page:
+    """`page` below its comparison with the pinned plan, of which the state says all: `a.model`, ..."""
     pinned = {name.removeprefix("a."): value for name, value in state.items() if name.startswith("a.")}
-    if pinned:
-        beside = compare_page(_estimate({**state, **pinned}), found)
-        page = replace(page, sections=[*beside.sections, *page.sections])
-    return _shown(page) | _words(state, found)
+    beside = compare_page(_estimate(pinned), _estimate(state)).sections if pinned else []
+    return replace(page, sections=[*beside, *page.sections])
 
 
 def _ops(context: Question, **_: Any) -> dict[str, Any]:
@@ -263,12 +285,11 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
 
 def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
     found = _estimate(context.state)
-    work = found.workload
-    size = {"batch": work.batch, "seq": work.seq, "microbatch": work.microbatch}
+    size = {name: getattr(found.workload, name) for name in ("batch", "seq", "microbatch")}
     written = api.launch(found.model, found.cluster, found.plan, to=to, **size)
     return {
         "title": f"{written.framework}, checked against {written.version}",
-        "not_expressed": list(written.not_expressed),
+        "lines": [*as_written_text(written), *written.not_expressed, *written.elsewhere],
         "files": [{"path": file.path, "text": file.text} for file in written.files],
     }
 
@@ -279,7 +300,10 @@ def _save(context: Question, **asked: Any) -> dict[str, Any]:
     run = api.budget(**options_in(asked, api.budget)).run(found)
     names = found.model.name, found.cluster.name, plan_text(found.plan)
     name = re.sub("[^a-z0-9.]+", "-", "-".join(names).lower())
-    return {"name": f"{name[:80]}.html", "text": html_page(page_of(found, run=run))}
+    return {
+        "name": f"{name[:80]}.html",
+        "text": html_page(_beside_pinned(page_of(found, run=run), context.state)),
+    }
 
 
 def _machine(context: Question, **asked: Any) -> dict[str, Any]:
@@ -296,12 +320,11 @@ def _estimate(state: State) -> Estimate:
 
 def _words(state: State, found: Estimate) -> dict[str, str]:
     """The same question on the command line and in Python."""
-    work, known = found.workload, options("explore")
+    known = options("explore")
     model = "config.json" if state.get("config") else found.model.name
     cluster = "cluster.toml" if state.get("machine") else found.cluster.name
     asked = {name: known[name].value(state[name]) for name in options_of(api.estimate) if state.get(name)}
-    asked |= {"model": model, "cluster": cluster, "plan": plan_text(found.plan), "batch": work.batch}
-    asked |= {"seq": work.seq, "microbatch": work.microbatch, "kind": work.kind}
+    asked |= {"model": model, "cluster": cluster, "plan": plan_text(found.plan)}
     asked = {name: value for name, value in asked.items() if value != known[name].default}
     of_run = {name: state[name] for name in options_of(api.budget) if state.get(name)}
     flags = ((f"--{name.replace('_', '-')}", str(value)) for name, value in (asked | of_run).items())
@@ -330,8 +353,8 @@ def search(
     Args:
         color: The key by which plans are colored.
     """
-    kept = ("model", "config", "cluster", "machine", "batch", "seq")
-    job = {name: context.state[name] for name in kept if context.state.get(name)}
+    taken = {*options_of(api.estimate), *options_of(_own)}
+    job = {name: text for name, text in context.state.items() if name in taken}
     return _shown(searched.page(_result(api.search, "search", context.state), color=color, job=job))
 
 
@@ -349,13 +372,13 @@ def serve(context: Question, **asked: Any) -> dict[str, Any]:
 @takes(api.rl, _own, without=("lengths", "on_candidate"))
 def rl(context: Question, **asked: Any) -> dict[str, Any]:
     """A step of post-training, phase by phase, and the best split where it is left open."""
-    return _shown(page_of(api.rl(**options_in(asked, api.rl), on_candidate=_hear.get())))
+    return _shown(page_of(api.rl(**options_in(asked, api.rl), on_candidate=HEARS.get())))
 
 
 @takes(api.frontier)
 def frontier(
     context: Question, *, chip: str = "h100-80g-sxm", beside: str = "", elem_bytes: float = 2,
-    num_experts: float = 1, mtbf_hours: float = 51, **asked: Any,
+    num_experts: float = 1, mtbf_thousand_hours: float = 50.7, **asked: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The largest efficient run of a chip.
 
@@ -363,10 +386,10 @@ def frontier(
         beside: Another one, for comparison.
         elem_bytes: Bytes of a word.
         num_experts: Experts of a layer.
-        mtbf_hours: Thousand hours of a device between failures.
+        mtbf_thousand_hours: Mean time of a device between failures.
     """
     settings = asked | {"elem_bytes": elem_bytes, "num_experts": num_experts}
-    settings["device_s_between_interruptions"] = 3.6e6 * mtbf_hours
+    settings["device_s_between_interruptions"] = 3.6e6 * mtbf_thousand_hours
     first, *others = (api.frontier(name, **settings) for name in filter(None, (chip, beside)))
     return _shown(frontiers.page(first, others))
 
@@ -415,9 +438,7 @@ def accuracy(
     return _shown(page_of(replace(found, rows=rows)))
 
 
-@lru_cache(1)
-def _validated() -> Any:
-    return api.validate()
+_validated = cache(api.validate)
 
 
 def _shown(page: Page) -> dict[str, Any]:

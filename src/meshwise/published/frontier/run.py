@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import meshwise.published.frontier.assumptions as given
+from meshwise.core.each import HEARS
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
@@ -209,6 +210,7 @@ def _best_runs(
     table, names = sizes(run, np.ravel(training_flop)), [item.name for item in fields(Sizes)]
     points = []
     for row in zip(*(getattr(table, name) for name in names), strict=True):
+        HEARS.get()("")
         model = Sizes(**dict(zip(names, row, strict=True)))
         usable = max(int(np.count_nonzero(np.asarray(grid.pp) <= model.layers)), 1)
         split = replace(grid, pp=np.asarray(grid.pp)[:, :, :usable])

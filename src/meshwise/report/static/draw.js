@@ -1,16 +1,21 @@
-// Hands each figure of the page to plotly, in the colours of the page. Computes nothing.
+// Hands each figure of the page to plotly, in the colours of the page; lays out what depends on its width.
 "use strict";
 
 const PLOTLY = {
   displaylogo: false, showSendToCloud: false, responsive: true, displayModeBar: false, doubleClick: "reset",
 };
+const CHARACTER_PX = 8, TICK_PX = 50, LEGEND_PX = 19; // of a label on average, of a number with its unit, of a row
+const INK = /"#333333"/g; // of marks in the color of text
+const range = (first, last) => Array.from({ length: Math.max(last - first + 1, 0) }, (_, i) => first + i);
+const DIGITS = [...[0.1, 0.2, 0.5, 1].map((step) => range(0, Math.round(9 / step) - 1).map((i) => 1 + i * step)), [1, 2, 5], [1]];
 const charts = () => [...document.querySelectorAll("figure > .chart")];
 
 /** What all figures have in common: the font and the colours of the page (light or dark). */
 function look() {
   const style = getComputedStyle(document.body), line = style.borderTopColor;
   return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest",
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", maxheight: 900 },
     font: { color: style.color, family: style.fontFamily, size: 13 }, hoverlabel: { font: { family: style.fontFamily } },
     xaxis: { gridcolor: line, zerolinecolor: line, linecolor: line, ticklabeloverflow: "allow", tickangle: 0 },
   };
@@ -18,11 +23,47 @@ function look() {
 
 let common = null;
 
-/** Draws the figure that stands beside `chart`, or what has changed of it. */
+/** Round numbers between two ends, as many as there are but at most so many. */
+function logTicks(low, high, most) {
+  const powers = range(Math.floor(Math.log10(low)), Math.ceil(Math.log10(high)));
+  let found = [];
+  for (const digits of DIGITS) {
+    found = powers.flatMap((power) => digits.map((digit) => digit * 10 ** power)).filter((tick) => tick >= low && tick <= high);
+    if (found.length <= most) break;
+  }
+  return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
+}
+
+/** Where numbers stand on an axis; between powers of ten plotly shows a digit alone, without its unit. */
+function ticks(axis, values, most) {
+  if (axis.type === "category" || axis.tickvals) return {};
+  if (axis.type !== "log" || axis.tickformat !== "~s") return { nticks: most };
+  const logs = axis.range || values.filter((value) => value > 0).map(Math.log10);
+  const [low, high] = logs.reduce(([low, high], log) => [Math.min(low, log), Math.max(high, log)], [Infinity, -Infinity]);
+  return low <= high ? { tickvals: logTicks(10 ** low, 10 ** high, most) } : {};
+}
+
+/** Room for the labels of the axes and a row of the legend, so that plotly need not measure them. */
+function margins(data, { xaxis, yaxis, showlegend }) {
+  const names = data.flatMap((trace) => trace.y || []).filter((name) => typeof name === "string");
+  const widest = Math.max(...names.map((name) => name.length), 0);
+  return { l: Math.max(yaxis.title ? 66 : 48, 14 + CHARACTER_PX * widest), r: 24, t: showlegend ? 32 : 8, b: xaxis.title ? 48 : 28 };
+}
+
+/** Draws the figure that stands beside `chart`, or what has changed of it; more rows of a legend make it higher. */
 function draw(chart) {
-  const { data, layout } = JSON.parse(chart.nextElementSibling.textContent), { xaxis: axis, ...rest } = (common ??= look());
-  const axes = { xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
-  return Plotly.react(chart, data, { ...rest, ...layout, ...axes }, PLOTLY);
+  const { xaxis: axis, ...rest } = (common ??= look());
+  const { data, layout } = JSON.parse(chart.nextElementSibling.textContent.replace(INK, JSON.stringify(rest.font.color)));
+  const { height } = layout, margin = margins(data, layout), { l, r, t, b } = margin;
+  for (const [name, room] of [["x", chart.clientWidth - l - r], ["y", height - t - b]]) {
+    const values = data.flatMap((trace) => trace[name] || []), own = layout[`${name}axis`];
+    layout[`${name}axis`] = { ...axis, ...ticks(own, values, Math.max(Math.floor(room / TICK_PX), 2)), ...own };
+  }
+  const drawn = Plotly.react(chart, data, { ...rest, ...layout, margin }, PLOTLY);
+  const rows = new Set([...chart.querySelectorAll(".legend .traces")].map((one) => Math.round(one.getBoundingClientRect().top)));
+  const above = LEGEND_PX * Math.max(rows.size - 1, 0);
+  chart.style.height = `${height + above}px`;
+  return above ? Plotly.relayout(chart, { "margin.t": t + above, height: height + above }) : drawn;
 }
 
 /** Draws all figures, in the colours that the page has now. */
@@ -33,3 +74,8 @@ function redraw() {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("beforeprint", redraw);
+let resized = 0;
+addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(() => charts().filter((chart) => chart.on).forEach(draw), 200);
+});

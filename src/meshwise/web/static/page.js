@@ -169,7 +169,7 @@ function fail(sentence) {
   last = {};
   headline(sentence, "error");
   document.body.classList.remove("stale");
-  $("#page").inert = true;
+  $("#page").inert = !$("#page .drop");
   const typed = fields().filter((field) => field.tagName !== "SELECT" || "key" in field.dataset);
   const place = ({ name }, then = "\\b") => sentence.search(new RegExp(`\\b${name}${then}`));
   const first = Math.min(...typed.map((field) => place(field)).filter((at) => at >= 0));
@@ -244,7 +244,7 @@ const ACTS = {
   command: () => copy(last.command, "command"),
   python: () => copy(last.python, "Python"),
   pin() {
-    pinned = Object.fromEntries(Object.entries({ plan: "", ...state() }).filter(([name]) => !name.startsWith("a.") && name !== "to")
+    pinned = Object.fromEntries(Object.entries(state()).filter(([name]) => !name.startsWith("a.") && name !== "to")
       .map(([name, value]) => [`a.${name}`, value]));
     run();
   },
@@ -273,7 +273,7 @@ const ACTS = {
   async launch() {
     const found = await ask("launch", state());
     $("#launch-title").textContent = found.error ? "No launch settings" : found.title;
-    const parts = found.error ? [paragraph(found.error)] : found.not_expressed.map(paragraph);
+    const parts = found.error ? [paragraph(found.error)] : found.lines.map(paragraph);
     for (const file of found.files || []) {
       const head = document.createElement("h3"), text = document.createElement("pre"), button = document.createElement("button");
       head.textContent = file.path;
