@@ -175,8 +175,8 @@ def test_every_view(page: Any, view: str) -> None:
         until(page, APART)  # no number of an axis lies on the next
 
 
-APART = """[...document.querySelectorAll(".chart")].every((chart) => [...chart.querySelectorAll(".xtick text")]
-  .map((one) => one.getBoundingClientRect()).every((box, i, all) => !i || box.left >= all[i - 1].right))"""
+APART = """[...document.querySelectorAll(".chart")].every((one) => [...one.querySelectorAll(".xtick text")]
+  .map((text) => text.getBoundingClientRect()).every((box, i, all) => !i || box.left >= all[i - 1].right))"""
 
 
 def runs_over(page: Any) -> float:

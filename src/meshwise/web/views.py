@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -157,7 +157,7 @@ def answer(view: str, state: State, server: Server, hear: Hear = lambda so_far: 
 
 def _on_page(text: str, view: str) -> str:
     """`text` with fields in place of flags, but in commands, and without the folder of what was dropped."""
-    text = re.sub(rf"[^\s<>]*/{_DROPPED}\w+/", "", text)
+    text = re.sub(rf"{re.escape(gettempdir())}/{_DROPPED}\w+/", "", text)
     fields = {option.typed.replace("_", "-"): option.typed for option in options(home(view)).values()}
 
     def field(flag: re.Match[str]) -> str:
