@@ -23,13 +23,13 @@ function look() {
 
 let common = null;
 
-/** Round numbers between two ends, as many as there are but at most so many. */
+/** Round numbers between two ends, as close as there is room: `most` would fill it. */
 function logTicks(low, high, most) {
   const powers = range(Math.floor(Math.log10(low)), Math.ceil(Math.log10(high)));
   let found = [];
   for (const digits of DIGITS) {
     found = powers.flatMap((power) => digits.map((digit) => digit * 10 ** power)).filter((tick) => tick >= low && tick <= high);
-    if (found.length <= most) break;
+    if (found.every((tick, i) => !i || most * Math.log(tick / found[i - 1]) >= Math.log(high / low))) break;
   }
   return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
 }
