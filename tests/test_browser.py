@@ -175,7 +175,7 @@ def test_every_view(page: Any, view: str) -> None:
         until(page, APART)  # no number of an axis lies on the next
 
 
-APART = """[...document.querySelectorAll(".chart")].every((chart) => [...chart.querySelectorAll(".xtick")]
+APART = """[...document.querySelectorAll(".chart")].every((chart) => [...chart.querySelectorAll("g.xtick")]
   .map((text) => text.getBoundingClientRect()).sort((one, other) => one.left - other.left)
   .every((box, i, all) => !i || box.left >= all[i - 1].right))"""
 
