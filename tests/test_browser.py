@@ -381,14 +381,6 @@ def test_a_lost_server_is_told_and_found_again(browser: Any) -> None:
     again.stop()
 
 
-JOB = ("llama3-8b", "--cluster", "h100-80g-sxm:16")
-TRACE = str(TRACES / "gloo4")
-REPORTS = {
-    "estimate": ("estimate", *JOB, "--plan", "tp=2,pp=4", "--batch", "32"),
-    "trace": ("trace", "summary", TRACE),
-}
-
-
 @pytest.fixture(scope="module")
 def offline(browser: Any) -> Iterator[Any]:
     """A page without a network."""
@@ -397,13 +389,13 @@ def offline(browser: Any) -> Iterator[Any]:
     context.close()
 
 
-@pytest.mark.parametrize("verb", REPORTS)
+@pytest.mark.parametrize("words", table("pages")["reports"])
 def test_a_report_needs_no_network_and_no_server(
-    offline: Any, meshwise: Any, tmp_path: Path, verb: str
+    offline: Any, meshwise: Any, tmp_path: Path, words: str
 ) -> None:
     """`--html`, narrow and wide, light and dark."""
     path = tmp_path / "report.html"
-    done = meshwise(*REPORTS[verb], "--html", str(path))
+    done = meshwise(*words.replace("TRACES", str(TRACES / "gloo4")).split(), "--html", str(path))
     assert done.code == 0, done.err
     offline.problems.clear()
     for scheme, size in (("light", WIDE), ("dark", NARROW)):

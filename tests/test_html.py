@@ -79,11 +79,6 @@ def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
     assert sums == pytest.approx([left.step_s, right.step_s])
     change = abs(right.step_s / left.step_s - 1)
     assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
-    larger = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4", batch=64, seq=4096)
-    assert (
-        f"{larger.tokens_per_s / left.tokens_per_s - 1:.1%} more than A"
-        in compare_page(left, larger).headline
-    )
 
 
 TRACES = str(Path(__file__).parent / "data" / "traces" / "gloo4")

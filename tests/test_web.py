@@ -139,8 +139,7 @@ def test_the_other_views_answer(client: TestClient) -> None:
     assert alone.startswith("first token after") and "a token after it" not in alone
     never = ask(client, "serve", **where, rate="5", token_ms="0.0001")
     assert never["headline"].startswith("no layout of this cluster fits and keeps") and not never["ok"]
-    chips = {"chip": "h100-80g-sxm", "beside": "a100-80g-sxm"}
-    slow = ask(client, "frontier", **chips, months="3", schedule="zero-bubble")
+    slow = ask(client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", schedule="zero-bubble")
     assert "a100-80g-sxm" in slow["title"]
     assert "Rank 3" in ask(client, "traces", path="gloo4")["headline"]
     other = ask(client, "traces", path="gloo4", **where, batch="8")
