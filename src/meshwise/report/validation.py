@@ -216,7 +216,8 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
     ordered = sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))
     table = records_table("", ordered, columns, left=("run", "source", "chip", "reason"), no_wrap=False)
     unit = "B" if quantity.endswith("bytes") else "s"
-    measured = plot.ChartAxis("measured", unit, log=True, low=ends[0], high=ends[1])
+    is_wide = ends[1] > 10 * ends[0]  # less of a logarithmic axis has no number or one
+    measured = plot.ChartAxis("measured", unit, log=is_wide, low=ends[0], high=ends[1])
     axes = measured, replace(measured, title="predicted")
     return plot.Chart(TITLES.get(quantity, quantity), marks, *axes, finding, table, 460)
 
