@@ -282,6 +282,14 @@ def test_modules_drop_what_they_name() -> None:
     assert kept_mb("llama3-8b", DENSE, "layernorm") == kept_mb("llama3-8b", DENSE)  # its norms are fused
 
 
+def test_tokens_that_go_nowhere_go_alike() -> None:
+    one, other = (
+        mw.estimate("mixtral-8x7b", "gb200:16", f"dispatch={name}", batch=16, seq=4096).time_s
+        for name in ("per_rank", "per_expert")
+    )
+    assert one == other
+
+
 def test_dualpipe_with_experts_is_deepseeks_framework() -> None:
     plan = Plan(pp=16, ep=64, dtype="fp8", schedule="dualpipe")
     assert plan.overlap_ep and plan.dispatch == "per_rank" and plan.recompute == "selective"

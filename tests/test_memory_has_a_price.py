@@ -74,3 +74,21 @@ def test_no_key_spares_memory_for_nothing(data: st.DataObject, model: str) -> No
 def test_what_searches_once_gained_from(model: str, keys: dict[str, Any], key: str, value: Any) -> None:
     """ZeRO-2 with the traffic of stage 1; half of the logits under DualPipe."""
     check_price(model, keys, key, value)
+
+
+def test_stages_of_zero_cost_what_they_move() -> None:
+    for batch in (32, 64, 128):  # zero=2 hid one microbatch's reductions, whatever their number
+        plans = [f"tp=2,zero={stage}" for stage in (1, 2, 3)]
+        steps = [
+            mw.estimate("llama3-8b", "h100-80g-sxm:16", plan, batch=batch, seq=4096).step_s for plan in plans
+        ]
+        assert sorted(steps) == steps
+
+
+@pytest.mark.parametrize("plan", ["zero=3", "tp=2,etp=1"])
+def test_adapters_take_no_time_back(plan: str) -> None:
+    found = mw.estimate(
+        "mixtral-8x7b", "h100-80g-sxm:8", f"{plan},lora_rank=16,implementation=fsdp2", batch=64, seq=4096
+    )
+    assert min(row["time_s"] or 0.0 for row in found.ledger.rows()) >= 0.0
+    assert sum(found.time_s.values()) == pytest.approx(found.step_s)

@@ -209,7 +209,7 @@ def test_command(meshwise: Any) -> None:
 
 def test_gpt_oss_fits_on_one_h100_at_the_size_of_its_checkpoint() -> None:
     # openai/gpt-oss-120b: 65.2 GB of safetensors, experts in mxfp4, the rest in bf16.
-    of = mw.serve("gpt-oss-120b", "h100-80g-sxm:1").serving
+    of = mw.serve("gpt-oss-120b", mw.find_cluster("h100-80g-sxm:1"), "tp=1").serving
     assert est.weight_bytes(of) == pytest.approx(65.2e9, rel=0.01)
     assert est.max_sequences(server("gpt-oss-120b", "h100-80g-sxm:1")) == 0  # in bf16
 

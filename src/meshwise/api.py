@@ -542,11 +542,11 @@ def serve(
     fixed, limits = _choices(plan), limits_of(ttft_s, token_s, percentile)
     arrives = load is not None and not load.concurrency
     is_laid_out = prefill_plan or prefill_cluster or encoders or (workers, prefill_workers) != (1, 1)
+    names = cluster.split(",") if isinstance(cluster, str) else [cluster]
     if pareto or ("tp" not in fixed and arrives and limits.any and not is_laid_out):
         asked_of_one = uneven or speculate or {"cp", "pp"} & set(fixed)
         refuse("serve layouts", WorkloadError, laid_out=is_laid_out, autoscale=autoscale, one=asked_of_one)
         released = {key: (value,) for key, value in as_released(architecture, fixed).items()}
-        names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters, fixed = [_cluster(name, collectives) for name in names], {**fixed, **released}
         wanted = Wanted(
             engine=runs, requests=load, limits=limits, router=policy, offload=tiers, pools=pools,
@@ -557,7 +557,7 @@ def serve(
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd, has_details=pareto)
         return _deployed(found, to, asked)
-    refuse("serve one layout", WorkloadError, pools=pools, clusters=str(cluster).split(","))
+    refuse("serve one layout", WorkloadError, pools=pools, clusters=names)
     machine, num_instances = _cluster(cluster, collectives), 1
     if not (has_layout(plan) or is_laid_out):
         whole = default_instance(partial(instance, plan=plan), machine)

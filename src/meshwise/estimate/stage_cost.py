@@ -209,7 +209,8 @@ def _exchanged(
         overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
     alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
     # However they are hidden: links carry one exchange at a time.
-    overlapped_s = larger(overlapped_s, alone_s - rounds * (forward_s + backward_s) * alone)
+    hiding_s = rounds * forward_s + larger(rounds, reductions) * backward_s
+    overlapped_s = larger(overlapped_s, alone_s - hiding_s * alone)
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
     filling_s = (1.0 - alone) * larger(behind_forward - mesh.overlap_dp * forward_s, first_s)
     recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
