@@ -31,12 +31,13 @@ class EngineSequence:
 
     It holds the blocks `pinned`, of `shared` tokens, together with others. `found` tokens were in a cache
     when it was admitted first, at `start_s`, `loaded` of them below the chip; a router expects it to lack
-    `missing`. `rank`: the dp rank that takes it, NO_RANK until one is chosen.
+    `missing`. `placed_s`: how long it waited for a place to decode behind a prompt computed elsewhere.
+    `rank`: the dp rank that takes it, NO_RANK until one is chosen.
     """
 
     __slots__ = (
         *("arrival", "end", "first_s", "found", "index", "last_s", "late_s", "left", "loaded"),
-        *("missing", "past", "pinned", "rank", "sent", "shared", "start_s", "total"),
+        *("missing", "past", "pinned", "placed_s", "rank", "sent", "shared", "start_s", "total"),
     )
 
     def __init__(self, index: int, sent: float, arrival: float, prompt: int, output: int) -> None:
@@ -44,7 +45,7 @@ class EngineSequence:
         self.total, self.left, self.past = prompt, output, 0
         self.end = -1  # the pass that gives the last token; -1 while it does not run
         self.start_s = self.first_s = self.last_s = math.nan
-        self.late_s = 0.0  # by which its tokens come to the client after their passes
+        self.placed_s = self.late_s = 0.0  # its tokens come to the client so late after their passes
         self.pinned: Blocks = ()
         self.shared = self.found = self.loaded = self.missing = 0
         self.rank = NO_RANK
@@ -238,6 +239,7 @@ class Instance:
                 sequence.past = past
             self._hold(sequence, places)
             if is_cached:
+                sequence.placed_s = self.now - sequence.arrival
                 self._first_token(sequence)
             elif any(places):
                 self._load(sequence, places)

@@ -68,7 +68,8 @@ Counts = NDArray[np.int64]
 class Served:
     """When each request was sent, got its first token and its last [s]; and what the engines did.
 
-    `start_s`: when its engine first took it up; `replica`: which one that was. `found`: tokens of its prompt
+    `start_s`: when its engine first took it up; `replica`: which one that was. `placed_s`: how long it waited
+    for a place to decode, where prompts have their own pool. `found`: tokens of its prompt
     that were in a cache, `loaded` those of them that were below the chip (`loaded_from`: by tier).
     `lives_s`: from when to when each replica was paid for; `busy_s`: seconds in passes, the mean of all
     replicas over the whole span. `num_tokens` counts every token that a pass gave; `peak_cache_tokens` is
@@ -77,6 +78,7 @@ class Served:
 
     sent_s: Seconds
     start_s: Seconds
+    placed_s: Seconds
     first_s: Seconds
     last_s: Seconds
     output: Counts
@@ -320,7 +322,7 @@ def simulate(requests: Requests, pools: Pools) -> Served:
     def total(name: str) -> Any:
         return sum(getattr(one, name) for one in replicas)
 
-    times = {name: column(name) for name in ("start_s", "first_s", "last_s", "found", "loaded")}
+    times = {name: column(name) for name in ("start_s", "placed_s", "first_s", "last_s", "found", "loaded")}
     ends_s = float(times["last_s"].max())
     lives_s = tuple((one.start_s, ends_s if one.stop_s is None else one.stop_s) for one in replicas)
     sent_s = column("sent")

@@ -436,9 +436,11 @@ def _smaller(fleet: Fleet) -> Iterator[Fleet]:
 
 
 def _larger(fleet: Fleet, load: LoadResult) -> Fleet:
-    """A worker more: of the pool whose limit more requests miss."""
+    """A worker more: of the pool for which more of the requests that miss a limit waited longer."""
     served, limits = load.served, load.limits
-    late = (served.ttft_s > limits.ttft_s).mean() >= (served.tpot_s > limits.tpot_s).mean()
-    if fleet.prefill and late:
+    is_late, waits_s = served.ttft_s > limits.ttft_s, served.start_s - served.sent_s
+    by_prompts = is_late & (waits_s >= served.placed_s)
+    by_tokens = (served.token_s > limits.tpot_s) | (is_late & ~by_prompts)
+    if fleet.prefill and by_prompts.mean() >= by_tokens.mean():
         return replace(fleet, prefill_workers=fleet.prefill_workers + 1)
     return replace(fleet, workers=fleet.workers + 1)
