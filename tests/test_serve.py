@@ -372,7 +372,7 @@ def test_two_of_a_mesh_have_one_link_between_them(engine: str, published_us: flo
     assert float(spent_s) == pytest.approx(160 * published_us * 1e-6, rel=0.03)
 
 
-@pytest.mark.parametrize(("model", "plan"), [("deepseek-v3", "tp=8,dtype=fp8"), ("llama3-70b", "tp=8")])
+@pytest.mark.parametrize(("model", "plan"), [("deepseek-v3", "tp=8,dtype=fp8"), ("llama3-8b", "pp=8")])
 @pytest.mark.parametrize("tokens", [16, 2048])
 def test_kernels_of_the_first_token_are_the_prefill_of_estimate(model: str, plan: str, tokens: int) -> None:
     """They are its whole answer without a load; an engine's host may take longer, or it replays graphs."""

@@ -6,6 +6,7 @@ is even.
 
 A pipeline has a batch of its own in each stage, so that all work; a *group* is one batch of one dp rank. A
 pass takes what all batches take at the slowest stage: pp x (its time + that of a message to the next).
+A prompt that is alone takes the sum of the stages, and a message from each to the next.
 
 Memory of a rank: weights, the cache of all its sequences at full length, what the largest pass works on, and
 the process's context. Arrays of sequences broadcast.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -258,16 +260,17 @@ class PricedPass:
         return sum(self.time_s.values())
 
 
-def price_pass(serving: Serving, cut: Cut) -> PricedPass:
+def price_pass(serving: Serving, cut: Cut, *, is_alone: bool = False) -> PricedPass:
     """Price one pass: its ops, and the engine's own time.
 
+    In a pipeline all stages have a batch, and each waits for the slowest, unless a batch `is_alone` there.
     With `overlap_ep` a pass is two of half the batch: while one computes, the other's tokens travel. Of the
     exchange only what is longer than the rest shows (DeepSeek-V3, arXiv 2412.19437, section 3.4).
     """
-    whole = _price_pass(serving, cut)
+    whole = _price_pass(serving, cut, is_alone)
     if not serving.mesh.plan.overlap_ep:
         return whole
-    half = _price_pass(serving, replace(cut, microbatch=cut.microbatch / 2.0))
+    half = _price_pass(serving, replace(cut, microbatch=cut.microbatch / 2.0), is_alone)
     rest_s = half.total_s - half.time_s["comm_ep"] - serving.engine_s
     shown_s = np.maximum(half.time_s["comm_ep"] - rest_s, 0.0)
     doubled = {name: 2.0 * spent_s for name, spent_s in (half.time_s | {"comm_ep": shown_s}).items()}
@@ -288,17 +291,17 @@ def decode_pass(serving: Serving, sequences: Num, past: Num) -> PricedPass:
     return PricedPass({name: time / guess.tokens_per_pass for name, time in spent.items()}, checked.memory)
 
 
-def _price_pass(serving: Serving, cut: Cut) -> PricedPass:
+def _price_pass(serving: Serving, cut: Cut, is_alone: bool) -> PricedPass:
     model, mesh, runs_on = serving.model, serving.mesh, serving.machine
     priced = PricedModel(model, mesh, runs_on, cut, price_parts(parts(model, cut), runs_on))
-    slowest, *others = (_price_stage(serving, stage, priced) for stage in stages_of(model, mesh))
-    for one in others:
-        slowest = _larger(slowest, one)
-    if not others:
+    passes = [(stage.num_stages, _price_stage(serving, stage, priced)) for stage in stages_of(model, mesh)]
+    slowest = reduce(_larger, (one for _, one in passes))
+    if len(passes) == 1:
         return slowest
-    time_s = {name: mesh.pp * spent_s for name, spent_s in slowest.time_s.items()}
+    passes = passes if is_alone else [(mesh.pp, slowest)]
+    time_s = {name: sum(num * one.time_s[name] for num, one in passes) for name in PARTS}
     once_s = time_s["engine"] - (mesh.pp - 1.0) * serving.engine_s  # the engine plans a pass for all stages
-    time_s |= {"comm_pp": mesh.pp * message_s(priced), "engine": once_s}
+    time_s |= {"comm_pp": (mesh.pp - is_alone) * message_s(priced), "engine": once_s}
     return PricedPass(time_s, slowest.memory)
 
 
@@ -390,14 +393,14 @@ def max_sequences(serving: Serving) -> int:
 def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
     """Seconds of a pass of prompts: its kernels and what they wait for.
 
-    `routed`: the pass of which experts have the tokens (None: `cut`).
+    `routed`: the pass of which experts have the tokens, where `cut` is alone (None: `cut`, and it is not).
     """
     overheads, whole_tokens = fitted().constants, cut.microbatch * cut.seq
-    priced = price_pass(serving, cut)
+    priced = price_pass(serving, cut, is_alone=routed is not None)
     experts_s = priced.time_s["experts"]
     kernels_s = overheads.prompt_slowdown * (priced.total_s - experts_s)
     if routed is not None:
-        experts_s, cut = price_pass(serving, routed).time_s["experts"], routed
+        experts_s, cut = price_pass(serving, routed, is_alone=True).time_s["experts"], routed
     num_tokens = cut.microbatch * cut.seq
     waits_s = (overheads.expert_slowdown - 1.0) * sorted_token_s(serving) * num_tokens
     return kernels_s + experts_s + waits_s + encoding_token_s(serving) * whole_tokens
@@ -437,7 +440,7 @@ def prompt_alone_s(serving: Serving, tokens: Num | None = None) -> Num:
 def first_token_kernels_s(serving: Serving) -> float:
     """Seconds of the kernels of one prompt, as `estimate` prices a prefill; its inputs encoded before."""
     encoding_s = serving.encoding.request_s if serving.encoding else 0.0
-    return float(price_pass(serving, serving.prefill(1.0)).total_s) + encoding_s
+    return float(price_pass(serving, serving.prefill(1.0), is_alone=True).total_s) + encoding_s
 
 
 def prompt_s(serving: Serving) -> float:
