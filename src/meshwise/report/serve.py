@@ -27,7 +27,7 @@ def parts(answer: ServingAnswer, *, with_files: bool = True) -> Iterator[Section
         yield from _sized(answer, answer.sizing, answer.load, document)
     else:
         yield from _no_layout(answer.sizing) if answer.sizing else ()
-        yield from _one(answer, document)
+        yield from _one(answer, document) if answer.has_layout else ()
     if answer.sizing is not None and answer.has_details:
         yield from _details(answer.sizing)
     if answer.has_details and document["passes"]:
@@ -65,9 +65,9 @@ def _no_layout(sizing: Sizing) -> Iterator[str]:
     if sizing.choices:
         return
     yield "no layout of this cluster fits and keeps the limits"
-    if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
-        least = f"{duration(sizing.least_ttft_s)}, of a token {duration(sizing.least_tpot_s)}"
-        yield f"the least of a first token is {least}; allow more than that"
+    if not more and sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
+        least = f"{duration(sizing.least_ttft_s)} to a first token, {duration(sizing.least_tpot_s)} a token"
+        yield f"alone, no layout takes less than {least}; one layout must keep both limits under the load"
 
 
 def sized_lines(sizing: Sizing, load: LoadResult) -> Iterator[str]:
@@ -76,9 +76,7 @@ def sized_lines(sizing: Sizing, load: LoadResult) -> Iterator[str]:
     assert choice is not None
     document, several = load.to_json(), choice.fleet.num_chips > 1
     gpus = f"{choice.fleet.num_chips} GPU{'s' * several}"
-    verb = "hold" if several else "holds"
-    if sizing.best is None:
-        verb = "do not hold" if several else "does not hold"
+    verb = (("holds", "hold") if sizing.best else ("does not hold", "do not hold"))[several]
     of = f"{_pools(choice.fleet)}; {load.engine.title}, max_sequences={choice.sequences}"
     yield f"{gpus} {verb} {sizing.rate or 0.0:.4g} requests/s: {of}"
     yield from _within(load, document)
@@ -197,13 +195,12 @@ def _details(sizing: Sizing) -> Iterator[Section]:
         f"{document['configurations_considered']:,} configurations in {duration(document['elapsed_s'])} "
         f"({document['configurations_per_s']:,.0f}/s)"
     )
-    if document["simulated"]:
-        yield "simulated, of each kind the cheapest first:"
-        yield choices_table(document["simulated"])
     every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
-    if document["pareto"]:
-        yield "trade-offs, in closed form:"
-        yield choices_table(document["pareto"][::every])
+    simulated, trade_offs = document["simulated"], document["pareto"][::every]
+    if simulated:
+        yield from ("simulated, of each kind the cheapest first:", choices_table(simulated))
+    if trade_offs:
+        yield from ("trade-offs, in closed form:", choices_table(trade_offs))
 
 
 MAX_TRADE_OFFS = 16
@@ -226,10 +223,6 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
     def per_gpu(row: Mapping[str, Any]) -> str:
         return f"{row.get('simulated_output_tokens_per_s_per_gpu', row['tokens_per_s_per_gpu']):,.0f}"
 
-    def within(row: Mapping[str, Any]) -> str:
-        frac = row.get("simulated_within_limits_frac")
-        return "" if frac is None else f"{frac:.0%}"
-
     columns: Fields = {
         **{"GPUs": "num_gpus:,", "$ an\nhour": "usd_per_hour:,.2f"},
         "workers": lambda row: workers(row, ""),
@@ -238,7 +231,7 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
         "first\ntoken ms": lambda row: mean_ms(row, "ttft_s"),
         "token\nms": lambda row: mean_ms(row, "tpot_s"),
         **{"tokens/s\na GPU": per_gpu, "binds": "binds"},
-        "within": within,
+        "within": lambda row: "" if (at := row.get("simulated_within_limits_frac")) is None else f"{at:.0%}",
     }
     shown = {name: of for name, of in columns.items() if name not in without}
     return records_table("", choices, shown, left=("workers", "prefill\nworkers"), no_wrap=False)
@@ -341,6 +334,8 @@ def _headlines(answer: ServingAnswer) -> list[str]:
 
 def _name(answer: ServingAnswer) -> str:
     """Where it is served, and the plan but for what needs no saying."""
+    if not answer.has_layout:
+        return "no layout"
     of, plan = answer.serving, answer.serving.plan
     silent = {"imbalance": 1.0, "cp": 1, "pp": 1}
     if of.model.moe is None:

@@ -52,7 +52,8 @@ class Deployment:
 class ServingAnswer(Shown):
     """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load.
 
-    With `sizing`, `serving` is the layout that was chosen. `usd_per_gpu_hour` by chip ("" is any).
+    With `sizing`, `serving` is the layout that was chosen; without `has_layout` it only says what was to be
+    served, and `to_json` has None for what a layout would give. `usd_per_gpu_hour` by chip ("" is any).
     `num_instances`: how many of them the stated cluster holds, where no layout was stated. `has_details`:
     whether passes and trade-offs are shown beside the answer.
     """
@@ -70,14 +71,17 @@ class ServingAnswer(Shown):
     rows_in: ClassVar[str] = "passes"
 
     @property
+    def has_layout(self) -> bool:
+        """Whether a layout was stated, or found by sizing."""
+        return self.sizing is None or bool(self.sizing.choices)
+
+    @property
     def is_no(self) -> bool:
         """Whether nothing fits, nothing holds the limits, or the queue grows without end."""
-        sizing = self.sizing
-        misses = sizing is not None and not (sizing.best if self.load else sizing.choices)
         if self.load is not None:
-            misses |= self.load.queue_grows or not self.load.limits.hold(self.load.served)
+            misses = self.load.queue_grows or not self.load.limits.hold(self.load.served)
         else:
-            misses |= self.sequences_within_limit == 0
+            misses = not self.has_layout or self.sequences_within_limit == 0
         return not self.max_sequences or misses
 
     @property
@@ -154,6 +158,8 @@ class ServingAnswer(Shown):
             "encoding": self._encoding,
             "notes": [*est.notes(of), *self._graph_notes, *(load.notes if load else ())],
         }
+        if not self.has_layout:
+            document |= dict.fromkeys(document.keys() - {"model", "prompt", "output", "passes", "notes"})
         document |= load.to_json() | self.cost | energy(load) if load else {}
         for name in ("sizing", "deployment"):
             if (part := getattr(self, name)) is not None:
@@ -193,11 +199,11 @@ def sized(
     sizing: Sizing, otherwise: Serving, sequences: Sequence[int] = (), *, token_s: float | None,
     usd_per_gpu_hour: Mapping[str, float] | None = None, has_details: bool = False,
 ) -> ServingAnswer:  # fmt: skip
-    """The answer of `sizing`: its best choice, or what came nearest, or an instance that does not fit."""
+    """The answer of `sizing`: its best choice, or what came nearest; where there is neither, no layout."""
     choice = sizing.best or sizing.nearest or next(reversed(sizing.trade_offs), None)
     serving, load = (choice.fleet.serving, choice.load) if choice else (otherwise, None)
     return ServingAnswer(
-        serving, _counts(serving, sequences), token_s, load, sizing, usd_per_gpu_hour,
+        serving, _counts(serving, sequences) if choice else (), token_s, load, sizing, usd_per_gpu_hour,
         has_details=has_details or bool(sequences) or load is None,
     )  # fmt: skip
 

@@ -441,6 +441,5 @@ def _larger(fleet: Fleet, load: LoadResult) -> Fleet:
     is_late, waits_s = served.ttft_s > limits.ttft_s, served.start_s - served.sent_s
     by_prompts = is_late & (waits_s >= served.placed_s)
     by_tokens = (served.token_s > limits.tpot_s) | (is_late & ~by_prompts)
-    if fleet.prefill and by_prompts.mean() >= by_tokens.mean():
-        return replace(fleet, prefill_workers=fleet.prefill_workers + 1)
-    return replace(fleet, workers=fleet.workers + 1)
+    name = "prefill_workers" if fleet.prefill and by_prompts.mean() >= by_tokens.mean() else "workers"
+    return replace(fleet, **{name: getattr(fleet, name) + 1})
