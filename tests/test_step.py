@@ -167,9 +167,8 @@ def pipeline_s(of: Estimate) -> float:
 
 
 def test_uneven_stages_are_played() -> None:
-    even = priced(plan="tp=8,pp=4,zero=0", batch=64)
     uneven = priced(plan="tp=8,pp=4,zero=0,stages=30-22-22-22", batch=64)
-    assert uneven.step_s > even.step_s
+    assert uneven.step_s > priced(plan="tp=8,pp=4,zero=0", batch=64).step_s
     assert played_s(uneven) == pytest.approx(pipeline_s(uneven), rel=1e-9)
 
 
@@ -198,8 +197,7 @@ def test_sums_held_as_shards_are_reduced_in_every_microbatch() -> None:
 
 def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
     """A simulator summed recomputed layers as prefixes: 7.6 times the forward."""
-    with_it = priced(plan="tp=8,pp=8,recompute=full,attention=unfused")
-    without = priced(plan="tp=8,pp=8,attention=unfused")
+    with_it, without = (priced(plan=f"tp=8,pp=8,{key}attention=unfused") for key in ("recompute=full,", ""))
     layers = without.ledger.where(phase="forward", module=("layer.attention", "layer.mlp"))
     again = with_it.ledger.where(phase="recompute")
     assert again.total("flop") == pytest.approx(layers.total("flop"), rel=1e-12)
@@ -209,6 +207,7 @@ def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
 # --- layers on stages -------------------------------------------------------------------------------
 
 SMALL = ("llama3-8b", "gpt3-175b", "qwen3-0.6b", "llama3-70b")
+SLOWER = {"llama3-8b": ["even"], "llama3.2-1b": ["even"], "nemotron-3-nano": ["even", "5-7-7-7-7-7-7-5"]}
 
 
 @settings(max_examples=40)
@@ -234,6 +233,7 @@ def test_no_placement_has_a_faster_slowest_stage(name: str, layers: int, pp: int
         ("kimi-k2", 65536, "tp=4,pp=8,vpp=4,ep=128,etp=1,dispatch=per_rank,dtype=fp8"),
         *(("llama3-8b", 4, f"pp=4,schedule={name}") for name in ("1f1b", "zb-v", "dualpipe")),
         *(("llama3-8b", 2, "pp=2,vpp=2"), ("gemma3-270m", 64, "pp=2,vpp=4")),
+        *(("nemotron-3-nano", 128, "pp=8"), ("llama3.2-1b", 128, "pp=4,vpp=2")),
     ],
 )
 def test_a_plan_costs_the_same_listed_and_among_others(model: str, ranks: int, plan: str) -> None:
@@ -245,8 +245,8 @@ def test_a_plan_costs_the_same_listed_and_among_others(model: str, ranks: int, p
     again = mw.estimate(model, cluster, f"{plan},stages={sizes}", **job)
     assert (again.step_s, again.memory_bytes) == (of.step_s, of.memory_bytes)
     assert not loses_step(of.model, of.mesh)
-    if model == "llama3-8b":
-        assert of.step_s < mw.estimate(model, cluster, f"{plan},stages=even", **job).step_s
+    for slower in SLOWER.get(model, ()):
+        assert of.step_s < mw.estimate(model, cluster, f"{plan},stages={slower}", **job).step_s
     for one in mw.search(model, cluster, plan.replace("vpp=4", "vpp=4|2"), **job).pareto:
         assert mw.estimate(model, cluster, one.plan, microbatch=one.microbatch, **job).step_s == one.step_s
 
@@ -254,8 +254,7 @@ def test_a_plan_costs_the_same_listed_and_among_others(model: str, ranks: int, p
 @pytest.mark.parametrize("plan", ["pp=4,vpp=4,ep=64", "pp=8,vpp=2,ep=32", "pp=8,vpp=4,ep=32"])
 def test_short_ends_take_as_long_as_they_do_played(plan: str) -> None:
     of = mw.estimate("deepseek-v3", "gb200:256", f"{plan},dtype=fp8", batch=2048, seq=4096)
-    found_s = float(of.step.work_s + of.step.bubble_s + of.step.comm_pp_s)
-    assert found_s == pytest.approx(played_s(of), rel=0.02)
+    assert pipeline_s(of) == pytest.approx(played_s(of), rel=0.02)
 
 
 # --- the loss: what is fused of it says what it holds and what it moves -----------------------------

@@ -3,7 +3,8 @@
 Embedding and head take as long as some layers; first layers of another kind (dense ones before experts) count
 for what they take less. Ends are rounded up or down, or none, whichever makes the slowest stage fastest
 (`best_ends`). Others may make the whole step faster, if stages differ in what they exchange or update: those
-around the ends with which the stages are as even as can be in seconds and in weights (`other_ends`).
+around the ends with which the stages are as even as can be in seconds and in weights (`other_ends`). Where
+kinds of layers alternate, these count the layers of the last chunk both as mean ones and as what they are.
 """
 
 import itertools
@@ -26,7 +27,7 @@ from meshwise.estimate.priced_part import DENSE, EXPERTS
 from meshwise.estimate.tower import FRONT, tower_time, towers_of
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import MIRRORED, ROUND, folding, loses_step, patterns_of, stages_of
+from meshwise.plan.stages import MIRRORED, ROUND, folding, layers_before, loses_step, patterns_of, stages_of
 
 Ends = tuple[Num, Num]
 Weights = Sequence[Num]
@@ -41,10 +42,10 @@ def best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Nu
     (evenly_s,) = _heaviest(model, even := replace(mesh, ends=(0.0, 0.0)), [seconds])
     if np.all((evenly_s <= least_of_others_s(model, even, seconds)) & ~loses_step(model, even)):
         return even.ends
-    exact = _ends(model, seconds)
+    exact, needs = _ends(model, seconds), -model.num_layers % (mesh.pp * mesh.vpp) > 0
     first, last = (np.ceil(end) for end in exact)
     rounded = ((first - down, last - 1.0 + up) for down, up in itertools.product((0.0, 1.0), repeat=2))
-    tried: list[tuple[Any, Any]] = [(0.0, 0.0), *rounded, *_in_step(model, mesh, exact)]
+    tried: list[tuple[Any, Any]] = [(0.0, 0.0), *rounded, *_in_step(model, mesh, exact, needs)]
     sizes = np.broadcast_arrays(mesh.pp, mesh.vpp, mesh.schedule, *seconds, *itertools.chain(*tried))
     ends = np.stack(sizes[-2 * len(tried) :]).reshape(len(tried), 2, *sizes[0].shape).swapaxes(0, 1)
     (slowest_s,) = _heaviest(model, of := replace(mesh, ends=tuple(ends)), [seconds])
@@ -64,8 +65,7 @@ def least_of_others_s(model: Model, mesh: Mesh, seconds: Weights) -> Num:
     layers, fold = float(model.num_layers), folding(mesh)
     a_rank = 1.0 + (fold == MIRRORED)
     is_even = (mesh.ends[0] == 0) & (mesh.ends[1] == 0) & (layers % (mesh.pp * mesh.vpp) == 0)
-    if len(seconds) > 3:  # folded chunks may hold other kinds, and as many
-        is_even = is_even & (fold == ROUND)
+    is_even = is_even & ((len(seconds) == 3) | (fold == ROUND))  # other kinds may fold, and be as many
     fullest = (np.ceil(a_rank * layers / mesh.pp) + is_even) / a_rank
     return fullest * reduce(smaller, seconds[1:-1])
 
@@ -119,7 +119,9 @@ def _ends_around(
         return np.stack(np.broadcast_arrays(*ends, own[0])[:2])[:, None]
 
     tried = [own[:, None], np.zeros_like(own[:, None])]
-    for exact in (_ends(model, weight) for weight in weights):
+    _, regular = _layers_by_kind(model)
+    last = (0.0, model.num_layers // (mesh.pp * mesh.vpp))[: 1 + (max(regular) < sum(regular))]
+    for exact in itertools.starmap(partial(_ends, model), itertools.product(weights, last)):
         tried += [np.ceil(spread(exact)) + AROUND, *map(spread, _in_step(model, mesh, exact))]
     ends = np.concatenate(tried, axis=1)
     mesh = replace(mesh, ends=(ends[0], ends[1]))
@@ -132,15 +134,15 @@ def _ends_around(
     return number, ends[:, runs][:, first], (pattern != pattern[0])[runs][first]
 
 
-def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[Num, Num]]:
+def _in_step(model: Model, mesh: Mesh, ends: Ends, needs: Any = True) -> Iterator[Ends]:
     """`ends` with which all chunks of an interleaved schedule but the first and the last are alike.
 
     Both together hold as many layers fewer as leave a multiple of the chunks: the least that do, and the next
-    below and above what the ends cost, so divided that both take as long, each rounded up and down.
+    below and above what the ends cost, so divided that both take as long, each rounded up and down. `needs`:
+    the plans for which they are told.
     """
     num_chunks = mesh.pp * mesh.vpp
-    needs = mesh.is_interleaved & (-model.num_layers % num_chunks > 0)
-    if not np.any(needs):
+    if not np.any(needs := needs & mesh.is_interleaved):
         return
     least = tuple(smaller(np.ceil(end), 0.0) - 1.0 for end in ends)  # light layers: the chunk holds more
     missing = -model.num_layers % num_chunks
@@ -153,13 +155,18 @@ def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[
         yield holds * first, holds * (fewer - first)  # other cells have none, as alone
 
 
-def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:
-    """How many layers embedding (with the first layers, if they are of another kind) and head take."""
+def _ends(model: Model, seconds: Weights, last: Num = 0.0) -> Ends:
+    """How many layers embedding (with the first layers, if they are of another kind) and head take.
+
+    The head counts with what the `last` layers of the model take more than as many mean ones.
+    """
     embedding, *blocks, head = seconds
-    first, regular = _layers_by_kind(model)
+    before, (first, regular) = layers_before(model), _layers_by_kind(model)
     layer_s = added(n * block_s for n, block_s in zip(regular, blocks, strict=True)) / sum(regular)
     front_s = embedding + added(n * (block_s - layer_s) for n, block_s in zip(first, blocks, strict=True))
-    return front_s / layer_s, head / layer_s
+    in_last = before[-1] - before[np.intp(model.num_layers - last)]
+    head_s = head + added(map(operator.mul, in_last.T, blocks)) - last * layer_s
+    return front_s / layer_s, head_s / layer_s
 
 
 @lru_cache(maxsize=256)

@@ -97,11 +97,11 @@ def chunks(model: Model, sizes: Sequence[int]) -> list[Stage]:
 
 def _layers_of(model: Model, sizes: Sequence[int]) -> NDArray[np.float64]:
     """Layers of each kind in each chunk: [chunks, kinds]."""
-    return np.diff(_layers_before(model)[[0, *itertools.accumulate(sizes)]], axis=0)
+    return np.diff(layers_before(model)[[0, *itertools.accumulate(sizes)]], axis=0)
 
 
 @lru_cache(maxsize=64)
-def _layers_before(model: Model) -> NDArray[np.float64]:
+def layers_before(model: Model) -> NDArray[np.float64]:
     """Layers of each kind before each layer of a model, and before its end: [layers + 1, kinds]."""
     kinds = layer_kinds(model)
     each = [[layer_kind(model, layer) == kind for kind in kinds] for layer in range(model.num_layers)]
