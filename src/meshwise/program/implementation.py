@@ -129,6 +129,7 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
     prec = cut.precision
     is_narrow = bool(cut.narrow_matmuls) and _is_narrow(cut, op)
     done_in = precision("fp8" if op.module == "head" else cut.narrow_matmuls) if is_narrow else prec
+    shared = 1 if op.is_weight_grad else 0 if op.phase == "forward" else None  # operand of all these layers
     for number, (_, m, n, k) in enumerate(shapes):
         done = structs.replace(
             op,
@@ -140,7 +141,6 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
             to_cast = m * n * (op.phase == "backward")  # the gradient of the result, too
             space = 8.0 * np.maximum(np.maximum(m * k, n * k), to_cast)
             done = structs.replace(done, workspace_bytes=space)
-            shared = {"forward": 0}.get(op.phase, 1 if op.is_weight_grad else None)
             for operand, rows_of in enumerate((m, n)):
                 if number == 0 or cut.is_eager or operand != shared:
                     yield cast(op.module, op.name, op.phase, rows_of, k, done_in, copies=1.0)
