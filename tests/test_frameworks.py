@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,6 +47,21 @@ def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
     flop = sum(row["count"] * (row["flop"] or 0) for row in rows)
     assert flop == 6 * tokens * (layers * matmul + vocab * hidden)
     assert found.alive_at_peak["optimizer states"] == 8 * (layers * layer + rest) // ranks
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_gradients_of_one_card_take_the_place_of_activations(microbatch: int, recompute: str) -> None:
+    """Overhead apart; the cache keeps the place of 16-bit logits, which a dry run sees go."""
+    pytest.importorskip("transformers")
+    script = ["python", str(SCRIPTS / "llama_alone.py"), str(microbatch), recompute]
+    peak_bytes = mw.dry_run_script(script, ranks=1).peak_bytes
+    model = replace(mw.find_model("llama3.2-3b"), num_layers=8)
+    plan = "implementation=huggingface,software=torch-2024-eager,grad_dtype=bf16,optimizer=adam-bf16"
+    plan, sizes = f"{plan},recompute={recompute}", {"seq": 2048, "microbatch": microbatch}
+    memory = mw.estimate(model, "h100-80g-sxm:1", plan, **sizes).rank_step(0).stages[-1].memory
+    logits_bytes = 2 * microbatch * 2048 * model.vocab
+    assert -0.01 < (memory.total - memory.overhead - logits_bytes) / peak_bytes - 1.0 < 0.08
 
 
 ACCELERATE = (

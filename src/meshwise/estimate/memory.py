@@ -92,9 +92,12 @@ def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memo
         return serving_memory(of, stage)
     weights, gradients, optimizer = state_bytes(of, held, stage.share)
     activations, buffers = _activation_bytes(of, stage), _buffer_bytes(of, stage)
-    # Sharded gradients of a lone microbatch take the place of its activations, block by block.
-    alone = (mesh.zero >= 3) & (mesh.num_microbatches == 1)
-    activations = activations - smaller(activations, alone * gradients)
+    turn, at_end = _turn_bytes(of, stage)
+    # Gradients that no buffer waits for take the place of a lone microbatch's activations, block by block.
+    fresh = (mesh.zero >= 3) | (mesh.replicas == 1) & (overheads.frees_gradients > 0)
+    gone = fresh * (mesh.num_microbatches == 1) * smaller(gradients, activations + turn - at_end)
+    of_turn = larger(gone - activations, 0.0)
+    activations, buffers = activations - (gone - of_turn), buffers + (turn - of_turn)
     tensors = weights + gradients + optimizer + activations + buffers
     overhead = overheads.context_bytes + overheads.fragment_frac * tensors
     return Memory(weights, gradients, optimizer, activations, buffers=buffers, overhead=overhead)
@@ -207,13 +210,15 @@ def _activation_bytes(of: PricedModel, stage: Stage) -> Num:
     return microbatch_bytes(of, stage) * in_flight * (1.0 - mesh.offload_activations)
 
 
-def _turn_bytes(of: PricedModel, stage: Stage) -> Num:
-    """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
+def _turn_bytes(of: PricedModel, stage: Stage) -> tuple[Num, Num]:
+    """Bytes that live only while one microbatch turns round on a stage, and of them those at the very end.
 
-    At the head: what it keeps, what the loss (of a chunk) books beyond that, and its weight gradient. In a
-    block: what recomputation brings back (of a checkpoint of several layers, those of a kind as neighbours),
-    the widest gradient of an activation, and the gradients of its weights and of the head's, before they are
-    added to the sum (experts add theirs one by one).
+    The former are the larger of two moments. At the head: what it keeps, what the loss (of a chunk) books
+    beyond that, and its weight gradient. In a block: what recomputation brings back (of a checkpoint of
+    several layers, those of a kind as neighbours), the widest gradient of an activation, and the gradients of
+    its weights and of the head's, before they are added to the sum (experts add theirs one by one). At the
+    end, when all gradients are there: what a block needs beside them, or the gradient of the embedding and
+    its sum with that of a tied head.
     """
     model, cut, elem_bytes = of.model, of.cut, of.cut.precision.act_bytes
     selective, full = recomputed(stage, of.mesh)
@@ -224,17 +229,21 @@ def _turn_bytes(of: PricedModel, stage: Stage) -> Num:
     head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp * trains_head
     in_chunks = cut.loss_chunks > 1
     hidden_bytes = in_chunks * elem_bytes * cut.tokens * model.hidden  # beside their kept gradients
-    largest = stage.heads * (head.saved_bytes + hidden_bytes + head.booked_loss_bytes) + head_grads
+    at_head = stage.heads * (head.saved_bytes + hidden_bytes + head.booked_loss_bytes) + head_grads
+    in_blocks: Num = 0.0
+    at_end = 2.0 * head_grads * model.tied_embedding * stage.embeddings
     for count, part in zip(stage.layers, blocks, strict=True):
         redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
         redone = redone + full * part.saved_bytes * (smaller(alike, stage.share * count) - 1.0)
-        in_block = redone + part.widest_bytes + elem_bytes * part.held[DENSE].trained + head_grads
-        largest = larger(largest, in_block * (count > 0))
-    return largest
+        in_block = (redone + part.widest_bytes) * (count > 0)
+        at_end = larger(at_end, in_block)
+        in_block = in_block + (elem_bytes * part.held[DENSE].trained + head_grads) * (count > 0)
+        in_blocks = larger(in_blocks, in_block)
+    return larger(at_head, in_blocks), at_end
 
 
 def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
-    """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
+    """Workspace: gathered activations, pipeline messages, gathered weights.
 
     Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
     sequence parallelism; a pipeline holds two messages of each direction; ZeRO-3 two gathered blocks
@@ -255,4 +264,4 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
         widest = larger(widest, added(of_block))
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     whole = MAX_GATHERED_BLOCKS * widest * sharded
-    return gathered + messages + whole + _turn_bytes(of, stage)
+    return gathered + messages + whole

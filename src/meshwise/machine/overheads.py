@@ -31,6 +31,8 @@ redoes from published runs:
   beforehand (delayed scaling), the kernel before writes fp8 itself: casts then take `delayed_cast_passes`.
 - *Recomputation.* Where software `stops_early`, full recomputation of a block ends with the last tensor that
   the backward reads, so not with its last matmul (checkpoints of PyTorch since 2.1; XLA removes dead code).
+- *Gradients.* Software that `frees_gradients` has none while nothing has been computed since the last step
+  (PyTorch's `zero_grad` since 2.0; XLA's are temporaries); Megatron keeps a buffer for them.
 - *Alignment.* Matrix units are fed 16 bytes at a time. A weight whose rows start at multiples of only 8, 4
   or 2 bytes (a vocabulary of 50257 that nobody padded) makes its matmuls `unaligned_frac` longer each time
   the 16 are halved. Unfused attention with heads that are no multiple of 8 wide misses the fast kernels
@@ -137,6 +139,7 @@ class Overheads:
     expert_bias_passes: float = 1.0
     accumulate_bytes: float = 0.0
     stops_early: float = 0.0
+    frees_gradients: float = 0.0
     misaligned_slowdown: float = 1.0
     unaligned_frac: float = 0.0
     attention_slowdown: float = 1.0
