@@ -268,6 +268,14 @@ def test_compiled_layers_of_one_input_cast_it_once() -> None:
     assert casts(narrow_matmuls="fp8", is_eager=True).count((2048, 4096)) == 3
 
 
+@pytest.mark.parametrize(("software", "phases"), [("xla-2024", 2), ("megatron-2024", 0)])
+def test_weights_are_cast_where_they_are_read_or_after_the_optimizer(software: str, phases: int) -> None:
+    plan = f"zero=3,dtype=fp8,software={software}"
+    rows = mw.estimate("llama3-8b", "h100-80g-sxm:8", plan, seq=2048).rank_ledger(0).to_json()
+    casts = {row["phase"] for row in rows if (row["op"], row["shape"]) == ("fc2_cast", "14336x4096")}
+    assert len(casts) == phases
+
+
 def test_modules_drop_what_they_name() -> None:
     # Queries, keys and values of 128 heads, and the normed latents with their statistics, less the key that
     # all heads share, of which they are made; the input of the experts' second matmul: 8 copies 2,048 wide.

@@ -92,7 +92,8 @@ class Software(NamedTuple):
     gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
     matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
     those whose chips run no other. `native_attention`: generations of chips whose own fused attention it
-    runs. `is_eager`: it fuses no element-wise kernels of a block. `weighs_last`: as in a `program.cut.Cut`.
+    runs. `is_eager`: it fuses no element-wise kernels of a block. `weighs_last`: as in a `program.cut.Cut`,
+    `casts_weights`: as in a `program.op.Precision`.
     """
 
     losses: str
@@ -103,6 +104,7 @@ class Software(NamedTuple):
     native_attention: Sequence[str] = ()
     is_eager: bool = False
     weighs_last: bool = False
+    casts_weights: bool = False
 
 
 SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].items()}

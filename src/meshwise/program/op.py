@@ -184,6 +184,7 @@ class Precision:
     Under fp8 and fp4 the matmul operands are narrow and the activations between them stay bf16, so each
     operand is cast first: a kernel of its own. `dtype` names the matrix rate that the matmuls run at. An
     engine may keep the weights of layers, and of experts, in fewer `weight_bytes` and `expert_bytes`.
+    `casts_weights`: weights are cast as well, by each matmul that reads them (else after the optimizer).
     """
 
     dtype: str = "bf16"
@@ -191,6 +192,7 @@ class Precision:
     operand_bytes: float = 2.0
     weight_bytes: float = 2.0
     expert_bytes: float = 2.0
+    casts_weights: bool = False
 
     @property
     def stat_bytes(self) -> float:
@@ -273,12 +275,16 @@ def linears(
         yield cast(module, name, "forward", batch * rows, d_in, prec, reads=(x,), makes=(read,))
         if own is not None:
             whole = exchanged(read, f"{read.name}.gathered", x.shape, 1.0)
+    if prec.casts and prec.casts_weights:
+        yield cast(module, name, "forward", batch * d_in, d_out, prec, copies=1.0)
     kept = () if frozen else (read,)
     yield multiply("forward", rows, d_out, d_in, (whole, weight), tuple(results), keeps=kept)
     if bias and grouped:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
     if prec.casts:
         yield cast(module, name, "backward", batch * rows, d_out, prec)
+        if prec.casts_weights:
+            yield cast(module, name, "backward", batch * d_in, d_out, prec, copies=1.0)
     yield multiply("backward", rows, d_in, d_out, (d_y, weight), (d_x,))
     if frozen:
         return
