@@ -182,6 +182,12 @@ def test_uneven_layers_leave_room_for_the_ends() -> None:
     assert len(chunks) == 64 and sum(chunks) == 126 and chunks[0] == chunks[-1] == 1
 
 
+def test_biases_of_experts_are_added_as_the_framework_does() -> None:
+    run = restated(runs()["mbridge-106"], framework="nemo-automodel")
+    assert express(run).overheads().expert_bias_passes == 4.0
+    assert express(restated(run, framework="megatron-lm")).overheads().expert_bias_passes == 16.0
+
+
 def test_vocabularies_are_padded_as_the_framework_does() -> None:
     run = restated(runs()["kort22-22B-full"], vocab=50257)
     assert express(run).model.vocab == 51200  # 50 x 128 x tp, as Megatron-LM prints it

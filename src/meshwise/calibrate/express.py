@@ -108,6 +108,8 @@ class Expressed:
             found = replace(found, cast_passes=found.delayed_cast_passes)
         if self.run.attention_kernel in ("flash3", "flash4", "cudnn"):
             found = replace(found, attention_slowdown=1.0)
+        passes = defaults_of(self.run).expert_bias_passes or found.expert_bias_passes
+        found = replace(found, expert_bias_passes=passes)
         in_graph, blocks = self.run.cuda_graph == "partial", bool(self.run.launch_blocking)
         return replace(found, launches_block=blocks, routing_in_graph=in_graph)
 
