@@ -7,7 +7,7 @@ from typing import Any
 from meshwise.core.errors import PlanError
 from meshwise.core.refusals import broken
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import NARROW_DTYPES, Plan, Rule, grid_rules, rule, rules_of
+from meshwise.plan.plan import NARROW_DTYPES, Plan, Rule, grid_rules, rules_of
 
 
 def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
@@ -53,10 +53,10 @@ def block_rules(
     yield from grid_rules(layout, grid, ranks)
     name = ":".join(filter(None, (layout, "x".join(map(str, grid)))))
     for present, what in parts_beyond("a layout", model) if layout != "1d" else ():
-        yield rule("layout_lacks", present, layout=name, what=what, model=model)
+        yield from rules_of("part of a layout", present=present, layout=name, what=what, model=model)
     for what, size, divisor in _divisions(model, layout, grid or (ranks,), seq, panels):
-        sizes = {"divisor": divisor, "size": size}
-        yield rule("layout_divides", size % divisor, layout=name, what=what, model=model, **sizes)
+        names = {"layout": name, "what": what, "size": size, "divisor": divisor, "model": model}
+        yield from rules_of("size in a layout", **names)
 
 
 def _divisions(

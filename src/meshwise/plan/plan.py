@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError, did_you_mean
+from meshwise.core.errors import MeshwiseError, PlanError, did_you_mean
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import broken
 from meshwise.core.toml import read_toml
@@ -240,14 +240,6 @@ def chunks_of_rank(schedule: Num, vpp: Num) -> Num:
     return vpp + ((schedule == _ZB_V) | (schedule == _DUALPIPE_V)) * (vpp == 1)
 
 
-_RULES = {
-    name: (error, text)
-    for kind, error in (("plan", PlanError), ("workload", WorkloadError))
-    for name, text in read_catalog("plan_rules.toml")[kind].items()
-}
-"""What a plan is told where it breaks a rule, by the rule's name."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """Where a rule is broken (a truth value, or one for each cell of a grid), and how one plan is told.
@@ -266,14 +258,9 @@ class Rule:
         return self.kind(_Whole().vformat(self.text, (), {**names, **kinds, **self.values}))
 
 
-def rule(name: str, is_broken: Any, /, **values: Any) -> Rule:
-    """The rule of that name; `values` are its own numbers and words."""
-    return Rule(is_broken, *_RULES[name], values)
-
-
-def rules_of(table: str, /, **names: Any) -> Iterator[Rule]:
+def rules_of(table: str, kind: type[MeshwiseError] = PlanError, /, **names: Any) -> Iterator[Rule]:
     """The rules of a table of `catalog/refusals.toml`, whose conditions and sentences are of `names`."""
-    return (Rule(is_broken, PlanError, text, names) for is_broken, text in broken(table, names))
+    return (Rule(is_broken, kind, text, names) for is_broken, text in broken(table, names))
 
 
 def refuse(rules: Iterable[Rule], names: Mapping[str, Any] | None = None) -> None:
@@ -292,48 +279,26 @@ class _Whole(string.Formatter):
 
 def world_rules(world: Num, sizes: Mapping[str, Num]) -> Iterator[Rule]:
     """Rules of the numbers `sizes` of one plan, or of a grid, in a world of so many ranks."""
-    tp, cp, pp, dp = (sizes[axis] for axis in ("tp", "cp", "pp", "dp"))
-    names: dict[str, Any] = {"world": world, "tp": tp, "cp": cp, "pp": pp}
-    found = np.maximum(world // (tp * cp * pp), 1.0)
-    yield rule("world", world % (tp * cp * pp) != 0, **names, least=tp * cp * pp)
-    yield rule("dp", (dp != 0) & (dp != found), **names, stated=dp, dp=found)
+    names = {axis: sizes[axis] for axis in ("tp", "cp", "pp")}
+    least = names["tp"] * names["cp"] * names["pp"]
+    found = np.maximum(world // least, 1.0)
+    return rules_of("world of a plan", **names, world=world, least=least, stated=sizes["dp"], dp=found)
 
 
 def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
     """Rules among the numbers `sizes` of one plan or of a grid like `plan`, whatever the model."""
-    recompute, schedule, is_every = sizes["recompute"], sizes["schedule"], plan.recompute_every > 1
-    of_layers, not_full = sizes["recompute_layers"] < math.inf, recompute != RECOMPUTE.index("full")
-    no_chunks = (schedule == SCHEDULES.index("gpipe")) | (schedule == SCHEDULES.index("zb-h1"))
-    yield rule("ulysses", (sizes["ulysses"] > 1) & (sizes["cp_kind"] != CP_KINDS.index("two_level")))
-    yield rule("virtual_stages", no_chunks & (sizes["vpp"] > 1))
-    yield rule("zero_group_of_none", (sizes["zero_group"] > 0) & (sizes["zero"] == 0))
-    yield rule("recompute_layers", of_layers & not_full)
-    yield rule("recompute_every", is_every & not_full)
-    yield rule("recompute_both", is_every & of_layers)
-    if plan.stages:
-        vpp, listed = chunks_of_rank(schedule, sizes["vpp"]), len(plan.stages)
-        num_chunks = sizes["pp"] * vpp
-        yield rule("stages_listed", num_chunks != listed, listed=listed, vpp=vpp, all=num_chunks)
-    not_selective = recompute != RECOMPUTE.index("selective")
-    modules = "+".join(plan.recompute_modules)
-    yield rule("recompute_modules", not_selective & bool(modules), modules=modules)
+    vpp = chunks_of_rank(sizes["schedule"], sizes["vpp"])
+    return rules_of(
+        "numbers of a plan", plan=plan, sizes=sizes, vpp=vpp, num_chunks=sizes["pp"] * vpp,
+        modules="+".join(plan.recompute_modules), listed=len(plan.stages or ()), kinds=KINDS,
+    )  # fmt: skip
 
 
 def _choice_rules(plan: Plan) -> Iterator[Rule]:
     """Rules among the choices of one plan, and of each key that nothing would read."""
-    layout, modules = plan.layout, plan.recompute_modules
-    yield rule("panels", plan.panels > 1 and layout not in ("2d", "2.5d"))
-    yield rule("attention_grid", plan.attention == "grid" and layout != "2d")
-    yield rule("layout_sp", plan.sp is False and layout in ("2d", "2.5d", "3d"))
-    yield rule("head_dtype", plan.head_dtype == "fp8" and plan.dtype not in NARROW_DTYPES)
-    others = "+".join(module for module in modules if module != "per_op")
-    yield rule("per_op_and_others", "per_op" in modules and others, others=others)
-    yield rule("frozen_dtype", plan.frozen_dtype is not None and not plan.lora_rank)
-    yield rule("param_dtype", plan.param_dtype == "fp8" and plan.dtype != "fp8")
-    yield rule("param_dtype_of", plan.param_dtype == "fp8" and not plan.done_by.holds_fp8_weights)
+    others = "+".join(module for module in plan.recompute_modules if module != "per_op")
     targets = "+".join(plan.lora_targets)
-    yield rule("lora_targets", targets and not plan.lora_rank, targets=targets)
-    yield rule("lora_dropout", plan.lora_dropout and not plan.lora_rank)
+    return rules_of("choices of a plan", plan=plan, narrow=NARROW_DTYPES, others=others, targets=targets)
 
 
 def grid_rules(layout: str, grid: tuple[int, ...], ranks: int) -> Iterator[Rule]:

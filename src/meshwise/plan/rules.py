@@ -32,7 +32,6 @@ from meshwise.plan.plan import (
     number_rules,
     numbers_of,
     refuse,
-    rule,
     rules_of,
     world_rules,
 )
@@ -83,28 +82,23 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         is_headless, tokens = not (model.vocab and model.lm_head), mesh.seq // mesh.cp
         yield from rules_of("blocks", **names, is_headless=is_headless, tokens=tokens)
     else:
-        yield rule("layout_of_sequence", (sizes["cp"] > 1) | (sizes["ulysses"] > 1))
-        yield rule("attention_of_paper", plan.attention == "grid")
+        yield from rules_of("layout of a mesh", plan=plan, sizes=sizes)
     yield from world_rules(mesh.world, sizes)
-    least = mesh.dp * mesh.microbatch
-    yield rule("batch", mesh.batch % mesh.microbatch != 0)
-    yield rule("batch_of_dp", mesh.batch % least != 0, least=least)
+    of_batch = {"batch": mesh.batch, "microbatch": mesh.microbatch, "least": mesh.dp * mesh.microbatch}
+    yield from rules_of("batch of a plan", WorkloadError, **of_batch)
     if model.moe is None:
         yield from rules_of("no experts", **names, sizes=sizes)
     else:
         yield from rules_of("experts", **names, moe=model.moe, ranks=mesh.tp * mesh.cp * mesh.dp)
-    group, ranks = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
-    yield rule("zero_group", ranks % group != 0, size=ranks)
-    names |= {"splits": splits_backward(mesh), "selective": _SELECTIVE}
+    names |= {"splits": splits_backward(mesh), "selective": _SELECTIVE, "size": mesh.dp * sizes["cp"]}
+    names["group"] = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0
     yield from rules_of("offloading", **names, per_op="per_op" in plan.recompute_modules)
     if plan.done_by.parts == "torch":
         yield from _fsdp2_rules(model, mesh, sizes)
     elif plan.done_by.parts == "transformers":
         yield from _huggingface_rules(model, mesh)
-    yield rule("schedule", valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0)
     yield from _stage_rules(model, mesh)
-    is_offloaded = mesh.offload_optimizer + mesh.offload_activations > 0
-    yield rule("no_host_link", is_offloaded & (cluster.chip.host_bytes_per_s == 0))
+    yield from rules_of("host link", mesh=mesh, chip=cluster.chip)
 
 
 def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
@@ -116,20 +110,18 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         default, value = DEFAULTS[key], getattr(mesh.plan, key)
         is_stated = sizes[key] != number_of(key, default) if key in sizes else value != default
         shown = KEYS[key].show(value) if value != default else ""
-        yield rule("no_meaning", is_stated, key=key, value=shown)
+        yield from rules_of("key without meaning", is_stated=is_stated, key=key, value=shown)
     if model.encoder is not None:
         yield from rules_of("encoder", model=model, mesh=mesh, plan=mesh.plan)
     if any(layer.shares for layer in model.layers):
         yield from rules_of("shared blocks", model=model, mesh=mesh)
     yield from _tower_rules(model, mesh)
-    yield rule("sampling", (mesh.kind == "sampling") & (model.diffusion is None))
     if model.diffusion is not None:
         yield from rules_of("diffusion", model=model, mesh=mesh, plan=mesh.plan)
-        yield rule("image_tokens", mesh.seq != model.max_seq)
-    yield rule("generates", mesh.serves & (not model.vocab or not model.causal))
+    yield from rules_of("work of a model", WorkloadError, model=model, mesh=mesh)
     if mesh.serves and model.moe is not None:
         yield from rules_of("served experts", mesh=mesh, spread=mesh.ep * mesh.etp)
-    yield rule("positions", (model.positions == "learned") & (mesh.seq > model.max_seq))
+    yield from rules_of("learned positions", WorkloadError, model=model, mesh=mesh)
 
 
 def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
@@ -138,12 +130,9 @@ def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     if not towers:
         yield from rules_of("no towers", plan=plan)
         return
-    num_tokens = in_sequence(model)
-    yield rule("tower_tokens", num_tokens > mesh.seq, num_tokens=num_tokens)
+    yield from rules_of("tower tokens", WorkloadError, num_tokens=in_sequence(model), seq=mesh.seq)
     for tower in towers:
-        heads = tower.encoder.num_heads
-        is_cut = (heads % mesh.tp != 0) & (not plan.tower_dp)
-        yield rule("tower_heads", is_cut, heads=heads, tower=tower.name)
+        yield from rules_of("tower", tower=tower, mesh=mesh, plan=plan)
         if plan.done_by.parts == "transformers":
             yield from _huggingface_rules(tower.encoder, mesh)
     yield from rules_of("towers", mesh=mesh, plan=plan)
@@ -152,14 +141,14 @@ def _tower_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
 def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Blocks of which the library `transformers` keeps other tensors than `program.implementation` states."""
     for is_there, what in parts_beyond("transformers", model, plan=mesh.plan):
-        yield rule("huggingface", is_there, what=what)
+        yield from rules_of("part of huggingface", is_there=is_there, what=what)
 
 
 def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     """What PyTorch's own parts cannot do, or `meshwise train` does not do with them."""
-    yield rule("fsdp2_kind", not mesh.trains)
+    yield from rules_of("fsdp2 work", mesh=mesh)
     for key, built in FSDP2_VALUES.items():
-        yield _only(mesh, sizes, key, built)
+        yield from _only(mesh, sizes, key, built)
     plan, layers, num = mesh.plan, sizes["recompute_layers"], mesh.num_microbatches
     shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
     a_chunk = np.where(np.isfinite(layers), layers, 0.0) / mesh.vpp
@@ -172,14 +161,14 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         groups=mesh.shard_ranks(mesh.expert_replicas) if model.moe else 1.0,
     )  # fmt: skip
     parts = mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
-    yield rule("fsdp2_seq", mesh.seq % parts != 0, parts=parts)
+    yield from rules_of("fsdp2 sequence", WorkloadError, seq=mesh.seq, parts=parts)
     yield from rules_of(
         "fsdp2 pipeline", **names, rounds=np.maximum(1, num // mesh.pp),
         in_rounds=np.isin(mesh.schedule, _IN_ROUNDS), is_1f1b=mesh.schedule == SCHEDULES.index("1f1b"),
     )  # fmt: skip
 
 
-def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -> Rule:
+def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -> Iterator[Rule]:
     """That `key` has one of the values that are `built`."""
     value = getattr(mesh.plan, key)
     is_other: Any = value is not None and value not in built
@@ -187,7 +176,7 @@ def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -
         is_other = np.all([sizes[key] != number_of(key, known) for known in built], axis=0)
     known = " or ".join(f"{key}={KEYS[key].show(known)}" for known in built)
     shown = "" if value is None else KEYS[key].show(value)
-    return rule("fsdp2_value", is_other, key=key, value=shown, known=known)
+    return rules_of("fsdp2 value", is_other=is_other, key=key, value=shown, known=known)
 
 
 def splits_backward(mesh: Mesh) -> Any:
@@ -196,13 +185,12 @@ def splits_backward(mesh: Mesh) -> Any:
 
 
 def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    layers, stages, num_chunks = model.num_layers, mesh.plan.stages, mesh.pp * mesh.vpp
-    # the first and the last may hold an end of the model alone
-    yield rule("too_many_stages", num_chunks > layers + 2, chunks=num_chunks)
-    if stages:
-        yield rule("stages_sum", sum(stages) != layers, sum=sum(stages))
-        return
+    """The schedule and its chunks, of which the first and the last may hold an end of the model alone."""
+    layers, stages, chunks = model.num_layers, mesh.plan.stages, mesh.pp * mesh.vpp
     is_even = stages is not None or mesh.serves or mesh.plan.done_by.deals_evenly
-    fewer = 2.0 if is_even else 2.0 * np.ceil(layers / num_chunks)
-    is_uneven = mesh.is_interleaved & (-layers % num_chunks > fewer)
-    yield rule("short_chunks", is_uneven, chunks=num_chunks)
+    fewer = 2.0 if is_even else 2.0 * np.ceil(layers / chunks)
+    return rules_of(
+        "stages", model=model, chunks=chunks, sum=sum(stages or ()), stages=stages,
+        is_valid=valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp),
+        is_uneven=mesh.is_interleaved & (-layers % chunks > fewer),
+    )  # fmt: skip

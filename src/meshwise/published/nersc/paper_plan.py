@@ -11,12 +11,13 @@ from typing import Any
 
 import meshwise.published.nersc.paper as sheet
 import meshwise.published.nersc.tables as nersc
-from meshwise.core.errors import PlanError
+from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.expressions import formulas
 from meshwise.core.ledger import Ledger
+from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import Plan, refuse, rule
+from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
@@ -123,9 +124,9 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
     names |= {"both": both, "by_blocks": strategy == "2d", "by_grid": plan.attention == "grid", "max": max}
     SCOPE.check_divides(model, formulas(nersc.NERSC_TABLES["paper"]["divides"], names))
     dp = plan.data_parallel(cluster.num_chips)
-    least, batch = dp * workload.microbatch, workload.batch
-    names |= {"batch": batch, "dp": dp, "microbatch": workload.microbatch}
-    refuse([rule("batch_of_dp", batch % least != 0, least=least)], names)
+    batch, microbatch = workload.batch, workload.microbatch
+    names |= {"batch": batch, "dp": dp, "microbatch": microbatch, "least": dp * microbatch}
+    refuse("batch of a plan", WorkloadError, **names)
     found = formulas(nersc.NERSC_TABLES["paper"]["lengths"], names)
     lengths = {name: float(length) for name, length in found.items()}
     attention, recompute = _ATTENTION[plan.attention], plan.recompute == "selective"
