@@ -160,12 +160,9 @@ def test_a_pipeline_takes_what_its_batches_take_at_the_slowest_stage(pp: int) ->
 def test_tokens_are_gathered_on_few_ranks_and_sent_on_many() -> None:
     """Eight experts a token (DeepSeek-V3): eight ranks gather all; sixteen would take twice as long."""
     of = server("deepseek-v3", "b200-sxm:8", dtype="fp8", ep=8)
-    tokens = 8 * 4 * of.prompt
+    rows, kinds = 8 * 4 * of.prompt * 7168.0, (("all_gather", 1.0), ("reduce_scatter", 2.0))
     found = float(est.price_pass(of, of.prefill(4.0)).time_s["comm_ep"])
-    there, back = (
-        float(of.machine.collective_s(kind, tokens * 7168.0 * size, 8.0, 1.0))
-        for kind, size in (("all_gather", 1.0), ("reduce_scatter", 2.0))
-    )
+    there, back = (float(of.machine.collective_s(kind, rows * size, 8.0, 1.0)) for kind, size in kinds)
     assert found == pytest.approx(58 * (there + back), rel=0.02)
     wide = server("deepseek-v3", "gb200-nvl72:16", dtype="fp8", ep=16)
     assert float(est.price_pass(wide, wide.prefill(4.0)).time_s["comm_ep"]) < 58 * 2 * (there + back)
@@ -242,19 +239,15 @@ def ops_of(of: est.Serving, engine: str, tokens: float = 8192.0) -> dict[str, Op
 
 def test_what_a_checkpoint_leaves_in_16_bits_is_kept_and_computed_so() -> None:
     """DeepSeek-R1-NVFP4: 187.1 M parameters of attention a layer, in 16 bits in place of 4."""
-    narrow, wide = (
-        server("deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp4", wide_modules=kept)
-        for kept in ((), ("qkv", "out"))
-    )
-    packed = server("deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp4", weight_dtype="nvfp4")
+    at = partial(server, "deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp4")
+    narrow, wide, packed = at(), at(wide_modules=("qkv", "out")), at(weight_dtype="nvfp4")
     token_s = [float(est.token_pass(of, 64.0).total_s) for of in (narrow, packed)]
     assert token_s[0] < token_s[1] < 4.5 / 4.0 * token_s[0]  # scales are read too, by the same kernels
     whole = 7168 * (1536 + 576) + (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168) / 8
     assert est.weight_bytes(wide) - est.weight_bytes(narrow) == pytest.approx(61 * 1.5 * whole, rel=1e-3)
     ops, before = ops_of(wide, "vllm"), ops_of(narrow, "vllm")
-    assert {name.split(".")[1] for name in set(before) - set(ops)} == {
-        "q_down_cast", "q_up_cast", "kv_up_cast", "out_proj_cast"
-    }  # fmt: skip
+    lost = {name.split(".")[1] for name in set(before) - set(ops)}
+    assert lost == {"q_down_cast", "q_up_cast", "kv_up_cast", "out_proj_cast"}
     changed_ops = {name for name, op in ops.items() if op.dtype != before[name].dtype}
     assert {name.split(".")[0] for name in changed_ops} == {"attention"}
 
@@ -262,10 +255,8 @@ def test_what_a_checkpoint_leaves_in_16_bits_is_kept_and_computed_so() -> None:
 def test_casts_are_fused_unless_scales_are_of_blocks() -> None:
     of = partial(server, "deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp8")
     tensors, blocks = (of(weight_dtype=kept) for kept in (None, "fp8_block"))
-    casts = [
-        sum("_cast" in name for name in ops_of(of, engine))
-        for of, engine in ((tensors, "vllm"), (tensors, "trtllm"), (blocks, "trtllm"))
-    ]
+    runs = (tensors, "vllm"), (tensors, "trtllm"), (blocks, "trtllm")
+    casts = [sum("_cast" in name for name in ops_of(of, engine)) for of, engine in runs]
     assert casts == [6, 0, 6]
 
 
@@ -278,10 +269,8 @@ def test_prompts_longer_than_what_an_indexer_chooses_read_latents() -> None:
 
 def test_experts_cut_over_dp_ranks_gather_and_multiply_what_spread_ones_do() -> None:
     """Each rank has an eighth of every expert for all tokens, where it had an eighth of the experts."""
-    spread, cut, sent = (
-        server("deepseek-v3", "b200-sxm:8", dtype="fp8", **plan)
-        for plan in ({"ep": 8}, {"etp": 8}, {"ep": 8, "dispatch": "per_rank"})
-    )
+    at = partial(server, "deepseek-v3", "b200-sxm:8", dtype="fp8")
+    spread, cut, sent = at(ep=8), at(etp=8), at(ep=8, dispatch="per_rank")
     one, other = (ops_of(of, "vllm") for of in (spread, cut))
     assert float(one["moe.expert_ffn."].cost.flop) == pytest.approx(float(other["moe.expert_ffn."].cost.flop))
     assert [float(x) for x in other["moe.expert_ffn."].shape[:5]] == [8 * 8192, 8, 256, 7168, 256]
@@ -311,6 +300,17 @@ def test_the_host_launches_each_kernel_of_latents_and_recurrences() -> None:
     saved = float(pass_times.launches_s(narrow)) - float(pass_times.launches_s(wide))
     assert saved == pytest.approx(61 * 6 * pass_times.fitted().constants.launched_op_s)
     assert float(pass_times.launches_s(server("llama3-8b", "b200-sxm:1"))) == 0.0
+    by = [pass_times.prompt_launches_s(wide, ENGINES[name], 1024.0) for name in ("vllm", "sglang")]
+    assert by[0] == pytest.approx(ENGINES["vllm"].launch_frac * by[1])
+
+
+def test_sglang_runs_experts_in_triton_on_blackwell() -> None:
+    """Those of Qwen3-30B-A3B on B200 by Triton's default tiles (vLLM pull request 31448)."""
+    of = server("qwen3-30b-a3b", "b200-sxm:1")
+    for tokens, measured_s in ((1.0, 39.61e-6), (2.0, 51.87e-6), (4.0, 73.18e-6)):
+        runs = (pass_times.run_by(of, ENGINES[name]) for name in ("vllm", "sglang"))
+        own, triton = (est.price_pass(run, run.decode(tokens, 1.0)).time_s["experts"] / 48 for run in runs)
+        assert float(triton) == pytest.approx(measured_s, rel=0.1) and float(own) < 0.8 * float(triton)
 
 
 def test_two_batches_hide_the_exchange() -> None:

@@ -152,11 +152,10 @@ def test_printed_passes_are_those_of_the_engine(meshwise: Any) -> None:
 
 
 def test_a_larger_graph_spares_the_host_launches(meshwise: Any) -> None:
-    base = (
-        "serve deepseek-v3 --cluster b200-sxm:8 --plan tp=8,ep=8 --concurrency 8 --num-requests 8 --sequences"
-    )
-    bare = meshwise(*base.split(), "512,513", "--json").document
-    more = meshwise(*base.split(), "512,513", "--engine", "vllm,graph_batch=528", "--json").document
+    base = "serve deepseek-v3 --cluster b200-sxm:8 --plan tp=8,ep=8 --prompt 128 --sequences 512,513 --json"
+    load = ("--concurrency", "8", "--num-requests", "8")
+    bare = meshwise(*base.split(), *load).document
+    more = meshwise(*base.split(), *load, "--engine", "vllm,graph_batch=528").document
     (one, beyond), (same, captured) = ([row["token_s"] for row in of["passes"]] for of in (bare, more))
     assert one == same and beyond > 3 * captured > 3 * one
     told = [any("graph_batch=528 captures" in note for note in of["notes"]) for of in (bare, more)]

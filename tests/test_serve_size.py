@@ -22,7 +22,8 @@ from meshwise.serve.simulate import LatencyLimits
 from meshwise.serve.size import Sizing, Wanted, size
 from meshwise.serve.stationary import RequestStream
 
-ENGINE = ENGINES["vllm"]
+ENGINE = replace(ENGINES["vllm"], launch_frac=1.0)
+"""Of one that does not compile its layers, so that its host binds passes of prompts."""
 LENGTHS = {"prompt": 1024, "output": 128}
 
 

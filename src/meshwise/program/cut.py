@@ -47,7 +47,7 @@ class Cut:
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
     each sequence, and one new one (`seq`); the cache has `kv_bytes` an element. In both an expert computes
-    `expert_tile` - 1 rows more than it has tokens.
+    `expert_tile` - 1 rows more than it has tokens, by the `expert_library` ("": the chip's).
     """
 
     microbatch: Num
@@ -89,6 +89,7 @@ class Cut:
     kv_bytes: float = 2.0
     wide_modules: tuple[str, ...] = ()
     expert_tile: float = 1.0
+    expert_library: str = ""
     fuses_casts: bool = False
     gathers_by_sums: bool = False
     codes_sums: bool = False

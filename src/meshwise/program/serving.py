@@ -256,7 +256,7 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
         shape=(tokens, top_k, experts, hidden, width, float(moe.computed)),
         cost=Cost(2.0 * pairs * weights, read, tokens * hidden * form.act_bytes),
         dtype=form.dtype,
-        library="deepgemm" if cut.expert_tile > 1.0 else "",
+        library="deepgemm" if cut.expert_tile > 1.0 else cut.expert_library,
         right_bytes=form.expert_bytes if form.expert_bytes != form.operand_bytes else 0.0,
     )
     return _with_weights(op, stated)

@@ -110,12 +110,15 @@ class Engine:
     `expert_tile`: rows of a tile of the experts' grouped matmuls in fp8 on Hopper. DeepGEMM has 128 and fills
     every expert up to a tile, and where the host does not know how many tokens each gets, by 127 rows.
     `shared_expert_tile`: the same beyond Hopper, of experts that dp ranks share.
+    `triton_experts`: those in 8 and 16 bits run in Triton on Blackwell too, not in trtllm-gen, but for models
+    with latent attention (SGLang's --moe-runner-backend auto).
     `fuses_casts`: kernels write fp8 and fp4 as the next matmul reads it, unless its scales are of blocks.
     `gathers_by_sums`: dp ranks gather prompts for their experts by an all-reduce, and what experts give too.
     `codes_sums`: large all-reduces on AMD's GPUs travel in 8 bits (ROCM_QUICK_REDUCE_QUANTIZATION=INT8, which
     SGLang's images for ROCm set).
     `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph), or
     those of at most `prompt_graph_tokens` (vLLM's cudagraph_mode PIECEWISE and FULL_AND_PIECEWISE).
+    `launch_frac`: its time to launch a kernel over that of layers that are not compiled.
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
     (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
     `front_s` to `prompt_slowdown` are those of all engines (`serve.engine.Constants`) unless they were fitted
@@ -146,11 +149,13 @@ class Engine:
     widens_hopper_cache: bool = False
     expert_tile: int = 1
     shared_expert_tile: int = 1
+    triton_experts: bool = False
     fuses_casts: bool = False
     gathers_by_sums: bool = False
     codes_sums: bool = False
     graphs_prompts: bool = False
     prompt_graph_tokens: int = 0
+    launch_frac: float = 1.0
     plans_while_guessing: bool = True
     front_s: float = _CONSTANTS.front_s
     front_token_s: float = _CONSTANTS.front_token_s

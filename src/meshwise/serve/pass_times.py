@@ -50,6 +50,9 @@ CONTEXTS = 8
 
 # --- kernels -------------------------------------------------------------------------------------
 
+_TRITON = {"bf16": "bf16-triton", "fp8": "fp8_block-triton"}
+"""Constants of the experts that Triton runs, by what they compute in."""
+
 
 def attending(serving: Serving, engine: Engine) -> Serving:
     """`serving` with the cache that its attention reads as fast as its own."""
@@ -61,13 +64,17 @@ def attending(serving: Serving, engine: Engine) -> Serving:
 
 def run_by(serving: Serving, engine: Engine) -> Serving:
     """`serving` with the tiles of the engine's experts, how it sums, and with what it fuses."""
-    plan, tile = serving.mesh.plan, 1
+    plan, generation, tile = serving.mesh.plan, serving.cluster.chip.generation, 1
     if plan.dtype == "fp8":
         beyond = engine.shared_expert_tile if np.all(est.shares_experts(serving)) else 1
-        tile = engine.expert_tile if serving.cluster.chip.generation == "hopper" else beyond
+        tile = engine.expert_tile if generation == "hopper" else beyond
+    in_triton = engine.triton_experts and serving.model.mla is None and generation.startswith("blackwell")
+    is_whole = not plan.expert_dtype and plan.weight_dtype in (None, "fp8_block")
+    library = _TRITON.get(plan.dtype, "") if in_triton and is_whole else ""
     fuses = engine.fuses_casts and plan.weight_dtype != "fp8_block"
     sums = {"gathers_by_sums": engine.gathers_by_sums, "codes_sums": engine.codes_sums}
-    return replace(serving, run_by={"expert_tile": float(tile), "fuses_casts": fuses} | sums)
+    experts = {"expert_tile": float(tile), "expert_library": library}
+    return replace(serving, run_by=experts | {"fuses_casts": fuses} | sums)
 
 
 def launches_s(serving: Serving) -> Num:
@@ -89,7 +96,7 @@ def _kernels(op: Op) -> Num:
 def prompt_launches_s(serving: Serving, engine: Engine, tokens: float) -> float:
     """Seconds of the host to launch a pass with prompts, of so many tokens; 0 where a graph is replayed."""
     is_replayed = engine.graphs_prompts or tokens <= engine.prompt_graph_tokens
-    return 0.0 if is_replayed else float(np.max(launches_s(run_by(serving, engine))))
+    return 0.0 if is_replayed else engine.launch_frac * float(np.max(launches_s(run_by(serving, engine))))
 
 
 def first_token_s(serving: Serving, engine: Engine | None) -> float:
@@ -115,7 +122,7 @@ def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) ->
     of = run_by(serving, engine)
     priced = est.decode_pass(of, padded, past)
     busy_s = priced.total_s - priced.time_s["attention"]
-    waits_s = np.maximum(is_launched * launches_s(of) - busy_s, 0.0)
+    waits_s = np.maximum(is_launched * engine.launch_frac * launches_s(of) - busy_s, 0.0)
     return est.PricedPass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
 
 
