@@ -127,84 +127,11 @@ def plan_of(facts: Facts) -> Plan:
 
 
 def recover(facts: Facts) -> Facts:
-    """The plan's keys out of the facts that a framework states in its own terms."""
-    found = dict(facts)
-    if facts.get("loss") == EAGER:
-        found["software"] = "torch-2024-eager"
-    elif "loss" in facts:
-        found["loss_fusion"] = facts["loss"]
-    if "cp_size" in facts:
-        found["cp"] = max(facts["cp_size"], facts["sp_size"])
-        found["cp_kind"] = "ulysses" if facts["sp_size"] > 1 else "all_gather"
-    tp, cp, pp = (found.get(key) or 1 for key in ("tp", "cp", "pp"))
-    num_layers = facts.get("num_layers")
-    form = facts.get("recompute_form")
-    if facts.get("pipeline_layout"):
-        found["stages"] = _layout_stages(facts["pipeline_layout"])
-        found["chunks"], rest = divmod(len(found["stages"]), pp)
-        refuse("layout of a pipeline", DataError, rest=rest, pp=pp, num=len(found["stages"]))
-    if "chunks" in found:
-        found["vpp"] = found["chunks"]
-    if chunks := _chunks_of(num_layers, pp, facts.get("layers_per_chunk")):
-        found["vpp"] = chunks
-    if facts.get("levels"):
-        found["ulysses"] = facts["levels"][0]
-    if form is not None:
-        found["recompute"] = {"block": "full", "per_op": "selective"}.get(form, form)
-    if form == "per_op":
-        found["recompute_modules"] = (form,)
-    if form == "full":
-        found["recompute_every"] = facts.get("recompute_num") or 1
-    if form == "block":
-        if not facts.get("recompute_num"):
-            raise DataError("recomputing blocks needs --recompute-num-layers; state how many")
-        found["recompute_layers"] = facts["recompute_num"] * found.get("vpp", 1)
-    if "p2p_overlap" in facts:
-        found["overlap_pp"] = facts["p2p_overlap"]
-    if "shard" in facts:
-        found |= _sharding(found, tp * cp * pp)
-    if "num_microbatches" in facts and facts.get("batch") and facts.get("microbatch"):
-        found["dp"] = facts["batch"] // (facts["microbatch"] * facts["num_microbatches"])
-    if "dp" not in found and facts.get("num_gpus"):
-        found["dp"] = facts["num_gpus"] // (tp * cp * pp)
-    if not facts.get("batch") and found.get("dp") and facts.get("microbatch") and "num_microbatches" in facts:
-        found["batch"] = found["dp"] * facts["microbatch"] * facts["num_microbatches"]
-    if facts.get("instances", 1) > 1 and "dp" not in found:
-        raise DataError("how many GPUs share the states depends on their number; say it with --cluster")
-    if facts.get("instances", 1) > 1:
-        found["zero_group"] = found["dp"] * cp // facts["instances"]
-    if found.get("shard") and found.get("zero"):
-        found["zero_group"] = found["shard"] * cp
-    if "etp_beside_ep" in facts:
-        found["etp"] = facts["etp_beside_ep"] or tp
-    if "etp_implied" in facts:
-        found["etp"] = 1 if (found.get("ep") or 1) > 1 else tp
-    if "local_batch" in facts:
-        found["microbatch"] = facts.get("pipeline_microbatch") if pp > 1 else facts["local_batch"]
-    return found
-
-
-def _sharding(facts: Facts, model_ranks: int) -> Facts:
-    """dp, the ranks that share a sharded model, and the ZeRO stage, of FSDP's two degrees.
-
-    A degree of -1, or FSDP without degrees, shards over all that is left of the world.
-    """
-    shard, replicate, num_gpus = facts["shard"], facts["replicate"], facts.get("num_gpus")
-    left = num_gpus // (model_ranks * replicate) if num_gpus else None
-    if facts.get("launcher") == "MULTI_GPU":
-        shard, replicate = 1, left
-    elif shard < 0 or (facts.get("launcher") == "FSDP" and shard * replicate == 1):
-        shard = left
-    is_sharded = shard != 1 or facts["cp"] > 1
-    kept = 2 if facts["pp"] == 1 else 1
-    unstated = {"never": kept, "always": 3}.get(facts.get("resharding", ""), 3 if facts["pp"] == 1 else 1)
-    zero = facts.get("zero") or unstated
-    found: Facts = {"shard": shard, "replicate": replicate, "zero": zero if is_sharded else 0}
-    if shard and replicate:
-        found["dp"] = shard * replicate
-    if "recompute_fsdp" in facts or "recompute_ddp" in facts:
-        found["recompute"] = facts.get("recompute_fsdp" if is_sharded else "recompute_ddp", "none")
-    return found
+    """The plan's keys out of the facts that a framework states in its own terms (`catalog/launch.toml`)."""
+    found = formulas(launch_tables().recovered, _FUNCTIONS | READING | facts | {"stated": facts})
+    asked = dict.fromkeys(("pipeline_layout", "recompute_form", "recompute_num", "instances"))
+    refuse("recovered job", DataError, **asked | facts | found)
+    return facts | {key: value for key, value in found.items() if value is not None or key in facts}
 
 
 # --- Megatron-LM's text of uneven stages: Et*19|t*21|t*21|t*19L ----------------------------------
@@ -260,5 +187,8 @@ _FUNCTIONS = {
     "resharding_of": lambda zero, pp: str(resharding(zero, pp)),
 }
 """What formulas of the catalog call."""
-READING = {"layout_of": _layout_of, "layout_of_ends": _layout_of_ends, "chunks_of": _chunks_of}
-"""What those of `[instead]` call."""
+READING: dict[str, Any] = {
+    **{"layout_of": _layout_of, "layout_of_ends": _layout_of_ends, "chunks_of": _chunks_of},
+    **{"layout_stages": _layout_stages, "len": len},
+}
+"""What those of `[instead]` and `[recovered]` call."""
