@@ -338,7 +338,7 @@ def _phases(row: Row, solved: tuple[dict[str, float], ...] | None) -> Iterator[d
     regime = {"kind": row.get("mode_kind", ""), "framework": row.get("software", "")}
     for quantity, seen in measured_rl.measured(row).items():
         value, other = (found.get(quantity) for found in solved or ({}, {}))
-        near, far = (rl_interval(quantity, one, row["mode_kind"]) if one else None for one in (value, other))
+        near, far = (rl_interval(one, row["mode_kind"]) if one else None for one in (value, other))
         yield {
             **{"quantity": quantity, "chip": row.get("chip", ""), "measured": seen, "predicted": value},
             **{"interval": near, "left_out": other, "left_out_interval": far, "regime": regime},

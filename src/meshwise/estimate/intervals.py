@@ -36,24 +36,6 @@ DENSE = "dense"
 """The regime of what has none of its own."""
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """10th and 90th percentile of measured over predicted, and how many runs of how many sources say so."""
-
-    p10: float
-    p90: float
-    num_runs: int
-    num_sources: int
-
-
-class Spreads(msgspec.Struct, frozen=True):
-    """The catalog: what was `measured`, by aspect; the spreads of each quantity by regime, and the excess of
-    each aspect that is not measured (`unmeasured chip`)."""
-
-    measured: Mapping[str, Sequence[str]]
-    step_s: Mapping[str, Spread]
-    memory_bytes: Mapping[str, Spread]
-
-
 @dataclass(frozen=True, slots=True)
 class Interval:
     """10th and 90th percentile of what a measurement of the prediction would be, and what that rests on."""
@@ -69,6 +51,29 @@ class Interval:
     def to_json(self) -> dict[str, float]:
         """The two percentiles."""
         return {"p10": self.p10, "p90": self.p90}
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """10th and 90th percentile of measured over predicted, and how many runs of how many sources say so."""
+
+    p10: float
+    p90: float
+    num_runs: int
+    num_sources: int
+
+    def around(self, value: float, what: str, sources: str) -> Interval:
+        """Between which values a measurement of the prediction `value` lies, 8 times of 10."""
+        reason = f"judging by {self.num_runs} {what} of {self.num_sources} {sources}, none by its own"
+        return Interval(p10=value * self.p10, p90=value * self.p90, reason=reason)
+
+
+class Spreads(msgspec.Struct, frozen=True):
+    """The catalog: what was `measured`, by aspect; the spreads of each quantity by regime, and the excess of
+    each aspect that is not measured (`unmeasured chip`)."""
+
+    measured: Mapping[str, Sequence[str]]
+    step_s: Mapping[str, Spread]
+    memory_bytes: Mapping[str, Spread]
 
 
 @cache

@@ -346,13 +346,6 @@ def near_heads(c: Config) -> Fields:
     return fields | {"each": fields["each"] | each}
 
 
-def mllama(c: Config) -> Fields:
-    """Layers that attend to the image in place of the text, every fifth of them unless they are named."""
-    number, cross = c.num_hidden_layers, c.cross_attention_layers
-    cross = list(range(3, number, 5)) if cross is None else cross
-    return {"each": {"mixer": tuple("cross" if i in cross else "attention" for i in range(number))}}
-
-
 def searched(c: Config) -> Fields:
     """Nemotron-NAS (arXiv 2411.19146): attention and MLP differ by layer, or are missing."""
     each: dict[str, list[Any]] = {"mixer": [], "mlp": [], "num_kv_heads": [], "ffn_hidden": [], "kind": []}
@@ -445,11 +438,6 @@ def patches(c: Config) -> Fields:
         class_token=c.class_token, mask_token=c.use_mask_token, bias=c.patch_bias,
     )  # fmt: skip
     return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
-
-
-def no_blocks(_c: Config) -> Fields:
-    """What is projected as it comes: one block without attention and MLP stands for none."""
-    return {"num_layers": 1, "layers": (Layer(mixer="none", mlp=False),)}
 
 
 def patch_windows(c: Config) -> Fields:

@@ -109,8 +109,7 @@ def find_transport(name: str) -> Transport:
     return known[name]
 
 
-def interval_of(quantity: str, value: float, mode: str) -> Interval:
+def interval_of(value: float, mode: str) -> Interval:
     """Between which values a measurement of the prediction lies, 8 times of 10; phases as the step."""
     spread = CATALOG.spreads["overlapped" if mode in OVERLAPPED else "in turn"]
-    reason = f"judging by {spread.num_runs} measured steps of {spread.num_sources} sources, none by its own"
-    return Interval(p10=value * spread.p10, p90=value * spread.p90, reason=reason)
+    return spread.around(value, "measured steps", "sources")

@@ -69,9 +69,7 @@ def fitted() -> Fitted:
 
 def interval_of(quantity: str, value: float, regime: str) -> Interval:
     """Between which values a measurement of the prediction `value` lies, 8 times of 10."""
-    spread = fitted().spreads[quantity][regime]
-    reason = f"judging by {spread.num_runs} points of {spread.num_sources} models, none by its own"
-    return Interval(p10=value * spread.p10, p90=value * spread.p90, reason=reason)
+    return fitted().spreads[quantity][regime].around(value, "points", "models")
 
 
 _CONSTANTS = fitted().constants
