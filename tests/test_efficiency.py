@@ -59,10 +59,8 @@ def test_one_row_more_does_not_cost_a_row_of_tiles(columns):
 
 def test_one_row_fills_no_tile():
     """Of two cards of a generation the one of more bandwidth decodes a lone sequence faster, by as much."""
-    fast_s, slow_s = (
-        mw.estimate("llama3-8b", f"{name}:1", kind="decode", batch=1, seq=1024).step_s
-        for name in ("rtx-3090", "rtx-a6000")
-    )
+    at, cards = {"kind": "decode", "batch": 1, "seq": 1024}, ("rtx-3090:1", "rtx-a6000:1")
+    fast_s, slow_s = (mw.estimate("llama3-8b", card, **at).step_s for card in cards)
     assert fast_s < 0.87 * slow_s  # 768 of 936 GB/s are 0.82
 
 
@@ -80,9 +78,8 @@ def test_ideal_attention_is_its_flop(batch, head, seq, dim):
     full_s = attention_s(**shape, causal=False, **ideal)
     assert full_s == pytest.approx(4 * batch * head * seq**2 * dim / CHIP["flop_per_s"], rel=1e-12)
     assert attention_s(**shape, causal=True, **ideal) == pytest.approx(full_s / 2, rel=1e-12)
-    assert attention_s(**shape, causal=False, backward=True, **ideal) == pytest.approx(
-        2.5 * full_s, rel=1e-12
-    )
+    backward_s = attention_s(**shape, causal=False, backward=True, **ideal)
+    assert backward_s == pytest.approx(2.5 * full_s, rel=1e-12)
     for causal in (False, True):
         real_s = attention_s(**shape, causal=causal, **CHIP, num_cores=CORES, efficiency=REAL.attention)
         assert real_s > attention_s(**shape, causal=causal, **ideal)
@@ -143,6 +140,8 @@ def test_every_chip_has_constants_and_says_what_it_inherits():
     assert ampere["gemm.bf16"] == "ampere (a100-80g-pcie, a100-80g-sxm)"
     assert "gemm.bf16" not in eff.constants(find_chip("mi300x")).inherited_from
     assert eff.constants(find_chip("tpu-v5p")).inherited_from["gemm.bf16"] == "tpu (tpu-v7)"
+    nearest = eff.constants(find_chip("gb200")).nearest  # B200 runs trtllm-gen, Hopper Triton
+    assert nearest("experts", ("bf16-triton", "bf16-trtllm")) == "bf16-trtllm"
     assert eff.constants(find_chip("trainium2")).inherited_from["gemm.bf16"].startswith("all chips (a100")
     geforce = eff.constants(find_chip("rtx-5090"))  # nvf4: main-horse.github.io/posts/5090-mm-perf
     assert geforce.gemm("fp4").peak_frac == pytest.approx(1474 / 1676, rel=0.06)

@@ -394,11 +394,10 @@ def _experts_s(machine: Machine, op: Op, *stacks: Stack) -> Num:
 
 
 def experts_library(efficiency: Efficiency, dtype: str) -> str:
-    """The library of the grouped matmuls: the first that was measured on this chip, or else anywhere."""
+    """The library of the grouped matmuls: the first measured here, else on this generation, else anywhere."""
     form = {"fp16": "bf16", "fp8": "fp8_block"}.get(dtype, dtype)
     names = [name for last in EXPERT_LIBRARIES if (name := f"{form}-{last}") in efficiency.experts]
-    here = [name for name in names if f"experts.{name}" not in efficiency.inherited_from]
-    return next(iter(here or names), "")
+    return efficiency.nearest("experts", names)
 
 
 def _passes(op: Op) -> str:

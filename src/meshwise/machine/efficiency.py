@@ -226,6 +226,11 @@ class Efficiency:
         """Whose efficiencies stand for those of this chip, and which of `used`."""
         return grouped(sorted(used & set(self.inherited_from)), self.inherited_from.__getitem__)
 
+    def nearest(self, kind: str, names: Sequence[str]) -> str:
+        """The first of the variants `names` measured on this chip, else on its generation, else anywhere."""
+        of = {name: self.inherited_from.get(f"{kind}.{name}", "") for name in names}
+        return min(names, key=lambda name: (of[name] != "", of[name].startswith(ALL_CHIPS)), default="")
+
     def gemm_name(self, dtype: str, *, in_blocks: bool = False, grouped: bool = False) -> str:
         """The constants for matmuls in `dtype`, whose weights may be scaled `in_blocks` or of experts."""
         name = AS_MEASURED.get(dtype, dtype)
