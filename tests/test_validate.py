@@ -183,7 +183,7 @@ def test_uneven_layers_leave_room_for_the_ends() -> None:
 
 
 def test_biases_of_experts_are_added_as_the_framework_does() -> None:
-    run = restated(runs()["mbridge-106"], framework="nemo-automodel")
+    run = restated(runs()[DENSE], framework="nemo-automodel")
     assert express(run).overheads().expert_bias_passes == 4.0
     assert express(restated(run, framework="megatron-lm")).overheads().expert_bias_passes == 16.0
 
