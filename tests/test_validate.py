@@ -182,6 +182,14 @@ def test_uneven_layers_leave_room_for_the_ends() -> None:
     assert len(chunks) == 64 and sum(chunks) == 126 and chunks[0] == chunks[-1] == 1
 
 
+def test_memory_of_the_software_that_ran() -> None:
+    """Adam's step and FSDP1's inputs under transformers before 2026; torchtitan's loss, not compiled."""
+    rows = validate([DATA / "memory.csv"]).rows
+    memory = [row for row in rows if row.quantity == "memory_bytes"]
+    assert len(memory) == 5
+    assert all(abs(row.predicted / row.measured - 1.0) < 0.03 and row.fits for row in memory)
+
+
 def test_biases_of_experts_are_added_as_the_framework_does() -> None:
     run = restated(runs()[DENSE], framework="nemo-automodel")
     assert express(run).overheads().expert_bias_passes == 4.0

@@ -108,8 +108,7 @@ class Expressed:
             found = replace(found, cast_passes=found.delayed_cast_passes)
         if self.run.attention_kernel in ("flash3", "flash4", "cudnn"):
             found = replace(found, attention_slowdown=1.0)
-        passes = defaults_of(self.run).expert_bias_passes or found.expert_bias_passes
-        found = replace(found, expert_bias_passes=passes)
+        found = replace(found, **defaults_of(self.run).overheads)
         in_graph, blocks = self.run.cuda_graph == "partial", bool(self.run.launch_blocking)
         return replace(found, launches_block=blocks, routing_in_graph=in_graph)
 
@@ -216,6 +215,7 @@ def _with_sizes(run: Run, base: Model, defaults: Defaults) -> Model:
     if run.head_dim and not mla:
         heads["head_dim"] = run.head_dim
     sizes = {"num_layers": run.layers, "ffn_hidden": run.ffn_hidden, "max_seq": run.seq_len} | heads
+    sizes |= {} if run.dropout is None else {"dropout_frac": run.dropout}
     sizes |= {"sliding_window": run.window or base.sliding_window, "vocab": vocab_of(run, defaults)}
     return checked_model(replace(base, **sizes, mla=mla, moe=_experts(run, base.moe)), run.model)
 
@@ -270,7 +270,14 @@ def vocab_of(run: Run, defaults: Defaults) -> int:
 def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
-    names = {"run": run, "of": defaults, "model": model, "dtype": dtype, "narrow": NARROW_DTYPES}
+    names = {
+        "run": run,
+        "stated": stated,
+        "of": defaults,
+        "model": model,
+        "dtype": dtype,
+        "narrow": NARROW_DTYPES,
+    }
     names |= {"bool": bool, "stages_of": _stages, "optimizers": _NAMES["optimizers"]}
     names["states"] = _NAMES["optimizer_states"]
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}

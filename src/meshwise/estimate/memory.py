@@ -43,6 +43,8 @@ OPTIMIZER_BYTES = {
 HAVE_MASTERS = ("adam", "muon", "sgd")
 """Those that keep an fp32 copy of weights which are not fp32 themselves."""
 """Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
+MOMENT_BYTES = {"adam": 4.0, "adam-fp32": 4.0, "adam-bf16": 2.0}
+"""Of these a second moment."""
 
 MAX_GATHERED_BLOCKS = 2.0
 """Blocks that ZeRO-3 holds whole at once: the one that computes and the one prefetched."""
@@ -92,12 +94,13 @@ def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memo
         return serving_memory(of, stage)
     weights, gradients, optimizer = state_bytes(of, held, stage.share)
     activations, buffers = _activation_bytes(of, stage), _buffer_bytes(of, stage)
-    turn, at_end = _turn_bytes(of, stage)
+    turn, at_end = _turn_bytes(of, stage, activations)
+    at_end = larger(at_end, _optimizer_turn_bytes(of, optimizer))
     # Gradients that no buffer waits for take the place of a lone microbatch's activations, block by block.
     fresh = (mesh.zero >= 3) | (mesh.replicas == 1) & (overheads.frees_gradients > 0)
-    gone = fresh * (mesh.num_microbatches == 1) * smaller(gradients, activations + turn - at_end)
-    of_turn = larger(gone - activations, 0.0)
-    activations, buffers = activations - (gone - of_turn), buffers + (turn - of_turn)
+    gone = smaller(fresh * (mesh.num_microbatches == 1) * gradients, activations + turn - at_end)
+    gone_first = larger(smaller(gone, activations), 0.0)
+    activations, buffers = activations - gone_first, buffers + turn - (gone - gone_first)
     tensors = weights + gradients + optimizer + activations + buffers
     overhead = overheads.context_bytes + overheads.fragment_frac * tensors
     return Memory(weights, gradients, optimizer, activations, buffers=buffers, overhead=overhead)
@@ -146,15 +149,22 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
         return where(is_shard, share, 1.0) * (dense + experts)
 
     weights = weight_bytes(mesh) * shard("params", STAGES.weights)
-    if mesh.trains and not overheads.weight_copies:
+    copies = where(mesh.zero >= 3, overheads.sharded_copies, 1.0) * overheads.weight_copies
+    if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS:
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
         own = where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
-        weights = weights - weight_bytes(mesh) * own
+        weights = weights - weight_bytes(mesh) * own * (1.0 - copies)
     weights = weights - spared_bytes(mesh, of.cut) * shard("quantized", STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
     return weights, sums * (1.0 - sums_on_host(mesh)), per_state * shard("trained", STAGES.states)
+
+
+def _optimizer_turn_bytes(of: PricedModel, optimizer: Num) -> Num:
+    """What Adam makes of all its second moments at once, as large as these; `optimizer`: bytes of states."""
+    copies = of.machine.overheads.moment_copies * MOMENT_BYTES.get(of.mesh.plan.optimizer, 0.0)
+    return copies / _optimizer_param_bytes(of.mesh) * optimizer
 
 
 def _optimizer_param_bytes(mesh: Mesh) -> float:
@@ -210,7 +220,7 @@ def _activation_bytes(of: PricedModel, stage: Stage) -> Num:
     return microbatch_bytes(of, stage) * in_flight * (1.0 - mesh.offload_activations)
 
 
-def _turn_bytes(of: PricedModel, stage: Stage) -> tuple[Num, Num]:
+def _turn_bytes(of: PricedModel, stage: Stage, activations: Num) -> tuple[Num, Num]:
     """Bytes that live only while one microbatch turns round on a stage, and of them those at the very end.
 
     The former are the larger of two moments. At the head: what it keeps, what the loss (of a chunk) books
@@ -230,7 +240,10 @@ def _turn_bytes(of: PricedModel, stage: Stage) -> tuple[Num, Num]:
     in_chunks = cut.loss_chunks > 1
     hidden_bytes = in_chunks * elem_bytes * cut.tokens * model.hidden  # beside their kept gradients
     at_head = stage.heads * (head.saved_bytes + hidden_bytes + head.booked_loss_bytes) + head_grads
-    in_blocks: Num = 0.0
+    # Beside frozen weights, FSDP1 keeps the inputs of checkpoints that are reentrant until the backward ends.
+    is_kept = (cut.lora_rank > 0) * full * (of.mesh.zero >= 3) * (of.mesh.replicas > 1)
+    stay = of.machine.overheads.inputs_stay * is_kept * activations
+    most: Num = 0.0
     at_end = 2.0 * head_grads * model.tied_embedding * stage.embeddings
     for count, part in zip(stage.layers, blocks, strict=True):
         redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
@@ -238,8 +251,8 @@ def _turn_bytes(of: PricedModel, stage: Stage) -> tuple[Num, Num]:
         in_block = (redone + part.widest_bytes) * (count > 0)
         at_end = larger(at_end, in_block)
         in_block = in_block + (elem_bytes * part.held[DENSE].trained + head_grads) * (count > 0)
-        in_blocks = larger(in_blocks, in_block)
-    return larger(at_head, in_blocks), at_end
+        most = larger(most, in_block)
+    return larger(at_head, most + stay), at_end
 
 
 def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
