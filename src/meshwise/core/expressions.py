@@ -4,6 +4,7 @@ Nothing that is read can run code: an expression is compiled only if it has no o
 """
 
 import ast
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
@@ -26,7 +27,9 @@ def _compiled(text: str) -> CodeType:
     for node in ast.walk(tree):
         if not isinstance(node, _PARTS) or (isinstance(node, ast.Attribute) and node.attr.startswith("_")):
             raise ValueError(f"{type(node).__name__} is no part of an expression")
-    return compile(tree, text, "eval")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a number that is called or indexed, which fails by itself
+        return compile(tree, text, "eval")
 
 
 def value_of(text: str, names: Names) -> Any:
