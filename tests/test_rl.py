@@ -243,10 +243,14 @@ def test_a_dense_model_judges_samples_of_experts() -> None:
 
 
 def test_what_is_stated_stays() -> None:
-    for one in step(**OPEN | {"mode": "split", "rollout_gpus": 2, "train_plan": "tp=2,recompute=full"})[
-        "best"
-    ]:
-        assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 2, "tp=2,recompute=full")
+    plan = "tp=2,recompute=full"
+    for one in step(**OPEN | {"mode": "split", "rollout_gpus": 2, "train_plan": plan})["best"]:
+        assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 2, plan)
+
+
+def test_plans_whose_stages_divide_the_layers_are_found_among_faster_ones() -> None:
+    lengths: Any = {"samples": 16, "prompt": 512, "output": 1000, "max_output": 4096, "rollout_plan": "tp=16"}
+    assert mw.rl("qwen3-235b-a22b", "h100-80g-sxm:128", prompts=64, mode="colocated", **lengths).step.fits
 
 
 LAUNCHED: dict[str, Any] = {
@@ -369,13 +373,10 @@ def test_a_step_log_beside_the_prediction(meshwise: Any, tmp_path: Path) -> None
     for side in ("measured", "predicted"):
         assert sum(row[f"{side}_s"] for row in found["rows"]) == pytest.approx(found["step_s"][side])
     assert any(finding.startswith("look first at") for finding in found["findings"])
+    alone = meshwise("explain", "--rl-log", str(RECIPES / "nemo.log"))
+    assert "generation takes 49% of a step" in alone.out
     again = api.explain_rl(RECIPES / "verl.log", "llama3-8b", "h100-80g-sxm:8", tmp_path / "overrides.txt")
     assert again.step and (again.step.job.rollouts.prompt, again.step.job.rollouts.output) == (100, 795)
-
-
-def test_a_log_alone_says_which_phase_is_longest(meshwise: Any) -> None:
-    done = meshwise("explain", "--rl-log", str(RECIPES / "nemo.log"))
-    assert "generation takes 49% of a step" in done.out
 
 
 def test_lengths_that_are_none_are_refused(tmp_path: Path) -> None:

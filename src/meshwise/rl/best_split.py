@@ -90,13 +90,17 @@ class _Looks:
             untold = {*USUAL, *OFFLOADED[-1]} - {*TRAINED_KEYS[asked.framework.name], *SPACE}
             how |= {"stated": {key: (DEFAULTS[key],) for key in untold} | SPACE, "with_changes": False}
             cluster, plans = replace(asked.cluster, num_chips=gpus), list[Plan]()
+            how["unwanted"] = lambda mesh: [asked.model.num_layers % (mesh.pp * mesh.vpp) != 0]
             try:
-                best = search(asked.model, cluster, to="megatron-lm", top=FAMILIES, **how).best
-                plans = [one.plan for one in best]
+                found = search(asked.model, cluster, to="megatron-lm", top=FAMILIES, **how)
+                plans = [one.plan for one in found.best]
+                least_gb = found.nearest_miss.memory_bytes / 1e9 if found.nearest_miss else 0.0
+                names = {"asked": asked, "gpus": gpus, "found": found, "least_gb": least_gb}
+                refuse("training plans of rl", PlanError, **names)
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
                 text = "training plans of Megatron-LM are tried: {}; state train_plan"
                 self.refused = PlanError(text.format(str(error).partition(";")[0]))
-            self.plans[gpus] = [plan for plan in plans if asked.model.num_layers % (plan.pp * plan.vpp) == 0]
+            self.plans[gpus] = plans
         return self.plans[gpus]
 
     @cached_property

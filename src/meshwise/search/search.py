@@ -20,7 +20,7 @@ import numpy as np
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.adverse import Adversity, together
-from meshwise.estimate.grid import NUMBER_KEYS, Grid, grids
+from meshwise.estimate.grid import NUMBER_KEYS, Grid, Refusals, grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.runs import refused, runs, says_model
@@ -212,6 +212,7 @@ def search(
     robust: bool = False,
     capped: bool = True,
     with_changes: bool = True,
+    unwanted: Refusals = lambda mesh: (),
     on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of the space; keep the fastest of each of the `top` families that fit the memory.
@@ -224,6 +225,7 @@ def search(
     ones (`not_tried` says which are larger), but of keys that are `*`. `assumptions`: also say which of
     them would change the choice; `software`: versions under which the first plan is priced too, and searched
     for. `with_changes`: what would fit where nothing does, and what offloading gives where little does.
+    `unwanted`: where plans are left out, one reason after another.
     `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them. The result has no `best`
     where nothing fits.
 
@@ -247,7 +249,7 @@ def search(
         raise PlanError(f"{to} does not run on {cluster.chip.name}; leave --to out")
     if to and not says_model(to, model, seq):
         raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
-    space = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped)
+    space = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped, unwanted)
     kept = space.price(on_plans)
     for freed in OFFLOADED:
         if kept.considered and not kept.feasible and not kept.stopped:
@@ -319,6 +321,7 @@ class _Space:
     to: str = ""
     robust: bool = False
     capped: bool = True
+    unwanted: Refusals = lambda mesh: ()
 
     def under(self, plan: Plan) -> Adversity:
         """What the plans are priced under."""
@@ -330,8 +333,8 @@ class _Space:
         return estimate(self.model, self.cluster, found.plan, workload)
 
     def refused(self, mesh: Mesh) -> Iterable[Any]:
-        """Where the framework does not run plans, if there is one."""
-        return refused(self.to, self.model, mesh) if self.to else ()
+        """Where plans are unwanted, or the framework does not run them, if there is one."""
+        return *self.unwanted(mesh), *(refused(self.to, self.model, mesh) if self.to else ())
 
     def values(self) -> Values:
         """The values of each key that varies."""
