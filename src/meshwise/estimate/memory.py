@@ -25,7 +25,6 @@ from meshwise.model.weights import table_params
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
-from meshwise.program.cut import Cut
 from meshwise.program.exchange import STAGES, Column, Held, at_stage, grad_bytes, sums_on_host, weight_bytes
 from meshwise.program.fsdp2 import STATES, shard_bytes
 from meshwise.program.implementation import shards_each_weight
@@ -148,13 +147,12 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
         )
         return where(is_shard, share, 1.0) * (dense + experts)
 
-    weights = weight_bytes(mesh) * shard("params", STAGES.weights)
+    weights = Held(*(shard(name, STAGES.weights) for name in Held._fields)).bytes(mesh)
     copies = where(mesh.zero >= 3, overheads.sharded_copies, 1.0) * overheads.weight_copies
     if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS:
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
         own = where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
         weights = weights - weight_bytes(mesh) * own * (1.0 - copies)
-    weights = weights - spared_bytes(mesh, of.cut) * shard("quantized", STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
@@ -180,11 +178,6 @@ def checkpoint_param_bytes(of: PricedModel) -> float:
         elem_bytes = shard_bytes(of.mesh, of.cut)
         return elem_bytes + STATES.get(of.mesh.plan.optimizer, 2.0 / elem_bytes) * elem_bytes
     return weight_bytes(of.mesh) * bool(of.machine.overheads.weight_copies) + _optimizer_param_bytes(of.mesh)
-
-
-def spared_bytes(mesh: Mesh, cut: Cut) -> float:
-    """By how much a frozen weight of few bits is smaller than others, also as it is gathered."""
-    return 0.0 if cut.frozen_bytes is None else weight_bytes(mesh) - cut.frozen_bytes
 
 
 def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
@@ -271,10 +264,7 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
     messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
     widest: Num = 0.0
     for part in blocks:
-        of_block = (
-            weight_bytes(mesh) * held.params - spared_bytes(mesh, cut) * held.quantized for held in part.held
-        )
-        widest = larger(widest, added(of_block))
+        widest = larger(widest, added(held.bytes(mesh) for held in part.held))
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     whole = MAX_GATHERED_BLOCKS * widest * sharded
     return gathered + messages + whole

@@ -7,10 +7,11 @@ weights held as shards are gathered where they are used; whole weights whose sta
 once a step; sums held as shards are reduced after the backward of every microbatch, whole ones once a step.
 So ZeRO-0 all-reduces gradients, 1 reduce-scatters them and all-gathers the new weights, 2 reduce-scatters
 after every microbatch, 3 (FSDP) does too and gathers the weights of each block before its forward and its
-backward. Where ZeRO shards over a group of the replicas only, the shards of gradients are summed across
-groups. Dense weights are exchanged over data and context parallel ranks, experts over the ranks that hold the
-same ones. Only weights that train have gradients. All of it travels in messages: those of a block where its
-tensors are shards between microbatches (Megatron-FSDP), buckets otherwise.
+backward, frozen ones in the few bits in which they are held (QLoRA). Where ZeRO shards over a group of the
+replicas only, the shards of gradients are summed across groups. Dense weights are exchanged over data and
+context parallel ranks, experts over the ranks that hold the same ones. Only weights that train have
+gradients. All of it travels in messages: those of a block where its tensors are shards between microbatches
+(Megatron-FSDP), buckets otherwise.
 
 ZeRO 1, 2 and 3 are DeepSpeed's stages (arXiv 1910.02054) and Megatron-FSDP's `optim`, `optim_grads` and
 `optim_grads_params`. FSDP2 (`program.fsdp2`) always has shards between steps, and within one under stage 3;
@@ -83,6 +84,12 @@ class Held(NamedTuple):
     trained: Num = 0.0
     quantized: Num = 0.0
 
+    def bytes(self, mesh: Mesh) -> Num:
+        """What they take where they are held, and as they are gathered."""
+        few = mesh.plan.frozen_dtype
+        spared = 0.0 if few is None else weight_bytes(mesh) - DTYPE_BYTES[few]
+        return weight_bytes(mesh) * self.params - spared * self.quantized
+
 
 def replicas(mesh: Mesh, *, of_experts: bool) -> tuple[Num, Num]:
     """Ranks that hold the same weights or shares of them, and how many of all replicas lie between two."""
@@ -118,7 +125,7 @@ def exchanges(
     rounds = 1.0 + gathered * (passing - 1.0)
     summed = at_stage(STAGES.sums, mesh.zero)
     reductions = num_reductions(summed, passing)
-    for of_experts, (params, trained, _) in enumerate(held):
+    for of_experts, (params, trained, quantized) in enumerate(held):
         if isinstance(params, SINGLE) and params == 0:
             continue
         name, (ranks, first) = "expert_" * of_experts, replicas(mesh, of_experts=bool(of_experts))
@@ -136,7 +143,7 @@ def exchanges(
         grad_payload = grad_bytes(mesh) * trained / larger(grads, 1.0)
         moved = gathered * params + (1.0 - gathered) * trained  # frozen weights do not change
         weights = messages(moved, gathered)
-        weight_payload = weight_bytes(mesh) * moved / larger(weights, 1.0)
+        weight_payload = Held(moved, quantized=gathered * quantized).bytes(mesh) / larger(weights, 1.0)
         copied = gathered * group
         of_grads = f"{name}gradients", "backward"
         how: dict[str, Any] = {"stride": stride, "runs": runs}
