@@ -33,7 +33,7 @@ from meshwise.estimate.fsdp2_peak import (
     peak_without_pipeline,
     shortened,
 )
-from meshwise.estimate.memory import Memory
+from meshwise.estimate.memory import MAX_GATHERED_BLOCKS, Memory
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
@@ -339,10 +339,14 @@ def _in_a_piece(model: Model, cut: Cut) -> Num:
 
 
 def least_step_bytes(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> Num:
-    """The least that a step has alive on a rank of `stage`."""
+    """The least that a step has alive on a rank of `stage`; without a backward, all that it has."""
     model, mesh, cut = of.model, of.mesh, of.cut
     shards = _shards(held, mesh, cut)
     whole = added(unit.count * unit.gathered_bytes(mesh, cut) for unit in held)
+    if not mesh.trains:
+        widest = reduce(larger, ((unit.count > 0) * unit.gathered_bytes(mesh, cut) for unit in held))
+        of_weights = np.where(mesh.zero >= 3, MAX_GATHERED_BLOCKS * widest, whole)
+        return of_weights + block_input_bytes(model, cut)
     stored = (unit.count * rows * width for unit in held for rows, width in unit.trained.stored(cut))
     sums = np.where(sums_are_shards(mesh) > 0, shards, reduced_bytes(mesh, cut) * added(stored))
     sums = sums * (mesh.num_microbatches > 1)

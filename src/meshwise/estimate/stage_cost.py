@@ -149,7 +149,8 @@ def needed_memory(
 ) -> tuple[Memory, Num]:
     """What a stage needs, and the most that it keeps for the backward; `has_peak`: as in `stage_cost`."""
     if units:
-        return (fsdp2_memory if has_peak else least_memory)(of, stage, units)
+        is_exact = has_peak and of.mesh.trains
+        return (fsdp2_memory if is_exact else least_memory)(of, stage, units)
     memory = stage_memory(of, stage, held)
     return memory, memory.activations
 
@@ -167,7 +168,7 @@ def _exchanged(
     `shared_weights`.
     """
     model, mesh, cut, machine = of.model, of.mesh, of.cut, of.machine
-    if not mesh.trains:
+    if mesh.serves:
         return [], 0.0, 0.0, 0.0
     overheads = machine.overheads
     alone = (mesh.pp == 1) * 1.0 if units else 1.0

@@ -27,7 +27,7 @@ from meshwise.estimate.fsdp2_step import fsdp2_memory
 from meshwise.estimate.memory import held_params
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.stage_cost import StageCost, StageTime, needed_memory, stage_cost, stage_time, units_of
-from meshwise.estimate.tower import tower_time, towers_of, with_tower
+from meshwise.estimate.tower import tower_time, towers_of, with_tower, with_weights
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, differ, has_fixed_ends, layers_of_chunks, stages_of
@@ -82,7 +82,8 @@ def price_step(
     """
     model, mesh = of.model, of.mesh
     shared = shared_gradients(model, of.cut) if mesh.trains else []
-    towers = towers_of(of)
+    decodes, held_towers = mesh.kind == "decode", towers_of(of)
+    towers = [] if decodes else held_towers
     has_peak = wants is None or not shards_each_weight(of.cut) or bool(towers)
     stages = stages or stages_of(model, mesh)
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
@@ -96,7 +97,7 @@ def price_step(
         stage_cost(of, stage, shared, time, slowest_s - total_s, has_peak=has_peak)
         for stage, time, total_s in zip(stages, times, totals_s, strict=True)
     ]
-    costs = [reduce(with_tower, towers, cost) for cost in costs]
+    costs = [reduce(with_weights if decodes else with_tower, held_towers, cost) for cost in costs]
     work_s = slowest_s * mesh.num_microbatches
     hop_s = message_s(of)
     bubble, comm_pp = _pipeline_waits(of, towers, costs, hop_s, slowest_s)

@@ -4,8 +4,9 @@ An encoder of images or sound is a model of its own, priced like any other: its 
 weights, gradients and optimizer states follow from its ops. It lies where the embedding of the language model
 lies, on the first stage of the pipeline, and does its part of a microbatch before the blocks there. It is cut
 by tp like these, or (`tower_dp`) each of these ranks has all of it and encodes whole inputs of its own; ranks
-of cp always do. A frozen tower has only a forward, and each rank all of its weights; what joins it to the
-language model belongs to the embedding of that and trains with it.
+of cp always do. A frozen tower has only a forward, for which ZeRO shards and gathers its weights as all others.
+A pass that decodes keeps the weights of towers and runs none. What joins a tower to the language model
+belongs to the embedding of that and trains with it.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import Num
-from meshwise.estimate.memory import Memory
+from meshwise.estimate.memory import Memory, serving_memory
 from meshwise.estimate.priced_model import PricedModel, priced_model
 from meshwise.estimate.stage_cost import StageCost, StageTime, stage_cost, stage_time
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
@@ -43,8 +44,7 @@ def tower_mesh(tower: Tower, mesh: Mesh) -> Mesh:
         plan=replace(plan, **_PLAIN),
         seq=float(num_positions(tower.encoder)),
         microbatch=np.ceil(mesh.microbatch * tower.num_inputs / copies),
-        kind=mesh.kind if mesh.serves or trains else "evaluate",
-        zero=mesh.zero if trains else 0.0,
+        kind="prefill" if mesh.serves else "train" if trains else "evaluate",
         zero_group=mesh.zero_group * shared,
         recompute=float(RECOMPUTE.index(recompute)) if recompute else mesh.recompute,
         recompute_layers=np.inf,
@@ -83,18 +83,23 @@ def tower_stage(encoder: Model, stage: Stage) -> Stage:
 
 
 def towers_of(of: PricedModel) -> list[PricedModel]:
-    """The towers whose tokens the model reads, each on a mesh of its own; a pass that decodes has none of
-    their work."""
+    """The towers whose tokens the model reads, each on a mesh of its own."""
     return [
         priced_model(tower.encoder, tower_mesh(tower, of.mesh), of.machine, tower.name)
         for tower in of.model.towers
-        if tower.num_tokens and of.mesh.kind != "decode"
+        if tower.num_tokens
     ]
 
 
 def tower_time(tower: PricedModel, stage: Stage) -> StageTime:
     """One microbatch of a tower on a stage of the language model."""
     return stage_time(tower, tower_stage(tower.model, stage))
+
+
+def with_weights(own: StageCost, tower: PricedModel) -> StageCost:
+    """A stage and the weights of a tower that does not run."""
+    held = serving_memory(tower, tower_stage(tower.model, own.stage)).weights
+    return replace(own, memory=replace(own.memory, weights=own.memory.weights + held))
 
 
 ADDED = "comm_dp_s", "exposed_s", "filling_s", "optimizer_s", "gradient_bytes", "kept_bytes"

@@ -154,7 +154,7 @@ def exchanges(
         )  # fmt: skip
         whole = (1.0 - sharded) * grads  # DDP
         yield exchange(*of_grads, "all_reduce", grad_payload, group, count=whole, **how)
-        for phase, share in (("forward", sharded), ("backward", gathered)):
+        for phase, share in (("forward", sharded), ("backward", gathered * mesh.trains)):
             of = f"{name}weights", phase, "all_gather", weight_payload, group
             yield exchange(*of, count=rounds * share * weights, **sharing)
         yield exchange(
@@ -170,7 +170,7 @@ def shared_weights(model: Model, shared: Iterable[Op], stage: Stage, mesh: Mesh,
     A tied embedding lies on the first stage and on that of the head; under sequence parallelism and in
     layouts of several dimensions ranks of a tensor-parallel group see different tokens of the same norms.
     """
-    if model.tied_embedding and mesh.plan.lora_rank == 0:
+    if model.tied_embedding and mesh.trains and mesh.plan.lora_rank == 0:
         apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * 1.0
         payload = grad_bytes(mesh) * model.vocab * model.hidden / cut.tp
         yield exchange(

@@ -102,6 +102,11 @@ class Unit:
         """Those of them that have gradients."""
         return replace(self, weights=tuple(weight for weight in self.weights if weight.trains))
 
+    @property
+    def of_forward(self) -> Unit:
+        """The same where there is no backward."""
+        return replace(self, weights=frozen(self.weights), gathers=(self.gathers[0], 0.0))
+
     def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
         return added(self._padded_sizes(mesh, cut))
@@ -179,7 +184,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
             weights = tuple(one for one in of_block if one.is_expert == is_expert)
             if weights or not is_expert:
                 found.append(Unit(weights, count, (in_forward, in_backward)))
-    return found
+    return found if mesh.trains else [unit.of_forward for unit in found]
 
 
 def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
