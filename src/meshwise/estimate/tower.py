@@ -4,7 +4,7 @@ An encoder of images or sound is a model of its own, priced like any other: its 
 weights, gradients and optimizer states follow from its ops. It lies where the embedding of the language model
 lies, on the first stage of the pipeline, and does its part of a microbatch before the blocks there. It is cut
 by tp like these, or (`tower_dp`) each of these ranks has all of it and encodes whole inputs of its own; ranks
-of cp always do. A frozen tower has only a forward, for which ZeRO shards and gathers its weights as all others.
+of cp always do. A frozen tower has only a forward, for which ZeRO shards and gathers its weights too.
 A pass that decodes keeps the weights of towers and runs none. What joins a tower to the language model
 belongs to the embedding of that and trains with it.
 """
