@@ -10,13 +10,14 @@ import numpy as np
 
 from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import told
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import COLORS, FRONT_COLOR, Chart, ChartAxis, Page, Picture, Section, Series, Text
 from meshwise.report.table import Fields, Table, records_table
 from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.load import Fleet, LoadResult, energy
 from meshwise.serve.screen import layout_text
-from meshwise.serve.serving import Serving
+from meshwise.serve.serving import Serving, memory_of_one
 from meshwise.serve.size import Choice, Sizing
 
 
@@ -136,20 +137,19 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
     if document["max_sequences"]:
         yield f"room for {document['max_sequences']:,} sequence{'s' * (answer.max_sequences != 1)}"
     else:
-        yield _out_of_memory(document["memory_bytes"])
+        remedies = told("room for a sequence", of=answer.serving, plan=answer.serving.mesh.plan)
+        yield f"{_out_of_memory(answer.serving)}; what makes room: {', '.join(remedies)}"
     if answer.token_s is not None:
         within = document["sequences_within_limit"]
         yield f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences"
 
 
-def _out_of_memory(memory: Mapping[str, float]) -> str:
+def _out_of_memory(of: Serving) -> str:
     """By how much not even one sequence fits, and what holds the memory."""
-    held = ", ".join(f"{name} {with_prefix(memory[name], 'B')}" for name in ("weights", "working", "cache"))
-    return (
-        f"out of memory: one sequence takes {with_prefix(memory['total'], 'B')} ({held}) of "
-        f"{with_prefix(memory['usable'], 'B')} that may be used; use more GPUs, "
-        "narrower weights (weight_dtype=int4), a shorter prompt or a larger memory_frac"
-    )
+    memory = {name: with_prefix(num_bytes, "B") for name, num_bytes in memory_of_one(of).items()}
+    held = ", ".join(f"{name} {memory[name]}" for name in ("weights", "working", "cache"))
+    of_usable = f"of {memory['usable']} that may be used"
+    return f"out of memory: one sequence takes {memory['total']} ({held}) {of_usable}"
 
 
 def _costs(answer: ServingAnswer) -> Iterator[Section]:
@@ -329,7 +329,7 @@ def _headlines(answer: ServingAnswer) -> list[str]:
     if answer.max_sequences:
         room = f"{answer.max_sequences:,} sequences of {of.prompt} + {of.output} tokens"
         return [f"first token after {duration(answer.first_token_s)}, room for {room}"]
-    return [_out_of_memory(answer.to_json()["memory_bytes"]).partition(" that may be used")[0]]
+    return [_out_of_memory(of)]
 
 
 def _name(answer: ServingAnswer) -> str:
