@@ -159,23 +159,12 @@ def test_an_oversubscribed_level_gives_each_rank_its_share():
     assert whole_pods_s == pytest.approx(1e12 / (8 * 50e9), rel=0.05)
 
 
-def test_two_ranks_of_a_mesh_have_one_link_of_those_to_their_peers():
-    links = (Link(448e9, 0.0, 8.0, mesh=True),)
-    for ranks, links_used in ((2, 1), (4, 3), (8, 7)):
-        seconds = collective_s("all_gather", 1e9, ranks, links=links)
-        assert seconds == pytest.approx((ranks - 1) / ranks / (links_used * 64))
-
-
-def test_more_than_two_gpus_on_pcie_go_through_their_host():
-    """A way through it has 3/4 of a link; all eight links at once have 1/16 of what they carry."""
-    links = {"links": (Link(32e9, 0.0, 8.0),)}
-    slower = {**links, "efficiency": Efficiency(inner=LinkEfficiency(host_frac=3 / 4))}
-    shared = {**links, "efficiency": Efficiency(inner=LinkEfficiency(host_shared_frac=1 / 16))}
-    for on_pcie in (slower, shared):
-        assert collective_s("all_gather", 1e9, 2, **on_pcie) == pytest.approx(1 / 2 / 32)
-    assert collective_s("all_gather", 1e9, 4, **slower) == pytest.approx(3 / 4 / 24)
-    assert collective_s("all_gather", 1e9, 4, **shared) == pytest.approx(3 / 4 / 4)
-    assert collective_s("all_to_all", 1e9, 8, **shared) == pytest.approx(7 / 8 / 2)
+@pytest.mark.parametrize(("kind", "ranks", "link", "host", "formula"), TABLES["shares"], ids=str)
+def test_what_ranks_have_of_the_links_of_a_node(kind, ranks, link, host, formula):
+    """Few of a mesh use few of its links; more than two GPUs on PCIe go through their host."""
+    node = {"links": (Link(latency_s=0.0, ranks=8.0, **link),)}
+    seconds = collective_s(kind, 1e9, ranks, **node, efficiency=Efficiency(inner=LinkEfficiency(**host)))
+    assert seconds == pytest.approx(value_of(formula, {}))
 
 
 def test_a_node_without_peer_access_passes_its_host_and_a_pair_does_not():

@@ -17,8 +17,8 @@ from meshwise.cost.dispatch import copies_spread, deepep_copies, dispatch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
-from meshwise.machine.efficiency import WITHOUT_PEERS, DispatchEfficiency, Efficiency, ExpertsEfficiency
-from meshwise.machine.hardware import Chip, Level, find_cluster, links_of
+from meshwise.machine.efficiency import DispatchEfficiency, Efficiency, ExpertsEfficiency
+from meshwise.machine.hardware import WITHOUT_PEERS, Chip, Level, find_cluster, links_of
 
 Array = NDArray[np.float64]
 

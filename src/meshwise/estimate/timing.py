@@ -450,17 +450,15 @@ def _dispatch_launch_s(machine: Machine, op: Op, ranks: Stack) -> Num:
 
 
 def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
-    """Inside a node by reading the peers' memory, where that is faster than the library."""
-    base, efficiency = machine.base, machine.efficiency
+    """Inside a node by reading the peers' memory, where engines do so and it is faster than the library."""
+    base, link = machine.base, machine.base.links[0]
     library_s = machine.collective_s("all_reduce", payload_bytes, ranks, stride)
     peer_s = peer_all_reduce_s(
-        payload_bytes, ranks, memory_bytes_per_s=base.memory_bytes_per_s, library_s=library_s,
-        link_bytes_per_s=base.links[0].among(ranks),
-        coded=op.library == "peer-coded", efficiency=efficiency.peer,
+        payload_bytes, ranks, memory_bytes_per_s=base.memory_bytes_per_s, link_bytes_per_s=link.among(ranks),
+        library_s=library_s, coded=op.library == "peer-coded", efficiency=machine.efficiency.peer,
     )  # fmt: skip
-    is_switched = np.asarray(base.links[0].ways) == 0  # a peer must be reached directly
-    is_inside = (ranks > 1) & (ranks * stride <= base.node_ranks) & is_switched
-    return np.where(is_inside, peer_s, library_s)
+    is_inside = (ranks > 1) & (ranks * stride <= base.node_ranks)
+    return np.where(is_inside & (ranks <= link.peer_ranks), peer_s, library_s)
 
 
 def _deepep_s(

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from meshwise.core.columns import grouped
 from meshwise.core.errors import ClusterError
 from meshwise.core.files import catalog_text
-from meshwise.machine.hardware import MEASURED, Chip, Level, chips, num_cores
+from meshwise.machine.hardware import MEASURED, WITHOUT_PEERS, Chip, Level, chips, num_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,10 +410,6 @@ def _core_flop_per_s(chip: Chip) -> float:
 def on_pcie(levels: Sequence[Level]) -> bool:
     """Whether the chips of a node exchange over PCIe."""
     return bool(levels) and levels[0].box_link == "pcie"
-
-
-WITHOUT_PEERS = "-host"
-"""How the name of a level of PCIe ends whose GPUs have no peer access: all they exchange passes the host."""
 
 
 def _box(levels: Sequence[Level], entry: Any = None) -> str:

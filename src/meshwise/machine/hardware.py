@@ -45,6 +45,9 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 BOX_LINKS = ("nvlink", "pcie", "infinity-fabric", "xgmi", "neuronlink", "ici")
 """How names of links begin that join chips inside a node; all others beyond the innermost are networks."""
 
+WITHOUT_PEERS = "-host"
+"""How the name of a level of PCIe ends whose GPUs have no peer access: all they exchange passes the host."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Level:
@@ -69,6 +72,16 @@ class Level:
     def box_link(self) -> str:
         """Which of BOX_LINKS joins the ranks; empty of any other link."""
         return next((kind for kind in BOX_LINKS if self.name.lower().startswith(kind)), "")
+
+    @property
+    def peer_ranks(self) -> float:
+        """The most ranks whose sums engines make by reading the peers' memory over these links.
+
+        On PCIe two with peer access, over a network none. Source: `custom_all_reduce.py` of vLLM and SGLang.
+        """
+        if self.name.endswith(WITHOUT_PEERS) or (not self.box_link and self.ranks == math.inf):
+            return 1.0
+        return 2.0 if self.box_link == "pcie" else math.inf
 
 
 ReduceScatter = Literal["reduce_scatter", "all_reduce"]
@@ -391,6 +404,7 @@ class Link(NamedTuple):
 
     `job_ranks`: of the `ranks` of a domain those that a job has (`of_job`); 0 where that is not said.
     `box`: the links of a box of chips that it is, beyond the innermost ones ("": a network).
+    `peer_ranks`: the most ranks that add up by reading each other's memory (`Level`).
     """
 
     bytes_per_s: Num
@@ -401,6 +415,7 @@ class Link(NamedTuple):
     mesh: bool = False
     job_ranks: int = 0
     box: str = ""
+    peer_ranks: float = 1.0
 
     def among(self, ranks: Num) -> Num:
         """What `ranks` ranks of a domain have of the links of one [bytes/s]."""
@@ -460,8 +475,8 @@ def _boxes(num_chips: int, axes: list[int]) -> Iterator[tuple[int, ...]]:
 def _axes(level: Level) -> list[Link]:
     """The links of a level: switches as they are, a torus axis by axis."""
     if not level.torus:
-        rails, box = float(level.rails), level.box_link
-        return [Link(level.bytes_per_s, level.latency_s, level.ranks, rails=rails, mesh=level.mesh, box=box)]
+        link = Link(level.bytes_per_s, level.latency_s, level.ranks, rails=float(level.rails))
+        return [link._replace(mesh=level.mesh, box=level.box_link, peer_ranks=level.peer_ranks)]
     sizes = itertools.accumulate(level.torus, operator.mul)
     one_way = level.bytes_per_s / (2 * len(level.torus))
     ways = [2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0 for size in level.torus]

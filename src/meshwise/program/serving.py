@@ -5,10 +5,10 @@ own, with their cache of keys and values. The experts of a layer lie on ep ranks
 ranks of one dp rank, which all see the same tokens and only have to add up their results, or over the tp
 ranks of several, who send each token to its experts and fetch the result (*exchange*). The weights, and most
 ops, are those of the forward in training; what an engine does otherwise is stated here. There is no sequence
-parallelism; residuals are added in the norm that follows; all-reduces read the memory of the peers; one query
-a sequence attends to its cache; experts are grouped matmuls of a library; logits are made for the last token
-of a sequence alone. Latent attention (MLA) is stated with its up-projection, whose work is that of the
-absorbed form which decodes from the latents.
+parallelism; residuals are added in the norm that follows; all-reduces read the memory of the peers where
+engines let the links do so; one query a sequence attends to its cache; experts are grouped matmuls of a
+library; logits are made for the last token of a sequence alone. Latent attention (MLA) is stated with its
+up-projection, whose work is that of the absorbed form which decodes from the latents.
 """
 
 from collections.abc import Iterable, Iterator

@@ -468,7 +468,8 @@ def notes(serving: Serving) -> list[str]:
     matmul = efficiency.gemm_name(dtype, in_blocks=plan.weight_dtype == "fp8_block")
     used = {f"decode.{'mla' if is_latent else 'flash'}", f"gemm.{matmul}", "attention.flash", "memory.kernel"}
     if serving.num_chips > 1:
-        used |= {"inner.link", "pcie.link", "peer.all_reduce"}
+        adds_by_peers = 1 < plan.tp <= serving.machine.base.links[0].peer_ranks
+        used |= {"inner.link", "pcie.link", *["peer.all_reduce"] * adds_by_peers}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
     found = inherited_notes(serving.cluster.chip, efficiency.inherited(used))
