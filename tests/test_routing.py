@@ -139,7 +139,14 @@ def test_fewer_nodes_are_faster_and_fp8_dispatch_sends_less() -> None:
 def test_a_pair_hides_what_a_lone_microbatch_pays() -> None:
     base = "pp=16,ep=64,dispatch=per_rank,overlap_ep="
     alone, paired = (report(base + switch).to_json() for switch in "01")
-    assert paired["time_s"]["comm_ep"] < alone["time_s"]["comm_ep"]
-    unpaired = {row["time_s"] for row in paired["ledger"] if row["op"] == "unpaired"}
-    assert len(unpaired) == 1 and 0 < unpaired.pop() < alone["time_s"]["comm_ep"] * 16 / 120 * 1.01
+    assert alone["time_s"]["comm_ep"] * 16 / 135 < paired["time_s"]["comm_ep"] < alone["time_s"]["comm_ep"]
     assert sum(paired["time_s"].values()) == pytest.approx(paired["step_s"])
+
+
+@pytest.mark.parametrize("batch", [64, 1024])
+@pytest.mark.parametrize("plan", ["ep=16", "ep=32,dispatch=per_rank,zero=3,recompute=full", "pp=4,ep=16"])
+def test_nothing_hides_beside_a_lone_microbatch(plan: str, batch: int) -> None:
+    plans = (f"{plan},overlap_ep={hides}" for hides in (0, 1))
+    both = [mw.estimate("qwen3-30b-a3b", "h100-80g-sxm:64", one, batch=batch) for one in plans]
+    assert both[1].step_s <= both[0].step_s * (1 + 1e-9)  # a late host launches for both of a pair
+    assert float(both[0].mesh.num_microbatches) > 1 or both[0].time_s == both[1].time_s

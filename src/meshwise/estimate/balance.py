@@ -165,14 +165,11 @@ class _Bound:
 
 def _bound(found: StepCost) -> _Bound:
     mesh, overheads = found.of.mesh, found.of.machine.overheads
-    lone_s = _least(found, lambda cost: cost.time.unpaired_s)
     return _Bound(
         mean_s=mean_phases_s(mesh, found.stages),
         is_bound=(added(cost.exposed_s for cost in found.stages) > 0.0) * 1.0,
         hop_s=found.hop_s,
-        rest_s=smaller(mesh.pp, mesh.num_microbatches) * lone_s
-        + _least(found, lambda cost: cost.comm_dp_s)
-        + _least(found, lambda cost: cost.optimizer_s),
+        rest_s=_least(found, lambda cost: cost.comm_dp_s) + _least(found, lambda cost: cost.optimizer_s),
         slowed=1.0 + overheads.straggler_frac * np.log2(mesh.world),
     )
 

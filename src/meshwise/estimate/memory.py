@@ -164,7 +164,7 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
 def _optimizer_turn_bytes(of: PricedModel, optimizer: Num) -> Num:
     """What Adam makes of all its second moments at once, as large as these; `optimizer`: bytes of states."""
     copies = of.machine.overheads.moment_copies * MOMENT_BYTES.get(of.mesh.plan.optimizer, 0.0)
-    return copies / _optimizer_param_bytes(of.mesh) * optimizer
+    return copies / (_optimizer_param_bytes(of.mesh) or 1.0) * optimizer  # which may keep nothing
 
 
 def _optimizer_param_bytes(mesh: Mesh) -> float:

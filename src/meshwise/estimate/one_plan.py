@@ -123,7 +123,6 @@ class Estimate(Shown):
         for row in step_rows(self.step, self.pace):
             if "exposed_s" in row:
                 found[f"comm_{row['axis'][:2]}"] += row["count"] * (row["comm_s"] - row["exposed_s"])
-        found["comm_ep"] -= float(self.step.unpaired_s)
         return {name: max(seconds, 0.0) for name, seconds in found.items()}
 
     @property

@@ -7,7 +7,7 @@ for all cuts that differ in experts alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshwise.core.columns import chosen_cells, distinct_columns
 from meshwise.core.numbers import added
 from meshwise.core.units import Num
-from meshwise.estimate.priced_part import Part, price_parts
+from meshwise.estimate.priced_part import Part, paced, price_parts
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -34,7 +34,7 @@ class PricedModel:
 
     `of_cuts`: the parts of one rank and one microbatch by name (embedding, blocks of each kind, head), priced
     once for each distinct cut. `kind`: the cut of each row of a grid; None where all rows have one. `name`:
-    of a tower.
+    of a tower. `lone`: the parts of microbatches beside which no other runs, where exchanges hide behind it.
     """
 
     model: Model
@@ -44,17 +44,21 @@ class PricedModel:
     of_cuts: dict[str, Part]
     kind: NDArray[np.intp] | None = None
     name: str = ""
+    lone: dict[str, Part] = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The parts of every row."""
-        if self.kind is None:
-            return self.of_cuts
-        kind = self.kind
-        return {
-            name: part.mapped(lambda one: np.take(one, kind, axis=-1) if np.ndim(one) else one)
-            for name, part in self.of_cuts.items()
-        }
+        """The parts of every row, in the mean of its microbatches."""
+
+        def of_rows(part: Part) -> Part:
+            kind = self.kind
+            if kind is None:
+                return part
+            return part.mapped(lambda one: np.take(one, kind, axis=-1) if np.ndim(one) else one)
+
+        found = {name: of_rows(part) for name, part in self.of_cuts.items()}
+        alone = {name: of_rows(part) for name, part in self.lone.items()}
+        return found | {name: paced(found[name], part, self.mesh.lone_frac) for name, part in alone.items()}
 
     @cached_property
     def by_part(self) -> list[Part]:
@@ -81,11 +85,13 @@ def priced_model(model: Model, mesh: Mesh, machine: Machine, name: str = "") -> 
     """A model in all rows of `mesh`; its keys of `estimate.grid.TAIL` play no part."""
     cut = cut_of(mesh)
     hide = tuple(axis for axis in ("tp", "ep") if getattr(mesh.plan, f"overlap_{axis}"))
-    numbers = {field.name: getattr(cut, field.name) for field in fields(cut)}
+    alone = replace(mesh, plan=replace(mesh.plan, overlap_ep=False))
+    lone = priced_model(model, alone, machine).of_cuts if mesh.plan.overlap_ep and mesh.trains else {}
+    numbers = {each.name: getattr(cut, each.name) for each in fields(cut)}
     arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
     if not arrays:
         alike = _price_alike(model, cut, hide, machine, grad_bytes(mesh))
-        return PricedModel(model, mesh, machine, cut, alike, name=name)
+        return PricedModel(model, mesh, machine, cut, alike, name=name, lone=lone)
     columns = np.stack(np.broadcast_arrays(*arrays.values()))
     flat = columns.reshape(len(arrays), -1)
     first, cells = distinct_columns(flat)
@@ -94,7 +100,7 @@ def priced_model(model: Model, mesh: Mesh, machine: Machine, name: str = "") -> 
     found = _priced(model, replace(cut, **along), hide, machine, grad_bytes(mesh))
     of_cuts = partial(chosen_cells, cells=places, shape=table.shape)
     by_cut = {name: part.mapped(of_cuts) for name, part in found.items()}
-    return PricedModel(model, mesh, machine, cut, by_cut, cells.reshape(columns.shape[1:]), name)
+    return PricedModel(model, mesh, machine, cut, by_cut, cells.reshape(columns.shape[1:]), name, lone)
 
 
 OF_EXPERTS = ("ep", "etp", "ep_stride", "dispatch_per_rank", "imbalance")

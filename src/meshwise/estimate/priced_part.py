@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -67,13 +68,11 @@ class PhaseTimes:
 
     In `near_forward_s` of the forward (and so on) collectives hold the links inside a node, hidden or not, in
     `far_forward_s` those between nodes; backward includes the gradient of the weights.
-    `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
     """
 
     forward_s: Num
     backward_s: Num
     weight_s: Num
-    unpaired_s: Num = 0.0
     near_forward_s: Num = 0.0
     near_backward_s: Num = 0.0
     far_forward_s: Num = 0.0
@@ -120,6 +119,18 @@ class Part(PhaseTimes):
         return replace(self, rows=(), **{name: mapped(of, getattr(self, name)) for name in names})
 
 
+def paced(paired: Part, lone: Part, lone_frac: Num) -> Part:
+    """The mean of microbatches of which `lone_frac` run as `lone`, the others as `paired`."""
+
+    def mean(one: Any, other: Any, *names: str) -> dict[str, Any]:
+        return {n: (1.0 - lone_frac) * getattr(one, n) + lone_frac * getattr(other, n) for n in names}
+
+    pairs = zip(paired.rows, lone.rows, strict=True)
+    rows = tuple(structs.replace(row, **mean(row, other, "spent_s")) for row, other in pairs)
+    times = mean(paired, lone, "forward_s", "backward_s", "weight_s", "again_s", "core_s")
+    return replace(paired, rows=rows, **times)
+
+
 def price_parts(
     parts: dict[str, list[Op]], machine: Machine, *, hide: Iterable[str] = (),
     sum_bytes: float = 4.0, grad_bytes: float = 0.0,
@@ -143,7 +154,7 @@ def _part(
     sum_bytes: float, grad_bytes: float,
 ) -> Part:  # fmt: skip
     overheads = machine.overheads
-    priced, unpaired_s = _hidden_behind_compute(_priced(ops, times, overheads), hide, machine)
+    priced = _hidden_behind_compute(_priced(ops, times, overheads), hide, machine)
     forward = [op for op in ops if op.phase == FORWARD]
     if overheads.stops_early:
         unread = _unread(ops)
@@ -167,7 +178,6 @@ def _part(
         backward_s=seconds[BACKWARD],
         weight_s=seconds[WEIGHT],
         again_s=seconds[FORWARD] - added(row.spent_s for row in priced if not row.is_redone),
-        unpaired_s=unpaired_s,
         core_s=added(_times(row.op.redone_frac, row.spent_s) for row in priced),
         **_links_s(priced, machine),
         saved_bytes=kept.saved_bytes,
@@ -324,16 +334,13 @@ def exposed_share(comm_s: Num, cover_s: Num, not_hidden_frac: Num) -> Num:
     return sticks_out + not_hidden_frac * (1.0 - sticks_out)
 
 
-def _hidden_behind_compute(
-    priced: list[PricedOp], hide: Sequence[str], machine: Machine
-) -> tuple[list[PricedOp], Num]:
-    """`priced` with the collectives of the axes `hide` behind compute, and what is hidden behind another one.
+def _hidden_behind_compute(priced: list[PricedOp], hide: Sequence[str], machine: Machine) -> list[PricedOp]:
+    """`priced` with the collectives of the axes `hide` behind compute.
 
     Those of tensor parallelism hide behind all compute of their phase. Those of experts hide behind the other
     microbatch of a pair, whose backward runs beside the forward: behind all compute of both, and what sticks
-    out of an axis that hid before. What that spares is not spared to a microbatch without a partner.
+    out of an axis that hid before.
     """
-    unpaired_s: Num = 0.0
     for axis in hide:
         for phases in ((FORWARD, BACKWARD, WEIGHT),) if axis == "ep" else ((FORWARD,), (BACKWARD,)):
             mine = [row for row in priced if row.phase in phases]
@@ -344,12 +351,11 @@ def _hidden_behind_compute(
             behind = {id(row): row for row in mine if row.op.kind == "collective" and row.op.axis[:2] == axis}
             comm_s = added(row.spent_s for row in behind.values())
             share = exposed_share(comm_s, busy_s, _not_hidden_frac(axis, list(behind.values()), machine))
-            unpaired_s = unpaired_s + (comm_s * (1.0 - share) if axis == "ep" else 0.0)
             priced = [
                 structs.replace(row, spent_s=row.spent_s * share) if id(row) in behind else row
                 for row in priced
             ]
-    return priced, unpaired_s
+    return priced
 
 
 def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> Num:

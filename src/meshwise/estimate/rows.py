@@ -139,8 +139,6 @@ def _row(part: str, machine: Machine, row: PricedOp, phase: str) -> Row:
 def _pipeline_rows(step: StepCost, cost: StageCost) -> Iterator[Row]:
     """Messages to and from the neighbouring stages, and what a rank waits for while others work."""
     mesh = step.of.mesh
-    if float(step.unpaired_s):
-        yield _spent("pipeline", "unpaired", step.unpaired_s, collective="all_to_all", axis="ep")
     if float(mesh.pp) == 1.0:
         return
     messages = [message for message in _messages(mesh, cost.stage) if message[-1]]

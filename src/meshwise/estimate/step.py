@@ -1,10 +1,9 @@
 """A whole step from its parts: blocks, stages, the pipeline, data parallelism, the optimizer.
 
-    step = m t_max + unpaired + bubble + exposed p2p + exposed data-parallel exchange + optimizer + stragglers
+    step = m t_max + bubble + exposed p2p + exposed data-parallel exchange + optimizer + stragglers
 
 m microbatches, t_max one of them on the slowest stage, which sets the pace. Where exchanges of experts hide
-behind another microbatch, those pp that fill the pipeline forward and drain it backward have no partner
-(1F1B, its chunks and DualPipe alike): what is hidden elsewhere is paid for them. All of it is arithmetic on
+behind another microbatch, some have no partner (`Mesh.lone_frac`): t is the mean. All of it is arithmetic on
 a `Mesh`, so one call prices one plan or a grid: what depends on few axes (a block on tp, cp and the
 microbatch) is computed along those alone, and only the last sums run over the whole grid.
 """
@@ -42,14 +41,13 @@ PHASES = ("forward_s", "backward_s", "weight_s")
 class StepCost:
     """A step of one plan, or of each plan of a grid; the mesh of `of` has the `ends` that balance its stages.
 
-    `work_s`: the microbatches on the slowest stage. With `unpaired_s`, `bubble_s`, `comm_pp_s`, `comm_dp_s`,
+    `work_s`: the microbatches on the slowest stage. With `bubble_s`, `comm_pp_s`, `comm_dp_s`,
     `optimizer_s` and `straggler_s` they add up to `step_s`. `memory_bytes`: what the fullest stage needs.
     """
 
     of: PricedModel
     step_s: Num
     work_s: Num
-    unpaired_s: Num
     bubble_s: Num
     comm_pp_s: Num
     comm_dp_s: Num
@@ -103,9 +101,7 @@ def price_step(
     bubble, comm_pp = _pipeline_waits(of, towers, costs, hop_s, slowest_s)
     comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     optimizer = _largest([cost.optimizer_s for cost in costs], exists)
-    lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
-    unpaired_s = lone_s * smaller(mesh.pp, mesh.num_microbatches)
-    alone_s = work_s + unpaired_s + bubble + comm_pp + comm_dp + optimizer
+    alone_s = work_s + bubble + comm_pp + comm_dp + optimizer
     straggler = alone_s * (of.machine.overheads.straggler_frac * np.log2(mesh.world))
     memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     if wants is not None and not has_peak:
@@ -119,7 +115,6 @@ def price_step(
         of=of,
         step_s=alone_s + straggler,
         work_s=work_s,
-        unpaired_s=unpaired_s,
         bubble_s=bubble,
         comm_pp_s=comm_pp,
         comm_dp_s=comm_dp,
@@ -242,13 +237,12 @@ def least_step_s(of: PricedModel) -> Num:
     The slowest stage takes no less than the mean of all, and recomputation, exchanges of replicas, messages
     between stages and the optimizer only add to
 
-        m t_mean + unpaired + bubble(F, B, W of the mean stage)
+        m t_mean + bubble(F, B, W of the mean stage)
 
     so a search need not price a plan whose least time is longer than what it has found.
     """
     counts = (1.0, *map(float, layer_counts(of.model).values()), 1.0)
-    names = (*PHASES, "unpaired_s")
-    return _of_mean_s(of, [of.total(name, counts) / of.mesh.pp for name in names])
+    return _of_mean_s(of, [of.total(name, counts) / of.mesh.pp for name in PHASES])
 
 
 def least_of_ops(of: PricedModel) -> tuple[Num, Num]:
@@ -259,7 +253,7 @@ def least_of_ops(of: PricedModel) -> tuple[Num, Num]:
     """
     stages = stages_of(of.model, of.mesh)
     times = times_of_chunks(of, stages, towers_of(of))
-    mean_s = _means_s(of.mesh, stages, times, (*PHASES, "unpaired_s"))
+    mean_s = _means_s(of.mesh, stages, times, PHASES)
     is_fixed = has_fixed_ends(of.mesh)
     exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
     slowest_s = _largest([time.total_s for time in times], exists) if is_fixed else 0.0
@@ -271,14 +265,13 @@ def least_of_ops(of: PricedModel) -> tuple[Num, Num]:
 
 
 def _of_mean_s(of: PricedModel, mean_s: Sequence[Num], slowest_s: Num = 0.0) -> Num:
-    """A step of stages that take the mean: forward, backward, gradient of the weights, and unpaired.
+    """A step of stages that take the mean: forward, backward, gradient of the weights.
 
     It is no shorter than all microbatches on a stage that takes `slowest_s`.
     """
-    mesh, (*phases_s, unpaired_s) = of.mesh, mean_s
-    step_s = mesh.num_microbatches * added(phases_s)
+    mesh = of.mesh
+    step_s = mesh.num_microbatches * added(mean_s)
     if not mesh.plan.stages:  # of any shape: played
-        step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, *phases_s)
+        step_s = step_s + bubble_s(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, *mean_s)
     step_s = larger(step_s, mesh.num_microbatches * slowest_s)
-    step_s = step_s + smaller(mesh.pp, mesh.num_microbatches) * unpaired_s
     return step_s * (1.0 + of.machine.overheads.straggler_frac * np.log2(mesh.world))

@@ -113,6 +113,14 @@ class Mesh:
         return is_paired(self.schedule, self.ep) & self.plan.done_by.pairs_microbatches
 
     @property
+    def lone_frac(self) -> Num:
+        """Share of the passes of microbatches, those of the bubble too, beside which no other runs.
+
+        They are the pp that fill the pipeline and drain it (1F1B, its chunks and DualPipe alike).
+        """
+        return smaller(self.pp / (self.num_microbatches + (self.pp - 1.0) / self.vpp), 1.0)
+
+    @property
     def serves(self) -> bool:
         """Whether a serving engine runs the pass."""
         return self.kind in SERVING
