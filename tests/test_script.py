@@ -139,6 +139,17 @@ def test_objects_of_other_ranks_are_data(tmp_path: Path) -> None:
         mw.dry_run_script(written(tmp_path, text), ranks=2, rank=1)
 
 
+def test_frozen_weights_are_parameters_too(tmp_path: Path) -> None:
+    text = (
+        "layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(2)]\n"
+        "model = torch.nn.Sequential(*layers).cuda().requires_grad_(False)\n"
+        "optimizer = torch.optim.SGD(model[1:].requires_grad_().parameters())\n"
+        "model(torch.ones(1, 512, device='cuda')).sum().backward()\noptimizer.step()\n"
+    )
+    found = mw.dry_run_script(written(tmp_path, text))
+    assert found.states_bytes["parameters"] == found.alive_at_peak["parameters"] == 2 * 4 * 512**2
+
+
 def test_an_environment_without_meshwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job's own Python has torch and its packages; meshwise and what it needs lie elsewhere."""
     monkeypatch.delenv("PYTHONPATH", raising=False)

@@ -161,7 +161,8 @@ class ScriptRecorder(OpRecorder):
 
         def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self.tape.label("parameters", parameters)
+            frozen = [p for root in self._roots for p in root.parameters() if not p.requires_grad]
+            self.tape.label("parameters", [*parameters, *frozen])
             self.tape.label("gradients", [p.grad for p in parameters if p.grad is not None])
             self._phases.append("optimizer")
             self._modules.append("/optimizer")
