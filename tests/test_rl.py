@@ -90,8 +90,7 @@ def test_one_step_off_is_as_slow_as_the_slower_pool(trains_s: float, in_flight: 
     work, two = rollouts(), pool(2)
     flow = steady(two, work, rng(), trains_s=trains_s, sync_s=0.3, staleness=1, in_flight=in_flight)
     drained_s = drain(two, work, rng()).seconds
-    period_s = flow.wait_s + trains_s + flow.drain_s + 0.3
-    assert period_s == pytest.approx(max(trains_s, drained_s) + 0.3, rel=0.02)
+    assert flow.wait_s + trains_s == pytest.approx(max(trains_s, drained_s), rel=0.02)
     assert (flow.num_trained, flow.staleness) == (COUNTED * work.prompts, 1.0)
 
 
@@ -122,7 +121,8 @@ def step(**others: Any) -> dict[str, Any]:
     "mode", [{}, *({"mode": mode, "rollout_gpus": 4} for mode in ("split", "one_step_off", "async"))], ids=str
 )
 def test_phases_sum_to_the_step(mode: dict[str, Any]) -> None:
-    found = step(updates=2, **mode)
+    found = step(updates=2, framework="verl", **mode)
+    assert found["phases_s"]["sync"] < 2  # not what engines still generate before it
     assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"])
     between = found["step_s_interval"]
     assert found["fits"] and between["p10"] < found["step_s"] < between["p90"]

@@ -229,7 +229,8 @@ def rl(*, source: Path | None = None, html: Path | None = None, json: bool = Fal
         asked |= known | {name: asked[name] for name in stated_in(asked, api.rl)}
         if asked["mode"] == "colocated":
             asked["rollout_gpus"] = None
-    found = api.rl(**asked)
+    with how_far("") as say:
+        found = api.rl(**asked, on_candidate=say)
     document = found.to_json() | ({"from": {"unread": unread}} if source is not None else {})
     show(found, document, json=json, html=html)
     _print_unread(() if json else unread, "job")

@@ -109,12 +109,12 @@ def on_nodes(ray: str, what: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def how_far() -> Iterator[Callable[[str], None]]:
-    """What is called says on a terminal how far a search is, which Ctrl-C ends."""
+def how_far(ends: str = " (Ctrl-C keeps it)") -> Iterator[Callable[[str], None]]:
+    """What is called says on a terminal how far a search is, and what `ends` it."""
     from rich.console import Console
 
     with Console(stderr=True).status("") as status:
-        yield lambda text: status.update(f"{text} (Ctrl-C keeps it)")
+        yield lambda text: status.update(text + ends)
 
 
 def console() -> Console:

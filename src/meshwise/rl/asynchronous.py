@@ -26,12 +26,11 @@ WARM_UP, COUNTED = 3, 5
 class Steady:
     """Means over the counted steps.
 
-    `wait_s`: what the trainer waits for samples, `drain_s` what a sync waits for groups under way, `busy_s`
-    what engines work; `staleness`: versions from a group's start to its update. `num_trained` are the groups.
+    `wait_s`: what the trainer waits for samples, and a sync for groups under way; `busy_s`: what engines
+    work; `staleness`: versions from a group's start to its update. `num_trained` are the groups.
     """
 
     wait_s: float
-    drain_s: float
     busy_s: float
     staleness: float
     num_trained: int
@@ -114,24 +113,22 @@ def steady(
     """The steady flow of a trainer that takes `trains_s` a batch and `sync_s` a sync of weights."""
     flow = _Flow(pool, rollouts, rng, staleness, in_flight)
     flow.start_groups(0.0)
-    now, waits, drains, busy = 0.0, [], [], []
+    now, waits, busy = 0.0, [], []
     for version in range(WARM_UP + COUNTED):
         busy.append(flow.engines.busy_s)
         ready_s = max(flow.wait_for(version), now)
-        waits.append(ready_s - now)
         ended_s = ready_s + trains_s
         flow.engines.run_until(ended_s)
         drained_s = ended_s
         if not in_flight:
             flow.drain()
             drained_s = max(ended_s, *(max(ends) for ends in flow.complete.values()))
-        drains.append(drained_s - ended_s)
+        waits.append(ready_s - now + drained_s - ended_s)
         now = flow.sync(drained_s, sync_s)
     trained = range(WARM_UP * rollouts.num_groups, (WARM_UP + COUNTED) * rollouts.num_groups)
     ages = [group // rollouts.num_groups - flow.started[group] for group in trained if group not in flow.open]
     return Steady(
         wait_s=sum(waits[WARM_UP:]) / COUNTED,
-        drain_s=sum(drains[WARM_UP:]) / COUNTED,
         busy_s=(flow.engines.busy_s - busy[WARM_UP]) / COUNTED,
         staleness=sum(ages) / len(ages),
         num_trained=len(ages),

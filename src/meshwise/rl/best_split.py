@@ -49,6 +49,9 @@ FAMILIES = 32
 EACH_MODE = 2
 """Candidates of each mode that are priced as a step; of a looser bound on staleness than is asked, one."""
 
+LOOKED_SAMPLES = 2048
+"""Of a larger batch a first look simulates the fullest engines alone, with about so many samples."""
+
 PARTS_OF_CLUSTER = (2, 4)
 """The cluster is also looked at as if it had so many times fewer GPUs."""
 
@@ -123,7 +126,8 @@ class _Looks:
         pool_key = job.rollout_gpus, job.rollout_plan, job.memory_frac
         if pool_key not in self.drains:
             pool = job.pool()
-            self.drains[pool_key] = drain(pool, job.rollouts, _rng()) if pool.worker else None
+            share = LOOKED_SAMPLES / (job.rollouts.num_groups * job.rollouts.samples)
+            self.drains[pool_key] = drain(pool, job.rollouts, _rng(), share) if pool.worker else None
         drained = self.drains[pool_key]
         if drained is None:
             return math.inf
@@ -143,18 +147,16 @@ def _modes(asked: OpenJob) -> list[tuple[str, int | None]]:
         return [(asked.mode, asked.staleness)]
     bounds = LOOSER_BOUNDS if asked.staleness is None else (asked.staleness,)
     looser = (("async", bound) for bound in bounds if bound > 1)
-    return [("colocated", None), ("split", None), ("one_step_off", None), *looser]
+    shared = [("colocated", None)] if asked.rollout_gpus is None else []
+    return [*shared, ("split", None), ("one_step_off", None), *looser]
 
 
 def _splits(asked: OpenJob, mode: str) -> list[int | None]:
     """GPUs of rollout worth a look; whole nodes where the cluster has several."""
-    if mode == "colocated":
-        return [None]
     gpus = asked.cluster.num_chips
-    if asked.rollout_gpus is not None:
-        if not 0 < asked.rollout_gpus < gpus:
-            raise PlanError(f"rollout_gpus={asked.rollout_gpus} must leave GPUs to train, of {gpus}")
-        return [asked.rollout_gpus]
+    refuse("rollout GPUs of rl", PlanError, asked=asked, mode=mode, gpus=gpus)
+    if mode == "colocated" or asked.rollout_gpus is not None:
+        return [asked.rollout_gpus if mode != "colocated" else None]
     node = min(asked.cluster.chips_per_host, gpus)
     unit = node if gpus > node else 1  # of several nodes both frameworks give a pool whole ones
     found = {round(gpus * eighths / 8 / unit) * unit for eighths in SPLITS}

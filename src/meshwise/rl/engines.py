@@ -169,15 +169,18 @@ class Drain:
     num_preemptions: int
 
 
-def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator) -> Drain:
+def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator, share: float = 1.0) -> Drain:
     """Generate one batch, all of its groups: frameworks that oversample filter them by their rewards then.
 
-    So do verl's recipe of DAPO and NeMo-RL (`dynamic_sampling` in grpo.py).
+    So do verl's recipe of DAPO and NeMo-RL (`dynamic_sampling` in grpo.py). `share`: of the engines, those
+    with most tokens, which alone are simulated: in large batches they take about as long as all.
     """
     answers = rollouts.draw(rollouts.num_groups, rng)
     last_s = np.zeros(answers.size)
     engines = Engines(pool, rollouts, lambda sample, second: last_s.__setitem__(sample, second))
-    for engine, samples in enumerate(np.array_split(np.arange(answers.size), pool.num)):
+    parts = np.array_split(np.arange(answers.size), pool.num)
+    parts.sort(key=lambda samples: -answers.flat[samples].sum())
+    for engine, samples in enumerate(parts[: math.ceil(share * pool.num)]):
         for sample in samples.tolist():
             engines.start(sample, sample // rollouts.samples, int(answers.flat[sample]), 0.0, engine)
     while engines.next_s < math.inf:

@@ -70,7 +70,7 @@ class RlStep:
             "generation": steady.wait_s if steady else generation_s,
             "scoring": sum(self.trainer.scoring_s.values()),
             "train": self.trainer.train_s,
-            "sync": sync_s(self.job) + (steady.drain_s if steady else 0.0),
+            "sync": sync_s(self.job),
             "switch": switch_s(self.job, self.trainer_bytes),
             "wait": self.job.framework.step_s,
         }
