@@ -669,9 +669,10 @@ def rl(
         length_sigma: Lengths are lognormal; deviation of their logs [0.9].
         lengths: CSV of measured answers with a column output (tokens); instead of a mean and a spread.
         mode: colocated, split (two pools in turn), one_step_off or async [the best].
-        rollout_gpus: GPUs of the rollout pool, where pools are apart [the best].
-        train_plan: Plan of training: tp=4,pp=2,zero=1 [the best].
-        rollout_plan: Plan of one engine: tp=4; as many engines as fit the pool [the best].
+        rollout_gpus: GPUs of the rollout pool, where pools are apart [the best of eighths, in whole nodes].
+        train_plan: Plan of training: tp=4,pp=2,zero=1 [the best of Megatron-LM's with zero=1, a bin at a time
+            and at most 92 % of the memory].
+        rollout_plan: Plan of one engine: tp=4; as many as fit the pool [the best of bf16, up to 64 GPUs].
         updates: Optimizer steps on the samples of one rollout.
         staleness: Versions by which a sample may be behind in mode=async [1].
         partial: Answers go on after a sync, instead of ending before it [as the framework does].

@@ -73,6 +73,7 @@ def _split(split: RlAnswer) -> Iterator[Section]:
     }
     steps, left = (*split.best, *split.on_fewer), ("mode", "engine", "plan")
     yield records_table("Candidates", steps, columns, left=left, no_wrap=False)
+    yield "open training plans: Megatron-LM's, zero=1, a packed bin at a time, at most 92 % of the memory"
     if len(split.about_s) > 1:
         splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
         yield f"rollout GPUs of that mode and engine, at first look: {splits}"

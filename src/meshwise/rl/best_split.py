@@ -1,11 +1,12 @@
 """The best way to share GPUs between rollout and training, where a job leaves it open; the answer of `rl`.
 
-What is stated stays. Of what is open, modes, splits in eighths of the cluster and engines of up to four times
-the fewest GPUs are tried; of the fastest training plan of each family (`search`) that the framework's
-settings say, that with which the trainer takes least. A first look prices each candidate from one drain D of
-an idle pool, the trainer's time T and the sync S: D + T + S in turn, max(T + S, (D + T + S) / 2) at the same
-time. The best of each mode are then priced as any step; so is the best on each smaller part of the cluster,
-which says what fewer GPUs cost in time.
+What is stated stays. Of what is open, modes, splits in eighths of the cluster and engines of 1 to 64 GPUs are
+tried; of the fastest training plan of each family (`search`) that the framework's settings say, that with
+which the trainer takes least. A first look prices each candidate from one drain D of an idle pool, the
+trainer's time T and the sync S: D + T + S in turn, max(T + S, D) at the same time, or, where answers go on
+after a sync and several batches are under way, max(T + S, (D + T + S) / 2). Those near the best of each mode
+are then priced as any step; so is the best on each smaller part of the cluster, which says what fewer GPUs
+cost in time.
 """
 
 import math
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -37,17 +37,17 @@ from meshwise.search.space import USUAL
 SPLITS = range(1, 8)
 """Eighths of the cluster that rollout may have."""
 
-ENGINE_SIZES = 3
-"""How many sizes of engine are tried, the smallest that fits first."""
-
 SPACE = {"microbatch": (1,), "zero": (1,)}
 """Training plans that are searched: one packed bin at a time, Megatron-LM's distributed optimizer."""
 
 FAMILIES = 32
 """Training plans at most with which the trainer is priced: full bins alone, as `search` has them, mislead."""
 
-EACH_MODE = 2
-"""Candidates of each mode that are priced as a step; of a looser bound on staleness than is asked, one."""
+NEAR = 1.2
+"""Candidates are priced as a step whose first look takes up to so many times the least of their mode.
+
+Of a looser bound on staleness than is asked, the first alone.
+"""
 
 LOOKED_SAMPLES = 2048
 """Of a larger batch a first look simulates the fullest engines alone, with about so many samples."""
@@ -60,10 +60,6 @@ _SPARES_FRAC = 0.99
 
 Hear = Callable[[str], None]
 """What is told how far a search is; it ends the search by raising."""
-
-
-def unheard(_: str) -> None:
-    """Nobody listens."""
 
 
 LOOSER_BOUNDS = (2, 4)
@@ -134,7 +130,8 @@ class _Looks:
         others_s = self.trains_s(job) + sync_s(job) + job.framework.step_s
         if job.mode not in OVERLAPPED:
             return drained.seconds + others_s
-        return max(others_s, (drained.seconds + others_s) / 2.0)
+        hides_tail = job.partial and job.staleness > 1
+        return max(others_s, (drained.seconds + others_s) / 2.0 if hides_tail else drained.seconds)
 
 
 def _rng() -> np.random.Generator:
@@ -169,10 +166,8 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
         frac = replace(asked, mode=mode).usual_memory_frac
         partial = asked.partial if mode in OVERLAPPED or asked.mode else None
         chosen: dict[str, Any] = {"mode": mode, "staleness": bound, "memory_frac": frac, "partial": partial}
-        layouts = [asked.rollout_plan] if asked.rollout_plan else []
-        if not layouts:
-            sizes = engine_layouts(asked.model, asked.cluster, asked.rollouts, frac)
-            layouts = [*chain.from_iterable(islice(sizes, ENGINE_SIZES))]
+        layouts = [asked.rollout_plan] if asked.rollout_plan else None
+        layouts = layouts or [*engine_layouts(asked.model, asked.cluster, asked.rollouts, frac)]
         for gpus in _splits(asked, mode):
             for layout in layouts:
                 chosen |= {"rollout_gpus": gpus, "rollout_plan": layout}
@@ -293,17 +288,17 @@ def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
             yield rl_step(job)
 
 
-def best_split(asked: OpenJob, hear: Hear = unheard) -> RlAnswer:
+def best_split(asked: OpenJob, hear: Hear = lambda so_far: None) -> RlAnswer:
     """The best candidates; PlanError where there is none."""
     looked = _looked(asked, hear)
     refuse("split of rl", PlanError, looked=looked, asked=asked)
     bound = asked.staleness or (1 if not asked.mode else max(job.staleness for _, job in looked))
-    each_mode = grouped((job for _, job in looked), lambda job: (job.mode, job.staleness))
-    first = (jobs[: EACH_MODE if bounded <= bound else 1] for (_, bounded), jobs in each_mode.items())
     steps = list[RlStep]()
-    for job in chain.from_iterable(first):
-        hear(f"{len(looked)} candidates looked at, {len(steps)} priced")
-        steps.append(rl_step(job))
+    for (_, bounded), each in grouped(looked, lambda one: (one[1].mode, one[1].staleness)).items():
+        most_s = NEAR * each[0][0] if bounded <= bound else 0.0
+        for job in (job for i, (about_s, job) in enumerate(each) if not i or about_s <= most_s < math.inf):
+            hear(f"{len(looked)} candidates looked at, {len(steps)} priced")
+            steps.append(rl_step(job))
     best = sorted(
         steps, key=lambda step: (not step.fits, step.job.staleness > bound, step.step_s or math.inf)
     )
@@ -330,7 +325,7 @@ def _larger_share(asked: OpenJob, top: RlStep) -> RlStep | None:
 
 
 def answer(
-    asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None, on_candidate: Hear = unheard
+    asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None, on_candidate: Hear
 ) -> RlAnswer:
     """The answer; `on_candidate` hears how far the search for the best split is, and may end it by raising.
 

@@ -34,9 +34,6 @@ from meshwise.serve.serving import Serving, serving
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """GPUs of an engine that are tried."""
 
-GROUPS = 2
-"""How many sizes of groups for attention are tried beside the whole engine, the smallest that fits first."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutPool:
@@ -200,10 +197,10 @@ def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator, share
 
 def engine_layouts(
     model: Model, cluster: Cluster, rollouts: Rollouts, memory_frac: float, dtype: str = "bf16"
-) -> Iterator[list[Plan]]:
-    """Plans of one engine by its GPUs, fewest first, on which the longest sample has room at `memory_frac`.
+) -> Iterator[Plan]:
+    """Plans of one engine, of fewest GPUs first, on which the longest sample has room at `memory_frac`.
 
-    The first of each cuts all by `tp`.
+    Of so many GPUs the first cuts all by `tp`.
     """
 
     def has_room(plan: Plan, gpus: int) -> bool:
@@ -219,17 +216,15 @@ def engine_layouts(
     for gpus in (size for size in SIZES if size <= cluster.num_chips):
         whole = Plan(tp=gpus, dtype=dtype)
         in_groups = (replace(whole, tp=tp, ep=gpus) for tp in SIZES if tp < gpus and model.moe is not None)
-        fit = [whole] * has_room(whole, gpus)
-        fit += itertools.islice((plan for plan in in_groups if has_room(plan, gpus)), GROUPS)
-        if fit:
-            yield fit
+        yield from (plan for plan in (whole, *in_groups) if has_room(plan, gpus))
 
 
 def smallest_engine(
     model: Model, cluster: Cluster, rollouts: Rollouts, memory_frac: float, dtype: str = "bf16"
 ) -> Plan:
     """The first of `engine_layouts`; PlanError where none has room."""
-    found = next(engine_layouts(model, cluster, rollouts, memory_frac, dtype), [])
+    found = next(engine_layouts(model, cluster, rollouts, memory_frac, dtype), None)
     names = {"model": model, "num": cluster.num_chips, "longest": rollouts.longest, "frac": memory_frac}
     refuse("smallest engine", PlanError, found=found, **names)
-    return found[0]
+    assert found
+    return found
