@@ -88,13 +88,9 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     asked = Wanted(engine=ENGINE, requests=stream(30.0), limits=LatencyLimits(0.5, 0.02), pools="one")
     make = partial(est.serving, find_model("llama3-8b"), **LENGTHS)
     found = size(make, [find_cluster("h100-80g-sxm:16")], {}, asked)
-    best, more = found.best, found.headroom_frac
-    engine = replace(ENGINE, max_sequences=best.sequences)
-
-    def within(rate: float) -> float:
-        return under_load(best.fleet, stream(rate), engine, asked.limits).within_limits_frac or 0.0
-
-    assert within(30.0 * (1.0 + more)) >= 0.9 > within(30.0 * (1.0 + more) * 1.5)
+    best, rate, limits = found.best, 30.0 * (1.0 + found.headroom_frac), asked.limits
+    loads = (under_load(best.fleet, stream(more), best.load.engine, limits) for more in (rate, 1.5 * rate))
+    assert [load.within_limits_frac >= 0.9 for load in loads] == [True, False]
 
 
 def test_a_cluster_that_is_too_small_is_told_what_would_do() -> None:
@@ -115,7 +111,7 @@ DEEPSEEK = ("deepseek-v3", "h200-sxm:64", 10.0, 0.24, 0.02)
 def test_no_worker_of_the_best_can_be_spared(asked: Any, fixed: Any) -> None:
     """Of three workers for prompts in closed form two do; computed prompts wait for a place to decode."""
     best = sized(*asked, **fixed).best
-    engine, pools = replace(ENGINE, max_sequences=best.sequences), ("workers", "prefill_workers")
+    pools, engine = ("workers", "prefill_workers"), best.load.engine
     fewer = [{name: num - 1} for name in pools if (num := getattr(best.fleet, name)) > 1]
     assert fewer
     for less in fewer:
@@ -168,11 +164,15 @@ def test_command_names_layout_workers_and_price(meshwise: Any, tmp_path: Path) -
     rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
     assert {row["chip"] for row in rows} == {"h100-80g-sxm", "h200-sxm"}
     assert "<svg" in (tmp_path / "trade.svg").read_text()
-    again = meshwise("serve", "llama3-8b", "--cluster", f"{best['chip']}:{best['gpus_per_worker']}",
-                     "--plan", best["plan_text"], "--sequences", "8", "--json").document  # fmt: skip
-    assert again["plan"]["tp"] == document["plan"]["tp"]
     first = meshwise(*BASE, *LIMITS).out.splitlines()[0]
     assert first.startswith("1 GPU holds") and "max_sequences=" in first
+
+
+@pytest.mark.parametrize(("job", "chip", "num"), table("tables")["serve"]["fewest"])
+def test_the_fewest_are_what_one_simulation_says(meshwise: Any, job: str, chip: str, num: int) -> None:
+    found = meshwise("serve", *job.split(), "--cluster", f"{chip}:{num}", "--json").document
+    alone = meshwise("serve", *f"{job} --cluster {chip}:1 --plan tp=1 --workers {num} --json".split())
+    assert alone.code == 0 and alone.document["ttft_s"] == found["ttft_s"]
 
 
 def test_trade_offs_need_no_load(meshwise: Any) -> None:

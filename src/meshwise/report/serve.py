@@ -45,6 +45,7 @@ def _sized(
 ) -> Iterator[Section]:
     """The fewest GPUs, or dollars, for a load within its limits."""
     yield from sized_lines(sizing, load)
+    yield from _no_layout(sizing)
     yield from _costs(answer)
     yield latency_table(document)
     yield from _fleet_lines(document)
@@ -78,7 +79,8 @@ def sized_lines(sizing: Sizing, load: LoadResult) -> Iterator[str]:
     document, several = load.to_json(), choice.fleet.num_chips > 1
     gpus = f"{choice.fleet.num_chips} GPU{'s' * several}"
     verb = (("holds", "hold") if sizing.best else ("does not hold", "do not hold"))[several]
-    of = f"{_pools(choice.fleet)}; {load.engine.title}, max_sequences={choice.sequences}"
+    most = choice.to_json()["max_sequences_per_dp_rank"]
+    of = f"{_pools(choice.fleet)}; {load.engine.title}, max_sequences={most}"
     yield f"{gpus} {verb} {sizing.rate or 0.0:.4g} requests/s: {of}"
     yield from _within(load, document)
     if (more := sizing.headroom_frac) is not None:
@@ -227,7 +229,7 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
         **{"GPUs": "num_gpus:,", "$ an\nhour": "usd_per_hour:,.2f"},
         "workers": lambda row: workers(row, ""),
         "prefill\nworkers": lambda row: workers(row, "prefill_"),
-        "batch": "max_sequences_per_dp_rank:,",
+        "batch": "batch:,",
         "first\ntoken ms": lambda row: mean_ms(row, "ttft_s"),
         "token\nms": lambda row: mean_ms(row, "tpot_s"),
         **{"tokens/s\na GPU": per_gpu, "binds": "binds"},

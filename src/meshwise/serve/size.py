@@ -51,7 +51,7 @@ MORE_TRAFFIC = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Instances of one layout, or pools of two, of at most `sequences` on a dp rank; closed form.
+    """Instances of one layout, or pools of two, with steadily `sequences` on a dp rank at most; closed form.
 
     Its latencies are those of the batch that the asked rate needs, without one those of `sequences`.
     `binds`: what keeps the batch from growing, memory or a limit; or the rate, where it asks for less; or
@@ -105,13 +105,15 @@ class Choice:
         fleet, first = self.fleet, _instance(self.fleet.prefill, self.fleet.prefill_workers)
         found = _instance(fleet.serving, fleet.workers)
         found |= {f"prefill_{key}": value for key, value in first.items()}
-        found |= {"num_gpus": fleet.num_chips, "max_sequences_per_dp_rank": self.sequences}
+        found |= {"num_gpus": fleet.num_chips, "batch": self.sequences}
+        found["max_sequences_per_dp_rank"] = self.sequences
         figures = ("usd_per_hour", "ttft_s", "tpot_s", "tokens_per_s_per_gpu", "binds")
         found |= {name: getattr(self, name) for name in figures}
         found["tokens_per_s_per_user"] = 1.0 / self.tpot_s
         if self.load:
             load = self.load.to_json()
             names = ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu", "within_limits_frac", "goodput_per_s")
+            found["max_sequences_per_dp_rank"] = self.load.engine.on(fleet.serving.cluster.chip).max_sequences
             found |= {"holds": self.holds} | {f"simulated_{name}": load[name] for name in names}
         return found
 
@@ -247,12 +249,12 @@ def size(
         min((float(part(one).min()) for one in screens if one.fits.any()), default=None)
         for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
     )
-    found = Sizing(
+    best = _best(simulated)
+    is_large = best is None and ranked and not _is_within(ranked[0].fleet, most)
+    return Sizing(
         num, elapsed_s, tuple(simulated), _trade_offs(wide), tuple(wide), least_ttft_s, least_tpot_s,
-        wanted.rate, too_large=ranked[0] if ranked and not simulated else None,
+        wanted.rate, _headroom_frac(best, wanted) if best else None, ranked[0] if is_large else None,
     )  # fmt: skip
-    best = found.best
-    return replace(found, headroom_frac=_headroom_frac(best, wanted)) if best else found
 
 
 def _best(choices: Sequence[Choice]) -> Choice | None:
@@ -368,7 +370,7 @@ def _trade_offs(choices: Sequence[Choice]) -> tuple[Choice, ...]:
 
 def _finalists(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]) -> Iterator[Choice]:
     """The simulated choices of each kind; of pools of two chips only what may cost less than others take."""
-    kinds = grouped((one for one in ranked if _is_within(one.fleet, most)), lambda one: one.kind)
+    kinds = grouped(_near(ranked, most), lambda one: one.kind)
     least = math.inf
     for first, last in sorted(kinds, key=lambda kind: kind[0] not in (None, kind[1])):
         members = kinds[first, last]
@@ -378,10 +380,17 @@ def _finalists(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]
                 yield choice
 
 
+def _near(ranked: Sequence[Choice], most: Mapping[str, int]) -> Iterator[Choice]:
+    """Those that the clusters hold, or do with a worker less: the closed form may ask for too many."""
+    for choice in ranked:
+        fleets = (choice.fleet,) if _is_within(choice.fleet, most) else _smaller(choice.fleet)
+        yield from (replace(choice, fleet=fleet) for fleet in fleets if _is_within(fleet, most))
+
+
 def _simulated(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]) -> Iterator[Choice]:
     """Finalists under the load, while none that holds is cheaper; a worker more where one does not hold.
 
-    Where one holds, a worker less: the closed form may ask for too many.
+    Where one holds, a worker less.
     """
     order, held, tried = count(), math.inf, set[Fleet]()
     heap = [(one.rank[0], next(order), one) for one in ranked]
@@ -405,18 +414,26 @@ def _simulated(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]
 
 
 def _under(choice: Choice, wanted: Wanted, requests: Requests | RequestStream) -> Choice:
-    """`choice` with what requests get of it; the engine runs no more sequences than were chosen."""
-    most = wanted.engine.on(choice.fleet.serving.cluster.chip).max_sequences
+    """`choice` with what requests get of an engine as it starts, or, if more hold, of one of `sequences`."""
+    found = _on(choice, wanted, requests, wanted.engine)
+    if found.load is None or found.holds or found.load.queue_grows:
+        return found
+    most = min(wanted.engine.on(choice.fleet.serving.cluster.chip).max_sequences, choice.sequences)
+    fewer = _on(choice, wanted, requests, wanted.engine.having(max_sequences=most))
+    return max(found, fewer, key=lambda one: one.within_frac)
+
+
+def _on(choice: Choice, wanted: Wanted, requests: Requests | RequestStream, engine: Engine) -> Choice:
+    """`choice` under the load with this engine."""
     fleet = replace(choice.fleet, router=wanted.router, offload=wanted.offload)
-    runs = wanted.engine.having(max_sequences=min(most, choice.sequences))
-    return replace(choice, load=under_load(fleet, requests, runs, wanted.limits))
+    return replace(choice, load=under_load(fleet, requests, engine, wanted.limits))
 
 
 def _headroom_frac(choice: Choice, wanted: Wanted) -> float:
     """How much more traffic `choice` holds."""
-    assert wanted.requests is not None
-    load = at_most(wanted.requests, HEADROOM_REQUESTS)
-    held = takewhile(lambda by: _under(choice, wanted, faster(load, by)).holds, MORE_TRAFFIC)
+    assert wanted.requests is not None and choice.load is not None
+    load, engine = at_most(wanted.requests, HEADROOM_REQUESTS), choice.load.engine
+    held = takewhile(lambda by: _on(choice, wanted, faster(load, by), engine).holds, MORE_TRAFFIC)
     return max(held, default=1.0) - 1.0
 
 
