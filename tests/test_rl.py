@@ -177,6 +177,8 @@ def test_trainers_are_priced_as_they_run() -> None:
     )
     assert waits > 1.1 * runs_ahead
     assert trainer_s("pp=2", fuses_permutation=True) == trainer_s("pp=2")  # no experts
+    qlora, lora = (trainer_s(f"lora_rank=16{frozen}") for frozen in (",frozen_dtype=int4", ""))
+    assert qlora.scoring_s == lora.scoring_s  # adapters are off, weights are computed with in bf16
 
 
 def test_a_job_that_does_not_fit_says_what_and_exits_with_1(meshwise: Any) -> None:
