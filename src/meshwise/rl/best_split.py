@@ -49,8 +49,9 @@ NEAR = 1.2
 Of a looser bound on staleness than is asked, the first alone.
 """
 
-LOOKED_SAMPLES = 2048
-"""Of a larger batch a first look simulates the fullest engines alone, with about so many samples."""
+LOOKED_SAMPLES, LOOKED_UPDATES = 2048, 4
+"""Of larger batches a first look simulates the fullest engines alone, with about so many samples; of more
+updates it prices the first."""
 
 PARTS_OF_CLUSTER = (2, 4)
 """The cluster is also looked at as if it had so many times fewer GPUs."""
@@ -112,7 +113,7 @@ class _Looks:
         """What the trainer takes, and the switch; infinite where its memory does not do."""
         key = job.train_gpus, job.train_plan, job.is_split
         if key not in self.trainers_s:
-            held, seconds = trainer_bytes(job), trainer_times(job, self.lengths).seconds
+            held, seconds = trainer_bytes(job), trainer_times(job, self.lengths, LOOKED_UPDATES).seconds
             fits = sum(held.values()) <= job.cluster.chip.memory_bytes or self.asked.train_plan
             self.trainers_s[key] = seconds + switch_s(job, held) if fits else math.inf
         return self.trainers_s[key]

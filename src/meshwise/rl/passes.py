@@ -87,21 +87,23 @@ class TrainerTimes:
         return sum(self.scoring_s.values()) + self.train_s
 
 
-def trainer_times(job: RlJob, sequences: Tokens) -> TrainerTimes:
-    """What the trainer does with the samples of a step, in the order in which they came."""
+def trainer_times(job: RlJob, sequences: Tokens, most: int | None = None) -> TrainerTimes:
+    """What the trainer does with the samples of a step, in the order in which they came.
+
+    `most`: so many updates at most are priced, the first ones, and stand for all.
+    """
     scored = _packed(job, sequences, job.score_tokens)
     models = ({"policy": job.model} if job.old_logprobs else {}) | job.scorers
     sends_s = _sends_s(job, sequences, SCORED_BYTES)
     scoring_s = {name: sends_s + _pass_s(job, model, scored, "evaluate") for name, model in models.items()}
     trained = [model for model in (job.model, job.critic) if model is not None]
     each_s = _sends_s(job, sequences, TRAINED_BYTES) + job.framework.sample_s * len(sequences) / job.train_dp
-    train_s, bins = len(trained) * each_s, 0
-    for part in np.array_split(sequences, job.updates):
-        packed = _packed(job, part, job.pack_length)
-        bins += packed.bins
-        train_s += sum(_pass_s(job, model, packed, "train") for model in trained)
-    fill = float(sequences.sum()) / (bins * job.train_dp * job.pack_length)
-    return TrainerTimes(scoring_s, train_s, fill)
+    parts = np.array_split(sequences, job.updates)[:most]
+    updates = [_packed(job, part, job.pack_length) for part in parts]
+    passes_s = sum(_pass_s(job, model, packed, "train") for packed in updates for model in trained)
+    bins, each = sum(packed.bins for packed in updates), job.updates / len(parts)
+    fill = float(sequences.sum()) / (each * bins * job.train_dp * job.pack_length)
+    return TrainerTimes(scoring_s, len(trained) * each_s + each * passes_s, fill)
 
 
 def _packed(job: RlJob, sequences: Tokens, most_tokens: int) -> PackedBatch:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,7 +81,7 @@ class Change:
         return what | self.found.to_json()
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Result(Shown):
     """What a search looked at and found.
 
@@ -92,12 +92,12 @@ class Result(Shown):
     memory, and each of `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that
     the caller wants to see beside the best. `complete` is false where the search was stopped: then the best
     are those so far. `weighed`: which assumptions would change the choice, where the caller asked. `stated`:
-    the values that keys were given; `to`: the framework whose plans alone were looked at. `bases`: what the
-    plans of `best` rest on. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as
-    fast as the first of `best`, as far as the interval tells; `offloaded`: the fastest with states of the
-    optimizer on the host, where few plans fit without and it is much faster. `robust`: plans are ranked, and
-    those of `pareto` priced, under all adversities. `not_tried`: the largest value tried of each size that
-    has larger ones. `versions`: the first of `best` under several versions of software.
+    the values that keys were given; `to`: the framework whose plans alone were looked at. `runnable`: the
+    fastest plan that a framework runs; `simplest`: the simplest as fast as the first of `best`, as far as the
+    interval tells; `offloaded`: the fastest with states of the optimizer on the host, where few plans fit
+    without and it is much faster. `robust`: plans are ranked, and those of `pareto` priced, under all
+    adversities. `not_tried`: the largest value tried of each size that has larger ones. `versions`: the first
+    of `best` under several versions of software.
     """
 
     plans_considered: int
@@ -115,7 +115,6 @@ class Result(Shown):
     weighed: tuple[Assumption, ...] = ()
     stated: Stated = field(default_factory=dict)
     to: str = ""
-    bases: tuple[Basis, ...] = ()
     runnable: tuple[Estimate, Basis] | None = None
     simplest: tuple[Estimate, Basis] | None = None
     offloaded: tuple[Estimate, Basis] | None = None
@@ -123,6 +122,11 @@ class Result(Shown):
     not_tried: Mapping[str, int] = field(default_factory=dict)
     versions: tuple[Version, ...] = ()
     rows_in: ClassVar[str] = "best"
+
+    @cached_property
+    def bases(self) -> tuple[Basis, ...]:
+        """What the plans of `best` rest on."""
+        return tuple(map(basis, self.best))
 
     @property
     def reasons(self) -> list[Reason]:
@@ -265,7 +269,6 @@ def search(
         for one in ranked[top:NEAR]
         if one.step_s < NEAR_FRAC * ranked[0].step_s and complexity(one.plan) < complexity(ranked[0].plan)
     ]
-    bases = {(one.plan, one.workload): basis(one) for one in chosen}
 
     def against(adversity: Adversity) -> Found | None:
         return space.price(against=adversity).first
@@ -281,7 +284,7 @@ def search(
         return replace(space, stated={**space.stated, "software": (name,)}).price().first
 
     def with_basis(one: Estimate) -> tuple[Estimate, Basis]:
-        return one, bases.get((one.plan, one.workload)) or basis(one)
+        return one, basis(one)
 
     return Result(
         plans_considered=kept.considered,
@@ -298,7 +301,6 @@ def search(
         weighed=weigh(chosen[0], kept.capacity_bytes, against) if assumptions and best else (),
         stated=space.stated,
         to=to,
-        bases=tuple(bases.values()),
         runnable=None if kept.runnable is None else with_basis(space.estimate(kept.runnable)),
         simplest=with_basis(simplest([*chosen, *near])) if chosen else None,
         offloaded=offloaded(),
