@@ -74,15 +74,14 @@ def test_a_drain_of_equal_lengths(engines: int) -> None:
     groups = 8 // engines
     first_s = PASS_S + TOKEN_S * groups * 4 * 100  # all arrive in one pass, before any prompt is cached
     assert drained.seconds == pytest.approx(first_s + 49 * PASS_S)
+    assert drain(pool(engines), rollouts(), rng(), share=0.3).seconds == drained.seconds
 
 
 def test_turns_wait_for_the_environment_and_prefill_what_tools_return() -> None:
     with_tools = rollouts(prompts=1, samples=1, turns=5, env_s=7.0, tool_tokens=30)
-    turns_s = (
-        drain(pool(1), with_tools, rng()).seconds
-        - drain(pool(1), rollouts(prompts=1, samples=1), rng()).seconds
-    )
-    assert turns_s == pytest.approx(4 * (7.0 + 30 * TOKEN_S), abs=1e-3)
+    works = (rollouts(prompts=1, samples=1), with_tools)
+    one_s, turns_s = (drain(pool(1), work, rng()).seconds for work in works)
+    assert turns_s - one_s == pytest.approx(4 * (7.0 + 30 * TOKEN_S), abs=1e-3)
 
 
 @pytest.mark.parametrize(("trains_s", "in_flight"), [(0.2, False), (5.0, False), (0.2, True), (5.0, True)])
@@ -182,10 +181,8 @@ def test_trainers_are_priced_as_they_run() -> None:
 
 
 def test_a_job_that_does_not_fit_says_what_and_exits_with_1(meshwise: Any) -> None:
-    done = meshwise(
-        "rl", "llama3-70b", "--cluster", "h100-80g-sxm:8", "--prompts", "8", "--samples", "8",
-        "--output", "99", "--mode", "colocated", "--train-plan", "tp=8", "--rollout-plan", "tp=2",
-    )  # fmt: skip
+    words = "rl llama3-70b --cluster h100-80g-sxm:8 --prompts 8 --samples 8 --output 99 --mode colocated"
+    done = meshwise(*words.split(), "--train-plan", "tp=8", "--rollout-plan", "tp=2")
     assert done.code == 1
     assert "the rollout plan does not fit" in done.out and "the training plan does not fit" in done.out
 
