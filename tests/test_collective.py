@@ -87,6 +87,11 @@ def test_a_dispatch_crosses_to_each_node_once():
     links = (Link(450e9, 0.0, 8.0), Link(50e9, 0.0, math.inf))
     seconds = collective_s("dispatch", met_ranks * token_bytes, ranks, choices=Choices(choices), links=links)
     assert seconds == pytest.approx(met_nodes * 0.75 * token_bytes / 50e9)
+    spine = (links[0], Link(50e9, 0.0, 16.0), Link(50e9, 0.0, math.inf))  # passed by the same adapter
+    assert seconds == collective_s(
+        "dispatch", met_ranks * token_bytes, ranks, choices=Choices(choices), links=spine
+    )
+    assert collective_s("all_to_all", 1e9, ranks, links=spine) == pytest.approx(24 / 32 / 50)
 
 
 @pytest.mark.parametrize(("job", "ranks", "stride"), table("tables")["on_racks_of_72"])

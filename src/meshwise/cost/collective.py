@@ -18,6 +18,7 @@ of V bytes, with c = (n-1)/n,
     broadcast, reduce               the same with c = 1 (pipelined in chunks)
     all-to-all                      max over levels of  V (m_i - m_{i-1}) / (n B_i)  + the largest latency
     dispatch                        the same with  V (1 - p_i/p_{i-1}) d(p_{i-1}) / (d(n) B_i)
+    both, on levels of a network    with m_i = n and p_i = 1: what goes on to outer levels leaves here too
     send, recv                      V / B + latency  on the outermost level the group spans
 
 where hops = sum over levels of latency_i (p_{i-1} - p_i); a dispatch sends each token once to each
@@ -322,12 +323,13 @@ def _ring(kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step], c
     wire: Num = 0.0
     delay_s: Num = 0.0
     axes_bytes_per_s: Num = 0.0
+    nodes = next((step.places[0] for step in steps if step.is_network), 1.0)
     for level, step in enumerate(steps):
         if kind in ("send", "recv"):  # outer levels overwrite inner ones
             wire = where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = where(step.used, step.hop_s, delay_s)
         elif kind in ("all_to_all", "dispatch"):
-            leaving = _leaving(kind, ranks, steps[level:], choices)
+            leaving = _leaving(kind, ranks, steps[level:], choices, nodes)
             part = leaving + step.efficiency.all_to_all_own_part * own_part
             wire = larger(wire, where(step.used, part / (step.ways * step.bytes_per_s), 0.0))
             delay_s = larger(delay_s, where(step.used, step.hop_s, 0.0))
@@ -343,15 +345,21 @@ def _ring(kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step], c
     return Line(f"{'ring' if rings else 'direct'}, {protocol}", delay_s, wire)
 
 
-def _leaving(kind: Collective, ranks: Num, steps: Sequence[_Step], choices: Choices) -> Num:
-    """Share of the payload that a rank sends over the links of the first of these levels."""
+def _leaving(
+    kind: Collective, ranks: Num, steps: Sequence[_Step], choices: Choices, nodes: Num
+) -> Num:  # fmt: skip
+    """Share of the payload that a rank, in one of `nodes`, sends over the links of the first level."""
     step = steps[0]
+    inside, joined = step.places
+    if step.is_network and kind == "all_to_all":
+        return 1.0 - step.inside / ranks
+    if step.is_network:
+        return met_places(nodes, *choices) / met_places(ranks, *choices) * (1.0 - 1.0 / inside)
     along = step.here / step.inside
     crossing = where(step.is_axis, np.floor(along**2 / 4.0) / along, 1.0 - 1.0 / along)
     part = _passing(steps) / ranks * crossing
     if kind == "all_to_all":
         return part
-    inside, joined = step.places
     met, of_all = (met_places(places, *choices) for places in (inside, ranks))
     return where(step.is_axis, part, met / of_all * (1.0 - joined / inside))
 
