@@ -259,6 +259,7 @@ def collective(*, json: bool = False, **asked: Any) -> None:
     """Time one collective on CLUSTER, by size. Shows algorithm, bus bandwidth, and what the links allow."""
     found = api.collective(**asked)
     show(found, found.to_json()["rows"], json=json)
+    sys.stderr.writelines(f"note: {note}\n" for note in found.notes if json)
 
 
 def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: bool = False) -> None:

@@ -61,8 +61,7 @@ def _sized(
 def _no_layout(sizing: Sizing) -> Iterator[str]:
     """That nothing keeps the limits, and which limits something would, or how many GPUs."""
     if more := sizing.too_large:
-        num = more.fleet.num_chips
-        would = f"in closed form {num:,} would hold them, {_pools(more.fleet)}"
+        would = f"in closed form {more.fleet.num_chips:,} would hold them, {_pools(more.fleet)}"
         yield f"too few GPUs for {sizing.rate or 0.0:.4g} requests/s: {would}"
     if sizing.choices:
         return
@@ -105,10 +104,12 @@ _WHY: dict[str, str] = read_catalog("words.toml")["batch_binds"]
 
 
 def _pools(fleet: Fleet) -> str:
-    decode = f"{fleet.workers} x {_layout(fleet.serving)}"
-    if fleet.prefill is None:
-        return decode
-    return f"prefill {fleet.prefill_workers} x {_layout(fleet.prefill)}, decode {decode}"
+    found = f"{fleet.workers} x {_layout(fleet.serving)}"
+    if fleet.prefill:
+        found = f"prefill {fleet.prefill_workers} x {_layout(fleet.prefill)}, decode {found}"
+    if pool := fleet.encoders:
+        found += f", encoders {pool.workers} x ({pool.cluster.num_chips} {pool.cluster.chip.name})"
+    return found
 
 
 def _layout(of: Serving) -> str:

@@ -30,6 +30,9 @@ def parts(sweep: Sweep, rows: Sequence[FinishedPoint]) -> Iterator[Section]:
     yield Table("", columns, texts, left=columns)
     for sentence, number in Counter(row.error for row in rows if row.error).items():
         yield f"{number} failed: {sentence}"
+    done = [row.results for row in rows if not row.error]
+    missing = (path for name, path in sweep.results.items() if all(each[name] is None for each in done))
+    yield from (f"no document of a point has {path}, which [results] names" for path in missing if done)
 
 
 def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path | None:

@@ -16,7 +16,7 @@ from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine, interval_of
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.pass_times import mean_pass, tabulate
-from meshwise.serve.prefix_cache import Offload, Tier
+from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Lengths, RateCurve, Requests, Turns, at_rate, in_closed_loop, in_sessions
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
 from meshwise.serve.serving import Serving, memory_bytes, prompt_s, room_bytes, sequence_bytes
@@ -306,11 +306,10 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
 def energy(load: LoadResult) -> dict[str, Any]:
     """Watts of GPUs, and of their nodes at the wall; by the latter joules an output token, kWh a million.
 
-    A pool of encoders is left out.
-
     By the model of `cost.power`: a GPU waits while its engine has no pass, and in a pass for the kernels of
     communication; in the rest it does the matrix FLOP of the tokens that it computes, two for each active
     parameter, of prompts what no cache held. The kernels' share is that of a decode pass of the mean batch.
+    A GPU of a pool of encoders works at the matrix rate that its limit sustains while it encodes.
     None where no power limit is published.
     """
     fleet, run = load.fleet, load.simulated
@@ -318,9 +317,14 @@ def energy(load: LoadResult) -> dict[str, Any]:
     pools = [(fleet.serving, load.mean_workers, output_frac if fleet.prefill else 1.0)]
     if fleet.prefill:
         pools.append((fleet.prefill, float(fleet.prefill_workers), 1.0 - output_frac))
-    if not all(of.cluster.chip.power_watts for of, _, _ in pools):
+    if not all(cluster.chip.power_watts for cluster, _ in fleet.clusters):
         return {"power_watts": None, "joule_per_output_token": None, "kwh_per_million_output_tokens": None}
     watts = [(num * of.num_chips, _chip_watts(load, of, num, share)) for of, num, share in pools]
+    if encoders := fleet.encoders:
+        waiting_frac = max(1.0 - load.requests_per_s * encoders.request_s / encoders.workers, 0.0)
+        limit_watts = encoders.cluster.chip.power_watts
+        each = float(chip_watts(limit_watts, waiting_frac=waiting_frac, matrix_frac=1.0))
+        watts.append((encoders.num_chips, each))
     wall_watts = sum(chips * float(node_watts(each)) for chips, each in watts)
     joule = wall_watts / load.output_tokens_per_s
     return {
@@ -419,7 +423,5 @@ def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offlo
         waits = ("lag_passes", "poll_passes", "align_passes")
         engine = replace(engine, **{name: round(each * getattr(engine, name)) for name in waits})
     times = tabulate(serving, engine, requests.longest, -(-clients // serving.groups))
-    tiers: tuple[Tier, ...] = ()
-    if offload is not None:
-        tiers = offload.tiers(token_bytes(serving), host_bytes_per_s(serving.cluster.chip))
+    tiers = offload.tiers(token_bytes(serving), host_bytes_per_s(serving.cluster.chip)) if offload else ()
     return ServingWorker(times, tokens, tiers, serving.dp)

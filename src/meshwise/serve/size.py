@@ -13,7 +13,6 @@ matched in rate there, as if workers could be shared out in any ratio.
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,10 +156,8 @@ class Sizing:
     @property
     def bests(self) -> list[Choice]:
         """The best of each chip with one pool and with two, the cheapest first."""
-        found: dict[tuple[str | None, str], Choice] = {}
-        for choice in sorted((one for one in self.simulated if one.holds), key=lambda one: one.rank):
-            found.setdefault(choice.kind, choice)
-        return list(found.values())
+        held = sorted((one for one in self.simulated if one.holds), key=lambda one: one.rank)
+        return [alike[0] for alike in grouped(held, lambda one: one.kind).values()]
 
     @property
     def nearest(self) -> Choice | None:
@@ -439,10 +436,8 @@ def _headroom_frac(choice: Choice, wanted: Wanted) -> float:
 
 def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:
     """Whether the clusters have so many chips."""
-    used: Counter[str] = Counter()
-    for of, workers in fleet.pools:
-        used[of.cluster.chip.name] += workers * of.cluster.num_chips
-    return all(num <= most[chip] for chip, num in used.items())
+    used = grouped(fleet.clusters, lambda pool: pool[0].chip.name).items()
+    return all(sum(cluster.num_chips * num for cluster, num in pools) <= most[chip] for chip, pools in used)
 
 
 def _smaller(fleet: Fleet) -> Iterator[Fleet]:
