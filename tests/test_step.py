@@ -426,3 +426,15 @@ def test_what_hides_costs_no_more_than_what_is_hidden(chip: str) -> None:
     plans = (f"{plan},overlap_ep={hides}" for hides in (0, 1))
     open_s, hidden_s = (mw.estimate("qwen3-235b-a22b", chip, one, batch=64).step_s for one in plans)
     assert hidden_s < open_s
+
+
+@pytest.mark.parametrize(("zero", "ranks"), [(0, 1), (1, 8)])
+def test_muon_orthogonalizes_the_matrices_of_blocks(zero: int, ranks: int) -> None:
+    """5 (4 n m^2 + 2 m^3) of each, dealt to the ranks by ZeRO; Adam has the rest (arXiv 2502.16982)."""
+    plans = (f"recompute=full,zero={zero},optimizer={name}" for name in ("adam", "muon"))
+    adam, muon = (mw.estimate("llama3-8b", "h100-80g-sxm:8", one, batch=8) for one in plans)
+    matrices = 32 * (2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 3 * [(4096, 14336)])
+    peak_s = sum(5 * (4 * n * m**2 + 2 * m**3) for m, n in matrices) / ranks / 989e12
+    assert peak_s < muon.time_s["optimizer"] < 2 * peak_s + adam.time_s["optimizer"]
+    less = adam.memory_bytes["optimizer"] - muon.memory_bytes["optimizer"]
+    assert less == pytest.approx(4 * sum(m * n for m, n in matrices) / ranks)

@@ -35,13 +35,15 @@ OPTIMIZER_BYTES = {
     "adam": 12.0,  # fp32 master, m, v
     "adam-fp32": 8.0,  # fp32 weights themselves are the master
     "adam-bf16": 4.0,  # bf16 m, v, no master
-    "muon": 8.0,  # fp32 master and one momentum (arXiv 2502.16982)
+    "muon": 12.0,  # Adam's, which has embeddings, head and vectors
     "sgd": 4.0,  # fp32 master
     "none": 0.0,
 }
 HAVE_MASTERS = ("adam", "muon", "sgd")
 """Those that keep an fp32 copy of weights which are not fp32 themselves."""
 """Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
+MUON_SPARES_BYTES = 4.0
+"""Of these the second moment, which matrices that Muon updates lack (arXiv 2502.16982)."""
 MOMENT_BYTES = {"adam": 4.0, "adam-fp32": 4.0, "adam-bf16": 2.0}
 """Of these a second moment."""
 
@@ -158,7 +160,8 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
-    return weights, sums * (1.0 - sums_on_host(mesh)), per_state * shard("trained", STAGES.states)
+    spared = MUON_SPARES_BYTES * (mesh.plan.optimizer == "muon") * shard("in_matrices", STAGES.states)
+    return weights, sums * (1.0 - sums_on_host(mesh)), per_state * shard("trained", STAGES.states) - spared
 
 
 def _optimizer_turn_bytes(of: PricedModel, optimizer: Num) -> Num:

@@ -27,7 +27,7 @@ from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op
 from meshwise.program.parts import HEAD
 from meshwise.program.walk import PartBytes, Room, activations, mapped, part_bytes, room, with_saved_bytes
-from meshwise.program.weights_of_ops import ENDS
+from meshwise.program.weights_of_ops import ENDS, held_of
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts", "chunks")
 """Kinds of op whose FLOP are matrix work."""
@@ -203,7 +203,7 @@ def _part(
 
 def _held(ops: Iterable[Op]) -> Held:
     """The weights that these ops bring."""
-    numbers = [(op.num_params, op.num_params - op.num_frozen, op.num_quantized) for op in ops if op.weights]
+    numbers = [held_of(brought) for op in ops for brought in op.weights]
     return Held(*map(sum, zip(*numbers, strict=True))) if numbers else Held()
 
 

@@ -242,21 +242,26 @@ def _exchange_s(one: Op, machine: Machine) -> Num:
 def _optimizer_s(of: PricedModel, held: tuple[Held, Held], share: Num, memory: Memory, gradients: Num) -> Num:
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
-    Offloaded states are updated on the host: gradients go there and weights come back over the host link,
-    in the backward those of one layer while the others' come. FSDP2 keeps all of it there, and the host is
-    taken to read and write it as fast.
+    Muon multiplies matrices too, in bf16, which ZeRO deals to the ranks as whole (Megatron-LM's layer-wise
+    distributed optimizer). Offloaded states are updated on the host: gradients go there and weights come back
+    over the host link, in the backward those of one layer while the others' come. FSDP2 keeps all of it
+    there, and the host is taken to read and write it as fast.
     """
     mesh, machine = of.mesh, of.machine
     rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     if shards_each_weight(of.cut):
         on_chip = 2.0 * memory.optimizer + 2.0 * (1.0 - mesh.offload_optimizer) * gradients + memory.weights
         return on_chip / rate + mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s
-    dense, experts = held
-    params = dense.trained / mesh.shard_ranks(mesh.replicas)
-    params = params + experts.trained / mesh.shard_ranks(mesh.expert_replicas)
-    params = params * where(mesh.zero >= 1, share, 1.0)
+    ways = mesh.shard_ranks(mesh.replicas), mesh.shard_ranks(mesh.expert_replicas)
+    spread = where(mesh.zero >= 1, share, 1.0)
+    params = spread * added(map(operator.truediv, (one.trained for one in held), ways))
     others = (1.0 - mesh.offload_optimizer) * params * (2 * grad_bytes(mesh) + weight_bytes(mesh))
     on_chip = (2 * memory.optimizer + others) / rate
+    if mesh.plan.optimizer == "muon":
+        flop = spread * added(map(operator.truediv, (one.newton_schulz_flop for one in held), ways))
+        peak = machine.by_dtype.get("bf16", machine.base).matrix_flop_per_s
+        matmuls_s = flop / (peak * machine.efficiency.gemm("bf16").peak_frac)
+        on_chip = on_chip + larger(matmuls_s, machine.sustained_s(flop, "bf16"))
     both_ways = np.maximum if mesh.plan.optimizer_in_bwd else operator.add
     # the others went with their reduction
     grads = (mesh.offload_optimizer - sums_on_host(mesh)) * grad_bytes(mesh)

@@ -12,7 +12,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED
 from meshwise.cost.failures import Failures, checkpoint_interval_s
-from meshwise.estimate.memory import checkpoint_param_bytes
+from meshwise.estimate.memory import MUON_SPARES_BYTES, checkpoint_param_bytes
 from meshwise.estimate.one_plan import Estimate
 from meshwise.model.architecture import Model, layer_counts
 from meshwise.model.weights import block_weights, num_params
@@ -94,7 +94,10 @@ class TokenBudget:
             name: value * scale for name, (value, scale) in stated.items() if value is not None
         }
         failures = replace(Failures.llama3(), **changed)
-        num_bytes = checkpoint_param_bytes(estimate.step.of) * _num_trained(estimate.model, estimate.plan)
+        in_matrices = _num_in_matrices(estimate.model, estimate.plan)
+        trained = in_matrices if estimate.plan.lora_rank else num_params(estimate.model)
+        num_bytes = checkpoint_param_bytes(estimate.step.of) * trained
+        num_bytes -= MUON_SPARES_BYTES * (estimate.plan.optimizer == "muon") * in_matrices
         between_s = failures.interruption_s(num_chips)
         checkpoint_s = failures.checkpoint_s(num_bytes, num_chips)
         goodput = float(failures.goodput(num_bytes, num_chips))
@@ -108,13 +111,11 @@ class TokenBudget:
         } | self._taking(seconds / goodput, estimate)
 
 
-def _num_trained(model: Model, plan: Plan) -> int:
-    """Parameters that train: all, or the adapters of all blocks."""
-    if not plan.lora_rank:
-        return num_params(model)
+def _num_in_matrices(model: Model, plan: Plan) -> int:
+    """Parameters that train in matrices of blocks, or the adapters there."""
     return sum(
         number * weight.size
         for layer, number in layer_counts(model).items()
         for weight in block_weights(model, layer, plan.lora_rank, plan.lora_targets)
-        if weight.is_adapter
+        if weight.trains and weight.is_matrix
     )

@@ -78,11 +78,16 @@ def grad_bytes(mesh: Mesh) -> float:
 
 
 class Held(NamedTuple):
-    """Weights on one rank: how many, and how many of them train, or are kept in the plan's `frozen_dtype`."""
+    """Weights on one rank: how many, and how many of them train, or are kept in the plan's `frozen_dtype`.
+
+    Of those that train, `in_matrices` of blocks, which Muon orthogonalizes in `newton_schulz_flop`.
+    """
 
     params: Num = 0.0
     trained: Num = 0.0
     quantized: Num = 0.0
+    in_matrices: Num = 0.0
+    newton_schulz_flop: Num = 0.0
 
     def bytes(self, mesh: Mesh) -> Num:
         """What they take where they are held, and as they are gathered."""
@@ -125,7 +130,7 @@ def exchanges(
     rounds = 1.0 + gathered * (passing - 1.0)
     summed = at_stage(STAGES.sums, mesh.zero)
     reductions = num_reductions(summed, passing)
-    for of_experts, (params, trained, quantized) in enumerate(held):
+    for of_experts, (params, trained, quantized, *_) in enumerate(held):
         if isinstance(params, SINGLE) and params == 0:
             continue
         name, (ranks, first) = "expert_" * of_experts, replicas(mesh, of_experts=bool(of_experts))

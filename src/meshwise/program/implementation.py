@@ -45,7 +45,6 @@ Source: torch.distributed.tensor.parallel, torch.distributed.tensor.experimental
 
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
-from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -147,8 +146,7 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
         if op.phase == "forward" and len(shapes) > 1:
             weight = structs.replace(op.reads[1], shape=(batch, k, n))
             done = structs.replace(done, reads=(op.reads[0], weight), makes=results[number : number + 1])
-        stated: dict[str, Any] = dict.fromkeys(("num_params", "num_frozen", "num_quantized"), 0.0)
-        yield done if number == 0 else structs.replace(done, **stated, weights=())
+        yield done if number == 0 else structs.replace(done, num_params=0.0, num_frozen=0.0, weights=())
 
 
 def _is_narrow(cut: Cut, op: Op) -> bool:

@@ -104,8 +104,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     of ops that selective recomputation runs again with it; where that `drops` its results, nothing else keeps
     them, and `stays` are results of the op that it keeps all the same (`program.segments`). It runs the
     share `redone_frac` of the op again. `num_params`: parameters
-    of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train;
-    `num_quantized`: those of the frozen ones that are kept in `Cut.frozen_bytes` each.
+    of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train.
     `kernel`: its row in the table of element-wise kernels.
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
@@ -142,7 +141,6 @@ class Op(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     redone_frac: Num = 0.0
     num_params: Num = 0.0
     num_frozen: Num = 0.0
-    num_quantized: Num = 0.0
     weights: tuple[BroughtWeight, ...] = ()
     kernel: str = ""
     count: Num = 1.0

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 
 from msgspec import structs
 
-from meshwise.core.numbers import added
+from meshwise.core.numbers import added, larger, smaller
 from meshwise.core.units import Num
-from meshwise.model.weights import Weight, Weights, has_adapters
+from meshwise.model.weights import COLUMNS, WHOLE, Weight, Weights, has_adapters
 from meshwise.program.cut import Cut
+from meshwise.program.exchange import Held
 from meshwise.program.op import BroughtWeight, Op
 
 ENDS = "embedding", "head", "mtp"
@@ -33,26 +34,16 @@ def hold(ops: Iterable[Op], weights: Weights, cut: Cut, shards: Shards) -> list[
     for op in ops:
         if op.phase == "forward" and op.kind != "collective":
             mine = brought.pop((op.module, op.name), None)
-            op = op if mine is None else _with_weights(op, tuple(mine), cut)
+            op = op if mine is None else _with_weights(op, tuple(mine))
         holding.append(op)
     assert not brought, f"no op brings the weights {sorted(brought)}"
     return holding
 
 
-def _with_weights(op: Op, weights: tuple[BroughtWeight, ...], cut: Cut) -> Op:
-    num_params = added([held.num_params for held in weights])
-    frozen = [held for held in weights if not held.weight.trains]
-    if not frozen:
-        return structs.replace(op, weights=weights, num_params=num_params)
-    return structs.replace(
-        op,
-        weights=weights,
-        num_params=num_params,
-        num_frozen=added(held.num_params for held in frozen),
-        num_quantized=added(
-            held.num_params for held in frozen if cut.lora_rank and is_quantized(held.weight)
-        ),
-    )
+def _with_weights(op: Op, weights: tuple[BroughtWeight, ...]) -> Op:
+    num_params = added(held.num_params for held in weights)
+    num_frozen = added(held.num_params for held in weights if not held.weight.trains)
+    return structs.replace(op, weights=weights, num_params=num_params, num_frozen=num_frozen)
 
 
 def is_quantized(weight: Weight) -> bool:
@@ -60,6 +51,24 @@ def is_quantized(weight: Weight) -> bool:
     if weight.module in ENDS:
         return False
     return has_adapters(weight) or (weight.is_expert and weight.is_matrix)
+
+
+def held_of(brought: BroughtWeight) -> Held:
+    """What a weight counts for, its matrices with the FLOP of Muon's five Newton-Schulz iterations.
+
+    One on X [m, n], m the narrower side, multiplies X by its transpose, the product by itself, and X by their
+    sum: 4 n m^2 + 2 m^3. Each projection is taken by itself, of a cut one the rank's block; experts as whole.
+    Sources: arXiv 2502.16982; Megatron-LM's `muon_tp_mode="blockwise"`, `muon_split_qkv`.
+    """
+    weight, shards, number = brought
+    if not weight.trains:
+        return Held(number, quantized=number * is_quantized(weight))
+    if not weight.is_matrix or weight.module in ENDS:
+        return Held(number, number)
+    uncut, cut = weight.shape[-2:] if weight.cut == COLUMNS else weight.shape[-2:][::-1]
+    block = cut / (1.0 if weight.is_expert or weight.cut == WHOLE else shards)
+    narrow, wide = smaller(uncut, block), larger(uncut, block)
+    return Held(number, number, 0.0, number, 5.0 * number * (4.0 * narrow + 2.0 * narrow * narrow / wide))
 
 
 def num_held(weights: Weights, cut: Cut, shards: Shards) -> Num:
