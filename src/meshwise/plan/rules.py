@@ -15,6 +15,7 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, in_sequence, layer_kinds
+from meshwise.model.weights import block_weights
 from meshwise.plan.layouts import layout_rules, parts_beyond
 from meshwise.plan.mesh import Mesh, mesh_of
 from meshwise.plan.plan import (
@@ -90,6 +91,10 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         yield from rules_of("no experts", **names, sizes=sizes)
     else:
         yield from rules_of("experts", **names, moe=model.moe, ranks=mesh.tp * mesh.cp * mesh.dp)
+    lora = plan.lora_rank, plan.lora_targets
+    of_kinds = (weight for kind in layer_kinds(model) for weight in block_weights(model, kind, *lora))
+    adapts, targets = any(weight.is_adapter for weight in of_kinds), "+".join(plan.lora_targets)
+    yield from rules_of("adapters", **names, adapts=adapts, targets=targets)
     names |= {"splits": splits_backward(mesh), "selective": _SELECTIVE, "size": mesh.dp * sizes["cp"]}
     names["group"] = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0
     yield from rules_of("offloading", **names, per_op="per_op" in plan.recompute_modules)
