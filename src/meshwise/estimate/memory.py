@@ -84,10 +84,8 @@ def held_params(of: PricedModel, stage: Stage) -> tuple[Held, Held]:
         for kind in (DENSE, EXPERTS)
     )
     tied = model.vocab * model.hidden / cut.tp * model.tied_embedding * stage.heads * (stage.embeddings == 0)
-    dense = dense._replace(params=dense.params + tied, trained=dense.trained + tied * (cut.lora_rank == 0))
-    if of.mesh.trains:
-        return dense, experts
-    return dense._replace(trained=0.0), experts._replace(trained=0.0)
+    trained = dense.trained + tied * (cut.lora_rank == 0)
+    return dense._replace(params=dense.params + tied, trained=trained), experts
 
 
 def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memory:

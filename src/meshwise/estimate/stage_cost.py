@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwise.core.numbers import added, anywhere, larger, smaller, where
+from meshwise.core.numbers import added, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.estimate.fsdp2_step import fsdp2_memory, gradient_bytes, least_memory
@@ -129,7 +129,7 @@ def stage_cost(
     """
     held, units = held_params(of, stage), units_of(of, stage)
     exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(of, stage, held, units, shared, time, idle_s)
-    memory, kept = needed_memory(of, stage, held, units, has_peak=has_peak)
+    memory, kept = needed_memory(of, stage, held, units, has_peak=has_peak and of.mesh.trains)
     gradients = gradient_bytes(units, of.mesh, of.cut) if units else memory.gradients
     optimizer_s = _optimizer_s(of, held, stage.share, memory, gradients) if of.mesh.trains else 0.0
     return StageCost(
@@ -149,8 +149,7 @@ def needed_memory(
 ) -> tuple[Memory, Num]:
     """What a stage needs, and the most that it keeps for the backward; `has_peak`: as in `stage_cost`."""
     if units:
-        is_exact = has_peak and of.mesh.trains
-        return (fsdp2_memory if is_exact else least_memory)(of, stage, units)
+        return (fsdp2_memory if has_peak else least_memory)(of, stage, units)
     memory = stage_memory(of, stage, held)
     return memory, memory.activations
 
@@ -206,8 +205,7 @@ def _exchanged(
 
     tail_s = grads_s / pieces
     overlapped_s = reductions * round_s(gathers_s + grads_s - tail_s) + (tail_s + first_s)
-    if anywhere(reductions != rounds):
-        overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
+    overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
     alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
     # However they are hidden: links carry one exchange at a time.
     hiding_s = rounds * forward_s + larger(rounds, reductions) * backward_s

@@ -93,8 +93,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         yield from rules_of("experts", **names, moe=model.moe, ranks=mesh.tp * mesh.cp * mesh.dp)
     lora = plan.lora_rank, plan.lora_targets
     of_kinds = (weight for kind in layer_kinds(model) for weight in block_weights(model, kind, *lora))
-    adapts, targets = any(weight.is_adapter for weight in of_kinds), "+".join(plan.lora_targets)
-    yield from rules_of("adapters", **names, adapts=adapts, targets=targets)
+    yield from rules_of("adapters", **names, adapts=any(weight.is_adapter for weight in of_kinds))
     names |= {"splits": splits_backward(mesh), "selective": _SELECTIVE, "size": mesh.dp * sizes["cp"]}
     names["group"] = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0
     yield from rules_of("offloading", **names, per_op="per_op" in plan.recompute_modules)

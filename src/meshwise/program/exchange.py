@@ -134,7 +134,7 @@ def exchanges(
         if isinstance(params, SINGLE) and params == 0:
             continue
         name, (ranks, first) = "expert_" * of_experts, replicas(mesh, of_experts=bool(of_experts))
-        at_place = smaller(mesh.zero_group, ranks)
+        at_place, trained = smaller(mesh.zero_group, ranks), trained * mesh.trains
         group = copies * at_place
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * at_place)
         if anywhere(copies > 1):

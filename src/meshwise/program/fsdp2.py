@@ -102,11 +102,6 @@ class Unit:
         """Those of them that have gradients."""
         return replace(self, weights=tuple(weight for weight in self.weights if weight.trains))
 
-    @property
-    def of_forward(self) -> Unit:
-        """The same where there is no backward."""
-        return replace(self, weights=frozen(self.weights), gathers=(self.gathers[0], 0.0))
-
     def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
         return added(self._padded_sizes(mesh, cut))
@@ -156,10 +151,9 @@ class Unit:
 
 def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     """The units of a rank of `stage`; under DualPipe those of both ways."""
-    embedding, head = embedding_weights(model), head_weights(model)
-    lora_rank = mesh.plan.lora_rank
-    if lora_rank:
-        embedding, head = frozen(embedding), frozen(head)
+    lora_rank, trains = mesh.plan.lora_rank, mesh.trains
+    of_ends = (embedding_weights(model), head_weights(model), mtp_weights(model))
+    embedding, head, join = map(frozen, of_ends) if lora_rank or not trains else of_ends
     table = tuple(weight for weight in embedding if weight.op == "tokens")
     alone = (mesh.pp == 1) * 1.0
     apart = 1.0 - alone * model.tied_embedding
@@ -172,19 +166,19 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     further = float(model.mtp_layers)
     blocks = [*zip(layer_kinds(model), stage.layers, in_blocks, strict=True)]
     if further:
-        join = frozen(mtp_weights(model)) if lora_rank else mtp_weights(model)
         found.append(Unit(join, further * stage.heads, (further * in_last, 0.0)))
         copies = (1.0 - alone) * (not model.tied_embedding)
         found.append(Unit(table, copies * stage.heads, (copies * in_last, 0.0)))
         blocks.append((layer_kind(model, model.num_layers - 1), further * stage.heads, further * in_last))
     for kind, count, in_forward in blocks:
-        in_backward = count * mesh.num_microbatches * alone * at_stage(FSDP2.weights, mesh.zero)
+        in_backward = trains * count * mesh.num_microbatches * alone * at_stage(FSDP2.weights, mesh.zero)
         for is_expert in (False, True):
             of_block = block_weights(model, kind, lora_rank, mesh.plan.lora_targets)
             weights = tuple(one for one in of_block if one.is_expert == is_expert)
+            weights = weights if trains else frozen(weights)
             if weights or not is_expert:
                 found.append(Unit(weights, count, (in_forward, in_backward)))
-    return found if mesh.trains else [unit.of_forward for unit in found]
+    return found
 
 
 def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
