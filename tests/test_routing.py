@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 from meshwise.cost.experts import met_places
 from meshwise.cost.routing import busiest_rank, distinct_experts, inclusion, slots_filled
 
@@ -111,11 +112,7 @@ def test_the_report_of_deepseek_v3() -> None:
     assert found.fits
 
 
-@pytest.mark.parametrize(
-    ("places", "monte_carlo"),
-    # 40,000 tokens, 8 of 256 experts in the best 4 of 8 groups by two scores each: DeepSeek-V3's router.
-    [(8, 3.97), (4, 3.12), (2, 1.97), (16, 5.72), (64, 7.48), (32, 6.84), (128, 7.82)],
-)
+@pytest.mark.parametrize(("places", "monte_carlo"), table("tables")["met_places"])
 def test_places_that_limited_routing_meets(places: int, monte_carlo: float) -> None:
     assert float(met_places(float(places), 8.0, (8.0, 4.0))) == pytest.approx(monte_carlo, rel=0.05)
 

@@ -42,15 +42,7 @@ def priced(
 
 # --- facts -------------------------------------------------------------------------------------
 
-# Korthikanti et al., arXiv 2205.05198, Table 3 (configurations) and Figure 1 (GiB of the layers on the
-# first pipeline stage: parameters and optimizer states; activations without recomputation under tensor
-# parallelism; with sequence parallelism and selective recomputation).
-FIGURE_1 = {
-    "megatron-22b": ("tp=8", 4, 4, 8, 45.56, 59.25, 9.56),
-    "gpt3-175b": ("tp=8,pp=8,vpp=3", 64, 1, 64, 45.56, 66.84, 12.35),
-    "megatron-530b": ("tp=8,pp=35,vpp=3", 280, 1, 280, 31.64, 114.02, 23.08),
-    "megatron-1t": ("tp=8,pp=64", 512, 1, 512, 32.96, 131.25, 26.56),
-}
+FIGURE_1 = table("tables")["korthikanti"]
 
 
 def layers_memory(name: str, extra: str) -> tuple[float, float]:
@@ -74,9 +66,7 @@ def test_memory_korthikanti_figure_1(name: str) -> None:
     assert layers_memory(name, "sp=1,recompute=selective")[1] == pytest.approx(selective, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("zero", "bytes_per_param"), [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)]
-)
+@pytest.mark.parametrize(("zero", "bytes_per_param"), table("tables")["zero_bytes"])
 def test_zero_divides_the_16_bytes_rajbhandari_figure_1(zero: int, bytes_per_param: float) -> None:
     """arXiv 1910.02054: 2 + 2 + 12 bytes with fp16 gradients; stage 1, 2, 3 divide 12, 14, 16 by dp."""
     memory = priced("llama2-7b", f"zero={zero},grad_dtype=bf16", cluster="a100-80g-sxm:64").memory_bytes
@@ -93,9 +83,7 @@ def test_flop_of_llama3_405b_arxiv_2407_21783() -> None:
     assert (per_token - attention) * 15.6e12 == pytest.approx(3.8e25, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "gflop_per_token"), [("deepseek-v2", 155), ("deepseek-v3", 250), ("llama3-405b", 2448)]
-)
+@pytest.mark.parametrize(("name", "gflop_per_token"), table("tables")["gflop_per_token"])
 def test_training_flop_per_token_arxiv_2505_09343_table_2(name: str, gflop_per_token: float) -> None:
     """ "Insights into DeepSeek-V3", Table 2: training GFLOP per token at a sequence of 4096."""
     per_token = 3 * model_flop(find_model(name), 4096) / 4096

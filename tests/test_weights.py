@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from data_tables import table
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config, read_config
@@ -111,13 +112,7 @@ def test_multi_token_prediction_deepseek_v3_readme_weights() -> None:
     assert num_mtp_params(find_model("deepseek-v3")) == pytest.approx(11.5e9, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "trainable"),
-    [
-        pytest.param("llama2-7b", 39_976_960, id="PEFT, Llama 2 7B, rank 16, all linear layers: 39,976,960"),
-        pytest.param("llama3-8b", 41_943_040, id="PEFT, Llama 3 8B, rank 16, all linear layers: 41,943,040"),
-    ],
-)
+@pytest.mark.parametrize(("name", "trainable"), table("tables")["adapters"])
 def test_trainable_parameters_of_adapters(name: str, trainable: int) -> None:
     model, cut = find_model(name), Cut(microbatch=1.0, seq=64.0, lora_rank=16)
     ops = [(count, op) for count, ops in parts(model, cut) for op in ops]
