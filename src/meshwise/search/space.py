@@ -38,7 +38,7 @@ MIN_CONTEXT_TOKENS = 1024
 CAPS = {"tp": 64, "pp": 128, "vpp": 16}
 """The largest sizes that are tried unless a search is told otherwise."""
 
-RECOMPUTED_LAYERS = (None, 1, 2, 4, 8)
+RECOMPUTED_LAYERS = (None, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Layers of a stage that full recomputation covers (None: all)."""
 
 USUAL = (
@@ -140,7 +140,7 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
         "microbatch": [x for x in divisors(workload.batch) if x <= largest],
         "zero_group": [None, *divisors(world)[1:-1]],
         "recompute": RECOMPUTE,
-        "recompute_layers": RECOMPUTED_LAYERS,
+        "recompute_layers": [n for n in RECOMPUTED_LAYERS if n is None or n < layers],
         "recompute_modules": [
             (),
             *((name,) for name in RECOMPUTE_MODULES),
