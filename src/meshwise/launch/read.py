@@ -318,7 +318,7 @@ def _expand(text: str, known: dict[str, str]) -> str:
         numbers = {name: int(text) for name, text in known.items() if text.isdecimal()}
         try:
             return str(value_of(match[1].replace("/", "//"), numbers))
-        except (NameError, SyntaxError, TypeError, ValueError, ZeroDivisionError):
+        except (KeyError, SyntaxError, TypeError, ValueError, ZeroDivisionError):
             return f"$(({match[1]}))"
 
     for _ in range(_MOST_DEFAULTS):  # `${X:-${Y:-4}}` from the inside out, `${X:-$Y}` from the outside in

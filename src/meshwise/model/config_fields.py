@@ -229,7 +229,7 @@ def worked_out(text: str, names: Mapping[str, Any]) -> Any:
     """What an expression makes of these names; ModelError where it makes nothing."""
     try:
         return value_of(text, names)
-    except (AttributeError, KeyError, NameError) as error:
+    except (AttributeError, KeyError) as error:
         missing = getattr(error, "name", error.args[0])
         raise ModelError(f"{missing} is missing; the model cannot be sized without it") from None
     except (ArithmeticError, IndexError, TypeError, ValueError) as error:
