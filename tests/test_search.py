@@ -201,11 +201,11 @@ def test_where_little_fits_it_is_told_what_offloading_gives(meshwise) -> None:
 
 
 def test_a_plan_that_a_framework_runs_is_named_first_where_it_is_as_fast(meshwise) -> None:
-    """What DualPipe gains here is less than half a percent, and no framework runs it."""
-    text = meshwise("search", "llama3-70b", "--cluster", "mi300x:64", "--batch", 256, "--seq", 8192).out
-    named = [line for line in text.splitlines() if line.startswith(("fastest", "as fast"))]
-    assert named[0].startswith("fastest: ") and "; runs in megatron-lm" in text.split("leans on")[0]
-    assert "; no framework runs" in named[1] and "fastest that a framework runs" not in text
+    """What zb-v gains here is less than half a percent, no framework runs it, and it is no simpler."""
+    text = meshwise("search", "llama3-70b", "--cluster", "b200-sxm:576", "--batch", 1152, "--seq", 8192).out
+    first, second, *_, table = text.split("leans on")
+    assert "\nfastest that a framework runs: " in first and "; runs in megatron-lm" in first
+    assert "\nfastest, by 0." in second and "; no framework runs it" in second and "simplest" not in table
 
 
 def test_robust_plans_are_ranked_by_their_step_under_all_adversities() -> None:
@@ -247,12 +247,13 @@ def test_nothing_is_out_of_sight(
 
 
 def test_the_simplest_plan_is_as_fast_as_the_interval_tells(meshwise) -> None:
-    for top in ("1", "5"):
-        document = meshwise(*ARGUMENTS, "--top", top, "--json").document
+    job = ("search", "llama3-70b", "--cluster", "h100-80g-sxm:64", "--batch", 128, "--seq", 8192, "--robust")
+    for step, *words in (("step_s", *ARGUMENTS, "--top", 1), ("step_s", *ARGUMENTS), ("robust_s", *job)):
+        document = meshwise(*words, "--json").document
         best, simple = document["best"][0], document["simplest"]
         wrong_frac = best["step_s_interval"]["p90"] / best["step_s"] - 1
         differ_s = sum(abs(best["time_s"][name] - simple["time_s"][name]) for name in best["time_s"])
-        assert simple["step_s"] - best["step_s"] <= max(wrong_frac * differ_s, 0.005 * best["step_s"])
+        assert simple[step] - best[step] <= max(wrong_frac * differ_s, 0.005 * best["step_s"])
         assert all("leans_on" in one and one["robust_s"] > one["step_s"] for one in (best, simple))
 
 
@@ -432,9 +433,11 @@ def test_nothing_fits_is_exit_1(meshwise) -> None:
     for words, why in table("tables")["searched"]["no_plan"]:
         done = meshwise("search", *words.split())
         assert done.code == 1 and f"no plan: {why}" in done.out
+        study = meshwise("search", *words.split(), "--vary", "outer=1", "--json").document
+        assert why in study["points"][0]["reason"]
 
 
-def test_a_study_is_its_searches(meshwise) -> None:
+def test_a_study_is_its_searches_and_weak_scaling_grows_the_batch(meshwise) -> None:
     few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1")
     study = meshwise(*LLAMA, *few, "--vary", "gpus=8|32,memory=1|0.5", "--json").document
     assert [(one["gpus"], one["memory"]) for one in study["points"]] == [(8, 1), (8, 0.5), (32, 1), (32, 0.5)]
@@ -446,20 +449,16 @@ def test_a_study_is_its_searches(meshwise) -> None:
         kept = [study["points"][i] for i in front]
         for one in study["points"]:
             assert any(all(of[name] <= one[name] for name in ("s_per_token", measure)) for of in kept)
+    weak = meshwise(*LLAMA, *few, "--vary", "gpus=8|16|64", "--weak", "--json").document["points"]
+    assert [one["batch"] for one in weak] == [16, 32, 128]
 
 
 def test_energy_is_unknown_where_the_watts_are(meshwise) -> None:
     job = ("search", "llama3-8b", "--cluster", "tpu-v7:64", "--batch", 64, "--plan", "pp=1,tp=1", "--vary")
     (point,), fronts = map(meshwise(*job, "gpus=64", "--json").document.get, ("points", "fronts"))
     assert "joules_per_token" not in point and not fronts["joules_per_token"]
-    assert "unknown" in meshwise(*job, "gpus=64").out
+    assert meshwise(*job, "chip=h100-80g-sxm|tpu-v7", "--tokens", 1e9).out.count("unknown") == 2
     assert "unknown" not in meshwise(*job, "gpus=64", "--watts", 900, "--tokens", 1e9).out
-
-
-def test_weak_scaling_grows_the_batch(meshwise) -> None:
-    few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1", "--vary", "gpus=8|16|64", "--weak")
-    study = meshwise(*LLAMA, *few, "--json").document
-    assert [one["batch"] for one in study["points"]] == [16, 32, 128]
 
 
 def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:

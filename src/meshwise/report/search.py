@@ -91,7 +91,7 @@ def page(
 
     title = f"{best.model.name} on {best.cluster.num_chips} x {best.cluster.chip.name}"
     rank = f"{_first(result)} of {result.plans_considered:,} plans"
-    headline = f"{rank}: {_with_step(best)} a step, MFU {best.mfu:.1%}"
+    headline = f"{rank}: {_with_step(result, best, result.bases[0])} a step, MFU {best.mfu:.1%}"
     front: Fields = {
         "plan": lambda found: link(plan_text(found.plan), found.microbatch),
         **{"microbatch": "microbatch", "robust" if result.robust else "step": "step_s"},
@@ -119,29 +119,26 @@ def answer_lines(result: Result) -> Iterator[str]:
 
     The one that a framework runs comes first where it is as fast.
     """
-    best, of_best = result.best[0], result.bases[0]
-    what = _first(result)
-    if result.runnable and 0.0 < (result.slower_frac or 0.0) < NOTABLE:
-        yield from _leaning(what, *result.runnable)
-        yield f"as fast: {_with_step(best)}; {_runs_in(of_best)}"
-        best = result.runnable[0]
-    else:
-        yield from _leaning(what, best, of_best)
-    if result.runnable and (result.slower_frac or 0.0) >= NOTABLE:
-        longer = f", {result.slower_frac:.1%} longer"
-        yield from _leaning(f"{what} that a framework runs", *result.runnable, longer)
-    elif result.runnable is None and not of_best.runs_in:
-        chip = best.cluster.chip
+    what, first = _first(result), (result.best[0], result.bases[0])
+    named, longer_frac = {what: first}, result.slower_frac or 0.0
+    if result.runnable and longer_frac >= NOTABLE:
+        named[f"{what} that a framework runs, {longer_frac:.1%} longer"] = result.runnable
+    elif result.runnable and longer_frac > 0.0:
+        named = {f"{what} that a framework runs": result.runnable, f"{what}, by {longer_frac:.2%}": first}
+    for name, (found, of) in named.items():
+        yield f"{name}: {_told(result, found, of)}"
+        yield f"  leans on {of.leans_on}"
+    if result.runnable is None and not first[1].runs_in:
+        chip = first[0].cluster.chip
         if training_on(chip):
             yield "no framework runs any plan of this space; --to FRAMEWORK searches what one has"
         else:
             yield f"none of the frameworks that launch writes for runs on {chip.name}"
     if result.offloaded:
-        found, of_found = result.offloaded
-        share = found.step_s / result.best[0].step_s
-        yield f"with states on the host: {_with_step(found)}, {1.0 - share:.0%} less; {_runs_in(of_found)}"
-    if result.simplest and result.simplest[0].plan != best.plan:
-        yield f"as fast, as far as the interval tells, and simplest: {_with_step(result.simplest[0])}"
+        share = result.ranked_s(*result.offloaded) / result.ranked_s(*first)
+        yield f"with states on the host, {1.0 - share:.0%} less: {_told(result, *result.offloaded)}"
+    if result.simplest and result.simplest[0].plan != next(iter(named.values()))[0].plan:
+        yield f"as fast, as far as the interval tells, and simplest: {_told(result, *result.simplest)}"
 
 
 def _first(result: Result) -> str:
@@ -149,18 +146,18 @@ def _first(result: Result) -> str:
     return "most robust" if result.robust else "fastest"
 
 
-def _leaning(what: str, found: Estimate, of: Basis, longer: str = "") -> Iterator[str]:
-    yield f"{what}: {_with_step(found)}{longer}; {_runs_in(of)}"
-    yield f"  leans on {of.leans_on}"
+def _told(result: Result, found: Estimate, of: Basis) -> str:
+    """A plan with the step by which it is ranked, and who runs it."""
+    runs_in = f"runs in {', '.join(map(with_version, of.runs_in))}" if of.runs_in else "no framework runs it"
+    return f"{_with_step(result, found, of)}; {runs_in}"
 
 
-def _with_step(found: Estimate) -> str:
-    text, microbatch = plan_text(found.plan) or DATA_PARALLEL, found.workload.microbatch
-    return f"{text}, microbatch {microbatch}, {duration(found.step_s)}"
-
-
-def _runs_in(of: Basis) -> str:
-    return f"runs in {', '.join(map(with_version, of.runs_in))}" if of.runs_in else "no framework runs it"
+def _with_step(result: Result, found: Estimate, of: Basis) -> str:
+    text, microbatch, step = plan_text(found.plan) or DATA_PARALLEL, found.workload.microbatch, found.step_s
+    taken = (
+        f"robust {duration(of.robust_s)} ({duration(step)} as estimated)" if result.robust else duration(step)
+    )
+    return f"{text}, microbatch {microbatch}, {taken}"
 
 
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
@@ -380,13 +377,13 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
         figures.append((*point.changes.values(), *row, with_prefix(joules, "J", 3) or "unknown", named))
     columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", "front")
     yield Table("", columns, figures, left=("front",))
-    run_columns = next(iter(cells.values()), {})
+    run_columns = [*dict.fromkeys(itertools.chain.from_iterable(cells.values()))]
     plans = [
         (
             *point.changes.values(),
-            *(cells[i].values() if i in cells else [None] * len(run_columns)),
+            *(cells[i].get(name, "unknown") if i in cells else None for name in run_columns),
             best.workload.microbatch if (best := point.best) else None,
-            plan_text(best.plan) if best else "nothing fits",
+            plan_text(best.plan) if best else point.reason or "nothing fits",
         )
         for i, point in enumerate(study.points)
     ]

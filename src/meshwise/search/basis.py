@@ -5,7 +5,7 @@ differ may be wrong: by a share `p90 - 1` of each, where p90 is the bad end of t
 Terms that both have in common are wrong in both. Less than `NOTABLE` of a step tells no two plans apart.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +72,22 @@ def _supports(found: Estimate) -> Iterator[str]:
         yield f"{chip} with efficiencies of others ({'; '.join(others)}), step {low:+.0%} to {high:+.0%}"
 
 
-def simplest(found: Sequence[Estimate]) -> Estimate:
-    """Of the plans as fast as the first the one with fewest axes, then with fewest keys stated."""
-    as_fast_as_first = (one for one in found if as_fast(one, found[0]))
-    return min(as_fast_as_first, key=lambda one: (complexity(one.plan), one.step_s))
+def simplest(
+    found: Sequence[Estimate], runnable: Estimate | None, step_s: Callable[[Estimate], float]
+) -> Estimate:
+    """Of the plans as fast as the first the one with fewest axes, then with fewest keys stated.
+
+    Of equals `runnable`; `step_s` is the step by which plans are ranked.
+    """
+    as_fast_as_first = (one for one in found if as_fast(one, found[0], step_s(one) - step_s(found[0])))
+    return min(as_fast_as_first, key=lambda one: (complexity(one.plan), one is not runnable, step_s(one)))
 
 
-def as_fast(one: Estimate, best: Estimate) -> bool:
+def as_fast(one: Estimate, best: Estimate, longer_s: float) -> bool:
     """Whether a plan is as fast as the best, as far as the interval tells (see the top of this file)."""
     differs_s = sum(abs(one.time_s[name] - best.time_s[name]) for name in best.time_s)
     may_be_wrong_s = (best.step_s_interval.p90 / best.step_s - 1.0) * differs_s
-    return one.step_s - best.step_s <= max(may_be_wrong_s, NOTABLE * best.step_s)
+    return longer_s <= max(may_be_wrong_s, NOTABLE * best.step_s)
 
 
 def complexity(plan: Plan) -> tuple[int, int]:

@@ -138,10 +138,11 @@ class Result(Shown):
         """How much longer than the first plan the first takes that a framework runs; None without one."""
         if self.runnable is None:
             return None
-        found, of = self.runnable
-        if self.robust:
-            return of.robust_s / self.bases[0].robust_s - 1.0
-        return found.step_s / self.best[0].step_s - 1.0
+        return self.ranked_s(*self.runnable) / self.ranked_s(self.best[0], self.bases[0]) - 1.0
+
+    def ranked_s(self, found: Estimate, of: Basis) -> float:
+        """The step by which plans are ranked: under all adversities where `robust`."""
+        return of.robust_s if self.robust else found.step_s
 
     def sample(self, most: int) -> list[Found]:
         """At most `most` plans, drawn evenly from all that are priced and priced like those of `pareto`.
@@ -264,11 +265,13 @@ def search(
     best = ranked[:top]
     no_fit = kept.considered > 0 and not best
     chosen = tuple(map(space.estimate, best))
+    runnable = None if kept.runnable is None else space.estimate(kept.runnable)
     near = [
         space.estimate(one)
         for one in ranked[top:NEAR]
         if one.step_s < NEAR_FRAC * ranked[0].step_s and complexity(one.plan) < complexity(ranked[0].plan)
     ]
+    candidates = [*chosen, *near, *filter(None, (runnable,))]
 
     def against(adversity: Adversity) -> Found | None:
         return space.price(against=adversity).first
@@ -301,8 +304,8 @@ def search(
         weighed=weigh(chosen[0], kept.capacity_bytes, against) if assumptions and best else (),
         stated=space.stated,
         to=to,
-        runnable=None if kept.runnable is None else with_basis(space.estimate(kept.runnable)),
-        simplest=with_basis(simplest([*chosen, *near])) if chosen else None,
+        runnable=with_basis(runnable) if runnable else None,
+        simplest=with_basis(simplest(candidates, runnable, space.step_s)) if chosen else None,
         offloaded=offloaded(),
         robust=robust,
         versions=versions(software, chosen[0], under) if software and chosen else (),
@@ -333,6 +336,10 @@ class _Space:
         """The estimate of a plan of the space."""
         workload = replace(self.workload, microbatch=found.microbatch)
         return estimate(self.model, self.cluster, found.plan, workload)
+
+    def step_s(self, one: Estimate) -> float:
+        """The step by which plans are ranked."""
+        return self.under(one.plan).step_s(one) if self.robust else one.step_s
 
     def refused(self, mesh: Mesh) -> Iterable[Any]:
         """Where plans are unwanted, or the framework does not run them, if there is one."""

@@ -94,12 +94,16 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class StudyPoint:
-    """The best plan of one machine (None: nothing fits), which differs from the study's by `changes`."""
+    """The best plan of one machine, which differs from the study's by `changes`.
+
+    None where nothing fits, or where there is no plan at all: then `reason` says why.
+    """
 
     changes: Changes
     cluster: Cluster
     batch: int
     best: Estimate | None
+    reason: str = ""
 
     def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
         """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits.
@@ -121,7 +125,7 @@ class StudyPoint:
         """The machine, its best plan, and the run of `budget` with it; its failures where `goal` asks."""
         machine = {**self.changes, "num_chips": self.cluster.num_chips, "batch": self.batch}
         if self.best is None:
-            return machine | {"plan_text": None}
+            return machine | {"plan_text": None, "reason": self.reason or None}
         plan = {"plan_text": plan_text(self.best.plan), "microbatch": self.best.workload.microbatch}
         figures = {name: getattr(self.best, name) for name in ("step_s", "mfu", "tokens_per_s")}
         return machine | plan | figures | self.measures(budget) | goal.run(self.best, budget)
@@ -216,19 +220,19 @@ def study(
         for place, found in each(best, [(machine, grown) for _, machine, grown in machines], jobs=1):
             if isinstance(found, Lost):
                 raise WorkloadError(f"the search of a machine was lost: {found.reason}")
-            points[place] = StudyPoint(*machines[place], found)
+            points[place] = StudyPoint(*machines[place], *found)
             on_point(points[place])
     told = tuple(points[place] for place in sorted(points))
     return Study(told, complete=len(points) == len(machines), goal=goal or Goal())
 
 
-def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> Estimate | None:
-    """The best plan on one machine for a batch."""
+def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> tuple[Estimate | None, str]:
+    """The best plan on one machine for a batch, and why there is no plan at all."""
     machine, batch = of
     found = search(model, machine, batch=batch, top=1, with_changes=False, **asked)
     if not found.complete:
         raise KeyboardInterrupt
-    return next(iter(found.best), None)
+    return next(iter(found.best), None), found.reason
 
 
 # --- machines -------------------------------------------------------------------------------------
@@ -261,11 +265,10 @@ def _changed(cluster: Cluster, key: str, value: Any) -> Cluster:
         return find_cluster(f"{value}:{cluster.num_chips}")
     if key == "gpus":
         return replace(cluster, num_chips=value)
+    wider = [level for level in others if level.ranks > value]
+    refuse("varied links", ClusterError, key=key, value=value, inner=inner, wider=wider, others=others)
     if key == "domain":
-        if inner.torus:
-            raise ClusterError(f"domain={value}: {inner.name} is a torus; vary the domain of other chips")
-        wider = [level for level in others if level.ranks > value]
-        return replace(cluster, levels=(replace(inner, ranks=float(value)), *wider)) if wider else cluster
+        return replace(cluster, levels=(replace(inner, ranks=float(value)), *wider))
     if key in OF_CHIP:
         scaled = {name: _times(getattr(cluster.chip, name), value) for name in OF_CHIP[key]}
         return replace(cluster, chip=replace(cluster.chip, **scaled))
