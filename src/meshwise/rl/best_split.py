@@ -44,9 +44,9 @@ FAMILIES = 32
 """Training plans at most with which the trainer is priced: full bins alone, as `search` has them, mislead."""
 
 NEAR = 1.2
-"""Candidates are priced as a step whose first look takes up to so many times the least of their mode.
+"""Candidates are priced as a step whose first look takes up to so many times the least of all.
 
-Of a looser bound on staleness than is asked, the first alone.
+Of each mode, and of a looser bound on staleness than is asked, at least the first.
 """
 
 LOOKED_SAMPLES, LOOKED_UPDATES = 2048, 4
@@ -295,8 +295,9 @@ def best_split(asked: OpenJob, hear: Hear = lambda so_far: None) -> RlAnswer:
     refuse("split of rl", PlanError, looked=looked, asked=asked)
     bound = asked.staleness or (1 if not asked.mode else max(job.staleness for _, job in looked))
     steps = list[RlStep]()
+    near_s = NEAR * min((about_s for about_s, job in looked if job.staleness <= bound), default=0.0)
     for (_, bounded), each in grouped(looked, lambda one: (one[1].mode, one[1].staleness)).items():
-        most_s = NEAR * each[0][0] if bounded <= bound else 0.0
+        most_s = near_s if bounded <= bound else 0.0
         for job in (job for i, (about_s, job) in enumerate(each) if not i or about_s <= most_s < math.inf):
             hear(f"{len(looked)} candidates looked at, {len(steps)} priced")
             steps.append(rl_step(job))
