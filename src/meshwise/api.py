@@ -1224,7 +1224,8 @@ def budget(
 
     Args:
         tokens: Tokens of the whole run, as 15T: days, GPU-hours, failures.
-        price: Dollars of a GPU-hour: dollars of a million tokens and, with the tokens, of the run.
+        price: Dollars of a GPU-hour, 2.5 or by chip h100-80g-sxm=2.5,b200-sxm=4: dollars of a million tokens
+            and, with the tokens, of the run.
         watts: Mean power at the wall for each GPU in watts, with the tokens [predicted].
         pue: Power of the building over that of its nodes, with the tokens [1].
         carbon: Grams of CO2 of a kWh, with the tokens.
@@ -1236,10 +1237,11 @@ def budget(
         MeshwiseError: A number makes no sense, or is stated without tokens.
     """
     from meshwise.estimate.token_budget import TokenBudget
+    from meshwise.serve.answer import parse_prices
 
     return TokenBudget(
-        tokens=tokens, price=usd_per_hour(price), watts=watts, pue=pue, carbon=carbon, mtbf=mtbf,
-        storage=storage, restart=restart,
+        tokens=tokens, price=None if price is None else parse_prices(str(price)), watts=watts, pue=pue,
+        carbon=carbon, mtbf=mtbf, storage=storage, restart=restart,
     )  # fmt: skip
 
 

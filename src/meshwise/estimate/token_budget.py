@@ -5,6 +5,7 @@ building. With failures (`cost.failures`) the same run takes longer: checkpoints
 since the last checkpoint. A checkpoint holds the weights that train and their optimizer states, whole.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshwise.core.units import MOST_STATED
 from meshwise.cost.failures import Failures, checkpoint_interval_s
 from meshwise.estimate.memory import MUON_SPARES_BYTES, checkpoint_param_bytes
 from meshwise.estimate.one_plan import Estimate
+from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, layer_counts
 from meshwise.model.weights import block_weights, num_params
 from meshwise.plan.plan import Plan
@@ -23,8 +25,8 @@ JOULES_PER_KWH = 3.6e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """A run of `tokens` tokens, the `price` of a GPU-hour, and the `watts` at the wall for each GPU (None: as
-    predicted).
+    """A run of `tokens` tokens, the `price` of a GPU-hour by chip (`""`: of any), and the `watts` at the wall
+    for each GPU (None: as predicted).
 
     `pue` is the power of the building over that of its nodes, `carbon` the grams of CO2 of a kWh. `mtbf`
     [GPU-hours between failures], `storage` [bytes/s of the whole cluster] and `restart` [s] replace the
@@ -33,7 +35,7 @@ class TokenBudget:
     """
 
     tokens: float | None = None
-    price: float | None = None
+    price: Mapping[str, float] | None = None
     watts: float | None = None
     pue: float | None = None
     carbon: float | None = None
@@ -44,7 +46,7 @@ class TokenBudget:
     def __post_init__(self) -> None:
         names = {"tokens": self.tokens, "most": MOST_STATED}
         for name in self.__slots__:
-            if (value := getattr(self, name)) is not None:
+            if name != "price" and (value := getattr(self, name)) is not None:
                 refuse("budget", WorkloadError, option=name, value=value, **names)
 
     def watts_per_gpu(self, estimate: Estimate) -> float | None:
@@ -52,31 +54,33 @@ class TokenBudget:
         watts = self.watts or (estimate.power_watts or {}).get("node")
         return watts and watts * (self.pue or 1.0)
 
+    def usd_per_token(self, estimate: Estimate) -> float | None:
+        """Dollars of a token at the pace of an estimate; None without a price."""
+        if self.price is None:
+            return None
+        usd_per_s = usd_per_gpu_hour(estimate.cluster, self.price) * estimate.cluster.num_chips / 3600
+        return usd_per_s / estimate.tokens_per_s
+
     def run(self, estimate: Estimate) -> dict[str, Any]:
         """Seconds, days, GPU-hours, cost and joules of the run, and `with_failures`; empty without tokens.
 
         With a price, also the dollars of a million tokens, whatever the length of the run.
         """
-        found: dict[str, Any] = {}
-        if self.price is not None:
-            gpu_hours = estimate.cluster.num_chips / estimate.tokens_per_s / 3600
-            found["usd_per_million_tokens"] = 1e6 * gpu_hours * self.price
         if self.tokens is None:
-            return found
+            usd = self.usd_per_token(estimate)
+            return {} if usd is None else {"usd_per_million_tokens": 1e6 * usd}
         refuse("run of tokens", WorkloadError, of=estimate, budget=self, watts=self.watts_per_gpu(estimate))
         seconds = self.tokens / estimate.tokens_per_s
-        return found | {
-            "tokens": self.tokens,
-            **self._taking(seconds, estimate),
-            "with_failures": self._with_failures(seconds, estimate),
-        }
+        taken = {"tokens": self.tokens, **self._taking(seconds, estimate, 1.0)}
+        return taken | {"with_failures": self._with_failures(seconds, estimate)}
 
-    def _taking(self, seconds: float, estimate: Estimate) -> dict[str, float]:
+    def _taking(self, seconds: float, estimate: Estimate, goodput: float) -> dict[str, float]:
         num_chips = estimate.cluster.num_chips
-        gpu_hours = seconds * num_chips / 3600
-        taken = {"run_s": seconds, "days": seconds / 86400, "gpu_hours": gpu_hours}
-        if self.price is not None:
-            taken["cost"] = gpu_hours * self.price
+        seconds /= goodput
+        taken = {"run_s": seconds, "days": seconds / 86400, "gpu_hours": seconds * num_chips / 3600}
+        if usd := self.usd_per_token(estimate):
+            taken["cost"] = usd * seconds * estimate.tokens_per_s
+            taken["usd_per_million_tokens"] = 1e6 * usd / goodput
         if watts := self.watts_per_gpu(estimate):
             taken |= {"watts_per_gpu": watts, "energy_joules": seconds * num_chips * watts}
             if self.carbon is not None:
@@ -108,7 +112,15 @@ class TokenBudget:
             "checkpoint_bytes": num_bytes,
             "checkpoint_s": float(checkpoint_s),
             "checkpoint_every_s": float(checkpoint_interval_s(between_s, checkpoint_s)),
-        } | self._taking(seconds / goodput, estimate)
+        } | self._taking(seconds, estimate, goodput)
+
+
+def usd_per_gpu_hour(cluster: Cluster, price: Mapping[str, float]) -> float:
+    """The price of a cluster's chip, or of any (`""`); WorkloadError where only others have one."""
+    chip = cluster.chip.name
+    if not {"", chip} & set(price):
+        raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
+    return price.get(chip, price.get("", 0.0))
 
 
 def _num_in_matrices(model: Model, plan: Plan) -> int:

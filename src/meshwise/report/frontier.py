@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.core.units import duration, with_prefix
+from meshwise.core.units import dollars, duration, with_prefix
 from meshwise.published.frontier import RESOURCES, Frontier, Limits, Point
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section
@@ -24,14 +24,9 @@ _COMPUTE = plot.ChartAxis("training compute [FLOP]", log=True, numbers="power")
 
 def page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
     """The best utilization of a device at each training compute; `others` are drawn beside it."""
-    found, ideal = [frontier, *others], frontier.ideal
-    days = f"{frontier.run.duration_s / 86400:.0f} days"
-    headline = (
-        f"runs of {days} on {frontier.device.name} keep 80 % of their utilization up to "
-        f"{flop(ideal.limit_80pct_flop)} and end at {flop(ideal.wall_flop)}; with failures at "
-        f"{flop(frontier.with_failures.wall_flop)}"
-    )
-    document = frontier.to_json()
+    found, ideal, document = [frontier, *others], frontier.ideal, frontier.to_json()
+    days, failing = f"{frontier.run.duration_s / 86400:.0f} days", document["with_failures"]
+    headline = f"runs of {days} on {frontier.device.name}: {ends(document)}; with failures: {ends(failing)}"
     assumed = [
         (name, f"{value['name']} ({value['source']})" if isinstance(value, dict) else _plain(value))
         for name, value in {**document["assumptions"], **document["failures"]}.items()
@@ -187,17 +182,25 @@ def parts(found: Frontier) -> Iterator[Section]:
 
 def run_parts(document: dict[str, Any]) -> Iterator[Section]:
     """The curve, with failures and without, and where it ends."""
-    yield curve_table(document)
+    if document["plateau"]:
+        yield curve_table(document)
     for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
-        most, wall = flop(limits["limit_80pct_flop"]), flop(limits["wall_flop"])
-        yield f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to {most}; wall at {wall}"
+        yield f"{name}: {ends(limits)}"
         limit = limits["limit"]
         if limit is not None:
-            price = f", price {with_prefix(limit['price'], '', 3)}" if limit["price"] else ""
+            price = f", {dollars(limit['price'])}" if limit["price"] else ""
             watts, joules = limit["power_watts"], limit["energy_j"]
             power = f", {with_prefix(watts, 'W', 3)}, {with_prefix(joules, 'J', 3)}" if watts else ""
             devices = with_prefix(limit["devices"], "", 3)
             yield f"  at 80 %: {devices} devices, {duration(limit['training_s'])}{power}{price}"
+
+
+def ends(limits: Mapping[str, Any]) -> str:
+    """Where a curve ends, or that no run of it ends in time."""
+    if not limits["plateau"]:
+        return f"no run of {flop(limits['curve'][0]['training_flop'])} or more ends in time"
+    most, wall = flop(limits["limit_80pct_flop"]), flop(limits["wall_flop"])
+    return f"plateau {limits['plateau']:.1%}; 80 % of it up to {most}; wall at {wall}"
 
 
 def flop(value: float | None) -> str:

@@ -51,7 +51,8 @@ def parts(
         runs = [run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
             run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
-            yield Table("what it costs", (*runs[0], "plan"), run_rows, left=("plan",))
+            title = "what it costs" + ", failures included" * (budget.tokens is not None)
+            yield Table(title, (*runs[0], "plan"), run_rows, left=("plan",))
     else:
         yield Text("", [why_none(result)], verbatim=True)
     if result.not_tried:
@@ -177,7 +178,8 @@ def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
 
 
 def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
-    """What a run of tokens takes, as far as it is known."""
+    """What a run of tokens takes, failures included, as far as it is known."""
+    run = run.get("with_failures", run)
     shown = {
         "days": ("days", lambda days: f"{days:,.0f}" if days >= 100 else f"{days:.3g}"),
         "usd_per_million_tokens": ("$ a M tokens", lambda usd: f"{usd:.3g}"),
@@ -208,22 +210,20 @@ def _weighed(weighed: Sequence[Assumption]) -> Iterator[Section]:
 
 def search_rows(document: Mapping[str, Any]) -> Iterator[list[Any]]:
     """The plans of the document of a search or a study as a table, its head first."""
-    found = document.get("points")
-    if found is not None:
-        found = [{key: value for key, value in one.items() if not isinstance(value, dict)} for one in found]
-    else:
-        best = [{"kind": "best", **_flat(one)} for one in document["best"]]
-        found = best + [{"kind": "pareto", **one} for one in document["pareto"]]
+    best = ({"kind": "best", **_flat(one)} for one in document.get("best", ()))
+    front = ({"kind": "pareto", **one} for one in document.get("pareto", ()))
+    found = [*map(_flat, document.get("points", ())), *best, *front]
     columns = list(dict.fromkeys(key for one in found for key in one))
     yield columns
     yield from ([one.get(key) for key in columns] for one in found)
 
 
-def _flat(best: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan's numbers alone, those of its memory and time by name."""
-    flat = {key: value for key, value in best.items() if not isinstance(value, dict)}
-    flat["memory_bytes"] = best["memory_bytes"]["total"]
-    return flat | {f"{name}_s": seconds for name, seconds in best["time_s"].items()}
+def _flat(one: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's numbers alone, those of its memory, time and run with failures by name."""
+    flat = {key: value for key, value in one.items() if not isinstance(value, dict)}
+    flat |= {f"with_failures_{name}": value for name, value in one.get("with_failures", {}).items()}
+    flat |= {f"{name}_s": seconds for name, seconds in one.get("time_s", {}).items()}
+    return flat if "time_s" not in one else flat | {"memory_bytes": one["memory_bytes"]["total"]}
 
 
 def _term_by_term(best: Estimate, beside: Estimate) -> Table | str:
@@ -365,8 +365,7 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     goal = study.goal
     has_goal = budget.tokens is not None and (goal.deadline, goal.spend) != (None, None)
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    runs = {i: study.goal.run(best, budget) for i, _, best in found}
-    cells = {i: run_cells(run["with_failures"] if has_goal else run) for i, run in runs.items()}
+    cells = {i: run_cells(study.goal.run(best, budget)) for i, _, best in found}
     keys = list(study.points[0].changes) if study.points else []
     figures = []
     for i, point, plan in found:
@@ -387,7 +386,8 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
         )
         for i, point in enumerate(study.points)
     ]
-    yield Table("", (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",))
+    title = "failures included" * (budget.tokens is not None)
+    yield Table(title, (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",))
     yield "front: no other machine has both a shorter time per token and less of it"
     if has_goal:
         yield _choice(study, study.chosen(budget), cells)
@@ -399,7 +399,7 @@ def _choice(study: Study, chosen: int | None, runs: Mapping[int, Mapping[str, st
         return "no machine keeps the deadline and the budget, failures included"
     point, run = study.points[chosen], runs[chosen]
     machine = ", ".join(f"{key}={value}" for key, value in point.changes.items())
-    taken = ", ".join(f"{value} {name}" if name == "days" else value for name, value in run.items())
+    taken = ", ".join(value + f" {name}" * (name in ("days", "$ a M tokens")) for name, value in run.items())
     by = "fewest days" if study.goal.deadline is None else "fewest GPU-hours"
     return f"chosen, {by}: {machine} ({taken}, failures included)"
 
@@ -409,7 +409,7 @@ FRONTS: dict[str, str] = read_catalog("words.toml")["fronts"]
 
 
 def study_picture(study: Study) -> plot.Picture:
-    """Machines by their speed, and by what a token costs on them."""
+    """Machines by their speed, and by the GPU-hours that a token takes on them."""
     found = [(point, point.measures()) for point in study.points if point.best is not None]
     names = [", ".join(f"{key} {value}" for key, value in point.changes.items()) for point, _ in found]
     chips = [values["num_chips"] for _, values in found]
@@ -432,8 +432,8 @@ def study_picture(study: Study) -> plot.Picture:
     ]
     axes = plot.ChartAxis("tokens/s", log=True), plot.ChartAxis("GPU-hours a million tokens", low=0.0)
     cost = plot.Chart(
-        "Cost", [*dots, plot.Names(tokens_per_s, hours, names, colors)], *axes,
-        "Red: no other machine is both faster and cheaper.", height=360,
+        "GPU-hours", [*dots, plot.Names(tokens_per_s, hours, names, colors)], *axes,
+        "Red: no other machine is both faster and takes fewer.", height=360,
     )  # fmt: skip
     return plot.Picture([[speed, cost]])
 

@@ -100,7 +100,7 @@ def fit_card(
     unknown = next((name for name in methods if name not in METHODS), None)
     refuse("card runs", WorkloadError, unknown=unknown, known=", ".join(METHODS), price=price, tokens=tokens)
     Workload(batch=batch, seq=seq)  # which no model makes right
-    TokenBudget(tokens=tokens, price=price)
+    TokenBudget(tokens=tokens)
     runs: list[CardRun] = []
     refused: dict[str, str] = {}
     for model in sorted(candidates or _open_models(seq), key=num_params):

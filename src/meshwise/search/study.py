@@ -32,8 +32,8 @@ from meshwise.plan.plan import plan_text
 from meshwise.search.search import MEMORY_FRAC, search
 from meshwise.search.space import Stated
 
-MEASURES = ("num_chips", "gpu_s_per_token", "joules_per_token", "memory_bytes")
-"""What a point takes beside its time: each has a front. Cost per token is GPU-seconds times a price."""
+MEASURES = ("num_chips", "gpu_s_per_token", "usd_per_token", "joules_per_token", "memory_bytes")
+"""What a point takes beside its time: each has a front."""
 
 KEYS: dict[str, Field] = {
     "chip": Field("a name of the catalog", str, "another chip, with its usual links"),
@@ -108,18 +108,21 @@ class StudyPoint:
     def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
         """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits.
 
-        Energy is left out where the chip's watts are neither stated nor known.
+        Energy is left out where the chip's watts are neither stated nor known, dollars without a price.
         """
         if self.best is None:
             return {}
-        token_s, num_chips = 1.0 / self.best.tokens_per_s, self.cluster.num_chips
-        watts = (budget or TokenBudget()).watts_per_gpu(self.best)
-        return ({"joules_per_token": token_s * num_chips * watts} if watts else {}) | {
+        budget, num_chips = budget or TokenBudget(), self.cluster.num_chips
+        token_s, watts = 1.0 / self.best.tokens_per_s, budget.watts_per_gpu(self.best)
+        measured = {
             "s_per_token": token_s,
             "num_chips": float(num_chips),
             "gpu_s_per_token": token_s * num_chips,
+            "usd_per_token": budget.usd_per_token(self.best),
+            "joules_per_token": watts and token_s * num_chips * watts,
             "memory_bytes": self.best.memory_bytes["total"],
         }
+        return {name: value for name, value in measured.items() if value is not None}
 
     def to_json(self, budget: TokenBudget, goal: Goal) -> dict[str, Any]:
         """The machine, its best plan, and the run of `budget` with it; its failures where `goal` asks."""

@@ -10,6 +10,7 @@ import numpy as np
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse, told
 from meshwise.cost.power import chip_watts, node_watts
+from meshwise.estimate.token_budget import usd_per_gpu_hour
 from meshwise.machine.hardware import Cluster, host_bytes_per_s
 from meshwise.model.weights import num_active_params
 from meshwise.serve.encoding import EncoderPool
@@ -263,20 +264,17 @@ class LoadResult:
         return interval_of(name, mean, self.regime).to_json() if mean else None
 
 
-def pool_usd_per_hour(cluster: Cluster, workers: float, usd_per_gpu_hour: Mapping[str, float]) -> float:
+def pool_usd_per_hour(cluster: Cluster, workers: float, price: Mapping[str, float]) -> float:
     """Dollars an hour of `workers` instances on `cluster`, at a price of each chip (`""`: of any)."""
-    chip = cluster.chip.name
-    if not {"", chip} & set(usd_per_gpu_hour):
-        raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
-    return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * cluster.num_chips * workers
+    return usd_per_gpu_hour(cluster, price) * cluster.num_chips * workers
 
 
-def usd_per_hour(fleet: Fleet, usd_per_gpu_hour: Mapping[str, float]) -> float:
+def usd_per_hour(fleet: Fleet, price: Mapping[str, float]) -> float:
     """Dollars an hour of all workers."""
-    return sum(pool_usd_per_hour(*pool, usd_per_gpu_hour) for pool in fleet.clusters)
+    return sum(pool_usd_per_hour(*pool, price) for pool in fleet.clusters)
 
 
-def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
+def cost(load: LoadResult, price: Mapping[str, float]) -> dict[str, float]:
     """What tokens cost, at a price of each chip (`""`: of any).
 
     Prompts pay for the share of the time that they take (the prefill pool, where there is one), which is that
@@ -285,9 +283,9 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
     fleet, run, num = load.fleet, load.simulated, len(load.requests.prompt)
     prompt_tokens, found_tokens = sum(load.requests.prompt) / num, run.num_found / num
     workers = load.mean_workers
-    last, first = pool_usd_per_hour(fleet.serving.cluster, workers, usd_per_gpu_hour), 0.0
+    last, first = pool_usd_per_hour(fleet.serving.cluster, workers, price), 0.0
     if fleet.prefill:
-        first = pool_usd_per_hour(fleet.prefill.cluster, fleet.prefill_workers, usd_per_gpu_hour)
+        first = pool_usd_per_hour(fleet.prefill.cluster, fleet.prefill_workers, price)
     else:
         lengths = (max(round(tokens), 1) for tokens in (prompt_tokens, found_tokens))
         whole_s, found_s = (prompt_s(replace(fleet.serving, prompt=tokens)) for tokens in lengths)
@@ -295,7 +293,7 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
         first = last * min(prompts_frac * run.span_s / run.busy_s, 1.0)
         last -= first
     if pool := fleet.encoders:
-        first += pool_usd_per_hour(pool.cluster, pool.workers, usd_per_gpu_hour)
+        first += pool_usd_per_hour(pool.cluster, pool.workers, price)
     return {
         "usd_per_hour": first + last,
         "usd_per_million_input_tokens": 1e6 * first / (3600.0 * load.requests_per_s * prompt_tokens),

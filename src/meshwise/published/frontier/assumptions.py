@@ -19,6 +19,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.core.units import Num
+from meshwise.cost.failures import FAILURE_NUMBERS
 from meshwise.plan.fields import catalog_fields, read_field
 
 # --- laws ----------------------------------------------------------------------------------------
@@ -132,7 +133,8 @@ def assumptions(**settings: str | float) -> Assumptions:
     values: dict[str, Any] = {}
     for key, value in settings.items():
         known = [*KINDS, *FIELDS]
-        refuse("choice of a run", WorkloadError, key=key, known=known, names=", ".join(known))
+        names = ", ".join((*known, *FAILURE_NUMBERS))
+        refuse("choice of a run", WorkloadError, key=key, known=known, names=names)
         is_law = key in KINDS
         values[key] = find_law(key, str(value)) if is_law else read_field(key, value, FIELDS, WorkloadError)
     return Assumptions(**values)
