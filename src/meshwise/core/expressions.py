@@ -26,13 +26,14 @@ Value = Callable[[Names], Any]
 
 
 @cache
-def _parsed(text: str) -> Value:
+def parsed(text: str) -> Value:
+    """The expression `text` as a function of its names."""
     return _value(ast.parse(text, mode="eval").body)
 
 
 def value_of(text: str, names: Names) -> Any:
     """What the expression `text` is where its names have these values."""
-    return _parsed(text)(names)
+    return parsed(text)(names)
 
 
 def formulas(table: Mapping[str, str], names: Names) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.core.expressions import value_of
+from meshwise.core.expressions import Value, parsed
 from meshwise.core.files import read_catalog
 
 _FUNCTIONS = {"bool": bool, "len": len, "inf": math.inf}
@@ -21,11 +21,16 @@ def _catalog() -> dict[str, dict[str, str]]:
     return read_catalog("refusals.toml")
 
 
+@cache
+def _conditions(table: str) -> list[tuple[Value, str]]:
+    return [(parsed(condition), sentence) for condition, sentence in _catalog().get(table, {}).items()]
+
+
 def broken(table: str, names: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
     """Whether each condition of a table holds (of a grid: where), and its sentence."""
     known = _FUNCTIONS | dict(names)
-    for condition, sentence in _catalog().get(table, {}).items():
-        yield value_of(condition, known), sentence
+    for condition, sentence in _conditions(table):
+        yield condition(known), sentence
 
 
 def told(table: str, **names: Any) -> list[str]:

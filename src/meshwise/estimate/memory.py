@@ -149,17 +149,20 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
         )
         return where(is_shard, share, 1.0) * (dense + experts)
 
-    weights = Held(*(shard(name, STAGES.weights) for name in Held._fields)).bytes(mesh)
+    params, quantized = (shard(name, STAGES.weights) for name in ("params", "quantized"))
+    weights = Held(params, quantized=quantized).bytes(mesh)
     copies = where(mesh.zero >= 3, overheads.sharded_copies, 1.0) * overheads.weight_copies
-    if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS:
+    if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS and np.any(copies < 1.0):
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
         own = where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
         weights = weights - weight_bytes(mesh) * own * (1.0 - copies)
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
-    spared = MUON_SPARES_BYTES * (mesh.plan.optimizer == "muon") * shard("in_matrices", STAGES.states)
-    return weights, sums * (1.0 - sums_on_host(mesh)), per_state * shard("trained", STAGES.states) - spared
+    states = per_state * shard("trained", STAGES.states)
+    if mesh.plan.optimizer == "muon":
+        states = states - MUON_SPARES_BYTES * shard("in_matrices", STAGES.states)
+    return weights, sums * (1.0 - sums_on_host(mesh)), states
 
 
 def _optimizer_turn_bytes(of: PricedModel, optimizer: Num) -> Num:

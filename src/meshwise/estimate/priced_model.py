@@ -85,8 +85,10 @@ def priced_model(model: Model, mesh: Mesh, machine: Machine, name: str = "") -> 
     """A model in all rows of `mesh`; its keys of `estimate.grid.TAIL` play no part."""
     cut = cut_of(mesh)
     hide = tuple(axis for axis in ("tp", "ep") if getattr(mesh.plan, f"overlap_{axis}"))
-    alone = replace(mesh, plan=replace(mesh.plan, overlap_ep=False))
-    lone = priced_model(model, alone, machine).of_cuts if mesh.plan.overlap_ep and mesh.trains else {}
+    lone: dict[str, Part] = {}
+    if mesh.plan.overlap_ep and mesh.trains:
+        alone = replace(mesh, plan=replace(mesh.plan, overlap_ep=False))
+        lone = priced_model(model, alone, machine).of_cuts
     numbers = {each.name: getattr(cut, each.name) for each in fields(cut)}
     arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
     if not arrays:

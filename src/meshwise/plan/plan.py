@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -240,8 +240,7 @@ def chunks_of_rank(schedule: Num, vpp: Num) -> Num:
     return vpp + ((schedule == _ZB_V) | (schedule == _DUALPIPE_V)) * (vpp == 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rule:
+class Rule(NamedTuple):
     """Where a rule is broken (a truth value, or one for each cell of a grid), and how one plan is told.
 
     `text` holds names in braces: those of `values`, or of what is told (`error`).
@@ -260,7 +259,8 @@ class Rule:
 
 def rules_of(table: str, kind: type[MeshwiseError] = PlanError, /, **names: Any) -> Iterator[Rule]:
     """The rules of a table of `catalog/refusals.toml`, whose conditions and sentences are of `names`."""
-    return (Rule(is_broken, kind, text, names) for is_broken, text in broken(table, names))
+    found = broken(table, names)
+    return (Rule(is_broken, kind, text, names) for is_broken, text in found if is_broken is not False)
 
 
 def refuse(rules: Iterable[Rule], names: Mapping[str, Any] | None = None) -> None:

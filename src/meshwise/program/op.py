@@ -213,7 +213,10 @@ class Precision:
         return self.operand_bytes != self.act_bytes
 
 
-def precision(dtype: str, weight_dtype: str | None = None, expert_dtype: str | None = None) -> Precision:
+def precision(
+    dtype: str, weight_dtype: str | None = None, expert_dtype: str | None = None, *,
+    casts_weights: bool = False,
+) -> Precision:  # fmt: skip
     """How a step in `dtype` stores activations and matmul operands, and an engine its weights."""
     sizes = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
     operand_bytes = sizes.get(dtype) or {"fp8": 1.0, "int8": 1.0, "fp4": 0.5}[dtype]
@@ -224,6 +227,7 @@ def precision(dtype: str, weight_dtype: str | None = None, expert_dtype: str | N
         operand_bytes=operand_bytes,
         weight_bytes=weight_bytes,
         expert_bytes=WEIGHT_BITS[expert_dtype] / 8.0 if expert_dtype else weight_bytes,
+        casts_weights=casts_weights,
     )
 
 

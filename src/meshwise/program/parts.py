@@ -4,8 +4,6 @@ Each part is a list of ops, forward and backward, for one microbatch. How often 
 pipeline stage's affair (`meshwise.estimate.stage`).
 """
 
-from dataclasses import replace
-
 from meshwise.core.numbers import larger
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.machine.overheads import SOFTWARE
@@ -76,8 +74,8 @@ def cut_of(mesh: Mesh) -> Cut:
     plan = mesh.plan
     decodes = mesh.kind == "decode"
     is_narrow = plan.done_by.shards_each_weight and plan.dtype in NARROW_DTYPES
-    form = precision("bf16" if is_narrow else plan.dtype, plan.weight_dtype, plan.expert_dtype)
     casts_weights = mesh.trains and SOFTWARE[plan.software].casts_weights
+    types = "bf16" if is_narrow else plan.dtype, plan.weight_dtype, plan.expert_dtype
     on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
     same = {name: getattr(mesh, name) for name in OF_MESH} | {name: getattr(plan, name) for name in OF_PLAN}
     return Cut(
@@ -101,7 +99,7 @@ def cut_of(mesh: Mesh) -> Cut:
         flash=plan.attention == "flash",
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         narrow_matmuls=plan.dtype if is_narrow else "",
-        precision=replace(form, casts_weights=casts_weights),
+        precision=precision(*types, casts_weights=casts_weights),
     )
 
 
