@@ -259,8 +259,7 @@ class Rule(NamedTuple):
 
 def rules_of(table: str, kind: type[MeshwiseError] = PlanError, /, **names: Any) -> Iterator[Rule]:
     """The rules of a table of `catalog/refusals.toml`, whose conditions and sentences are of `names`."""
-    found = broken(table, names)
-    return (Rule(is_broken, kind, text, names) for is_broken, text in found if is_broken is not False)
+    return (Rule(is_broken, kind, text, names) for is_broken, text in broken(table, names))
 
 
 def refuse(rules: Iterable[Rule], names: Mapping[str, Any] | None = None) -> None:
