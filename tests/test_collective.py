@@ -94,6 +94,14 @@ def test_a_dispatch_crosses_to_each_node_once():
     assert collective_s("all_to_all", 1e9, ranks, links=spine) == pytest.approx(24 / 32 / 50)
 
 
+@pytest.mark.parametrize(("ranks", "alone"), [(9, 1), (12, 4), (16, 8)])
+def test_a_lone_group_waits_for_its_members_in_the_last_node(ranks: int, alone: int) -> None:
+    node = (Link(450e9, 0.0, 8.0), Link(50e9, 0.0, math.inf))
+    assert collective_s("all_to_all", 1e9, float(ranks), links=node) == pytest.approx(
+        (1 - alone / ranks) / 50
+    )
+
+
 @pytest.mark.parametrize(("job", "ranks", "stride"), table("tables")["on_racks_of_72"])
 def test_all_wait_for_the_few_members_that_lie_alone(job: int, ranks: int, stride: int) -> None:
     """Against the domains of every group of a job, one by one."""

@@ -111,6 +111,7 @@ def search(
     """
     from meshwise.plan.plan import plan_choices
     from meshwise.report.chart_picture import check_format
+    from meshwise.report.pages import write_html
     from meshwise.report.search import search_rows
     from meshwise.search.next_step import computed
     from meshwise.search.study import Goal
@@ -152,7 +153,9 @@ def search(
         document, ok = found.to_json(budget), bool(found.best)
     write_rows(csv, search_rows(document))
     document |= _job_json(job)
-    show(found, document, json=json, html=html, plot=plot, budget=budget)
+    if html is not None:
+        write_html(found, html, budget=budget)
+    show(found, document, json=json, plot=plot, budget=budget)
     _print_unread(job.unread if job and not json else (), "plan")
     if not document["complete"]:
         print("meshwise: stopped; these are the best of what was priced", file=sys.stderr)

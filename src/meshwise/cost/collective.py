@@ -106,7 +106,9 @@ def domains(group_ranks: Num, stride: Num, link: Link, runs: Runs = ONE_RUN) -> 
     in_run = smaller(runs.ranks, group_ranks)
     span = larger(stride * in_run, runs.stride * group_ranks / in_run)
     most = members(group_ranks, stride, link.job_ranks or link.ranks, runs)
-    common = np.gcd(np.asarray(span, np.int64), link.job_ranks)
+    rest = np.mod(span, link.ranks) * (np.asarray(link.ways) == 0)
+    alone = where(rest > 0, rest, link.ranks)  # a lone group fills domains, but for the last
+    common = np.gcd(np.asarray(span, np.int64), link.job_ranks) if link.job_ranks else alone
     fewest = smaller(most, members(group_ranks, stride, common, runs))
     return fewest, 1.0 + np.ceil((group_ranks - fewest) / most)
 
@@ -329,7 +331,7 @@ def _ring(kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step], c
             wire = where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = where(step.used, step.hop_s, delay_s)
         elif kind in ("all_to_all", "dispatch"):
-            leaving = _leaving(kind, ranks, steps[level:], choices, nodes)
+            leaving = _leaving(kind, ranks, nodes, steps[level:], choices)
             part = leaving + step.efficiency.all_to_all_own_part * own_part
             wire = larger(wire, where(step.used, part / (step.ways * step.bytes_per_s), 0.0))
             delay_s = larger(delay_s, where(step.used, step.hop_s, 0.0))
@@ -345,9 +347,7 @@ def _ring(kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step], c
     return Line(f"{'ring' if rings else 'direct'}, {protocol}", delay_s, wire)
 
 
-def _leaving(
-    kind: Collective, ranks: Num, steps: Sequence[_Step], choices: Choices, nodes: Num
-) -> Num:  # fmt: skip
+def _leaving(kind: Collective, ranks: Num, nodes: Num, steps: Sequence[_Step], choices: Choices) -> Num:
     """Share of the payload that a rank, in one of `nodes`, sends over the links of the first level."""
     step = steps[0]
     inside, joined = step.places

@@ -74,7 +74,6 @@ def cut_of(mesh: Mesh) -> Cut:
     plan = mesh.plan
     decodes = mesh.kind == "decode"
     is_narrow = plan.done_by.shards_each_weight and plan.dtype in NARROW_DTYPES
-    casts_weights = mesh.trains and SOFTWARE[plan.software].casts_weights
     types = "bf16" if is_narrow else plan.dtype, plan.weight_dtype, plan.expert_dtype
     on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
     same = {name: getattr(mesh, name) for name in OF_MESH} | {name: getattr(plan, name) for name in OF_PLAN}
@@ -99,7 +98,7 @@ def cut_of(mesh: Mesh) -> Cut:
         flash=plan.attention == "flash",
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         narrow_matmuls=plan.dtype if is_narrow else "",
-        precision=precision(*types, casts_weights=casts_weights),
+        precision=precision(*types, casts_weights=mesh.trains and SOFTWARE[plan.software].casts_weights),
     )
 
 

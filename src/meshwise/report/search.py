@@ -54,7 +54,7 @@ def parts(
             title = "what it costs" + ", failures included" * (budget.tokens is not None)
             yield Table(title, (*runs[0], "plan"), run_rows, left=("plan",))
     else:
-        yield Text("", [why_none(result)], verbatim=True)
+        yield Text("", why_none(result).split("\n"))
     if result.not_tried:
         larger = ", ".join(f"{key} above {most}" for key, most in result.not_tried.items())
         yield f"not tried: {larger} (--no-capped, or KEY=*)"
@@ -69,8 +69,9 @@ def parts(
 
 
 def page(
-    result: Result, *, color: str = "tp", job: Mapping[str, str] | None = None, most: int = 2000
-) -> Page:
+    result: Result, *, color: str = "tp", job: Mapping[str, str] | None = None, most: int = 2000,
+    budget: TokenBudget | None = None,
+) -> Page:  # fmt: skip
     """What a search found; its picture has at most `most` plans of the space, colored by the key `color`.
 
     `job`: the state of the page in the browser, so that plans lead to it.
@@ -100,7 +101,7 @@ def page(
     }
     space = _space(result, result.sample(most), color, link)
     pareto = records_table("Pareto front: less memory costs time", result.pareto, front, no_wrap=False)
-    counts, answers, plans, *others = parts(result, shown=link)
+    counts, answers, plans, *others = parts(result, shown=link, budget=budget)
     return Page(title, headline, [answers, plans, space, *others, pareto, counts])
 
 
@@ -382,7 +383,7 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
             *point.changes.values(),
             *(cells[i].get(name, "unknown") if i in cells else None for name in run_columns),
             best.workload.microbatch if (best := point.best) else None,
-            plan_text(best.plan) if best else point.reason or "nothing fits",
+            plan_text(best.plan) or DATA_PARALLEL if best else point.reason or "nothing fits",
         )
         for i, point in enumerate(study.points)
     ]

@@ -99,7 +99,8 @@ class _Looks:
                 refuse("training plans of rl", PlanError, **names)
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
                 text = "training plans of Megatron-LM are tried: {}; state train_plan"
-                self.refused = PlanError(text.format(str(error).partition(";")[0]))
+                if gpus >= max(self.plans, default=0):
+                    self.refused = PlanError(text.format(str(error).partition(";")[0]))
             self.plans[gpus] = plans
         return self.plans[gpus]
 
@@ -178,7 +179,7 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
                         job = replace(asked, train_plan=plan, **chosen).job()
                         jobs.append((looks.trains_s(job), job))
                     except PlanError as error:  # degrees do not divide the pool
-                        looks.refused = error
+                        looks.refused = looks.refused or error
                 if jobs:
                     yield min(jobs, key=itemgetter(0))[1]
 
@@ -267,7 +268,7 @@ def _looked(asked: OpenJob, hear: Hear) -> list[tuple[float, RlJob]]:
         try:
             found.append((looks.about_s(job), job))
         except PlanError as error:
-            looks.refused = error
+            looks.refused = looks.refused or error
         hear(f"{len(found)} candidates looked at on {asked.cluster.num_chips} GPUs")
     if looks.refused and not found:
         raise looks.refused
