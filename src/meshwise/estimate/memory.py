@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwise.core.numbers import added, larger, smaller, where
+from meshwise.core.numbers import added, anywhere, larger, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import in_flight_microbatches
 from meshwise.estimate.priced_model import PricedModel
@@ -152,7 +152,7 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     params, quantized = (shard(name, STAGES.weights) for name in ("params", "quantized"))
     weights = Held(params, quantized=quantized).bytes(mesh)
     copies = where(mesh.zero >= 3, overheads.sharded_copies, 1.0) * overheads.weight_copies
-    if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS and np.any(copies < 1.0):
+    if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS and anywhere(copies < 1.0):
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
         own = where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
         weights = weights - weight_bytes(mesh) * own * (1.0 - copies)
