@@ -270,14 +270,8 @@ def vocab_of(run: Run, defaults: Defaults) -> int:
 def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
-    names = {
-        "run": run,
-        "stated": stated,
-        "of": defaults,
-        "model": model,
-        "dtype": dtype,
-        "narrow": NARROW_DTYPES,
-    }
+    names = {"run": run, "stated": stated, "of": defaults, "model": model}
+    names |= {"dtype": dtype, "narrow": NARROW_DTYPES}
     names |= {"bool": bool, "stages_of": _stages, "optimizers": _NAMES["optimizers"]}
     names["states"] = _NAMES["optimizer_states"]
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}

@@ -54,7 +54,7 @@ def parts(
             title = "what it costs" + ", failures included" * (budget.tokens is not None)
             yield Table(title, (*runs[0], "plan"), run_rows, left=("plan",))
     else:
-        yield Text("", why_none(result).split("\n"))
+        yield Text("", why_none(result))
     if result.not_tried:
         larger = ", ".join(f"{key} above {most}" for key, most in result.not_tried.items())
         yield f"not tried: {larger} (--no-capped, or KEY=*)"
@@ -77,7 +77,7 @@ def page(
     `job`: the state of the page in the browser, so that plans lead to it.
     """
     if not result.best:
-        headline, *changes = why_none(result).split("\n")
+        headline, *changes = why_none(result)
         counts, _, *others = parts(result)
         return Page("Search", headline, [Text("", changes), counts, *others], ok=False)
     best = result.best[0]
@@ -273,11 +273,11 @@ def of_versions(found: Sequence[Version]) -> Table:
     return records_table(title, found, columns, left=("plan",), no_wrap=False)
 
 
-def why_none(result: Result) -> str:
+def why_none(result: Result) -> list[str]:
     """Why there is no plan, how far the nearest is from fitting, and what would fit after which change."""
     miss = result.nearest_miss
     if miss is None:
-        return f"no plan: {result.reason}"
+        return [f"no plan: {result.reason}"]
     short = with_prefix(miss.memory_bytes - result.capacity_bytes, "B")
     lines = [
         f"none fits: the nearest plan is {short} short of {with_prefix(result.capacity_bytes, 'B')}: "
@@ -290,7 +290,7 @@ def why_none(result: Result) -> str:
         size = f"{with_prefix(found.memory_bytes, 'B')}{on_host}, {duration(found.step_s)} a step"
         plan = plan_text(found.plan) or "the default plan"
         lines.append(f"fits {what}: {plan}, microbatch {found.microbatch} ({size})")
-    return "\n".join(lines if result.changes else [*lines, "use larger chips, or a shorter sequence"])
+    return lines if result.changes else [*lines, "use larger chips, or a shorter sequence"]
 
 
 def _space(
