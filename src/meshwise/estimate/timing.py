@@ -123,8 +123,7 @@ class Machine:
 
     def leaves_node(self, group_ranks: Num, stride: Num) -> Num:
         """1 where a group spans more than the links inside a node, else 0."""
-        node = [link for level, link in enumerate(self.base.links) if link.box or not level][-1]
-        return (domains(group_ranks, stride, node)[1] > 1.0) * 1.0
+        return _leaves_node(self, _frozen(group_ranks), _frozen(stride))
 
     def collective_s(
         self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: Choices = NO_CHOICES,
@@ -171,6 +170,12 @@ def _frozen(number: Num) -> Any:
 def _thawed(frozen: Any) -> Num:
     """The number, or the array again."""
     return frozen if isinstance(frozen, float) else np.frombuffer(frozen[0]).reshape(frozen[1])
+
+
+@lru_cache(maxsize=4096)
+def _leaves_node(machine: Machine, ranks: Any, stride: Any) -> Num:
+    node = [link for level, link in enumerate(machine.base.links) if link.box or not level][-1]
+    return (domains(_thawed(ranks), _thawed(stride), node)[1] > 1.0) * 1.0
 
 
 @lru_cache(maxsize=4096)  # what a group is asked to exchange changes more often than the group
