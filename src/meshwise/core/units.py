@@ -101,6 +101,11 @@ def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
     return f"{scaled:.{digits}g} {_PREFIXES[power]}{unit}".rstrip()
 
 
+def parameters(number: float, digits: int = 4) -> str:
+    """A number of parameters as the field writes it: `8.03e9` -> `8.03B`."""
+    return with_prefix(number, "", digits).replace(" ", "").replace("G", "B")
+
+
 def of_capacity(size_bytes: float, capacity_bytes: float | None) -> str:
     """A size beside the memory, where that is known, which is to hold it: `12 GB of 24 GB: fits`."""
     verdict = "fits" if size_bytes <= (capacity_bytes or 0.0) else "DOES NOT FIT"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from meshwise.core.files import read_catalog
-from meshwise.core.units import with_prefix
+from meshwise.core.units import parameters, with_prefix
 from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
@@ -57,8 +57,8 @@ def _plan_keys() -> list[dict[str, Any]]:
 _COLUMNS: dict[str, Fields] = {
     "models": {
         "name": "name",
-        "parameters": lambda row: with_prefix(row["num_params"], ""),
-        "active": lambda row: with_prefix(row["num_active_params"], ""),
+        "parameters": lambda row: parameters(row["num_params"]),
+        "active": lambda row: parameters(row["num_active_params"]),
         **{"layers": "num_layers", "hidden": "hidden", "heads": "num_heads"},
     },
     "chips": {

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
-from meshwise.core.units import dollars, duration, long_duration, with_prefix
+from meshwise.core.units import dollars, duration, long_duration, parameters, with_prefix
 from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
@@ -470,7 +470,7 @@ def card_table(found: CardFit, runs: list[CardRun]) -> Table:
     rows, last = [], ""
     for one in runs:
         row, name = one.to_json(found.tokens, found.price), one.run.model.name
-        model = (name, with_prefix(row["num_params"], "", 3)) if name != last else ("", "")
+        model = (name, parameters(row["num_params"], 3)) if name != last else ("", "")
         rate = f"{row['tokens_per_s']:,.0f}" if one.fits else "does not fit"
         hours, size = row.get("hours"), with_prefix(row["memory_bytes"], "B", 3)
         taken = long_duration(hours and 3600 * hours)
