@@ -108,7 +108,7 @@ class Expressed:
             found = replace(found, cast_passes=found.delayed_cast_passes)
         if self.run.attention_kernel in ("flash3", "flash4", "cudnn"):
             found = replace(found, attention_slowdown=1.0)
-        found = replace(found, **defaults_of(self.run).overheads)
+        found = replace(found, **self.plans[0].done_by.overheads, **defaults_of(self.run).overheads)
         in_graph, blocks = self.run.cuda_graph == "partial", bool(self.run.launch_blocking)
         return replace(found, launches_block=blocks, routing_in_graph=in_graph)
 
@@ -272,7 +272,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     dtype = dtype_of(run)
     names = {"run": run, "stated": stated, "of": defaults, "model": model}
     names |= {"dtype": dtype, "narrow": NARROW_DTYPES}
-    names |= {"bool": bool, "stages_of": _stages, "optimizers": _NAMES["optimizers"]}
+    names |= {"bool": bool, "gcd": math.gcd, "stages_of": _stages, "optimizers": _NAMES["optimizers"]}
     names["states"] = _NAMES["optimizer_states"]
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
     keys = {key: value for key, value in columns.items() if value not in (None, "")}

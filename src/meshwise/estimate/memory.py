@@ -95,15 +95,15 @@ def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memo
         return serving_memory(of, stage)
     weights, gradients, optimizer = state_bytes(of, held, stage.share)
     activations, buffers = _activation_bytes(of, stage), _buffer_bytes(of, stage)
-    turn, at_end = _turn_bytes(of, stage, activations)
-    at_end = larger(at_end, _optimizer_turn_bytes(of, optimizer))
+    turn, at_end, cached = _turn_bytes(of, stage, activations)
+    at_end = larger(at_end, _optimizer_turn_bytes(of, optimizer) - buffers)  # nothing is gathered then
     # Gradients that no buffer waits for take the place of a lone microbatch's activations, block by block.
     fresh = (mesh.zero >= 3) | (mesh.replicas == 1) & (overheads.frees_gradients > 0)
     gone = smaller(fresh * (mesh.num_microbatches == 1) * gradients, activations + turn - at_end)
     gone_first = larger(smaller(gone, activations), 0.0)
     activations, buffers = activations - gone_first, buffers + turn - (gone - gone_first)
     tensors = weights + gradients + optimizer + activations + buffers
-    overhead = overheads.context_bytes + overheads.fragment_frac * tensors
+    overhead = overheads.context_bytes + overheads.fragment_frac * tensors + cached
     return Memory(weights, gradients, optimizer, activations, buffers=buffers, overhead=overhead)
 
 
@@ -219,8 +219,9 @@ def _activation_bytes(of: PricedModel, stage: Stage) -> Num:
     return microbatch_bytes(of, stage) * in_flight * (1.0 - mesh.offload_activations)
 
 
-def _turn_bytes(of: PricedModel, stage: Stage, activations: Num) -> tuple[Num, Num]:
-    """Bytes that live only while one microbatch turns round on a stage, and of them those at the very end.
+def _turn_bytes(of: PricedModel, stage: Stage, activations: Num) -> tuple[Num, Num, Num]:
+    """Bytes that live only while one microbatch turns round on a stage, of them those at the very end, and
+    what the allocator keeps beside them of places that the loss gave back.
 
     The former are the larger of two moments. At the head: what it keeps, what the loss (of a chunk) books
     beyond that, and its weight gradient. In a block: what recomputation brings back (of a checkpoint of
@@ -238,7 +239,10 @@ def _turn_bytes(of: PricedModel, stage: Stage, activations: Num) -> tuple[Num, N
     head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp * trains_head
     in_chunks = cut.loss_chunks > 1
     hidden_bytes = in_chunks * elem_bytes * cut.tokens * model.hidden  # beside their kept gradients
-    at_head = stage.heads * (head.saved_bytes + hidden_bytes + head.booked_loss_bytes) + head_grads
+    logits_bytes = elem_bytes * cut.tokens / cut.loss_chunks * model.vocab / cut.tp
+    in_loss = head.loss_room.filled_bytes + of.machine.overheads.logits_stay * logits_bytes
+    at_head = stage.heads * (head.saved_bytes + hidden_bytes + in_loss) + head_grads
+    booked = at_head + stage.heads * larger(head.loss_room.booked_bytes - in_loss, 0.0)
     # Beside frozen weights, FSDP1 keeps the inputs of checkpoints that are reentrant until the backward ends.
     is_kept = (cut.lora_rank > 0) * full * (of.mesh.zero >= 3) * (of.mesh.replicas > 1)
     stay = of.machine.overheads.inputs_stay * is_kept * activations
@@ -251,7 +255,8 @@ def _turn_bytes(of: PricedModel, stage: Stage, activations: Num) -> tuple[Num, N
         at_end = larger(at_end, in_block)
         in_block = in_block + (elem_bytes * part.held[DENSE].trained + head_grads) * (count > 0)
         most = larger(most, in_block)
-    return larger(at_head, most + stay), at_end
+    turn = larger(at_head, most + stay)
+    return turn, at_end, larger(booked - turn, 0.0)
 
 
 def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
@@ -259,10 +264,11 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
 
     Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
     sequence parallelism; a pipeline holds two messages of each direction; ZeRO-3 two gathered blocks
-    (the one computing and the one prefetched).
+    (the one computing and the one prefetched, which there is none of where the end of a backward is the
+    fullest moment), and the ends of the model where they are FSDP's root, which stays whole.
     """
-    model, mesh, cut = of.model, of.mesh, of.cut
-    _, *blocks, _ = of.by_part
+    model, mesh, cut, overheads = of.model, of.mesh, of.cut, of.machine.overheads
+    embedding, *blocks, head = of.by_part
     gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes
     if cut.layout not in ("1d", "2d-cp"):  # panels, or the blocks of a product
         gathered = 2.0 * blocks[0].exchange_bytes
@@ -272,5 +278,6 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
     for part in blocks:
         widest = larger(widest, added(held.bytes(mesh) for held in part.held))
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
-    whole = MAX_GATHERED_BLOCKS * widest * sharded
-    return gathered + messages + whole
+    root = stage.embeddings * embedding.held[DENSE].bytes(mesh) + stage.heads * head.held[DENSE].bytes(mesh)
+    num_blocks = MAX_GATHERED_BLOCKS - overheads.inputs_stay * (cut.lora_rank > 0)
+    return gathered + messages + sharded * (num_blocks * widest + overheads.root_stays * root)

@@ -93,7 +93,7 @@ class Part(PhaseTimes):
     more than what is kept at its fullest moment (`program.walk`). `loose_bytes` are kept by ops behind which
     the part trains no weights.
     `held`: weights, dense ones and those of experts.
-    `booked_loss_bytes` is what is booked for a loss beyond what is kept of it (`program.walk.room`);
+    `loss_room`: what is filled and booked for a loss beyond what is kept of it (`program.walk.room`);
     `widest_bytes` is the largest gradient of an activation that the backward holds,
     `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `live`: the most alive in its
     forward and backward, where memory is told moment by moment; of the head, then of multi-token prediction.
@@ -108,7 +108,7 @@ class Part(PhaseTimes):
     redone_bytes: Num
     loose_bytes: Num
     held: tuple[Held, Held]
-    booked_loss_bytes: Num
+    loss_room: Room
     widest_bytes: Num
     exchange_bytes: Num
     live: tuple[PartBytes, ...] = ()
@@ -188,7 +188,7 @@ def _part(
             _held(op for op in forward if not op.is_expert),
             _held(op for op in forward if op.is_expert),
         ),
-        booked_loss_bytes=_loss_room(ops).booked_bytes,
+        loss_room=_loss_room(ops),
         widest_bytes=_largest(
             op.cost.write_bytes
             for op in ops

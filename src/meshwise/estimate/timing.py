@@ -216,6 +216,7 @@ def machine_for(
     """
     chip = cluster.chip
     own = serving_overheads(chip) if kind in SERVING else find_overheads(chip, plan.software)
+    own = replace(own, **plan.done_by.overheads)
     job = cluster.num_chips * (kind not in SERVING)  # an engine's ranks are one group
     return machine(cluster, plan.dtype, ideal=ideal, overheads=overheads or own, job=job)
 

@@ -52,9 +52,10 @@ redoes from published runs:
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; software that sums
   gradients in a wider type than it computes them in keeps both, `second_grad_bytes` a parameter. Where
   `weight_copies` is 0 the fp32 weights of the optimizer are cast where they are read, and no narrower copy
-  of them is held; `sharded_copies` is the same of the shards of ZeRO-3. In its step Adam makes
-  `moment_copies` of the second moments; `inputs_stay` where FSDP1 keeps the inputs of reentrant checkpoints
-  beside frozen weights until the backward ends.
+  of them is held; `sharded_copies` is the same of the shards of ZeRO-3, of which FSDP keeps the ends of the
+  model whole through the step where they are its root (`root_stays`). In its step Adam makes `moment_copies`
+  of the second moments; `inputs_stay` where FSDP1 keeps the inputs of reentrant checkpoints beside frozen
+  weights until the backward ends, `logits_stay` where the caller of a loss holds its logits.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
   `skew_s` before each exchange within a block. Experts are not equally liked: the logs of their loads
   spread by `expert_spread` unless a run forces its tokens to be spread evenly, so the busiest of R ranks with
@@ -165,6 +166,8 @@ class Overheads:
     sharded_copies: float = 1.0
     moment_copies: float = 0.0
     inputs_stay: float = 0.0
+    logits_stay: float = 0.0
+    root_stays: float = 0.0
 
     def not_hidden_frac(self, axis: str) -> float:
         """Share of hidden communication's time that is paid all the same, by its mesh axis."""

@@ -1,6 +1,8 @@
 """Whose software does what a plan says, as data (`catalog/implementations.toml`): no file tests its name."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from meshwise.core.files import read_catalog
 
@@ -20,7 +22,7 @@ class Implementation:
     microbatch where a schedule has one. The others say whether it has weights in fp8, diffusion transformers,
     models of encoder and decoder, towers beside a pipeline, and experts in few bits or with adapters.
     `adam_8bit_bytes`: what Adam in 8 bits (arXiv 2110.02861) keeps a parameter: both moments, and fp32
-    weights unless it updates those of the model.
+    weights unless it updates those of the model. `overheads`: those that differ from its software's.
     """
 
     software: str
@@ -37,6 +39,7 @@ class Implementation:
     pipelines_towers: bool = True
     adapts_experts: bool = True
     adam_8bit_bytes: float = 6.0
+    overheads: Mapping[str, Any] = field(default_factory=dict)
 
 
 IMPLEMENTATIONS = {
