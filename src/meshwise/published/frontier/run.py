@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import meshwise.published.frontier.assumptions as given
+import meshwise.published.frontier.step as step
 from meshwise.core.each import HEARS
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
@@ -24,16 +25,7 @@ from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, FAILURE_NUMBERS, 
 from meshwise.published.frontier.assumptions import Assumptions, Sizes, sizes
 from meshwise.published.frontier.device import Device
 from meshwise.published.frontier.layer import share_domain
-from meshwise.published.frontier.step import (
-    LayerStreams,
-    Split,
-    StepParts,
-    held_bytes,
-    layer_streams,
-    step_parts,
-    step_s,
-    utilization,
-)
+from meshwise.published.frontier.step import LayerStreams, Split, StepParts, utilization
 
 RUN_UTILIZATION = 0.7
 """Base utilization of a whole run: the plateau of the published curve is 69.7 %."""
@@ -93,9 +85,9 @@ def _best(
     dp = split.ep * np.ceil(tokens / (np.floor(np.where(fits, room, 1.0)) * split.ep))
     microbatches = np.ceil(tokens / dp)
     if run.capacity == "checked":
-        fits = fits & (held_bytes(run, parts, split, dp, microbatches) <= device.memory_bytes)
+        fits = fits & (step.held_bytes(run, parts, split, dp, microbatches) <= device.memory_bytes)
     devices = split.tp_in * split.tp_out * split.pp * dp
-    value = np.where(fits, utilization(device, run, model, devices, step_s(parts, microbatches)), 0.0)
+    value = np.where(fits, utilization(device, run, model, devices, step.step_s(parts, microbatches)), 0.0)
     index = np.unravel_index(int(np.argmax(value)), value.shape)
     if value[index] == 0:
         return None
@@ -165,9 +157,9 @@ def _time_frac(streams: LayerStreams, model: Sizes, choice: _Choice, parts: Step
 
 def _point(device: Device, run: Assumptions, model: Sizes, choice: _Choice, goodput: float) -> Point:
     split, devices = choice.split, choice.devices
-    parts = step_parts(device, run, model, split, choice.dp)
-    seconds = float(step_s(parts, choice.microbatches))
-    streams = layer_streams(device, run, model, split)
+    parts = step.step_parts(device, run, model, split, choice.dp)
+    seconds = float(step.step_s(parts, choice.microbatches))
+    streams = step.layer_streams(device, run, model, split)
     shares = _time_frac(streams, model, choice, parts)
     passes = choice.microbatches * float(model.layers) / float(split.pp)
     busy_s = (streams.flop_s, streams.memory_s, streams.inner_s, streams.outer_s)
@@ -215,7 +207,7 @@ def _best_runs(
         usable = max(int(np.count_nonzero(np.asarray(grid.pp) <= model.layers)), 1)
         split = replace(grid, pp=np.asarray(grid.pp)[:, :, :usable])
         # dp is not known before the search: price the gradient reduction of very many replicas.
-        parts = step_parts(device, run, model, split, model.batch_tokens)
+        parts = step.step_parts(device, run, model, split, model.batch_tokens)
         points.append([_best_run(device, run, model, split, parts, failures) for failures in scenarios])
     return points
 
