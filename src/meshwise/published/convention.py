@@ -23,14 +23,14 @@ from meshwise.model.architecture import Model
 from meshwise.plan.plan import CORE_ATTENTION, DEFAULTS, Plan
 from meshwise.plan.workload import Workload
 
-Values = tuple[Any, ...]
-ANY: Values = ("any value",)
-"""Every value of the field is priced (or lies outside the blocks, which are all that is priced)."""
+Values = Sequence[Any]
+ANY = "any value"
+"""Every value of a field is priced (or lies outside the blocks, which are all that is priced)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """The fields that a published model knows: `ANY` value of them, or the values listed."""
+    """The fields that a published model knows: `ANY` value, or those listed (of a plan also the default)."""
 
     convention: str
     plan: Mapping[str, Values]
@@ -44,9 +44,9 @@ class Scope:
             only = "only heads with keys of their own that fill the width"
             raise self.refusal(f"the heads of {model.name}, {only}")
         self._check_fields(workload, self.workload)
-        known: dict[str, Values] = {key: (value,) for key, value in DEFAULTS.items()}
+        known: dict[str, Values] = {key: (it, *self.plan.get(key, ())) for key, it in DEFAULTS.items()}
         known["recompute_modules"] = ((), CORE_ATTENTION)  # implied by `recompute`, which speaks for itself
-        self._check_fields(plan, known | dict(self.plan))
+        self._check_fields(plan, known)
 
     def check_links(self, cluster: Cluster) -> None:
         """Raise PlanError for links that are not domains of switches inside one another."""
@@ -72,7 +72,7 @@ class Scope:
     def _check_fields(self, record: Any, known: Mapping[str, Values], of: str = "") -> None:
         for item in fields(record):
             value, values = getattr(record, item.name), known.get(item.name, (item.default,))
-            if values is not ANY and value not in values:
+            if ANY not in values and value not in values:
                 allowed = " or ".join(f"{item.name}={one}" for one in values if one is not None)
                 only = f", only {allowed}" if allowed else ""
                 shown = item.name if is_dataclass(value) else f"{item.name}={_text(value)}"

@@ -26,20 +26,11 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
+from meshwise.published.convention import Convention, Excerpt, PublishedStep
 from meshwise.published.nersc.paper_ops import product_flop
 
 COLUMNS = tuple(nersc.NERSC_TABLES["notebook"]["columns"])
-SCOPE = Scope(
-    convention="nersc-2024-02",
-    plan={
-        **{"tp": ANY, "sp": ANY, "dp": (None, 1), "dtype": ("bf16", "fp16"), "zero": (1, 0)},
-        **{"attention": ("flash", "unfused"), "optimizer": ("adam", "none")},
-    },
-    workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
-    model=nersc.GPT_BLOCKS,
-)
-"""The notebook's tensors are 2 bytes wide, its attention is unfused, and it has no optimizer."""
+SCOPE = nersc.scope("nersc-2024-02")
 _TFLOP, _GB, _MS = 1e12, 1e9, 1e-3
 _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
 

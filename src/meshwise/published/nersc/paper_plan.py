@@ -19,24 +19,14 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.convention import ANY, Convention, Excerpt, PublishedStep, Scope
+from meshwise.published.convention import Convention, Excerpt, PublishedStep
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
 _MEMORY = {"weights": "wts", "gradients": "wts_grad", "optimizer": "wts_optimizer_states"}
 """What the paper calls the memory that goes with weights."""
 _ATTENTION = {"flash": "fused", "unfused": "separate", "grid": "summa"}
-SCOPE = Scope(
-    convention="nersc-2024-10",
-    plan={
-        **dict.fromkeys(("tp", "sp", "pp", "dp", "grid", "panels", "placement"), ANY),
-        **{"layout": tuple(_STRATEGY_OF_LAYOUT), "attention": tuple(_ATTENTION)},
-        **{"recompute": ("none", "selective"), "dtype": ("bf16", "fp16")},
-    },
-    workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
-    model=nersc.GPT_BLOCKS,
-)
-"""The paper's tensors are 2 bytes wide, its optimizer is sharded over the replicas."""
+SCOPE = nersc.scope("nersc-2024-10")
 
 
 def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PublishedStep:

@@ -8,18 +8,22 @@ from typing import Any
 
 from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
-from meshwise.published.convention import ANY, Values
+from meshwise.published.convention import ANY, Scope
 
 NERSC_TABLES = read_catalog("nersc.toml")
-GPT_BLOCKS: dict[str, Values] = {name: tuple(values) for name, values in NERSC_TABLES["blocks"].items()}
-GPT_BLOCKS |= dict.fromkeys(GPT_BLOCKS.pop("any"), ANY)
-
-
 TABLES = ("mlp", "sa")
 WAYS = (("fwd", "forward"), ("bwd", "backward"))
 """What the published tables call the two directions, and what a ledger does."""
 
 LedgerRow = dict[str, Any]
+
+
+def scope(convention: str) -> Scope:
+    """The fields of a plan, a workload and a model whose values a convention prices."""
+    prices = NERSC_TABLES["prices"]
+    tables = {"plan": prices[convention], "workload": prices["workload"], "model": prices["model"]}
+    known = {of: table | {key: [ANY] for key in table["any"]} for of, table in tables.items()}
+    return Scope(convention=convention, **known)
 
 
 def work_row(
