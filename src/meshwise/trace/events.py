@@ -29,11 +29,6 @@ Ints = NDArray[np.int64]
 Result = TypeVar("Result")
 NAMES = read_catalog("trace_names.toml")
 """How traces name what they show."""
-KERNEL_CLASSES, MODULE_PARTS = (
-    {name: re.compile("|".join(words), re.IGNORECASE) for name, words in NAMES[what].items()}
-    for what in ("classes", "parts")
-)
-"""What names of kernels and operators, and of modules, have in them by class, and by part of a model."""
 _KINDS = {category: kind for kind, categories in NAMES["categories"].items() for category in categories}
 
 

@@ -58,7 +58,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import MEASURED, chips
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
-from meshwise.trace.events import KERNEL_CLASSES, MODULE_PARTS, Ints, Kind, Trace
+from meshwise.trace.events import NAMES, Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.nesting import launchers, nearest, nested_in
 from meshwise.trace.operators import callers, spent_ns
@@ -70,7 +70,11 @@ from meshwise.trace.transfers import POINT_TO_POINT
 _MATMUL_FLOP_PER_BYTE = 16.0
 _BACKWARD = re.compile(r"bwd|backward|dgrad|dkdv|_dq", re.IGNORECASE)
 _UNNAMED = "kernels of no class"
-_IDLE = {"bubble", "launch", "host"}
+_PATTERNS = {
+    what: {name: re.compile("|".join(words), re.IGNORECASE) for name, words in NAMES[what].items()}
+    for what in ("classes", "parts", "op_classes", "op_parts")
+}
+"""What names of kernels, modules and ops of an estimate have in them, by class and by part of a model."""
 
 Look = tuple[Any, ...]
 """What a trace shows of an op: its class and, where known, what tells it from others of the class."""
@@ -187,8 +191,13 @@ def _joined(measured: Sequence[_StepWork], expected: Sequence[_StepWork]) -> lis
     return _sorted(OpDifference(*place, *seconds) for place, seconds in rows.items() if any(seconds))
 
 
+def _named(what: str, text: str) -> str:
+    """The first name in one of the `_PATTERNS` of what `text` has in it; empty for none."""
+    return next((name for name, pattern in _PATTERNS[what].items() if pattern.search(text)), "")
+
+
 def _class_of_kernel(name: str) -> str:
-    return next((of for of, pattern in KERNEL_CLASSES.items() if pattern.search(name)), _UNNAMED)
+    return _named("classes", name) or _UNNAMED
 
 
 def _predicted(ledger: Ledger) -> list[_StepWork]:
@@ -244,12 +253,8 @@ def _bytes(number: float | None) -> str:
 def _class_of_op(row: Mapping[str, Any]) -> str:
     if row["collective"]:
         return _class_of_collective(row["collective"])
-    if row["op"] == "stragglers":
-        return "waiting"
-    if row["op"] in _IDLE:
-        return "idle"
-    named = next((name for name in ("attention", "optimizer") if KERNEL_CLASSES[name].search(row["op"])), "")
-    if named:
+    named = _named("op_classes", row["op"]) or _class_of_kernel(row["op"])
+    if named in ("waiting", "idle", "attention", "optimizer"):
         return named
     moved = (row["read_bytes"] or 0.0) + (row["write_bytes"] or 0.0)
     return "matmul" if (row["flop"] or 0.0) > _MATMUL_FLOP_PER_BYTE * moved else "other kernels"
@@ -418,21 +423,13 @@ def _numbers(shape: str) -> list[int]:
 
 _MODULE = "nn.Module: "
 _AUTOGRAD = "autograd::engine::evaluate_function"
-_NAMES = {"backward": re.compile(_AUTOGRAD), **MODULE_PARTS}
-PARTS = ("", *_NAMES)
-_OF_MODULE = {"shared_expert": "moe"}
+PARTS = ("", *NAMES["parts"])
 
 
 def part_of_op(row: Mapping[str, Any]) -> str:
     """The part that a row of a ledger belongs to."""
-    if row["phase"] == "backward":
-        return "backward"
-    if row["op"] in ("norm1", "norm2", "final_norm"):
-        return "norm"
-    if row["op"].startswith("residual"):
-        return "layer"
-    last = str(row["module"]).rpartition(".")[2]
-    return _OF_MODULE.get(last, last)
+    place = "/".join(row[name] for name in ("phase", "module", "op"))
+    return _named("op_parts", place) or str(row["module"]).rpartition(".")[2]
 
 
 def parts_of(trace: Trace, events: Ints) -> Ints:
@@ -456,5 +453,4 @@ def part_of_label(category: str, name: str) -> int:
     """The part that an event of this name begins, if it is that of a module, a section or a backward."""
     if not name.startswith((_MODULE, _AUTOGRAD)) and category != "user_annotation":
         return 0
-    shown = (i for i, part in enumerate(PARTS) if part and _NAMES[part].search(name.removeprefix(_MODULE)))
-    return next(shown, 0)
+    return PARTS.index(_named("parts", name.removeprefix(_MODULE)))
