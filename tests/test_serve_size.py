@@ -93,9 +93,11 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     assert [load.within_limits_frac >= 0.9 for load in loads] == [True, False]
 
 
-def test_a_cluster_that_is_too_small_is_told_what_would_do() -> None:
+def test_a_cluster_that_is_too_small_is_told_what_would_do(meshwise: Any) -> None:
     few = sized("llama3-8b", "h100-80g-sxm:2", 100.0, 0.5, 0.02)
     assert few.best is None and few.too_large is not None and few.simulated == ()
+    told = meshwise(*BASE, "--rate", "1000", *LIMITS[2:], "--json")
+    assert told.code == 1 and told.document["sizing"]["too_large"] and told.document["plan"] is None
     num = few.too_large.fleet.num_chips
     enough = sized("llama3-8b", f"h100-80g-sxm:{2 * num}", 100.0, 0.5, 0.02)
     assert enough.too_large is None and 2 < enough.best.fleet.num_chips <= num

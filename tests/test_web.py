@@ -94,17 +94,8 @@ def test_what_is_pinned_stays_while_model_machine_and_batch_are_edited(client: T
 
 def test_a_search_keeps_the_job_in_its_links_and_says_why_nothing_fits(client: TestClient) -> None:
     job = {"model": "qwen2-vl-2b", "cluster": "h100-80g-sxm:8", "batch": "8", "seq": "4096"}
-    links = html(
-        ask(
-            client,
-            "search",
-            **job,
-            images="1",
-            image_size="448x448",
-            plan="tp=1,pp=1,cp=1,zero=1",
-            robust="yes",
-        )
-    )
+    of_images = {"images": "1", "image_size": "448x448", "plan": "tp=1,pp=1,cp=1,zero=1"}
+    links = html(ask(client, "search", **job, **of_images, robust="yes"))
     assert "&amp;images=1&amp;image_size=448x448&amp;" in links and "a.images=1" in links
     assert '"name":"most robust"' in links and '"text":"robust step [s]"' in links
     none = ask(client, "search", **JOB | {"model": "llama3-405b", "cluster": "h100-80g-sxm:8"})
@@ -133,8 +124,10 @@ def test_the_other_views_answer(client: TestClient) -> None:
     assert "Pareto front of all layouts" in html(served)
     limits = {"rate": "5", "ttft_ms": "500", "token_ms": "25", "price": "2"}
     sized = ask(client, "serve", **where, **limits)
-    assert "requests/s: " in sized["headline"] and "headroom: " in sized["headline"]
-    assert "best of each chip" in html(sized) and "headroom" not in html(sized)
+    assert sized["headline"].startswith("1 GPU holds 5 requests/s: ") and "GPU holds" not in html(sized)
+    assert "best of each chip" in html(sized) and "headroom: " in html(sized)
+    full = ask(client, "serve", **where, rate="4000")
+    assert full["headline"].startswith("the queue grows without end: ") and "grows" not in html(full)
     alone = ask(client, "serve", **where, prompt="512", output="1", rate="5")["headline"]
     assert alone.startswith("first token after") and "a token after it" not in alone
     never = ask(client, "serve", **where, rate="5", token_ms="0.0001")

@@ -63,7 +63,7 @@ def _no_layout(sizing: Sizing) -> Iterator[str]:
     if more := sizing.too_large:
         would = f"in closed form {more.fleet.num_chips:,} would hold them, {_pools(more.fleet)}"
         yield f"too few GPUs for {sizing.rate or 0.0:.4g} requests/s: {would}"
-    if sizing.choices:
+    if sizing.chosen or (more and sizing.choices):
         return
     yield "no layout of this cluster fits and keeps the limits"
     if not more and sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
@@ -73,7 +73,7 @@ def _no_layout(sizing: Sizing) -> Iterator[str]:
 
 def sized_lines(sizing: Sizing, load: LoadResult) -> Iterator[str]:
     """What holds a load within its limits, what that gives, and why it takes so much."""
-    choice = sizing.best or sizing.nearest
+    choice = sizing.chosen
     assert choice is not None
     document, several = load.to_json(), choice.fleet.num_chips > 1
     gpus = f"{choice.fleet.num_chips} GPU{'s' * several}"
@@ -305,9 +305,8 @@ def _deployment(deployment: Deployment, *, with_files: bool) -> Iterator[Section
 
 def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
     """The same as a page; the trade-offs of `sizing` (by default the answer's own) are drawn beside it."""
-    of, sizing = answer.serving, sizing or answer.sizing
-    lines = _headlines(answer)
-    sections: list[Section] = [part for part in parts(answer) if part not in lines]
+    sizing, headline = sizing or answer.sizing, _headline(answer)
+    sections: list[Section] = [part for part in parts(answer) if part != headline]
     if sizing and answer.sizing is None and (bests := [one.to_json() for one in sizing.bests]):
         sections.append(replace(choices_table(bests), title="The best of each chip, of one pool and of two"))
     if answer.load is not None:
@@ -316,23 +315,28 @@ def page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
         sections.append(_trade(answer))
     if sizing and sizing.trade_offs:
         sections.append(_layouts(sizing))
-    return Page(f"{of.model.name} served by {_name(answer)}", "; ".join(lines), sections, not answer.is_no)
+    fleet = answer.load.fleet if answer.load else None
+    served_by = _pools(fleet) if fleet and fleet.num_chips > fleet.serving.num_chips else _name(answer)
+    return Page(f"{answer.serving.model.name} served by {served_by}", headline, sections, not answer.is_no)
 
 
-def _headlines(answer: ServingAnswer) -> list[str]:
-    """The answer in a few sentences; those of its parts stand there no more."""
-    of, sizing, load = answer.serving, answer.sizing, answer.load
-    if sizing is not None and (said := list(sized_lines(sizing, load) if load else _no_layout(sizing))):
+def _headline(answer: ServingAnswer) -> str:
+    """The answer in a sentence, which its parts repeat no more."""
+    of, load, sizing = answer.serving, answer.load, answer.sizing
+    if sizing and (said := next(sized_lines(sizing, load) if load else _no_layout(sizing), "")):
         return said
+    if load is not None and load.queue_grows:
+        return load.notes[0]
     if load is not None:
         document, named = load.to_json(), {"first token after": "ttft_s", "a token after it": "tpot_s"}
         known = {name: at for name, of in named.items() if (at := document[of])["p50"] is not None}
-        each = (f"{name} {duration(at['p50'])} (p99 {duration(at['p99'])})" for name, at in known.items())
-        return [", ".join(each)]
+        return ", ".join(
+            f"{name} {duration(at['p50'])} (p99 {duration(at['p99'])})" for name, at in known.items()
+        )
     if answer.max_sequences:
         room = f"{answer.max_sequences:,} sequences of {of.prompt} + {of.output} tokens"
-        return [f"first token after {duration(answer.first_token_s)}, room for {room}"]
-    return [_out_of_memory(of)]
+        return f"first token after {duration(answer.first_token_s)}, room for {room}"
+    return _out_of_memory(of)
 
 
 def _name(answer: ServingAnswer) -> str:

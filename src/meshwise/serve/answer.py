@@ -73,7 +73,7 @@ class ServingAnswer(Shown):
     @property
     def has_layout(self) -> bool:
         """Whether a layout was stated, or found by sizing."""
-        return self.sizing is None or bool(self.sizing.choices)
+        return self.sizing is None or self.sizing.chosen is not None
 
     @property
     def is_no(self) -> bool:
@@ -200,7 +200,7 @@ def sized(
     usd_per_gpu_hour: Mapping[str, float] | None = None, has_details: bool = False,
 ) -> ServingAnswer:  # fmt: skip
     """The answer of `sizing`: its best choice, or what came nearest; where there is neither, no layout."""
-    choice = sizing.best or sizing.nearest or next(reversed(sizing.trade_offs), None)
+    choice = sizing.chosen
     serving, load = (choice.fleet.serving, choice.load) if choice else (otherwise, None)
     return ServingAnswer(
         serving, _counts(serving, sequences) if choice else (), token_s, load, sizing, usd_per_gpu_hour,

@@ -81,7 +81,9 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
     if target not in TARGETS:
         raise WorkloadError(f"to={target} must be one of {', '.join(TARGETS)}")
     if (load := answer.load) is None:
-        raise WorkloadError(f"to={target} writes a fleet; give rate, concurrency or requests too")
+        raise WorkloadError(
+            f"to={target} writes a fleet; give rate, concurrency or requests, and enough GPUs"
+        )
     to, fleet, engine, model = TARGETS[target], load.fleet, load.engine, answer.serving.model.name
     chip, name = fleet.serving.cluster.chip, re.sub("[^a-z0-9]+", "-", model.lower()).strip("-")
     names = {"to": to, "fleet": fleet, "engine": engine.name, "engine_of": engine, "chip": chip, "name": name}

@@ -164,6 +164,11 @@ class Sizing:
         """Where nothing holds, what most requests are within the limits with."""
         return max(self.simulated, key=lambda one: one.within_frac, default=None)
 
+    @property
+    def chosen(self) -> Choice | None:
+        """The best, else the nearest; of no rate the last of the trade-offs."""
+        return self.best or self.nearest if self.rate else next(reversed(self.trade_offs), None)
+
     def to_json(self) -> dict[str, Any]:
         """The keys that sizing adds to the document of `meshwise serve --json`."""
         best, nearest = self.best, self.nearest
