@@ -9,18 +9,15 @@ from data_tables import table
 from kineto import all_reduce, host, kernel, operator, summary_of, write_trace
 from meshwise.core.ledger import Ledger
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.operators import (
-    joint_sections,
-    kernel_changes,
-    kernel_totals,
-    kernels_of,
-    operator_totals,
-)
+from meshwise.trace.events import Kind, collective_kind, kind_of
+from meshwise.trace.operators import joint_sections, kernel_changes, kernel_totals, kernels_of
+from meshwise.trace.operators import operator_totals as totals
 from meshwise.trace.read import read_trace
 from meshwise.trace.rows import profile_ledger
 from meshwise.trace.summary import all_sections, summarize_paths
 
-GLOO4 = str(Path(__file__).parent / "data" / "traces" / "gloo4")
+DATA = Path(__file__).parent / "data" / "traces"
+GLOO4 = str(DATA / "gloo4")
 KEYS = {
     "ranks": "rank span_s compute_s communication_s memory_s idle_s exposed_communication_s overlap_frac",
     **{"kernels": "name count total_s mean_s", "collectives": "name index bytes wire_s wait_s last_rank"},
@@ -44,7 +41,7 @@ def test_as_pytorch_prints_it(tmp_path):
             y.sum().backward()
     prof.export_chrome_trace(str(tmp_path / "rank-0.json"))
     trace, _ = read_trace(tmp_path / "rank-0.json")
-    ours = {row.name: row for row in operator_totals(trace)}
+    ours = {row.name: row for row in totals(trace)}
     theirs = {row.key: row for row in prof.key_averages()}
     del theirs["[memory]"]
     assert set(ours) == set(theirs)
@@ -74,7 +71,7 @@ def _gpu_events(slower=1.0):
 
 def test_kernels_belong_to_operators_and_sections(tmp_path):
     trace, _ = read_trace(write_trace(tmp_path / "a.json", _gpu_events(), 0))
-    rows = {row.name: row for row in operator_totals(trace)}
+    rows = {row.name: row for row in totals(trace)}
     device = {name: (round(row.self_device_s * 1e6), round(row.device_s * 1e6)) for name, row in rows.items()}
     assert device["aten::linear"] == (0, 60) and device["aten::addmm"] == (60, 60)
     assert device["c10d::alltoall_base_"] == (200, 200) and device["MoELayer"] == (0, 260)
@@ -142,8 +139,6 @@ def test_command_line_refuses(meshwise, tmp_path):
 
 # --- where the time went ----------------------------------------------------------------------------
 
-DATA = Path(__file__).parent / "data" / "traces"
-
 
 @pytest.mark.parametrize("file, idle, compute, non_compute, span, overlap", table("tables")["trace"]["hta"])
 def test_as_holistic_trace_analysis(file, idle, compute, non_compute, span, overlap):
@@ -176,6 +171,11 @@ def test_known_streams(tmp_path):
     kinds = [("gemm", "compute", 2), ("nccl", "communication", 1), ("Memc", "memory", 1)]
     assert [(one.name[:4], one.kind, one.count) for one in kernels] == kinds
     assert [round(1e6 * s) for one in kernels for s in (one.total_s, one.mean_s)] == [50, 25, 35, 35, 10, 10]
+
+
+@pytest.mark.parametrize(("name", "does"), table("tables")["trace"]["kernels"])
+def test_what_kernels_do(name, does):
+    assert does == (collective_kind(name) if kind_of("kernel", name) == Kind.COMMUNICATION else "compute")
 
 
 def test_cpu_trace_counts_operators_and_gloo(tmp_path):

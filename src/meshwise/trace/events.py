@@ -4,9 +4,10 @@ An event is an interval [start, start + duration) on a track. A track is a CPU t
 Times are integers, nanoseconds since the epoch of the rank's own clock, so that nothing is rounded: the
 file's microseconds carry three decimals, and a float64 of today's date has no room for them.
 
-Every event has a kind. Three kinds are work of the device: `COMMUNICATION` (NCCL, RCCL, HCCL kernels),
-`MEMORY` (Memcpy and Memset) and `COMPUTE` (all other kernels). On a rank without a device the work is
-done by `CPU_OP` events, and communication is what gloo's worker threads record (`HOST_COMMUNICATION`).
+Every event has a kind. Three kinds are work of the device: `COMMUNICATION` (kernels of NCCL, RCCL, HCCL,
+and those that engines and PyTorch's symmetric memory have of their own), `MEMORY` (Memcpy and Memset) and
+`COMPUTE` (all other kernels). On a rank without a device the work is done by `CPU_OP` events, and
+communication is what gloo's worker threads record (`HOST_COMMUNICATION`).
 """
 
 import enum
@@ -51,7 +52,7 @@ STARTS_TRANSFER = ("c10d::", "_c10d_functional", "c10d_functional", "record_para
 POINT_TO_POINT_CALLS = ("c10d::send", "c10d::recv_")
 """Operators whose third argument is the other rank."""
 DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
-_COMMUNICATION = re.compile(r"nccl|rccl|hccl|gloo|\bep::int(er|ra)node|deep_ep::|nvshmem", re.IGNORECASE)
+_COMMUNICATION = re.compile("|".join(NAMES["communication"]["kernels"]), re.IGNORECASE)
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
 
