@@ -13,7 +13,7 @@ communication is what gloo's worker threads record (`HOST_COMMUNICATION`).
 import enum
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -28,6 +28,7 @@ from meshwise.core.files import read_catalog
 
 Ints = NDArray[np.int64]
 Result = TypeVar("Result")
+Patterns = dict[str, re.Pattern[str]]
 NAMES = read_catalog("trace_names.toml")
 """How traces name what they show."""
 _KINDS = {category: kind for kind, categories in NAMES["categories"].items() for category in categories}
@@ -52,21 +53,25 @@ STARTS_TRANSFER = ("c10d::", "_c10d_functional", "c10d_functional", "record_para
 POINT_TO_POINT_CALLS = ("c10d::send", "c10d::recv_")
 """Operators whose third argument is the other rank."""
 DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
-_COMMUNICATION = re.compile("|".join(NAMES["communication"]["kernels"]), re.IGNORECASE)
-_MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
-_HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
+
+
+def patterns(table: Mapping[str, list[str]]) -> Patterns:
+    """What is of each name of a table: all that has one of its words, in letters of either case."""
+    return {name: re.compile("|".join(words), re.IGNORECASE) for name, words in table.items()}
+
+
+def named_by(among: Patterns, text: str) -> str:
+    """The first name among these whose words are in `text`; empty for none."""
+    return next((name for name, pattern in among.items() if pattern.search(text)), "")
+
+
+_NAMED = {kind: patterns(table) for kind, table in NAMES["named"].items()}
 
 
 def kind_of(category: str, name: str) -> Kind:
     """The kind of an event from its Kineto category (any spelling since 2020) and its name."""
-    kind = Kind[_KINDS.get(category.lower(), "other").upper()]
-    if kind == Kind.COMPUTE and _COMMUNICATION.search(name):
-        return Kind.COMMUNICATION
-    if kind == Kind.COMPUTE and _MEMORY.match(name):
-        return Kind.MEMORY
-    if kind in (Kind.ANNOTATION, Kind.CPU_OP) and _HOST_COMMUNICATION.match(name):
-        return Kind.HOST_COMMUNICATION
-    return kind
+    kind = _KINDS.get(category.lower(), "other")
+    return Kind[(named_by(_NAMED.get(kind, {}), name) or kind).upper()]
 
 
 def collective_kind(name: str) -> str:

@@ -58,7 +58,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import MEASURED, chips
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import partition, work
-from meshwise.trace.events import NAMES, Ints, Kind, Trace
+from meshwise.trace.events import NAMES, Ints, Kind, Trace, named_by, patterns
 from meshwise.trace.intervals import length
 from meshwise.trace.nesting import launchers, nearest, nested_in
 from meshwise.trace.operators import callers, spent_ns
@@ -70,10 +70,7 @@ from meshwise.trace.transfers import POINT_TO_POINT
 _MATMUL_FLOP_PER_BYTE = 16.0
 _BACKWARD = re.compile(r"bwd|backward|dgrad|dkdv|_dq", re.IGNORECASE)
 _UNNAMED = "kernels of no class"
-_PATTERNS = {
-    what: {name: re.compile("|".join(words), re.IGNORECASE) for name, words in NAMES[what].items()}
-    for what in ("classes", "parts", "op_classes", "op_parts")
-}
+_PATTERNS = {what: patterns(NAMES[what]) for what in ("classes", "parts", "op_classes", "op_parts")}
 """What names of kernels, modules and ops of an estimate have in them, by class and by part of a model."""
 
 Look = tuple[Any, ...]
@@ -191,13 +188,8 @@ def _joined(measured: Sequence[_StepWork], expected: Sequence[_StepWork]) -> lis
     return _sorted(OpDifference(*place, *seconds) for place, seconds in rows.items() if any(seconds))
 
 
-def _named(what: str, text: str) -> str:
-    """The first name in one of the `_PATTERNS` of what `text` has in it; empty for none."""
-    return next((name for name, pattern in _PATTERNS[what].items() if pattern.search(text)), "")
-
-
 def _class_of_kernel(name: str) -> str:
-    return _named("classes", name) or _UNNAMED
+    return named_by(_PATTERNS["classes"], name) or _UNNAMED
 
 
 def _predicted(ledger: Ledger) -> list[_StepWork]:
@@ -253,7 +245,7 @@ def _bytes(number: float | None) -> str:
 def _class_of_op(row: Mapping[str, Any]) -> str:
     if row["collective"]:
         return _class_of_collective(row["collective"])
-    named = _named("op_classes", row["op"]) or _class_of_kernel(row["op"])
+    named = named_by(_PATTERNS["op_classes"], row["op"]) or _class_of_kernel(row["op"])
     if named in ("waiting", "idle", "attention", "optimizer"):
         return named
     moved = (row["read_bytes"] or 0.0) + (row["write_bytes"] or 0.0)
@@ -429,7 +421,7 @@ PARTS = ("", *NAMES["parts"])
 def part_of_op(row: Mapping[str, Any]) -> str:
     """The part that a row of a ledger belongs to."""
     place = "/".join(row[name] for name in ("phase", "module", "op"))
-    return _named("op_parts", place) or str(row["module"]).rpartition(".")[2]
+    return named_by(_PATTERNS["op_parts"], place) or str(row["module"]).rpartition(".")[2]
 
 
 def parts_of(trace: Trace, events: Ints) -> Ints:
@@ -453,4 +445,4 @@ def part_of_label(category: str, name: str) -> int:
     """The part that an event of this name begins, if it is that of a module, a section or a backward."""
     if not name.startswith((_MODULE, _AUTOGRAD)) and category != "user_annotation":
         return 0
-    return PARTS.index(_named("parts", name.removeprefix(_MODULE)))
+    return PARTS.index(named_by(_PATTERNS["parts"], name.removeprefix(_MODULE)))
