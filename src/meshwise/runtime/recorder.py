@@ -199,8 +199,10 @@ class OpRecorder(private.TorchDispatchMode):
             result = func(*args, **kwargs)
         elapsed_s = time.perf_counter() - begin_s
         outputs = self._recorded(tensors_in(result))
-        for tensor in outputs:
-            self._track(tensor)
+        for storage in (tensor.untyped_storage() for tensor in outputs):
+            self._seen.add(storage._cdata)
+            if storage._cdata not in self._live:
+                self._allocate(storage, storage.nbytes())
         if self._setups or func._opname in _NO_WORK:
             return result
         if kind is not None:
@@ -287,13 +289,6 @@ class OpRecorder(private.TorchDispatchMode):
         return module, self._op_names[-1] if self._op_names else ""
 
     # --- storages ----------------------------------------------------------------------------
-
-    def _track(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._seen.add(key)
-        if key not in self._live:
-            self._allocate(storage, storage.nbytes())
 
     def _allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         if size_bytes:

@@ -98,16 +98,12 @@ class PaperRun:
 
     @property
     def groups(self) -> dict[str, tuple[Num, Num]]:
-        """Ranks of a tensor-parallel axis, and how many of them share a fast domain."""
-        tp1, tp2 = (self.cut.m1, self.inside["tp1"]), (self.cut.m2, self.inside["tp2"])
-        return {"": (1.0, 1.0), "tp1": tp1, "tp2": tp2}
-
-    @property
-    def weight_group(self) -> tuple[Num, Num]:
-        """Ranks that share the same weights, and how many of them share a fast domain."""
-        if self.cut.strategy != "2d-seqp":
-            return self.dp, self.inside["dp"]
-        return self.dp * self.cut.m2, self.inside["dp"] * self.inside["tp2"]
+        """Ranks of an axis, and how many of them share a fast domain; `dp`: those that share weights."""
+        inside = self.inside
+        tp1, tp2, dp = (self.cut.m1, inside["tp1"]), (self.cut.m2, inside["tp2"]), (self.dp, inside["dp"])
+        if self.cut.strategy == "2d-seqp":
+            dp = self.dp * self.cut.m2, inside["dp"] * inside["tp2"]
+        return {"": (1.0, 1.0), "tp1": tp1, "tp2": tp2, "dp": dp}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +218,7 @@ def _comm_row(name: str, comms: dict[str, _Placed], seconds: dict[str, Num]) -> 
 def _dp_row(rows: list[Row], run: PaperRun, system: PaperSystem) -> Row:
     """Weights gathered beside the first forward, gradients scattered beside the last backward."""
     volume_bytes = _sum(rows, "weights_mem") * GB
-    gather: _Placed = ("all_gather", volume_bytes, *run.weight_group)
+    gather: _Placed = ("all_gather", volume_bytes, *run.groups["dp"])
     comms: dict[str, _Placed] = {"fwd": gather, "bwd": ("reduce_scatter", *gather[1:])}
     seconds = {}
     for way, comm in comms.items():

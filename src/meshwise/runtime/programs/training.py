@@ -36,7 +36,7 @@ from meshwise.runtime.programs.context import Context, line_of, numbers_of
 from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.programs.pipeline import make_schedule
-from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, axis_of
 from meshwise.runtime.recorder import own_part
 from meshwise.runtime.torch_private import fsdp_param
 
@@ -56,8 +56,9 @@ class Trainer:
         # the ranks of this one's stage, and under DualPipe those of the stage with the same weights
         stages = {self.pp, plan.pp - 1 - self.pp if plan.schedule == "dualpipe" else self.pp}
         self.holders = self.world[sorted(stages)].flatten().tolist()
-        copies = _copies_and_shards(len(self.holders) // plan.tp, self.sharing[0])
-        self.mesh = context.grid(self.holders, **copies, tp=plan.tp)
+        replicas = _copies_and_shards(len(self.holders) // plan.tp, self.sharing[0])
+        self.mesh = context.grid(self.holders, **replicas, tp=plan.tp)
+        self.replica_axes = tuple(replicas)
         # the ranks whose keys come round, and, neighbours, those that exchange heads
         self.ring, self.heads = (self._along("cp", line_of(self.world, self.rank, dim)) for dim in (2, 3))
         self.ends = self._ends()
@@ -72,11 +73,6 @@ class Trainer:
             self.tokens, self.labels = self._tokens()
             context.recorder.weights(self.tokens, self.labels)  # inputs, not activations
         self._step = self._alone if plan.pp == 1 else self._pipeline()
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that the replicas stand on: copies of states, and ranks that share them."""
-        return tuple(axis for axis in self.mesh.mesh_dim_names or () if axis in ("copies", "dp"))
 
     def parameters(self) -> list[Tensor]:
         """All weights of this rank."""
@@ -124,9 +120,7 @@ class Trainer:
 
     def _along(self, axis: str, ranks: Sequence[int]) -> MeshAxis:
         """This rank's place among `ranks`, which form a group if they are several."""
-        if len(ranks) == 1:
-            return ALONE
-        return MeshAxis(self.context.group(axis, ranks), len(ranks), ranks.index(self.rank))
+        return ALONE if len(ranks) == 1 else axis_of(self.context.group(axis, ranks))
 
     def _expert_groups(self) -> tuple[plain.ExpertPlace, DeviceMesh | None]:
         """This rank's place among those that hold experts, and the ranks that hold the same parts of them."""
