@@ -66,13 +66,12 @@ OpCall = tuple[str, str, str, Callable[[], Any], float, str]
 """A sample before it is measured: what, its shape and dtype, the call, its work, and the unit of its rate."""
 
 
-def op_samples(device: str, quick: bool) -> list[Sample]:
+def op_samples(device: str, quick: bool) -> Iterator[Sample]:
     """Everything that one rank measures alone."""
-    effort, samples = EFFORTS[device, quick], []
+    effort = EFFORTS[device, quick]
     for what, shape, dtype, call, work, unit in op_calls(device, effort):
         seconds = fastest_s(call, device, effort)
-        samples.append(Sample(what, shape, dtype, seconds, work / seconds, unit))
-    return samples
+        yield Sample(what, shape, dtype, seconds, work / seconds, unit)
 
 
 def op_calls(device: str, effort: Any) -> Iterator[OpCall]:
@@ -224,7 +223,7 @@ def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Ca
     ranks = ranks or (2 if device == "cpu" else max(1, torch.cuda.device_count()))
     check_world(ranks, device)
     try:
-        samples = op_samples(device, quick)
+        samples = list(op_samples(device, quick))
     except torch.OutOfMemoryError:
         reason = "the GPU's free memory does not hold the operands"
         raise PlanError(f"{reason}; free some, or use --quick") from None

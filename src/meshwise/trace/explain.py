@@ -138,7 +138,7 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     mismatches = contradictions(summary, estimate) if estimate is not None else []
     is_predicted = estimate is not None and not mismatches
     measured = _measured(summary)
-    expected = _predicted(estimate.ledger) if estimate is not None and is_predicted else []
+    expected = list(_predicted(estimate.ledger)) if estimate is not None and is_predicted else []
     seconds, expected_seconds = (_sums((one.of, one.seconds) for one in of) for of in (measured, expected))
     of_both = {**seconds, **expected_seconds}
     pairs = ((of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in of_both)
@@ -192,17 +192,15 @@ def _class_of_kernel(name: str) -> str:
     return named_by(_PATTERNS["classes"], name) or _UNNAMED
 
 
-def _predicted(ledger: Ledger) -> list[_StepWork]:
+def _predicted(ledger: Ledger) -> Iterator[_StepWork]:
     """Seconds of each op in the step of an estimate; the halves of an all-reduce of gradients are one."""
     of_gradients = [row for row in ledger.rows() if row["op"].endswith("gradients")]
     halves = {row["op"] for row in of_gradients if row["collective"] == "all_gather"}
-    spent = []
     for row in ledger.rows():
         if row["op"] in halves:
             row = {**row, "collective": "all_reduce"}
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
-        spent.append(_StepWork(_looks_of_op(row), place, row["count"] * (row["time_s"] or 0.0)))
-    return spent
+        yield _StepWork(_looks_of_op(row), place, row["count"] * (row["time_s"] or 0.0))
 
 
 def _looks_of_op(row: Mapping[str, Any]) -> Looks:

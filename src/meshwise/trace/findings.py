@@ -17,7 +17,7 @@ share, how much of the span.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def rank_facts(trace: Trace, marked: Marks) -> RankFacts:
         rank=trace.rank, path=str(trace.path), host=trace.host, world_size=trace.world_size,
         has_device=trace.has_device, first_ns=int(trace.start_ns[0]) if len(trace) else None,
         captured=captured if isinstance(captured, dict) else {}, breakdown=breakdown(trace),
-        kernels=kernels_of(trace), steps=step_table(trace, marked), transfers=transfers(trace, marked),
+        kernels=list(kernels_of(trace)), steps=step_table(trace, marked), transfers=transfers(trace, marked),
         sections_s={trace.labels[i][1]: sections_ns[i] / 1e9 for i in np.flatnonzero(sections_ns).tolist()},
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def findings(
         return []
     job = _TracedJob(facts, partitions, split_by_fastest(collectives), span_s)
     late, undecided = holders_up(job.collectives, first_step)
-    links = _slow_links(job)
+    links = list(_slow_links(job))
     linked = {rank for link in links for rank in link.ranks}
     unseen = {rank for one in job.collectives if one.num_ranks < (one.group_size or 0) for rank in one.wait_s}
     holders = [_holder(job, one) for one in late if one.seconds >= _MIN_FRAC * span_s]
@@ -270,7 +270,7 @@ def _shared_cores(facts: Sequence[RankFacts], rank: int, late: LateRanks) -> str
     return str(_TEXTS["shared_cores"].format(**told))
 
 
-def _slow_links(job: _TracedJob) -> list[Finding]:
+def _slow_links(job: _TracedJob) -> Iterator[Finding]:
     """Groups whose calls of one kind and size move fewer bytes a second than those of most alike groups.
 
     Alike are groups with the same strides between their ranks on as many hosts (nodes of 8, if none is told).
@@ -297,7 +297,6 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
                 lost += found[group][0] if group in found else 0.0
                 found[group] = (lost, speed, usual, groups[group][0])
     exposed = {one.rank: one.seconds["transfer"] for one in job.partitions}
-    findings = []
     for group, (lost, speed, usual, one) in found.items():
         cost = min(lost, max(exposed[rank] for rank in one.wait_s))
         unseen = sorted(set(one.members) - set(one.wait_s))
@@ -306,8 +305,7 @@ def _slow_links(job: _TracedJob) -> list[Finding]:
         text = _TEXTS["slow_link"].format(call=one, cost=duration(cost), frac=cost / job.span_s, **told)
         if cost >= _MIN_FRAC * job.span_s:
             kind = _UNCERTAIN_LINK if unseen else "slow link"
-            findings.append(job.finding(kind, text, cost, sorted(one.wait_s), group))
-    return findings
+            yield job.finding(kind, text, cost, sorted(one.wait_s), group)
 
 
 def _hosts(facts: Sequence[RankFacts], ranks: Iterable[int]) -> dict[int, str]:

@@ -29,7 +29,7 @@ end long before its receive begins, so those are counted off, and only if both s
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -245,7 +245,7 @@ def _shifted(
 
     `order`: that in which `found` is shifted. There are no positions if no shift is possible.
     """
-    shifts = _possible(reference, [found[i] for i in order], by_step=by_step)
+    shifts = list(_possible(reference, [found[i] for i in order], by_step=by_step))
     if not shifts:
         return 0, []
     steadiest, *others = sorted(shifts, key=lambda one: one.spread_ns)
@@ -261,12 +261,11 @@ def _shifted(
     return num_met, [best.shift + place for place in np.argsort(order).tolist()]
 
 
-def _possible(reference: Sequence[Transfer], found: Sequence[Transfer], *, by_step: bool) -> list[_Shift]:
+def _possible(reference: Sequence[Transfer], found: Sequence[Transfer], *, by_step: bool) -> Iterator[_Shift]:
     """The shifts under which steps, kinds and sizes agree and some clock offset lets all calls overlap."""
     sign_a, sign_b = _signatures(reference, found, by_step=by_step)
     near = range(-_EXTRA_SHIFT, len(reference) - len(found) + _EXTRA_SHIFT + 1)
     later, earlier = np.flatnonzero(sign_a == sign_b[0])[:1], np.flatnonzero(sign_b == sign_a[0])[:1]
-    shifts = []
     for shift in sorted({*near, *later.tolist(), *(-earlier).tolist()}):
         a = slice(max(0, shift), min(len(sign_a), shift + len(sign_b)))
         b = slice(max(0, -shift), max(0, -shift) + a.stop - a.start)
@@ -278,17 +277,14 @@ def _possible(reference: Sequence[Transfer], found: Sequence[Transfer], *, by_st
         (start_a, end_a), (start_b, end_b) = times(reference[a]), times(found[b])
         apart = end_b - end_a
         spread = np.abs(apart - np.median(apart))
-        shifts.append(
-            _Shift(
-                shift=shift,
-                coincide_frac=float(((start_b <= end_a) & (start_a <= end_b)).mean()),
-                num_together=int((spread <= _SAME_END_NS).sum()),
-                offset_ns=min(max(0, bounds[0]), bounds[1]),
-                spread_ns=float(np.median(spread)),
-                end_ns=abs(float(np.median(apart))),
-            )
+        yield _Shift(
+            shift=shift,
+            coincide_frac=float(((start_b <= end_a) & (start_a <= end_b)).mean()),
+            num_together=int((spread <= _SAME_END_NS).sum()),
+            offset_ns=min(max(0, bounds[0]), bounds[1]),
+            spread_ns=float(np.median(spread)),
+            end_ns=abs(float(np.median(apart))),
         )
-    return shifts
 
 
 def _voted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int | None]:

@@ -18,7 +18,7 @@ calls. A kernel that only one set has stands with a zero on the other side, so c
 totals.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,19 +174,17 @@ def _inside(trace: Trace, chosen: np.ndarray) -> Ints:
     return inclusive(own + added_at(launcher, launched, len(trace)), parents(trace))
 
 
-def joint(found: Iterable[tuple[str, str, int, float]]) -> list[AcrossRanks]:
+def joint(found: Iterable[tuple[str, str, int, float]]) -> Iterator[AcrossRanks]:
     """One row per name and quantity of what is `found` of ranks in seconds; ranks without it count as 0."""
     values = by_key(((name, quantity), (rank, seconds)) for name, quantity, rank, seconds in found)
     ranks = sorted({rank for by_rank in values.values() for rank, _ in by_rank})
-    rows = []
     for (name, quantity), same in values.items():
         by_rank = dict(same)
         seconds = np.array([by_rank.get(rank, 0.0) for rank in ranks])
         least, mean, most = float(seconds.min()), float(seconds.mean()), float(seconds.max())
         straggler = ranks[int((-seconds if quantity in _HAS_WAITING else seconds).argmax())]
         imbalance = most / mean if mean else 1.0
-        rows.append(AcrossRanks(name, quantity, len(by_rank), least, mean, most, imbalance, straggler))
-    return rows
+        yield AcrossRanks(name, quantity, len(by_rank), least, mean, most, imbalance, straggler)
 
 
 def joint_sections(found: Sequence[Section]) -> list[AcrossRanks]:
@@ -223,7 +221,7 @@ def callers(trace: Trace, events: Ints, known: NDArray[np.bool_]) -> Ints:
     return around(trace, launchers(trace)[events] if trace.has_device else events, known)
 
 
-def kernels_of(trace: Trace) -> list[tuple[str, KernelTotal]]:
+def kernels_of(trace: Trace) -> Iterator[tuple[str, KernelTotal]]:
     """The kernels of one rank by name and kind, and by the sizes of inputs that an operator recorded."""
     kind, spent = work(trace).kind, spent_ns(trace)
     done = np.flatnonzero(kind != Kind.OTHER)
@@ -232,14 +230,12 @@ def kernels_of(trace: Trace) -> list[tuple[str, KernelTotal]]:
     sized = shape[np.where(owner >= 0, trace.shape[owner], -1)]
     key = trace.label[done] * len(sizes) + sized
     order = np.argsort(key, kind="stable")
-    found = []
     for alike in np.split(order, np.flatnonzero(np.diff(key[order])) + 1) if len(order) else ():
         runs = done[alike]
         sums = spent[runs].sum(), spent[runs].mean(), spent[runs].min(), spent[runs].max()
         name, of = trace.name(runs[0]), Kind(kind[runs[0]]).name.lower()
         total = KernelTotal(name, of, len(runs), *(float(ns) / 1e9 for ns in sums))
-        found.append((str(sizes[sized[alike[0]]]), total))
-    return found
+        yield str(sizes[sized[alike[0]]]), total
 
 
 def kernel_totals(found: Iterable[tuple[str, KernelTotal]]) -> list[KernelTotal]:

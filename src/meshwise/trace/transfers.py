@@ -10,7 +10,7 @@ what an all-to-all sends in total from this rank (with uneven splits, ranks diff
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -77,7 +77,7 @@ class _Recorded(msgspec.Struct):
 
 def transfers(trace: Trace, marked: Marks | None = None) -> list[Transfer]:
     """The selected communications of one rank as it called them, each with its step of `marked`."""
-    found = _kernels(trace) if trace.has_device else _host(trace)
+    found = list(_kernels(trace)) if trace.has_device else _host(trace)
     if trace.selected is not None:
         found = [one for one in found if trace.selected[one.event]]
     if marked is None or not len(marked.number):
@@ -86,7 +86,7 @@ def transfers(trace: Trace, marked: Marks | None = None) -> list[Transfer]:
     return [replace(one, step=number) for one, number in zip(found, step.tolist(), strict=True)]
 
 
-def _kernels(trace: Trace) -> list[Transfer]:
+def _kernels(trace: Trace) -> Iterator[Transfer]:
     end_ns, kernels = trace.end_ns, trace.where(Kind.COMMUNICATION)
     launcher, is_call = launchers(trace)[kernels], np.isin(trace.kind, (Kind.CPU_OP, Kind.ANNOTATION))
     told = np.zeros(len(trace), dtype=bool)
@@ -94,7 +94,6 @@ def _kernels(trace: Trace) -> list[Transfer]:
     called = around(trace, launcher, is_call & trace.named(lambda name: name.startswith(_NAMED)))
     argued = around(trace, launcher, is_call & told)
     streams = {stream: k for k, stream in enumerate(np.unique(trace.stream[kernels]).tolist())}
-    found = []
     for i, call, other in zip(kernels.tolist(), called.tolist(), argued.tolist(), strict=True):
         args = trace.communications.get(i) or trace.communications.get(other) or CommunicationArgs()
         said = (args.collective, trace.name(call) if call >= 0 else None, trace.name(i))
@@ -108,8 +107,7 @@ def _kernels(trace: Trace) -> list[Transfer]:
         size = args.group_size or (len(ranks) if ranks else None)
         payload = payload if args.dtype else payload or None
         about = (ranks or named, args.group or "", size, args.sequence, payload, dtype)
-        found.append(Transfer(i, kind, *about, int(trace.start_ns[i]), int(end_ns[i]), source, destination))
-    return found
+        yield Transfer(i, kind, *about, int(trace.start_ns[i]), int(end_ns[i]), source, destination)
 
 
 def _elements(kind: str, args: CommunicationArgs) -> float:

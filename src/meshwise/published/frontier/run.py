@@ -8,7 +8,7 @@ docs/frontier.md derives each term, with its source and what it leaves out.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -195,12 +195,11 @@ def best_runs(
 
 def _best_runs(
     device: Device, run: Assumptions, training_flop: Num, scenarios: Sequence[Failures | None]
-) -> list[list[Point]]:
+) -> Iterator[list[Point]]:
     """For each `training_flop` the best run under each of `scenarios`; the parts of a step are shared."""
     device = device.flat() if run.network == "flat" else device
     grid = search_grid(device, run)
     table, names = sizes(run, np.ravel(training_flop)), [item.name for item in fields(Sizes)]
-    points = []
     for row in zip(*(getattr(table, name) for name in names), strict=True):
         HEARS.get()("")
         model = Sizes(**dict(zip(names, row, strict=True)))
@@ -208,8 +207,7 @@ def _best_runs(
         split = replace(grid, pp=np.asarray(grid.pp)[:, :, :usable])
         # dp is not known before the search: price the gradient reduction of very many replicas.
         parts = step.step_parts(device, run, model, split, model.batch_tokens)
-        points.append([_best_run(device, run, model, split, parts, failures) for failures in scenarios])
-    return points
+        yield [_best_run(device, run, model, split, parts, failures) for failures in scenarios]
 
 
 def _best_run(

@@ -43,7 +43,7 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
     SCOPE.check_divides(model, sizes)
     num_chips = cluster.num_chips
     SCOPE.check_rules(plan=plan, work=workload, num_chips=num_chips, num_groups=plan.data_parallel(num_chips))
-    tables = {name: _table(name, model, cluster, plan, workload) for name in nersc.TABLES}
+    tables = {name: list(_table(name, model, cluster, plan, workload)) for name in nersc.TABLES}
     totals = {name: _totals(rows, model.num_layers) for name, rows in tables.items()}
 
     def total(*names: str) -> float:
@@ -100,23 +100,21 @@ def _excerpt(name: str, rows: list[dict[str, Any]], totals: dict[str, float], co
     )
 
 
-def _table(name: str, model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> list[dict[str, Any]]:
+def _table(name: str, model: Model, cluster: Cluster, plan: Plan, work: Workload) -> Iterator[dict[str, Any]]:
     """The rows of a table, by the notebook's formulas (`catalog/nersc.toml`)."""
     of = nersc.NERSC_TABLES["notebook"]
-    sizes = {"batch": workload.batch, "seq": workload.seq, "hidden": model.hidden, "tp": plan.tp}
+    sizes = {"batch": work.batch, "seq": work.seq, "hidden": model.hidden, "tp": plan.tp}
     sizes |= {"ffn": model.ffn_hidden, "heads": model.num_heads}
     names: dict[str, Any] = {key: float(size) for key, size in sizes.items()}
     names |= {"chip": cluster.chip, "levels": cluster.levels, "sequence_parallel": plan.sequence_parallel}
     names |= {"max": max, "product": product_flop, "kernels": of["kernels"]}
     names |= formulas(of["sizes"], names)
-    rows = []
     for op in of[name]:
         own = {key: value for key, value in op.items() if key not in ("layer", "form")}
         known = names | formulas(own, names)
         known |= formulas(of["forms"][op["form"]], known)
         found = formulas(of["cells"], known) | {"layer": op["layer"]}
-        rows.append({column: found[column] for column in COLUMNS})
-    return rows
+        yield {column: found[column] for column in COLUMNS}
 
 
 def _ledger_rows(tables: dict[str, list[dict[str, Any]]]) -> Iterator[nersc.LedgerRow]:

@@ -87,18 +87,17 @@ def _ledger_rows(run: sheet.PaperRun, cluster: Cluster, priced: sheet.Iteration)
 
 def _op_ledger_rows(
     work: PaperOp, panels: Any, cells: sheet.Row, way: str, run: sheet.PaperRun, system: sheet.PaperSystem
-) -> list[nersc.LedgerRow]:
+) -> Iterator[nersc.LedgerRow]:
     """One direction of an op, and its communications, which share what the op waits for them."""
     compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
     memory_s = compute_s / cells[f"intensity_{way}"]
     flop, time_s = cells[f"flops_{way}"] * sheet.TFLOP, cells[f"t_{way}"] - wait_s
-    rows = [nersc.work_row(flop, work["traffic"], compute_s, memory_s, time_s)]
+    yield nersc.work_row(flop, work["traffic"], compute_s, memory_s, time_s)
     seconds = sheet.comm_seconds(work["comms"], panels, run, system)
     for (kind, axis, volume_bytes), comm_s in zip(work["comms"], seconds, strict=True):
         if comm_s > 0:
             ranks, exposed_s = run.groups[axis][0], wait_s * comm_s / sum(seconds)
-            rows.append(nersc.comm_row(kind, axis, ranks, volume_bytes, comm_s, exposed_s))
-    return rows
+            yield nersc.comm_row(kind, axis, ranks, volume_bytes, comm_s, exposed_s)
 
 
 def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> sheet.PaperRun:
