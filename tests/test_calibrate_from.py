@@ -62,12 +62,12 @@ def test_rates_come_back(tmp_path, meshwise):
 
 
 def test_ranks_of_a_host_share_its_way_out(tmp_path):
-    """A ring of four ranks on two hosts: two share a cable, and no group shows the link inside a host."""
-    _job(tmp_path, hosts="aabb", sizes=(1 << 24,), way=lambda size: 2 * 0.75 * 2 * size / LINK)
-    found = calibrate_from([tmp_path])
-    inner, outer = found.cluster.levels
+    """A ring of four ranks on two hosts: two share a cable; one size tells no latency."""
+    _job(tmp_path, hosts="aabb", sizes=(1 << 24,), way=lambda size: 2 * 0.75 * 2 * size / LINK + 6 * 2.5e-6)
+    inner, outer = calibrate_from([tmp_path]).cluster.levels
     assert inner.ranks == 2 and inner.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
-    assert outer.bytes_per_s == pytest.approx(LINK / 2, rel=0.02)
+    assert outer.bytes_per_s == pytest.approx(LINK / 2, rel=0.02) and outer.latency_s == pytest.approx(5e-6)
+    assert (inner.name, outer.name) == ("nccl (assumed)", "nccl between hosts (latency assumed)")
 
 
 def test_a_collective_lasts_until_its_last_rank_has_left(tmp_path):

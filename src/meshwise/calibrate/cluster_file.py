@@ -15,6 +15,8 @@ from meshwise.cost.collective import collective_s
 from meshwise.machine.hardware import MEASURED, Chip, Cluster, Level, Link, ReduceScatter, cluster_text
 
 _OF_CHIP = ("memory_bytes", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s", "op_host_s")
+_ONE_SIZE, _MOST_ASSUMED_FRAC = 0.05, 0.1
+"""Ratio of singular values below which calls have one size (a fifth apart or less); see `fit_link`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +63,24 @@ def measured_cluster(name: str, num_ranks: int, *levels: Level, source: str, **r
 
 
 def fit_link(
-    calls: Sequence[tuple[Collective, float, int, float]], weights: Sequence[float] | None = None
+    calls: Sequence[tuple[Collective, float, int, float]], weights: Sequence[float] = (), usual_s: float = 0.0
 ) -> tuple[float, float]:
     """Bandwidth [bytes/s] and latency [s] of one link that explain `calls` best.
 
     A call is its kind, payload bytes, ranks and seconds. Least squares of the relative error (each counts as
-    its weight), with the formulas of `estimate`. Where the best latency would be negative it is 0, and the
-    bandwidth the best without.
+    its weight), with the formulas of `estimate`. Where the calls do not tell the latency (all have one size,
+    or the best is negative) it is `usual_s`, a tenth of a call at most, and the bandwidth the best with it.
     """
-    rows = [
-        [
-            float(collective_s(kind, num_bytes, ranks, links=(Link(1.0, latency, math.inf),))) / time_s
-            for num_bytes, latency in ((size, 0.0), (0.0, 1.0))
-        ]
+    part = np.array([0.0, 1.0])  # time by bytes, time by latency
+    each = [
+        collective_s(kind, size * (1.0 - part), ranks, links=(Link(1.0, part, math.inf),)) / time_s
         for kind, size, ranks, time_s in calls
     ]
-    target = np.sqrt(np.ones(len(rows)) if weights is None else np.array(weights))
-    table = np.array(rows) * target[:, None]
-    (per_byte, latency), *_ = np.linalg.lstsq(table, target, rcond=None)
-    if per_byte <= 0 or latency < 0:
-        (per_byte,), *_ = np.linalg.lstsq(table[:, :1], target, rcond=None)
-        latency = 0.0
-    return 1.0 / float(per_byte), float(latency)
+    target = np.sqrt(weights or np.ones(len(calls)))
+    table = (rows := np.array(each)) * target[:, None]
+    table /= (scale := np.linalg.norm(table, axis=0))
+    (per_byte, latency), _, num_told, _ = np.linalg.lstsq(table, target, rcond=_ONE_SIZE)
+    if num_told < 2 or per_byte <= 0 or latency < 0:
+        latency = scale[1] * min(usual_s, _MOST_ASSUMED_FRAC / rows.max(axis=0)[1])
+        per_byte = table[:, 0] @ (target - latency * table[:, 1])
+    return float(scale[0] / per_byte), float(latency / scale[1])

@@ -5,9 +5,10 @@ the memory rate the same of elementwise operators. Bandwidth and latency of a li
 from the entry of a collective's last rank to the exit of the last, which add up to what a step pays where
 ranks leave one after the other (gloo); where hosts of several ranks meet, groups inside a host give the inner
 link (a copy's rate stands in where there are none) and the others, whose members on one host share its way
-out, the outer one. On ranks without a device, the time in which nothing of this ran (dispatch,
-small operators, late ranks) is what the host adds to each matrix op. Traces that show a rate only a few
-times, or whose calls differ too much for a median, are refused.
+out, the outer one. Calls of one size do not tell the latency, and that of presets stands in; the names of
+links say what is assumed. On ranks without a device, the time in which nothing of this ran (dispatch, small
+operators, late ranks) is what the host adds to each matrix op. Traces that show a rate only a few times, or
+whose calls differ too much for a median, are refused.
 """
 
 import itertools
@@ -42,6 +43,8 @@ _MAX_ERROR_FRAC, _ERROR_OF_MEDIAN = 0.1, 1.86
 _MAX_LINK_ERROR_FRAC = 0.5
 _MOST_TIMES_USUAL = 5.0
 _NUM_SAMPLES = 20
+_INSIDE_S, _BETWEEN_S = 0.9e-6, 5e-6
+"""Latency of a hop inside a host (NVLink) and between hosts (InfiniBand), as presets have it."""
 _IN_CACHE_BYTES = 1e6
 """Elementwise operators on less say nothing of the memory."""
 
@@ -131,15 +134,18 @@ def _links(
 ) -> Sequence[Level]:
     """The inner link; and the outer one, where hosts of several ranks met."""
     name = _library(traces[0])
-    copy = Level(name=name, bytes_per_s=copied_bytes_per_s, latency_s=0.0)  # where nothing shows the link
+    copy = Level(name=f"{name} (assumed)", bytes_per_s=copied_bytes_per_s, latency_s=_INSIDE_S)
     node_ranks = min(Counter(trace.host for trace in traces).values())
     if not wires and len(traces) == 1:
         return [copy]
     if node_ranks == 1 or not any(wires):
-        return [_fitted(name, [one for calls in wires.values() for one in calls])]
-    inside = _fitted(name, wires[0]) if 0 in wires else copy
+        usual_s = _BETWEEN_S if any(wires) else _INSIDE_S
+        return [_fitted(name, [*itertools.chain(*wires.values())], usual_s)]
+    inside = _fitted(name, wires[0], _INSIDE_S) if 0 in wires else copy
     sharing = [replace(one, bytes=one.bytes / share) for share in wires if share for one in wires[share]]
-    return replace(inside, ranks=float(node_ranks)), _fitted(f"{name} between hosts", sharing)
+    share = min(filter(None, wires))  # a ring leaves a host once in so many hops
+    outer = _fitted(f"{name} between hosts", sharing, _BETWEEN_S / share)
+    return replace(inside, ranks=float(node_ranks)), replace(outer, latency_s=share * outer.latency_s)
 
 
 def _wires(summary: Summary) -> dict[int, list[Bandwidth]]:
@@ -164,17 +170,19 @@ def _library(trace: Trace) -> str:
     return named[1] if named else usual
 
 
-def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
+def _fitted(name: str, wires: Sequence[Bandwidth], usual_s: float) -> Level:
+    """The link that explains these calls; its name says where they do not tell its latency."""
     calls = [_carried(name, one) for one in wires]
     weights = [one.count * one.wire_s**2 for one in wires]  # of absolute errors: they add up to a step
     num = sum(one.count for one in wires)
     refuse("calls of a link", DataError, num=num, name=name, least=_MIN_CALLS)
-    speed, latency = fit_link(calls, weights)
+    told = "" if fit_link(calls, weights)[1] else " (latency assumed)"
+    speed, latency = fit_link(calls, weights, usual_s)
     links = (Link(speed, latency, math.inf),)
     wrong = [abs(float(collective_s(kind, size, n, links=links)) / time - 1) for kind, size, n, time in calls]
     error = float(np.average(wrong, weights=weights))
     refuse("link of traces", DataError, name=name, error=error, most=_MAX_LINK_ERROR_FRAC)
-    return Level(name=name, bytes_per_s=speed, latency_s=latency)
+    return Level(name=name + told, bytes_per_s=speed, latency_s=latency)
 
 
 def _carried(library: str, one: Bandwidth) -> tuple[Collective, float, int, float]:
