@@ -65,12 +65,11 @@ def best_first(grids: Grids, space: Space, kept: BestPlans, on_plans: Callable[[
     if prod(map(len, space.values())) > WORTH_A_PROBE:
         for grid in grids({key: values if key in PROBED else values[:1] for key, values in space.items()}):
             add(grid)
-        kept.priced = kept.feasible = 0  # they come again
     opened = []
     for grid in grids(space):
         kept.considered += num_listed(grid)
         opened.append(_Open(grid, max(kept.limit_s, kept.runnable_s if kept.can_run else 0.0)))
-    at_once = FEW_ROWS
+    at_once, kept.priced, kept.feasible = FEW_ROWS, 0, 0  # what was probed comes again
     for one in sorted(opened, key=lambda one: one.grid.least_s.min(initial=np.inf)):
         while number := one.up_to(kept.limit_s):
             add(one.grid, one.take(min(number, at_once, one.grid.rows_at_once)))

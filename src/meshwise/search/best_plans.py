@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshwise.core.columns import any_of, chosen_cells, distinct_columns
 from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
-from meshwise.estimate.grid import Cells, Grid, num_stated
+from meshwise.estimate.grid import TAIL, Cells, Grid, num_stated
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DATA_PARALLEL, DEFAULTS, KEYS, Plan, plan_text
 
@@ -174,16 +174,16 @@ class BestPlans:
         plans = distinct(cells)
         memory = cells.array(cells.step.memory_bytes)
         fits = plans & (memory <= self.capacity_bytes)
-        self.priced += int((plans & np.isfinite(memory)).sum())
-        num_fitting = int(fits.sum())
-        self.feasible += num_fitting
-        if num_fitting:
+        counted = plans & listed(cells.grid, cells.mesh, cells.broken)
+        self.priced += int((counted & np.isfinite(memory)).sum())
+        self.feasible += int((counted & fits).sum())
+        if fits.any():
             times = np.where(fits, cells.array(cells.step.step_s), np.inf)
             self._add_families(cells, times)
             self._add_front(cells, times, memory)
             if self.can_run:
                 self._add_runnable(cells, times)
-        elif not self.feasible:
+        elif not self.fastest:
             needed = np.where(plans, memory, np.inf)
             self.miss = _first(cells, needed, np.arange(cells.shape[-1]), self.miss, "memory_bytes")
 
@@ -277,7 +277,7 @@ def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
 
     Without replicas, and copies of a stage (DualPipe), all ZeRO stages and overlaps of exchanges are alike,
     of which the first is kept (not FSDP2's stages: it lets go of a weight in any case); recomputing as many
-    layers as a stage has is recomputing all.
+    layers as a stage has is recomputing all, of which the first is kept too.
     """
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
     shards_alone = mesh.plan.done_by.shards_each_weight
@@ -287,7 +287,11 @@ def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
         "overlap_pp": mesh.pp == 1,
     }
     repeats = [alike[key] & (getattr(mesh, key) != grid.firsts[key]) for key in alike if key in grid.firsts]
-    repeats.append((mesh.recompute_layers >= layers) & np.isfinite(mesh.recompute_layers))
+    again = [n for axis in grid.tail_axes if TAIL[0] == axis.keys for n in axis.numbers("recompute_layers")]
+    all_again: Num = np.inf
+    for number in reversed(again):
+        all_again = np.where(number >= layers, number, all_again)
+    repeats.append((mesh.recompute_layers >= layers) & (mesh.recompute_layers != all_again))
     return ~any_of([broken, *repeats])
 
 

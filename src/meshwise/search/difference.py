@@ -62,12 +62,11 @@ def reasons(asked: Estimate, best: Estimate) -> list[Reason]:
     found: list[Reason] = []
     here, start = asked, asked
     idle: list[str] = []  # what changes nothing yet is told with what it comes to matter with
-    left = [key for key in (*KEYS, MICROBATCH) if _value(key, asked) != _value(key, best)]
-    while left:
+    while left := _differing(here, best):
         reason = next(_changes(here, best, left), None)
         if reason is None:
             return found
-        here, left = reason.run, [key for key in left if key not in reason.keys]
+        here = reason.run
         if reason.gain_s == reason.more_bytes == 0.0:
             idle += reason.keys
         else:
@@ -79,17 +78,24 @@ def reasons(asked: Estimate, best: Estimate) -> list[Reason]:
 def _changes(here: Estimate, best: Estimate, left: Sequence[str]) -> Iterator[Reason]:
     """The best change of one key, of two where one alone makes no plan, or of all."""
     for number in (1, 2, len(left)):
-        tried = (_changed(here, best, keys) for keys in itertools.combinations(left, number))
+        tried = (_changed(here, best, left, keys) for keys in itertools.combinations(left, number))
         runs = [one for one in tried if one is not None]
         if runs:
             yield min(runs, key=lambda one: one.run.step_s)
 
 
-def _changed(here: Estimate, best: Estimate, keys: tuple[str, ...]) -> Reason | None:
+def _changed(here: Estimate, best: Estimate, left: Sequence[str], keys: tuple[str, ...]) -> Reason | None:
+    """The plan `here` with the best's values of `keys`; None where it is none, or they change others back."""
     try:
-        return Reason(keys, here, here.changed(**{key: _value(key, best) for key in keys}))
+        run = here.changed(**{key: _value(key, best) for key in keys})
     except MeshwiseError:
         return None
+    return Reason(keys, here, run) if {*_differing(run, best)} <= {*left} - {*keys} else None
+
+
+def _differing(here: Estimate, best: Estimate) -> list[str]:
+    """The keys whose values differ, those that follow from others included."""
+    return [key for key in (*KEYS, MICROBATCH) if _value(key, here) != _value(key, best)]
 
 
 def _value(key: str, found: Estimate) -> Any:
