@@ -20,7 +20,7 @@ from data_tables import table
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import express
-from meshwise.calibrate.leave_one_source_out import misses_by_others
+from meshwise.calibrate.leave_one_source_out import misses_by_others, spread
 from meshwise.calibrate.mend import mends
 from meshwise.calibrate.releases import errors_by_release, read_board
 from meshwise.calibrate.robust import LinearMisses, minimise
@@ -28,10 +28,10 @@ from meshwise.calibrate.runs import PROSE, Run, read_runs
 from meshwise.calibrate.validate import Validation, estimate_run, validate
 from meshwise.cli.measurements import RUN_FILES
 from meshwise.core.errors import ClusterError, DataError, PlanError
-from meshwise.estimate.intervals import aspects, spreads, unmeasured
+from meshwise.estimate.intervals import spreads, unmeasured
 from meshwise.estimate.one_plan import estimate
 from meshwise.machine.hardware import find_chip, find_cluster
-from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE, find_overheads
+from meshwise.machine.overheads import SOFTWARE, find_overheads
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
@@ -86,9 +86,8 @@ def test_measured_iterations_carry_the_facts_of_their_file() -> None:
 
 
 @pytest.mark.parametrize(("column", "value", "expected"), WRONG["cells"])
-def test_bad_cells_are_named_and_good_rows_count(
-    tmp_path: Path, column: str, value: str, expected: str
-) -> None:
+def test_bad_cells_are_named(tmp_path: Path, column: str, value: str, expected: str) -> None:
+    """And good rows count."""
     validation = validate([edited(tmp_path, [1], {column: value})])
     missing = [row for row in validation.rows if not row.expressed]
     assert [row.id for row in missing] == ["kort22-22B-selsp"]
@@ -101,13 +100,9 @@ def test_a_file_that_is_no_table_of_runs(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text(RUNS.read_text().partition("\n")[0])
     (tmp_path / "runs.csv").write_text("id,source,model\na,b,c\n")
     (tmp_path / "watts.csv").write_text("chip,avg_watts_per_node,source\nh100,7300,ours\n")
-    words = {
-        "absent": "cannot read",
-        "bytes": "in UTF-8",
-        "empty": "no rows",
-        "watts": "lacks what, avg_watts_per_gpu",
-    }
-    for name, text in (words | {"runs": "the header lacks the column year, seq_len"}).items():
+    words = {"absent": "cannot read", "bytes": "in UTF-8", "empty": "no rows"}
+    words |= {"watts": "lacks what, avg_watts_per_gpu", "runs": "the header lacks the column year, seq_len"}
+    for name, text in words.items():
         with pytest.raises(DataError, match=text):
             validate([tmp_path / f"{name}.csv"])
 
@@ -190,13 +185,10 @@ def test_memory_of_the_software_that_ran() -> None:
     assert all(abs(row.predicted / row.measured - 1.0) < 0.03 and row.fits for row in memory)
 
 
-def test_biases_of_experts_are_added_as_the_framework_does() -> None:
-    run = restated(runs()[DENSE], framework="nemo-automodel")
-    assert express(run).overheads().expert_bias_passes == 4.0
-    assert express(restated(run, framework="megatron-lm")).overheads().expert_bias_passes == 16.0
-
-
-def test_vocabularies_are_padded_as_the_framework_does() -> None:
+def test_biases_of_experts_and_vocabularies_are_as_in_the_framework() -> None:
+    for framework, passes in (("nemo-automodel", 4.0), ("megatron-lm", 16.0)):
+        run = restated(runs()[DENSE], framework=framework)
+        assert express(run).overheads().expert_bias_passes == passes
     run = restated(runs()["kort22-22B-full"], vocab=50257)
     assert express(run).model.vocab == 51200  # 50 x 128 x tp, as Megatron-LM prints it
     assert express(restated(run, vocab_padded_to=50257)).model.vocab == 50256  # what tp=8 leaves
@@ -267,10 +259,9 @@ def test_measured_watts_are_near_and_a_limit_is_not(quantity: str, most: float) 
     assert len(known) >= 4 and all(row.reason for row in rows if not row.expressed)
     limit = 700.0 if quantity == "chip_watts" else 8 * 700.0
     errors, of_limit = (
-        statistics.median(abs(watts(row) / row.measured - 1.0) for row in known)
-        for watts in (lambda row: row.predicted, lambda _: limit)
+        [(each or row.predicted) / row.measured - 1.0 for row in known] for each in (None, limit)
     )
-    assert errors < most < of_limit
+    assert statistics.median(map(abs, errors)) < most < statistics.median(map(abs, of_limit))
 
 
 def test_the_command_prints_one_document(meshwise: Any) -> None:
@@ -387,20 +378,29 @@ def test_a_source_left_out_does_not_fit_itself() -> None:
 
 
 def test_what_was_never_measured_is_told_by_aspect() -> None:
-    """A new generation is all new chips and types; of a measured one a chip, a type or a scale may be new."""
-    asked = {"dtype": "bf16", "software": DEFAULT_SOFTWARE, "num_chips": 64}
-    for chip, change, missing in table("tables")["validate"]["never_measured"]:
-        assert set(unmeasured(aspects(find_chip(chip), **asked | change))) == {*missing}
+    """A new generation is all new chips and types; what is known of a step may be new of its memory."""
+    for cluster, plan, missing, of_memory in table("tables")["validate"]["never_measured"]:
+        of = find_cluster(cluster), parse_plan(plan)
+        assert [{*unmeasured(name, *of)} for name in ("step_s", "memory_bytes")] == [{*missing}, {*of_memory}]
 
 
-@pytest.mark.parametrize(("cluster", "why"), table("tables")["validate"]["interval_reasons"])
-def test_an_estimate_says_between_what_and_why(cluster: str, why: str) -> None:
-    of = find_model("llama3-8b"), find_cluster(cluster), parse_plan("zero=3")
+def test_few_sources_say_little_about_the_next() -> None:
+    rows = [express(run) for run in runs().values()]
+    misses = dict.fromkeys((each.run.id for each in rows), 0.05)
+    few, all_ = (spread(some, misses, "step_s", "dense") for some in (rows[:2], rows))
+    assert few.num_sources < all_.num_sources and few.p90 > all_.p90 > math.exp(0.05)
+
+
+@pytest.mark.parametrize("cluster, plan, why, of_memory", table("tables")["validate"]["interval_reasons"])
+def test_an_estimate_says_between_what_and_why(cluster: str, plan: str, why: str, of_memory: str) -> None:
+    of = find_model("llama3-8b"), find_cluster(cluster), parse_plan(plan)
     found = estimate(*of, Workload(batch=8192, seq=8192))
     between, measured = found.step_s_interval, spreads().step_s["more than 1,000 GPUs"].p90
     assert between.reason.endswith(why)
     assert (between.p90 > 1.001 * measured * found.step_s) == why.startswith("wider")
     assert found.to_json(ledger=False)["memory_bytes_interval"]["p10"] <= found.memory_bytes["total"]
+    assert of_memory in found.memory_bytes_interval.reason
+    assert ("interval of memory" in " ".join(found.notes())) == of_memory.startswith("wider")
 
 
 def test_a_model_is_a_preset_or_a_path_and_a_system_any_chip(tmp_path: Path) -> None:

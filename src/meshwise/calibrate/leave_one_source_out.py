@@ -37,6 +37,9 @@ QUANTITIES = {each.name: each for each in (fit_steps.TIME, fit_steps.MEMORY)}
 Misses = dict[str, float]
 """Log of predicted over measured, by the id of a run."""
 
+FEW = (2.402, 1.472, 1.278, 1.196, 1.152, 1.124, 1.104, 1.090, 1.079, 1.071)
+"""90th percentile of Student's distribution of 1, 2, ... degrees of freedom over that of the normal one."""
+
 
 @dataclass(frozen=True, slots=True)
 class MissesByOthers:
@@ -50,26 +53,24 @@ class MissesByOthers:
     def spreads(self, without: str = "") -> Spreads:
         """How far measured and predicted differ by regime, over the sources other than `without`."""
         runs = [each for each in self.runs if publication(each.run.source) != without]
-        seen = [aspects_of(each) for each in runs]
+        known = {name: [each for each in runs if each.run.id in self.by_source[name]] for name in QUANTITIES}
+        measured = {name: [aspects_of(each) for each in those] for name, those in known.items()}
         return Spreads(
-            measured={aspect: sorted({each[aspect] for each in seen}) for aspect in (seen or [{}])[0]},
-            **{quantity: self._spreads(quantity, runs) for quantity in QUANTITIES},
+            {
+                name: {aspect: sorted({each[aspect] for each in seen}) for aspect in self.by_aspect[name]}
+                for name, seen in measured.items()
+            },
+            *(self._spreads(name, those) for name, those in known.items()),
         )
 
-    def _spreads(self, quantity: str, runs: Sequence[Expressed]) -> dict[str, Spread]:
-        known = [each for each in runs if each.run.id in self.by_source[quantity]]
-        names = dict.fromkeys(name for each in known for name in regimes_of(each))
-        found = {
-            name: spread([each for each in known if name in regimes_of(each)], self.by_source[quantity])
-            for name in names
+    def _spreads(self, quantity: str, known: Sequence[Expressed]) -> dict[str, Spread]:
+        misses = self.by_source[quantity]
+        names = dict.fromkeys(name for each in known for name in regimes_of(each, quantity))
+        found = {name: spread(known, misses, quantity, name) for name in names}
+        return found | {
+            f"{intervals.UNMEASURED}{aspect}": excess(known, without, misses, quantity, aspect)
+            for aspect, without in self.by_aspect[quantity].items()
         }
-        widths = {name: math.log(each.p90) for name, each in found.items()}
-        near = [max(widths[name] for name in regimes_of(each)) for each in known]
-        beyond = {
-            f"unmeasured {aspect}": excess(known, misses, near, aspect)
-            for aspect, misses in self.by_aspect[quantity].items()
-        }
-        return found | beyond
 
 
 def misses_by_others(runs: Sequence[Expressed], constants: Constants) -> MissesByOthers:
@@ -156,51 +157,63 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
         if miss is None or row.measured is None:
             return row
         each, value = runs[row.id], row.measured * math.exp(miss)
-        others = known[publication(row.source)]
-        missing = intervals.unmeasured(aspects_of(each), others)
-        between = intervals.interval_around(row.quantity, value, regimes_of(each), missing, others)
+        between = intervals.interval_of(
+            row.quantity, value, each.model, each.cluster, each.plans[0], among=known[publication(row.source)]
+        )
         return replace(row, left_out=value, left_out_interval=between)
 
     return Validation([with_left_out(row) for row in validation.rows], validation.warnings)
 
 
-def regimes_of(expressed: Expressed) -> list[str]:
+def regimes_of(expressed: Expressed, quantity: str) -> list[str]:
     """The regimes of a run."""
-    plan, num_chips = expressed.plans[0], expressed.cluster.num_chips
-    has_experts, adapts = expressed.model.moe is not None, plan.lora_rank > 0
-    return intervals.regimes(has_experts=has_experts, adapts=adapts, dtype=plan.dtype, num_chips=num_chips)
+    return intervals.regimes(quantity, expressed.model, expressed.cluster, expressed.plans[0])
 
 
 def aspects_of(expressed: Expressed) -> dict[str, str]:
     """What a run is like, by aspect."""
-    plan, on = expressed.plans[0], expressed.cluster
-    return intervals.aspects(on.chip, dtype=plan.dtype, software=plan.software, num_chips=on.num_chips)
+    return intervals.aspects(expressed.cluster, expressed.plans[0])
 
 
-def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
-    """By what factor 8 of 10 measurements differ from the prediction at most, either way; each source counts
-    once, as a new one does."""
-    sources = [publication(each.run.source) for each in runs]
-    return _spread([misses[each.run.id] ** 2 for each in runs], sources)
+def spread(runs: Sequence[Expressed], misses: Misses, quantity: str, regime: str) -> Spread:
+    """By what factor 8 of 10 measurements of a new source differ from the prediction at most, either way."""
+    own = [publication(each.run.source) for each in runs if regime in regimes_of(each, quantity)]
+    num = len(set(own)) + (len(own) < len(runs))
+    few = FEW[min(max(num - 2, 0), len(FEW) - 1)] * math.sqrt(1.0 + 1.0 / num)
+    return _spread(few * width(runs, misses, quantity, regime), own)
 
 
-def excess(runs: Sequence[Expressed], misses: Misses, near: Sequence[float], aspect: str) -> Spread:
-    """The factor that has to come upon those of their regimes, whose logs are `near`, for 8 of 10
-    measurements to lie within where all runs alike in `aspect` are left out; each group counts once."""
-    groups = [aspects_of(each)[aspect] for each in runs]
-    beyond = [misses[each.run.id] ** 2 - width**2 for each, width in zip(runs, near, strict=True)]
-    return _spread(beyond, groups)
+def width(runs: Sequence[Expressed], misses: Misses, quantity: str, regime: str) -> float:
+    """Within what of a log 8 of 10 misses of a regime lie; runs of all others count as one source more."""
+    sources = [regime in regimes_of(each, quantity) and publication(each.run.source) for each in runs]
+    return quantiles(np.array([abs(misses[each.run.id]) for each in runs]), sources, 0.8)[0] if runs else 0.0
 
 
-def _spread(squares: Sequence[float], groups: Sequence[str]) -> Spread:
-    (square,) = quantiles(np.array(squares), groups, 0.8)
-    width = math.sqrt(max(square, 0.0))
-    return Spread(math.exp(-width), math.exp(width), len(squares), len(set(groups)))
+def excess(
+    runs: Sequence[Expressed], without: Misses, misses: Misses, quantity: str, aspect: str
+) -> Spread:  # fmt: skip
+    """The factor that has to come upon what others tell of their regimes for 8 of 10 measurements to lie
+    within where all runs alike in `aspect` are left out (`without`); each group counts once."""
+    beyond, groups = [], []
+    for (group, *names), alike in grouped(runs, lambda each: _key(each, quantity, aspect)).items():
+        others = [each for each in runs if aspects_of(each)[aspect] != group]
+        near = max(width(others, misses, quantity, name) for name in names)
+        beyond += [without[each.run.id] ** 2 - near**2 for each in alike]
+        groups += [group] * len(alike)
+    return _spread(math.sqrt(max(*quantiles(np.array(beyond), groups, 0.8), 0.0)), groups)
+
+
+def _key(each: Expressed, quantity: str, aspect: str) -> tuple[str, ...]:
+    return aspects_of(each)[aspect], *regimes_of(each, quantity)
+
+
+def _spread(width: float, groups: Sequence[str]) -> Spread:
+    return Spread(math.exp(-width), math.exp(width), len(groups), len(set(groups)))
 
 
 def intervals_toml(found: Spreads) -> str:
     """The catalog of intervals as text."""
-    sections: dict[str, dict[str, object]] = {"measured": dict(found.measured)}
+    sections = {f"measured.{quantity}": dict(each) for quantity, each in found.measured.items()}
     for quantity in QUANTITIES:
         for name, each in getattr(found, quantity).items():
             sections[f'{quantity}."{name}"'] = msgspec.structs.asdict(each)

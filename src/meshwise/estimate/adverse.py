@@ -13,7 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwise.estimate.one_plan import Estimate, interval_of
+from meshwise.estimate.intervals import interval_of
+from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.priced_model import PricedModel, priced_model
 from meshwise.estimate.step import price_step
 from meshwise.estimate.timing import Machine

@@ -2,9 +2,14 @@
 
 8 of 10 measurements differ from the prediction by no more than a factor, up or down: a new source is off as
 a whole, and on which side is not known before. The factors are those of runs whose source had no part in the
-constants that predicted them (`meshwise.calibrate.leave_one_source_out`), each source counting once, in
-`catalog/intervals.toml`. Runs are told apart by what moves the error: experts or none, adapters, matmuls of
-16 bits or fewer, more than 1,000 GPUs. An estimate in several regimes has the widest of their factors.
+constants that predicted them (`meshwise.calibrate.leave_one_source_out`), in `catalog/intervals.toml`. Runs
+are told apart by what moves the error: that of a step by experts or none, adapters, matmuls of 16 bits or
+fewer, more than 1,000 GPUs; that of memory by whose code holds it (Megatron's buffers, PyTorch's modules). An
+estimate in several regimes has the widest of their factors, one in none that is known the widest of all.
+
+Few sources say little about the next one. Each source of a regime counts once, those of all others together
+as one more; of K such, the log of the factor is as much wider as Student's distribution asks for:
+t(0.9, K - 1) sqrt(1 + 1/K) / z(0.9), 1.3 of 5 and 1.1 of 16.
 
 What was never measured is farther away. `aspects` name what a run is like: its generation of chips, its
 chip, its type on that generation, its software, its scale. For each aspect runs were also predicted as if
@@ -14,8 +19,9 @@ of the aspect, each chip (generation, ...) counting once. Distances are independ
 
     sqrt(w_regime^2 + sum over unmeasured aspects of d^2)
 
-Where runs are predicted no worse without their like (d = 0), nothing measured tells how much wider the
-interval should be: it is that of measured runs, and says so.
+The widths of their regimes are here those that the other runs tell. Where runs are predicted no worse without
+their like (d = 0), nothing measured tells how much wider the interval should be: it is that of measured runs,
+and says so. What an aspect of a step measured may be new to memory, which fewer sources state.
 """
 
 import math
@@ -26,14 +32,16 @@ from functools import cache
 import msgspec
 
 from meshwise.core.files import read_catalog
-from meshwise.machine.hardware import Chip
+from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import measured_as
-from meshwise.plan.plan import NARROW_DTYPES
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import NARROW_DTYPES, Plan
 
 LARGE = 1000
 """GPUs beyond which a run is in a regime of its own."""
 DENSE = "dense"
-"""The regime of what has none of its own."""
+UNMEASURED = "unmeasured "
+"""How names of the catalog begin that say the excess of an aspect, not the spread of a regime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +76,10 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Spreads(msgspec.Struct, frozen=True):
-    """The catalog: what was `measured`, by aspect; the spreads of each quantity by regime, and the excess of
-    each aspect that is not measured (`unmeasured chip`)."""
+    """The catalog: what was `measured`, by quantity and aspect; the spreads of each quantity by regime, and
+    the excess of each aspect that is not measured (`unmeasured chip`)."""
 
-    measured: Mapping[str, Sequence[str]]
+    measured: Mapping[str, Mapping[str, Sequence[str]]]
     step_s: Mapping[str, Spread]
     memory_bytes: Mapping[str, Spread]
 
@@ -82,48 +90,51 @@ def spreads() -> Spreads:
     return msgspec.convert(read_catalog("intervals.toml"), Spreads)
 
 
-def regimes(*, has_experts: bool, dtype: str, num_chips: int, adapts: bool = False) -> list[str]:
-    """The regimes of a training step on chips that were measured."""
-    kind = "adapters" if adapts else "mixture of experts" if has_experts else "dense"
-    narrow = "" if kind != "dense" or dtype not in NARROW_DTYPES else ", 8 bits or fewer"
-    return [kind + narrow, *([f"more than {LARGE:,} GPUs"] if num_chips > LARGE else [])]
+def regimes(quantity: str, model: Model, cluster: Cluster, plan: Plan) -> list[str]:
+    """The regimes of a training step on chips that were measured, or those of its memory."""
+    if quantity == "memory_bytes":
+        return [f"under {plan.software.partition('-')[0]}"]
+    kind = "adapters" if plan.lora_rank else "mixture of experts" if model.moe else DENSE
+    narrow = "" if kind != DENSE or plan.dtype not in NARROW_DTYPES else ", 8 bits or fewer"
+    return [kind + narrow, *([f"more than {LARGE:,} GPUs"] if cluster.num_chips > LARGE else [])]
 
 
 SCALES = (8, 128, 1_000, 4_000)
 """GPUs up to which runs are of one scale."""
 
 
-def aspects(chip: Chip, *, dtype: str, software: str, num_chips: int) -> dict[str, str]:
+def aspects(cluster: Cluster, plan: Plan) -> dict[str, str]:
     """What a training step is like, by aspect, in words that follow "no run was measured"."""
-    most = next((f"on up to {most:,} GPUs" for most in SCALES if num_chips <= most), "")
+    chip = cluster.chip
+    most = next((f"on up to {most:,} GPUs" for most in SCALES if cluster.num_chips <= most), "")
     return {
         "generation": f"on {chip.generation} chips",
         "chip": f"on {chip.name}",
-        "dtype": f"in {dtype} on {chip.generation} chips",
-        "software": f"under {measured_as(software)}",
+        "dtype": f"in {plan.dtype} on {chip.generation} chips",
+        "software": f"under {measured_as(plan.software)}",
         "scale": most or f"on more than {SCALES[-1]:,} GPUs",
     }
 
 
-def unmeasured(found: Mapping[str, str], among: Spreads | None = None) -> dict[str, str]:
-    """Those of `found` aspects that no run was like; a new generation is all new chips and types."""
-    measured = (among or spreads()).measured
-    missing = {name: what for name, what in found.items() if what not in measured.get(name, ())}
+def unmeasured(quantity: str, cluster: Cluster, plan: Plan, among: Spreads | None = None) -> dict[str, str]:
+    """The aspects of a step that no run was like; a new generation is all new chips and types."""
+    measured = (among or spreads()).measured[quantity]
+    missing = {name: what for name, what in aspects(cluster, plan).items() if what not in measured[name]}
     implied = ("chip", "dtype") if "generation" in missing else ()
     return {name: what for name, what in missing.items() if name not in implied}
 
 
-def interval_around(
-    quantity: str,
-    value: float,
-    found: Sequence[str],
-    missing: Mapping[str, str],
-    among: Spreads | None = None,
-) -> Interval:
-    """The interval around the prediction `value` in the regimes `found`; `missing`: aspects not measured."""
+def interval_of(
+    quantity: str, value: float, model: Model, cluster: Cluster, plan: Plan,
+    *, is_training: bool = True, among: Spreads | None = None,
+) -> Interval:  # fmt: skip
+    """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes) of a step."""
     table: Mapping[str, Spread] = getattr(among or spreads(), quantity)
-    used = {name: table[name] for name in found if name in table} or {DENSE: table[DENSE]}
-    factors = {what: table[f"unmeasured {aspect}"].p90 for aspect, what in missing.items()}
+    missing = unmeasured(quantity, cluster, plan, among) if is_training else {"generation": "of a pass alone"}
+    known = {name: spread for name, spread in table.items() if not name.startswith(UNMEASURED)}
+    found = regimes(quantity, model, cluster, plan)
+    used = {name: known[name] for name in found if name in known} or known
+    factors = {what: table[UNMEASURED + aspect].p90 for aspect, what in missing.items()}
     width = max(math.log(spread.p90) for spread in used.values())
     factor = math.exp(math.hypot(width, *map(math.log, factors.values())))
     runs = ", ".join(

@@ -21,7 +21,7 @@ from meshwise.core.refusals import refuse, told
 from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
 from meshwise.estimate.balance import step_cost
-from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
+from meshwise.estimate.intervals import Interval, interval_of
 from meshwise.estimate.memory import Memory
 from meshwise.estimate.priced_model import priced_model
 from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, FORWARD, MATRIX_KINDS, Part
@@ -283,6 +283,8 @@ class Estimate(Shown):
             most = f"up to {max(sizes):,.0f} bytes" if len(sizes) else "none"
             notes.append(f"{known}; this step has {most}")
         notes.append(f"interval: {self.step_s_interval.reason}")
+        if "; wider" in (of_memory := self.memory_bytes_interval.reason):
+            notes.append(f"interval of memory: {of_memory}")
         return notes + inherited_notes(chip, self.inherited)
 
     @property
@@ -321,18 +323,6 @@ _SHOWN = (
     *("time_s", "hidden_s", "pace_rank", "experts"),
 )
 """What the document of an estimate says as it is."""
-
-
-def interval_of(
-    quantity: str, value: float, model: Model, cluster: Cluster, plan: Plan, *, is_training: bool = True
-) -> Interval:
-    """The interval around `value`, a prediction of `quantity` of a step under `plan`."""
-    has_experts, dtype, num_chips = model.moe is not None, plan.dtype, cluster.num_chips
-    found = regimes(has_experts=has_experts, adapts=plan.lora_rank > 0, dtype=dtype, num_chips=num_chips)
-    missing = unmeasured(aspects(cluster.chip, dtype=dtype, software=plan.software, num_chips=num_chips))
-    if not is_training:
-        missing = {"generation": "of a pass alone"}
-    return interval_around(quantity, value, found, missing)
 
 
 def estimate(

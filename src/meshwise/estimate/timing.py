@@ -52,6 +52,7 @@ from meshwise.machine.hardware import (
     sliced,
 )
 from meshwise.machine.overheads import NONE, Overheads, find_overheads, serving_overheads
+from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.plan.mesh import SERVING
 from meshwise.plan.plan import NARROW_DTYPES, Plan
 from meshwise.program.context import CORE
@@ -215,10 +216,14 @@ def machine_for(
     `overheads`: those of other software.
     """
     chip = cluster.chip
-    own = serving_overheads(chip) if kind in SERVING else find_overheads(chip, plan.software)
-    own = replace(own, **plan.done_by.overheads)
+    own = serving_overheads(chip) if kind in SERVING else _overheads(chip, plan.software, plan.implementation)
     job = cluster.num_chips * (kind not in SERVING)  # an engine's ranks are one group
     return machine(cluster, plan.dtype, ideal=ideal, overheads=overheads or own, job=job)
+
+
+@lru_cache(maxsize=256)
+def _overheads(chip: Chip, software: str, implementation: str) -> Overheads:
+    return replace(find_overheads(chip, software), **IMPLEMENTATIONS[implementation].overheads)
 
 
 @lru_cache(maxsize=256)
