@@ -1,6 +1,7 @@
 """A whole step: published facts, the time of its ops, where layers are placed, the loss, fsdp2."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -190,6 +191,33 @@ def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
     again = with_it.ledger.where(phase="recompute")
     assert again.total("flop") == pytest.approx(layers.total("flop"), rel=1e-12)
     assert len(without.ledger.where(phase="recompute")) == 0
+
+
+@pytest.mark.parametrize(("model", "plan", "left_out"), [
+    ("llama3-8b", "cp=4,cp_kind=ring,implementation=fsdp2", {"fc2", "residual2"}),
+    ("nemotron-h-56b", "software=torch-2024", {"out_proj", "residual1", "fc2", "residual2"}),
+    ("qwen3-30b-a3b", "ep=8,implementation=fsdp2", {"combine", "residual2"}),
+    ("llama3-8b", "implementation=huggingface,lora_rank=16", set()),
+])  # fmt: skip
+def test_early_stop_leaves_out_only_what_follows_the_last_kept_tensor(
+    model: str, plan: str, left_out: set[str]
+) -> None:
+    rows = priced(model, f"recompute=full,zero=3,{plan}", cluster="h200-sxm:64").ledger.rows()
+    ops = [(row["module"], row["op"], row["phase"]) for row in rows if "layer" in row["module"]]
+    once = Counter(one[:2] for one in ops if one[2] == "forward")
+    once.subtract(Counter(one[:2] for one in ops if one[2] == "recompute"))
+    assert {name for (_, name), count in once.items() if count} == left_out
+
+
+def test_states_of_experts_lie_on_all_their_replicas() -> None:
+    plans = (f"tp=4,ep={ep},etp=1,zero=1" for ep in (1, 2, 4))
+    found = {priced("mixtral-8x7b", plan).memory_bytes["optimizer"] for plan in plans}
+    assert len(found) == 1
+
+
+def test_an_evaluation_runs_on_the_software_of_the_training() -> None:
+    job = {"model": "qwen3-30b-a3b", "cluster": "tpu-v5p:64", "plan": "tp=8,ep=8", "batch": 64}
+    assert mw.estimate(**job, kind="evaluate").step_s < 0.5 * mw.estimate(**job).step_s
 
 
 # --- layers on stages -------------------------------------------------------------------------------

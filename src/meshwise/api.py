@@ -111,9 +111,10 @@ def estimate(
     """
     from meshwise.estimate.one_plan import estimate as price
     from meshwise.model.architecture import with_capacity
+    from meshwise.plan.mesh import SERVING
 
     machine = _cluster(cluster, collectives)
-    cut = _plan(plan, machine if kind == "train" else None)
+    cut = _plan(plan, None if kind in SERVING else machine)
     shape = with_capacity(_model(model), capacity_factor)
     shape = _with_inputs(shape, images, image_size, audio_s, frames)
     work = _workload(

@@ -144,7 +144,7 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
         # Both places of a stage under DualPipe are replicas, which share what is sharded.
         is_shard = at_stage(column, mesh.zero) > 0
         dense, experts = (
-            getattr(one, name) / where(is_shard, smaller(mesh.zero_group, ranks), 1.0)
+            getattr(one, name) / where(is_shard, mesh.group_ranks(ranks), 1.0)
             for one, ranks in zip(held, (mesh.replicas, mesh.expert_replicas), strict=True)
         )
         return where(is_shard, share, 1.0) * (dense + experts)

@@ -220,15 +220,16 @@ def _live(ops: Sequence[Op], grad_bytes: float) -> tuple[PartBytes, ...]:
 
 
 def _unread(ops: Sequence[Op]) -> set[int]:
-    """The forward ops, by identity, whose results no backward of their part reads, directly or by others."""
-    read = {id(one) for op in ops for one in op.keeps}
-    unread = set()
-    for op in reversed([op for op in ops if op.phase == FORWARD and op.makes]):
-        if any(id(one) in read for one in op.makes):
-            read |= {id(one) for one in op.reads}
-        else:
-            unread.add(id(op))
-    return unread
+    """The forward ops, by identity, behind the last that keeps a tensor; that one too if it made none of it.
+
+    Recomputation stops once all that was kept is there again.
+    """
+    forward = [op for op in ops if op.phase == FORWARD]
+    stop = 0
+    for place, op in enumerate(forward):
+        if op.keeps:
+            stop = place + any(kept is made for kept in op.keeps for made in op.makes)
+    return {id(op) for op in forward[stop:]}
 
 
 def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:

@@ -130,10 +130,14 @@ class Mesh:
         """Whether the step has a backward."""
         return self.kind == "train"
 
+    def group_ranks(self, replicas: Num) -> Num:
+        """How many of `replicas` ranks, those of experts say, lie in one of ZeRO's groups."""
+        return replicas * self.zero_group / self.replicas
+
     def shard_ranks(self, replicas: Num) -> Num:
         """Over how many of `replicas` ranks ZeRO shards the states of the optimizer."""
         sharded = (self.zero >= 1) * 1.0
-        return sharded * smaller(self.zero_group, replicas) + (1.0 - sharded)
+        return sharded * self.group_ranks(replicas) + (1.0 - sharded)
 
     def stride(self, axis: str) -> Num:
         """Distance in ranks between neighbours along a mesh axis, by the plan's placement."""

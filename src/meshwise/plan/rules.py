@@ -161,8 +161,7 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     names = {"model": model, "mesh": mesh, "splits": splits_backward(mesh), "shortest": shortest}
     yield from rules_of(
         "fsdp2", **names, recomputes=mesh.recompute != RECOMPUTE.index("none"),
-        is_uneven=np.isfinite(layers) & ~is_like, most=np.maximum(even, 1.0), size=mesh.expert_replicas,
-        groups=mesh.shard_ranks(mesh.expert_replicas) if model.moe else 1.0,
+        is_uneven=np.isfinite(layers) & ~is_like, most=np.maximum(even, 1.0),
     )  # fmt: skip
     parts = mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
     yield from rules_of("fsdp2 sequence", WorkloadError, seq=mesh.seq, parts=parts)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from meshwise.core.numbers import SINGLE, anywhere, larger, smaller, where
+from meshwise.core.numbers import SINGLE, anywhere, larger, where
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -134,7 +134,7 @@ def exchanges(
         if isinstance(params, SINGLE) and params == 0:
             continue
         name, (ranks, first) = "expert_" * of_experts, replicas(mesh, of_experts=bool(of_experts))
-        at_place, trained = smaller(mesh.zero_group, ranks), trained * mesh.trains
+        at_place, trained = mesh.group_ranks(ranks), trained * mesh.trains
         group = copies * at_place
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * at_place)
         if anywhere(copies > 1):
