@@ -116,7 +116,7 @@ class Expressed:
         """Tokens of the busiest expert-parallel rank over the mean."""
         if self.model.moe is None or self.run.routing != "learned":
             return 1.0
-        return float(overheads.imbalance(self.model.moe.num_experts, self.plans[0].ep))
+        return float(overheads.imbalance(self.plans[0].ep))
 
 
 @cache

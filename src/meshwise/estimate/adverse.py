@@ -43,7 +43,7 @@ class Adversity:
             return of
         mesh = of.mesh
         if self.experts_unbalanced and of.model.moe is not None:
-            busiest = of.machine.overheads.imbalance(of.model.moe.num_experts, mesh.ep)
+            busiest = of.machine.overheads.imbalance(mesh.ep)
             mesh = replace(mesh, imbalance=np.maximum(mesh.imbalance, busiest))
         return priced_model(of.model, mesh, adverse_machine(of.machine, self))
 

@@ -57,9 +57,9 @@ redoes from published runs:
   of the second moments; `inputs_stay` where FSDP1 keeps the inputs of reentrant checkpoints beside frozen
   weights until the backward ends, `logits_stay` where the caller of a loss holds its logits.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
-  `skew_s` before each exchange within a block. Experts are not equally liked: the logs of their loads
-  spread by `expert_spread` unless a run forces its tokens to be spread evenly, so the busiest of R ranks with
-  n experts each has 1 + spread sqrt(2 ln R / n) times the mean (`imbalance`).
+  `skew_s` before each exchange within a block. Experts are not equally liked: the logs of ranks' loads
+  spread by `expert_spread` unless a run forces its tokens to be spread evenly, so the busiest of R ranks has
+  1 + spread sqrt(2 ln R) times the mean (`imbalance`), with however many experts: like tokens choose alike.
 
 Software is named by its core and the year of its first release like it: `SOFTWARE`.
 """
@@ -183,9 +183,9 @@ class Overheads:
         """Bytes moved per parameter to add a microbatch's gradient to a sum of elements of `sum_bytes`."""
         return max(self.accumulate_bytes - 2.0 * (4.0 - sum_bytes), 0.0)
 
-    def imbalance(self, experts: float, ranks: Num) -> Num:
+    def imbalance(self, ranks: Num) -> Num:
         """Tokens of the busiest of `ranks` over the mean: the largest of normal samples (Gumbel 1958)."""
-        return 1.0 + self.expert_spread * np.sqrt(2.0 * np.log(ranks) * ranks / experts)
+        return 1.0 + self.expert_spread * np.sqrt(2.0 * np.log(ranks))
 
     def reached_frac(self, link: str, bytes_per_s: float) -> float:
         """Share of a link's bandwidth that training reaches, by the name of its level and its rate."""
