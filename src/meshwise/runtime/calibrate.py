@@ -143,11 +143,10 @@ def collective_samples(place: RankPlace, quick: bool) -> list[Sample]:
     """Runs on every rank: each kind at several payloads; the time is that of the slowest rank."""
     effort = EFFORTS[place.device_type, quick]
     samples = []
-    for kind in COLLECTIVES:
-        for size in effort.payload_bytes:
-            size_bytes = size - size % (4 * place.world_size)
-            seconds = collective_time_s(place, kind, size_bytes, in_a_row=effort.collectives_in_a_row)
-            samples.append(Sample(kind, str(size_bytes), "fp32", seconds, size_bytes / seconds, "B/s"))
+    for kind, size in itertools.product(COLLECTIVES, effort.payload_bytes):
+        size_bytes = size - size % (4 * place.world_size)
+        seconds = collective_time_s(place, kind, size_bytes, in_a_row=effort.collectives_in_a_row)
+        samples.append(Sample(kind, str(size_bytes), "fp32", seconds, size_bytes / seconds, "B/s"))
     return samples
 
 

@@ -212,7 +212,7 @@ def _decode_piece(piece: bytes, offset: int, notes: Notes) -> list[Any]:
         with suppress(*_BROKEN):
             if count:
                 return _decoded(cured, notes)
-        return _rescued(cured, offset, notes)
+        return list(_rescued(cured, offset, notes))
 
 
 def _decoded(piece: bytes, notes: Notes) -> list[Any]:
@@ -230,13 +230,12 @@ def _needs_digits(events: list[Any]) -> bool:
     return any(isinstance(ts, str) or abs(ts) >= _EXACT_US for ts in times)
 
 
-def _rescued(piece: bytes, offset: int, notes: Notes) -> list[Any]:
+def _rescued(piece: bytes, offset: int, notes: Notes) -> Iterator[Any]:
     """The events of a damaged piece, one by one."""
     event_type = ExactEvent if notes.exact else TraceEvent
-    events = []
     for text in _alone(piece):
         try:
-            events.append(msgspec.json.decode(text, type=event_type))
+            yield msgspec.json.decode(text, type=event_type)
             continue
         except _BROKEN:
             if notes.first_bad_byte is None:
@@ -244,8 +243,8 @@ def _rescued(piece: bytes, offset: int, notes: Notes) -> list[Any]:
         saved = _rescue(text, event_type)
         notes.num_lost += saved is None
         notes.num_repaired += saved is not None
-        events += [saved] if saved is not None else []
-    return events
+        if saved is not None:
+            yield saved
 
 
 def _alone(piece: bytes) -> Iterator[bytes]:

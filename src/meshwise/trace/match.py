@@ -82,7 +82,7 @@ class Match:
         return self.first.is_message
 
 
-def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False) -> list[Match]:
+def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False) -> Iterator[Match]:
     """The communications of all ranks, matched; one of a single rank stands alone; by group and index."""
     calls: dict[tuple[Group, str, _Ends | None], dict[int, list[Transfer]]]
     calls = defaultdict(lambda: defaultdict(list))
@@ -91,19 +91,17 @@ def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False
             ends = (one.source, one.destination) if one.is_message else None
             calls[one.group, one.group_name, ends][rank].append(one)
     num_names = Counter(group for group, _, ends in calls if ends is None)
-    matches: list[Match] = []
     for (group, name, ends), members in calls.items():
         if ends is not None:
             pair = "->".join("?" if rank is None else str(rank) for rank in ends)
-            matches += _matches(pair, "", members, _numbers(ends, members, one_host))
+            yield from _matches(pair, "", members, _numbers(ends, members, one_host))
             continue
         apart = [members] if name or not isinstance(group, str) else _apart(members, one_host)
         for part in apart:
             among: tuple[Group, str] = (group, name if num_names[group] > 1 else "")
             if len(apart) > 1:
                 among = tuple(part), str(group)
-            matches += _matches(*among, part, _numbers(None, part, one_host))
-    return matches
+            yield from _matches(*among, part, _numbers(None, part, one_host))
 
 
 def _apart(members: dict[int, list[Transfer]], one_host: bool) -> list[dict[int, list[Transfer]]]:

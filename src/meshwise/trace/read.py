@@ -13,7 +13,7 @@ import collections
 import importlib.util
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -120,28 +120,26 @@ def _numbered(
 def captures_in(paths: Iterable[str | Path]) -> list[_Capture]:
     """The files of each capture in order; one that gave way to another profiler went on in further ones."""
     parts: dict[Path, list[tuple[int, Path]]] = collections.defaultdict(list)
-    for path in trace_files(paths):
+    for path in dict.fromkeys(trace_files(paths)):
         further = _FURTHER.search(path.name)
         whole = path.with_name(_FURTHER.sub("", path.name))
         parts[whole].append((int(further[1]) if further else 0, path))
     return [tuple(path for _, path in sorted(found)) for found in parts.values()]
 
 
-def trace_files(paths: Iterable[str | Path]) -> list[Path]:
+def trace_files(paths: Iterable[str | Path]) -> Iterator[Path]:
     """The trace files among `paths`: files as they are, folders searched for `*.json` and `*.json.gz`."""
-    files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.name.endswith((".json", ".json.gz")))
             if not found:
                 reason = "there is no *.json or *.json.gz file; name another folder"
                 raise DataError(f"no trace in {path}: {reason}")
-            files += found
+            yield from found
         elif path.is_file():
-            files.append(path)
+            yield path
         else:
             raise DataError(f"no such trace: {path}; name a trace file or a folder of them")
-    return list(dict.fromkeys(files))
 
 
 def read_trace(path: Path, *further: Path) -> _Found:

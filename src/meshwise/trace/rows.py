@@ -132,7 +132,7 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
     context = pl.SQLContext(
         events=_events(pl, traces, summary),
         collectives=_table(pl, _calls(summary), (*CALL_COLUMNS, "rank", "enter_s", "wait_s")),
-        steps=_table(pl, [_flat(one) for one in summary.steps], STEP_COLUMNS),
+        steps=_table(pl, map(_flat, summary.steps), STEP_COLUMNS),
         kernels=pl.LazyFrame(summary.kernels),
         ranks=_table(pl, summary.rank_rows()),
     )
@@ -144,9 +144,9 @@ def query(paths: Iterable[str | Path], sql: str) -> polars.DataFrame:
         raise DataError(f"the query cannot be answered: {reason[:300]}; {tables}") from None
 
 
-def _table(pl: Any, rows: list[dict[str, Any]], columns: Iterable[str] = ()) -> Any:
+def _table(pl: Any, rows: Iterable[dict[str, Any]], columns: Iterable[str] = ()) -> Any:
     """`rows` as a table, which has its `columns` where there are none."""
-    return pl.LazyFrame(rows or {name: [] for name in columns}, infer_schema_length=None)
+    return pl.LazyFrame([*rows] or {name: [] for name in columns}, infer_schema_length=None)
 
 
 def _events(pl: Any, traces: Traces, summary: Summary) -> Any:
@@ -163,13 +163,11 @@ def _events(pl: Any, traces: Traces, summary: Summary) -> Any:
     return pl.concat(frames).select(EVENT_COLUMNS)
 
 
-def _calls(summary: Summary) -> list[dict[str, Any]]:
-    rows = []
+def _calls(summary: Summary) -> Iterator[dict[str, Any]]:
     for one in summary.collectives:
         call = {name: getattr(one, name) for name in CALL_COLUMNS}
-        times = ((rank, one.enter_s[rank], wait_s) for rank, wait_s in one.wait_s.items())
-        rows += [call | {"rank": rank, "enter_s": at, "wait_s": wait_s} for rank, at, wait_s in times]
-    return rows
+        for rank, wait_s in one.wait_s.items():
+            yield call | {"rank": rank, "enter_s": one.enter_s[rank], "wait_s": wait_s}
 
 
 def _flat(step: Any) -> dict[str, Any]:

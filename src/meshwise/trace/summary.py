@@ -252,17 +252,12 @@ def summarize(traces: Traces) -> Summary:
     facts = traces.each(rank_facts, marked)
     hosts = {one.host for one in facts}
     one_host = len(hosts) == 1 and "" not in hosts
-    matches = match({one.rank: one.transfers for one in facts}, one_host=one_host)
+    matches = list(match({one.rank: one.transfers for one in facts}, one_host=one_host))
     kernels = all(one.has_device for one in facts)
     alignment = align([one.rank for one in facts], matches, one_host=one_host, kernels=kernels)
     offsets = alignment.offsets_ns
     origin = min((one.first_ns - offsets[one.rank] for one in facts if one.first_ns is not None), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
-    problems = []
-    if num_unfit:
-        reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
-        problems.append(FileProblem("", reason))
-    problems += _of_the_job(facts, found)
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
     partitions = traces.each(partition, waits_ns(found))
     steps = itertools.chain(*(one.steps for one in facts))
@@ -275,15 +270,20 @@ def summarize(traces: Traces) -> Summary:
         collectives=found,
         stragglers=stragglers(found),
         findings=findings(facts, partitions, found, first_step),
-        problems=problems,
+        problems=list(_of_the_job(facts, found, num_unfit)),
         steps=sorted(steps, key=lambda one: (one.number, one.breakdown.rank)),
         origin_ns=origin,
         hosts={one.rank: one.host for one in facts},
     )
 
 
-def _of_the_job(facts: Sequence[RankFacts], found: Sequence[Collective]) -> Iterator[FileProblem]:
+def _of_the_job(
+    facts: Sequence[RankFacts], found: Sequence[Collective], num_unfit: int
+) -> Iterator[FileProblem]:
     """Ranks without a trace, where fewer are missing than there are; what does not look like one job."""
+    if num_unfit:
+        reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
+        yield FileProblem("", reason)
     sizes = Counter(one.world_size for one in facts if one.world_size)
     here = {one.rank for one in facts}
     usual = sizes.most_common(1)[0][0] if sizes else 0

@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_pass import num_slots
-from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, all_to_all
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, start_swap
 
 SAMPLE_FRACTION = 0.2
 """The share of experts whose load `expert1_balance_top` and `_bottom` add up (fairseq's)."""
@@ -235,8 +235,8 @@ class MoELayer(nn.Module):
             dispatch = kind(routing, config.moe_expert_count, capacity, tokens.dtype)
             metrics = routing.metrics
             del routing
-            slots = all_to_all(dispatch.scatter(tokens), shard.ep)
+            slots = start_swap(dispatch.scatter(tokens), shard.ep)()
             outputs = self.experts(slots.view(shard.ep.size, -1, capacity, width))
-            returned = all_to_all(torch.cat(outputs, dim=1).view(-1, width), shard.ep)
+            returned = start_swap(torch.cat(outputs, dim=1).view(-1, width), shard.ep)()
             result = all_sum(dispatch.gather(returned), shard.tp)
         return result.view_as(x), metrics

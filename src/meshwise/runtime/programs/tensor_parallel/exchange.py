@@ -32,7 +32,7 @@ class MeshAxis:
 
 ALONE = MeshAxis(None, 1, 0)
 """An axis of one rank."""
-Collective = Callable[[Tensor, MeshAxis], Tensor]
+Start = Callable[[Tensor, MeshAxis], Finish]
 
 
 def axis_of(group: dist.ProcessGroup) -> MeshAxis:
@@ -83,19 +83,17 @@ def all_sum(x: Tensor, along: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
-def all_max(x: Tensor, along: MeshAxis) -> Tensor:
-    """All-reduce by maximum, in place."""
-    return all_sum(x, along, dist.ReduceOp.MAX)
+all_max = partial(all_sum, op=dist.ReduceOp.MAX)
+"""All-reduce by maximum, in place."""
 
 
-def all_to_all(x: Tensor, along: MeshAxis) -> Tensor:
-    """Part i of dim 0 goes to rank i; the part from rank i comes to place i."""
+def start_swap(x: Tensor, along: MeshAxis) -> Finish:
+    """All-to-all: part i of dim 0 goes to rank i; the part from rank i comes to place i."""
     if along.group is None:
-        return x
+        return lambda: x
     mine = x.contiguous()
     result = torch.empty_like(mine)
-    dist.all_to_all_single(result, mine, group=along.group)
-    return result
+    return _after(dist.all_to_all_single(result, mine, group=along.group, async_op=True), result)
 
 
 def start_broadcast(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
@@ -114,34 +112,26 @@ def start_reduce(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     return _after(dist.reduce(panel, group=along.group, group_dst=owner, async_op=True), panel)
 
 
-def _gathered(x: Tensor, along: MeshAxis) -> Tensor:
-    return start_gather(x, along)()
-
-
-def _scattered(x: Tensor, along: MeshAxis) -> Tensor:
-    return start_scatter(x, along)()
-
-
 class _Differentiable(torch.autograd.Function):
     """The collective `there`, whose gradient is the collective `back`: a gather and a scatter, say."""
 
     @staticmethod
-    def forward(ctx: Any, there: Collective, back: Collective, x: Tensor, along: MeshAxis) -> Tensor:
+    def forward(ctx: Any, there: Start, back: Start, x: Tensor, along: MeshAxis) -> Tensor:
         """`there` of x."""
         ctx.back, ctx.along = back, along
-        return there(x, along)
+        return there(x, along)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:
         """`back` of the gradient."""
-        return None, None, ctx.back(grad, ctx.along), None
+        return None, None, ctx.back(grad, ctx.along)(), None
 
 
-swap_parts = partial(_Differentiable.apply, all_to_all, all_to_all)
-"""`all_to_all` of x along an axis, its own inverse."""
-gather_parts = partial(_Differentiable.apply, _gathered, _scattered)
+swap_parts = partial(_Differentiable.apply, start_swap, start_swap)
+"""All-to-all of x along an axis, its own inverse."""
+gather_parts = partial(_Differentiable.apply, start_gather, start_scatter)
 """Parts of dim 0 of x from all ranks along an axis, in their order: [n, ...] -> [n x ranks, ...]."""
-scatter_sums = partial(_Differentiable.apply, _scattered, _gathered)
+scatter_sums = partial(_Differentiable.apply, start_scatter, start_gather)
 """This rank's part of dim 0 of the sum over all ranks along an axis: [n x ranks, ...] -> [n, ...]."""
 
 
