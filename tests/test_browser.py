@@ -170,11 +170,14 @@ def test_every_view(page: Any, view: str) -> None:
         page.set_viewport_size(size)
         if size is NARROW:
             page.click("#drawer")
+        page.locator("form:not([hidden]) .field").last.scroll_into_view_if_needed()
+        assert page.evaluate(f"{ANSWER}.top") >= 0 and page.evaluate(f"{ANSWER}.bottom <= innerHeight")
         assert faults(page) == []
         assert runs_over(page) <= 0
         until(page, APART)  # no number of an axis lies on the next
 
 
+ANSWER = "document.querySelector('#headline').getBoundingClientRect()"
 APART = """[...document.querySelectorAll(".chart")].every((chart) => [...chart.querySelectorAll("g.xtick")]
   .map((text) => text.getBoundingClientRect()).sort((one, other) => one.left - other.left)
   .every((box, i, all) => !i || box.left >= all[i - 1].right))"""
@@ -193,6 +196,7 @@ def test_the_colors_of_a_chart_are_those_of_the_page(page: Any) -> None:
         page.click("#theme")
         colors.append((page.inner_text("#theme"), page.evaluate(ink)))
         assert page.evaluate("getComputedStyle(document.body).color") == colors[-1][1]
+        assert "e9e9e9" not in str(page.evaluate("charts().map((one) => JSON.stringify(one.data))"))
     assert [name for name, _ in colors] == ["Theme: light", "Theme: dark", "Theme: system"]
     assert colors[0][1] != colors[1][1]
 

@@ -236,8 +236,11 @@ def test_a_state_is_an_object_of_texts(client: TestClient, body: bytes) -> None:
 
 def test_other_sites_cannot_ask(client: TestClient) -> None:
     assert client.post("/api/explore", json=JOB, headers={"Origin": "http://127.0.0.1"}).status_code == 200
-    others = {"Origin": "https://elsewhere.example"}, {"Origin": "null"}, {"Host": "elsewhere.example"}
-    for headers in others:
+    for headers in (
+        {"Origin": "https://elsewhere.example"},
+        {"Origin": "null"},
+        {"Host": "elsewhere.example"},
+    ):
         assert client.post("/api/explore", json=JOB, headers=headers).status_code in (400, 403)
 
 

@@ -61,6 +61,7 @@ MORE_COLOR, LESS_COLOR = COLORS[4], COLORS[3]
 PART_COLORS: dict[str, str] = read_catalog("words.toml")["part_colors"]
 """The parts of a step's time and of a rank's memory."""
 OTHER_COLOR, INK, IDLE_COLOR = "#999999", "#333333", "#e9e9e9"
+"""A page shows the last two, and white, in its own colors of text, lines and paper."""
 Numbers = Sequence[Any] | NDArray[Any]
 LineStyle = Literal["solid", "dash", "dot"]
 LINES: tuple[LineStyle, ...] = ("solid", "dash", "dot")

@@ -101,7 +101,10 @@ def page(
     }
     space = _space(result, result.sample(most), color, link)
     pareto = records_table("Pareto front: less memory costs time", result.pareto, front, no_wrap=False)
-    counts, answers, plans, *others = parts(result, shown=link, budget=budget)
+    told = parts(result, shown=link, budget=budget)
+    counts, answers, plans, *others = (
+        part.led_by("plan") if isinstance(part, Table) else part for part in told
+    )
     return Page(title, headline, [answers, plans, space, *others, pareto, counts])
 
 

@@ -207,7 +207,7 @@ def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
 
 # --- as a page -----------------------------------------------------------------------------------
 
-PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", "#e9e9e9"), strict=True))
+PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", plot.IDLE_COLOR), strict=True))
 _LATE = (-np.inf, -1e9, 0.02, 0.05, 0.1, 0.2, 0.5)
 _LATE_COLORS: dict[str, str] = read_catalog("words.toml")["lateness_colors"]
 _MOST_LANES = 64

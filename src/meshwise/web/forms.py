@@ -42,7 +42,7 @@ def form_html(view: str, options: dict[str, Option]) -> str:
     parts = (
         f"<details{' open' * (title in ('Plan', first))}><summary>{title}</summary>"
         f"<div class=fields>{''.join(fields)}</div></details>"
-        for title, fields in sorted(groups.items(), key=lambda item: item[0] != first)
+        for title, fields in sorted(groups.items(), key=lambda item: (item[0] != first, item[0] == "More"))
     )
     return f'<form id="form-{view}" data-view="{view}" hidden aria-label="{view}">{"".join(parts)}</form>'
 

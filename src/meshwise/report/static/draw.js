@@ -5,7 +5,7 @@ const PLOTLY = {
   displaylogo: false, showSendToCloud: false, responsive: true, displayModeBar: false, doubleClick: "reset",
 };
 const CHARACTER_PX = 8, TICK_PX = 50, LEGEND_PX = 19; // of a label on average, of a number with its unit, of a row
-const INK = /"#333333"/g; // of marks in the color of text
+const OF_PAGE = /"#(333333|e9e9e9|ffffff)"/g; // marks in the colors of text, of what is empty, of paper
 const range = (first, last) => Array.from({ length: Math.max(last - first + 1, 0) }, (_, i) => first + i);
 const DIGITS = [...[0.1, 0.2, 0.5, 1].map((step) => range(0, Math.round(9 / step) - 1).map((i) => 1 + i * step)), [1, 2, 5], [1]];
 const charts = () => [...document.querySelectorAll("figure > .chart")];
@@ -16,6 +16,7 @@ function look() {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest",
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", maxheight: 900 },
+    own: { 333333: style.color, e9e9e9: line, ffffff: style.backgroundColor },
     font: { color: style.color, family: style.fontFamily, size: 13 }, hoverlabel: { font: { family: style.fontFamily } },
     xaxis: { gridcolor: line, zerolinecolor: line, linecolor: line, ticklabeloverflow: "allow", tickangle: 0 },
   };
@@ -52,8 +53,9 @@ function margins(data, { xaxis, yaxis, showlegend }) {
 
 /** Draws the figure that stands beside `chart`, or what has changed of it; more rows of a legend make it higher. */
 function draw(chart) {
-  const { xaxis: axis, ...rest } = (common ??= look());
-  const { data, layout } = JSON.parse(chart.nextElementSibling.textContent.replace(INK, JSON.stringify(rest.font.color)));
+  const { xaxis: axis, own: colors, ...rest } = (common ??= look());
+  const text = chart.nextElementSibling.textContent.replace(OF_PAGE, (_, color) => `"${colors[color]}"`);
+  const { data, layout } = JSON.parse(text);
   const { height } = layout, margin = margins(data, layout), { l, r, t, b } = margin;
   for (const [name, room] of [["x", chart.clientWidth - l - r], ["y", height - t - b]]) {
     const values = data.flatMap((trace) => trace[name] || []), own = layout[`${name}axis`];

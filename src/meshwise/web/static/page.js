@@ -260,6 +260,7 @@ const ACTS = {
     field.value = found.text;
     field.rows = 16;
     field.closest("details").open = true;
+    if (!field.offsetParent) $("#drawer").click();
     field.focus();
   },
   async save() {
