@@ -284,7 +284,7 @@ def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -
     output = tmp_path / "all_reduce_perf.txt"
     output.write_text(f"# nThread 1\n{ranks}{rows}")
     sizes = [2.0**power for power in (10, 20, 22, 26, 28)]
-    times, _ = mw.collective("all_reduce", "h100:8", sizes, ranks=4, collectives=[output])
+    times, _ = mw.collective("all_reduce", "h100:8", sizes, collectives=[output])
     assert [one.time_s for one in times] == pytest.approx([50e-6, 50e-6, 200e-6, 3200e-6, 12800e-6])
     assert [one.algorithm for one in times] == ["extrapolated", *["measured"] * 3, "extrapolated"]
     parts = [tmp_path / f"{part}_all_reduce_perf.txt" for part in range(2)]
@@ -306,6 +306,7 @@ def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -
     assert any(one.endswith("; this step has none") for one in unused)
     with pytest.raises(DataError, match="no all_gather among 4 ranks was measured"):
         mw.collective("all_gather", "h100:8", sizes, ranks=4, collectives=[output])
-    output.write_text("no table")
-    with pytest.raises(DataError, match="no output of nccl-tests"):
-        mw.estimate(*asked, collectives=[output])
+    for text, words in (("no table", "no output of nccl"), (f"{ranks}{rows}# 17 FAILED", "wrong results")):
+        output.write_text(text)
+        with pytest.raises(DataError, match=words):
+            mw.estimate(*asked, collectives=[output])

@@ -200,6 +200,8 @@ def test_launchers_start_the_one_rank(tmp_path: Path, meshwise: Any) -> None:
     assert (done.code, done.err[:59]) == (2, "meshwise: the launcher starts 16 ranks, but --ranks is 8; m")
 
 
+ON_CPU = "from torch.nn.parallel import DistributedDataParallel as DDP\ndist.init_process_group('gloo')\n"
+ON_CPU += "DDP(torch.nn.Linear(3, 1))(torch.ones(3)).backward()"
 CUSTOM = """
 half = torch.library.custom_op("mine::half", torch.abs, mutates_args=(), schema="(Tensor x) -> Tensor")
 half(torch.ones(4, device="cuda"))
@@ -214,7 +216,7 @@ half(torch.ones(4, device="cuda"))
         (0, "torch.cuda.is_available() and os._exit(3)", "ended with exit code 3", 1),
         (5, "os.kill(os.getpid(), 9)", "was ended by SIGKILL before its end", 1),
         (5, CUSTOM, r"mine::half.*give it a shape: torch\.library\.register_fake", 1),
-        (5, "torch.ones(3)", "put no tensor on the GPU; make it use cuda", 1),
+        (5, ON_CPU, "put no tensor on the GPU; make it use cuda", 1),
     ],
 )
 def test_what_breaks_is_named_with_its_place(

@@ -81,7 +81,7 @@ def test_missing_and_damaged_ranks_are_named_and_the_others_answered(tmp_path, k
         told = " ".join(one.text for one in found.problems)
         assert found.findings[0].ranks == (6,), found.findings
         assert "rank-1.json: not a trace" in told and "rank-2.json: it is left out" in told
-        assert "no trace of rank 1-3 of 8" in told and found.traces.ranks == [0, 4, 5, 6, 7]
+        assert "no trace of ranks 1-3 of 8" in told and found.traces.ranks == [0, 4, 5, 6, 7]
 
 
 def test_sql_over_all_ranks(tmp_path, meshwise):

@@ -177,11 +177,8 @@ def test_a_missing_rank_is_named(tmp_path):
         calls = [all_reduce(100.0 * k, 50, 10, [0, 1]) for k in range(3)] if rank < 3 else []
         write_trace(tmp_path / f"rank-{rank}.json", [kernel("gemm", 0, 5), *calls], rank, world)
     reasons = [problem.reason for problem in summarize_paths([tmp_path]).problems]
-    assert [reason[: len("there is no trace of rank 2 of 4")] for reason in reasons] == [
-        "there is no trace of rank 2 of 4",
-        "rank 3 is of 5 ranks, others not",
-        "rank 3 has no collective, others",
-    ]
+    words = "no trace of rank 2 of 4", "rank 3 is of 5 ranks, others not", "rank 3 has no collective, others"
+    assert all(word in reason for word, reason in zip(words, reasons, strict=True))
 
 
 def test_parts_of_a_capture_are_one_trace(tmp_path):

@@ -1146,10 +1146,10 @@ def collective(
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send.
         cluster: As in `estimate`.
         sizes_bytes: Bytes of the full tensor, as 64MiB or 1e9; several [1 KiB to 16 GiB, and those measured].
-        ranks: Ranks of the group [the most that the cluster has at this stride, or that data measured].
+        ranks: Ranks of the group [the most that the cluster has at this stride, or of those measured].
         stride: Distance between neighbours of the group in ranks.
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
-        data: CSV files of measured collectives to show beside.
+        data: Measured collectives to show beside (nccl-tests' output, or CSV).
 
     Returns:
         The predicted times in the order of size, and measured seconds by size.
@@ -1162,10 +1162,10 @@ def collective(
 
     on = _cluster(cluster, collectives)
     group = timed.group_size(kind, on, ranks, stride)
+    if ranks is None:
+        group = measured_ranks(map(Path, collectives or data), kind, on, group, stride)
     if collectives and (kind, group) not in {(known.kind, known.ranks) for known in on.collectives}:
         raise DataError(f"{', '.join(map(str, collectives))}: no {kind} among {group} ranks was measured")
-    if data and ranks is None:
-        group = measured_ranks(map(Path, data), kind, on, group, stride)
     measured = measured_times(map(Path, data), kind, on, group, stride)
     sizes = sorted(sizes_bytes or {*timed.SIZES_BYTES, *measured})
     times = timed.collective_times(kind, on, sizes, ranks=group, stride=stride)

@@ -115,5 +115,5 @@ def _of_nccl_tests(path: Path, text: str) -> tuple[Group, list[tuple[float, floa
     times = [(float(row[1]), float(row[2]) * 1e-6) for row in map(_NCCL_ROW.match, text.splitlines()) if row]
     times = [(size, seconds) for size, seconds in times if size and seconds]
     is_whole, known = bool(kind and nodes and times), ", ".join(_KINDS)
-    refuse("output of nccl-tests", DataError, is_whole=is_whole, path=path, known=known)
+    refuse("output of nccl-tests", DataError, is_whole=is_whole, path=path, known=known, text=text)
     return (kind, float(nodes.total()), float(max(nodes.values()))), times

@@ -67,12 +67,11 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
     levels = _links(summary.traces, by_sharing, moved[""])
     wires = sorted(itertools.chain(*by_sharing.values()), key=lambda one: -one.count * one.wire_s)
     name = _chip_name(summary.traces[0])
-    lowest = min(matrix.values())
     cluster = measured_cluster(
         name, max(summary.traces[0].world_size or 0, len(summary.traces)), *levels,
         source=f"meshwise calibrate --from traces of {len(summary.traces)} ranks on {name}",
         memory_bytes=_memory_bytes(summary.traces[0]), memory_bytes_per_s=moved[""], matrix_flop_per_s=matrix,
-        vector_flop_per_s={"fp32": matrix.get("fp32", lowest)},
+        vector_flop_per_s={"fp32": matrix.get("fp32", min(matrix.values()))},
         op_host_s=0.0 if summary.traces[0].has_device else _op_host_s(summary, ops, wires),
     )  # fmt: skip
     samples = (*map(_op_sample, ops[:_NUM_SAMPLES]), *map(_wire_sample, wires[:_NUM_SAMPLES]))
@@ -139,8 +138,8 @@ def _links(
     if not wires and len(traces) == 1:
         return [copy]
     if node_ranks == 1 or not any(wires):
-        usual_s = _BETWEEN_S if any(wires) else _INSIDE_S
-        return [_fitted(name, [*itertools.chain(*wires.values())], usual_s)]
+        calls = itertools.chain(*wires.values())
+        return [_fitted(name, [*calls], _BETWEEN_S if any(wires) else _INSIDE_S)]
     inside = _fitted(name, wires[0], _INSIDE_S) if 0 in wires else copy
     sharing = [replace(one, bytes=one.bytes / share) for share in wires if share for one in wires[share]]
     share = min(filter(None, wires))  # a ring leaves a host once in so many hops

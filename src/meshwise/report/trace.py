@@ -60,7 +60,7 @@ def summary_tables(summary: Summary, *, limit: int = 15, everything: bool = True
     if len(summary.ranks) <= MANY_RANKS:
         columns = TABLES["ranks"] | (TABLES["more of ranks"] if everything else {})
         yield records_table("Where the time of each rank went", summary.rank_rows(), columns)
-    else:
+    elif summary.outliers:
         yield _outliers(summary, limit)
     title = f"The {min(limit, len(summary.kernels))} longest kernels of {len(summary.kernels)}, all ranks"
     yield records_table(title, summary.kernels[:limit], TABLES["kernels"])
@@ -94,8 +94,7 @@ def _outliers(summary: Summary, limit: int) -> Table:
         **{"time for": "part", "takes": "seconds", "median rank": "usual_s"},
         "more": lambda one: difference_text(one.excess_s),
     }
-    shown = f"The {min(limit, len(found))} largest of {len(found)} differences" if found else "No differences"
-    title = f"{shown} among {len(summary.ranks)} ranks"
+    title = f"The {min(limit, len(found))} largest of {len(found)} differences of {len(summary.ranks)} ranks"
     return records_table(title, found[:limit], columns, left=("", "ranks"))
 
 

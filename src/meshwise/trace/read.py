@@ -163,8 +163,8 @@ def read_trace(path: Path, *further: Path) -> _Found:
     if not metadata and not columns.parts and not columns.memory:
         return None, reasons or ["not a trace: it holds no traceEvents"]
     trace = columns.trace(path, metadata, groups, notes)
-    if not len(trace) and not len(trace.memory.time_ns):
-        return None, ["the trace holds no event", *reasons]
+    if all(trace.labels[i][0] == "Trace" for i in trace.label) and not len(trace.memory.time_ns):
+        return None, ["the trace holds no event (did the program end while its schedule waited?)", *reasons]
     return trace, reasons + notes.sentences()
 
 

@@ -234,7 +234,7 @@ _Kept = msgspec.defstruct("_Kept", list(_KEPT.items()))
 
 def summarize_kept(traces: Traces, problems: list[FileProblem]) -> Summary:
     """The summary of traces whose columns are kept. It is kept too, until a trace or meshwise changes."""
-    program = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    program = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.[pt]*")))
     file = traces.file_beside(program, ".summary") if traces else None
     if file is not None and file.exists():
         kept = msgspec.msgpack.decode(file.read_bytes(), type=_Kept)
@@ -290,8 +290,8 @@ def _of_the_job(
     world = max(usual, max(here, default=-1) + 1)
     missing = sorted(set(range(world)) - here) if world < 2 * len(here) else []
     if missing:
-        shown = ranks_text(missing)
-        yield FileProblem("", f"there is no trace of rank {shown} of {world}; what it did is not known")
+        shown = f"rank{'s' * (len(missing) > 1)} {ranks_text(missing)} of {world}"
+        yield FileProblem("", f"there is no trace of {shown}; what was done there is not known")
     for one in facts:
         if len(sizes) > 1 and one.world_size not in (None, usual):
             yield FileProblem(one.path, f"rank {one.rank} is of {one.world_size} ranks, others not")

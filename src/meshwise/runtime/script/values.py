@@ -97,9 +97,9 @@ class ScriptMode(DeviceFakes):
         fakes = [tensor for tensor in tensors if isinstance(tensor, private.FakeTensor)]
         if not fakes and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
             if tensors or not _is_large(args, kwargs):
-                return func(*args, **kwargs)
+                return _completed(func, args, func(*args, **kwargs))
             kwargs.setdefault("device", torch.device("cpu"))
-        return self._on_shapes(func, types, args, kwargs, tensors, fakes)
+        return _completed(func, args, self._on_shapes(func, types, args, kwargs, tensors, fakes))
 
     def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
         kind = collective_of(func)
@@ -122,11 +122,6 @@ class ScriptMode(DeviceFakes):
             self._depth -= 1
         if kind in ("all_gather", "all_to_all"):
             self._receive(func, args, result)
-        if func.namespace == "c10d":
-            done: torch.futures.Future[Any] = torch.futures.Future()
-            done.set_result(tensors_in(args[0]))  # whom hooks of DDP ask
-            work = private.create_work(done).boxed()
-            return private.tree_map(lambda one: work if isinstance(one, torch.ScriptObject) else one, result)
         if isinstance(result, private.FakeTensor):
             value = _absorbed(func, tensors, result) if value is None else value
             if isinstance(value, torch.Tensor):
@@ -227,6 +222,16 @@ def shadow_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def _has_value(func: Any) -> bool:
     """Whether the result of an op follows from its arguments."""
     return "empty" not in func._opname and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _completed(func: Any, args: Any, result: Any) -> Any:
+    """What an op leaves; the work of a collective is done, and DDP's hooks may ask it for the tensors."""
+    if func.namespace != "c10d":
+        return result
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    done.set_result(tensors_in(args[0]))
+    work = private.create_work(done).boxed()
+    return private.tree_map(lambda one: work if isinstance(one, torch.ScriptObject) else one, result)
 
 
 def _absorbed(func: Any, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> Any:
