@@ -42,11 +42,6 @@ from meshwise.machine.hardware import Cluster
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
 from meshwise.published.nersc.tables import NERSC_TABLES, TABLES, WAYS
 
-LAUNCH_S = 20e-6
-COMPUTE_EFFICIENCY = 0.8
-LINK_EFFICIENCY = 0.7
-LINK_EFFICIENCY_OF = {"nersc-b200-next": 0.8}
-
 COLUMNS = tuple(NERSC_TABLES["paper"]["columns"])
 TFLOP, GB = 1e12, 1e9
 
@@ -129,8 +124,9 @@ def price(run: PaperRun, system: PaperSystem) -> Iteration:
 
 def paper_system(cluster: Cluster) -> PaperSystem:
     """`cluster` as the paper sees it: fp16 peaks, its innermost links fast, its outermost ones slow."""
-    efficiency, chip = LINK_EFFICIENCY_OF.get(cluster.chip.name, LINK_EFFICIENCY), cluster.chip
-    names = {"chip": chip, "of": efficiency, "fast": cluster.levels[0], "slow": cluster.levels[-1]}
+    chip, shares = cluster.chip, NERSC_TABLES["paper"]["link_efficiency"]
+    names = {"chip": chip, "of": shares.get(chip.name, shares["others"])}
+    names |= {"fast": cluster.levels[0], "slow": cluster.levels[-1]}
     return PaperSystem(**formulas(NERSC_TABLES["paper"]["system"], names))
 
 
@@ -153,8 +149,7 @@ def collective_s(kind: Collective, volume_bytes: Num, ranks: Num, inside: Num, s
 
 
 def _op_row(op: PaperOp, run: PaperRun, system: PaperSystem) -> Row:
-    names = op | {"system": system, "longer": np.maximum, "launch_s": LAUNCH_S}
-    names["efficiency"] = COMPUTE_EFFICIENCY
+    names = op | {"system": system, "longer": np.maximum}
     cells: Row = {"name": op["name"]}
     for way, phase in WAYS:
         work = work_of(op, phase)

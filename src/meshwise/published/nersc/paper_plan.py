@@ -22,10 +22,7 @@ from meshwise.plan.workload import Workload
 from meshwise.published.convention import Convention, Excerpt, PublishedStep
 from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
 
-_STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
-_MEMORY = {"weights": "wts", "gradients": "wts_grad", "optimizer": "wts_optimizer_states"}
-"""What the paper calls the memory that goes with weights."""
-_ATTENTION = {"flash": "fused", "unfused": "separate", "grid": "summa"}
+_PAPER = nersc.NERSC_TABLES["paper"]
 SCOPE = nersc.scope("nersc-2024-10")
 
 
@@ -38,8 +35,6 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
     rows = [{"table": name} | row for name in nersc.TABLES for row in priced.tables[name]] + others
     shown_plan: dict[str, Any] = {"strategy": cut.strategy, "attention": cut.attention, "inside": run.inside}
     results = {"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm}
-    memory = _MEMORY | {"activations": "acts"}
-    shown = {"memory": "mem", "comm_tp": "tp_comm", "comm_dp": "dp_comm", "comm_pp": "pp_comm"}
     notes = ["the paper's own counting and timing, its known errors included: blocks only, no embeddings"]
     if cut.strategy == "2d":
         notes.append(f"SUMMA in {cut.panels:g} steps: `panels` times the longer side of the grid")
@@ -67,8 +62,8 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
         excerpts=[excerpt],
         step_s=totals["t"],
         flop=totals["flops_per_gpu"] * sheet.TFLOP,
-        memory_bytes={name: totals[f"{part}_mem"] * sheet.GB for name, part in memory.items()},
-        comm_s={name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()},
+        memory_bytes={name: totals[f"{part}_mem"] * sheet.GB for name, part in _PAPER["memory"].items()},
+        comm_s={name: totals[f"t_{part}"] for name, part in _PAPER["times"].items()},
         ledger=Ledger.from_rows(_ledger_rows(run, cluster, priced)),
         notes=notes,
     )
@@ -107,18 +102,17 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
     SCOPE.check_rules(plan=plan)
     SCOPE.check_links(cluster)
     m1, m2 = plan.grid if plan.layout != "1d" else (plan.tp, 1)
-    strategy = _STRATEGY_OF_LAYOUT[plan.layout]
+    strategy = _PAPER["strategies"][plan.layout]
     both = math.lcm(m1, m2) if strategy == "2d" else m1
     names: dict[str, Any] = {"model": model, "plan": plan, "work": workload, "m1": m1, "m2": m2}
     names |= {"both": both, "by_blocks": strategy == "2d", "by_grid": plan.attention == "grid", "max": max}
-    SCOPE.check_divides(model, formulas(nersc.NERSC_TABLES["paper"]["divides"], names))
+    SCOPE.check_divides(model, formulas(_PAPER["divides"], names))
     dp = plan.data_parallel(cluster.num_chips)
     batch, microbatch = workload.batch, workload.microbatch
     names |= {"batch": batch, "dp": dp, "microbatch": microbatch, "least": dp * microbatch}
     refuse("batch of a plan", WorkloadError, **names)
-    found = formulas(nersc.NERSC_TABLES["paper"]["lengths"], names)
-    lengths = {name: float(length) for name, length in found.items()}
-    attention, recompute = _ATTENTION[plan.attention], plan.recompute == "selective"
+    lengths = {name: float(length) for name, length in formulas(_PAPER["lengths"], names).items()}
+    attention, recompute = _PAPER["attention"][plan.attention], plan.recompute == "selective"
     cut = PaperCut(strategy=strategy, attention=attention, recompute=recompute, **lengths)
     sizes = {"tp1": m1, "tp2": m2, "dp": dp, "pp": plan.pp}
     order = [axis for name in plan.placement for axis in {"tp": ("tp1", "tp2"), "cp": ()}.get(name, (name,))]
