@@ -85,16 +85,14 @@ def outliers(
     span_s = max(sum(one.seconds.values()) for one in partitions)
     place = {one.rank: i for i, one in enumerate(partitions)}
     groups = groupings(hosts, found)
-    rows = list[Outlier]()
-    for part in PARTS:
-        seconds = np.array([one.seconds[part] for one in partitions])
-        rows += _of_part(part, seconds, place, groups, span_s)
+    rows = (row for part in PARTS for row in _of_part(part, partitions, place, groups, span_s))
     return sorted(rows, key=lambda row: -abs(row.excess_s))
 
 
 def _of_part(
-    part: str, seconds: NDArray[np.float64], place: Mapping[int, int], groups: Groups, span_s: float
+    part: str, partitions: Sequence[Partition], place: Mapping[int, int], groups: Groups, span_s: float
 ) -> Iterator[Outlier]:
+    seconds = np.array([one.seconds[part] for one in partitions])
     usual_s = float(np.median(seconds))
     left = seconds - usual_s
     for kind, members in groups.items():

@@ -62,8 +62,7 @@ class Context:
 
     def step(self, name: str, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
         """Record a step and print it: `step("compute q", {"q [h, N/P, d/h]": q}, "q = input x Q")`."""
-        entries = self.recorder.step(name, tensors)
-        for line in step_lines(entries, note):
+        for line in step_lines(self.recorder.step(name, tensors), note):
             self.say(line)
 
     def mesh(self, **axes: int) -> DeviceMesh:

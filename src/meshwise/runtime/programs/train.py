@@ -152,14 +152,13 @@ def main(options: Any, context: Context) -> dict[str, Any]:
     losses = []
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):
-            loss = trainer.forward_backward()
+            losses.append(trainer.forward_backward())
             grad_bytes = local_bytes([p.grad for p in parameters if p.grad is not None])
             with recorder.phase("optimizer"):
                 if trainer.plan.optimizer != "none":
                     optimizer.step()
             for parameter in parameters:
                 parameter.grad = None
-        losses.append(loss)
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}
     recorder.tape.states(held)
