@@ -149,8 +149,7 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
         refuse("leave one source out", DataError, name=name, sources=sources)
     found = misses_by_others(priced, fit_steps.catalog_constants())
     runs = {each.run.id: each for each in found.runs}
-    of_source = dict.fromkeys(publication(each.run.source) for each in found.runs)
-    known = {source: found.spreads(without=source) for source in of_source}
+    known = {name: found.spreads(without=name) for name in {publication(one.run.source) for one in priced}}
 
     def with_left_out(row: Prediction) -> Prediction:
         miss = found.by_source.get(row.quantity, {}).get(row.id)

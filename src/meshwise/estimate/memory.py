@@ -103,7 +103,8 @@ def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memo
     gone_first = larger(smaller(gone, activations), 0.0)
     activations, buffers = activations - gone_first, buffers + turn - (gone - gone_first)
     tensors = weights + gradients + optimizer + activations + buffers
-    overhead = overheads.context_bytes + overheads.fragment_frac * tensors + cached
+    pieces_frac = overheads.fragment_frac + overheads.stream_frac * _is_sharded(mesh)
+    overhead = overheads.context_bytes + pieces_frac * tensors + cached
     return Memory(weights, gradients, optimizer, activations, buffers=buffers, overhead=overhead)
 
 
@@ -159,9 +160,8 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
-    states = per_state * shard("trained", STAGES.states)
-    if mesh.plan.optimizer == "muon":
-        states = states - MUON_SPARES_BYTES * shard("in_matrices", STAGES.states)
+    spared_bytes = MUON_SPARES_BYTES * (mesh.plan.optimizer == "muon")
+    states = per_state * shard("trained", STAGES.states) - spared_bytes * shard("in_matrices", STAGES.states)
     return weights, sums * (1.0 - sums_on_host(mesh)), states
 
 
@@ -174,8 +174,8 @@ def _optimizer_turn_bytes(of: PricedModel, optimizer: Num) -> Num:
 def _optimizer_param_bytes(mesh: Mesh) -> float:
     """Bytes of the optimizer's states for each parameter that trains."""
     each = OPTIMIZER_BYTES | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
-    own_master = 4.0 * (weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in HAVE_MASTERS)
-    return each[mesh.plan.optimizer] - own_master
+    is_own_master = weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in HAVE_MASTERS
+    return each[mesh.plan.optimizer] - 4.0 * is_own_master
 
 
 def checkpoint_param_bytes(of: PricedModel) -> float:
@@ -244,8 +244,7 @@ def _turn_bytes(of: PricedModel, stage: Stage, activations: Num) -> tuple[Num, N
     at_head = stage.heads * (head.saved_bytes + hidden_bytes + in_loss) + head_grads
     booked = at_head + stage.heads * larger(head.loss_room.booked_bytes - in_loss, 0.0)
     # Beside frozen weights, FSDP1 keeps the inputs of checkpoints that are reentrant until the backward ends.
-    is_kept = (cut.lora_rank > 0) * full * (of.mesh.zero >= 3) * (of.mesh.replicas > 1)
-    stay = of.machine.overheads.inputs_stay * is_kept * activations
+    stay = of.machine.overheads.inputs_stay * (cut.lora_rank > 0) * full * _is_sharded(of.mesh) * activations
     most: Num = 0.0
     at_end = 2.0 * head_grads * model.tied_embedding * stage.embeddings
     for count, part in zip(stage.layers, blocks, strict=True):
@@ -277,7 +276,11 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
     widest: Num = 0.0
     for part in blocks:
         widest = larger(widest, added(held.bytes(mesh) for held in part.held))
-    sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     root = stage.embeddings * embedding.held[DENSE].bytes(mesh) + stage.heads * head.held[DENSE].bytes(mesh)
     num_blocks = MAX_GATHERED_BLOCKS - overheads.inputs_stay * (cut.lora_rank > 0)
-    return gathered + messages + sharded * (num_blocks * widest + overheads.root_stays * root)
+    return gathered + messages + _is_sharded(mesh) * (num_blocks * widest + overheads.root_stays * root)
+
+
+def _is_sharded(mesh: Mesh) -> Num:
+    """Whether weights are gathered before they are used."""
+    return (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
