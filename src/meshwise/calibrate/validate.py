@@ -260,11 +260,14 @@ def could_run(expressed: Expressed, found: Estimate, overheads: Overheads | None
 def reported_bytes(expressed: Expressed, found: Estimate, among: Tables | None = None) -> float:
     """The memory that the run reports, of the estimate `found`.
 
-    PyTorch's `allocated` tensors, those and its cache (`reserved`), or all of the `device`'s.
+    PyTorch's `allocated` tensors, those and its cache (`reserved`), or all of the `device`'s. The cache is no
+    larger than the room that they leave.
     """
-    context = expressed.overheads(among).context_bytes
-    not_reported = {"allocated": found.memory_bytes["overhead"], "reserved": context, "device": 0.0}
-    return found.memory_bytes["total"] - not_reported[expressed.run.memory_kind or "device"]
+    context, memory = expressed.overheads(among).context_bytes, found.memory_bytes
+    tensors, kind = memory["total"] - memory["overhead"], expressed.run.memory_kind or "device"
+    room = expressed.cluster.chip.memory_bytes - context - tensors
+    pieces = min(memory["overhead"] - context, max(room, 0.0))
+    return tensors + pieces * (kind != "allocated") + context * (kind == "device")
 
 
 def competing(rows: Sequence[Prediction]) -> list[list[Prediction]]:

@@ -30,6 +30,12 @@ def larger(one: Num, other: Num) -> Num:
     return np.maximum(one, other)
 
 
+def largest(numbers: Iterable[Num]) -> Num:
+    """The largest of numbers that are not negative, cell by cell."""
+    nothing: Num = 0.0
+    return reduce(larger, numbers, nothing)
+
+
 def smaller(one: Num, other: Num) -> Num:
     """The smaller of two numbers, cell by cell."""
     if isinstance(one, SINGLE) and isinstance(other, SINGLE):

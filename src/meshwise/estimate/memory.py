@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwise.core.numbers import added, anywhere, larger, smaller, where
+from meshwise.core.numbers import added, anywhere, larger, largest, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import in_flight_microbatches
 from meshwise.estimate.priced_model import PricedModel
@@ -273,14 +273,12 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
         gathered = 2.0 * blocks[0].exchange_bytes
     gathered = gathered * (mesh.tp > 1)
     messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
-    widest: Num = 0.0
-    for part in blocks:
-        widest = larger(widest, added(held.bytes(mesh) for held in part.held))
+    widest = largest(added(held.bytes(mesh) for held in part.held) for part in blocks)
     root = stage.embeddings * embedding.held[DENSE].bytes(mesh) + stage.heads * head.held[DENSE].bytes(mesh)
     num_blocks = MAX_GATHERED_BLOCKS - overheads.inputs_stay * (cut.lora_rank > 0)
     return gathered + messages + _is_sharded(mesh) * (num_blocks * widest + overheads.root_stays * root)
 
 
 def _is_sharded(mesh: Mesh) -> Num:
-    """Whether weights are gathered before they are used."""
-    return (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
+    """1 where weights are gathered before they are used, else 0."""
+    return 1.0 * ((mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1)))

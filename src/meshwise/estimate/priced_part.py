@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 from typing import Any
 
 from msgspec import Struct, structs
 
-from meshwise.core.numbers import added, anywhere, larger, smaller
+from meshwise.core.numbers import added, anywhere, larger, largest, smaller
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
@@ -189,12 +188,12 @@ def _part(
             _held(op for op in forward if op.is_expert),
         ),
         loss_room=_loss_room(ops),
-        widest_bytes=_largest(
+        widest_bytes=largest(
             op.cost.write_bytes
             for op in ops
             if op.phase == BACKWARD and op.kind in ("matmul", "kernel") and not op.is_weight_grad
         ),
-        exchange_bytes=_largest(
+        exchange_bytes=largest(
             op.payload_bytes for op in ops if op.axis.startswith("tp") and op.collective != "all_reduce"
         ),
         live=_live(ops, grad_bytes) if grad_bytes else (),
@@ -413,14 +412,9 @@ def _is_per_rank(ops: Iterable[Op]) -> Num:
 
 def _loss_room(ops: Sequence[Op]) -> Room:
     """What the largest of the losses fills and books beyond what is kept of it."""
-    largest = Room(0.0, 0.0)
+    most = Room(0.0, 0.0)
     for name in {op.name for op in ops if op.kernel == LOSS_KERNEL}:
         of_one = [op for op in ops if op.kernel == LOSS_KERNEL and op.name == name]
         kept_bytes = added(one.bytes for op in of_one for one in op.keeps)
-        largest = Room(*map(larger, largest, (size - kept_bytes for size in room(of_one))))
-    return largest
-
-
-def _largest(sizes: Iterable[Num]) -> Num:
-    nothing: Num = 0.0
-    return reduce(larger, sizes, nothing)
+        most = Room(*map(larger, most, (size - kept_bytes for size in room(of_one))))
+    return most
