@@ -6,6 +6,7 @@ import pytest
 
 import meshwise as mw
 from kineto import all_reduce, host, kernel, launched, operator, write_trace
+from meshwise.trace.explain import PARTS, part_of_op
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 JOB = ("qwen3-0.6b", "a100-80g-sxm:2", "tp=2")
@@ -48,6 +49,12 @@ def _classes(folder, plan=JOB[2]):
     _played(folder, {"matmul": 1e-3})
     found = mw.explain(folder, *JOB[:2], plan, batch=2, seq=512)
     return {row.op: row.predicted_s for row in found.classes if row.predicted_s}
+
+
+def test_ops_of_a_model_with_an_encoder_are_parts_that_traces_show():
+    found = mw.estimate("t5-11b", JOB[1], plan="dp=2", batch=2, seq=512)
+    forward = [row for row in found.ledger.where(phase="forward").rows() if not row["collective"]]
+    assert {part_of_op(row) for row in forward} <= {*PARTS}
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.5])
