@@ -12,7 +12,7 @@ from data_tables import table
 from faults import draw, judge
 from jobs import FAULTS, Job, write_job
 from kineto import SEND_RECV, all_reduce, host, kernel, launched, message, summary_of, write_trace
-from meshwise.trace.breakdown import PARTS, breakdown, partition
+from meshwise.trace.breakdown import PARTS, breakdown, intervals
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
 
@@ -24,30 +24,22 @@ def _single(found):
 
 
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
-def test_the_injected_rank_is_named(tmp_path, fault):
+def test_the_injected_rank_is_named(tmp_path_factory, fault):
     """Random jobs of up to 16 ranks: the rank, its cause and the clocks; of healthy ones nobody."""
     for seed in range(6):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        verdict = judge(draw(fault, seed, most_ranks=16), folder)
+        verdict = judge(draw(fault, seed, most_ranks=16), tmp_path_factory.mktemp("job"))
         assert verdict.is_right and verdict.has_cause, verdict
         assert verdict.clock_error_s < 2e-6 or verdict.job.on_cpu, verdict
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize("fault", ["none", "slow device", "late rank", "pause"])
-def test_calls_without_a_name_are_waited_in_too(tmp_path, fault, num_ranks):
-    """Which ranks are a group follows from which calls overlap."""
-    job = Job(num_ranks, 12, fault, rank=1, size=0.3, names_calls=False, has_host=True)
+JOBS = [Job(n, 12, of, 1, names_calls=False, has_host=True) for n in (2, 8) for of in ("none", *FAULTS[:5:2])]
+
+
+@pytest.mark.parametrize("job", [*JOBS, Job(2, 1500, "none"), Job(2, 1500, "late rank", 1)])
+def test_calls_without_a_name_and_long_traces(tmp_path, job):
+    """Which ranks are a group follows from which calls overlap; more steps than binomials of floats hold."""
     verdict = judge(job, tmp_path)
     assert verdict.is_right and verdict.has_cause, verdict
-
-
-@pytest.mark.parametrize(("fault", "named"), [("none", []), ("late rank", [(1,)])])
-def test_a_long_trace(tmp_path, fault, named):
-    """1,500 steps: more than the binomial coefficients of floats hold."""
-    write_job(tmp_path, Job(2, 1500, fault, rank=1, size=0.3))
-    assert [one.ranks for one in _single(summarize_paths([tmp_path]))] == named
 
 
 @pytest.mark.parametrize("fault", ["slow link", "late rank"])
@@ -80,6 +72,17 @@ def test_want_of_a_core_is_no_slow_rank(tmp_path, core_wait_s, is_named):
     assert all("4 ranks and whatever else runs share 2 cores" in text for text in shared)
 
 
+def _until(events, now, rank, name, end, stream=7):
+    events[rank].append(kernel(name, now[rank], end - now[rank], stream))
+    now[rank] = end
+
+
+def _all_reduce(events, ranks, starts, wire):
+    for rank, start in zip(ranks, starts, strict=True):
+        events[rank].append(all_reduce(start, max(starts) + wire - start, 10 * wire, [*ranks]))
+    return max(starts) + wire
+
+
 def _pipeline(folder, slower, *, num_stages=4, num_microbatches=8, num_steps=10):
     """Stages that compute and pass on what they receive, stage 2 `slower` times as long; then all reduce."""
     random, ranks = np.random.default_rng(0), range(num_stages)
@@ -88,7 +91,7 @@ def _pipeline(folder, slower, *, num_stages=4, num_microbatches=8, num_steps=10)
     def pass_on(rank, peer):
         end = max(now[rank], now[peer]) + 10
         for kind, one, other in (("send", rank, peer), ("recv", peer, rank)):
-            events[one].append(message(kind, round(now[one], 3), round(end - now[one], 3), 512, other))
+            events[one].append(message(kind, now[one], end - now[one], 512, other))
             now[one] = end
 
     for _ in range(num_steps):
@@ -96,15 +99,10 @@ def _pipeline(folder, slower, *, num_stages=4, num_microbatches=8, num_steps=10)
             for _ in range(num_microbatches):
                 for place, rank in enumerate(order):
                     length = usual * random.normal(1, 0.02) * (slower if rank == 2 else 1)
-                    events[rank].append(kernel(name, round(now[rank], 3), round(length, 3)))
-                    now[rank] += length
+                    _until(events, now, rank, name, now[rank] + length)
                     if place + 1 < num_stages:
                         pass_on(rank, order[place + 1])
-        end = now.max() + 20
-        for rank in ranks:
-            length = round(end - now[rank], 3)
-            events[rank].append(all_reduce(round(now[rank], 3), length, 64, [*ranks]))
-            now[rank] = end
+        now[:] = _all_reduce(events, ranks, now, 20)
     return summary_of(folder, events, host_name="node")
 
 
@@ -127,22 +125,28 @@ def test_one_host_is_one_clock(tmp_path, cut):
     assert len(met) == 12 - sum(cut) and _single(found)[0].ranks == (1,)
 
 
-@pytest.mark.parametrize("otherwise", [None, 5])
-def test_buckets_in_flight_together_wait_once(tmp_path, otherwise):
-    """Two gradient buckets a step, both of which wait 600 us for rank 1: it costs 600 us a step, not 1200.
-
-    One step of nine may be `otherwise`: the pause of rank 0 does not hide what rank 1 does in all others.
-    """
-    events = ([], [])
-    for rank, step, bucket in itertools.product(range(2), range(10), range(2)):
-        late = 900 if (rank == 1) != (step == otherwise) else 300
-        begin, end = late + 10 * bucket, 950 + 20 * bucket
-        events[rank].append(all_reduce(1000.0 * step + begin, end - begin, 10 + bucket, [0, 1]))
+@pytest.mark.parametrize("slow", [{5: (120, 0)}, {2: (120, 0), 13: (100, 90)}])
+def test_late_ranks_cost_what_the_job_would_gain(tmp_path, slow):
+    """Pairs reduce after each layer, buckets beside the next one: partners of slow ranks are not blamed."""
+    now, sent, events = np.zeros(16), np.zeros(16), [[] for _ in range(16)]
+    for step, layer in itertools.product(range(10), range(6)):
+        for rank in range(16):
+            length, idle = slow.get(rank, (100, 0)) if step != 5 else (100, 300 * (rank == 0))
+            events[rank] += [host("user_annotation", f"ProfilerStep#{step}", now[rank], 1)] * (layer == 0)
+            now[rank] += idle * (layer == 0)
+            _until(events, now, rank, "gemm", now[rank] + length)
+        for low in range(0, 16, 2):
+            now[low : low + 2] = _all_reduce(events, [low, low + 1], now[low : low + 2], 5)
+        for low in range(2):
+            sent[low::2] = _all_reduce(events, [*range(low, 16, 2)], np.maximum(now, sent)[low::2], 40)
+        now[:] = sent.max() if layer == 5 else now
     found = summary_of(tmp_path, events, host_name="node")
-    first, waited_s = _single(found)[0], found.stragglers[0].waited_s
-    num = 9 if otherwise else 10
-    assert first.ranks == (1,) and first.seconds == pytest.approx(num * 600e-6, rel=0.06)
-    assert waited_s == pytest.approx(num * 610e-6, rel=0.01)  # not longer than the job
+    first, lost_us = _single(found)[0], now[0] - 10 * 670 - 300
+    assert first.ranks == (*slow,) and "late in 8 of 9 steps (1-4,6-9)" in first.text
+    assert ("rank 13 host side: in all idle" in first.text) == (13 in slow)
+    assert first.seconds == pytest.approx(lost_us / 1e6, rel=0.02)
+    waited = [row.waited_s for row in found.stragglers]
+    assert waited == pytest.approx([parts.seconds["wait"] for parts in found.partitions])
 
 
 NEXT = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -233,7 +237,7 @@ def test_parts_of_a_rank(tmp_path):
         *launched("gemm", 130, 150, 10, 2),
     ]
     trace, _ = read_trace(write_trace(tmp_path / "a.json", events, 0))
-    found = partition(trace, {1: 30_000})
+    found = intervals(trace, {1: 30_000}).partition
     in_us = {part: round(seconds * 1e6) for part, seconds in found.seconds.items()}
     assert in_us == {"compute": 50, "transfer": 40, "memory": 20, "wait": 20, "idle": 30}
     assert found.host_bound_s == pytest.approx(30e-6)
@@ -250,7 +254,7 @@ def test_parts_sum_to_the_span(tmp_path_factory, kernels):
     path = write_trace(tmp_path_factory.mktemp("t") / "a.json", events, 0)
     trace, _ = read_trace(path)
     waits = {i: int(trace.duration_ns[i] * kernels[int(trace.stream[i])][3]) for i in range(len(trace))}
-    found, usual = partition(trace, waits), breakdown(trace)
+    found, usual = intervals(trace, waits).partition, breakdown(trace)
     assert sum(found.seconds.values()) == pytest.approx(usual.span_s, abs=1e-12)
     assert found.seconds["compute"] == pytest.approx(usual.compute_s, abs=1e-12)
     assert found.seconds["idle"] == pytest.approx(usual.idle_s, abs=1e-12)
@@ -262,18 +266,12 @@ def test_parts_sum_to_the_span(tmp_path_factory, kernels):
 def test_messages_without_ends_tell_nothing(tmp_path):
     """A pipeline of three stages, the second slow, whose kernels name neither sender nor receiver."""
     events, now = [[] for _ in range(3)], [0.0] * 3
-    for _ in range(24):
-        ready = 0.0
-        for rank, own in enumerate(events):
-            if rank:
-                own.append(kernel(SEND_RECV, now[rank], max(ready, now[rank]) + 20 - now[rank], 24))
-                now[rank] = max(ready, now[rank]) + 20
-            own.append(kernel("gemm", now[rank], 450.0 if rank == 1 else 300.0))
-            now[rank] += 450.0 if rank == 1 else 300.0
-            if rank < 2:
-                own.append(kernel(SEND_RECV, now[rank], 20, 24))
-                now[rank] += 20
-            ready = now[rank]
+    for rank in [0, 1, 2] * 24:
+        if rank:
+            _until(events, now, rank, SEND_RECV, max(now[rank - 1], now[rank]) + 20, 24)
+        _until(events, now, rank, "gemm", now[rank] + (450.0 if rank == 1 else 300.0))
+        if rank < 2:
+            _until(events, now, rank, SEND_RECV, now[rank] + 20, 24)
     first = summary_of(tmp_path, events, host_name="node").findings[0]
     assert first.kind == "undecided" and not first.ranks and "cannot be told" in first.text
 

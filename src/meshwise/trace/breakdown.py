@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Trace, once_a_trace
-from meshwise.trace.intervals import NO_SPANS, Spans, difference, intersection, joined, length, merged
+from meshwise.trace.intervals import NO_SPANS, Spans, difference, intersection, joined, length, merged, shares
 from meshwise.trace.nesting import inclusive, launchers, parents
 
 PARTS = ("compute", "transfer", "memory", "wait", "idle")
@@ -154,6 +154,13 @@ class RankIntervals:
     idle_cause: Ints
     """Of each idle stretch, its place in `CAUSES`."""
 
+    @property
+    def partition(self) -> Partition:
+        """The seconds of the parts."""
+        is_known = (self.idle_cause != CAUSES.index("unknown")).any()
+        host_bound_s = length(self.idle("host")) / 1e9 if is_known else None
+        return Partition(self.rank, {part: length(self.spans[part]) / 1e9 for part in PARTS}, host_bound_s)
+
     def idle(self, cause: str) -> Spans:
         """The idle stretches of one cause."""
         (start, end), is_meant = self.spans["idle"], self.idle_cause == CAUSES.index(cause)
@@ -187,12 +194,18 @@ def intervals(trace: Trace, wait_ns: Mapping[int, int]) -> RankIntervals:
     return RankIntervals(trace.rank, spans, _causes(trace, spans["idle"]))
 
 
-def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
-    """The seconds of the parts of one rank; `wait_ns` as for `intervals`."""
-    found = intervals(trace, wait_ns)
-    is_known = (found.idle_cause != CAUSES.index("unknown")).any()
-    host_bound_s = length(found.idle("host")) / 1e9 if is_known else None
-    return Partition(trace.rank, {part: length(found.spans[part]) / 1e9 for part in PARTS}, host_bound_s)
+def with_calls(trace: Trace, wait_ns: Mapping[int, int]) -> tuple[Partition, dict[int, list[float]]]:
+    """The partition of one rank, and by event the seconds of its calls; `wait_ns` as for `intervals`.
+
+    Of each call those that it waits, and those that it waits and transfers while the rank does nothing else.
+    What calls in flight together share counts once.
+    """
+    found, event = intervals(trace, wait_ns), np.array([*wait_ns], dtype=np.int64)
+    begin, end = trace.start_ns[event], trace.end_ns[event]
+    arrived = begin + np.array([*wait_ns.values()], dtype=np.int64)
+    waits = (shares(begin, arrived, spans) for spans in (merged(begin, arrived), found.spans["wait"]))
+    seconds = np.stack([*waits, shares(arrived, end, found.spans["transfer"])], axis=1) / 1e9
+    return found.partition, dict(zip(wait_ns, seconds.tolist(), strict=True))
 
 
 def _causes(trace: Trace, idle: Spans) -> NDArray[np.int64]:

@@ -19,8 +19,8 @@ sends are buffered and end at once; there the clocks must tell:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -64,6 +64,8 @@ class Collective:
     """Number of the step, where steps are marked, else -1."""
     events: dict[int, int]
     """Number of the event in each rank's trace."""
+    alone_s: dict[int, list[float]] = field(default_factory=dict)
+    """Where known, the seconds of each rank as of `breakdown.with_calls`."""
 
     @property
     def together_s(self) -> float:
@@ -88,30 +90,20 @@ def collectives(matches: Sequence[Match], alignment: Alignment, zero_ns: int) ->
     tolerance = 1e9 * (_SLACK_S + 5 * (alignment.residual_s or 0.0))
     fitting = [m for m in matches if _overlaps(m, alignment, tolerance)]
     found = [_collective(m, alignment, zero_ns) for m in fitting]
+    found = split_by_fastest(found) if len(alignment.offsets_ns) > 1 else found
     return sorted(found, key=lambda c: (c.start_s, c.group, c.index)), len(matches) - len(fitting)
 
 
 def stragglers(found: Sequence[Collective]) -> list[RankWaiting]:
-    """One row per rank over the collectives that several ranks recorded."""
+    """One row per rank over the collectives that several ranks recorded, of waiting that nothing hides."""
     shared = [one for one in found if one.num_ranks > 1]
     num_last = Counter(one.last_rank for one in shared)
     waited_s, awaited_s = defaultdict[int, float](float), defaultdict[int, float](float)
-    for at, rank, seconds in alone_waits(shared):
-        waited_s[rank] += seconds
-        awaited_s[shared[at].last_rank] += seconds
+    for one in shared:
+        for rank, (_, seconds, _) in one.alone_s.items():
+            waited_s[rank] += seconds
+            awaited_s[one.last_rank] += seconds
     return [RankWaiting(rank, num_last[rank], waited_s[rank], awaited_s[rank]) for rank in sorted(waited_s)]
-
-
-def alone_waits(found: Sequence[Collective]) -> Iterator[tuple[int, int, float]]:
-    """Place of the call, rank and seconds of every wait, without what the rank waits in earlier calls too."""
-    until_s: dict[int, float] = {}
-    waits = (
-        (c.enter_s[rank], rank, at, wait) for at, c in enumerate(found) for rank, wait in c.wait_s.items()
-    )
-    for begin, rank, at, wait in sorted(waits):
-        before = max(begin, until_s.get(rank, begin))
-        until_s[rank] = max(before, begin + wait)
-        yield at, rank, until_s[rank] - before
 
 
 def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:
@@ -184,8 +176,7 @@ def _speed(kind: str, payload: float | None, group_size: int | None, wire_ns: in
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`0-3` for consecutive ranks, `0,2,4` for others, `0,2,...,62` for many."""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}-{ranks[-1]}"
-    shown = [*map(str, ranks[:3]), "...", str(ranks[-1])] if len(ranks) > 8 else list(map(str, ranks))
-    return ",".join(shown)
+    """`0-3,8` where some follow each other, `0,2,4` where none do, `0,2,4,...,62` for many."""
+    runs = np.split(np.array(ranks, dtype=np.int64), np.flatnonzero(np.diff(ranks) != 1) + 1)
+    shown = [f"{of[0]}-{of[-1]}" if len(of) > 2 else ",".join(map(str, of)) for of in runs]
+    return ",".join([*shown[:3], "...", shown[-1]] if len(shown) > 8 else shown)

@@ -57,7 +57,7 @@ from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import MEASURED, chips
 from meshwise.plan.plan import plan_text
-from meshwise.trace.breakdown import partition, work
+from meshwise.trace.breakdown import intervals, work
 from meshwise.trace.events import NAMES, Ints, Kind, Trace, named_by, patterns
 from meshwise.trace.intervals import length
 from meshwise.trace.nesting import launchers, nearest, nested_in
@@ -283,7 +283,7 @@ def _spent(
 ) -> dict[Looks, float]:
     """Seconds of one rank by looks in `steps`, which the step `following` ends; all of its work for none."""
     inside = chosen_steps(trace, marked, steps) if steps else trace
-    parts = partition(inside, wait_ns).seconds
+    parts = intervals(inside, wait_ns).partition.seconds
     if following:
         last = [int(end[-1]) for _, end in work(inside).spans.values() if len(end)]
         then = work(chosen_steps(trace, marked, following)).spans.values()

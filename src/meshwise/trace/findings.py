@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import by_key
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import shape_text
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
-from meshwise.trace.collectives import Collective, ranks_text, split_by_fastest, stragglers
+from meshwise.trace.collectives import Collective, ranks_text, stragglers
 from meshwise.trace.events import Kind, Trace, inputs, is_shape
 from meshwise.trace.operators import KernelTotal, kernels_of
 from meshwise.trace.steps import Marks, RankStep, step_table
@@ -139,8 +140,8 @@ def findings(
     span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
     if not span_s:
         return []
-    job = _TracedJob(facts, partitions, split_by_fastest(collectives), span_s)
-    late, undecided = holders_up(job.collectives, first_step)
+    job = _TracedJob(facts, partitions, collectives, span_s)
+    late, undecided = holders_up(collectives, first_step)
     links = list(_slow_links(job))
     linked = {rank for link in links for rank in link.ranks}
     unseen = {rank for one in job.collectives if one.num_ranks < (one.group_size or 0) for rank in one.wait_s}
@@ -172,22 +173,35 @@ def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
 
 
 def _holder(job: _TracedJob, late: LateRanks) -> Finding:
-    """What the first (of several, the slowest) rank has more of than the others, in words."""
+    """That these ranks are late, by how much, and why."""
     parts = {one.rank: one.seconds for one in job.partitions}
-    worst = max(late.ranks, key=lambda rank: sum(parts[rank].values()) - parts[rank]["wait"])
-    if why := _shared_cores(job.facts, worst, late):
+    slowest = sorted(late.ranks, key=lambda rank: parts[rank]["wait"] - sum(parts[rank].values()))
+    if why := _shared_cores(job.facts, slowest[0], late):
         return job.finding("shared cores", why, late.seconds)
-    who = f"rank {worst} is" if len(late.ranks) == 1 else f"ranks {ranks_text(late.ranks)} are"
-    seconds = min(late.seconds, job.span_s)
+    kind, why = _causes(job, slowest)
+    cost_s = min(late.seconds, job.span_s)
+    told = {"who": f"rank {slowest[0]} is" if len(slowest) == 1 else f"ranks {ranks_text(late.ranks)} are"}
+    told |= {"cost": duration(cost_s), "each": duration(min(late.each_s, late.step_s))}
+    told |= {"start": duration(late.start_s), "step": duration(late.step_s), "why": why}
     if late.is_pause:
-        frac, start = seconds / job.span_s, duration(late.start_s)
-        kind, text = "pause", _TEXTS["pause"].format(who=who, late=duration(seconds), frac=frac, start=start)
-    else:
-        kind, why = _cause(job, list(parts).index(worst))
-        each, step = duration(min(late.each_s, late.step_s)), duration(late.step_s)
-        text = _TEXTS["late"].format(who=who, late=late, each=each, step=step, why=why)
-        text += f"; most of all rank {worst}" * (len(late.ranks) > 1)
-    return job.finding(kind, text, seconds, late.ranks)
+        told["at"] = f"step {late.steps[0]}, which" if late.steps else "the step that"
+        is_why = job.more_s("idle", [*parts].index(slowest[0])) >= _MOSTLY * cost_s
+        told["why"] = f", {why}" if is_why else ""
+        text = _TEXTS["pause"].format(frac=cost_s / job.span_s, **told)
+        return job.finding("pause", text, cost_s, late.ranks)
+    which = f" ({ranks_text(late.steps)})" if late.steps and late.num_late < late.num_steps else ""
+    return job.finding(kind, _TEXTS["late"].format(late=late, which=which, **told), cost_s, late.ranks)
+
+
+def _causes(job: _TracedJob, ranks: Sequence[int]) -> tuple[str, str]:
+    """The kinds of causes of late ranks, the slowest first, and what each has more of, in words."""
+    place = {one.rank: i for i, one in enumerate(job.partitions)}
+    found = by_key((kind, (rank, why)) for rank in ranks for kind, why in [_cause(job, place[rank])])
+    if len(found) == 1:
+        (kind, [(_, why), *_]), *_ = found.items()
+        return kind, why + f"; most of all rank {ranks[0]}" * (len(ranks) > 1)
+    of = (f"rank {ranks_text(sorted(rank for rank, _ in same))} {same[0][1]}" for same in found.values())
+    return ", ".join(found), "; ".join(of)
 
 
 def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
@@ -293,12 +307,12 @@ def _slow_links(job: _TracedJob) -> Iterator[Finding]:
         least = _SLOW_LINK if len(groups) > 2 else _SLOW_LINK_OF_TWO
         for group, speed in speed_of.items():
             if speed < least * usual:
-                lost = sum(one.wire_s for one in groups[group]) * (1 - speed / usual)
+                exposed = [max(alone[2] for alone in one.alone_s.values()) for one in groups[group]]
+                saved = [one.wire_s * (1 - speed / usual) for one in groups[group]]
+                lost = sum(map(min, exposed, saved))
                 lost += found[group][0] if group in found else 0.0
                 found[group] = (lost, speed, usual, groups[group][0])
-    exposed = {one.rank: one.seconds["transfer"] for one in job.partitions}
-    for group, (lost, speed, usual, one) in found.items():
-        cost = min(lost, max(exposed[rank] for rank in one.wait_s))
+    for group, (cost, speed, usual, one) in found.items():
         unseen = sorted(set(one.members) - set(one.wait_s))
         missing = f"rank {ranks_text(unseen)} (without a trace) comes late, or " if unseen else ""
         told = {"speed": with_prefix(speed, "B/s"), "usual": with_prefix(usual, "B/s"), "missing": missing}
@@ -330,15 +344,18 @@ def _host_bound(job: _TracedJob) -> list[Finding]:
 def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:
     """Communication that no compute hides, on average over the ranks: on the wire, and waiting.
 
-    Where no rank is `named`, it says whom the others wait for longest.
+    Where no rank is `named`, it says for whom the others wait.
     """
     wait, transfer, span_s = job.mean_s("wait"), job.mean_s("transfer"), job.mean_s(*PARTS)
     if wait + transfer < _EXPOSED_FRAC * span_s:
         return []
-    frac = (wait + transfer) / span_s
-    text = _TEXTS["exposed"].format(frac=frac, transfer=duration(transfer), wait=duration(wait))
-    awaited = [row for row in stragglers(job.collectives) if row.awaited_s]
-    if awaited and not named:
-        most, num = max(awaited, key=lambda row: row.awaited_s), sum(row.num_last for row in awaited)
-        text += f" (longest for rank {most.rank}, last in {most.num_last} of {num} calls)"
+    traced, members = {one.rank for one in job.facts}, (one.members for one in job.collectives)
+    unseen, whom = ranks_text(sorted(set().union(*members) - traced)), ""
+    if not named and not unseen and wait >= _MIN_FRAC * span_s:
+        most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
+        frac = most.awaited_s / sum(row.awaited_s for row in stragglers(job.collectives))
+        whom = _TEXTS["awaited" if frac >= _MOSTLY else "awaited in turn"].format(most=most, frac=frac)
+    about = {"wire": duration(transfer), "wait": duration(wait), "frac": (wait + transfer) / span_s}
+    about |= {"missing": unseen and _TEXTS["unseen"].format(ranks=unseen)}
+    text = _TEXTS["exposed"].format(**about) + whom
     return [job.finding("exposed communication", text, wait + transfer, (one.rank for one in job.partitions))]

@@ -62,3 +62,11 @@ def covered(spans: Spans, time: NDArray[Any]) -> NDArray[np.float64]:
     points = np.stack(spans, axis=1).ravel()
     origin = points[0]  # nanoseconds since 1970 are beyond a float64
     return np.interp(time - origin, points - origin, np.repeat(before, 2)[1:-1])
+
+
+def shares(start: Ints, end: Ints, spans: Spans) -> NDArray[np.float64]:
+    """How much of a merged set lies in each interval and in none that starts earlier."""
+    order = np.argsort(start, kind="stable")
+    until = np.maximum.accumulate(end[order])
+    begin = np.maximum(start[order], np.append(start[order[:1]], until[:-1]))
+    return (covered(spans, until) - covered(spans, begin))[np.argsort(order)]

@@ -27,6 +27,7 @@ from meshwise.trace.nesting import launchers
 
 PROFILER_STEP = "ProfilerStep"
 _UPDATE = "Optimizer.step#"
+_ROUNDED_NS = 1_000
 _NUMBERED = re.compile(r"^(.*?)[#_ .:-]*(\d*)$")
 
 
@@ -86,7 +87,7 @@ def _sections(trace: Trace) -> dict[str, Marks]:
         start, end = trace.start_ns[events], trace.end_ns[events]
         if len(set(numbers.tolist())) < len(numbers) or (np.diff(numbers) < 0).any():
             numbers = np.arange(len(events))
-        if (start[1:] >= end[:-1]).all():
+        if (start[1:] >= end[:-1] - _ROUNDED_NS).all():
             found[name] = Marks(name, numbers, start, end)
     return found
 

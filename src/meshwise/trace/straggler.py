@@ -1,23 +1,32 @@
 """Which rank holds the others up, from the waiting that it causes; no clock is needed.
 
-In every step, rank r waits W[r] inside its collectives: what they take beyond the call of the last rank,
-once where several are in flight together. The rank that the others wait for is the one that waits least,
-and its margin is what a step would gain if it came with the second to last:
+In every step rank r waits W[r] inside its collectives: what they take beyond the call of the last rank, once
+where several are in flight together. Of that, X[r] runs beside nothing else that the rank does. T[r] is such
+exposed time of transfers: a rank that is early hides less of them than one that works longer, min T. So what
+r loses in a step because others are late, and what the step would gain if r came with the second to last, are
 
-    m[r] = min over the other ranks of W - W[r]
+    L[r] = min(W[r], X[r] + T[r] - min T)
+    m[r] = min over the other ranks of L - L[r]
+
+W counts what compute hides too, so it overstates by far where collectives overlap compute. X alone is too
+low: transfers that the late rank hides, the others do not. Without the bound W, a rank that hides more of a
+transfer would look late where the links decide.
 
 Chance alone makes some rank last in each step, so a rank is named only if one of these rules holds. k is the
-number of steps in which r waits least, S that of all steps, n that of ranks; the relief is the sum of
+number of steps in which r loses least, S that of all steps, n that of ranks; the relief is the sum of
 positive m.
 
     persistent  n x P(at least k of S at probability 1/n) <= 0.01, r has 80 % of all relief, which is >= 5 %
-                of the span, and the median of m is >= 5 % of a step
+                of the span, and the median of m is >= 5 % of a step, or m is in each of these k steps
     always      all m >= 8 % and median m >= 12 % of a step; 20 and 30 % if S < 6, 40 and 60 % if S < 4. One
                 step in nine may be otherwise (something else happened in it), with 80 % of all relief too
     pause       one m is >= 2 % of the span, and >= 8 times as large as the next one of any rank (4 times
-                where that one is < 5 % of a step), the median of W[r] over the steps taken off
-    several     (8 ranks or more) W[r] below the median rank's in 80 % of the steps, typically by 5 %
-                of a step and by 6 standard deviations of the ranks
+                where that one is < 5 % of a step), the median of L[r] over the steps taken off
+    several     (8 ranks or more) L[r] below the median rank's in 80 % of the steps, typically by 2 % of a
+                step, 6 standard deviations of the ranks and a quarter of what it is on the latest rank
+
+If more than one holds, the costliest counts. A rank is late in the steps that would gain 2 % of a step, or
+half of the mean, if that is less.
 
 The first step of a job starts it and is left out. Ranks that share no collective, even through others, are
 judged apart; messages count as collectives, so that no stage of a pipeline looks late because it ends last.
@@ -32,11 +41,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.collectives import Collective, alone_waits, ranks_text
+from meshwise.trace.collectives import Collective, ranks_text
 from meshwise.trace.events import Ints
 from meshwise.trace.match import linked
 from meshwise.trace.transfers import SYNCHRONISING
@@ -53,7 +63,7 @@ _OTHERWISE = 9
 """Of how many steps one may be otherwise."""
 _SPAN_FRAC = 0.02
 _PAUSE_RATIO, _PAUSE_RATIO_STEADY = 8.0, 4.0
-_SEVERAL_RANKS, _SEVERAL_SPREADS, _OFTEN = 8, 6 * 1.48, 0.8
+_SEVERAL_RANKS, _SEVERAL_SPREADS, _OFTEN, _OF_LATEST_FRAC = 8, 6 * 1.48, 0.8, 0.25
 _PERIODS_PER_STEP = (1, 2, 3, 4, 6, 8)
 _SAME_FRAC = 0.85
 
@@ -64,14 +74,16 @@ class LateRanks:
 
     ranks: tuple[int, ...]
     seconds: float
+    steps: tuple[int, ...]
+    """The numbers of the steps in which they are late; empty where none are marked."""
     num_late: int
-    """In how many of `num_steps` they came last; once is a pause."""
+    """In how many of `num_steps` they are late; once is a pause."""
     num_steps: int
     each_s: float
-    """By how much they are late in a step, on average, and how long a step takes."""
+    """By how much they are late in these, on average, and how long these take."""
     step_s: float
     start_s: float
-    """When the step of a pause began, on the common clock."""
+    """When the first of these began, on the common clock."""
 
     @property
     def is_pause(self) -> bool:
@@ -80,12 +92,15 @@ class LateRanks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """Seconds that each rank waits in each step [S, n], and how long a step and the whole take."""
+class _Steps:
+    """What each rank loses in each step [S, n] because others are late, and how long steps take."""
 
     ranks: tuple[int, ...]
-    wait_s: NDArray[np.float64]
+    lost_s: NDArray[np.float64]
+    number: Ints
+    """Of each step, where they are marked."""
     start_s: NDArray[np.float64]
+    duration_s: NDArray[np.float64]
     step_s: float
     span_s: float
     num_all_steps: int
@@ -105,28 +120,28 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
     for met in linked(one.wait_s for one in shared if len(one.wait_s) > 1):  # directly or through others
         ranks, calls = tuple(sorted(met)), [one for one in shared if met.issuperset(one.wait_s)]
         starts = min(one.step for one in calls) <= first_step
-        views = [view for view in _views(ranks, calls, starts) if len(view.wait_s) >= MIN_STEPS]
-        named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
-        late = named or (_several(views[0]) if views else None)
-        stragglers += [late] if late else []
+        views = [view for view in _views(ranks, calls, starts) if len(view.lost_s) >= MIN_STEPS]
+        named = [*map(_persistent, views), *map(_several, views[:1]), *map(_pause, views[:1])]
+        late = [_late(views[0], one) for one in named if one.any()]
+        stragglers += sorted(late, key=lambda one: one.seconds)[-1:]
         if not views:
             reason = f"fewer than {MIN_STEPS + starts} steps of ranks {ranks_text(ranks)} were recorded"
     return stragglers, reason
 
 
-def _views(ranks: tuple[int, ...], calls: Sequence[Collective], starts: bool) -> Iterator[_Waiting]:
-    """The waiting by one, two, ... steps as marked, else periods of the calls."""
+def _views(ranks: tuple[int, ...], calls: Sequence[Collective], starts: bool) -> Iterator[_Steps]:
+    """The steps one by one, as marked, else periods of the calls; then two, three, ... together."""
     marks, step = np.unique([one.step for one in calls], return_inverse=True)
-    num_steps, waits = len(marks), np.array(list(alone_waits(calls)))
+    waits = np.array([(i, r, *alone) for i, one in enumerate(calls) for r, alone in one.alone_s.items()])
+    steps, num_steps = partial(_steps, ranks, calls, waits, marks, starts), len(marks)
     if is_marked := num_steps >= MIN_STEPS + starts:
-        yield _waiting(ranks, calls, waits, step, starts)
+        yield steps(step)
     else:
         position, total = _positions(calls)
         num_steps = _num_periods([(c.name, c.bytes, c.group) for c in calls if ranks[0] in c.wait_s])
     for each in _PERIODS_PER_STEP[is_marked:]:
         if num_steps // each > _RARE_STEPS:
-            period = step // each if is_marked else position * (num_steps // each) // total
-            yield _waiting(ranks, calls, waits, period, starts)
+            yield steps(step // each if is_marked else position * (num_steps // each) // total)
 
 
 def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -157,19 +172,29 @@ def _num_periods(keys: Sequence[object]) -> int:
     return min((num for num in counts.values() if num > _RARE_STEPS), default=1)
 
 
-def _waiting(
-    ranks: tuple[int, ...], calls: Sequence[Collective], waits: NDArray[np.float64], step: Ints, starts: bool
-) -> _Waiting:
-    """The `waits` of each rank in each step, but for the first where that `starts` the job."""
+def _steps(
+    ranks: tuple[int, ...],
+    calls: Sequence[Collective],
+    waits: NDArray[np.float64],
+    marks: Ints,
+    starts: bool,
+    step: Ints,
+) -> _Steps:
+    """What each rank loses in each step, but for the first where that `starts` the job."""
     num_steps = int(step.max()) + 1
-    wait, start = np.zeros((num_steps, len(ranks))), np.full(num_steps, np.inf)
+    start, sums = np.full(num_steps, np.inf), np.zeros((3, num_steps, len(ranks)))
     np.minimum.at(start, step, [call.start_s for call in calls])
-    at, rank, seconds = waits.T
-    np.add.at(wait, (step[at.astype(np.int64)], np.searchsorted(ranks, rank)), seconds)
-    end_s = max(map(_end_s, calls))
-    step_s = float(np.median(np.diff(np.append(start, end_s))))
+    place = step[waits[:, 0].astype(np.int64)], np.searchsorted(ranks, waits[:, 1])
+    for of, seconds in zip(sums, waits.T[2:], strict=True):
+        np.add.at(of, place, seconds)
+    wait, exposed, transfer = sums
+    lost = np.minimum(wait, exposed + transfer - transfer.min(axis=1, keepdims=True))
+    duration = np.diff(np.append(start, max(map(_end_s, calls))))
     num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
-    return _Waiting(ranks, wait[starts:], start[starts:], step_s, end_s - float(start.min()), num_all_steps)
+    of_steps = (marks[starts:], start[starts:], duration[starts:])
+    return _Steps(
+        ranks, lost[starts:], *of_steps, float(np.median(duration)), float(duration.sum()), num_all_steps
+    )
 
 
 def _end_s(call: Collective) -> float:
@@ -183,30 +208,37 @@ def _margins(wait: NDArray[np.float64]) -> NDArray[np.float64]:
     return others - wait
 
 
-def _persistent(view: _Waiting) -> LateRanks | None:
-    """One rank that is last more often than chance has it, and by much."""
-    margin = _margins(view.wait_s)
+def _persistent(view: _Steps) -> NDArray[np.bool_]:
+    """The one rank, if any, that is last more often than chance has it, and by much."""
+    margin = _margins(view.lost_s)
     relief = np.maximum(margin, 0).sum(axis=0)
     i = int(relief.argmax())
     steps, ranks = margin.shape
-    num_last, median = int((margin[:, i] > 0).sum()), float(np.median(margin[:, i]))
+    median, much_s = float(np.median(margin[:, i])), _STEP_FRAC * view.step_s
+    num_last = int((margin[:, i] > (0 if median >= much_s else much_s)).sum())
     is_rare = steps >= _RARE_STEPS and ranks * _tail(num_last, steps, 1 / ranks) <= _CHANCE
-    is_rare &= median >= _STEP_FRAC * view.step_s
     has_most = relief[i] >= max(_RELIEF_FRAC * relief.sum(), _STEP_FRAC * view.span_s)
     least_frac, median_frac = next(limits for from_steps, *limits in _ALWAYS if steps >= from_steps)
     least = float(np.sort(margin[:, i])[steps // _OTHERWISE])
     is_clear = least >= least_frac * view.step_s and median >= median_frac * view.step_s
-    if not (has_most and (is_clear or is_rare)):
-        return None
-    return _late((view.ranks[i],), float(relief[i]), num_last, view)
+    return np.asarray((np.arange(ranks) == i) & has_most & (is_clear or is_rare))
 
 
-def _late(ranks: tuple[int, ...], seconds: float, num_late: int, view: _Waiting) -> LateRanks:
-    """Ranks that are late by `seconds` in the steps of a view, and as much in those that it leaves out."""
-    num_steps = len(view.wait_s)
-    each_s, start_s = seconds / num_steps, float(view.start_s[0])
-    whole_s = each_s * view.num_all_steps
-    return LateRanks(ranks, whole_s, num_late, num_steps, each_s, view.step_s, start_s)
+def _late(view: _Steps, chosen: NDArray[np.bool_]) -> LateRanks:
+    """What the job would gain if the ranks `chosen` [n], of some steps [S, n], came with the last other one.
+
+    In the first step they are taken to be as late as in the median step.
+    """
+    in_step, is_late = (np.atleast_2d(chosen).any(axis=axis) for axis in (1, 0))
+    others, own = view.lost_s[:, ~is_late].min(axis=1), view.lost_s[:, is_late].min(axis=1)
+    gain_s = np.maximum(others - own, 0) * in_step
+    slow = gain_s >= min(_SPAN_FRAC * view.step_s, gain_s.mean() / 2)
+    num_late, num_steps = int(slow.sum()), len(slow)
+    whole_s = float(gain_s.sum() + np.median(gain_s) * (view.num_all_steps - num_steps))
+    each_s, step_s = float(gain_s[slow].mean()), float(np.median(view.duration_s[slow]))
+    steps = tuple(view.number[slow].tolist() if len(view.number) == num_steps else ())
+    ranks, start_s = tuple(np.array(view.ranks)[is_late].tolist()), float(view.start_s[slow][0])
+    return LateRanks(ranks, whole_s, steps, num_late, num_steps, each_s, step_s, start_s)
 
 
 def _tail(count: int, num: int, chance: float) -> float:
@@ -219,32 +251,21 @@ def _tail(count: int, num: int, chance: float) -> float:
     return math.fsum(probability(hits) for hits in range(count, num + 1))
 
 
-def _pause(view: _Waiting) -> LateRanks | None:
-    """One rank that was late once, far more than any rank ever else, beyond what it usually is."""
-    margin = _margins(view.wait_s - np.median(view.wait_s, axis=0))
-    place = np.unravel_index(int(margin.argmax()), margin.shape)
-    largest, next_largest = float(margin[place]), float(np.partition(margin, -2, axis=None)[-2])
+def _pause(view: _Steps) -> NDArray[np.bool_]:
+    """The one rank, if any, that was late once, far more than any rank else, beyond its usual lateness."""
+    margin = _margins(view.lost_s - np.median(view.lost_s, axis=0))
+    next_largest, largest = np.partition(margin, -2, axis=None)[-2:].tolist()
     is_steady = next_largest < _STEP_FRAC * view.step_s
     ratio = _PAUSE_RATIO_STEADY if is_steady else _PAUSE_RATIO
-    if len(margin) < _RARE_STEPS or largest < max(_SPAN_FRAC * view.span_s, ratio * next_largest):
-        return None
-    start_s, ranks = float(view.start_s[int(place[0])]), (view.ranks[int(place[1])],)
-    return LateRanks(ranks, largest, 1, len(margin), largest, view.step_s, start_s)
+    is_far = len(margin) >= _RARE_STEPS and largest >= max(_SPAN_FRAC * view.span_s, ratio * next_largest)
+    return np.asarray((margin == largest) & is_far)
 
 
-def _several(view: _Waiting) -> LateRanks | None:
-    """Ranks that wait less than the median rank, step after step."""
-    num_ranks = len(view.ranks)
-    if num_ranks < _SEVERAL_RANKS:
-        return None
-    less = np.median(view.wait_s, axis=1, keepdims=True) - view.wait_s
+def _several(view: _Steps) -> NDArray[np.bool_]:
+    """The ranks, if any, that lose less than the median rank, step after step."""
+    less = np.median(view.lost_s, axis=1, keepdims=True) - view.lost_s
     typical = np.median(less, axis=0)
     spread = float(np.median(np.abs(typical - np.median(typical))))
-    least_s = max(_STEP_FRAC * view.step_s, _SEVERAL_SPREADS * spread)
+    least_s = max(_SPAN_FRAC * view.step_s, _SEVERAL_SPREADS * spread, _OF_LATEST_FRAC * typical.max())
     slow = ((less > 0).mean(axis=0) >= _OFTEN) & (typical >= least_s)
-    if not slow.any() or slow.all():
-        return None
-    gain = np.maximum(view.wait_s[:, ~slow].min(axis=1) - view.wait_s[:, slow].min(axis=1), 0).sum()
-    ranks, num_late = tuple(np.array(view.ranks)[slow].tolist()), int((less[:, slow] > 0).any(axis=1).sum())
-    late = _late(ranks, float(gain), num_late, view)
-    return late if late.seconds >= _SPAN_FRAC * view.span_s else None
+    return np.asarray(slow & (len(slow) >= _SEVERAL_RANKS) & ~slow.all())

@@ -29,7 +29,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.files import write_bytes
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align
-from meshwise.trace.breakdown import PARTS, Breakdown, Partition, RankIntervals, intervals, partition
+from meshwise.trace.breakdown import PARTS, Breakdown, Partition, RankIntervals, intervals, with_calls
 from meshwise.trace.collectives import Collective, RankWaiting, collectives, ranks_text, stragglers
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import FileProblem
@@ -205,7 +205,7 @@ class Summary(Shown):
         document["ranks"] = self.rank_rows()
         calls: list[dict[str, Any]] = msgspec.to_builtins(self.collectives, str_keys=True)
         for call in calls:
-            del call["events"], call["enter_s"], call["members"]
+            del call["events"], call["enter_s"], call["members"], call["alone_s"]
             call["step"] = None if call["step"] < 0 else call["step"]
         clocks = ("method", "residual_s", "offsets_s", "num_collectives")
         known = {name: getattr(self.alignment, name) for name in clocks}
@@ -257,7 +257,10 @@ def summarize(traces: Traces) -> Summary:
     origin = min((one.first_ns - offsets[one.rank] for one in facts if one.first_ns is not None), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
-    partitions = traces.each(partition, waits_ns(found))
+    measured = traces.each(with_calls, waits_ns(found))
+    partitions = [parts for parts, _ in measured]
+    alone_s = {parts.rank: of_calls for parts, of_calls in measured}
+    calls = [replace(c, alone_s={rank: alone_s[rank][at] for rank, at in c.events.items()}) for c in found]
     steps = itertools.chain(*(one.steps for one in facts))
     return Summary(
         traces=traces,
@@ -266,8 +269,8 @@ def summarize(traces: Traces) -> Summary:
         kernels=kernel_totals(itertools.chain(*(one.kernels for one in facts))),
         alignment=alignment,
         collectives=found,
-        stragglers=stragglers(found),
-        findings=findings(facts, partitions, found, first_step),
+        stragglers=stragglers(calls),
+        findings=findings(facts, partitions, calls, first_step),
         problems=list(_of_the_job(facts, found, num_unfit)),
         steps=sorted(steps, key=lambda one: (one.number, one.breakdown.rank)),
         origin_ns=origin,
