@@ -204,18 +204,16 @@ def test_accelerate_accepts_it(tmp_path: Path) -> None:
     assert config.fsdp_config["fsdp_reshard_after_forward"] is True
 
 
-def test_deepspeed_accepts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plan", "dp"), [("tp=4,sp=0,zero=2", 4), ("cp=2,cp_kind=ulysses", 8)])
+def test_deepspeed_accepts_it(plan: str, dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer takes the file and what the job exports, and the ranks of an axis exchange activations."""
     pytest.importorskip("deepspeed")
-    mw.launch(
-        "llama3-8b", CLUSTER, "tp=8,zero=3,sp=0,offload_optimizer=0.5", to="deepspeed", batch=64, seq=4096
-    ).write(tmp_path)
-    code = (
-        "import json, sys; from deepspeed.runtime.config import DeepSpeedConfig\n"
-        "import deepspeed; deepspeed.init_distributed('gloo')\n"
-        "class Ranks:\n    def get_data_parallel_world_size(self): return 8\n"
-        "c = DeepSpeedConfig(json.load(open(sys.argv[1])), mpu=Ranks())\n"
-        "print(c.zero_config.stage, c.train_batch_size, c.gradient_accumulation_steps)"
-    )
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    environment = rank | {"DS_ACCELERATOR": "cpu"}
-    assert last_line(code, [str(tmp_path / "ds_config.json")], environment) == "3 64 8"
+    job = mw.launch("llama3-8b", "h100:16", plan, to="deepspeed", batch=8 * dp, microbatch=4, seq=4096)
+    file, script = job.write(tmp_path)
+    for name, value in re.findall(r"export ([AP]\w+)=(.*)", script.read_text()):
+        monkeypatch.setenv(name, value)
+    file.write_text(file.read_text().replace('"adamw"', '"adamw", "params": {"torch_adam": true}'))
+    trainer = ["python", str(SCRIPTS / "hf_trainer.py"), str(tmp_path / "out"), str(file)]
+    found = mw.dry_run_script(trainer, ranks=16).collectives()
+    exchanged = {one["collective"] for one in found if one["group_size"] == 16 // dp}
+    assert exchanged & {"all_reduce", "all_to_all"}

@@ -113,10 +113,11 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         return value not in (unstated, again.get(name, unstated))
 
     unread += [f"{name} {stated[name]}: no key of a plan says this" for name in stated if is_unread(name)]
-    names = {name: facts.get(name) for name in ("has_experts", "fuses_experts", "hidden", "vocab")}
+    told_of = ("has_experts", "fuses_experts", "hidden", "vocab", "counted", "counted_batch", "batch", "dp")
+    names = {name: facts.get(name) for name in told_of}
     is_config = any("_target_" in name for name in stated)
-    names["layout"] = layout
-    unread += told("read job", of_recipe=framework == "megatron-bridge" and not is_config, **names)
+    of_recipe = framework == "megatron-bridge" and not is_config
+    unread += told("read job", layout=layout, of_recipe=of_recipe, **names)
     batch = facts.get("batch")
     if batch is not None and batch < 0:  # torchtitan's -1 is one microbatch of every rank
         batch = facts["local_batch"] * facts["dp"] if facts.get("dp") else None

@@ -82,13 +82,13 @@ def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
     """The facts that the arguments `stated` say, and where they only come near to one."""
     facts: Facts = {}
     near = []
-    of_trainer = framework in OF_TRAINER
+    beside = ("$", "--") if framework in OF_TRAINER else ("$",)
     for fact, setting in table_of(framework).items():
         for value, option in sorted(setting.items(), key=_rank):
             wants = {
                 name: want
                 for name, want in option.settings.items()
-                if not of_trainer or not name.startswith("--") or name in stated
+                if not name.startswith(beside) or name in stated
             }
             held = {name: _held(framework, stated, name) for name in wants}
             if (option.settings and not wants) or not all(

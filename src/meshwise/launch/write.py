@@ -119,7 +119,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     lacks = [*lacks, *told("hosts of a job", cluster=cluster, node=node, num_nodes=facts["num_nodes"])]
     lost |= {sentence: sentence for sentence in lacks}
     command = _command(framework, flags, model, facts, node)
-    script = File("job.sbatch", _slurm(framework, command, facts, node))
+    script = File("job.sbatch", _slurm(framework, command, settings, facts["num_nodes"], node))
     if framework in FINETUNING and facts["num_nodes"] == 1:
         script = File("job.sh", f"#!/bin/bash\nset -euo pipefail\n{command}\n")
     return Launch(
@@ -165,7 +165,7 @@ def _forms(
 
 def _words_and_files(framework: str, settings: Settings, model: Model) -> tuple[list[str], list[File]]:
     dashed = {name: value for name, value in settings.items() if name.startswith("--")}
-    dotted = {name: value for name, value in settings.items() if name not in dashed}
+    dotted = {name: value for name, value in settings.items() if name[0] not in "-$"}
     if framework == "torchtitan":
         module, config = launch_tables().torchtitan_models.get(model.name, ("", ""))
         chosen = ["--module", module, "--config", config] if module else []
@@ -229,13 +229,8 @@ def _command(framework: str, flags: list[str], model: Model, facts: Facts, node:
     return tables.commands["torchrun" if framework in tables.programs and not is_alone else framework] % names
 
 
-def _slurm(framework: str, command: str, facts: Facts, node: int) -> str:
+def _slurm(framework: str, command: str, settings: Settings, num_nodes: int, node: int) -> str:
     """A batch script: one task on each node, which starts all its GPUs."""
-    exports = ""
-    if framework.startswith("megatron") and facts["tp"] * facts["cp"] > 1:
-        wanted = 8 if facts["weights_sharded"] else 1  # Megatron-FSDP needs several queues, tp and cp one
-        exports = f"export CUDA_DEVICE_MAX_CONNECTIONS={wanted}\n"
-    if framework.startswith("megatron") and facts["offload_activations"]:
-        exports += "export NVTE_CPU_OFFLOAD_V1=1\n"  # which Transformer Engine 2.10 asks for
-    names = {"framework": framework, "num_nodes": facts["num_nodes"], "node": node, "exports": exports}
+    exports = "".join(f"export {name[1:]}={settings[name]}\n" for name in settings if name[0] == "$")
+    names = {"framework": framework, "num_nodes": num_nodes, "node": node, "exports": exports}
     return launch_tables().scripts["slurm"] % (names | {"command": shlex.quote(command)})
