@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_tables import table
+from meshwise.core.each import telling
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.serve import serving as est
@@ -53,8 +54,11 @@ def test_a_layout_of_the_grid_is_the_layout_alone(model: str) -> None:
 
 
 def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None:
-    found = sized("llama3-8b", "h100-80g-sxm:16", 30.0, 0.5, 0.02)
+    heard: list[str] = []
+    with telling(lambda done, total: None, heard.append):
+        found = sized("llama3-8b", "h100-80g-sxm:16", 30.0, 0.5, 0.02)
     best = found.best
+    assert f"layouts simulated: {len(found.simulated)}; {best.fleet.num_chips} GPUs hold the load" in heard
     assert best.within_frac >= 0.9 and best.fleet.num_chips <= 16
     assert {one.fleet.prefill is None for one in found.bests} == {True, False}  # one pool, and two
     for one in found.bests:

@@ -203,7 +203,7 @@ def serve(
         trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
         out: Write the files of --to into this folder [print them].
     """
-    with on_nodes(ray, "clusters"):
+    with on_nodes(ray), how_far(""):
         found = api.serve(**asked)
     refuse("serve outputs", WorkloadError, found=found, ray=ray, plot=plot, csv=csv, trace=trace, out=out)
     columns = found.columns if csv is not None else {}

@@ -113,8 +113,14 @@ def how_far(ends: str = " (Ctrl-C keeps it)") -> Iterator[Callable[[str], None]]
     """What is called says on a terminal how far a search is, and what `ends` it."""
     from rich.console import Console
 
-    with Console(stderr=True).status("") as status:
-        yield lambda text: status.update(text + ends)
+    from meshwise.core.each import telling
+
+    def hear(text: str) -> None:
+        if text:
+            status.update(text + ends)
+
+    with Console(stderr=True).status("") as status, telling(lambda done, total: None, hear):
+        yield hear
 
 
 def console() -> Console:

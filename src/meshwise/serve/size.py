@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.columns import grouped
-from meshwise.core.each import all_of
+from meshwise.core.each import HEARS, all_of
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
@@ -238,7 +238,11 @@ def size(
     wide = [one for one in choices(None) if _is_within(one.fleet, most)]
     ranked = sorted(choices(wanted.rate) if wanted.rate else [], key=lambda one: one.rank)
     elapsed_s = max(perf_counter() - began, 1e-9)
-    simulated = list(_finalists(ranked, wanted, most))
+    simulated: list[Choice] = []
+    for choice in _finalists(ranked, wanted, most):
+        simulated.append(choice)
+        holds = f"; {best.fleet.num_chips:,} GPUs hold the load" if (best := _best(simulated)) else ""
+        HEARS.get()(f"layouts simulated: {len(simulated)}{holds}")
     while (best := _best(simulated)) and best.load and best.load.window and not best.load.window.is_settled:
         assert wanted.requests is not None
         longer = _under(best, wanted, at_most(wanted.requests, ANSWER_REQUESTS))
