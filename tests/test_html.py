@@ -91,11 +91,8 @@ def test_every_result_is_a_page(meshwise: Any, tmp_path: Path, words: str, title
 
     runs, path = tmp_path / "runs.csv", tmp_path / "x.html"
     runs.write_text("\n".join(published_runs().read_text().splitlines()[:5]))
-    named = {
-        "RUNS": str(runs),
-        "TRACE": str(write_trace(tmp_path / "rank-0.json", GEMM, 0)),
-        "TRACES": TRACES,
-    }
+    trace = str(write_trace(tmp_path / "rank-0.json", GEMM, 0))
+    named = {"RUNS": str(runs), "TRACE": trace, "TRACES": TRACES}
     told = (named.get(word, word) for word in words.split())
     done = meshwise(*told, "--plot" if words.startswith("frontier") else "--html", str(path))
     assert done.code == 0, done.err

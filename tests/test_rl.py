@@ -17,6 +17,8 @@ from meshwise import api
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.launch.arguments import framework_arguments
 from meshwise.plan.plan import parse_plan
+from meshwise.report.answer import Chart
+from meshwise.report.rl import page
 from meshwise.rl.asynchronous import COUNTED, steady
 from meshwise.rl.engines import RolloutPool, drain
 from meshwise.rl.framework import find_framework
@@ -322,6 +324,8 @@ def test_candidates_are_what_the_framework_runs_and_no_simple_plan_is_faster(to:
     """Of 16 GPUs a pool has whole nodes; plans are ranked by what the trainer takes, not by full bins."""
     asked: Any = {"prompts": 64, "samples": 8, "output": 256, "mode": "one_step_off", "updates": 4}
     found = mw.rl("qwen2.5-7b", "h100-80g-sxm:16", framework=to, **asked)
+    bars = [name for part in page(found).sections if isinstance(part, Chart) for name in part.marks[0].names]
+    assert len({name.partition(": ")[2] for name in bars}) == len(bars) > 1
     first, *_ = written = [write_settings(one.job, to) for one in found.best]
     assert not any(one.not_expressed for one in written)
     assert mw.launch("qwen2.5-7b", "h100-80g-sxm:16", to=to, **asked).arguments == first.arguments

@@ -133,7 +133,7 @@ def test_the_other_views_answer(client: TestClient) -> None:
     never = ask(client, "serve", **where, rate="5", token_ms="0.0001")
     assert never["headline"].startswith("no layout of this cluster fits and keeps") and not never["ok"]
     slow = ask(client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", schedule="zero-bubble")
-    assert "a100-80g-sxm" in slow["title"]
+    assert "a100-80g-sxm" in slow["title"] and "; on a100-80g-sxm: plateau" in slow["headline"]
     assert "Rank 3" in ask(client, "traces", path="gloo4")["headline"]
     other = ask(client, "traces", path="gloo4", **where, batch="8")
     assert "The traces are of CPUs" in html(other) and "From the predicted step" not in html(other)
@@ -216,6 +216,8 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
     num = [int(found["headline"].split()[0].replace(",", "")) for found in (some, everything)]
     assert 0 < num[0] < num[1]
     assert 'href="https://' in html(everything)
+    of_chip = set(re.findall(r'"name":"([^"]+) \(\d+\)".*?"color":"(#\w+)"', html(everything)))
+    assert len(of_chip) == len(dict(of_chip)) > 1
 
 
 @pytest.mark.parametrize(("view", "state", "sentence"), WRONG["pages"])

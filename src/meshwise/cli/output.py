@@ -113,14 +113,11 @@ def how_far(ends: str = " (Ctrl-C keeps it)") -> Iterator[Callable[[str], None]]
     """What is called says on a terminal how far a search is, and what `ends` it."""
     from rich.console import Console
 
-    from meshwise.core.each import telling
+    from meshwise.core.each import HEARS, telling
 
-    def hear(text: str) -> None:
-        if text:
-            status.update(text + ends)
-
-    with Console(stderr=True).status("") as status, telling(lambda done, total: None, hear):
-        yield hear
+    status = Console(stderr=True).status("")
+    with status, telling(lambda done, total: None, lambda said: status.update(said + ends if said else None)):
+        yield HEARS.get()
 
 
 def console() -> Console:

@@ -24,9 +24,10 @@ _COMPUTE = plot.ChartAxis("training compute [FLOP]", log=True, numbers="power")
 
 def page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
     """The best utilization of a device at each training compute; `others` are drawn beside it."""
-    found, ideal, document = [frontier, *others], frontier.ideal, frontier.to_json()
-    days, failing = f"{frontier.run.duration_s / 86400:.0f} days", document["with_failures"]
-    headline = f"runs of {days} on {frontier.device.name}: {ends(document)}; with failures: {ends(failing)}"
+    found, name, document = [frontier, *others], frontier.device.name, frontier.to_json()
+    of_each = "; on ".join(f"{one.device.name}: {ends(one.to_json())}" for one in found)
+    failing = "" if others else f"; with failures: {ends(document['with_failures'])}"
+    headline = f"runs of {frontier.run.duration_s / 86400:.0f} days on {of_each}{failing}"
     assumed = [
         (name, f"{value['name']} ({value['source']})" if isinstance(value, dict) else _plain(value))
         for name, value in {**document["assumptions"], **document["failures"]}.items()
@@ -36,10 +37,10 @@ def page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
         headline,
         [
             replace(_utilization(found), table=curve_table(document)),
-            _busy(ideal),
-            Table("Assumptions", ("choice", "value"), assumed, left=("choice", "value")),
+            _busy(frontier),
+            Table(f"Assumptions of {name}", ("choice", "value"), assumed, left=("choice", "value")),
         ],
-        any(point.plan for point in ideal.curve),
+        any(point.plan for point in frontier.ideal.curve),
     )  # fmt: skip
 
 
@@ -56,8 +57,9 @@ def _utilization(found: Sequence[Frontier]) -> plot.Chart:
         marks += _curve(ideal, name, color, "solid", named=len(found) == 1)
         marks += _curve(failing, f"{name}, with failures", worse, "dash", named=len(found) == 1)
     run = found[0].run
+    plateaus = ", ".join(f"{one.ideal.plateau:.1%} on {one.device.name}" for one in found)
     finding = (
-        f"The plateau is {found[0].ideal.plateau:.1%}; dashed lines lose time to failures, dots are 80 % of "
+        f"The plateau is {plateaus}; dashed lines lose time to failures, dots are 80 % of "
         f"the plateau. At most {run.duration_s / 86400:.0f} days, batch {run.batch.name}, {run.schedule}."
     )
     share = plot.ChartAxis("utilization", low=0.0, numbers="percent")
@@ -79,9 +81,9 @@ def _curve(limits: Limits, name: str, color: str, line: plot.LineStyle, *, named
     return marks
 
 
-def _busy(ideal: Limits) -> plot.Chart:
+def _busy(frontier: Frontier) -> plot.Chart:
     """How busy each resource is along the curve without failures, and what all of them wait for."""
-    points = [point for point in ideal.curve if point.plan]
+    points = [point for point in frontier.ideal.curve if point.plan]
     marks = [
         _line(points, lambda point, name=name: point.busy_frac[name], name, color)
         for name, color in zip(RESOURCES, plot.COLORS, strict=False)
@@ -92,7 +94,7 @@ def _busy(ideal: Limits) -> plot.Chart:
     ]
     finding = "Without failures. Dotted: shares of a step in which what binds stands still."
     share = plot.ChartAxis("share of a step", low=0.0, high=1.0, numbers="percent")
-    return plot.Chart("How busy each resource is", marks, _COMPUTE, share, finding)
+    return plot.Chart(f"How busy each resource is: {frontier.device.name}", marks, _COMPUTE, share, finding)
 
 
 def _line(
@@ -108,7 +110,7 @@ def picture(frontiers: Frontier | Sequence[Frontier]) -> plot.Picture:
     """Curves of one or several devices; of one, what is busy too."""
     found = [frontiers] if isinstance(frontiers, Frontier) else list(frontiers)
     names = ", ".join(one.device.name for one in found)
-    rows = [[_utilization(found)], *([[_busy(found[0].ideal)]] if len(found) == 1 else [])]
+    rows = [[_utilization(found)], *([[_busy(found[0])]] if len(found) == 1 else [])]
     return plot.Picture(rows, f"Largest training runs on {names}")
 
 

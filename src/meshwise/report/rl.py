@@ -1,7 +1,7 @@
 """A step of post-training by reinforcement: phases, memory, cost, and every candidate of an open layout."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
@@ -63,16 +63,7 @@ def page(answer: RlAnswer) -> Page:
 
 def _split(split: RlAnswer) -> Iterator[Section]:
     """Every candidate that was priced, the best first; what other splits take, and what more memory gains."""
-    columns: Fields = {
-        **{"mode": "job.mode", "bound": "job.staleness", "rollout": "gpus.rollout"},
-        "engine": lambda step: plan_text(step.job.rollout_plan) or "tp=1",
-        "training": lambda step: step.gpus["train"] if step.job.is_split else "the same",
-        "plan": lambda step: plan_text(step.job.train_plan),
-        "a step": lambda step: duration(step.step_s or 0.0) if step.fits else "too much memory",
-        "front": lambda step: "*" if step in split.front else "",
-    }
-    steps, left = (*split.best, *split.on_fewer), ("mode", "engine", "plan")
-    yield records_table("Candidates", steps, columns, left=left, no_wrap=False)
+    yield _candidates([*split.best, *split.on_fewer], split.front)
     yield "open training plans: Megatron-LM's, zero=1, a packed bin at a time, at most 92 % of the memory"
     if len(split.about_s) > 1:
         splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
@@ -85,7 +76,7 @@ def _phases(answer: RlAnswer) -> Chart:
     """The phases of what was asked, or of every candidate, one bar each; the table is of the first."""
     steps = [*answer.best] or [answer.step]
     steps = [step for step in steps if step.step_s is not None]
-    names = [f"{i}: {_name(step)}" for i, step in enumerate(steps, 1)]
+    names = [f"{i}: {name}" for i, name in enumerate(_names(steps), 1)]
     starts, marks = [0.0] * len(steps), []
     for phase, color in zip(PHASES, itertools.cycle(COLORS), strict=False):
         values = [step.phases_s[phase] for step in steps]
@@ -93,7 +84,8 @@ def _phases(answer: RlAnswer) -> Chart:
         starts = [start + value for start, value in zip(starts, values, strict=True)]
     phases, total = answer.step.phases_s, answer.step.step_s or 1.0
     longest = max(phases, key=lambda name: phases[name])
-    finding = f"The longest phase of the first is {longest}, {duration(phases[longest])}."
+    several = " Bars are the first candidates of the table." * (len(steps) > 1)
+    finding = f"The longest phase of the first is {longest}, {duration(phases[longest])}.{several}"
     spent = {name: seconds for name, seconds in phases.items() if seconds}
     rows = [(name, duration(s), percent(s / total), _OF_PHASES[name]) for name, s in spent.items()]
     table = Table("", ("phase", "time", "share", "what"), rows, left={"phase", "what"})
@@ -101,9 +93,25 @@ def _phases(answer: RlAnswer) -> Chart:
     return Chart("Phases of a step", marks, axis, finding=finding, table=table, height=height)
 
 
-def _name(step: RlStep) -> str:
-    split = f"{step.gpus['rollout']} + {step.gpus['train']}" if step.job.is_split else "shared"
-    return f"{step.job.mode}, {split}"
+def _candidates(steps: Sequence[RlStep], front: Sequence[RlStep] = ()) -> Table:
+    """A row for each candidate; those of the front are marked."""
+    columns: Fields = {
+        **{"mode": "job.mode", "bound": "job.staleness", "rollout": "gpus.rollout"},
+        "engine": lambda step: plan_text(step.job.rollout_plan) or "tp=1",
+        "training": lambda step: step.gpus["train"] if step.job.is_split else "the same",
+        "plan": lambda step: plan_text(step.job.train_plan),
+        "a step": lambda step: duration(step.step_s or 0.0) if step.fits else "too much memory",
+        "front": lambda step: "*" if step in front else "",
+    }
+    return records_table("Candidates", steps, columns, left=("mode", "engine", "plan"), no_wrap=False)
+
+
+def _names(steps: Sequence[RlStep]) -> Iterator[str]:
+    """What tells each candidate from the others, as their table says it; of one its mode."""
+    of = _candidates(steps)
+    told = [one for one in zip(of.columns, zip(*of.rows, strict=True), strict=True) if one[0] != "a step"]
+    differ = [(name, cells) for name, cells in told if len({*cells}) > 1] or told[:1]
+    return (", ".join(f"{name} {cells[i]}" for name, cells in differ) for i in range(len(steps)))
 
 
 # --- a step log beside the prediction ------------------------------------------------------------

@@ -101,10 +101,7 @@ def page(
     }
     space = _space(result, result.sample(most), color, link)
     pareto = records_table("Pareto front: less memory costs time", result.pareto, front, no_wrap=False)
-    told = parts(result, shown=link, budget=budget)
-    counts, answers, plans, *others = (
-        part.led_by("plan") if isinstance(part, Table) else part for part in told
-    )
+    counts, answers, plans, *others = parts(result, shown=link, budget=budget)
     return Page(title, headline, [answers, plans, space, *others, pareto, counts])
 
 

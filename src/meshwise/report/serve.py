@@ -325,18 +325,15 @@ def _headline(answer: ServingAnswer) -> str:
     of, load, sizing = answer.serving, answer.load, answer.sizing
     if sizing and (said := next(sized_lines(sizing, load) if load else _no_layout(sizing), "")):
         return said
-    if load is not None and load.queue_grows:
+    if load is None:
+        room = f"room for {answer.max_sequences:,} sequences of {of.prompt} + {of.output} tokens"
+        fits = f"first token after {duration(answer.first_token_s)}, {room}"
+        return fits if answer.max_sequences else _out_of_memory(of)
+    if load.queue_grows:
         return load.notes[0]
-    if load is not None:
-        document, named = load.to_json(), {"first token after": "ttft_s", "a token after it": "tpot_s"}
-        known = {name: at for name, of in named.items() if (at := document[of])["p50"] is not None}
-        return ", ".join(
-            f"{name} {duration(at['p50'])} (p99 {duration(at['p99'])})" for name, at in known.items()
-        )
-    if answer.max_sequences:
-        room = f"{answer.max_sequences:,} sequences of {of.prompt} + {of.output} tokens"
-        return f"first token after {duration(answer.first_token_s)}, room for {room}"
-    return _out_of_memory(of)
+    document, named = load.to_json(), {"first token after": "ttft_s", "a token after it": "tpot_s"}
+    known = ((name, at) for name, key in named.items() if (at := document[key])["p50"] is not None)
+    return ", ".join(f"{name} {duration(at['p50'])} (p99 {duration(at['p99'])})" for name, at in known)
 
 
 def _name(answer: ServingAnswer) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.files import read_catalog
@@ -46,12 +46,6 @@ class Table:
     def is_left(self, column: str) -> bool:
         """Whether a column is flush left."""
         return column in (self.columns[:1] if self.left is None else self.left)
-
-    def led_by(self, column: str) -> Table:
-        """The same table with one of its columns in front of the others."""
-        order = sorted(range(len(self.columns)), key=lambda i: self.columns[i] != column)
-        rows = [[row[i] for i in order] for row in self.rows]
-        return replace(self, columns=[self.columns[i] for i in order], rows=rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich import box

@@ -382,7 +382,8 @@ _WIDEST = 20
 def explain_parts(found: Explanation, *, limit: int = 15, everything: bool = False) -> Iterator[Section]:
     """What is wrong in a sentence, then measured = predicted + differences, the largest first."""
     above = len(found.mismatches) + 1
-    yield " ".join(sentence(text) + "." for text in found.findings[:above]) + "\n"
+    *problems, first = (sentence(text) + "." for text in found.findings[:above])
+    yield from (*problems, first + "\n")
     yield _by_class(found)
     rows = [(row.module, row.op, row.phase, *_times(row)) for row in found.rows if row.module]
     if rows:

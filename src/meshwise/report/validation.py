@@ -181,14 +181,15 @@ def page(validation: Validation) -> Page:
     errors = error_table("quantity", of_quantities)
     rows = errors.rows
     sections: list[Section] = [replace(errors, title="Errors")]
-    sections += [_quantity_chart(quantity, validation.of(quantity)) for quantity in validation.quantities]
+    sections += [_quantity_chart(quantity, validation) for quantity in validation.quantities]
     num = f"{len(validation.rows):,} measured numbers"
     headline = f"{num}; the median error of {rows[0][0]} is {rows[0][3]}" if rows else num
     return Page("Predicted against measured", headline, sections, bool(rows))
 
 
-def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
+def _quantity_chart(quantity: str, validation: Validation) -> plot.Chart:
     """Every row of a quantity, a color and symbol per chip; between the dotted lines it is right to 10 %."""
+    rows = validation.of(quantity)
     known = [row for row in rows if row.error_frac is not None]
     values = [value for row in known for value in (row.measured, row.predicted) if value] or [1.0]
     ends = [min(values) / 1.2, 1.2 * max(values)]
@@ -199,7 +200,9 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
     ]
     by_chip = grouped(known, lambda row: row.chip)
     looks = itertools.cycle(itertools.product(plot.SYMBOLS, plot.COLORS))
-    for (chip, members), (symbol, color) in zip(sorted(by_chip.items()), looks, strict=False):
+    of_chips = dict(zip(sorted({row.chip for row in validation.rows}), looks, strict=False))
+    for chip, members in sorted(by_chip.items()):
+        symbol, color = of_chips[chip]
         marks.append(
             plot.Series(
                 [row.measured or 0.0 for row in members], [row.predicted or 0.0 for row in members],
@@ -224,8 +227,8 @@ def _quantity_chart(quantity: str, rows: Sequence[Prediction]) -> plot.Chart:
 
 def picture(validation: Validation) -> plot.Picture:
     """A chart for each quantity that has predictions, two in a row; DataError where there is none."""
-    rows_of = {quantity: validation.of(quantity) for quantity in validation.quantities}
-    charts = [_quantity_chart(of, rows) for of, rows in rows_of.items() if any(row.expressed for row in rows)]
+    shown = [of for of in validation.quantities if any(row.expressed for row in validation.of(of))]
+    charts = [_quantity_chart(of, validation) for of in shown]
     if not charts:
         raise DataError("no row was expressed, so there is nothing to draw")
     return plot.Picture([charts[i : i + 2] for i in range(0, len(charts), 2)])
