@@ -274,9 +274,9 @@ def _buffer_bytes(of: PricedModel, stage: Stage) -> Num:
     gathered = gathered * (mesh.tp > 1)
     messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
     widest = largest(added(held.bytes(mesh) for held in part.held) for part in blocks)
-    root = stage.embeddings * embedding.held[DENSE].bytes(mesh) + stage.heads * head.held[DENSE].bytes(mesh)
+    ends = stage.embeddings * embedding.held[DENSE].params + stage.heads * head.held[DENSE].params
     num_blocks = MAX_GATHERED_BLOCKS - overheads.inputs_stay * (cut.lora_rank > 0)
-    return gathered + messages + _is_sharded(mesh) * (num_blocks * widest + overheads.root_stays * root)
+    return gathered + messages + _is_sharded(mesh) * (num_blocks * widest + overheads.root_bytes * ends)
 
 
 def _is_sharded(mesh: Mesh) -> Num:

@@ -53,11 +53,12 @@ redoes from published runs:
   gradients in a wider type than it computes them in keeps both, `second_grad_bytes` a parameter. Where
   `weight_copies` is 0 the fp32 weights of the optimizer are cast where they are read, and no narrower copy
   of them is held; `sharded_copies` is the same of the shards of ZeRO-3, of which FSDP keeps the ends of the
-  model whole through the step where they are its root (`root_stays`). In its step Adam makes `moment_copies`
-  of the second moments; `inputs_stay` where FSDP1 keeps the inputs of reentrant checkpoints beside frozen
-  weights until the backward ends, `logits_stay` where the caller of a loss holds its logits. FSDP1 gathers
-  on a stream of its own, which is still to run when the host gives the weights back, so their places wait:
-  the allocator keeps `stream_frac` more.
+  model whole through the step where they are its root (`root_bytes` a parameter: 2; 4 where their gradients,
+  reduced in fp32 and at once when all else is, find no place in the cache and take a new one). In its step
+  Adam makes `moment_copies` of the second moments; `inputs_stay` where FSDP1 keeps the inputs of reentrant
+  checkpoints beside frozen weights until the backward ends, `logits_stay` where the caller of a loss holds
+  its logits. FSDP1 gathers on a stream of its own, which is still to run when the host gives the weights
+  back, so their places wait: the allocator keeps `stream_frac` more.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
   `skew_s` before each exchange within a block. Experts are not equally liked: the logs of ranks' loads
   spread by `expert_spread` unless a run forces its tokens to be spread evenly, so the busiest of R ranks has
@@ -169,7 +170,7 @@ class Overheads:
     moment_copies: float = 0.0
     inputs_stay: float = 0.0
     logits_stay: float = 0.0
-    root_stays: float = 0.0
+    root_bytes: float = 0.0
     stream_frac: float = 0.0
 
     def not_hidden_frac(self, axis: str) -> float:

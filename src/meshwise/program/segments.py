@@ -12,7 +12,8 @@ a segment of ops (`program.walk`); those that *drop* their results have them mad
     mla_up_proj     queries, keys and values of latent attention, from the latents to the exchange; drops
     per_op          torchtitan's selective checkpointing (distributed/activation_checkpoint.py, b5bcd76): all
                     of a block; the results of fused attention, of reduce-scatters, of all-to-alls and of
-                    every other matmul, the first one included, stay; those of fp4 are not in its list
+                    every other matmul, the first one included, stay; those of fp4 are not in its list.
+                    Compiled, the block's last does not either, which no backward reads (`train` is not)
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ UP_PROJECTIONS = ("q", "q_up", "kv_up", "rotary", "ulysses_qkv")
 def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
     """The ops of a block with the segments that selective recomputation runs again."""
     if "per_op" in cut.recompute_modules:
-        yield from _per_op(ops)
+        yield from _per_op(cut, ops)
         return
     is_moe = any(op.module == "moe" for op in ops)
     dropped: dict[int, str] = {}  # results of segments that drop them, and their narrow copies
@@ -82,8 +83,8 @@ def _is_saved(op: Op) -> bool:
     return op.dtype != "fp4" and op.name not in CORE and not op.name.startswith(("expert_", "router"))
 
 
-def _per_op(ops: list[Op]) -> Iterator[Op]:
-    number = 0
+def _per_op(cut: Cut, ops: list[Op]) -> Iterator[Op]:
+    number, is_compiled = 0, not (cut.is_eager or IMPLEMENTATIONS[cut.implementation].shards_each_weight)
     for op in ops:
         if op.phase == "backward":
             yield op
@@ -98,4 +99,5 @@ def _per_op(ops: list[Op]) -> Iterator[Op]:
             stays = tuple(one for i, layer in enumerate(layers, number) if i % 2 == 0 for one in layer)
             number += len(layers)
             again = 1.0 - added(one.shape[-1] for one in stays) / op.shape[2]
+            stays = () if is_compiled and op.name == "fc2" else stays  # no backward reads it
         yield structs.replace(op, segment="block", stays=stays, redone_frac=again)
