@@ -46,7 +46,8 @@ def test_calls_without_a_name_and_long_traces(tmp_path, job):
 def test_a_rank_without_a_trace_is_not_taken_for_a_slow_link(tmp_path, fault):
     """Rank 2 is late, or its link to rank 3 slow; the trace of rank 2 is missing."""
     write_job(tmp_path, Job(8, 12, fault, rank=2, size=0.5, has_numbers=True, has_host=True, missing=(2,)))
-    first = _single(summarize_paths([tmp_path]))[0]
+    first = _single(found := summarize_paths([tmp_path]))[0]
+    assert "on the wire or waiting for rank 2, of which there is no trace" in found.findings[-1].text
     assert first.ranks == (3,) and first.kind == "slow link or missing rank"
     assert "rank 2 (without a trace) comes late, or a slow link" in first.text
 
@@ -66,14 +67,13 @@ def test_want_of_a_core_is_no_slow_rank(tmp_path, core_wait_s, is_named):
         about = {"meshwise": {"core_wait_s": 0.1 + late, "num_cores": 2}}
         path.write_text(json.dumps(json.loads(path.read_text()) | about))
     found = summarize_paths([tmp_path])
-    named = [one.ranks for one in _single(found)]
     shared = [one.text for one in found.findings if one.kind == "shared cores"]
-    assert named == [(1,)] * is_named and len(shared) == 1 - is_named
+    assert [one.ranks for one in _single(found)] == [(1,)] * is_named and len(shared) == 1 - is_named
     assert all("4 ranks and whatever else runs share 2 cores" in text for text in shared)
 
 
-def _until(events, now, rank, name, end, stream=7):
-    events[rank].append(kernel(name, now[rank], end - now[rank], stream))
+def _until(events, now, rank, name, end, stream=7, **about):
+    events[rank].append(kernel(name, now[rank], end - now[rank], stream, **about))
     now[rank] = end
 
 
@@ -125,15 +125,17 @@ def test_one_host_is_one_clock(tmp_path, cut):
     assert len(met) == 12 - sum(cut) and _single(found)[0].ranks == (1,)
 
 
-@pytest.mark.parametrize("slow", [{5: (120, 0)}, {2: (120, 0), 13: (100, 90)}])
+@pytest.mark.parametrize("slow", [{5: (100, 0, 91)}, {2: (120, 0, 1), 13: (100, 90, 1)}])
 def test_late_ranks_cost_what_the_job_would_gain(tmp_path, slow):
     """Pairs reduce after each layer, buckets beside the next one: partners of slow ranks are not blamed."""
     now, sent, events = np.zeros(16), np.zeros(16), [[] for _ in range(16)]
     for step, layer in itertools.product(range(10), range(6)):
         for rank in range(16):
-            length, idle = slow.get(rank, (100, 0)) if step != 5 else (100, 300 * (rank == 0))
-            events[rank] += [host("user_annotation", f"ProfilerStep#{step}", now[rank], 1)] * (layer == 0)
-            now[rank] += idle * (layer == 0)
+            length, idle, copy = slow.get(rank, (100, 0, 1)) if step != 5 else (100, 300 * (rank == 0), 1)
+            if layer == 0:
+                events[rank].append(host("user_annotation", f"ProfilerStep#{step}", now[rank], 1))
+                now[rank] += idle
+                _until(events, now, rank, "Memcpy HtoD", now[rank] + copy, bytes=900)
             _until(events, now, rank, "gemm", now[rank] + length)
         for low in range(0, 16, 2):
             now[low : low + 2] = _all_reduce(events, [low, low + 1], now[low : low + 2], 5)
@@ -141,15 +143,12 @@ def test_late_ranks_cost_what_the_job_would_gain(tmp_path, slow):
             sent[low::2] = _all_reduce(events, [*range(low, 16, 2)], np.maximum(now, sent)[low::2], 40)
         now[:] = sent.max() if layer == 5 else now
     found = summary_of(tmp_path, events, host_name="node")
-    first, lost_us = _single(found)[0], now[0] - 10 * 670 - 300
+    first, lost_us = _single(found)[0], now[0] - 10 * 671 - 300
     assert first.ranks == (*slow,) and "late in 8 of 9 steps (1-4,6-9)" in first.text
-    assert ("rank 13 host side: in all idle" in first.text) == (13 in slow)
+    assert ("rank 13 host side: in all idle" if 13 in slow else "copies take 82 times") in first.text
     assert first.seconds == pytest.approx(lost_us / 1e6, rel=0.02)
     waited = [row.waited_s for row in found.stragglers]
     assert waited == pytest.approx([parts.seconds["wait"] for parts in found.partitions])
-
-
-NEXT = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
 @pytest.mark.parametrize(("fault", "kind", "text"), WRONG["causes"])
@@ -159,8 +158,11 @@ def test_the_cause_on_cpus(tmp_path, fault, kind, text):
     for rank, step in itertools.product(range(2), range(8)):
         times = 2.5 if rank and fault in ("uneven", "unrecorded") else 1.0
         work = [("aten::mm", 2000 * times), ("aten::relu", 500 * times), ("aten::mm", 3000.0)]
-        fetched, now = 100 + 3000 * rank * (fault == "loader"), 10_000.0 * step
-        events[rank].append(host("user_annotation", NEXT, now, fetched))
+        now = 10_000.0 * step
+        fetched = 100 + 3000 * rank * (fault == "loader" or (fault, step) == ("pause", 4))
+        events[rank].append(
+            host("user_annotation", "enumerate(DataLoader)#_SingleProcess.__next__", now, fetched)
+        )
         now += fetched
         for name, length in work[: 3 if rank and fault == "more" else 2]:
             sizes = {"Input Dims": [[int(32 * times), 8], [8, 8]], "Input type": ["float"] * 2}
@@ -200,8 +202,9 @@ def test_steps_sum_to_what_they_hold(tmp_path_factory, num_steps, first, more):
     for found, count in ((every, num_steps), (some, len(chosen)), (whole, num_steps - 1)):
         assert {kernel.name: kernel.count for kernel in found.kernels}["flash"] == 2 * count
         assert len(found.collectives) == count
-    per_step = [step.breakdown.compute_s for step in every.steps if step.breakdown.rank == 0]
-    assert sum(per_step) == pytest.approx(every.ranks[0].compute_s, abs=1e-7)  # times are rounded to ns
+    whole, *steps = every.ranks[0], *(one.breakdown for one in every.steps if one.breakdown.rank == 0)
+    sums = np.sum([(one.compute_s, one.span_s) for one in steps], axis=0)  # times are rounded to ns
+    assert sums == pytest.approx([whole.compute_s, whole.span_s], abs=1e-7)
 
 
 def test_complete_as_holistic_trace_analysis(tmp_path):
@@ -212,8 +215,7 @@ def test_complete_as_holistic_trace_analysis(tmp_path):
         events += launched("gemm", launch, launch + 200, 10, number)
     path = write_trace(tmp_path / "rank-0.json", events, 0)
     assert summarize_paths([path], steps="complete").kernels[0].count == 1
-    mark = kernel("ProfilerStep#2", 250, 80) | {"cat": "gpu_user_annotation"}
-    write_trace(path, [*events, mark], 0)
+    write_trace(path, [*events, kernel("ProfilerStep#2", 250, 80) | {"cat": "gpu_user_annotation"}], 0)
     assert summarize_paths([path], steps="complete").kernels[0].count == 2
 
 

@@ -126,7 +126,7 @@ def test_command_line(meshwise):
     for verb in (("summary",), ("sections",), ("table", "--limit", "3"), ("ledger",)):
         assert meshwise("trace", *verb, GLOO4).code == 0
     same = meshwise("trace", "diff", GLOO4, GLOO4, "--json").document
-    assert {row["change_s"] for row in same["kernels"]} == {0}
+    assert {row["change_s"] for row in same["kernels"]} == {0} and same["findings"][0]["ranks"] == [3]
 
 
 def test_command_line_refuses(meshwise, tmp_path):

@@ -217,12 +217,12 @@ def table(found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", limit: Count 
 
 
 def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: Count = 15) -> None:
-    """Show what changed between two jobs or two traces. Kernels and rank times.
+    """Show what changed between two jobs or two traces. What the ranks did in sum, kernels, and who is late.
 
     Args:
         paths: Two trace files or folders, the earlier one first.
     """
-    from meshwise.report.trace import change_table
+    from meshwise.report.trace import change_parts
     from meshwise.trace.operators import kernel_changes
 
     refuse("difference of traces", DataError, num=len(paths))
@@ -230,8 +230,12 @@ def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: Count =
         old, new = (_summarized([path]) for path in paths)
     rows = kernel_changes(old.kernels, new.kernels)
     document = {"kernels": [asdict(row) | {"change_s": row.change_s} for row in rows]}
-    document |= {"before": list(map(asdict, old.ranks)), "after": list(map(asdict, new.ranks))}
-    print_answer(document, [change_table(rows, limit=limit)], json=json)
+    document |= {
+        "before": old.rank_rows(),
+        "after": new.rank_rows(),
+        "findings": [*map(asdict, new.findings)],
+    }
+    print_answer(document, change_parts(old, new, rows, limit), json=json)
 
 
 def ledger(

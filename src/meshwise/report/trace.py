@@ -158,8 +158,12 @@ def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, li
     return records_table(title, ordered[:limit], columns)
 
 
-def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
-    """What changed between two sets of traces; the last row is the sum over all kernels."""
+def change_parts(old: Summary, new: Summary, rows: Sequence[KernelChange], limit: int) -> Iterator[Section]:
+    """Who is late now, what the mean rank spends its time on, and kernels; the last row is their sum."""
+    yield f"After: {headline(new.findings)}"
+    means = (np.mean([[*one.seconds.values()] for one in of.partitions], axis=0) for of in (new, old))
+    more_s = zip(PARTS, np.subtract(*means).tolist(), strict=True)
+    yield "The mean rank: " + ", ".join(f"{part} {difference_text(seconds)}" for part, seconds in more_s)
     counts = (sum(row.count_before for row in rows), sum(row.count_after for row in rows))
     totals_s = (sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows))
     columns: Fields = {
@@ -168,7 +172,7 @@ def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
         "change": lambda one: difference_text(one.change_s),
     }
     every = KernelChange("all", "", *counts, *totals_s)
-    return records_table("Kernels, before and after", [*rows[:limit], every], columns)
+    yield records_table("Kernels, before and after", [*rows[:limit], every], columns)
 
 
 def path_table(found: CriticalPath, *, limit: int) -> Table:
@@ -263,10 +267,8 @@ def _late_in_steps(summary: Summary) -> list[plot.Chart]:
     blocks = [ranks[i : i + each] for i in first.tolist()]
     names = _rank_names(summary, blocks)
     most = np.unravel_index(int(late_frac.argmax()), late_frac.shape)
-    finding = (
-        f"Work beyond that of the median rank in the same step, as a share of a step; rank {ranks[most[0]]} "
-        f"works {late_frac[most]:.0%} of a step longer in step {numbers[most[1]]}."
-    )
+    longest = f"rank {ranks[most[0]]} works {late_frac[most]:.0%} of a step longer in step {numbers[most[1]]}"
+    finding = f"Work beyond that of the median rank in the same step, as a share of a step; {longest}."
     lanes = plot.Lanes(shown, np.array(numbers, dtype=float), names, _LATE_COLORS)
     axis, height = plot.ChartAxis("step"), min(160 + 12 * len(names), 900)
     return [plot.Chart("Ranks against steps", [lanes], axis, finding=finding, height=height)]

@@ -35,13 +35,23 @@ Idle time of a device has a cause:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Trace, once_a_trace
-from meshwise.trace.intervals import NO_SPANS, Spans, difference, intersection, joined, length, merged, shares
+from meshwise.trace.intervals import (
+    NO_SPANS,
+    Spans,
+    covered,
+    difference,
+    intersection,
+    joined,
+    length,
+    merged,
+    shares,
+)
 from meshwise.trace.nesting import inclusive, launchers, parents
 
 PARTS = ("compute", "transfer", "memory", "wait", "idle")
@@ -121,11 +131,11 @@ def breakdown(trace: Trace) -> Breakdown:
     return split(trace, work(trace).spans)
 
 
-def split(trace: Trace, spans: Mapping[Kind, Spans]) -> Breakdown:
-    """The breakdown of what one rank did in `spans` (merged sets of intervals by kind)."""
+def split(trace: Trace, spans: Mapping[Kind, Spans], since: float = np.inf) -> Breakdown:
+    """The breakdown of what one rank did in `spans` (merged sets of intervals by kind), and `since` when."""
     compute, communication, memory = (spans[kind] for kind in DEVICE_KINDS)
     both = joined(compute, communication, memory)
-    span, busy = (int(both[1][-1] - both[0][0]) if len(both[0]) else 0), length(both)
+    span, busy = (int(both[1][-1] - min(both[0][0], since)) if len(both[0]) else 0), length(both)
     hidden, total = length(intersection(compute, communication)), length(communication)
     ns = {"span": span, "compute": length(compute), "communication": total, "memory": length(memory)}
     ns |= {"busy": busy, "idle": span - busy, "non_compute": busy - length(compute)}
@@ -143,6 +153,8 @@ class Partition:
     seconds: dict[str, float]
     host_bound_s: float | None
     """Idle time that the host is the cause of; None where the trace holds no launches."""
+    idle_in_s: dict[str, float] = field(default_factory=dict)
+    """Idle time while each section was open, of those that are idle for most of their time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +217,11 @@ def with_calls(trace: Trace, wait_ns: Mapping[int, int]) -> tuple[Partition, dic
     arrived = begin + np.array([*wait_ns.values()], dtype=np.int64)
     waits = (shares(begin, arrived, spans) for spans in (merged(begin, arrived), found.spans["wait"]))
     seconds = np.stack([*waits, shares(arrived, end, found.spans["transfer"])], axis=1) / 1e9
-    return found.partition, dict(zip(wait_ns, seconds.tolist(), strict=True))
+    opened = trace.where(Kind.ANNOTATION)
+    inside = np.subtract(*(covered(found.spans["idle"], of[opened]) for of in (trace.end_ns, trace.start_ns)))
+    idle, lasts = (np.bincount(trace.label[opened], ns) for ns in (inside, trace.duration_ns[opened]))
+    idle_in_s = {trace.labels[i][1]: float(idle[i]) / 1e9 for i in np.flatnonzero(idle * 2 > lasts).tolist()}
+    return replace(found.partition, idle_in_s=idle_in_s), dict(zip(wait_ns, seconds.tolist(), strict=True))
 
 
 def _causes(trace: Trace, idle: Spans) -> NDArray[np.int64]:

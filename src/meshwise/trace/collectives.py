@@ -88,10 +88,9 @@ class RankWaiting:
 def collectives(matches: Sequence[Match], alignment: Alignment, zero_ns: int) -> tuple[list[Collective], int]:
     """The collectives in the order of time (start counted from `zero_ns`), and how many did not fit."""
     tolerance = 1e9 * (_SLACK_S + 5 * (alignment.residual_s or 0.0))
-    fitting = [m for m in matches if _overlaps(m, alignment, tolerance)]
-    found = [_collective(m, alignment, zero_ns) for m in fitting]
+    found = [_collective(m, alignment, zero_ns) for m in matches if _overlaps(m, alignment, tolerance)]
     found = split_by_fastest(found) if len(alignment.offsets_ns) > 1 else found
-    return sorted(found, key=lambda c: (c.start_s, c.group, c.index)), len(matches) - len(fitting)
+    return sorted(found, key=lambda c: (c.start_s, c.group, c.index)), len(matches) - len(found)
 
 
 def stragglers(found: Sequence[Collective]) -> list[RankWaiting]:

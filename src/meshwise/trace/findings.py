@@ -16,8 +16,8 @@ share, how much of the span.
 """
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from meshwise.core.columns import by_key
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import shape_text
 from meshwise.core.units import duration, with_prefix
-from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown
+from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown, work
 from meshwise.trace.collectives import Collective, ranks_text, stragglers
 from meshwise.trace.events import Kind, Trace, inputs, is_shape
 from meshwise.trace.operators import KernelTotal, kernels_of
@@ -61,16 +61,14 @@ class RankFacts:
     path: str
     host: str
     world_size: int | None
-    has_device: bool
     first_ns: int | None
     """The start of its first event on its own clock."""
     captured: dict[str, Any]
     """What meshwise's capture noted of the rank; empty where something else captured it."""
     breakdown: Breakdown
+    copied_bytes: int
     kernels: list[tuple[str, KernelTotal]]
     """With the sizes of their inputs as recorded; empty where they are not."""
-    sections_s: dict[str, float]
-    """CPU time inside each section."""
     steps: list[RankStep]
     transfers: list[Transfer]
 
@@ -78,13 +76,12 @@ class RankFacts:
 def rank_facts(trace: Trace, marked: Marks) -> RankFacts:
     """The facts of one rank, its steps as they are marked."""
     captured = trace.metadata.get("meshwise")
-    sections_ns = np.bincount(trace.label, trace.duration_ns * (trace.kind == Kind.ANNOTATION))
+    copied_bytes = trace.size_bytes[work(trace).kind == Kind.MEMORY].clip(0).sum()
     return RankFacts(
         rank=trace.rank, path=str(trace.path), host=trace.host, world_size=trace.world_size,
-        has_device=trace.has_device, first_ns=int(trace.start_ns[0]) if len(trace) else None,
-        captured=captured if isinstance(captured, dict) else {}, breakdown=breakdown(trace),
+        first_ns=int(trace.start_ns[0]) if len(trace) else None, breakdown=breakdown(trace),
+        captured=captured if isinstance(captured, dict) else {}, copied_bytes=int(copied_bytes),
         kernels=list(kernels_of(trace)), steps=step_table(trace, marked), transfers=transfers(trace, marked),
-        sections_s={trace.labels[i][1]: sections_ns[i] / 1e9 for i in np.flatnonzero(sections_ns).tolist()},
     )  # fmt: skip
 
 
@@ -109,13 +106,11 @@ class _TracedJob:
     collectives: Sequence[Collective]
     span_s: float
 
-    def finding(
-        self, kind: str, text: str, seconds: float, ranks: Iterable[int] = (), group: str = ""
-    ) -> Finding:
-        """A finding about `seconds` of the span; of all ranks, of their mean span."""
-        found, every = tuple(ranks), len(self.partitions)
-        span_s = self.mean_s(*PARTS) if len(found) == every > 1 else self.span_s
-        return Finding(kind, found, group, seconds, seconds / span_s, text)
+    def finding(self, kind: str, text: str, cost: float, of: Iterable[int] = (), group: str = "") -> Finding:
+        """A finding about `cost` seconds of the span; of all ranks, of their mean span."""
+        ranks, every = tuple(of), len(self.partitions)
+        span_s = self.mean_s(*PARTS) if len(ranks) == every > 1 else self.span_s
+        return Finding(kind, ranks, group, cost, cost / span_s, text)
 
     def mean_s(self, *parts: str) -> float:
         """Seconds of `parts` in sum, the mean over the ranks."""
@@ -145,14 +140,9 @@ def findings(
     links = list(_slow_links(job))
     linked = {rank for link in links for rank in link.ranks}
     unseen = {rank for one in job.collectives if one.num_ranks < (one.group_size or 0) for rank in one.wait_s}
+    late = [one for one in late if len(one.ranks) == 1 or not linked.issuperset(one.ranks)]
     holders = [_holder(job, one) for one in late if one.seconds >= _MIN_FRAC * span_s]
-
-    def is_told(one: Finding) -> bool:
-        """Whether a slow link or a rank without a trace is why."""
-        of_link = one.kind == "slow transfer" and not (linked | unseen).isdisjoint(one.ranks)
-        return of_link or (len(one.ranks) > 1 and linked.issuperset(one.ranks))
-
-    holders = [one for one in holders if not is_told(one)]
+    holders = [of for of in holders if of.kind != "slow transfer" or (linked | unseen).isdisjoint(of.ranks)]
     single = sorted([*holders, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
     return [*(single or _undecided(job, undecided)), *_host_bound(job), *_exposed(job, named=bool(single))]
 
@@ -161,8 +151,8 @@ def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
     """That nobody is named although ranks wait: steps are too few, or messages do not tell their ends."""
     if reason and (waited_s := job.mean_s("wait")) >= _EXPOSED_FRAC * job.span_s:
         most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
-        waited, awaited = duration(waited_s), duration(most.awaited_s)
-        text = _TEXTS["few_steps"].format(waited=waited, most=most, awaited=awaited, reason=reason)
+        told = {"waited": duration(waited_s), "awaited": duration(most.awaited_s), "reason": reason}
+        text = _TEXTS["few_steps"].format(most=most, **told)
         return [job.finding("undecided", text, waited_s)]
     unnamed = any(one.name == "send_recv" and "->" not in one.group for one in job.collectives)
     exposed_s = job.mean_s("wait", "transfer")
@@ -183,14 +173,13 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     told = {"who": f"rank {slowest[0]} is" if len(slowest) == 1 else f"ranks {ranks_text(late.ranks)} are"}
     told |= {"cost": duration(cost_s), "each": duration(min(late.each_s, late.step_s))}
     told |= {"start": duration(late.start_s), "step": duration(late.step_s), "why": why}
-    if late.is_pause:
-        told["at"] = f"step {late.steps[0]}, which" if late.steps else "the step that"
+    told["at"] = f"step {late.steps[0]}, which" if late.steps else "the step that"
+    told["which"] = f" ({ranks_text(late.steps)})" if late.steps and late.num_late < late.num_steps else ""
+    if late.num_late == 1:
         is_why = job.more_s("idle", [*parts].index(slowest[0])) >= _MOSTLY * cost_s
-        told["why"] = f", {why}" if is_why else ""
-        text = _TEXTS["pause"].format(frac=cost_s / job.span_s, **told)
-        return job.finding("pause", text, cost_s, late.ranks)
-    which = f" ({ranks_text(late.steps)})" if late.steps and late.num_late < late.num_steps else ""
-    return job.finding(kind, _TEXTS["late"].format(late=late, which=which, **told), cost_s, late.ranks)
+        kind, told["why"] = "pause", f", {why}" if is_why else ""
+    text = _TEXTS["pause" if kind == "pause" else "late"].format(late=late, frac=cost_s / job.span_s, **told)
+    return job.finding(kind, text, cost_s, late.ranks)
 
 
 def _causes(job: _TracedJob, ranks: Sequence[int]) -> tuple[str, str]:
@@ -212,17 +201,20 @@ def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
     if part == "compute":
         return _why_compute(job.facts, i)
     is_host = part == "idle" and (one.host_bound_s or 0.0) > _MOSTLY * one.seconds["idle"]
-    kind = "slow host" if is_host else _KINDS[part]
-    where = _longer_section(job.facts, i, more_s[part]) or _CAUSES["usual"].get(kind, "")
-    return kind, _CAUSES[kind].format(more=duration(more_s[part]), where=where)
+    copied = np.array([(of.breakdown.memory_s, of.copied_bytes) for of in job.facts])
+    longer, more = copied[i] / np.maximum(np.median(np.delete(copied, i, 0), axis=0), 1e-12)
+    is_slow_copy = part == "memory" and 0 < more**2 < longer
+    kind = "slow host" if is_host else "slow copies" if is_slow_copy else _KINDS[part]
+    others = [of.idle_in_s for of in job.partitions if of is not one]
+    beyond_s = {name: s - np.median([of.get(name, 0) for of in others]) for name, s in one.idle_in_s.items()}
+    where = _inside(beyond_s, more_s[part]) or _CAUSES["usual"].get(kind, "")
+    return kind, _CAUSES[kind].format(more=duration(more_s[part]), where=where, longer=longer, copied=more)
 
 
-def _longer_section(facts: Sequence[RankFacts], i: int, more_s: float) -> str:
-    """The innermost section in which rank number `i` spends most of `more_s` beyond the others."""
-    own_s, others = facts[i].sections_s, [of.sections_s for k, of in enumerate(facts) if k != i]
-    beyond_s = {name: s - np.median([of.get(name, 0.0) for of in others]) for name, s in own_s.items()}
-    longer = [name for name, seconds in beyond_s.items() if seconds >= _MOSTLY_INSIDE * more_s]
-    return f", most of that in {min(longer, key=lambda name: own_s[name])}" if longer else ""
+def _inside(idle_s: Mapping[str, float], seconds: float) -> str:
+    """The sections in which most of `seconds` of idle time lies, the outermost first."""
+    most = sorted((-s, name) for name, s in idle_s.items() if s >= _MOSTLY_INSIDE * seconds)
+    return f", most of that in {', '.join(name for _, name in most)}" if most else ""
 
 
 def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
@@ -277,7 +269,7 @@ def _shared_cores(facts: Sequence[RankFacts], rank: int, late: LateRanks) -> str
         return ""
     lacked_s = {one: float(found.get("core_wait_s") or 0.0) for one, found in noted.items()}
     own_s, others_s = lacked_s.pop(rank), min(lacked_s.values())
-    if (own_s if late.is_pause else (own_s - others_s) / _SHARED_CORES) < late.seconds:
+    if (own_s if late.num_late == 1 else (own_s - others_s) / _SHARED_CORES) < late.seconds:
         return ""
     told: dict[str, Any] = {"rank": rank, "ranks": len(noted), "cores": noted[rank]["num_cores"]}
     told |= {"late": duration(late.seconds), "own": duration(own_s), "others": duration(others_s)}
@@ -327,8 +319,7 @@ def _hosts(facts: Sequence[RankFacts], ranks: Iterable[int]) -> dict[int, str]:
     if not any(one.host for one in facts):
         return {rank: str(rank // 8) for rank in ranks}
     traced = sorted((one.rank, one.host or str(one.rank // 8)) for one in facts)
-    lower = {rank: bisect_right(traced, rank, key=lambda one: one[0]) for rank in ranks}
-    return {rank: traced[max(at - 1, 0)][1] for rank, at in lower.items()}
+    return {rank: traced[max(bisect_right(traced, rank, key=lambda one: one[0]) - 1, 0)][1] for rank in ranks}
 
 
 def _host_bound(job: _TracedJob) -> list[Finding]:
@@ -337,7 +328,9 @@ def _host_bound(job: _TracedJob) -> list[Finding]:
     seconds, span_s = float(np.mean(bound)) if bound else 0.0, job.mean_s(*PARTS)
     if seconds < _HOST_BOUND_FRAC * span_s:
         return []
-    text = _TEXTS["host_bound"].format(idle=duration(seconds), frac=seconds / span_s)
+    idle_in_s = sum((Counter(one.idle_in_s) for one in job.partitions), Counter[str]())
+    why = _inside(idle_in_s, seconds * len(job.partitions)) or _TEXTS["host_bound_advice"]
+    text = _TEXTS["host_bound"].format(idle=duration(seconds), frac=seconds / span_s) + why
     return [job.finding("host bound", text, seconds, (one.rank for one in job.partitions))]
 
 
@@ -355,7 +348,7 @@ def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:
         most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
         frac = most.awaited_s / sum(row.awaited_s for row in stragglers(job.collectives))
         whom = _TEXTS["awaited" if frac >= _MOSTLY else "awaited in turn"].format(most=most, frac=frac)
-    about = {"wire": duration(transfer), "wait": duration(wait), "frac": (wait + transfer) / span_s}
-    about |= {"missing": unseen and _TEXTS["unseen"].format(ranks=unseen)}
-    text = _TEXTS["exposed"].format(**about) + whom
+    missing = unseen and _TEXTS["unseen"].format(ranks=unseen)
+    told = {"wire": duration(transfer), "missing": missing, "wait": duration(wait)}
+    text = _TEXTS["exposed"].format(frac=(wait + transfer) / span_s, **told) + whom
     return [job.finding("exposed communication", text, wait + transfer, (one.rank for one in job.partitions))]

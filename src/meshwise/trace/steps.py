@@ -6,8 +6,8 @@ section stands in that every rank ran equally often, but no more often than PyTo
 that is recorded; and if there are several, that which took longest in total.
 
 A step lasts from its mark to the next one. Work belongs to the step in which it was launched: a kernel to
-that of its launching call, an operator to that in which it begins. What was launched before the first mark
-(or before the profiler began) is in no step, -1.
+that of its launching call, an operator to that in which it begins, idle time to that of the work after it.
+What was launched before the first mark (or before the profiler began) is in no step, -1.
 """
 
 import re
@@ -27,7 +27,6 @@ from meshwise.trace.nesting import launchers
 
 PROFILER_STEP = "ProfilerStep"
 _UPDATE = "Optimizer.step#"
-_ROUNDED_NS = 1_000
 _NUMBERED = re.compile(r"^(.*?)[#_ .:-]*(\d*)$")
 
 
@@ -87,7 +86,7 @@ def _sections(trace: Trace) -> dict[str, Marks]:
         start, end = trace.start_ns[events], trace.end_ns[events]
         if len(set(numbers.tolist())) < len(numbers) or (np.diff(numbers) < 0).any():
             numbers = np.arange(len(events))
-        if (start[1:] >= end[:-1] - _ROUNDED_NS).all():
+        if (start[1:] >= end[:-1] - 1_000).all():  # times are rounded, of old traces to microseconds
             found[name] = Marks(name, numbers, start, end)
     return found
 
@@ -147,7 +146,7 @@ def _range(steps: str) -> tuple[int, int]:
 def step_table(trace: Trace, marked: Marks) -> list[RankStep]:
     """The breakdown of every marked step of one rank, by the work launched in it."""
     done, number = work(trace), marked.step(launched_ns(trace))
-    rows, bounds = [], np.append(marked.start_ns, marked.end_ns[-1:])
+    rows, bounds, until = [], np.append(marked.start_ns, marked.end_ns[-1:]), np.inf
     for place, step in enumerate(marked.number.tolist()):
         inside = (number == step) & (done.kind != Kind.OTHER)
         if trace.has_device:
@@ -157,7 +156,8 @@ def step_table(trace: Trace, marked: Marks) -> list[RankStep]:
             window = bounds[place : place + 1], bounds[place + 1 : place + 2]
             spans = {kind: intersection(done.spans[kind], window) for kind in DEVICE_KINDS}
         if inside.any():
-            rows.append(RankStep(step, "whole", int(inside.sum()), split(trace, spans)))
+            rows.append(RankStep(step, "whole", int(inside.sum()), split(trace, spans, until)))
+            until = max((int(of[1][-1]) for of in spans.values() if len(of[1])), default=until)
     if len(rows) > 2:
         first, *middle, last = rows
         if first.breakdown.span_s > 1.2 * np.median([row.breakdown.span_s for row in rows[1:]]):

@@ -41,7 +41,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +49,9 @@ from meshwise.trace.collectives import Collective, ranks_text
 from meshwise.trace.events import Ints
 from meshwise.trace.match import linked
 from meshwise.trace.transfers import SYNCHRONISING
+
+Calls = Sequence[Collective]
+Floats = NDArray[np.float64]
 
 MIN_STEPS = 3
 """Fewer whole steps do not tell a slow rank from chance."""
@@ -85,22 +87,17 @@ class LateRanks:
     start_s: float
     """When the first of these began, on the common clock."""
 
-    @property
-    def is_pause(self) -> bool:
-        """Whether this happened once, not step after step."""
-        return self.num_late == 1
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Steps:
     """What each rank loses in each step [S, n] because others are late, and how long steps take."""
 
     ranks: tuple[int, ...]
-    lost_s: NDArray[np.float64]
+    lost_s: Floats
     number: Ints
     """Of each step, where they are marked."""
-    start_s: NDArray[np.float64]
-    duration_s: NDArray[np.float64]
+    start_s: Floats
+    duration_s: Floats
     step_s: float
     span_s: float
     num_all_steps: int
@@ -129,22 +126,23 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
     return stragglers, reason
 
 
-def _views(ranks: tuple[int, ...], calls: Sequence[Collective], starts: bool) -> Iterator[_Steps]:
+def _views(ranks: tuple[int, ...], calls: Calls, starts: bool) -> Iterator[_Steps]:
     """The steps one by one, as marked, else periods of the calls; then two, three, ... together."""
     marks, step = np.unique([one.step for one in calls], return_inverse=True)
     waits = np.array([(i, r, *alone) for i, one in enumerate(calls) for r, alone in one.alone_s.items()])
-    steps, num_steps = partial(_steps, ranks, calls, waits, marks, starts), len(marks)
+    num_steps = len(marks)
     if is_marked := num_steps >= MIN_STEPS + starts:
-        yield steps(step)
+        yield _steps(ranks, calls, waits, step, starts)
     else:
         position, total = _positions(calls)
         num_steps = _num_periods([(c.name, c.bytes, c.group) for c in calls if ranks[0] in c.wait_s])
     for each in _PERIODS_PER_STEP[is_marked:]:
         if num_steps // each > _RARE_STEPS:
-            yield steps(step // each if is_marked else position * (num_steps // each) // total)
+            period = step // each if is_marked else position * (num_steps // each) // total
+            yield _steps(ranks, calls, waits, period, starts)
 
 
-def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _positions(calls: Calls) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The place of each call among those of its lowest rank, and how many these are."""
     count: dict[int, int] = defaultdict(int)
     lowest = [min(one.wait_s) for one in calls]
@@ -172,14 +170,7 @@ def _num_periods(keys: Sequence[object]) -> int:
     return min((num for num in counts.values() if num > _RARE_STEPS), default=1)
 
 
-def _steps(
-    ranks: tuple[int, ...],
-    calls: Sequence[Collective],
-    waits: NDArray[np.float64],
-    marks: Ints,
-    starts: bool,
-    step: Ints,
-) -> _Steps:
+def _steps(ranks: tuple[int, ...], calls: Calls, waits: Floats, step: Ints, starts: bool) -> _Steps:
     """What each rank loses in each step, but for the first where that `starts` the job."""
     num_steps = int(step.max()) + 1
     start, sums = np.full(num_steps, np.inf), np.zeros((3, num_steps, len(ranks)))
@@ -190,22 +181,20 @@ def _steps(
     wait, exposed, transfer = sums
     lost = np.minimum(wait, exposed + transfer - transfer.min(axis=1, keepdims=True))
     duration = np.diff(np.append(start, max(map(_end_s, calls))))
-    num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
-    of_steps = (marks[starts:], start[starts:], duration[starts:])
-    return _Steps(
-        ranks, lost[starts:], *of_steps, float(np.median(duration)), float(duration.sum()), num_all_steps
-    )
+    marks = np.unique([call.step for call in calls])
+    num_all_steps = num_steps - (num_steps > (marks >= 0).sum() > 1)
+    of_steps = (lost[starts:], marks[starts:], start[starts:], duration[starts:])
+    return _Steps(ranks, *of_steps, float(np.median(duration)), float(duration.sum()), num_all_steps)
 
 
 def _end_s(call: Collective) -> float:
     return call.start_s + call.wire_s + max(call.wait_s.values())
 
 
-def _margins(wait: NDArray[np.float64]) -> NDArray[np.float64]:
-    """By how much each rank waits less than any other, in each step; negative where another waits less."""
-    least, second = np.partition(wait, 1, axis=1)[:, :2].T
-    others = np.where(wait == least[:, None], second[:, None], least[:, None])
-    return others - wait
+def _margins(lost: Floats) -> Floats:
+    """By how much each rank loses less than any other, in each step; negative where another loses less."""
+    least, second = np.split(np.partition(lost, 1, axis=1)[:, :2], 2, axis=1)
+    return np.where(lost == least, second, least) - lost
 
 
 def _persistent(view: _Steps) -> NDArray[np.bool_]:
@@ -227,14 +216,14 @@ def _persistent(view: _Steps) -> NDArray[np.bool_]:
 def _late(view: _Steps, chosen: NDArray[np.bool_]) -> LateRanks:
     """What the job would gain if the ranks `chosen` [n], of some steps [S, n], came with the last other one.
 
-    In the first step they are taken to be as late as in the median step.
+    In the first step they are taken to be as late as in the next one, at most as in the median step.
     """
     in_step, is_late = (np.atleast_2d(chosen).any(axis=axis) for axis in (1, 0))
     others, own = view.lost_s[:, ~is_late].min(axis=1), view.lost_s[:, is_late].min(axis=1)
     gain_s = np.maximum(others - own, 0) * in_step
     slow = gain_s >= min(_SPAN_FRAC * view.step_s, gain_s.mean() / 2)
     num_late, num_steps = int(slow.sum()), len(slow)
-    whole_s = float(gain_s.sum() + np.median(gain_s) * (view.num_all_steps - num_steps))
+    whole_s = float(gain_s.sum() + min(gain_s[0], np.median(gain_s)) * (view.num_all_steps - num_steps))
     each_s, step_s = float(gain_s[slow].mean()), float(np.median(view.duration_s[slow]))
     steps = tuple(view.number[slow].tolist() if len(view.number) == num_steps else ())
     ranks, start_s = tuple(np.array(view.ranks)[is_late].tolist()), float(view.start_s[slow][0])
@@ -243,20 +232,17 @@ def _late(view: _Steps, chosen: NDArray[np.bool_]) -> LateRanks:
 
 def _tail(count: int, num: int, chance: float) -> float:
     """Probability of `count` or more hits in `num` independent trials, which may be thousands."""
-
-    def probability(hits: int) -> float:
-        ways = math.lgamma(num + 1) - math.lgamma(hits + 1) - math.lgamma(num - hits + 1)
-        return math.exp(ways + hits * math.log(chance) + (num - hits) * math.log1p(-chance))
-
-    return math.fsum(probability(hits) for hits in range(count, num + 1))
+    hits = range(count, num + 1)
+    ways = (math.lgamma(num + 1) - math.lgamma(hit + 1) - math.lgamma(num - hit + 1) for hit in hits)
+    odds = (hit * math.log(chance) + (num - hit) * math.log1p(-chance) for hit in hits)
+    return math.fsum(math.exp(sum(both)) for both in zip(ways, odds, strict=True))
 
 
 def _pause(view: _Steps) -> NDArray[np.bool_]:
     """The one rank, if any, that was late once, far more than any rank else, beyond its usual lateness."""
     margin = _margins(view.lost_s - np.median(view.lost_s, axis=0))
     next_largest, largest = np.partition(margin, -2, axis=None)[-2:].tolist()
-    is_steady = next_largest < _STEP_FRAC * view.step_s
-    ratio = _PAUSE_RATIO_STEADY if is_steady else _PAUSE_RATIO
+    ratio = _PAUSE_RATIO_STEADY if next_largest < _STEP_FRAC * view.step_s else _PAUSE_RATIO
     is_far = len(margin) >= _RARE_STEPS and largest >= max(_SPAN_FRAC * view.span_s, ratio * next_largest)
     return np.asarray((margin == largest) & is_far)
 

@@ -251,16 +251,15 @@ def summarize(traces: Traces) -> Summary:
     hosts = {one.host for one in facts}
     one_host = len(hosts) == 1 and "" not in hosts
     matches = list(match({one.rank: one.transfers for one in facts}, one_host=one_host))
-    kernels = all(one.has_device for one in facts)
+    kernels = all(one.breakdown.device == "gpu" for one in facts)
     alignment = align([one.rank for one in facts], matches, one_host=one_host, kernels=kernels)
     offsets = alignment.offsets_ns
     origin = min((one.first_ns - offsets[one.rank] for one in facts if one.first_ns is not None), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
-    measured = traces.each(with_calls, waits_ns(found))
-    partitions = [parts for parts, _ in measured]
-    alone_s = {parts.rank: of_calls for parts, of_calls in measured}
-    calls = [replace(c, alone_s={rank: alone_s[rank][at] for rank, at in c.events.items()}) for c in found]
+    measured = dict(zip(traces.ranks, traces.each(with_calls, waits_ns(found)), strict=True))
+    partitions = [parts for parts, _ in measured.values()]
+    calls = [replace(c, alone_s={r: measured[r][1][event] for r, event in c.events.items()}) for c in found]
     steps = itertools.chain(*(one.steps for one in facts))
     return Summary(
         traces=traces,
