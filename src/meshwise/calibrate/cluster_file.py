@@ -76,11 +76,12 @@ def fit_link(
         collective_s(kind, size * (1.0 - part), ranks, links=(Link(1.0, part, math.inf),)) / time_s
         for kind, size, ranks, time_s in calls
     ]
-    target = np.sqrt(weights or np.ones(len(calls)))
-    table = (rows := np.array(each)) * target[:, None]
-    table /= (scale := np.linalg.norm(table, axis=0))
+    rows, target = np.array(each), np.sqrt(weights or np.ones(len(calls)))
+    table = rows * target[:, None]
+    scale = np.linalg.norm(table, axis=0)
+    table = table / scale
     (per_byte, latency), _, num_told, _ = np.linalg.lstsq(table, target, rcond=_ONE_SIZE)
     if num_told < 2 or per_byte <= 0 or latency < 0:
-        latency = scale[1] * min(usual_s, _MOST_ASSUMED_FRAC / rows.max(axis=0)[1])
+        latency = scale[1] * min(usual_s, _MOST_ASSUMED_FRAC / max(rows[:, 1]))
         per_byte = table[:, 0] @ (target - latency * table[:, 1])
     return float(scale[0] / per_byte), float(latency / scale[1])
