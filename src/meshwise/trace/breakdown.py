@@ -131,15 +131,18 @@ def breakdown(trace: Trace) -> Breakdown:
     return split(trace, work(trace).spans)
 
 
-def split(trace: Trace, spans: Mapping[Kind, Spans], since: float = np.inf) -> Breakdown:
-    """The breakdown of what one rank did in `spans` (merged sets of intervals by kind), and `since` when."""
+def split(trace: Trace, spans: Mapping[Kind, Spans], since: float = np.inf, until: float = 0) -> Breakdown:
+    """The breakdown of what one rank did in `spans` (merged sets of intervals by kind).
+
+    The span begins at `since` [ns] at the latest, and ends no earlier than at `until`.
+    """
     compute, communication, memory = (spans[kind] for kind in DEVICE_KINDS)
     both = joined(compute, communication, memory)
-    span, busy = (int(both[1][-1] - min(both[0][0], since)) if len(both[0]) else 0), length(both)
-    hidden, total = length(intersection(compute, communication)), length(communication)
-    ns = {"span": span, "compute": length(compute), "communication": total, "memory": length(memory)}
-    ns |= {"busy": busy, "idle": span - busy, "non_compute": busy - length(compute)}
-    ns |= {"exposed_communication": total - hidden}
+    begin, end = (both[0][0], both[1][-1]) if len(both[0]) else (until, until)
+    span, busy = int(max(end, until) - min(begin, since)), length(both)
+    hidden, total, own = length(intersection(compute, communication)), length(communication), length(compute)
+    ns = {"span": span, "busy": busy, "idle": span - busy, "exposed_communication": total - hidden}
+    ns |= {"compute": own, "communication": total, "memory": length(memory), "non_compute": busy - own}
     seconds = {f"{name}_s": one / 1e9 for name, one in ns.items()}
     device, overlap_frac = "gpu" if trace.has_device else "cpu", hidden / total if total else None
     return Breakdown(trace.rank, device, overlap_frac=overlap_frac, **seconds)

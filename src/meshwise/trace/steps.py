@@ -6,8 +6,8 @@ section stands in that every rank ran equally often, but no more often than PyTo
 that is recorded; and if there are several, that which took longest in total.
 
 A step lasts from its mark to the next one. Work belongs to the step in which it was launched: a kernel to
-that of its launching call, an operator to that in which it begins, idle time to that of the work after it.
-What was launched before the first mark (or before the profiler began) is in no step, -1.
+that of its launching call, an operator to that in which it begins, idle time to that in which it lies. What
+was launched before the first mark (or before the profiler began) is in no step, -1.
 """
 
 import re
@@ -156,8 +156,9 @@ def step_table(trace: Trace, marked: Marks) -> list[RankStep]:
             window = bounds[place : place + 1], bounds[place + 1 : place + 2]
             spans = {kind: intersection(done.spans[kind], window) for kind in DEVICE_KINDS}
         if inside.any():
-            rows.append(RankStep(step, "whole", int(inside.sum()), split(trace, spans, until)))
-            until = max((int(of[1][-1]) for of in spans.values() if len(of[1])), default=until)
+            ended = max(int(max(end[-1:], default=0)) for _, end in spans.values())
+            since, until = until, max(int(bounds[place + 1]), ended)
+            rows.append(RankStep(step, "whole", int(inside.sum()), split(trace, spans, since, until)))
     if len(rows) > 2:
         first, *middle, last = rows
         if first.breakdown.span_s > 1.2 * np.median([row.breakdown.span_s for row in rows[1:]]):

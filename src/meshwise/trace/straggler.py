@@ -109,8 +109,7 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
 
     `first_step`: the number of the job's first step, which starts it; chosen steps may begin later.
     """
-    stragglers: list[LateRanks] = []
-    reason = ""
+    stragglers, reason = list[LateRanks](), ""
     kinds = (*SYNCHRONISING, "broadcast", "unknown")
     shared = [c for c in found if (c.num_ranks > 1 or any(c.wait_s.values())) and c.name in kinds]
     shared.sort(key=_end_s)  # every rank leaves them in this order
