@@ -123,8 +123,7 @@ def many(tmp_path_factory):
 
 def test_of_many_ranks_what_stands_out_is_shown(many, meshwise, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    found = summarize_paths([many])
-    compute = [(one.kind, one.name) for one in found.outliers if one.part == "compute"]
+    compute = [(of.kind, of.name) for of in summarize_paths([many]).outliers if of.part == "compute"]
     assert compute == [("rank", "3"), ("node", "host-4")]
     shown = meshwise("trace", "summary", str(many)).out
     assert "node host-4" in shown and "32-39" in shown and max(map(len, shown.splitlines())) <= 80
@@ -166,10 +165,8 @@ def test_a_timeline_of_the_worst_ranks(many, meshwise, tmp_path):
 def test_many_ranks_are_a_map_of_ranks_and_steps(many, tmp_path, meshwise):
     pytest.importorskip("matplotlib")
     pytest.importorskip("plotly")
-    found = summarize_paths([many])
-    lanes = picture(found).rows[0][0].marks[0]
-    late = list(lanes.kinds)
-    grid = lanes.grid[:, 1:]
+    lanes = picture(summarize_paths([many])).rows[0][0].marks[0]
+    late, grid = list(lanes.kinds), lanes.grid[:, 1:]
     assert grid.shape == (40, 7)
     assert (grid[3] >= late.index("20 to 50 %")).all()
     assert (grid[32:40] >= late.index("10 to 20 %")).mean() > 0.9
