@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import meshwise as mw
 from data_tables import table
 from meshwise import api
+from meshwise.core.each import telling
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.launch.arguments import framework_arguments
 from meshwise.plan.plan import parse_plan
@@ -226,8 +227,8 @@ def test_the_search_for_a_split_says_how_far_it_is_and_can_be_ended() -> None:
         if len(heard) == 3:
             raise TimeoutError
 
-    with pytest.raises(TimeoutError):
-        step(**OPEN, on_candidate=hear)
+    with pytest.raises(TimeoutError), telling(lambda done, total: None, hear):
+        step(**OPEN)
     assert heard[-1] == "3 candidates looked at on 8 GPUs"
 
 

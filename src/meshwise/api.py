@@ -654,7 +654,6 @@ def rl(
     score_tokens: int | None = None,
     train_steps: int | None = None,
     price: str | float | None = None,
-    on_candidate: Callable[[str], None] = lambda so_far: None,
 ) -> RlAnswer:
     """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
 
@@ -694,7 +693,6 @@ def rl(
         score_tokens: The same in scoring [4 bins of training].
         train_steps: Steps of the whole run: its days.
         price: Dollars of a GPU-hour: what a step and a run cost.
-        on_candidate: Hears how far the search for the best split is; it ends where that raises.
 
     Returns:
         Seconds by phase, memory of both pools, idle shares. A job that does not fit is an answer too.
@@ -705,9 +703,9 @@ def rl(
     asked = dict(locals())
     from meshwise.rl.best_split import answer
 
-    for name in ("train_steps", "price", "on_candidate"):
+    for name in ("train_steps", "price"):
         del asked[name]
-    return answer(_open_rl_job(**asked), train_steps, usd_per_hour(price), on_candidate)
+    return answer(_open_rl_job(**asked), train_steps, usd_per_hour(price))
 
 
 def _open_rl_job(
@@ -789,7 +787,7 @@ def _launch_rl(
     missing = [name for name in ("prompts", "samples") if name not in asked]
     missing += ["output"] * (not {"output", "max_output"} & {*asked})
     refuse("launch rl", WorkloadError, plan=plan, asked=asked, missing=missing, to=to)
-    others = ("train_steps", "price", "model", "cluster", "on_candidate")
+    others = ("train_steps", "price", "model", "cluster")
     options = {name: of.default for name, of in options_of(rl).items() if name not in others}
     mean = max(asked.get("max_output", 0) // CAP_OVER_MEAN, 1)
     options |= {"framework": to, "output": mean, "train_plan": plan} | asked

@@ -217,7 +217,7 @@ def serve(
     show(found, json=json, html=html, plot=plot, ok=not found.is_no, with_files=out is None)
 
 
-@takes(api.rl, without=("on_candidate",))
+@takes(api.rl)
 def rl(*, source: Path | None = None, html: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Price a step of RL post-training, from rollout to weight sync.
 
@@ -232,8 +232,8 @@ def rl(*, source: Path | None = None, html: Path | None = None, json: bool = Fal
         asked |= known | {name: asked[name] for name in stated_in(asked, api.rl)}
         if asked["mode"] == "colocated":
             asked["rollout_gpus"] = None
-    with how_far("") as say:
-        found = api.rl(**asked, on_candidate=say)
+    with how_far(""):
+        found = api.rl(**asked)
     document = found.to_json() | ({"from": {"unread": unread}} if source is not None else {})
     show(found, document, json=json, html=html)
     _print_unread(() if json else unread, "job")
@@ -241,11 +241,7 @@ def rl(*, source: Path | None = None, html: Path | None = None, json: bool = Fal
         raise typer.Exit(1)
 
 
-@takes(
-    api.launch,
-    api.rl,
-    without=("framework", "length_sigma", "lengths", "on_candidate", "price", "train_steps"),
-)
+@takes(api.launch, api.rl, without=("framework", "length_sigma", "lengths", "price", "train_steps"))
 def launch(*, out: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Write the settings that run a plan of MODEL under a framework.
 

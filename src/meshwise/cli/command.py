@@ -31,7 +31,7 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(**values: Any) -> None:
         for path in filter(None, map(values.get, _FILES)):
             check_writable(path)
-        function(**{name: _value(options[name], value) if name in options else value
+        function(**{name: options[name].default if value is None and name in options else value
                     for name, value in values.items()})  # fmt: skip
 
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -60,22 +60,15 @@ def _default(option: Option) -> Any:
     return option.default * 1e3 if option.in_ms else option.default
 
 
-def _value(option: Option, value: Any) -> Any:
-    """What the function takes of what was typed."""
-    if value is None:
-        return option.default
-    return value / 1e3 if option.in_ms else value
-
-
 def _annotation(option: Option) -> Any:
     settings: dict[str, Any] = {"help": option.help}
     if (names := _TEXTS["completed"].get(option.name)) is not None:
         settings["autocompletion"] = getattr(complete, names)
     if option.bounds is not None:
         settings |= {"min": option.bounds.start, "max": option.bounds.stop - 1}
-    if (reader := option.reader) is not None:
-        settings["parser"] = lambda text: reader(str(text), flags(option)[0])
-        settings["metavar"] = "TEXT"
+    if option.reader is not None or (option.kind in (int, float) and option.bounds is None):
+        settings["parser"] = lambda text: option.value(str(text), flags(option)[0])
+        settings["metavar"] = {int: "INTEGER", float: "FLOAT"}.get(option.kind, "TEXT")
     kind = option.kind if option.default in (REQUIRED, True, False) else option.kind | None
     if option.is_word:
         return Annotated[kind, typer.Argument(**settings)]

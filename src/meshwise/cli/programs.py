@@ -229,7 +229,7 @@ def profile(*, limit: int = 15, all: bool = False, json: bool = False, **asked: 
     show(summary, document, json=json, limit=limit, everything=all)
     if not json:
         folder = asked["directory"]
-        print(f"{len(summary.ranks)} ranks in {folder} (see: meshwise trace table|sections|merge {folder})")
+        print(f"ranks in {folder}: {len(summary.ranks)} (see: meshwise trace table|sections|merge {folder})")
         if done.overhead_frac is not None:
             bare = f"{done.wall_s:.2f} s with capture, {done.bare_s:.2f} s without"
             print(f"overhead of the capture: {100 * done.overhead_frac:+.1f} % ({bare})")

@@ -102,7 +102,7 @@ def merge(found: Summary, *, out: Path, max_slices: Count | None = None) -> Foun
     document |= {"num_cut_slices": done["cut"], "num_left_out": done["left out"]}
     cut = f"; {done['cut']} slices cut where the next one starts" if done["cut"] else ""
     left_out = f"; {done['left out']} short slices left out" if done["left out"] else ""
-    text = f"{out}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}"
+    text = f"{out}: {len(found.traces)} ranks, clocks: {found.alignment.method}{cut}{left_out}"
     return document | {"alignment": found.to_json()["alignment"]}, [text]
 
 

@@ -57,10 +57,11 @@ class Option:
             return [self.reader(one, self.name) if isinstance(one, str) else one for one in value]
         return value
 
-    def value(self, text: str) -> Any:
-        """The value that `text` spells; WorkloadError says what it must be."""
+    def value(self, text: str, typed: str = "") -> Any:
+        """The value that `text` spells; WorkloadError says what it must be, by the name that was `typed`."""
+        typed = typed or self.typed
         if self.reader is not None:
-            return self.reader(text, self.typed)
+            return self.reader(text, typed)
         if get_origin(self.kind) is Literal and text not in (known := get_args(self.kind)):
             raise WorkloadError(f"{self.typed}={text} must be one of {', '.join(filter(None, known))}")
         if self.kind is bool:
@@ -69,11 +70,11 @@ class Option:
             return text == "yes"
         if self.kind not in (int, float):
             return text
-        value = to_number(text, self.typed)
+        value = to_number(text, typed)
         if self.kind is float:
             return value / 1e3 if self.in_ms else value
         if not value.is_integer() or abs(value) > 1e15:  # beyond, float64 loses units
-            raise WorkloadError(f"{self.typed}={text} must be a whole number, at most 1e15")
+            raise WorkloadError(f"{typed}={text} must be a whole number, at most 1e15")
         return int(value)
 
 

@@ -69,9 +69,10 @@ class Spread(msgspec.Struct, frozen=True):
     num_runs: int
     num_sources: int
 
-    def around(self, value: float, what: str, sources: str) -> Interval:
+    def around(self, value: float, what: str, source: str) -> Interval:
         """Between which values a measurement of the prediction `value` lies, 8 times of 10."""
-        reason = f"judging by {self.num_runs} {what} of {self.num_sources} {sources}, none by its own"
+        sources = f"{self.num_sources} {source}{'s' * (self.num_sources != 1)}"
+        reason = f"judging by {self.num_runs} {what} of {sources}, none by its own"
         return Interval(p10=value * self.p10, p90=value * self.p90, reason=reason)
 
 

@@ -26,7 +26,7 @@ class Field:
 
 def whole(doc: str, least: int = 1, most: int | None = None) -> Field:
     """A whole number from `least` to `most`."""
-    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    limits = f", {least} to 1e15" if most is None else f" from {least} to {most}"
 
     def read(value: Any) -> int:
         number = int(value)
@@ -35,7 +35,7 @@ def whole(doc: str, least: int = 1, most: int | None = None) -> Field:
             raise ValueError
         return number
 
-    return Field(f"a whole number {limits}", read, doc)
+    return Field(f"a whole number{limits}", read, doc)
 
 
 def number(doc: str, least: float, most: float | None = None) -> Field:

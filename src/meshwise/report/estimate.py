@@ -471,7 +471,7 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
     rows = [
         _both("step", left.step_s, right.step_s, duration),
         _both("tokens/s", left.tokens_per_s, right.tokens_per_s, lambda x: with_prefix(x, "")),
-        _both("MFU", left.mfu, right.mfu, lambda x: f"{x:.1%}"),
+        _both("MFU [%]", 100 * left.mfu, 100 * right.mfu, lambda x: f"{x:.1f}"),
         _both("memory", *totals, lambda x: with_prefix(x, "B")),
     ]
     differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"

@@ -10,7 +10,7 @@ cost in time.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.columns import grouped
+from meshwise.core.each import HEARS
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
@@ -59,7 +60,6 @@ PARTS_OF_CLUSTER = (2, 4)
 _SPARES_FRAC = 0.99
 """A larger share of memory for engines is named where a step takes less than this share of the time."""
 
-Hear = Callable[[str], None]
 """What is told how far a search is; it ends the search by raising."""
 
 
@@ -261,7 +261,7 @@ def _price(step: RlStep) -> tuple[int, int]:
     return step.job.cluster.num_chips, step.job.staleness
 
 
-def _looked(asked: OpenJob, hear: Hear) -> list[tuple[float, RlJob]]:
+def _looked(asked: OpenJob) -> list[tuple[float, RlJob]]:
     """Every candidate with its seconds at first look, the fastest first; PlanError where no plan divides."""
     looks, found = _Looks(asked), list[tuple[float, RlJob]]()
     for job in candidates(asked, looks):
@@ -269,13 +269,13 @@ def _looked(asked: OpenJob, hear: Hear) -> list[tuple[float, RlJob]]:
             found.append((looks.about_s(job), job))
         except PlanError as error:
             looks.refused = looks.refused or error
-        hear(f"{len(found)} candidates looked at on {asked.cluster.num_chips} GPUs")
+        HEARS.get()(f"{len(found)} candidates looked at on {asked.cluster.num_chips} GPUs")
     if looks.refused and not found:
         raise looks.refused
     return sorted(found, key=lambda each: each[0])
 
 
-def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
+def _on_fewer(asked: OpenJob, bound: int) -> Iterator[RlStep]:
     """The best step on each part of the cluster, whole nodes of it, as far as anything fits there."""
     whole = asked.cluster.num_chips
     for part in PARTS_OF_CLUSTER:
@@ -284,15 +284,15 @@ def _on_fewer(asked: OpenJob, bound: int, hear: Hear) -> Iterator[RlStep]:
             continue
         looked = list[tuple[float, RlJob]]()
         with suppress(PlanError):  # a stated plan does not divide so few
-            looked = _looked(replace(asked, cluster=replace(asked.cluster, num_chips=num)), hear)
+            looked = _looked(replace(asked, cluster=replace(asked.cluster, num_chips=num)))
         about_s, job = next((each for each in looked if each[1].staleness <= bound), (math.inf, None))
         if job is not None and about_s < math.inf:
             yield rl_step(job)
 
 
-def best_split(asked: OpenJob, hear: Hear = lambda so_far: None) -> RlAnswer:
+def best_split(asked: OpenJob) -> RlAnswer:
     """The best candidates; PlanError where there is none."""
-    looked = _looked(asked, hear)
+    looked = _looked(asked)
     refuse("split of rl", PlanError, looked=looked, asked=asked)
     bound = asked.staleness or (1 if not asked.mode else max(job.staleness for _, job in looked))
     steps = list[RlStep]()
@@ -300,7 +300,7 @@ def best_split(asked: OpenJob, hear: Hear = lambda so_far: None) -> RlAnswer:
     for (_, bounded), each in grouped(looked, lambda one: (one[1].mode, one[1].staleness)).items():
         most_s = near_s if bounded <= bound else 0.0
         for job in (job for i, (about_s, job) in enumerate(each) if not i or about_s <= most_s < math.inf):
-            hear(f"{len(looked)} candidates looked at, {len(steps)} priced")
+            HEARS.get()(f"{len(looked)} candidates looked at, {len(steps)} priced")
             steps.append(rl_step(job))
     best = sorted(
         steps, key=lambda step: (not step.fits, step.job.staleness > bound, step.step_s or math.inf)
@@ -311,7 +311,7 @@ def best_split(asked: OpenJob, hear: Hear = lambda so_far: None) -> RlAnswer:
         for about_s, job in looked
         if (job.mode, job.staleness, job.rollout_plan) == (top.mode, top.staleness, top.rollout_plan)
     ]
-    fewer = tuple(_on_fewer(asked, bound, hear))
+    fewer = tuple(_on_fewer(asked, bound))
     return RlAnswer(best[0], tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, best[0]))
 
 
@@ -327,10 +327,8 @@ def _larger_share(asked: OpenJob, top: RlStep) -> RlStep | None:
     return found if found.fits and (found.step_s or 0.0) < _SPARES_FRAC * (top.step_s or 0.0) else None
 
 
-def answer(
-    asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None, on_candidate: Hear
-) -> RlAnswer:
-    """The answer; `on_candidate` hears how far the search for the best split is, and may end it by raising.
+def answer(asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None) -> RlAnswer:
+    """The answer; `HEARS` is told how far the search for the best split is, and may end it by raising.
 
     Raises:
         WorkloadError: A number makes no sense.
@@ -339,5 +337,5 @@ def answer(
     for name, number in (("train_steps", num_steps), ("price", usd_per_gpu_hour)):
         if number is not None and not 0 < number < 1e15:
             raise WorkloadError(f"{name}={number:g} must be above zero")
-    found = best_split(asked, on_candidate) if asked.is_open else RlAnswer(rl_step(asked.job()))
+    found = best_split(asked) if asked.is_open else RlAnswer(rl_step(asked.job()))
     return replace(found, num_steps=num_steps, usd_per_gpu_hour=usd_per_gpu_hour)

@@ -112,4 +112,4 @@ def find_transport(name: str) -> Transport:
 def interval_of(value: float, mode: str) -> Interval:
     """Between which values a measurement of the prediction lies, 8 times of 10; phases as the step."""
     spread = CATALOG.spreads["overlapped" if mode in OVERLAPPED else "in turn"]
-    return spread.around(value, "measured steps", "sources")
+    return spread.around(value, "measured steps", "source")

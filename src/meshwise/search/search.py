@@ -248,7 +248,7 @@ def search(
     elif own := software_on(cluster.chip):
         stated = {"software": (own,), **stated}
     if to not in ("", ANY_FRAMEWORK, *SEARCHED):
-        raise PlanError(f"--to {to} must be one of {', '.join((*SEARCHED, ANY_FRAMEWORK))}")
+        raise PlanError(f"to={to} must be one of {', '.join((*SEARCHED, ANY_FRAMEWORK))}")
     to = "" if to == ANY_FRAMEWORK else to
     if to and to not in training_on(cluster.chip):
         raise PlanError(f"{to} does not run on {cluster.chip.name}; leave --to out")

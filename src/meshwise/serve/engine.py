@@ -69,7 +69,7 @@ def fitted() -> Fitted:
 
 def interval_of(quantity: str, value: float, regime: str) -> Interval:
     """Between which values a measurement of the prediction `value` lies, 8 times of 10."""
-    return fitted().spreads[quantity][regime].around(value, "points", "models")
+    return fitted().spreads[quantity][regime].around(value, "points", "model")
 
 
 _CONSTANTS = fitted().constants

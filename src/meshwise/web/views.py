@@ -299,7 +299,7 @@ def _save(context: Question, **asked: Any) -> dict[str, Any]:
     found = _estimate(context.state)
     run = api.budget(**options_in(asked, api.budget)).run(found)
     names = found.model.name, found.cluster.name, plan_text(found.plan)
-    name = re.sub("[^a-z0-9.]+", "-", "-".join(names).lower())
+    name = re.sub("[^a-z0-9.]+", "-", "-".join(filter(None, names)).lower())
     return {
         "name": f"{name[:80]}.html",
         "text": html_page(_beside_pinned(page_of(found, run=run), context.state)),
@@ -369,10 +369,10 @@ def serve(context: Question, **asked: Any) -> dict[str, Any]:
     return _shown(served.page(found, found.sizing or api.serve(**layouts, plan=formats, pareto=True).sizing))
 
 
-@takes(api.rl, _own, without=("lengths", "on_candidate"))
+@takes(api.rl, _own, without=("lengths",))
 def rl(context: Question, **asked: Any) -> dict[str, Any]:
     """A step of post-training, phase by phase, and the best split where it is left open."""
-    return _shown(page_of(api.rl(**options_in(asked, api.rl), on_candidate=HEARS.get())))
+    return _shown(page_of(api.rl(**options_in(asked, api.rl))))
 
 
 @takes(api.frontier)
