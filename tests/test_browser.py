@@ -40,8 +40,7 @@ class Running:
     def __init__(self, port: int = 0) -> None:
         state = Server(TRACES)
         self.drop = state.drop
-        config = uvicorn.Config(make_app(state), port=port, log_level="error")
-        self.server = uvicorn.Server(config)
+        self.server = uvicorn.Server(uvicorn.Config(make_app(state), port=port, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
@@ -213,8 +212,7 @@ def test_a_change_is_priced_and_a_link_holds_all_of_it(page: Any) -> None:
     until(page, "!due.size")  # the charts out of view too
     kept = page.evaluate("[...document.querySelectorAll('.chart')].map((one) => one.was)")
     assert kept == [True] * 4 and page.locator(".chart > .plot-container").count() == 4
-    assert page.evaluate(rows) != told
-    assert "plan=tp%3D4" in page.url
+    assert page.evaluate(rows) != told and "plan=tp%3D4" in page.url
     page.reload()
     assert settled(page) == after
     page.click("[data-act=link]")

@@ -109,8 +109,7 @@ def test_a_result_without_a_page_of_its_own_is_its_parts(tmp_path: Path) -> None
 
 def test_the_sample_of_a_space_is_of_its_plans() -> None:
     found = mw.search("llama3-8b", "h100-80g-sxm:8", "zero=1", batch=8, seq=2048)
-    best = found.best[0]
-    sample = found.sample(10**6)
+    best, sample = found.best[0], found.sample(10**6)
     assert len(sample) == found.plans_considered
     assert sum(one.memory_bytes <= found.capacity_bytes for one in sample) >= found.plans_feasible > 0
     assert min(one.step_s for one in sample if one.memory_bytes <= found.capacity_bytes) == best.step_s

@@ -75,14 +75,11 @@ def check_best(
     Keys that are not searched are those of a plan that states nothing. `to`: of plans that `launch` says
     whole.
     """
-    model, cluster = find_model(model_name), find_cluster(cluster_name)
-    load = Workload(batch=batch, seq=2048)
-    found = search(
-        model, cluster, batch=batch, seq=2048, stated=stated, to=to, memory_frac=1.0, with_changes=False
-    )
+    model, cluster, load = find_model(model_name), find_cluster(cluster_name), {"batch": batch, "seq": 2048}
+    found = search(model, cluster, **load, stated=stated, to=to, memory_frac=1.0, with_changes=False)
     families: dict[tuple[Any, ...], float] = {}
     plans: list[tuple[float, float]] = []
-    for of in priced_one_by_one(model, cluster, load, stated, to):
+    for of in priced_one_by_one(model, cluster, Workload(**load), stated, to):
         if of.fits:
             mesh = of.mesh
             family = mesh.tp, mesh.cp, mesh.pp, mesh.ep, mesh.etp
@@ -98,8 +95,7 @@ def check_best(
         near = [memory for step_s, memory in plans if step_s <= FRONT_FRAC * fastest[0]]
         assert found.pareto[-1].memory_bytes == pytest.approx(min(near), rel=1e-12)
     for one, other in itertools.pairwise(found.pareto):
-        assert one.step_s < other.step_s
-        assert one.memory_bytes > other.memory_bytes
+        assert one.step_s < other.step_s and one.memory_bytes > other.memory_bytes
     return len(families)
 
 
@@ -159,14 +155,11 @@ def test_a_plan_is_the_same_in_other_words_whichever_plans_are_looked_at(
     (grid,) = grids(*LLAMA_8, Workload(batch=16, seq=2048), space, distinct=True)
     for zero, num_plans in ((1.0, 2), (3.0, num_other)):
         (cells,) = grid.price(wants=lambda mesh, *_, zero=zero, **how: np.asarray(mesh.zero == zero))
-        assert cells.shape == (2,)
-        assert distinct(cells).sum() == num_plans
+        assert cells.shape == (2,) and distinct(cells).sum() == num_plans
 
 
-FEW: dict[str, tuple[Any, ...]] = {
-    "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "vpp": (1, 2), "recompute": ("none",),
-    "recompute_layers": (None,), "microbatch": (1,),
-}  # fmt: skip
+FEW: dict[str, tuple[Any, ...]] = dict.fromkeys(("tp", "cp", "pp", "vpp"), (1, 2))
+FEW |= {"recompute": ("none",), "recompute_layers": (None,), "microbatch": (1,)}
 
 
 @pytest.mark.parametrize("to", TRAINING)
@@ -227,17 +220,14 @@ def test_robust_plans_are_ranked_by_their_step_under_all_adversities() -> None:
 
 def test_robust_plans_fit_as_they_are_too() -> None:
     """Layers are placed before experts are out of balance, so the plan is the one that `estimate` prices."""
-    stated = {"dtype": ("fp8",), "tp": (1,), "cp": (1,)}
-    job = {"batch": 2048, "seq": 4096, "stated": stated, "robust": True}
+    job = {"batch": 2048, "seq": 4096, "stated": {"dtype": ("fp8",), "tp": (1,), "cp": (1,)}, "robust": True}
     found = search(find_model("deepseek-v3"), find_cluster("b200-sxm:1024"), **job)
     assert max(one.memory_bytes["total"] for one in found.best) <= found.capacity_bytes
     assert [one.robust_s for one in found.bases] == sorted(one.robust_s for one in found.bases)
 
 
 @pytest.mark.parametrize(("model", "cluster", "seq", "keys", "found"), table("tables")["in_sight"])
-def test_nothing_is_out_of_sight(
-    model: str, cluster: str, seq: int, keys: dict[str, Any], found: dict[str, Any]
-) -> None:
+def test_nothing_is_out_of_sight(model: str, cluster: str, seq: int, keys: Any, found: Any) -> None:
     stated = {"zero": (1, 2), "recompute": ("none", "full"), "schedule": ("1f1b", "interleaved")} | keys
     job = {"batch": 2048 if seq < 2**20 else 16, "seq": seq, "stated": stated}
     seen = search(find_model(model), find_cluster(cluster), **job)
@@ -287,10 +277,8 @@ def test_random_spaces_of_all_keys(data: st.DataObject, model: str, cluster: str
 
 def test_repeats_are_not_counted() -> None:
     """Two searches whose spaces are the same plans in other words count as many."""
-    few = {
-        "tp": (2,), "pp": (1, 2), "schedule": ("1f1b",), "vpp": (1,), "recompute": ("none",), "zero": (1,),
-        "cp": (1,), "microbatch": (1,),
-    }  # fmt: skip
+    few: Any = dict.fromkeys(("vpp", "zero", "cp", "microbatch"), (1,))
+    few |= {"tp": (2,), "pp": (1, 2), "schedule": ("1f1b",), "recompute": ("none",)}
     many = few | {"sp": (None, True), "cp_kind": ("ring", "ulysses"), "placement": ("*",), "etp": (None,)}
     one, other = (search(*LLAMA_16, batch=16, seq=2048, stated=stated) for stated in (few, many))
     assert one.plans_considered == 2
@@ -402,8 +390,7 @@ def test_key_by_key_a_plan_becomes_the_best(meshwise, few: str, text: str) -> No
 
 def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
     names, few = ("megatron-2020", "megatron-2026"), "tp=2|4,pp=1|2,cp=1"
-    job = (*ARGUMENTS, "--software", "|".join(names), "--plan", few, "--json")
-    document = meshwise(*job).document
+    document = meshwise(*ARGUMENTS, "--software", "|".join(names), "--plan", few, "--json").document
     for name, version in zip(names, document["versions"], strict=True):
         priced = priced_again(meshwise, ARGUMENTS[1:], document["best"][0] | version)
         assert priced["plan"]["software"] == name and priced["step_s"] == version["step_s"]
@@ -508,7 +495,5 @@ def test_ctrl_c_on_the_command_line_prints_what_is_known(meshwise, monkeypatch) 
 
     monkeypatch.setattr(BestPlans, "add", stop)
     done = meshwise(*ARGUMENTS, "--json")
-    assert done.code == 130
-    assert done.err == "meshwise: stopped; these are the best of what was priced\n"
-    assert done.document["best"]
-    assert done.document["complete"] is False
+    assert (done.code, done.err) == (130, "meshwise: stopped; these are the best of what was priced\n")
+    assert done.document["best"] and done.document["complete"] is False
