@@ -181,6 +181,22 @@ def test_pieces_of_scripts() -> None:
     assert written_bytes == [("forward", 16), ("backward", 16)]
 
 
+def test_attention_runs_a_kernel_that_is_enabled_and_takes_its_heads(tmp_path: Path) -> None:
+    """MATH keeps scores; of heads unlike those of v, and of fp64, CUDA's flash takes none."""
+    text = (
+        "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+        "all, half, double = range(4), torch.half, torch.double\n"
+        "for kernels, v_dim, dtype in ([2], 32, half), ([0], 32, half), (all, 16, half), (all, 32, double):\n"
+        "    q, v = (torch.ones(1, 2, 64, n, device='cuda', dtype=dtype) for n in (32, v_dim))\n"
+        "    with sdpa_kernel(list(map(SDPBackend, kernels))):\n"
+        "        assert torch.nn.functional.scaled_dot_product_attention(q, q, v).shape == v.shape\n"
+    )
+    rows = mw.dry_run_script(written(tmp_path, text)).ledger.to_json()
+    fused = "_scaled_dot_product_efficient_attention"
+    ran = [row["op"] for row in rows if "softmax" in row["op"] or "attention" in row["op"]]
+    assert ran == [fused, "_safe_softmax", fused, "_safe_softmax"]
+
+
 def test_an_older_torch_is_refused(tmp_path: Path, meshwise: Any) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1+cu128'\n")
     (tmp_path / "train.py").write_text("import torch\n")

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as flex_attention
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
+from meshwise.runtime import torch_private as private
 from meshwise.runtime.fakes import leave_whole
 from meshwise.runtime.script.values import Guesses, forget, shadow_of
-from meshwise.runtime.torch_private import FakeTensor, swap_tensor_impl, tree_leaves
 from meshwise.runtime.when_imported import when_imported
 
-aten = torch.ops.aten
+aten, FakeTensor = torch.ops.aten, private.FakeTensor
 _library = torch.library.Library("aten", "IMPL")
 _MAX_FLASH_HEAD = 256
 _FIRST_ADDRESS, _ALIGNMENT = 1 << 44, 512
@@ -96,7 +97,7 @@ def _supply_triton(guesses: Guesses) -> None:
             kernel = kernel.fn
         what, got = f"the Triton kernel {kernel.__name__}", "no work, and results that nobody knows"
         guesses.add(what, got, "make it a torch.library.triton_op, its work by register_flop_formula")
-        for leaf in tree_leaves((args, how)):
+        for leaf in private.tree_leaves((args, how)):
             if isinstance(leaf, FakeTensor):
                 forget(leaf)
 
@@ -131,7 +132,7 @@ def _swap(one: Any, other: Any) -> None:
     for tensor, values in ((other, held[0]), (one, held[1])):
         for slot, value in values.items():
             setattr(tensor, slot, value)
-    swap_tensor_impl(one, other)
+    private.swap_tensor_impl(one, other)
 
 
 def _identity(function: Any = None, **_: Any) -> Any:
@@ -139,7 +140,7 @@ def _identity(function: Any = None, **_: Any) -> Any:
 
 
 def _supply_attention(guesses: Guesses) -> None:
-    """Attention as CUDA does it: flash, or memory-efficient with a mask or in fp32."""
+    """Attention as CUDA does it: flash, else memory-efficient, else cuDNN, else torch's ops one by one."""
 
     def flex(
         query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None,
@@ -155,6 +156,7 @@ def _supply_attention(guesses: Guesses) -> None:
     flex_attention.flex_attention = flex
     flex_attention.create_block_mask = _block_mask
     _library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
+    private.set_attention_order([1, 2, 3, 0, 4])  # flash, memory-efficient, cuDNN, math
     leave_whole("CUDA")
 
 
@@ -163,30 +165,47 @@ def attend(
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """The op `scaled_dot_product_attention` by the kernel that CUDA chooses."""
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    if is_half and attn_mask is None and query.shape[-1] <= _MAX_FLASH_HEAD:
+    kernel = _kernel(query, value, attn_mask)
+    if kernel is SDPBackend.FLASH_ATTENTION:
         return _flash(query, key, value, dropout_p, is_causal, scale)[0]
     if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    given = query, key, value, attn_mask
+    if kernel is SDPBackend.MATH:
+        return aten._scaled_dot_product_attention_math(*given, dropout_p, is_causal, scale=scale)[0]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
-    )[0]
+    fused = getattr(aten, f"_scaled_dot_product_{kernel.name.lower()}")
+    return fused(*given, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+
+
+def _kernel(query: Any, value: Any, attn_mask: Any) -> SDPBackend:
+    """The first kernel in torch's order that the program leaves enabled and that takes these tensors."""
+    is_batched, size, head = query.dim() == 4, query.element_size(), query.shape[-1]
+    is_aligned = is_batched and not any(x.shape[-1] * size % 16 for x in (query, value))
+    is_flash = is_batched and attn_mask is None and head == value.shape[-1] <= _MAX_FLASH_HEAD
+    takes = {
+        SDPBackend.FLASH_ATTENTION: is_flash and size == 2,
+        SDPBackend.EFFICIENT_ATTENTION: is_aligned and size in (2, 4),
+        SDPBackend.CUDNN_ATTENTION: is_aligned and size == 2,
+        SDPBackend.MATH: True,
+    }
+    for kernel in private.enabled_attention(with_priority=True):
+        if takes.get(kernel):
+            return kernel
+    raise RuntimeError("no kernel of attention that is enabled takes these tensors")
 
 
 def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: Any) -> Any:
     """Output and log-sum-exp; the kernel wants heads of a multiple of 8."""
     head = query.shape[-1]
     pad = -head % 8
-    query, key, value = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
+    padded = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
     scale = head**-0.5 if scale is None else scale
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, scale=scale
-    )
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)
     return out[..., :head] if pad else out, lse
 
 
