@@ -116,7 +116,7 @@ def how_far(ends: str = " (Ctrl-C keeps it)") -> Iterator[Callable[[str], None]]
     from meshwise.core.each import HEARS, telling
 
     status = Console(stderr=True).status("")
-    with status, telling(lambda done, total: None, lambda said: status.update(said + ends if said else None)):
+    with status, telling(lambda done, total: None, lambda said: said and status.update(said + ends)):
         yield HEARS.get()
 
 

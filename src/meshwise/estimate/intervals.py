@@ -117,11 +117,15 @@ def aspects(cluster: Cluster, plan: Plan) -> dict[str, str]:
     }
 
 
+IMPLIED = {"generation": ("chip", "dtype")}
+"""Aspects that are new where another is, which is then at least as far away."""
+
+
 def unmeasured(quantity: str, cluster: Cluster, plan: Plan, among: Spreads | None = None) -> dict[str, str]:
     """The aspects of a step that no run was like; a new generation is all new chips and types."""
     measured = (among or spreads()).measured[quantity]
     missing = {name: what for name, what in aspects(cluster, plan).items() if what not in measured[name]}
-    implied = ("chip", "dtype") if "generation" in missing else ()
+    implied = [name for one in missing for name in IMPLIED.get(one, ())]
     return {name: what for name, what in missing.items() if name not in implied}
 
 
@@ -135,7 +139,10 @@ def interval_of(
     known = {name: spread for name, spread in table.items() if not name.startswith(UNMEASURED)}
     found = regimes(quantity, model, cluster, plan)
     used = {name: known[name] for name in found if name in known} or known
-    factors = {what: table[UNMEASURED + aspect].p90 for aspect, what in missing.items()}
+    factors = {
+        what: max(table[UNMEASURED + name].p90 for name in (aspect, *IMPLIED.get(aspect, ())))
+        for aspect, what in missing.items()
+    }
     width = max(math.log(spread.p90) for spread in used.values())
     factor = math.exp(math.hypot(width, *map(math.log, factors.values())))
     runs = ", ".join(
