@@ -116,7 +116,12 @@ def how_far(ends: str = " (Ctrl-C keeps it)") -> Iterator[Callable[[str], None]]
     from meshwise.core.each import HEARS, telling
 
     status = Console(stderr=True).status("")
-    with status, telling(lambda done, total: None, lambda said: said and status.update(said + ends)):
+
+    def hear(said: str) -> None:
+        if said:
+            status.update(said + ends)
+
+    with status, telling(lambda done, total: None, hear):
         yield HEARS.get()
 
 
