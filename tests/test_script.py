@@ -35,8 +35,7 @@ def collectives(rows: list[dict[str, Any]]) -> Counter[Any]:
 
 
 def total(rows: list[dict[str, Any]], column: str, **wanted: Any) -> float:
-    chosen = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
-    return sum(row["count"] * (row[column] or 0) for row in chosen)
+    return sum(row["count"] * (row[column] or 0) for row in rows if wanted.items() <= row.items())
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,7 @@ def test_pipeline_stages_tell_each_other_shapes() -> None:
     found = mw.dry_run_script(["python", str(SCRIPTS / "pipeline.py")], ranks=3, rank=1)
     exchanged = collectives(found.ledger.to_json())
     message_bytes = 16 // 8 * 32 * 128 * 4
-    hello_bytes = 4
-    messages = {what: count for what, count in exchanged.items() if what[2] > hello_bytes}
+    messages = {what: count for what, count in exchanged.items() if what[2] > 4}  # which says hello
     assert messages == {(kind, 3, message_bytes): 16 for kind in ("send", "recv")}
     num_matmuls = 8 * 3 + 2  # before the first step torch tries the stage, without a gradient of its weights
     assert total(found.ledger.to_json(), "flop") == num_matmuls * 2 * (2 * 32) * 128 * 128
@@ -154,9 +152,8 @@ def test_an_environment_without_meshwise(tmp_path: Path, monkeypatch: pytest.Mon
     """The job's own Python has torch and its packages; meshwise and what it needs lie elsewhere."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     text = "import importlib.util\nassert importlib.util.find_spec('typer') is None\n"
-    words = written(
-        tmp_path, text + "x = torch.ones(8, 8, device='cuda')\nkept = x.new_empty(1 << 20)\nx @ x"
-    )
+    text += "x = torch.ones(8, 8, device='cuda')\nkept = x.new_empty(1 << 20)\nx @ x"
+    words = written(tmp_path, text)
     found = mw.dry_run_script([other_python(tmp_path / "env"), words[1]], ranks=4)
     assert total(found.ledger.to_json(), "flop") == 2 * 8**3
     assert (found.peak_row["op"], found.alive_at_peak["new_empty (forward)"]) == ("mm", 4 << 20)
@@ -177,6 +174,8 @@ def test_pieces_of_scripts() -> None:
     assert guesses["counts of unknown values", "the same of each"]["count"] == 2
     line = pieces.read_text().partition("# not known any more")[0].count("\n") + 1
     assert guesses["the value of a tensor", "1"]["place"].endswith(f"pieces.py:{line}")
+    moved = {row["op"]: (row["collective"], row["payload_bytes"]) for row in rows}
+    assert (moved["gather"], moved["scatter"]) == (("recv", 3 * 4 * 8), ("recv", 4 * 8))
     written_bytes = [(row["phase"], row["write_bytes"]) for row in rows if row["op"] == "half"]
     assert written_bytes == [("forward", 16), ("backward", 16)]
 
@@ -191,10 +190,9 @@ def test_attention_runs_a_kernel_that_is_enabled_and_takes_its_heads(tmp_path: P
         "    with sdpa_kernel(list(map(SDPBackend, kernels))):\n"
         "        assert torch.nn.functional.scaled_dot_product_attention(q, q, v).shape == v.shape\n"
     )
-    rows = mw.dry_run_script(written(tmp_path, text)).ledger.to_json()
-    fused = "_scaled_dot_product_efficient_attention"
-    ran = [row["op"] for row in rows if "softmax" in row["op"] or "attention" in row["op"]]
-    assert ran == [fused, "_safe_softmax", fused, "_safe_softmax"]
+    rows = mw.dry_run_script(written(tmp_path, text)).ledger.rows()
+    ran = [row["op"].split("_")[-2] for row in rows if re.search("softmax|attention", row["op"])]
+    assert ran == ["efficient", "safe", "efficient", "safe"]
 
 
 def test_an_older_torch_is_refused(tmp_path: Path, meshwise: Any) -> None:

@@ -190,7 +190,7 @@ class OpRecorder(private.TorchDispatchMode):
         if _is_bookkeeping(inputs):
             with private.disable_current_modes():
                 return func(*args, **kwargs)
-        kind = collective_of(func)
+        kind = collective_of(func, args)
         inputs = self._recorded(inputs)
         begin_s = time.perf_counter()
         if kind is not None and self._is_timed and kind not in ("send", "recv"):
@@ -206,7 +206,7 @@ class OpRecorder(private.TorchDispatchMode):
         if self._setups or func._opname in _NO_WORK:
             return result
         if kind is not None:
-            row, written = self._collective_row(kind, func.namespace, args, result), outputs
+            row, written = self._collective_row(kind, func, args, result), outputs
         else:
             written = _written(func, args, kwargs, inputs, outputs)
             if not written:
@@ -240,17 +240,19 @@ class OpRecorder(private.TorchDispatchMode):
             "is_matmul": bool(shape) and func._opname in _MATMULS,
         }
 
-    def _collective_row(self, kind: Collective, namespace: str, args: Any, result: Any) -> dict[str, Any]:
+    def _collective_row(self, kind: Collective, func: Any, args: Any, result: Any) -> dict[str, Any]:
         group = group_of(args)
-        given, made = given_and_made(namespace, args, result)
-        is_one = namespace == "c10d" and kind not in ("reduce_scatter", "all_to_all")
-        tensors = private.tree_leaves(made if is_one or kind == "all_gather" else given)
+        given, made = given_and_made(func.namespace, args, result)
+        size, is_message = group.size(), kind in ("send", "recv")
+        is_given = kind in ("reduce_scatter", "all_to_all") or (kind == "send" and tensors_in(given))
+        is_made = kind == "all_gather" or (func.namespace == "c10d" and not is_given)
+        num_sent = max(size - 1, 1) if is_message else None  # the root of a gather or scatter keeps its own
+        tensors = tensors_in(made if is_made else given)[:num_sent]
         payload_bytes = sum(tensor.nbytes for tensor in tensors)
         if kind == "all_to_all":  # of parts that are not alike the busier way
             payload_bytes = max(payload_bytes, sum(tensor.nbytes for tensor in private.tree_leaves(made)))
-        size = group.size()
         return {
-            "op": kind,
+            "op": func._opname.strip("_") if is_message else kind,
             "shape": tuple(tensors[0].shape),
             "dtype": _dtype_name(tensors[0].dtype),
             "collective": kind,
@@ -385,11 +387,16 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [tensor for name in names for tensor in tensors_in(named.get(name))]
 
 
-def collective_of(func: Any) -> Collective | None:
-    """The kind of the collective that `func` is; None of other ops."""
+def collective_of(func: Any, args: Any) -> Collective | None:
+    """The kind of the collective that `func` is; None of other ops.
+
+    A gather or scatter is messages between each rank and the root, which alone has a list of tensors.
+    """
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._opname.replace("_", "")
+    if name in ("gather", "scatter"):
+        return "send" if bool(args[name == "scatter"]) == (name == "scatter") else "recv"
     return next((kind for begin, kind in _COLLECTIVES.items() if name.startswith(begin)), None)
 
 

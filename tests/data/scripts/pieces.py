@@ -33,6 +33,9 @@ received = torch.zeros_like(sent)
 dist.all_to_all_single(received, sent)
 assert received.tolist() == [5] * 4
 assert functional.all_to_all_single(received, None, None, dist.group.WORLD).tolist() == [5] * 4
+dist.gather(received, places := [torch.zeros_like(sent) for _ in range(4)], dst=3)
+dist.scatter(received, None, src=0)
+assert torch.repeat_interleave(places[0], sent).tolist() == [5] * 8
 large = torch.empty(1 << 20, device="cuda")
 torch.cuda.reset_peak_memory_stats()
 total = functional.all_reduce(large, "sum", dist.group.WORLD).wait()

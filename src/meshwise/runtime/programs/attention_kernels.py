@@ -174,8 +174,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Recomputes the scores from log-sum-exp."""
-        saved = ctx.saved_tensors
-        return *attention_backward(grad.transpose(1, 2), *saved, [], ctx.is_causal), None
+        return *attention_backward(grad.transpose(1, 2), *ctx.saved_tensors, [], ctx.is_causal), None
 
 
 _MASK_BLOCK = 1024

@@ -265,8 +265,7 @@ class LatentAttention(nn.Module):
         """[batch, own tokens, latent] -> [batch, heads, tokens, width]."""
         q = self.q(latents).unflatten(-1, (-1, sum(self.parts_of_query)))
         own, turned = q.split(self.parts_of_query, dim=-1)
-        q = torch.cat([own, Rotate.apply(turned, *self.setting.turns)], dim=-1)
-        return q.transpose(1, 2)
+        return torch.cat([own, Rotate.apply(turned, *self.setting.turns)], dim=-1).transpose(1, 2)
 
     def _keys_values(self, latents: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """[batch, own tokens, latent], [batch, tokens, width] -> [batch, heads, tokens, width] x 2."""

@@ -87,8 +87,7 @@ class Vocabulary(nn.Module):
         largest = all_max(wide.amax(dim=-1, keepdim=True), self.tp)
         shifted = wide - largest
         del wide
-        total = all_sum(shifted.exp().sum(dim=-1, keepdim=True), self.tp)
-        return shifted, total.log()
+        return shifted, all_sum(shifted.exp().sum(dim=-1, keepdim=True), self.tp).log()
 
 
 @dataclass(slots=True, eq=False)

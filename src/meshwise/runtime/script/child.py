@@ -134,8 +134,6 @@ def _supply_launchers(ranks: int, device: int) -> None:
 
         return start
 
-    def spawn(fn: Any, args: Any = (), *_: Any, **__: Any) -> None:
-        fn(device, *args)
-
     torch.distributed.launcher.api.elastic_launch = launch
-    torch.multiprocessing.spawn = torch.multiprocessing.spawn.spawn = spawn
+    processes: Any = torch.multiprocessing
+    processes.spawn = processes.spawn.spawn = lambda fn, args=(), *_, **__: fn(device, *args)

@@ -102,13 +102,11 @@ class Files:
     def _supply_safetensors(self, module: Any) -> None:
         load = module.load_file
 
-        def save_file(tensors: Any, filename: Any, *_: Any, **__: Any) -> None:
-            self.save("safetensors", dict(tensors), filename)
-
         def load_file(filename: Any, device: Any = "cpu", **how: Any) -> Any:
             return self.load(filename, device, lambda: load(filename, device, **how))
 
-        module.save_file, module.load_file = save_file, load_file
+        module.save_file = lambda tensors, file, *_, **__: self.save("safetensors", dict(tensors), file)
+        module.load_file = load_file
 
     def _supply_saver(self, module: Any) -> None:
         def save(state_dict: Any, storage_writer: Any, *_: Any, **__: Any) -> None:

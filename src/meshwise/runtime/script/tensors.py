@@ -165,7 +165,7 @@ def attend(
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """The op `scaled_dot_product_attention` by the kernel that CUDA chooses."""
-    kernel = _kernel(query, value, attn_mask)
+    kernel = _kernel(query, value, is_masked=attn_mask is not None)
     if kernel is SDPBackend.FLASH_ATTENTION:
         return _flash(query, key, value, dropout_p, is_causal, scale)[0]
     if enable_gqa:
@@ -182,19 +182,17 @@ def attend(
     return fused(*given, needs_gradient, dropout_p, is_causal, scale=scale)[0]
 
 
-def _kernel(query: Any, value: Any, attn_mask: Any) -> SDPBackend:
+def _kernel(query: Any, value: Any, *, is_masked: bool) -> SDPBackend:
     """The first kernel in torch's order that the program leaves enabled and that takes these tensors."""
-    is_batched, size, head = query.dim() == 4, query.element_size(), query.shape[-1]
-    is_aligned = is_batched and not any(x.shape[-1] * size % 16 for x in (query, value))
-    is_flash = is_batched and attn_mask is None and head == value.shape[-1] <= _MAX_FLASH_HEAD
+    size, is_equal = query.element_size(), query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD
+    is_aligned = not any(x.shape[-1] * size % 16 for x in (query, value))
     takes = {
-        SDPBackend.FLASH_ATTENTION: is_flash and size == 2,
-        SDPBackend.EFFICIENT_ATTENTION: is_aligned and size in (2, 4),
-        SDPBackend.CUDNN_ATTENTION: is_aligned and size == 2,
-        SDPBackend.MATH: True,
+        SDPBackend.FLASH_ATTENTION: size == 2 and is_equal and not is_masked,
+        SDPBackend.EFFICIENT_ATTENTION: size in (2, 4) and is_aligned,
+        SDPBackend.CUDNN_ATTENTION: size == 2 and is_aligned,
     }
     for kernel in private.enabled_attention(with_priority=True):
-        if takes.get(kernel):
+        if kernel is SDPBackend.MATH or (query.dim() == 4 and takes.get(kernel)):
             return kernel
     raise RuntimeError("no kernel of attention that is enabled takes these tensors")
 

@@ -102,7 +102,7 @@ class ScriptMode(DeviceFakes):
         return _completed(func, args, self._on_shapes(func, types, args, kwargs, tensors, fakes))
 
     def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
-        kind = collective_of(func)
+        kind = collective_of(func, args)
         known = func.namespace == "aten" and all(shadow_of(tensor) is not None for tensor in tensors)
         value = None
         if known and _has_value(func) and not _is_large(args, kwargs):
@@ -112,6 +112,8 @@ class ScriptMode(DeviceFakes):
                 forget(tensor)
         if func is aten._local_scalar_dense.default:
             return self._scalar(fakes[0]) if value is None else value
+        if value is not None and torch.Tag.dynamic_output_shape in func.tags:
+            return self._fake(value)
         leaves_device = kwargs.get("device") == torch.device("cpu")
         if func is aten._to_copy.default and leaves_device and value is not None:
             return value
@@ -120,7 +122,7 @@ class ScriptMode(DeviceFakes):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._depth -= 1
-        if kind in ("all_gather", "all_to_all"):
+        if kind in ("all_gather", "all_to_all") or func._opname == "gather_":
             self._receive(func, args, result)
         if isinstance(result, private.FakeTensor):
             value = _absorbed(func, tensors, result) if value is None else value

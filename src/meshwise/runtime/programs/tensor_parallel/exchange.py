@@ -62,8 +62,7 @@ def start_gather(x: Tensor, along: MeshAxis) -> Finish:
         return lambda: x
     mine = x.contiguous()
     whole = mine.new_empty(along.size * mine.shape[0], *mine.shape[1:])
-    work = dist.all_gather_single(whole, mine, group=along.group, async_op=True)
-    return _after(work, whole)
+    return _after(dist.all_gather_single(whole, mine, group=along.group, async_op=True), whole)
 
 
 def start_scatter(x: Tensor, along: MeshAxis) -> Finish:
@@ -72,8 +71,7 @@ def start_scatter(x: Tensor, along: MeshAxis) -> Finish:
         return lambda: x
     whole = x.contiguous()
     mine = whole.new_empty(whole.shape[0] // along.size, *whole.shape[1:])
-    work = dist.reduce_scatter_single(mine, whole, group=along.group, async_op=True)
-    return _after(work, mine)
+    return _after(dist.reduce_scatter_single(mine, whole, group=along.group, async_op=True), mine)
 
 
 def all_sum(x: Tensor, along: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -101,8 +99,7 @@ def start_broadcast(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     if along.group is None:
         return lambda: panel
     buffer = panel.contiguous() if along.index == owner else torch.empty_like(panel).contiguous()
-    work = dist.broadcast(buffer, group=along.group, group_src=owner, async_op=True)
-    return _after(work, buffer)
+    return _after(dist.broadcast(buffer, group=along.group, group_src=owner, async_op=True), buffer)
 
 
 def start_reduce(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
