@@ -37,12 +37,14 @@ def value_of(text: str, names: Names) -> Any:
 
 
 def formulas(table: Mapping[str, str], names: Names) -> dict[str, Any]:
-    """What each expression of a table is, the later ones by the earlier too; an unknown name is None."""
+    """What each expression of a table is, the later ones by the earlier too; an unknown name is None.
+
+    Names that begin with _ are steps on the way, and left out.
+    """
     known: dict[str, Any] = defaultdict(lambda: None, names)
-    found = {}
     for name, text in table.items():
-        found[name] = known[name] = value_of(text, known)
-    return found
+        known[name] = value_of(text, known)
+    return {name: known[name] for name in table if name[0] != "_"}
 
 
 def _value(node: Any) -> Value:

@@ -155,7 +155,7 @@ def _op_row(op: PaperOp, run: PaperRun, system: PaperSystem) -> Row:
         work = work_of(op, phase)
         names |= work | {"comms_s": sum(comm_seconds(work["comms"], op["panels"], run, system), 0.0)}
         found = formulas(NERSC_TABLES["paper"]["cells"], names)
-        cells |= {name.replace("WAY", way): cell for name, cell in found.items() if name[0] != "_"}
+        cells |= {name.replace("WAY", way): cell for name, cell in found.items()}
         cells |= _comm_cells(way, [_placed(comm, run) for comm in work["comms"]])
     cells["t_bwd"] = cells["t_bwd"] + (cells["t_fwd"] if op["recompute"] else 0.0)
     return _row(cells)
@@ -241,5 +241,4 @@ def _totals(rows: list[Row], dp_comm: Row, pp_comm: Row, run: PaperRun) -> dict[
     """The paper's totals of one iteration on one GPU."""
     names = {"run": run, "dp_comm": dp_comm, "pp_comm": pp_comm, "least": np.minimum}
     names["sum_of"] = partial(_sum, rows)
-    found = formulas(NERSC_TABLES["paper"]["totals"], names)
-    return {name: value for name, value in found.items() if not name.startswith("_")}
+    return formulas(NERSC_TABLES["paper"]["totals"], names)
