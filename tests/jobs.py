@@ -113,7 +113,7 @@ def write_job(folder: Path, job: Job, slow_hosts: dict[int, float] | None = None
         for half in range(2):
             for rank in range(job.num_ranks):
                 _compute(play, rank, step, half)
-            if job.num_ranks > 2 and not job.on_cpu:
+            if (job.num_ranks > 2 or job.overlaps) and not job.on_cpu:
                 for low in range(0, job.num_ranks - 1, 2):
                     _reduce(play, [low, low + 1], 60.0, 2 * step + half, 1000 + 1000 * half)
         _reduce(play, list(range(job.num_ranks)), 80.0, step, 5000)
@@ -167,7 +167,7 @@ def _reduce(play: _Play, ranks: list[int], wire: float, number: int, elements: i
     if job.fault == "slow link" and len(ranks) < job.num_ranks and job.rank in ranks:
         wire += job.size * STEP_US / 2
     end = now[ranks].max() + wire
-    is_hidden = job.overlaps and len(ranks) < job.num_ranks
+    is_hidden = job.overlaps and elements < 5000
     for rank in ranks:
         left = end + random.uniform(0.0, 0.02 * STEP_US * play.scale if job.on_cpu else 3.0)
         if job.on_cpu:
@@ -178,7 +178,7 @@ def _reduce(play: _Play, ranks: list[int], wire: float, number: int, elements: i
             about["correlation"] = play.launch(rank, now[rank])
             moved = partial(all_reduce, elements=elements, ranks=ranks, **about)
             if not job.names_calls:
-                stream = 20 + (len(ranks) < job.num_ranks)
+                stream = 20 + (elements < 5000)
                 moved = partial(kernel, "ncclDevKernel_Generic(ncclDevComm*)", stream=stream, **about)
         play.add(rank, moved, now[rank], left)
         if not is_hidden:

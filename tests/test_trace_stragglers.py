@@ -33,11 +33,12 @@ def test_the_injected_rank_is_named(tmp_path_factory, fault):
 
 
 JOBS = [Job(n, 12, of, 1, names_calls=False, has_host=True) for n in (2, 8) for of in ("none", *FAULTS[:5:2])]
+JOBS += [Job(2, 6, of, 1, 0.32, has_marks=True, overlaps=True) for of in ("none", "slow device")]
 
 
 @pytest.mark.parametrize("job", [*JOBS, Job(2, 1500, "none"), Job(2, 1500, "late rank", 1)])
-def test_calls_without_a_name_and_long_traces(tmp_path, job):
-    """Which ranks are a group follows from which calls overlap; more steps than binomials of floats hold."""
+def test_calls_without_a_name_and_traces_of_many_or_few_steps(tmp_path, job):
+    """Groups follow from which calls overlap; many steps: more than binomials of floats hold."""
     verdict = judge(job, tmp_path)
     assert verdict.is_right and verdict.has_cause, verdict
 
@@ -163,9 +164,8 @@ def test_the_cause_on_cpus(tmp_path, fault, kind, text):
         work = [("aten::mm", 2000 * times), ("aten::relu", 500 * times), ("aten::mm", 3000.0)]
         now = 10_000.0 * step
         fetched = 100 + 3000 * rank * (fault == "loader" or (fault, step) == ("pause", 4))
-        events[rank].append(
-            host("user_annotation", "enumerate(DataLoader)#_SingleProcess.__next__", now, fetched)
-        )
+        loads = "enumerate(DataLoader)#_SingleProcess.__next__"
+        events[rank].append(host("user_annotation", loads, now, fetched))
         now += fetched
         for name, length in work[: 3 if rank and fault == "more" else 2]:
             sizes = {"Input Dims": [[int(32 * times), 8], [8, 8]], "Input type": ["float"] * 2}
@@ -181,9 +181,7 @@ def test_the_cause_on_cpus(tmp_path, fault, kind, text):
 def test_steps_are_no_shorter_than_those_of_the_optimizer(tmp_path):
     """FSDP gathers twice a step and longest in all; a step is still what ends with an update."""
     names = [("FSDP::all_gather (2)", 300), ("FSDP::all_gather (2)", 300), ("Optimizer.step#SGD.step", 50)]
-    starts = [
-        (name, 1000.0 * step + 310 * k, dur) for step in range(4) for k, (name, dur) in enumerate(names)
-    ]
+    starts = [(of, 1000.0 * n + 310 * k, dur) for n in range(4) for k, (of, dur) in enumerate(names)]
     events = [[host("user_annotation", *of), host("cpu_op", "aten::mm", of[1] + 5, 10)] for of in starts]
     assert len(summary_of(tmp_path, [list(itertools.chain(*events))]).steps) == 4
 

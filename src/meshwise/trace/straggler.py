@@ -3,24 +3,27 @@
 In every step rank r waits W[r] inside its collectives: what they take beyond the call of the last rank, once
 where several are in flight together. Of that, X[r] runs beside nothing else that the rank does. T[r] is such
 exposed time of transfers: a rank that is early hides less of them than one that works longer, min T. So what
-r loses in a step because others are late, and what the step would gain if r came with the second to last, are
+r is late by, what it loses in a step because others are late, and what the step would gain if r came with the
+second to last, are
 
+    m[r] = min over the other ranks of W - W[r]
     L[r] = min(W[r], X[r] + T[r] - min T)
-    m[r] = min over the other ranks of L - L[r]
+    g[r] = min over the other ranks of L - L[r]
 
-W counts what compute hides too, so it overstates by far where collectives overlap compute. X alone is too
-low: transfers that the late rank hides, the others do not. Without the bound W, a rank that hides more of a
-transfer would look late where the links decide.
+W counts what compute hides too: where collectives overlap compute, m tells a late rank from chance best, and
+overstates by far what it costs. X alone is too low: transfers that the late rank hides, the others do not.
+Without the bound W, a rank that hides more of a transfer would look late where the links decide.
 
 Chance alone makes some rank last in each step, so a rank is named only if one of these rules holds. k is the
-number of steps in which r loses least, S that of all steps, n that of ranks; the relief is the sum of
+number of steps in which r waits least, S that of all steps, n that of ranks; the relief is the sum of
 positive m.
 
     persistent  n x P(at least k of S at probability 1/n) <= 0.01, r has 80 % of all relief, which is >= 5 %
-                of the span, and the median of m is >= 5 % of a step, or m is in each of these k steps
+                of the span, and the median of m is >= 5 % of a step; where it is less, k counts only the
+                steps whose m is >= 5 % of a step
     always      all m >= 8 % and median m >= 12 % of a step; 20 and 30 % if S < 6, 40 and 60 % if S < 4. One
                 step in nine may be otherwise (something else happened in it), with 80 % of all relief too
-    pause       one m is >= 2 % of the span, and >= 8 times as large as the next one of any rank (4 times
+    pause       one g is >= 2 % of the span, and >= 8 times as large as the next one of any rank (4 times
                 where that one is < 5 % of a step), the median of L[r] over the steps taken off
     several     (8 ranks or more) L[r] below the median rank's in 80 % of the steps, typically by 2 % of a
                 step, 6 standard deviations of the ranks and a quarter of what it is on the latest rank
@@ -90,9 +93,10 @@ class LateRanks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Steps:
-    """What each rank loses in each step [S, n] because others are late, and how long steps take."""
+    """What each rank waits and loses in each step [S, n] because others are late, and how long steps take."""
 
     ranks: tuple[int, ...]
+    waited_s: Floats
     lost_s: Floats
     number: Ints
     """Of each step, where they are marked."""
@@ -170,7 +174,7 @@ def _num_periods(keys: Sequence[object]) -> int:
 
 
 def _steps(ranks: tuple[int, ...], calls: Calls, waits: Floats, step: Ints, starts: bool) -> _Steps:
-    """What each rank loses in each step, but for the first where that `starts` the job."""
+    """What each rank waits and loses in each step, but for the first where that `starts` the job."""
     num_steps = int(step.max()) + 1
     start, sums = np.full(num_steps, np.inf), np.zeros((3, num_steps, len(ranks)))
     np.minimum.at(start, step, [call.start_s for call in calls])
@@ -182,7 +186,7 @@ def _steps(ranks: tuple[int, ...], calls: Calls, waits: Floats, step: Ints, star
     duration = np.diff(np.append(start, max(map(_end_s, calls))))
     marks = np.unique([call.step for call in calls])
     num_all_steps = num_steps - (num_steps > (marks >= 0).sum() > 1)
-    of_steps = (lost[starts:], marks[starts:], start[starts:], duration[starts:])
+    of_steps = (wait[starts:], lost[starts:], marks[starts:], start[starts:], duration[starts:])
     return _Steps(ranks, *of_steps, float(np.median(duration)), float(duration.sum()), num_all_steps)
 
 
@@ -190,15 +194,15 @@ def _end_s(call: Collective) -> float:
     return call.start_s + call.wire_s + max(call.wait_s.values())
 
 
-def _margins(lost: Floats) -> Floats:
-    """By how much each rank loses less than any other, in each step; negative where another loses less."""
-    least, second = np.split(np.partition(lost, 1, axis=1)[:, :2], 2, axis=1)
-    return np.where(lost == least, second, least) - lost
+def _margins(seconds: Floats) -> Floats:
+    """By how much each rank has less than any other, in each step; negative where another has less."""
+    least, second = np.split(np.partition(seconds, 1, axis=1)[:, :2], 2, axis=1)
+    return np.where(seconds == least, second, least) - seconds
 
 
 def _persistent(view: _Steps) -> NDArray[np.bool_]:
     """The one rank, if any, that is last more often than chance has it, and by much."""
-    margin = _margins(view.lost_s)
+    margin = _margins(view.waited_s)
     relief = np.maximum(margin, 0).sum(axis=0)
     i = int(relief.argmax())
     steps, ranks = margin.shape
