@@ -169,7 +169,7 @@ def test_pieces_of_scripts() -> None:
     assert reduced == 2 * (8 * 4 + 4 + 8 * 8 + 8)
     forward = [row for row in rows if row["phase"] == "forward" and row["flop"]]
     shapes = Counter(row["shape"] for row in forward for _ in range(row["count"]))
-    assert shapes == {"1x32x4x8": 2, "1x16x8x8": 2 * 4}
+    assert shapes == {"1x32x4x8": 2, "1x16x8x8": 2 * 4, "1x64x16x32": 1}
     guesses = {(one["what"], one["assumed"]): one for one in found.guesses}
     assert guesses["counts of unknown values", "the same of each"]["count"] == 2
     line = pieces.read_text().partition("# not known any more")[0].count("\n") + 1

@@ -332,7 +332,7 @@ class OpRecorder(private.TorchDispatchMode):
         return held
 
 
-_MATMULS = ("_scaled_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+_MATMULS = ("_scaled_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm")
 
 
 def _standing(row: Mapping[str, Any]) -> int:
@@ -345,7 +345,7 @@ def _work(func: Any, named: Mapping[str, Any], args: Any, kwargs: Any, result: A
     if func._opname in _MATMULS:
         left = named.get("mat1", named.get("batch1", named.get("self")))
         right = named.get("mat2", named.get("batch2"))
-        batch = left.shape[0] if left.dim() == 3 else 1
+        batch = left.shape[0] if left.dim() == right.dim() == 3 else 1  # else groups share the rows
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         return (batch, m, n, k), float(matmul_flop(m, n, k, batch=batch))
     if "attention" in func._opname and "query" in named:
