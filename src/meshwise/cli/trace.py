@@ -267,7 +267,8 @@ def query(
     from meshwise.report.table import Table, cell_text
     from meshwise.trace.rows import query as rows_of
 
-    refuse("query of traces", DataError, num=len(words), verb=" ".join(words[-1].split()[:1]).upper())
+    verb = re.sub(r"/\*.*?\*/|--[^\n]*", " ", words[-1], flags=re.DOTALL).split()[:1]
+    refuse("query of traces", DataError, num=len(words), verb="".join(verb).upper())
     with on_nodes(ray, "ranks"):
         found = rows_of(words[:-1], words[-1])
     write_rows(csv, [found.columns, *found.iter_rows()])

@@ -94,14 +94,17 @@ def collectives(matches: Sequence[Match], alignment: Alignment, zero_ns: int) ->
 
 
 def stragglers(found: Sequence[Collective]) -> list[RankWaiting]:
-    """One row per rank over the collectives that several ranks recorded, of waiting that nothing hides."""
+    """One row per rank over the collectives that several ranks recorded, of waiting that nothing hides.
+
+    As long as the last rank waits itself, all wait for one that has no trace.
+    """
     shared = [one for one in found if one.num_ranks > 1]
     num_last = Counter(one.last_rank for one in shared)
     waited_s, awaited_s = defaultdict[int, float](float), defaultdict[int, float](float)
     for one in shared:
         for rank, (_, seconds, _) in one.alone_s.items():
             waited_s[rank] += seconds
-            awaited_s[one.last_rank] += seconds
+            awaited_s[one.last_rank] += max(seconds - one.alone_s[one.last_rank][1], 0.0)
     return [RankWaiting(rank, num_last[rank], waited_s[rank], awaited_s[rank]) for rank in sorted(waited_s)]
 
 
@@ -179,3 +182,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     runs = np.split(np.array(ranks, dtype=np.int64), np.flatnonzero(np.diff(ranks) != 1) + 1)
     shown = [f"{of[0]}-{of[-1]}" if len(of) > 2 else ",".join(map(str, of)) for of in runs]
     return ",".join([*shown[:3], "...", shown[-1]] if len(shown) > 8 else shown)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"

@@ -29,10 +29,10 @@ from meshwise.core.files import read_catalog
 from meshwise.core.ledger import shape_text
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown, work
-from meshwise.trace.collectives import Collective, ranks_text, stragglers
+from meshwise.trace.collectives import Collective, ranks_named, ranks_text, stragglers
 from meshwise.trace.events import Kind, Trace, inputs, is_shape
 from meshwise.trace.operators import KernelTotal, kernels_of
-from meshwise.trace.steps import Marks, RankStep, step_table
+from meshwise.trace.steps import PROFILER_STEP, Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
 from meshwise.trace.transfers import Transfer, transfers
 
@@ -189,7 +189,7 @@ def _causes(job: _TracedJob, ranks: Sequence[int]) -> tuple[str, str]:
     if len(found) == 1:
         (kind, [(_, why), *_]), *_ = found.items()
         return kind, why + f"; most of all rank {ranks[0]}" * (len(ranks) > 1)
-    of = (f"rank {ranks_text(sorted(rank for rank, _ in same))} {same[0][1]}" for same in found.values())
+    of = (f"{ranks_named(sorted(rank for rank, _ in same))} {same[0][1]}" for same in found.values())
     return ", ".join(found), "; ".join(of)
 
 
@@ -212,9 +212,10 @@ def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
 
 
 def _inside(idle_s: Mapping[str, float], seconds: float) -> str:
-    """The sections in which most of `seconds` of idle time lies, the outermost first."""
-    most = sorted((-s, name) for name, s in idle_s.items() if s >= _MOSTLY_INSIDE * seconds)
-    return f", most of that in {', '.join(name for _, name in most)}" if most else ""
+    """The sections in which most of `seconds` of idle time lies, steps first, then the outermost."""
+    least_s = _MOSTLY_INSIDE * seconds
+    most = sorted((not of.startswith(PROFILER_STEP), -s, of) for of, s in idle_s.items() if s >= least_s)
+    return f", most of that in {', '.join(name for *_, name in most)}" if most else ""
 
 
 def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
@@ -306,7 +307,7 @@ def _slow_links(job: _TracedJob) -> Iterator[Finding]:
                 found[group] = (lost, speed, usual, groups[group][0])
     for group, (cost, speed, usual, one) in found.items():
         unseen = sorted(set(one.members) - set(one.wait_s))
-        missing = f"rank {ranks_text(unseen)} (without a trace) comes late, or " if unseen else ""
+        missing = _TEXTS["unseen late"].format(ranks=ranks_named(unseen)) if unseen else ""
         told = {"speed": with_prefix(speed, "B/s"), "usual": with_prefix(usual, "B/s"), "missing": missing}
         text = _TEXTS["slow_link"].format(call=one, cost=duration(cost), frac=cost / job.span_s, **told)
         if cost >= _MIN_FRAC * job.span_s:
@@ -343,12 +344,15 @@ def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:
     if wait + transfer < _EXPOSED_FRAC * span_s:
         return []
     traced, members = {one.rank for one in job.facts}, (one.members for one in job.collectives)
-    unseen, whom = ranks_text(sorted(set().union(*members) - traced)), ""
-    if not named and not unseen and wait >= _MIN_FRAC * span_s:
-        most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
-        frac = most.awaited_s / sum(row.awaited_s for row in stragglers(job.collectives))
+    unseen, rows, whom = sorted(set().union(*members) - traced), stragglers(job.collectives), ""
+    is_whole = not unseen and len(traced) > 1
+    if not named and is_whole and wait >= _MIN_FRAC * span_s:
+        most = max(rows, key=lambda row: row.awaited_s)
+        frac = most.awaited_s / sum(row.waited_s for row in rows)
         whom = _TEXTS["awaited" if frac >= _MOSTLY else "awaited in turn"].format(most=most, frac=frac)
-    missing = unseen and _TEXTS["unseen"].format(ranks=unseen)
-    told = {"wire": duration(transfer), "missing": missing, "wait": duration(wait)}
-    text = _TEXTS["exposed"].format(frac=(wait + transfer) / span_s, **told) + whom
+    late_s = wait if is_whole else sum(row.awaited_s for row in rows) / len(traced)
+    others = ranks_named(unseen) if unseen else "other ranks"
+    told = {"wire": duration(wait + transfer - late_s), "wait": duration(late_s), "ranks": others}
+    kind = "exposed" if is_whole else "exposed of some ranks" if late_s else "exposed of one rank"
+    text = _TEXTS[kind].format(frac=(wait + transfer) / span_s, **told) + whom
     return [job.finding("exposed communication", text, wait + transfer, (one.rank for one in job.partitions))]

@@ -30,7 +30,7 @@ from meshwise.core.files import write_bytes
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align
 from meshwise.trace.breakdown import PARTS, Breakdown, Partition, RankIntervals, intervals, with_calls
-from meshwise.trace.collectives import Collective, RankWaiting, collectives, ranks_text, stragglers
+from meshwise.trace.collectives import Collective, RankWaiting, collectives, ranks_named, stragglers
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import FileProblem
 from meshwise.trace.findings import Finding, RankFacts, findings, rank_facts
@@ -290,7 +290,7 @@ def _of_the_job(
     world = max(usual, max(here, default=-1) + 1)
     missing = sorted(set(range(world)) - here) if world < 2 * len(here) else []
     if missing:
-        shown = f"rank{'s' * (len(missing) > 1)} {ranks_text(missing)} of {world}"
+        shown = f"{ranks_named(missing)} of {world}"
         yield FileProblem("", f"there is no trace of {shown}; what was done there is not known")
     for one in facts:
         if len(sizes) > 1 and one.world_size not in (None, usual):
