@@ -39,9 +39,9 @@ OPTIMIZER_BYTES = {
     "sgd": 4.0,  # fp32 master
     "none": 0.0,
 }
+"""Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
 HAVE_MASTERS = ("adam", "muon", "sgd")
 """Those that keep an fp32 copy of weights which are not fp32 themselves."""
-"""Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
 MUON_SPARES_BYTES = 4.0
 """Of these the second moment, which matrices that Muon updates lack (arXiv 2502.16982)."""
 MOMENT_BYTES = {"adam": 4.0, "adam-fp32": 4.0, "adam-bf16": 2.0}

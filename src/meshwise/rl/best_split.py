@@ -60,9 +60,6 @@ PARTS_OF_CLUSTER = (2, 4)
 _SPARES_FRAC = 0.99
 """A larger share of memory for engines is named where a step takes less than this share of the time."""
 
-"""What is told how far a search is; it ends the search by raising."""
-
-
 LOOSER_BOUNDS = (2, 4)
 """Bounds on staleness that are shown beside the best where none is stated."""
 
