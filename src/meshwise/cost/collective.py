@@ -106,7 +106,7 @@ def domains(group_ranks: Num, stride: Num, link: Link, runs: Runs = ONE_RUN) -> 
     in_run = smaller(runs.ranks, group_ranks)
     span = larger(stride * in_run, runs.stride * group_ranks / in_run)
     most = members(group_ranks, stride, link.job_ranks or link.ranks, runs)
-    rest = np.mod(span, link.ranks) * (np.asarray(link.ways) == 0)
+    rest = 0.0 if link.job_ranks else np.mod(span, link.ranks) * (np.asarray(link.ways) == 0)
     alone = where(rest > 0, rest, link.ranks)  # a lone group fills domains, but for the last
     common = np.gcd(np.asarray(span, np.int64), link.job_ranks) if link.job_ranks else alone
     fewest = smaller(most, members(group_ranks, stride, common, runs))

@@ -232,7 +232,7 @@ _Kept = msgspec.defstruct("_Kept", list(_KEPT.items()))
 
 def summarize_kept(traces: Traces, problems: list[FileProblem]) -> Summary:
     """The summary of traces whose columns are kept. It is kept too, until a trace or meshwise changes."""
-    program = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.[pt]*")))
+    program = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.[pt]*[yl]")))
     file = traces.file_beside(program, ".summary") if traces else None
     if file is not None and file.exists():
         kept = msgspec.msgpack.decode(file.read_bytes(), type=_Kept)
