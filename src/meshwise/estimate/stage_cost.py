@@ -185,7 +185,8 @@ def _exchanged(
         [(one, _exchange_s(one, machine)) for one in some if occurs(one)] for some in (of_replicas, of_one)
     )
     own_s = added(seconds for _, seconds in own)
-    grads_s = added(s for one, s in found if one.name.endswith("gradients")) / reductions
+    summed_s = added(s for one, s in found if one.collective == "all_reduce") * overheads.sums_exposed
+    grads_s = (added(s for one, s in found if one.name.endswith("gradients")) - summed_s) / reductions
     gathers_s = added(s for one, s in found if one.name.endswith("weights") and one.phase == "backward")
     gathers_s = gathers_s / rounds
     behind_forward = added(s for one, s in found if one.phase == "forward") / rounds
@@ -215,7 +216,7 @@ def _exchanged(
     recurring_s = (rounds > 1) * rounds * (gathers_s + behind_forward)
     recurring_s = (recurring_s + (reductions > 1) * reductions * grads_s) / mesh.num_microbatches
     exposed_s = larger(recurring_s - mesh.overlap_dp * added(time.free_s(is_far, 0.0)), 0.0)
-    return [*found, *own], paid_s + own_s, exposed_s, filling_s
+    return [*found, *own], paid_s + summed_s + own_s, exposed_s, filling_s
 
 
 def _window(mesh: Mesh) -> Num:

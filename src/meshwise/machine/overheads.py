@@ -40,7 +40,8 @@ redoes from published runs:
 - *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
   `interference_frac` of its time is not won; kernels that send tokens once to a rank hold `dispatch_cores`
   cores as long as they run. Of the tensor-parallel exchanges that a schedule could hide
-  behind a matmul, software leaves `tp_exposed_frac` open.
+  behind a matmul, software leaves `tp_exposed_frac` open. Where `sums_exposed`, all-reduces of gradients (of
+  replicas, or of their groups under ZeRO-3) hide behind nothing: XLA makes one of a block, behind its compute.
 - *Network.* The collectives of training reach `network_frac` of what the links between nodes give a
   benchmark, by the kind of network (`roce-400g`: of 400 Gb/s and more); messages from one rank to another
   reach all of it.
@@ -153,6 +154,7 @@ class Overheads:
     attention_slowdown: float = 1.0
     interference_frac: float = 0.0
     tp_exposed_frac: float = 0.0
+    sums_exposed: float = 0.0
     dispatch_cores: float = 0.0
     straggler_frac: float = 0.0
     skew_s: float = 0.0
