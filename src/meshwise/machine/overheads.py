@@ -41,7 +41,7 @@ redoes from published runs:
   `interference_frac` of its time is not won; kernels that send tokens once to a rank hold `dispatch_cores`
   cores as long as they run. Of the tensor-parallel exchanges that a schedule could hide
   behind a matmul, software leaves `tp_exposed_frac` open. Where `sums_exposed`, all-reduces of gradients (of
-  replicas, or of their groups under ZeRO-3) hide behind nothing: XLA makes one of a block, behind its compute.
+  replicas, or of their groups under ZeRO-3) hide behind nothing: XLA makes one a block, at its end.
 - *Network.* The collectives of training reach `network_frac` of what the links between nodes give a
   benchmark, by the kind of network (`roce-400g`: of 400 Gb/s and more); messages from one rank to another
   reach all of it.

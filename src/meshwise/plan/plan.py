@@ -365,9 +365,9 @@ def _read(text: str | Mapping[str, Any]) -> dict[str, Any]:
         raw |= {"layout": layout, "grid": grid}
     for key in raw:
         if key not in KEYS:
-            raise PlanError(
-                f"unknown plan key {key!r}; {did_you_mean(str(key), KEYS, 'meshwise list plan shows all')}"
-            )
+            known = [*KEYS, "--batch", "--seq", "--microbatch"]
+            near = did_you_mean(str(key), known, "meshwise list plan shows all")
+            raise PlanError(f"unknown plan key {key!r}; {near}")
     return raw
 
 
