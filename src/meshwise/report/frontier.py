@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwise.core.refusals import told
 from meshwise.core.units import dollars, duration, with_prefix
 from meshwise.published.frontier import RESOURCES, Frontier, Limits, Point
 from meshwise.report import answer as plot
@@ -143,19 +144,9 @@ def layer_parts(document: dict[str, Any]) -> Iterator[Section]:
     ]
     title, columns = "forward + backward of a microbatch", ("resource", "time", "of the longest")
     yield Table(title, columns, rows)
-    what_ifs = document["what_ifs"]
-    yield f"{document['binds']} binds: {document['fwd_bwd_s']!r} s on a flat network"
-    yield f"end of batch: {duration(document['end_of_batch_s'])}"
-    network, memory = (_rate(what_ifs[f"{name}_binds_below_bytes_per_s"]) for name in ("network", "memory"))
-    yield f"the network would bind below {network}, memory below {memory}"
-    ways = "{max_balanced_split:.0f} ways balanced, {max_1d_split:.0f} ways in one dimension"
-    yield f"largest split before the network binds: {ways.format(**what_ifs)}"
-    if (tokens := what_ifs["memory_flop_crossing_tokens"]) is not None:
-        yield f"memory takes longer than arithmetic below {tokens:.0f} tokens per device"
-    if two := document.get("two_level"):
-        each = f"{duration(two['inner_s'])} inside a domain, {duration(two['outer_s'])} between"
-        whole = duration(two["fwd_bwd_s"])
-        yield f"on the device's two levels of links: {two['binds']} binds, {whole} ({each})"
+    of = document["what_ifs"]
+    ends = {name: _rate(of[f"{name}_binds_below_bytes_per_s"]) for name in ("network", "memory")}
+    yield from told("layer of a frontier", **{"two_level": None} | document | ends)
 
 
 def curve_table(document: Mapping[str, Any]) -> Table:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import told
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
@@ -18,33 +19,16 @@ _OF_PHASES: dict[str, str] = read_catalog("words.toml")["rl_phases"]
 def parts(answer: RlAnswer) -> Iterator[Section]:
     """The step, its phases, memory and cost, and all candidates of an open layout."""
     step, document = answer.step, answer.to_json()
-    of, pools = step.job, "shared in turn"
-    if of.is_split:
-        pools = f"{of.rollout_gpus} for rollout, {of.train_gpus} for training"
-    yield f"{of.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}, {of.mode}: GPUs {pools}"
-    yield (
-        f"training {document['train_plan'] or 'dp'}; {step.pool.num} engine{'s' * (step.pool.num > 1)} of "
-        f"{document['rollout_plan'] or 'tp=1'}; {document['framework']}"
-    )
+    names = document | {"of": step.job, "staler": answer.staler if answer.best else None}
+    names |= {"training": document["train_plan"] or "dp", "rollout": document["rollout_plan"] or "tp=1"}
+    yield from told("job of rl", **names)
     if step.step_s is not None:
-        low_s, high_s = document["step_s_interval"].values()
-        rate = f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
-        yield f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): {rate}"
-        if answer.best and (staler := answer.staler) is not None:
-            bound = staler.job.staleness
-            options = f"--mode {staler.job.mode} --staleness {bound}"
-            yield f"with samples up to {bound} steps old it takes {duration(staler.step_s)} ({options})"
+        yield from told("step of rl", **names)
         yield _phases(answer)
-        idle = step.idle_frac
-        yield (
-            f"generation alone {duration(document['generation_s'])}: half of the samples after "
-            f"{duration(document['half_of_samples_s'])}, the last tenth takes {duration(document['tail_s'])}"
-        )
-        stale = f"; staleness {step.staleness:.2g}" if step.staleness else ""
-        yield f"idle: rollout {percent(idle['rollout'])}, training {percent(idle['train'])}{stale}"
-    if cost := answer.cost:
-        words = {"usd_per_step": "${:,.2f} a step", "run_days": "{:,.3g} days", "run_usd": "${:,.0f} the run"}
-        yield "; ".join(text.format(cost[name]) for name, text in words.items() if name in cost)
+        names |= {f"{pool}_idle": percent(frac) for pool, frac in step.idle_frac.items()}
+        yield from told("idle time of rl", **names)
+    if answer.cost:
+        yield "; ".join(told("costs of rl", cost=answer.cost))
     for pool, held in (("rollout", step.engine_bytes), ("training", step.trainer_bytes)):
         each = ", ".join(f"{name} {with_prefix(part, 'B')}" for name, part in held.items() if part)
         yield f"{pool} GPU: {with_prefix(sum(held.values()), 'B')} ({each})"
@@ -64,12 +48,8 @@ def page(answer: RlAnswer) -> Page:
 def _split(split: RlAnswer) -> Iterator[Section]:
     """Every candidate that was priced, the best first; what other splits take, and what more memory gains."""
     yield _candidates([*split.best, *split.on_fewer], split.front)
-    yield "open training plans: Megatron-LM's, zero=1, a packed bin at a time, at most 92 % of the memory"
-    if len(split.about_s) > 1:
-        splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
-        yield f"rollout GPUs of that mode and engine, at first look: {splits}"
-    if (larger := split.larger_share) is not None and larger.step_s:
-        yield f"with --memory-frac {larger.job.memory_frac:g} a step takes {duration(larger.step_s)}"
+    splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
+    yield from told("candidates of rl", of=split, splits=splits)
 
 
 def _phases(answer: RlAnswer) -> Chart:

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import told
 from meshwise.core.units import dollars, duration, long_duration, parameters, with_prefix
 from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.one_plan import Estimate
@@ -108,12 +109,7 @@ def page(
 def how_many(result: Result) -> list[str]:
     """How many plans there are, how many of them were priced, and how many of those fit."""
     ruled_out = result.plans_considered - result.plans_priced
-    others = f", {ruled_out:,} of them ruled out by bounds" if result.complete and ruled_out > 0 else ""
-    return [
-        f"{result.plans_considered:,} plans{others}",
-        f"{result.plans_priced:,} priced in {duration(result.elapsed_s)}, "
-        f"{result.plans_feasible:,} fit in {with_prefix(result.capacity_bytes, 'B')}",
-    ]
+    return told("plans of a search", of=result, ruled_out=ruled_out if result.complete else 0)
 
 
 def answer_lines(result: Result) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """What an inference server gives: the answer, why, and what else there is; on a page the trade-offs drawn."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.columns import grouped
-from meshwise.core.files import read_catalog
 from meshwise.core.refusals import told
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import COLORS, FRONT_COLOR, Chart, ChartAxis, Page, Picture, Section, Series, Text
@@ -60,47 +58,26 @@ def _sized(
 
 def _no_layout(sizing: Sizing) -> Iterator[str]:
     """That nothing keeps the limits, and which limits something would, or how many GPUs."""
-    if more := sizing.too_large:
-        would = f"in closed form {more.fleet.num_chips:,} would hold them, {_pools(more.fleet)}"
-        yield f"too few GPUs for {sizing.rate or 0.0:.4g} requests/s: {would}"
-    if sizing.chosen or (more and sizing.choices):
-        return
-    yield "no layout of this cluster fits and keeps the limits"
-    if not more and sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
-        least = f"{duration(sizing.least_ttft_s)} to a first token, {duration(sizing.least_tpot_s)} a token"
-        yield f"alone, no layout takes less than {least}; one layout must keep both limits under the load"
+    more = sizing.too_large
+    pools = _pools(more.fleet) if more else ""
+    yield from told("no layout", sizing=sizing, more=more, rate=sizing.rate or 0.0, pools=pools)
 
 
 def sized_lines(sizing: Sizing, load: LoadResult) -> Iterator[str]:
     """What holds a load within its limits, what that gives, and why it takes so much."""
     choice = sizing.chosen
     assert choice is not None
-    document, several = load.to_json(), choice.fleet.num_chips > 1
-    gpus = f"{choice.fleet.num_chips} GPU{'s' * several}"
-    verb = (("holds", "hold") if sizing.best else ("does not hold", "do not hold"))[several]
-    most = choice.to_json()["max_sequences_per_dp_rank"]
-    of = f"{_pools(choice.fleet)}; {load.engine.title}, max_sequences={most}"
-    yield f"{gpus} {verb} {sizing.rate or 0.0:.4g} requests/s: {of}"
-    yield from _within(load, document)
-    if (more := sizing.headroom_frac) is not None:
-        yield f"headroom: {more:.0%} more traffic keeps the limits" if more else "headroom: less than 10 %"
-    if why := _WHY.get(choice.binds):
-        yield "why so many: " + why.format(batch=f"{choice.sequences:,} sequences a dp rank")
+    names = {"sizing": sizing, "choice": choice, "rate": sizing.rate or 0.0, "load": load}
+    names |= {"pools": _pools(choice.fleet), "most": choice.to_json()["max_sequences_per_dp_rank"]}
+    yield from told("sized fleet", **names)
+    yield from _within(load, load.to_json())
+    yield from told("why that fleet", **names)
 
 
 def _within(load: LoadResult, document: Mapping[str, Any]) -> Iterator[str]:
     """How many requests keep the limits, if there are any."""
-    limits = {"to the first token": load.limits.ttft_s, "a token after it": load.limits.tpot_s}
-    asked = " and ".join(f"{duration(at_s)} {what}" for what, at_s in limits.items() if at_s < math.inf)
-    if asked:
-        yield (
-            f"{document['within_limits_frac']:.1%} of the requests within {asked} "
-            f"({load.limits.percentile:g} % must be): goodput {document['goodput_per_s']:.4g} requests/s"
-        )
-
-
-_WHY: dict[str, str] = read_catalog("words.toml")["batch_binds"]
-"""What keeps a batch from growing (`Choice.binds`), in words."""
+    asked = " and ".join(told("asked limits", limits=load.limits))
+    yield from told("within limits", asked=asked, limits=load.limits, **document)
 
 
 def _pools(fleet: Fleet) -> str:
@@ -121,52 +98,25 @@ def _layout(of: Serving) -> str:
 def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section]:
     """One server, under its load if there is one; what memory and an idle engine give."""
     yield f"{document['model']} on {_name(answer)}"
-    if answer.num_instances > 1:
-        load = "which share the load" if answer.load else "of which this is one"
-        yield f"no layout was stated: the cluster holds {answer.num_instances} such instances, {load}"
+    yield from told("served instances", answer=answer)
     if answer.load is not None:
         yield from _load(answer.load)
         yield from _costs(answer)
-    yield (
-        f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "
-        f"{with_prefix(document['cache_bytes_per_sequence'], 'B')} a GPU for a sequence of "
-        f"{document['prompt']} + {document['output']} tokens"
-    )
-    first_s, kernels_s = document["first_token_s"], document["first_token_kernels_s"]
-    of_all = " with a prompt on each dp rank" if first_s < kernels_s else ""
-    kernels = f" (kernels {duration(kernels_s)}{of_all})" if first_s != kernels_s else ""
-    rate = f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
-    yield f"first token after {duration(first_s)}{kernels}; {rate}"
-    if document["max_sequences"]:
-        yield f"room for {document['max_sequences']:,} sequence{'s' * (answer.max_sequences != 1)}"
-    else:
-        remedies = told("room for a sequence", of=answer.serving, plan=answer.serving.mesh.plan)
-        yield f"{_out_of_memory(answer.serving)}; what makes room: {', '.join(remedies)}"
-    if answer.token_s is not None:
-        within = document["sequences_within_limit"]
-        yield f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences"
+    remedies = ", ".join(told("room for a sequence", of=answer.serving, plan=answer.serving.mesh.plan))
+    full = f"{_out_of_memory(answer.serving)}; what makes room: {remedies}"
+    target_ms = None if answer.token_s is None else 1e3 * answer.token_s
+    yield from told("one server", full=full, target_ms=target_ms, **document)
 
 
 def _out_of_memory(of: Serving) -> str:
     """By how much not even one sequence fits, and what holds the memory."""
-    memory = {name: with_prefix(num_bytes, "B") for name, num_bytes in memory_of_one(of).items()}
-    held = ", ".join(f"{name} {memory[name]}" for name in ("weights", "working", "cache"))
-    of_usable = f"of {memory['usable']} that may be used"
-    return f"out of memory: one sequence takes {memory['total']} ({held}) {of_usable}"
+    return told("memory of one sequence", memory=memory_of_one(of))[0]
 
 
 def _costs(answer: ServingAnswer) -> Iterator[Section]:
     """Watts and dollars, where they are known."""
-    if answer.load is not None and (power := energy(answer.load))["power_watts"]:
-        yield (
-            "{gpus:,.0f} W of GPUs, {wall:,.0f} W at the wall".format(**power["power_watts"])
-            + f"; {power['joule_per_output_token']:.3g} J an output token"
-        )
-    if answer.cost:
-        yield (
-            "${usd_per_hour:,.2f} an hour; ${usd_per_million_input_tokens:.3g} a million tokens in, "
-            "${usd_per_million_output_tokens:.3g} out".format(**answer.cost)
-        )
+    of_load = energy(answer.load) if answer.load else {"power_watts": None}
+    yield from told("costs of a server", cost=answer.cost, **of_load)
 
 
 def passes_table(document: Mapping[str, Any]) -> Table:
@@ -194,10 +144,7 @@ def passes_table(document: Mapping[str, Any]) -> Table:
 def _details(sizing: Sizing) -> Iterator[Section]:
     """What was simulated, and the trade-offs."""
     document = sizing.to_json()
-    yield (
-        f"{document['configurations_considered']:,} configurations in {duration(document['elapsed_s'])} "
-        f"({document['configurations_per_s']:,.0f}/s)"
-    )
+    yield from told("sizing of a fleet", **document)
     every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
     simulated, trade_offs = document["simulated"], document["pareto"][::every]
     if simulated:
@@ -243,13 +190,10 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
 def _load(load: LoadResult) -> Iterator[Section]:
     """What clients measure."""
     document, fleet = load.to_json(), load.fleet
-    if fleet.num_chips > fleet.serving.num_chips:
-        yield f"a fleet of {fleet.num_chips} GPUs: {_pools(fleet)}"
-    yield (
-        f"under load ({document['engine']}, {_counted(document)}): {document['requests_per_s']:.4g} "
-        f"requests/s, {document['output_tokens_per_s_per_gpu']:,.0f} output tokens/s a GPU; up to "
-        f"{document['peak_sequences']:,} sequences, {document['peak_cache_frac']:.0%} of the cache"
-    )
+    window = document["window"] or {"half_width_95_frac": {}}
+    half = max(window["half_width_95_frac"].values(), default=None)
+    counted = told("counted requests", half=half, **document)[0]
+    yield from told("server under load", fleet=fleet, pools=_pools(fleet), counted=counted, **document)
     if load.queue_grows:
         yield load.notes[0]
         return
@@ -260,26 +204,9 @@ def _load(load: LoadResult) -> Iterator[Section]:
 
 def _fleet_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """What caches gave, and how many replicas there were, where that is a question."""
-    if found := document["prompt_tokens_found_frac"]:
-        below = document["prompt_tokens_loaded_frac"].items()
-        tiers = "".join(f", {frac:.1%} of them on the {name}" for name, frac in below if frac)
-        shown = f"{found:.1%} of the prompt tokens were found in a cache{tiers}"
-        yield shown + (f" (router: {document['router']})" if document["workers"] > 1 else "")
-    if scaling := document["autoscale"]:
-        yield (
-            f"autoscaled: {scaling['mean_replicas']:.3g} replicas on average, {scaling['most_replicas']} at "
-            f"most; {scaling['requests_per_s']:.3g} requests/s each, {scaling['start_s']:g} s to start one"
-        )
-
-
-def _counted(document: Mapping[str, Any]) -> str:
-    """Which requests count, and how sure the means of their latencies are."""
-    window = document["window"]
-    if window is None:
-        return f"all of {document['num_requests']:,} requests"
-    counted = f"{window['num_counted']:,} of {window['num_simulated']:,} simulated requests"
-    halves = window["half_width_95_frac"].values()
-    return f"{counted}, without warm-up and end" + (f", means +-{max(halves):.0%}" if halves else "")
+    below = document["prompt_tokens_loaded_frac"].items()
+    tiers = "".join(f", {frac:.1%} of them on the {name}" for name, frac in below if frac)
+    yield from told("caches and replicas", tiers=tiers, **document)
 
 
 def latency_table(document: Mapping[str, Any]) -> Table:
