@@ -14,6 +14,7 @@ import numpy as np
 
 from meshwise.core import refusals
 from meshwise.core.errors import PlanError
+from meshwise.core.expressions import formulas
 from meshwise.launch.facts import Facts, resharding, without_effect
 from meshwise.launch.settings import ONE_CARD, write_settings
 from meshwise.launch.shape import shape_of, unsaid
@@ -134,37 +135,11 @@ def _is_none_of(value: Any, allowed: tuple[Any, ...]) -> Any:
 
 def _facts(model: Model, mesh: Mesh) -> Facts:
     """The facts of a grid of training plans, numbers in arrays; 0 where a plan leaves a number out."""
-    plan, tp, pp, vpp = mesh.plan, mesh.tp, mesh.pp, mesh.vpp
+    plan = mesh.plan
     facts: Facts = {key: getattr(plan, key) for key in KEYS} | {key: getattr(mesh, key) for key in NUMBERS}
     facts = {key: 0.0 if value is None else value for key, value in facts.items()}
-    layers = np.where(np.isfinite(mesh.recompute_layers), mesh.recompute_layers, 0.0)
-    form = "per_op" if "per_op" in plan.recompute_modules else "selective"
-    kinds = {key: np.take(names, np.asarray(facts[key], dtype=np.intp)) for key, names in KINDS.items()}
-    recompute = kinds["recompute"]
-    of_layers = np.where(layers % vpp > 0, "uneven", "block")
-    uneven = (model.num_layers % (pp * vpp) != 0) | (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
-    facts |= kinds
-    return facts | {
-        "sp": tp > 1 if plan.sp is None else plan.sp,
-        "recompute_layers": layers,
-        "recompute_fsdp": recompute,
-        "resharding": resharding(np.where(mesh.replicas == 1, 0, mesh.zero), pp),
-        "loss": loss_fusion(plan),
-        "recompute_form": np.where(
-            layers > 0, of_layers, np.where(recompute == "selective", form, recompute)
-        ),
-        "p2p_overlap": np.where((mesh.overlap_pp == 0) & (vpp == 1) & (pp > 1), -1.0, mesh.overlap_pp),
-        "etp_beside_ep": np.where((mesh.ep > 1) | (mesh.etp != tp), mesh.etp, 0.0),
-        "etp_implied": np.where(mesh.etp == np.where(mesh.ep > 1, 1.0, tp), 0.0, mesh.etp),
-        "zero_group": np.where(mesh.zero_group == mesh.replicas, 0.0, mesh.zero_group),
-        "stages": len(set(plan.stages)) > 1 if plan.stages else uneven,
-        "seq": mesh.seq,
-        "has_experts": model.moe is not None,
-        "model": model,
-        "kv_heads": model.num_kv_heads,
-        "trained_seq": model.max_seq,
-        "sinks": model.sinks,
-        "mla": model.mla is not None,
-        "linear_bias": model.linear_bias,
-        "tied_embedding": model.tied_embedding,
-    }
+    facts |= {key: np.take(names, np.asarray(facts[key], dtype=np.intp)) for key, names in KINDS.items()}
+    zero = np.where(mesh.replicas == 1, 0, mesh.zero)
+    facts |= {"resharding": resharding(zero, mesh.pp), "loss": loss_fusion(plan), "model": model}
+    of_numpy = {"where": np.where, "isfinite": np.isfinite, "len": len, "set": set}
+    return facts | formulas(launch_tables().grid, of_numpy | facts | {"mesh": mesh, "plan": plan})

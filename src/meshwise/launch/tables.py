@@ -38,6 +38,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     instead: dict[str, dict[str, str]]
     idle: dict[str, str]
     derived: dict[str, str]
+    grid: dict[str, str]
     recovered: dict[str, str]
     served: dict[str, str]
     shape: dict[str, str]
