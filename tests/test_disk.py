@@ -36,31 +36,9 @@ pytest.importorskip("torch")
 
 DATA = Path(__file__).parent / "data"
 GLOO = str(DATA / "traces" / "gloo4")
-H100 = "--cluster h100-80g-sxm:4"
 SMALL = "ulysses --seq 64 --hidden 64 --heads 8"
-SWEEP = """
-verb = "estimate"
-arguments = ["llama3-8b"]
-options = {cluster = "h100-80g-sxm:8"}
-grid = {batch = [8, 16]}
-results = {step_s = "step_s"}
-"""
-WRITES = {
-    "estimate": (f"llama3-8b {H100}", ("--csv x.csv", "--plot x.png", "--html x.html", "--trace x.json")),
-    "search": (f"llama3-8b {H100} --batch 8", ("--csv x.csv", "--plot x.png", "--html x.html")),
-    "serve": (f"llama3-8b {H100} --pareto", ("--csv x.csv", "--plot x.png", "--html x.html")),
-    "validate": ("--runs RUNS", ("--plot x.png", "--html x.html")),
-    "explain": (f"{GLOO} --model llama3-8b {H100}", ("--html x.html",)),
-    "launch": (f"llama3-8b {H100} --plan zero=3 --batch 8 --seq 128 --to megatron-lm", ("--out .",)),
-    "frontier run": ("--chip h100-80g-sxm", ("--plot x.html",)),
-    "trace summary": (GLOO, ("--html x.html",)),
-    "trace merge": (GLOO, ("--out x.json", "--out x.json.gz")),
-    "trace plot": (GLOO, ("--out x.png",)),
-    "trace report": (GLOO, ("--out x.html",)),
-    "trace ledger": (GLOO, ("--csv x.csv",)),
-    "dryrun": (f"{SMALL} --ranks 4", ("--csv x.csv",)),
-    "sweep": ("SWEEP --jobs 1", ("--out x.sqlite",)),
-}
+DISK = table("disk")
+WRITES = {verb: (words, options) for verb, (words, *options) in DISK["writes"].items()}
 SLOW = {"run": (f"{SMALL} --ranks 1", ("--profile .",))}
 """In a process of its own, whose limit its ranks inherit."""
 EXCEPTIONS = table("exceptions")
@@ -101,8 +79,8 @@ def full_disk() -> Iterator[None]:
 def stated(tmp_path: Path) -> Any:
     """The words of a case, with its file in a folder."""
     (tmp_path / "runs.csv").write_text("\n".join(published_runs().read_text().splitlines()[:3]))
-    (tmp_path / "sweep.toml").write_text(SWEEP)
-    files = {"RUNS": str(tmp_path / "runs.csv"), "SWEEP": str(tmp_path / "sweep.toml")}
+    (tmp_path / "sweep.toml").write_text(DISK["sweep"])
+    files = {"RUNS": str(tmp_path / "runs.csv"), "SWEEP": str(tmp_path / "sweep.toml"), "GLOO": GLOO}
 
     def words(verb: str, words: str, option: str, folder: Path | str) -> list[str]:
         name, file = option.split()

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from contextlib import chdir
@@ -22,6 +23,7 @@ import typer.main
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from data_tables import table
 from fuzz import (
     SCRIPT,
     bounded_memory,
@@ -43,7 +45,6 @@ from meshwise.sweep.sweep import read_sweep
 pytestmark = pytest.mark.slow
 
 H100 = ("--cluster", "h100-80g-sxm:8")
-MODEL = ("--model", "llama3-8b", *H100)
 CASES = int(os.environ.get("CASES", "0"))
 """Cases of each test; 0: a few, the same every time."""
 DATA = Path(__file__).parent / "data"
@@ -53,42 +54,12 @@ CONFIGS = sorted((DATA / "configs").rglob("*.json"))
 CHIP = tomllib.loads((CATALOG / "chips.toml").read_text())["h100-80g-sxm"]
 CLUSTER = {"num_chips": 64, "chip": {key: value for key, value in CHIP.items() if key != "checked"}}
 RUNS = (CATALOG / "published_runs.csv").read_text().splitlines()
-SWEEP = {
-    **{"verb": "estimate", "arguments": ["gpt3-175b"], "results": {"step_s": "step_s"}},
-    "options": {"cluster": "h100-80g-sxm:512", "plan": "tp={tp},pp={pp}", "batch": 512},
-    "grid": {"tp": [1, 2], "pp": [4, 8]},
-}
-GPT = {
-    **{"decoder_layers": 4, "decoder_embed_dim": 64, "decoder_ffn_embed_dim": 128, "moe_freq": 2},
-    **{"decoder_attention_heads": 4, "moe_expert_count": 8, "vocab_size": 1000, "tokens_per_sample": 128},
-}
 GLOO, GPU = str(TRACES / "gloo4"), str(TRACES / "hta" / "sampled")
-PICTURES = {"merge": "x.json", "plot": "x.png", "report": "x.html"}
-RL = (
-    "llama3-8b --cluster h100-80g-sxm:8 --prompts 8 --samples 4 --prompt 64 --output 64 --mode colocated "
-    "--train-plan zero=3 --rollout-plan tp=1"
-)
-BASES: dict[tuple[str, ...], list[str]] = {
-    ("estimate",): ["gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"],
-    ("search",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"],
-    ("serve",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--plan", "tp=4"],
-    ("rl",): RL.split(),
-    ("frontier", "layer"): ["--d-in", "64", "--d-out", "64", "--batch", "64", "--chip", "h100-80g-sxm"],
-    ("frontier", "run"): ["--chip", "h100-80g-sxm"],
-    ("collective",): ["all_reduce", "--cluster", "h100-80g-sxm:64"],
-    ("launch",): [*MODEL[1:], *["--plan", "zero=3", "--batch", "8", "--seq", "128", "--to", "megatron-lm"]],
-    ("explain",): [GLOO, *MODEL, "--batch", "8", "--seq", "128"],
-    ("calibrate",): ["--from", GLOO, "-o", "machine.toml"],
-    ("eval-lm",): ["--max-tokens", "2", "--ranks", "4"],
-    ("validate",): ["--runs", str(DATA / "validate" / "published_runs_excerpt.csv")],
-    ("list",): ["chips"],
-    ("fit-card",): ["4090", "--models", "qwen3-0.6b", "--methods", "qlora"],
-    ("trace", "query"): [GLOO, "SELECT * FROM ranks"],
-    ("trace", "diff"): [GLOO, GLOO],
-    **{("trace", name): [GLOO] for name in ("summary", "sections", "path", "memory", "table")},
-    **{("trace", name): [GLOO] for name in ("ledger", "bandwidth")},
-    ("trace", "rates"): [GPU],
-    **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
+FUZZ = table("fuzz")
+PLACES = {"GLOO": GLOO, "GPU": GPU, "RUNS": str(DATA / "validate" / "published_runs_excerpt.csv")}
+BASES = {
+    tuple(verb.split()): [PLACES.get(word, word) for word in shlex.split(words)]
+    for verb, words in FUZZ["bases"].items()
 }
 SLOW = (("frontier", "run"), ("eval-lm",), ("rl",))
 """Verbs that take 0.1 to 6 s: drawn less often."""
@@ -247,15 +218,7 @@ def test_damaged_traces(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
     check_contract([*verb, *words], may_warn=True)
 
 
-REQUESTS = "arrival,prompt,output\n0.0,100,10\n0.5,200,20\n0.7,50,5\n"
-POINT = {
-    **{"id": "a", "system": "h100_sxm", "backend": "vllm", "backend_version": "0.19.0"},
-    **{"model": "meta-llama/Meta-Llama-3.1-8B", "mode": "agg", "precision": "fp8", "gemm_quant": "fp8"},
-    **{"moe_quant": "fp8", "input_tokens": "1024", "output_tokens": "128", "concurrency": "8"},
-    **{"workers": "1"},
-    **{"max_batch": "8", "tp": "1", "pp": "1", "attention_dp": "1", "moe_tp": "1", "moe_ep": "1"},
-    **{"ttft_s": "0.1", "tpot_s": "0.01", "measured": "2026-01-01", "source": "mine"},
-}
+POINT = FUZZ["point"]
 
 
 @some(40)
@@ -283,7 +246,7 @@ def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: 
 
 
 @some(60)
-@given(as_file(SWEEP, toml_text))
+@given(as_file(FUZZ["sweep"], toml_text))
 def test_strange_sweeps(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     try:
         assert read_sweep(Path(file_with(tmp_path_factory, "sweep.toml", content))).points
@@ -293,17 +256,7 @@ def test_strange_sweeps(tmp_path_factory: pytest.TempPathFactory, content: bytes
 
 # --- tables of measurements ---------------------------------------------------------------------
 
-OPS = (
-    "hardware,op,dtype,n_gpus,shape,latency_us,kernel_or_library,source\n"
-    "H200-SXM-141GB,gemm,bfloat16,1,m=16 n=256 k=7168,6.032,torch.nn.functional.linear,mine\n"
-    "H100-SXM-80GB,all_reduce,bfloat16,8,4194304,60.5,nccl,mine\n"
-)
-COLLECTIVES = (
-    "source,hardware,op,shape_or_size,ranks,value,unit,notes\n"
-    "mine,4 nodes x 8 GPUs,all_reduce,32KiB,32,0.92,GB/s busbw,algbw 0.48GBps\n"
-)
-
-
+REQUESTS, OPS, COLLECTIVES = (FUZZ["csv"][name] for name in ("requests", "ops", "collectives"))
 CASES_TABLE = json.loads((DATA / "nersc_final_cases.json").read_text())
 CASES_TABLE |= {"cases": CASES_TABLE["cases"][:2], "collectives": CASES_TABLE["collectives"][:3]}
 MEASURED = ["collective", "all_reduce", "--cluster", "h100-80g-sxm:64", "--data"]
@@ -328,7 +281,7 @@ FILES: dict[str, tuple[Any, str, list[str]]] = {
     "long cell": (st.just(REQUESTS.encode() + b'"' + b"1" * 200_000), "x.csv", ONE_GPU),
     "long length": (st.just(TRACE), "x.jsonl", ONE_GPU),
     "mixture": (
-        as_file(GPT, json.dumps), "x.json",
+        as_file(FUZZ["gpt"], json.dumps), "x.json",
         ["eval-lm", "--max-tokens", "2", "--prompt-tokens", "8", "--ranks", "2"],
     ),
     "ops": (damaged(OPS.encode()), "x.csv", ["validate", "--runs"]),
@@ -359,8 +312,8 @@ FITS = {  # enough rows of each for one set of constants
 @some(6, share=0.1)
 @given(st.data(), st.sampled_from(sorted(FITS)))
 def test_damaged_fits(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, only: str) -> None:
-    name, table = FITS[only]
-    content = data.draw(damaged(table.encode()))
+    name, text = FITS[only]
+    content = data.draw(damaged(text.encode()))
     folder = Path(file_with(tmp_path_factory, name, content)).parent
     (folder / "published_micro.csv").write_text(COLLECTIVES)
     few = Path(file_with(tmp_path_factory, "few.csv", "\n".join(RUNS[:6]).encode()))
@@ -371,11 +324,7 @@ def test_damaged_fits(tmp_path_factory: pytest.TempPathFactory, data: st.DataObj
 
 # --- programs -----------------------------------------------------------------------------------
 
-SMALL = {
-    "ulysses": "--seq 64 --hidden 64 --heads 8",
-    "model-2d": "--seq 64 --hidden 64 --ffn-hidden 64 --layers 1",
-    "train": "--seq 16 --hidden 16 --layers 1 --heads 2 --vocab 32 --batch 4",
-}
+SMALL = FUZZ["programs"]
 
 
 @st.composite
@@ -405,13 +354,7 @@ def test_strange_programs(stated: list[str], verb: list[str]) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 
-STATE = {
-    "explore": {"model": "llama3-8b", "cluster": "h100-80g-sxm:8", "batch": "8", "seq": "2048"},
-    "search": {"model": "llama3-8b", "cluster": "h100-80g-sxm:4", "batch": "8", "seq": "2048"},
-    "serve": {"model": "llama3-8b", "cluster": "h100-80g-sxm:1", "plan": "tp=1"},
-    "frontier": {"chip": "h100-80g-sxm"},
-    "traces": {"path": "gloo4"},
-}
+STATE = FUZZ["states"]
 
 
 @pytest.fixture(scope="module")

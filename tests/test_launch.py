@@ -206,22 +206,8 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     assert found[0].unread
 
 
-SAID = {  # keys of which a framework says at least some values
-    "megatron-lm": tuple(CHOICES),
-    "torchtitan": (
-        *("tp", "sp", "cp", "pp", "vpp", "zero_group", "recompute", "overlap_tp"),
-        *("loss_chunks", "loss_fusion"),
-    ),
-    "deepspeed": ("zero", "dtype", "grad_dtype", "overlap_dp", "offload_optimizer"),
-    "accelerate": ("zero_group", "dtype", "recompute"),
-}
-FIXED = {
-    "torchtitan": {
-        "zero": 3, "optimizer": "adam-fp32", "cp_kind": "all_gather", "implementation": "fsdp2",
-        "software": "torch-2024",
-    },
-    "accelerate": {"zero": 3, "optimizer": "adam-fp32", "software": "torch-2024-eager"},
-}  # fmt: skip
+SAID, FIXED = {"megatron-lm": tuple(CHOICES)} | WRITTEN["said"], WRITTEN["fixed"]
+"""Keys of which a framework says at least some values, and others that it needs to have one value."""
 
 
 @given(st.sampled_from(TRAINING), st.sampled_from(MODELS), st.data())

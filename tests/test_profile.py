@@ -28,8 +28,6 @@ from ports import own_port
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
-
-
 PROGRAM = str(SCRIPTS / "all_reduces.py")
 
 
@@ -182,14 +180,7 @@ def test_refusals(tmp_path):
         profile_command(["no-such-command-here"], tmp_path / "out")
 
 
-ONE_PROCESS = """
-import torch
-from torch.utils.data import DataLoader
-model = torch.nn.Linear(16, 16)
-for x in DataLoader(torch.ones(8, 16), batch_size=4, num_workers=1):
-    model(x).sum().backward()
-print("done", model.weight.grad.sum().item())
-"""
+ONE_PROCESS = (SCRIPTS / "one_process.py").read_text()
 
 
 def test_one_process_in_an_environment_without_meshwise(meshwise, tmp_path, monkeypatch):

@@ -34,6 +34,8 @@ from ranks import fail_on
 
 pytestmark = pytest.mark.slow
 
+SCRIPTS = Path(__file__).parent / "data" / "scripts"
+
 
 def is_running(pid: int) -> bool:
     """Whether the process lives; one that is dead and not yet waited for does not."""
@@ -61,15 +63,9 @@ def test_first_failure_is_reported_and_all_end(
 
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     """Killed; other signals: test_signals.py."""
-    script = tmp_path / "job.py"
-    script.write_text(
-        "from meshwise.runtime.launch import launch\n"
-        "from ranks import sum_of_ranks\n"
-        f"if __name__ == '__main__': launch(sum_of_ranks, 2, {str(tmp_path)!r})\n"
-    )
     temporary = Path(tempfile.mkdtemp())  # the path of a socket has 108 bytes at most
     surroundings = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(SCRIPTS / "ranks_until_killed.py"), str(tmp_path)]
     job = subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
     files = [tmp_path / "0", tmp_path / "1"]
     try:

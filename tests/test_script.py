@@ -124,27 +124,13 @@ def written(folder: Path, text: str) -> list[str]:
     return ["python", str(path)]
 
 
-def test_objects_of_other_ranks_are_data(tmp_path: Path) -> None:
-    text = (
-        "import fractions\ndist.init_process_group('nccl')\n"
-        "sent = [{'a': [1, 'b']}], [fractions.Fraction(1, 3)]\n"
-        "for objects in sent:\n"
-        "    got = [None]\n"
-        "    dist.recv_object_list(got, 0) if dist.get_rank() else dist.send_object_list(objects, 1)\n"
-        "    assert not dist.get_rank() or got == objects\n"
-    )
+def test_objects_of_other_ranks_are_data() -> None:
     with pytest.raises(mw.MeshwiseError, match=r"rank 0 sends an object of fractions\.Fraction"):
-        mw.dry_run_script(written(tmp_path, text), ranks=2, rank=1)
+        mw.dry_run_script(["python", str(SCRIPTS / "objects.py")], ranks=2, rank=1)
 
 
-def test_frozen_weights_are_parameters_too(tmp_path: Path) -> None:
-    text = (
-        "layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(2)]\n"
-        "model = torch.nn.Sequential(*layers).cuda().requires_grad_(False)\n"
-        "optimizer = torch.optim.SGD(model[1:].requires_grad_().parameters())\n"
-        "model(torch.ones(1, 512, device='cuda')).sum().backward()\noptimizer.step()\n"
-    )
-    found = mw.dry_run_script(written(tmp_path, text))
+def test_frozen_weights_are_parameters_too() -> None:
+    found = mw.dry_run_script(["python", str(SCRIPTS / "frozen.py")])
     assert found.states_bytes["parameters"] == found.alive_at_peak["parameters"] == 2 * 4 * 512**2
 
 
@@ -180,17 +166,9 @@ def test_pieces_of_scripts() -> None:
     assert written_bytes == [("forward", 16), ("backward", 16)]
 
 
-def test_attention_runs_a_kernel_that_is_enabled_and_takes_its_heads(tmp_path: Path) -> None:
+def test_attention_runs_a_kernel_that_is_enabled_and_takes_its_heads() -> None:
     """MATH keeps scores; of heads unlike those of v, and of fp64, CUDA's flash takes none."""
-    text = (
-        "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
-        "all, half, double = range(4), torch.half, torch.double\n"
-        "for kernels, v_dim, dtype in ([2], 32, half), ([0], 32, half), (all, 16, half), (all, 32, double):\n"
-        "    q, v = (torch.ones(1, 2, 64, n, device='cuda', dtype=dtype) for n in (32, v_dim))\n"
-        "    with sdpa_kernel(list(map(SDPBackend, kernels))):\n"
-        "        assert torch.nn.functional.scaled_dot_product_attention(q, q, v).shape == v.shape\n"
-    )
-    rows = mw.dry_run_script(written(tmp_path, text)).ledger.rows()
+    rows = mw.dry_run_script(["python", str(SCRIPTS / "attention.py")]).ledger.rows()
     ran = [row["op"].split("_")[-2] for row in rows if re.search("softmax|attention", row["op"])]
     assert ran == ["efficient", "safe", "efficient", "safe"]
 

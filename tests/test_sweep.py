@@ -121,15 +121,7 @@ def test_finished_points_are_not_repeated(tmp_path, fake):
     assert fake() == [1, -3, 5, -3, 1]
 
 
-SLOW = """
-import sys
-from pathlib import Path
-import tasks
-from meshwise.sweep import sweep as sweeps
-sweeps.answer_of = tasks.slow_answer
-with sweeps.Store(Path(sys.argv[1]).with_suffix(".sqlite")) as store:
-    sweeps.run_sweep(sweeps.read_sweep(Path(sys.argv[1])), store, jobs=1)
-"""
+SLOW = Path(__file__).parent / "data" / "scripts" / "slow_sweep.py"
 
 
 def test_kill_nine_loses_only_what_was_running(tmp_path, fake):
@@ -143,7 +135,7 @@ def test_kill_nine_loses_only_what_was_running(tmp_path, fake):
         with closing(sqlite3.connect(tmp_path / "sweep.sqlite", timeout=30)) as database:
             return database.execute(query).fetchall()
 
-    process = subprocess.Popen([sys.executable, "-c", SLOW, str(path)], env=environment)
+    process = subprocess.Popen([sys.executable, str(SLOW), str(path)], env=environment)
     while len(fake()) < 4 and process.poll() is None:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
