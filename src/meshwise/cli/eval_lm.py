@@ -10,7 +10,7 @@ from meshwise.cli.output import print_answer
 from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.core.units import duration, to_number, with_prefix
-from meshwise.report.table import Fields, Table, records_table
+from meshwise.report.table import TABLES, Table, records_table
 
 TOKENS = "tokens scored or generated"
 Count = Annotated[int, range(1, 10**6 + 1)]
@@ -103,14 +103,9 @@ def _what_ifs(rows: list[dict[str, Any]]) -> Iterator[Table]:
             return "out of memory"
         return duration(row["total_s"][chip]) if chip in row["total_s"] else "no rate"
 
-    columns: Fields = {
-        **{"": "name", "slots": "capacity:,.0f"},
-        "exchange": lambda row: f"{row['exchange_bytes'] / 2**20:,.4g} MiB",
-        **{"FLOP": "flop", "useful": "useful_frac:.0%", "peak": "peak_bytes", "launches": "launches:,.0f"},
-    }
-    yield records_table("what if (one pass, one rank)", rows, columns, no_wrap=False)
-    times: Fields = {"": "name", **{chip: partial(time_on, chip=chip) for chip in rows[0]["fits"]}}
-    yield records_table("what if: the time on other chips", rows, times, no_wrap=False)
+    yield records_table("what if (one pass, one rank)", rows, TABLES["what-ifs"], no_wrap=False)
+    times = {"": "name", **{chip: f"time_on(row, {chip!r})" for chip in rows[0]["fits"]}}
+    yield records_table("what if: the time on other chips", rows, times, no_wrap=False, time_on=time_on)
 
 
 def _programs(programs: dict[str, dict[str, Any]]) -> Iterator[Table]:

@@ -8,7 +8,7 @@ from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.plan import DEFAULTS, KEYS
-from meshwise.report.table import TABLES, Fields, Table, records_table
+from meshwise.report.table import TABLES, Table, records_table
 
 _FIELDS: dict[str, list[str]] = read_catalog("words.toml")["fields"]
 
@@ -54,23 +54,7 @@ def _plan_keys() -> list[dict[str, Any]]:
     return rows
 
 
-_COLUMNS: dict[str, Fields] = {
-    "models": {
-        "name": "name",
-        "parameters": lambda row: parameters(row["num_params"]),
-        "active": lambda row: parameters(row["num_active_params"]),
-        **{"layers": "num_layers", "hidden": "hidden", "heads": "num_heads"},
-    },
-    "chips": {
-        **{"name": "name", "generation": "generation", "memory": "memory_bytes"},
-        "bandwidth": "memory_bytes_per_s",
-        "bf16": lambda row: with_prefix(row["matrix_flop_per_s"].get("bf16"), "FLOP/s") or "-",
-    },
-    **{name: TABLES[name] for name in ("clusters", "plan")},
-}
-
-
 def catalog_table(what: str, rows: list[dict[str, Any]]) -> Table:
     """One part of the catalog; `--json` has every field and the sources."""
-    left = ("name", "generation", "chip", "links", *_COLUMNS["plan"])
-    return records_table("", rows, _COLUMNS[what], left=left, no_wrap=False)
+    left = ("name", "generation", "chip", "links", *TABLES["plan"])
+    return records_table("", rows, TABLES[what], left=left, no_wrap=False, parameters=parameters)

@@ -2,28 +2,18 @@
 
 from collections.abc import Iterator
 
-from meshwise.core.units import duration, with_prefix
-from meshwise.estimate.collective import CollectiveTime, CollectiveTimes
+from meshwise.core.units import with_prefix
+from meshwise.estimate.collective import CollectiveTimes
 from meshwise.report.answer import Section, Text
-from meshwise.report.table import Fields, percent, records_table
+from meshwise.report.table import TABLES, records_table
 
 
 def parts(found: CollectiveTimes) -> Iterator[Section]:
     """A row a size, and the measured times where there are any."""
     times, measured_s = found
 
-    def error(one: CollectiveTime) -> str:
-        seconds = measured_s.get(one.payload_bytes)
-        return percent(one.time_s / seconds - 1, sign=True) if seconds else ""
-
-    columns: Fields = {
-        "size": lambda one: _binary(one.payload_bytes),
-        **{"time": "time_s", "algorithm": "algorithm", "bus bandwidth": "bus_bytes_per_s"},
-        "of ceiling": lambda one: percent(one.bus_bytes_per_s / one.ceiling_bytes_per_s),
-        "measured": lambda one: duration(measured_s.get(one.payload_bytes)),
-        "error": error,
-    }
-    yield records_table("", times, columns, left=("algorithm",), no_wrap=False)
+    names = {"measured_s": measured_s, "binary": _binary}
+    yield records_table("", times, TABLES["sizes"], left=("algorithm",), no_wrap=False, **names)
     if measured_s:
         yield f"measured of groups of {found.ranks:,} ranks"
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")

@@ -21,12 +21,11 @@ from meshwise.estimate.step import play
 from meshwise.machine.hardware import cluster_text
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
-from meshwise.plan.stages import Stage
 from meshwise.program.parts import layer_names
 from meshwise.report import answer as plot
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
 from meshwise.report.search import why_none
-from meshwise.report.table import Facts, Fields, Table, pair_row, records_table
+from meshwise.report.table import TABLES, Facts, Table, pair_row, records_table
 from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
 
 MAX_ACTIONS = 20_000
@@ -239,18 +238,8 @@ def stage_table(estimate: Estimate) -> Table | None:
     if len(estimate.step.stages) == 1:
         return None
 
-    def layers(stage: Stage) -> str:
-        first = "embedding + " if stage.embeddings else ""
-        return f"{first}{float(stage.num_layers):g}" + (" + head" if stage.heads else "")
-
-    columns: Fields = {
-        **{"stage": "stage.index:.0f", "alike": "stage.num_stages:.0f"},
-        **{"layers": lambda cost: layers(cost.stage), "forward": "time.forward_s"},
-        "backward": lambda cost: duration(float(cost.time.backward_s + cost.time.weight_s)),
-        "memory": lambda cost: with_prefix(float(cost.memory.total), "B"),
-    }
-    stages = estimate.step.stages
-    return records_table("pipeline stages (one microbatch)", stages, columns, left=(), no_wrap=False)
+    title, stages = "pipeline stages (one microbatch)", estimate.step.stages
+    return records_table(title, stages, TABLES["stages"], left=(), no_wrap=False)
 
 
 def _title(estimate: Estimate) -> str:
@@ -432,9 +421,8 @@ def _of_kind(ledger: Ledger, name: str) -> Ledger:
 def ledger_parts(ledger: Ledger) -> Iterator[Table]:
     """The columns of a ledger that say something, its names first."""
     used = ledger.used_columns()
-    columns: Fields = {
-        name: name for name in sorted(used, key=lambda name: name not in ("module", "op", "phase"))
-    }
+    ordered = sorted(used, key=lambda name: name not in ("module", "op", "phase"))
+    columns = {name: f"short({name})" if name in TEXT_COLUMNS else name for name in ordered}
     yield records_table("", ledger.rows(), columns, left=TEXT_COLUMNS)
 
 

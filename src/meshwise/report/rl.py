@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import told
 from meshwise.core.units import duration, with_prefix
-from meshwise.plan.plan import plan_text
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
-from meshwise.report.table import TABLES, Fields, Table, percent, records_table
+from meshwise.report.table import TABLES, Table, percent, records_table
 from meshwise.rl.best_split import RlAnswer
 from meshwise.rl.step import PHASES, RlStep
 from meshwise.rl.step_log import RlExplanation
@@ -75,15 +74,8 @@ def _phases(answer: RlAnswer) -> Chart:
 
 def _candidates(steps: Sequence[RlStep], front: Sequence[RlStep] = ()) -> Table:
     """A row for each candidate; those of the front are marked."""
-    columns: Fields = {
-        **{"mode": "job.mode", "bound": "job.staleness", "rollout": "gpus.rollout"},
-        "engine": lambda step: plan_text(step.job.rollout_plan) or "tp=1",
-        "training": lambda step: step.gpus["train"] if step.job.is_split else "the same",
-        "plan": lambda step: plan_text(step.job.train_plan),
-        "a step": lambda step: duration(step.step_s or 0.0) if step.fits else "too much memory",
-        "front": lambda step: "*" if step in front else "",
-    }
-    return records_table("Candidates", steps, columns, left=("mode", "engine", "plan"), no_wrap=False)
+    left = ("mode", "engine", "plan")
+    return records_table("Candidates", steps, TABLES["candidates"], left=left, no_wrap=False, in_front=front)
 
 
 def _names(steps: Sequence[RlStep]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from meshwise.launch.settings import training_on
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import Fields, Table, difference_text, pair_row, records_table
+from meshwise.report.table import TABLES, Table, difference_text, pair_row, records_table
 from meshwise.search.basis import NOTABLE, Basis
 from meshwise.search.best_plans import Found
 from meshwise.search.difference import Reason
@@ -95,13 +95,9 @@ def page(
     title = f"{best.model.name} on {best.cluster.num_chips} x {best.cluster.chip.name}"
     rank = f"{_first(result)} of {result.plans_considered:,} plans"
     headline = f"{rank}: {_with_step(result, best, result.bases[0])} a step, MFU {best.mfu:.1%}"
-    front: Fields = {
-        "plan": lambda found: link(plan_text(found.plan), found.microbatch),
-        **{"microbatch": "microbatch", "robust" if result.robust else "step": "step_s"},
-        "memory": "memory_bytes",
-    }
-    space = _space(result, result.sample(most), color, link)
-    pareto = records_table("Pareto front: less memory costs time", result.pareto, front, no_wrap=False)
+    space, about = _space(result, result.sample(most), color, link), "Pareto front: less memory costs time"
+    names: dict[str, Any] = {"link": link, "is_robust": result.robust}
+    pareto = records_table(about, result.pareto, TABLES["front"], no_wrap=False, **names)
     counts, answers, plans, *others = parts(result, shown=link, budget=budget)
     return Page(title, headline, [answers, plans, space, *others, pareto, counts])
 
@@ -160,18 +156,9 @@ def _with_step(result: Result, found: Estimate, of: Basis) -> str:
 
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
     """The fastest plan of each family; `shown` makes the cell of a plan of its text and microbatch."""
-
-    columns: Fields = {
-        "step": lambda one: duration(one[0].step_s),
-        "robust": lambda one: duration(one[1].robust_s),
-        "MFU": lambda one: f"{one[0].mfu:.1%}",
-        "memory": lambda one: with_prefix(one[0].memory_bytes["total"], "B"),
-        "largest cost": lambda one: "{} {:.0%}".format(*largest_cost(one[0])),
-        "microbatch": lambda one: one[0].workload.microbatch,
-        "plan": lambda one: shown(plan_text(one[0].plan), one[0].workload.microbatch),
-    }
-    found = zip(result.best, result.bases, strict=True)
-    return records_table("", found, columns, left=("plan",), no_wrap=False)
+    found = [{"of": of, "basis": basis} for of, basis in zip(result.best, result.bases, strict=True)]
+    names = {"shown": shown, "largest_cost": largest_cost}
+    return records_table("", found, TABLES["plans"], left=("plan",), no_wrap=False, **names)
 
 
 def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
@@ -188,18 +175,8 @@ def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _weighed(weighed: Sequence[Assumption]) -> Iterator[Section]:
-    def share(frac: float, one: Assumption) -> str:
-        return f"{frac:.1%}" if one.kept_s < math.inf else "does not fit"
-
-    columns: Fields = {
-        "if this were": "name",
-        "lower by": lambda one: f"{1.0 - one.factor:.0%}" if one.factor < 1.0 else "",
-        "it takes longer by": lambda one: share(one.longer_frac, one),
-        "and loses": lambda one: share(one.loss_frac, one),
-        "the best plan then": lambda one: plan_text(one.best.plan) if one.best else "nothing fits",
-    }
     left = ("if this were", "the best plan then")
-    yield records_table("assumptions", weighed, columns, left=left, no_wrap=False)
+    yield records_table("assumptions", weighed, TABLES["assumptions"], left=left, no_wrap=False, inf=math.inf)
     most = hurts_most(weighed)
     hurt = f"by {most.longer_frac:.1%}" if most.kept_s < math.inf else "out of memory"
     yield f"{most.name} hurts most: {hurt}"
@@ -246,27 +223,14 @@ def why_slower(found: Sequence[Reason]) -> Table:
         moved = [name for name, more in reason.more_s.items() if abs(more) > 0.1 * abs(reason.gain_s)]
         return ", ".join(f"{name} {difference_text(reason.more_s[name])}" for name in moved[:2])
 
-    columns: Fields = {
-        "change": "text",
-        "adds": lambda reason: difference_text(-reason.gain_s),
-        "step": lambda reason: duration(reason.run.step_s) + " (does not fit)" * (not reason.run.fits),
-        "mostly": mostly,
-    }
-    title = "from the plan asked for to the best"
-    return records_table(title, found, columns, left=("change", "mostly"), no_wrap=False)
+    title, left = "from the plan asked for to the best", ("change", "mostly")
+    return records_table(title, found, TABLES["reasons"], left=left, no_wrap=False, mostly=mostly)
 
 
 def of_versions(found: Sequence[Version]) -> Table:
     """The same plan under several versions of software, and the best plan of each."""
-    columns: Fields = {
-        "software": "software",
-        "this plan": lambda one: duration(one.plan.step_s) if one.plan.fits else "does not fit",
-        "gains": lambda one: f"{one.gain_frac:.1%}" if one is not found[0] else "",
-        "its best": lambda one: duration(one.best.step_s) if one.best else "nothing fits",
-        "plan": lambda one: plan_text(one.best.plan) if one.best else "",
-    }
     title = "the best plan under other versions of the software"
-    return records_table(title, found, columns, left=("plan",), no_wrap=False)
+    return records_table(title, found, TABLES["versions"], left=("plan",), no_wrap=False, first=found[0])
 
 
 def why_none(result: Result) -> list[str]:

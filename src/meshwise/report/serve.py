@@ -1,7 +1,7 @@
 """What an inference server gives: the answer, why, and what else there is; on a page the trade-offs drawn."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from meshwise.core.columns import grouped
 from meshwise.core.refusals import told
-from meshwise.core.units import duration, with_prefix
+from meshwise.core.units import duration
 from meshwise.report.answer import COLORS, FRONT_COLOR, Chart, ChartAxis, Page, Picture, Section, Series, Text
-from meshwise.report.table import Fields, Table, records_table
+from meshwise.report.table import TABLES, Table, records_table
 from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.load import Fleet, LoadResult, energy
 from meshwise.serve.screen import layout_text
@@ -121,24 +121,7 @@ def _costs(answer: ServingAnswer) -> Iterator[Section]:
 
 def passes_table(document: Mapping[str, Any]) -> Table:
     """A row for each number of running sequences."""
-
-    def largest(row: Mapping[str, Any]) -> str:
-        name, seconds = max(row["time_s"].items(), key=lambda part: part[1])
-        return f"{name} {seconds / row['token_s']:.0%}"
-
-    def slots(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
-        """A figure of experts that take a bounded number of tokens; blank where they take all."""
-        return lambda row: format(of[name], form) if (of := row["experts"] or {}).get("capacity") else ""
-
-    columns: Fields = {
-        **{"sequences": "sequences:,", "a token": "token_s", "tokens/s\na GPU": "tokens_per_s_per_gpu:,.0f"},
-        "with\nprompts": "with_prefill_per_s_per_gpu:,.0f",
-        "memory": lambda row: with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "too much",
-        **{"experts": "distinct_experts:.0f", "slots of\neach": slots("capacity", ",")},
-        "dropped": slots("dropped_frac", ".1%"),
-        **{"empty": slots("padded_frac", ".1%"), "largest part": largest},
-    }
-    return records_table("", document["passes"], columns, left=("largest part",), no_wrap=False)
+    return records_table("", document["passes"], TABLES["passes"], left=("largest part",), no_wrap=False)
 
 
 def _details(sizing: Sizing) -> Iterator[Section]:
@@ -161,30 +144,13 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
     """Layouts and batches with what they give, as simulated where they were; some columns left out."""
     chips = {row[f"{pool}chip"] for row in choices for pool in ("", "prefill_")} - {None}
 
-    def workers(row: Mapping[str, Any], pool: str) -> str:
-        chip = row[f"{pool}chip"] if len(chips) > 1 else ""
-        words = (f"{row[f'{pool}workers']} x", chip, row[f"{pool}layout"])
-        return " ".join(word for word in words if word) if row[f"{pool}layout"] else ""
+    def workers(number: int, chip: str, layout: str) -> str:
+        words = (f"{number} x", chip if len(chips) > 1 else "", layout)
+        return " ".join(word for word in words if word) if layout else ""
 
-    def mean_ms(row: Mapping[str, Any], name: str) -> str:
-        seconds = row[f"simulated_{name}"]["mean"] if f"simulated_{name}" in row else row[name]
-        return f"{1e3 * seconds:,.4g}"
-
-    def per_gpu(row: Mapping[str, Any]) -> str:
-        return f"{row.get('simulated_output_tokens_per_s_per_gpu', row['tokens_per_s_per_gpu']):,.0f}"
-
-    columns: Fields = {
-        **{"GPUs": "num_gpus:,", "$ an\nhour": "usd_per_hour:,.2f"},
-        "workers": lambda row: workers(row, ""),
-        "prefill\nworkers": lambda row: workers(row, "prefill_"),
-        "batch": "batch:,",
-        "first\ntoken ms": lambda row: mean_ms(row, "ttft_s"),
-        "token\nms": lambda row: mean_ms(row, "tpot_s"),
-        **{"tokens/s\na GPU": per_gpu, "binds": "binds"},
-        "within": lambda row: "" if (at := row.get("simulated_within_limits_frac")) is None else f"{at:.0%}",
-    }
-    shown = {name: of for name, of in columns.items() if name not in without}
-    return records_table("", choices, shown, left=("workers", "prefill\nworkers"), no_wrap=False)
+    shown = {name: of for name, of in TABLES["choices"].items() if name not in without}
+    left = ("workers", "prefill\nworkers")
+    return records_table("", choices, shown, left=left, no_wrap=False, workers_text=workers)
 
 
 def _load(load: LoadResult) -> Iterator[Section]:

@@ -11,10 +11,13 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from meshwise.core.expressions import value_of
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
+from meshwise.plan.plan import plan_text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -160,12 +163,8 @@ UNITS = {
     **{"_s": "s", "seconds": "s"},
 }
 """Units by the end of a name, the longest first."""
-Fields = dict[str, str | Callable[[Any], object]]
-"""What a table shows of a record: headings, and for each a field by its name or a function.
-
-A field of a field is `stage.index`, and one in a form of its own `num_gpus:,`.
-"""
-TABLES: dict[str, Fields] = read_catalog("tables.toml")
+TABLES: dict[str, dict[str, str]] = read_catalog("tables.toml")
+"""What tables show of their records: headings, and the expression of each."""
 MOST_CHARACTERS = 60
 """Longer names of kernels, operators and files are cut."""
 
@@ -192,30 +191,39 @@ def cell_text(name: str, value: Any) -> object:
 def records_table(
     title: str,
     records: Iterable[Any],
-    columns: Fields,
+    columns: Mapping[str, str],
     *,
     left: Collection[str] | None = None,
     no_wrap: bool = True,
+    **names: Any,
 ) -> Table:
-    """A row for each of `records`: under each heading a field, by its name in its unit, or by a function.
+    """A row for each of `records`: under each heading an expression of its fields and of `names`.
 
     Columns that no record fills are left out, if there is any.
     """
 
-    def cell(one: Any, of: str | Callable[[Any], object]) -> object:
-        if callable(of):
-            return of(one)
-        path, _, form = of.partition(":")
-        for name in path.split("."):
-            one = one[name] if isinstance(one, Mapping) else getattr(one, name)
+    def cell(one: _Record, of: str) -> object:
+        expression, _, form = of.partition(":")
+        value = value_of(expression, one)
         if form:
-            return "" if one is None else format(one, form)
-        return one if isinstance(one, str) and not no_wrap else cell_text(path, one)
+            return "" if value is None else format(value, form)
+        return value if isinstance(value, str) else cell_text(expression, value)
 
-    records = list(records)
+    records = [_Record(one, names) for one in records]
     cells = {heading: [cell(one, of) for one in records] for heading, of in columns.items()}
     filled = {name: column for name, column in cells.items() if not records or any(c != "" for c in column)}
     return Table(title, tuple(filled), list(zip(*filled.values(), strict=True)), left, no_wrap)
+
+
+class _Record(dict[str, Any]):
+    """The fields of a record by their names, functions and other `names`, and the record itself as `row`."""
+
+    def __init__(self, row: Any, names: Mapping[str, Any]) -> None:
+        super().__init__(_FUNCTIONS, row=row, **names)
+
+    def __missing__(self, name: str) -> Any:
+        row = self["row"]
+        return row[name] if isinstance(row, Mapping) else getattr(row, name)
 
 
 def bar(share: float, width: int) -> str:
@@ -241,3 +249,11 @@ def pair_row(name: str, a: float, b: float, show: Callable[[float], str]) -> tup
 def percent(frac: float | None, *, sign: bool = False) -> str:
     """`0.0423` as `4.2 %`; no number as the empty text."""
     return "" if frac is None else f"{100 * frac:{'+' * sign}.1f} %"
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{"format": format, "str": str, "short": short, "plan_text": plan_text, "duration": duration},
+    **{"percent": percent, "signed": partial(percent, sign=True), "difference": difference_text},
+    **{"with_prefix": with_prefix, "largest": lambda of: max(of, key=of.get)},
+}
+"""What expressions of columns may call."""

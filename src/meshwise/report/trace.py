@@ -4,7 +4,7 @@ Below, the predicted step beside the measured one: a sentence, a bar for each cl
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section, Text
-from meshwise.report.table import TABLES, Fields, Table, bar, difference_text, percent, records_table, short
+from meshwise.report.table import TABLES, Table, bar, difference_text, records_table
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath, critical_path
@@ -88,14 +88,8 @@ def _stragglers(summary: Summary, limit: int) -> Table:
 def _outliers(summary: Summary, limit: int) -> Table:
     """What of many ranks stands out, and the median rank."""
     found = summary.outliers
-    columns: Fields = {
-        "": lambda one: f"{one.kind} {one.name}",
-        "ranks": lambda one: ranks_text(one.ranks) if len(one.ranks) > 1 else "",
-        **{"time for": "part", "takes": "seconds", "median rank": "usual_s"},
-        "more": lambda one: difference_text(one.excess_s),
-    }
     title = f"The {min(limit, len(found))} largest of {len(found)} differences of {len(summary.ranks)} ranks"
-    return records_table(title, found[:limit], columns, left=("", "ranks"))
+    return records_table(title, found[:limit], TABLES["outliers"], left=("", "ranks"), ranks_text=ranks_text)
 
 
 def _steps(summary: Summary, limit: int) -> Table:
@@ -113,14 +107,8 @@ def _steps(summary: Summary, limit: int) -> Table:
 
 def _collectives(summary: Summary, limit: int) -> Table:
     longest = sorted(summary.collectives, key=lambda c: -(c.wire_s + max(c.wait_s.values())))[:limit]
-    columns: Fields = {
-        "collective": lambda one: f"{one.name} {one.index}",
-        **{"group": "group", "bytes": "bytes", "wire": "wire_s", "bytes/s sent": "sent_bytes_per_s"},
-        "longest wait": lambda one: duration(max(one.wait_s.values())),
-        "last rank": lambda one: one.last_rank if one.num_ranks > 1 else "(one rank seen)",
-    }
     title = f"The {len(longest)} longest collectives of {len(summary.collectives)}"
-    return records_table(title, longest, columns, left=("collective", "group"))
+    return records_table(title, longest, TABLES["collectives"], left=("collective", "group"))
 
 
 def joint_table(rows: Sequence[AcrossRanks], title: str, *, limit: int) -> Table:
@@ -138,24 +126,13 @@ def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, li
     device_s = sum(row.self_device_s for row in rows if row.kind in ("compute", "communication", "memory"))
     title += f": self CPU {duration(cpu_s)}, self CUDA {duration(device_s)}"
 
-    def share(field: str, whole_s: float) -> Callable[[OperatorTotal], str]:
-        return lambda row: percent(getattr(row, field) / whole_s if whole_s else 0.0)
-
-    def each(field: str) -> Callable[[OperatorTotal], str]:
-        return lambda row: duration(getattr(row, field) / row.count)
-
-    columns: Fields = {"Name": "name", "Self CPU %": share("self_cpu_s", cpu_s), "Self CPU": "self_cpu_s"}
-    columns |= {"CPU total %": share("cpu_s", cpu_s), "CPU total": "cpu_s", "CPU time avg": each("cpu_s")}
-    if device_s:
-        columns |= {"Self CUDA": "self_device_s", "Self CUDA %": share("self_device_s", device_s)}
-        columns |= {"CUDA total": "device_s", "CUDA time avg": each("device_s")}
-    if any(row.cpu_bytes for row in rows):
-        columns |= {"CPU Mem": "cpu_bytes", "Self CPU Mem": "self_cpu_bytes"}
-    if any(row.device_bytes for row in rows):
-        columns |= {"CUDA Mem": "device_bytes", "Self CUDA Mem": "self_device_bytes"}
-    columns["# of Calls"] = "count"
+    known = {"their devices": device_s, "their memory": any(row.cpu_bytes for row in rows)}
+    known |= {"their memory on devices": any(row.device_bytes for row in rows), "their calls": True}
+    columns = dict(TABLES["operators"])
+    for name, is_known in known.items():
+        columns |= TABLES[name] if is_known else {}
     ordered = sorted(rows, key=lambda row: -(row.cpu_s if sort_by == "cpu" else row.device_s))
-    return records_table(title, ordered[:limit], columns)
+    return records_table(title, ordered[:limit], columns, cpu_s_in_all=cpu_s or 1.0, device_s_in_all=device_s)
 
 
 def change_parts(old: Summary, new: Summary, rows: Sequence[KernelChange], limit: int) -> Iterator[Section]:
@@ -166,20 +143,14 @@ def change_parts(old: Summary, new: Summary, rows: Sequence[KernelChange], limit
     yield "The mean rank: " + ", ".join(f"{part} {difference_text(seconds)}" for part, seconds in more_s)
     counts = (sum(row.count_before for row in rows), sum(row.count_after for row in rows))
     totals_s = (sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows))
-    columns: Fields = {
-        **{"name": "name", "count": lambda one: f"{one.count_before} -> {one.count_after}"},
-        **{"total before": "total_before_s", "total after": "total_after_s"},
-        "change": lambda one: difference_text(one.change_s),
-    }
     every = KernelChange("all", "", *counts, *totals_s)
-    yield records_table("Kernels, before and after", [*rows[:limit], every], columns)
+    yield records_table("Kernels, before and after", [*rows[:limit], every], TABLES["changes"])
 
 
 def path_table(found: CriticalPath, *, limit: int) -> Table:
     """What the path consists of."""
-    most: Fields = {"most on rank": lambda one: max(one.by_rank, key=lambda rank: one.by_rank[rank])}
     title, columns = f"The critical path through all ranks: {duration(found.span_s)}", TABLES["critical path"]
-    return records_table(title, found.pieces[:limit], columns | most, left=("on the path", "what"))
+    return records_table(title, found.pieces[:limit], columns, left=("on the path", "what"))
 
 
 def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
@@ -192,14 +163,9 @@ def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
 
 def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
     """What operators reach."""
-    columns: Fields = {
-        "operator": lambda one: short(one.op.removeprefix("aten::"), 24),
-        "shape": lambda one: short(one.shape, 32),
-        **{"dtype": "dtype", "calls": "count", "median": "median_s"},
-        "FLOP/s": lambda one: with_prefix(one.flop_per_s, "FLOP/s") if one.flop else "",
-        **{"bytes/s": "bytes_per_s", "of the roof": "roof_frac"},
-    }
-    return [records_table("Operators of known work", found[:limit], columns, left=tuple(columns)[:3])]
+    left = ("operator", "shape", "dtype")
+    title = "Operators of known work"
+    return [records_table(title, found[:limit], TABLES["rates"], left=left, prefix="aten::")]
 
 
 def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:

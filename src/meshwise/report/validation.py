@@ -33,20 +33,12 @@ from meshwise.published.convention import PublishedStep
 from meshwise.published.nersc import TOLERANCE, CaseCheck
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import TABLES, Fields, Table, percent, records_table
+from meshwise.report.table import TABLES, Table, percent, records_table
 
 TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
 """What a quantity is called."""
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")
-
-
-_FIGURES: Fields = {
-    "error": lambda row: percent(row.error_frac, sign=True),
-    "measured": lambda row: quantity_text(row.measured, row.quantity),
-    "predicted": lambda row: quantity_text(row.predicted, row.quantity),
-}
-"""What tables show of a prediction."""
 
 
 def _aspect(name: str) -> Callable[[Prediction], str]:
@@ -104,8 +96,8 @@ def leading_number(label: str) -> int:
 def worst_table(rows: Sequence[Prediction], count: int) -> Table:
     """The `count` rows whose error is largest, with the largest parts of their prediction."""
     known = sorted((row for row in rows if row.expressed), key=lambda row: -abs(row.error_frac or 0.0))
-    columns: Fields = {"worst rows": "id", **_FIGURES, "parts of the prediction": _parts_text}
-    return records_table("", known[:count], columns, left=tuple(columns), no_wrap=False)
+    columns, names = TABLES["worst rows"], {"in_unit": quantity_text, "parts_text": _parts_text}
+    return records_table("", known[:count], columns, left=tuple(columns), no_wrap=False, **names)
 
 
 def reasons_table(rows: Sequence[Prediction]) -> Table:
@@ -210,14 +202,13 @@ def _quantity_chart(quantity: str, validation: Validation) -> plot.Chart:
                 texts=[f"{row.id} ({row.source}): {row.error_frac:+.1%}" for row in members],
             )
         )  # fmt: skip
-    columns: Fields = {"run": "id", "source": lambda row: _where(row.source), "chip": "chip"}
-    columns |= _FIGURES | {"reason": "reason"}
     within = sum(abs(row.error_frac or 0.0) <= 0.1 for row in known)
     others = len(rows) - len(known)
     why = f"; {others:,} rows have no prediction, for the reason in the table" if others else ""
     finding = f"{within:,} of {len(known):,} predictions are within 10 %{why}."
     ordered = sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))
-    table = records_table("", ordered, columns, left=("run", "source", "chip", "reason"), no_wrap=False)
+    left, names = ("run", "source", "chip", "reason"), {"in_unit": quantity_text, "where": _where}
+    table = records_table("", ordered, TABLES["predictions"], left=left, no_wrap=False, **names)
     unit = "B" if quantity.endswith("bytes") else "s"
     is_wide = ends[1] > 10 * ends[0]  # less of a logarithmic axis has no number or one
     measured = plot.ChartAxis("measured", unit, log=is_wide, low=ends[0], high=ends[1])
@@ -247,12 +238,7 @@ def _where(source: str) -> PageLink:
 
 def op_parts(found: FitReport) -> Iterator[Section]:
     """The error of every set of constants on its held-out rows (of 10 µs or 1 MiB and more)."""
-    columns: Fields = {
-        **{"constants": "name", "chip": "chip", "rows": "rows", "held out": "held_out_rows"},
-        **{"median": "median_abs_frac", "mean": "mean_abs_frac", "p90": "p90_abs_frac"},
-        "bias": lambda score: percent(score.bias_frac, sign=True),
-    }
-    yield records_table("", found.scores, columns, left=("constants", "chip"), no_wrap=False)
+    yield records_table("", found.scores, TABLES["constants"], left=("constants", "chip"), no_wrap=False)
     if found.problems:
         first = found.problems[0].reason
         yield f"{len(found.problems)} rows could not be used; the first: {first}"
@@ -309,10 +295,8 @@ def server_parts(found: ServerFit) -> Iterator[Section]:
 
 def machine_parts(found: Calibration) -> Iterator[Section]:
     """What was measured of a machine."""
-    columns: Fields = {"what": "what", "shape": "shape", "dtype": "dtype", "time": "time_s"}
-    columns["rate"] = lambda one: with_prefix(one.rate, one.unit)
-    left = ("what", "shape", "dtype")
-    yield records_table(found.cluster.source, found.samples, columns, left=left, no_wrap=False)
+    title, left = found.cluster.source, ("what", "shape", "dtype")
+    yield records_table(title, found.samples, TABLES["samples"], left=left, no_wrap=False)
 
 
 def _constant(name: str, value: float) -> str:
