@@ -25,15 +25,8 @@ WRONG = table("wrong_inputs")
 
 pytestmark = pytest.mark.slow
 
-GRID = """
-verb = "estimate"
-arguments = ["gpt3-175b"]
-grid = { tp = [2, 4, 8], pp = [1, 4, 7] }
-[options]
-cluster = "h100-80g-sxm:64"
-plan = "tp={tp},pp={pp}"
-batch = 64
-"""
+DATA = Path(__file__).parent / "data"
+GRID = (DATA / "sweeps" / "grid.toml").read_text()
 
 
 def test_default_columns_are_documented_keys():
@@ -71,17 +64,8 @@ def _numbers(folder, numbers, extra=""):
     return read_sweep(_file(folder, text))
 
 
-def test_points_are_command_lines(tmp_path):
-    text = """
-    verb = "run"
-    arguments = ["eval-lm"]
-    options = { plan = "tp={tp},ep={ep}", profile = false }
-    grid = [
-      { tp = [1, 2], ep = [4], capacity_fraction = [0.05] },
-      { tp = [2, 8], ep = [4], capacity_fraction = [0.05], quiet = [true] },
-    ]
-    """
-    found = read_sweep(_file(tmp_path, text))
+def test_points_are_command_lines():
+    found = read_sweep(DATA / "sweeps" / "points.toml")
     assert [" ".join(point.words) for point in found.points] == [
         "run eval-lm --plan tp=1,ep=4 --capacity-fraction 0.05 --json",
         "run eval-lm --plan tp=2,ep=4 --capacity-fraction 0.05 --json",
@@ -121,7 +105,7 @@ def test_finished_points_are_not_repeated(tmp_path, fake):
     assert fake() == [1, -3, 5, -3, 1]
 
 
-SLOW = Path(__file__).parent / "data" / "scripts" / "slow_sweep.py"
+SLOW = DATA / "scripts" / "slow_sweep.py"
 
 
 def test_kill_nine_loses_only_what_was_running(tmp_path, fake):
