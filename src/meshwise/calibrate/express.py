@@ -27,8 +27,9 @@ from meshwise.core.errors import ClusterError, PlanError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
+from meshwise.estimate.timing import overheads_of
 from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
-from meshwise.machine.overheads import Overheads, Tables, find_overheads
+from meshwise.machine.overheads import Overheads, Tables
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
 from meshwise.model.find import find_model, models
 from meshwise.model.weights import num_params
@@ -103,12 +104,12 @@ class Expressed:
 
     def overheads(self, among: Tables | None = None) -> Overheads:
         """The overheads of the run's chip and software, of the catalog or `among` other tables."""
-        found = find_overheads(self.cluster.chip, self.plans[0].software, among=among)
+        found = overheads_of(self.cluster.chip, self.plans[0], among)
         if self.run.fp8_recipe == "delayed":
             found = replace(found, cast_passes=found.delayed_cast_passes)
         if self.run.attention_kernel in ("flash3", "flash4", "cudnn"):
             found = replace(found, attention_slowdown=1.0)
-        found = replace(found, **self.plans[0].done_by.overheads, **defaults_of(self.run).overheads)
+        found = replace(found, **defaults_of(self.run).overheads)
         in_graph, blocks = self.run.cuda_graph == "partial", bool(self.run.launch_blocking)
         return replace(found, launches_block=blocks, routing_in_graph=in_graph)
 

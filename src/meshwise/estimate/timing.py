@@ -51,7 +51,7 @@ from meshwise.machine.hardware import (
     rates,
     sliced,
 )
-from meshwise.machine.overheads import NONE, Overheads, find_overheads, serving_overheads
+from meshwise.machine.overheads import NONE, Overheads, Tables, find_overheads, serving_overheads
 from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.plan.mesh import SERVING
 from meshwise.plan.plan import NARROW_DTYPES, Plan
@@ -216,14 +216,21 @@ def machine_for(
     `overheads`: those of other software.
     """
     chip = cluster.chip
-    own = serving_overheads(chip) if kind in SERVING else _overheads(chip, plan.software, plan.implementation)
+    own = serving_overheads(chip) if kind in SERVING else overheads_of(chip, plan)
     job = cluster.num_chips * (kind not in SERVING)  # an engine's ranks are one group
     return machine(cluster, plan.dtype, ideal=ideal, overheads=overheads or own, job=job)
 
 
+def overheads_of(chip: Chip, plan: Plan, among: Tables | None = None) -> Overheads:
+    """What training by `plan` pays: the overheads of its software, from `among` as in `find_overheads`, and
+    those of its implementation.
+    """
+    return _overheads(chip, plan.software, plan.implementation, among)
+
+
 @lru_cache(maxsize=256)
-def _overheads(chip: Chip, software: str, implementation: str) -> Overheads:
-    return replace(find_overheads(chip, software), **IMPLEMENTATIONS[implementation].overheads)
+def _overheads(chip: Chip, software: str, implementation: str, among: Tables | None) -> Overheads:
+    return replace(find_overheads(chip, software, among=among), **IMPLEMENTATIONS[implementation].overheads)
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwise.core.errors import PlanError
 from meshwise.estimate.one_plan import estimate
-from meshwise.machine.overheads import find_overheads
+from meshwise.estimate.timing import overheads_of
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, EVEN, TRAINING_KEYS, Plan
 from meshwise.plan.rules import resolve
@@ -129,7 +129,7 @@ def _pass_s(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> float:
     waits = model.moe is not None and not job.framework.fuses_permutation
     overheads = None
     if waits:
-        overheads = replace(find_overheads(job.cluster.chip, plan.software), launches_block=True)
+        overheads = replace(overheads_of(job.cluster.chip, plan), launches_block=True)
     return estimate(model, job.train_cluster, plan, work, overheads=overheads).step_s
 
 

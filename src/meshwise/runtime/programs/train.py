@@ -21,8 +21,8 @@ from meshwise.core.errors import ModelError, PlanError
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import estimate as price
+from meshwise.estimate.timing import overheads_of
 from meshwise.machine.hardware import Cluster, find_cluster
-from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.plan.mesh import Mesh
@@ -120,7 +120,7 @@ def estimate(options: Any, tape: Tape) -> None:
     ranks, plan = tape.world_size, the_plan(options)
     cluster, workload = the_cluster(ranks), the_workload(options, ranks)
     # as `Setting.again` recomputes
-    recomputes_all = replace(find_overheads(cluster.chip, plan.software), stops_early=0.0)
+    recomputes_all = replace(overheads_of(cluster.chip, plan), stops_early=0.0)
     priced, on_device = (
         price(the_model(options), cluster, each, workload, overheads=recomputes_all)
         for each in (plan, replace(plan, offload_optimizer=0.0))
