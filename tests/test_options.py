@@ -17,6 +17,7 @@ from meshwise import api
 from meshwise.cli import app
 from meshwise.cli.command import flags
 from meshwise.cli.defaults import verbs_of
+from meshwise.core.errors import WorkloadError
 from meshwise.core.options import REQUIRED, options_of
 
 BASES = {
@@ -144,3 +145,13 @@ def test_the_library_takes_what_the_command_line_reads() -> None:
     for why, call in refused.items():
         with pytest.raises(mw.MeshwiseError, match=why):
             call()
+
+
+@pytest.mark.parametrize("verb", [mw.estimate, mw.search, mw.serve, mw.rl, mw.fit_card, mw.frontier])
+def test_a_value_of_another_type_is_refused_by_its_name(verb: Any) -> None:
+    options = options_of(verb)
+    required = {name: 8 if of.kind is int else "x" for name, of in options.items() if of.default is REQUIRED}
+    for option in options.values():
+        if option.types:
+            with pytest.raises(WorkloadError, match=rf"^{option.name}=.* must be "):
+                verb(**{**required, option.name: object()})

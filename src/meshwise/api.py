@@ -124,6 +124,7 @@ def estimate(
     return price(shape, machine, cut, work, ideal=ideal)
 
 
+@reads_texts
 def reproduce(
     convention: str,
     model: str | Path | Model,
@@ -619,6 +620,7 @@ def calibrate_server(
     return fit_server(read_records([Path(path) for path in records]), fleet, runs)
 
 
+@reads_texts
 def rl(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
@@ -829,7 +831,7 @@ def explain_rl(
     options = (read_rl_job(job)[0] if job is not None else {}) | of_log | stated
     if not options.keys() & {"output", "lengths"}:
         refuse("lengths of a log", WorkloadError, output=found.lengths.get("output"))
-        options["output"] = found.lengths["output"]
+        options["output"] = round(found.lengths["output"])
     return RlExplanation(found, rl(model, cluster, **options).step)
 
 
@@ -1170,6 +1172,7 @@ def collective(
     return timed.CollectiveTimes(times, measured, group, timed.notes(kind, on, group, stride))
 
 
+@reads_texts
 def frontier(
     chip: str | Path, *, months: float | None = None, utilization: float = 0.7, **settings: str | float
 ) -> Frontier:

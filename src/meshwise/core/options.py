@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, wraps
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -29,7 +30,8 @@ class Option:
 
     `kind` is the type of its value as it is typed, without None: str, int, float, bool, Path or a Literal, or
     a list of them. `reader` makes the value of the text where the type alone does not say how, and `bounds`
-    are the whole numbers that it may be. `in_ms`: seconds that are typed as milliseconds.
+    are the whole numbers that it may be. `in_ms`: seconds that are typed as milliseconds. `types`: what each
+    value is in Python, where no class of ours may stand for it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Option:
     reader: Callable[[str, str], Any] | None = None
     bounds: range | None = None
     in_ms: bool = False
+    types: tuple[type, ...] = ()
 
     @property
     def typed(self) -> str:
@@ -48,6 +51,15 @@ class Option:
 
     def of(self, value: Any) -> Any:
         """A value of the library, where a number may be a text and one stand for several."""
+        found = self._of(value)
+        is_left_out = found is None and self.default in (None, REQUIRED)
+        for one in found if self.default == () else [found]:
+            if self.types and not is_left_out and not isinstance(one, self.types):
+                words = dict.fromkeys(_SAID[of] for of in self.types)
+                raise WorkloadError(f"{self.name}={one!r} must be {' or '.join(words)}")
+        return found
+
+    def _of(self, value: Any) -> Any:
         if isinstance(value, str) and self.reader is not None:
             found = self.reader(value, self.name)
             return found if self.reader is whole_numbers or self.default != () else (found,)
@@ -156,7 +168,7 @@ def options_of(verb: Callable[..., Any]) -> Mapping[str, Option]:
     for parameter in inspect.signature(verb).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
-        kind, notes = _kind(parameter.annotation, verb.__globals__)
+        kind, notes, types = _kind(_kinds(parameter.annotation, verb.__globals__))
         found[parameter.name] = Option(
             name=parameter.name,
             kind=kind,
@@ -166,6 +178,7 @@ def options_of(verb: Callable[..., Any]) -> Mapping[str, Option]:
             reader=next((note for note in notes if callable(note)), None),
             bounds=next((note for note in notes if isinstance(note, range)), None),
             in_ms="ms" in notes,
+            types=types,
         )
     return MappingProxyType(found)
 
@@ -191,22 +204,37 @@ def _meanings(verb: Callable[..., Any]) -> dict[str, str]:
     return found
 
 
-def _kind(annotation: Any, names: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The type of a value as it is typed, and what annotates it; what no command line knows is a text."""
+_SAID = {Integral: "a whole number", Real: "a number", bool: "True or False", str: "a text", Path: "a path"}
+_TYPES: dict[Any, type] = {int: Integral, float: Real, bool: bool, str: str, Path: Path}
+
+
+def _kinds(annotation: Any, names: dict[str, Any]) -> list[Any]:
+    """The types that an annotation admits, None left out; none for a class of ours, imported when needed."""
     if isinstance(annotation, str):
         try:
             stated = type("Stated", (), {"__annotations__": {"it": annotation}})
             annotation = get_type_hints(stated, names, include_extras=True)["it"]
-        except NameError:  # a class of ours, imported when it is needed; it is named or described by a text
-            return str, ()
+        except NameError:
+            return []
     is_union = get_origin(annotation) in (Union, UnionType)
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] if is_union else [annotation]
+    return [kind for kind in get_args(annotation) if kind is not type(None)] if is_union else [annotation]
+
+
+def _kind(kinds: Sequence[Any]) -> tuple[Any, tuple[Any, ...], tuple[type, ...]]:
+    """The type of a value as it is typed, what annotates it, and its types in Python.
+
+    What no command line knows is named or described by a text.
+    """
     for kind in kinds:
         if get_origin(kind) is Annotated:
             bare, *rest = get_args(kind)
-            return (str if any(map(callable, rest)) else bare), tuple(rest)
+            return (str if any(map(callable, rest)) else bare), tuple(rest), _types([bare])
     for kind in kinds:
         if isinstance(get_origin(kind), type) and get_origin(kind) is not UnionType:  # a sequence of them
-            one, notes = _kind(get_args(kind)[0], names)
-            return list[one], notes  # type: ignore[valid-type]
-    return Path if Path in kinds else kinds[0], ()
+            one, notes, types = _kind(_kinds(get_args(kind)[0], {}))
+            return list[one], notes, types * (len(kinds) == 1)  # type: ignore[valid-type]
+    return (Path if Path in kinds else [*kinds, str][0]), (), _types(kinds)
+
+
+def _types(kinds: Sequence[Any]) -> tuple[type, ...]:
+    return tuple(_TYPES[kind] for kind in kinds) if all(kind in _TYPES for kind in kinds) else ()
