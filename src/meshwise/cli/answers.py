@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ import typer
 
 from meshwise import api
 from meshwise.cli.command import command_options, flags
-from meshwise.cli.output import how_far, on_nodes, print_answer, print_parts, show, write_rows
+from meshwise.cli.output import how_far, on_nodes, print_answer, show, write_rows
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import write_text
 from meshwise.core.options import options_in, options_of, stated_in, takes
@@ -79,8 +79,7 @@ def estimate(
         layer = found.layer()
         document |= {"ledger": layer.to_json(), "layer": layer_totals(layer)}
     document |= _job_json(job)
-    show(found, document, json=json, html=html, plot=plot, run=run, per_layer=per_layer)
-    _print_unread(job.unread if job and not json else (), "plan")
+    show(found, document, json=json, html=html, plot=plot, run=run, below=_unread(job), per_layer=per_layer)
 
 
 @takes(
@@ -155,8 +154,7 @@ def search(
     document |= _job_json(job)
     if html is not None:
         write_html(found, html, budget=budget)
-    show(found, document, json=json, plot=plot, budget=budget)
-    _print_unread(job.unread if job and not json else (), "plan")
+    show(found, document, json=json, plot=plot, budget=budget, below=_unread(job))
     if not document["complete"]:
         print("meshwise: stopped; these are the best of what was priced", file=sys.stderr)
         sys.exit(130)
@@ -235,10 +233,8 @@ def rl(*, source: Path | None = None, html: Path | None = None, json: bool = Fal
     with how_far(""):
         found = api.rl(**asked)
     document = found.to_json() | ({"from": {"unread": unread}} if source is not None else {})
-    show(found, document, json=json, html=html)
-    _print_unread(() if json else unread, "job")
-    if found.is_no:
-        raise typer.Exit(1)
+    below = [f"not in the job: {sentence}" for sentence in unread]
+    show(found, document, json=json, html=html, ok=not found.is_no, below=below)
 
 
 @takes(api.launch, api.rl, without=("framework", "length_sigma", "lengths", "price", "train_steps"))
@@ -311,6 +307,6 @@ def _job_json(job: Job | None) -> dict[str, Any]:
     return {"from": {"framework": job.framework, "num_gpus": job.num_gpus, "unread": list(job.unread)}}
 
 
-def _print_unread(sentences: Sequence[str], of: str) -> None:
-    """Print what a job says that nothing of ours holds, below the answer."""
-    print_parts(f"not in the {of}: {sentence}" for sentence in sentences)
+def _unread(job: Job | None) -> list[str]:
+    """What a job says that no plan of ours holds, for below the answer."""
+    return [f"not in the plan: {sentence}" for sentence in job.unread] if job else []

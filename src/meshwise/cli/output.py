@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,13 @@ def show(
     plot: Path | None = None,
     ok: bool = True,
     run: dict[str, float] | None = None,
+    below: Iterable[str] = (),
     **shown: Any,
 ) -> None:
     """Print a result, and write its page and picture; exit code 1 where the answer is no (not `ok`).
 
-    As JSON it is `document` (by default its own), else the parts that `shown` asks for. `run`: what a whole
-    run of it takes, which all forms show.
+    As JSON it is `document` (by default its own), else the parts that `shown` asks for, and sentences `below`
+    them. `run`: what a whole run of it takes, which all forms show.
     """
     from meshwise.report.pages import draw, parts_of, write_html
 
@@ -51,7 +53,7 @@ def show(
     if json:
         print_json(found.to_json() if document is None else document)
     else:
-        print_parts(parts_of(found, **whole, **shown))
+        print_parts(chain(parts_of(found, **whole, **shown), below))
     if not ok:
         raise typer.Exit(1)
 
