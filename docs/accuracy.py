@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwise.calibrate.leave_one_source_out import predicted_by_others
-from meshwise.calibrate.releases import Board, read_board
+from meshwise.calibrate.releases import progress, read_board
 from meshwise.calibrate.runs import publication, published_runs
 from meshwise.calibrate.validate import (
     Prediction,
     Validation,
+    by_aspect,
     coverage_by_source_frac,
     coverage_frac,
     validate,
 )
 from meshwise.cli.measurements import DATA_FILES
-from meshwise.core.columns import grouped
 from meshwise.report import validation as report
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.table import Table, percent
@@ -34,8 +34,8 @@ LEADING = ("step time", "rows", "median", "mean", *report.LEFT_OUT_COLUMNS)
 """Columns of the first table."""
 
 
-def write_accuracy(validation: Validation, folder: Path, board: Board) -> None:
-    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`; `board`: of earlier releases."""
+def write_accuracy(validation: Validation, folder: Path) -> None:
+    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`."""
     (folder / "figures").mkdir(exist_ok=True)
     lead = [replace(row, predicted=row.left_out) for row in validation.of("step_s") if row.left_out]
     runs = [row for row in validation.rows if row.quantity in OF_RUNS]
@@ -50,15 +50,16 @@ def write_accuracy(validation: Validation, folder: Path, board: Board) -> None:
             figure = f"figures/accuracy_{name}.png"
             draw_picture(report.picture(Validation(rows)), folder / figure)
             figures.append(f"![{what}]({figure})")
-    (folder / "accuracy.md").write_text(page(validation, figures, board), encoding="utf-8")
+    (folder / "accuracy.md").write_text(page(validation, figures), encoding="utf-8")
 
 
-def page(validation: Validation, figures: Sequence[str], board: Board) -> str:
+def page(validation: Validation, figures: Sequence[str]) -> str:
     """The page as text, its words from `accuracy.in`: step times in a table and a figure, then all."""
     by_quantity = [(report.TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
     blocks: list[Table | str] = [lead_table(validation.of("step_s")), *figures[:1]]
-    if board:
-        blocks += ["## Every release, on the same rows", report.board_table(board, validation.rows)]
+    if validation.board is not None:
+        blocks += ["## Every release, beside today on the rows that it predicted"]
+        blocks += report.asked_parts(validation)
     blocks += ["## Every quantity", report.error_table("all rows", by_quantity), *figures[1:]]
     for label, rows in by_quantity:
         blocks += [f"## {label}", *report.group_tables(rows), report.worst_table(rows, NUM_WORST)]
@@ -72,8 +73,7 @@ def lead_table(rows: Sequence[Prediction]) -> Table:
     """Errors in sample and by the other sources, of all `rows` and by kind, scale, chip and framework."""
     groups = [("all", list(rows))]
     for name in ("kind", "scale", "chip", "framework"):
-        found = grouped(rows, report.GROUPS[name])
-        groups += sorted(found.items(), key=lambda item: report.leading_number(item[0]))
+        groups += by_aspect(rows, name)
     errors = report.error_table("step time", groups)
     shown = [errors.columns.index(name) for name in LEADING if name in errors.columns]
     num_sources = [len({publication(row.source) for row in members}) for _, members in groups]
@@ -107,6 +107,5 @@ def markdown(block: Table | str) -> str:
 if __name__ == "__main__":
     tables = [Path(sys.argv[1]) / name for name in DATA_FILES]
     files = [published_runs(), *(path for path in tables if path.is_file())]
-    known = DOCS / "board.csv"
     found = predicted_by_others(validate(files), files)
-    write_accuracy(found, DOCS, read_board(known) if known.is_file() else {})
+    write_accuracy(replace(found, board=list(progress(read_board(DOCS / "board.csv"), found.rows))), DOCS)

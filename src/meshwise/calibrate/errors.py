@@ -28,6 +28,36 @@ class ErrorSummary:
     mean_signed_frac: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Errors `before`, of a release, and of `now` on the rows of a quantity (of one kind) that it predicted.
+
+    Rows that are no longer expressed count in `now.num_rows` alone.
+    """
+
+    quantity: str
+    rows: str
+    release: str
+    before: ErrorSummary
+    now: ErrorSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """A constant, its `value`, the one that mends (`to`), and the mean error of the runs with each.
+
+    `is_at_limit`: it would go on, but may not.
+    """
+
+    constant: str
+    value: float
+    to: float
+    mean_abs_frac: float
+    mended_mean_abs_frac: float
+    num_runs: int
+    is_at_limit: bool
+
+
 def summarize(errors: Sequence[float | None]) -> ErrorSummary:
     """The summary of `errors`; None is a row that could not be expressed."""
     known = np.array([error for error in errors if error is not None], dtype=np.float64)

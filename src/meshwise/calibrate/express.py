@@ -126,6 +126,11 @@ def express(run: Run) -> Expressed:
     refuse("measured run", PlanError, run=run, cp=run.cp or 1)
     defaults, stated, run = defaults_of(run), run, filled(run)
     model = model_of(run, defaults)
+    unused = {
+        of: [name for name in names if getattr(stated, name)] for of, names in _NAMES["only_of"].items()
+    }
+    known = {"filled": run, "model": model, "matmuls": _dtype_named(run.dtype), "unused": unused}
+    refuse("facts of a run", PlanError, run=stated, **known)
     return Expressed(
         run=run,
         model=model,
@@ -241,8 +246,8 @@ def _known_model(run: Run) -> Model | None:
 
 
 def _experts(run: Run, known: MoE | None) -> MoE | None:
-    if run.experts is None:
-        return known
+    if known is None and run.experts is None:
+        return None
     base = known or MoE(num_experts=run.experts, top_k=1, ffn_hidden=run.ffn_hidden)
     columns = {field: getattr(run, column) for field, column in _NAMES["expert_columns"].items()}
     moe = replace(base, **{field: value for field, value in columns.items() if value is not None})
@@ -281,7 +286,6 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     unknown = parts_beyond("transformers", model, plan=plan)  # of which it is not known what it keeps
     if plan.done_by.parts == "transformers" and any(is_there for is_there, _ in unknown):
         plan = replace(plan, implementation=_USUAL["implementation"])
-    refuse("recomputation of a run", PlanError, run=run)
     said = stated.recompute_kind
     if said in ("selective", "per_op") or (run.recompute_modules and not said):
         kind = "mla" if model.mla else "moe" if model.moe else "dense"
@@ -345,10 +349,13 @@ def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...]:
 
 
 def dtype_of(run: Run) -> str:
-    """The dtype of the matmuls: the narrowest that the cell names (`mixed fp16`, `amp_bf16`, `fp8-mx`)."""
-    if run.fp8_recipe == "rowwise":
-        return "bf16"
+    """The dtype in which the matmuls are priced."""
+    return "bf16" if run.fp8_recipe == "rowwise" else _dtype_named(run.dtype)
+
+
+def _dtype_named(text: str) -> str:
+    """The narrowest dtype that a cell names (`mixed fp16`, `amp_bf16`, `fp8-mx`)."""
     for dtype, words in _NAMES["run_dtypes"].items():
-        if any(word in run.dtype.lower() for word in words):
+        if any(word in text.lower() for word in words):
             return dtype
-    raise PlanError(f"dtype {run.dtype!r} is unknown; write one of {', '.join(_NAMES['run_dtypes'])}")
+    raise PlanError(f"dtype {text!r} is unknown; write one of {', '.join(_NAMES['run_dtypes'])}")

@@ -53,6 +53,14 @@ def every(fitted: Constants) -> Constants:
     return known
 
 
+def limits() -> dict[str, tuple[float, float]]:
+    """The least and most that make sense of each constant; the value itself where the catalog states none."""
+    known = {name: box[1:] for name, box in LIMITS.items()}
+    known |= {name: of["limits"] for name, of in _CATALOG["stated"].items() if "limits" in of}
+    least, most = (every({name: of[end] for name, of in known.items()}) for end in (0, 1))
+    return {name: (least[name], most[name]) for name in least}
+
+
 @dataclass(frozen=True, slots=True)
 class StepFit:
     """Fitted constants, their mean absolute error on the fitting and on the judging half, the file's text,

@@ -1,16 +1,19 @@
 """What earlier releases predicted for the same rows: progress and regressions, row by row.
 
 A board is a CSV file with the columns `release quantity id predicted`, a line for each row that a release
-could express. Rows are known by their id, so releases are compared on the rows that all of them predicted.
+could express. Rows are known by their id. Each release is compared with today on the rows that it predicted
+itself, so that what an older one did not know hides no row.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from meshwise.calibrate.errors import ErrorSummary, summarize
-from meshwise.calibrate.validate import Prediction
+from meshwise.calibrate.errors import Progress, summarize
+from meshwise.calibrate.validate import ASPECTS, Prediction, by_aspect
+from meshwise.core.columns import grouped
 from meshwise.core.files import csv_text, read_rows, write_text
 
 Board = dict[str, dict[tuple[str, str], float]]
@@ -44,11 +47,16 @@ def write_board(board: Board, path: Path) -> None:
     write_text(path, csv_text([_Cell.__struct_fields__, *cells]))
 
 
-def errors_by_release(board: Board, rows: Sequence[Prediction]) -> Mapping[str, ErrorSummary]:
-    """Errors of each release, and of `now`, on those of the `rows` that all of them predicted."""
-    rows = [row for row in rows if row.expressed]
-    known = [row for row in rows if all((row.quantity, row.id) in found for found in board.values())]
-    return {
-        release: summarize([found[row.quantity, row.id] / (row.measured or 1.0) - 1.0 for row in known])
-        for release, found in board.items()
-    } | {"now": summarize([row.error_frac for row in known])}
+def progress(board: Board, rows: Sequence[Prediction]) -> Iterator[Progress]:
+    """Each release beside today, on the rows of a quantity that it predicted, then on each kind of them."""
+    for quantity, members in grouped(rows, lambda row: row.quantity).items():
+        groups = [("all", members)]
+        for name in ASPECTS:
+            kinds = by_aspect(members, name)
+            groups += kinds * (len(kinds) > 1)
+        for (label, same), (release, found) in itertools.product(groups, board.items()):
+            known = [row for row in same if (quantity, row.id) in found]
+            before = [found[quantity, row.id] / (row.measured or 1.0) - 1.0 for row in known if row.expressed]
+            if known:
+                now = summarize([row.error_frac for row in known])
+                yield Progress(quantity, label, release, summarize(before), now)

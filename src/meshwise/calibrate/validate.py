@@ -7,13 +7,14 @@ come from `meshwise.estimate.one_plan.estimate`, as for everybody. A row of an o
 keep their place and their reason.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from meshwise.calibrate import power as measured_power
-from meshwise.calibrate.errors import is_held_out, summarize
+from meshwise.calibrate.errors import Mend, Progress, is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
@@ -78,6 +79,11 @@ class Prediction:
     group: tuple[Any, ...] = ()
 
     @property
+    def aspects(self) -> dict[str, str]:
+        """What kind of row it is, by aspect."""
+        return {"chip": self.chip or "unknown", "source": publication(self.source)} | self.regime
+
+    @property
     def expressed(self) -> bool:
         """Whether there is a prediction."""
         return self.predicted is not None
@@ -112,10 +118,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Validation(Shown):
-    """All predictions, in the order of the files, and warnings about what was not read of them."""
+    """All predictions, in the order of the files, and warnings about what was not read of them.
+
+    `board` and `mends`, where asked for: errors of earlier releases beside today's, and single constants that
+    would mend the runs.
+    """
 
     rows: list[Prediction]
     warnings: tuple[str, ...] = ()
+    board: list[Progress] | None = None
+    mends: list[Mend] | None = None
 
     def of(self, quantity: str) -> list[Prediction]:
         """The rows of one quantity."""
@@ -135,8 +147,31 @@ class Validation(Shown):
             | {"left_out": asdict(summarize([row.left_out_error_frac for row in self.of(quantity)]))}
             for quantity in self.quantities
         }
+        asked = {name: found for name in ASKED if (found := getattr(self, name)) is not None}
+        others = {name: [*map(asdict, found)] for name, found in asked.items()}
         rows = [row.to_json() for row in self.rows]
-        return {"rows": rows, "summary": summary, "warnings": self.warnings}
+        return {"rows": rows, "summary": summary, "warnings": self.warnings} | others
+
+
+ASKED = ("board", "mends")
+"""What a `Validation` has only where it was asked for."""
+
+
+ASPECTS = ("kind", "scale", "chip", "framework", "engine", "model", "cache", "half", "source")
+"""What rows are grouped by."""
+
+
+def by_aspect(rows: Sequence[Prediction], name: str) -> list[tuple[str, list[Prediction]]]:
+    """The groups of `rows` by an aspect, in order of the number that begins their name; nameless ones not."""
+    groups = grouped(rows, lambda row: row.aspects.get(name, ""))
+    found = [(label, members) for label, members in groups.items() if label]
+    return sorted(found, key=lambda group: _leading_number(group[0]))
+
+
+def _leading_number(label: str) -> int:
+    """The number that a label begins with; 0, which keeps the order of the rows, if there is none."""
+    digits = label.split(" ")[0].replace(",", "")
+    return int(digits) if digits.isdecimal() else 0
 
 
 def coverage_frac(rows: Iterable[Prediction]) -> float | None:
@@ -162,6 +197,10 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         rows += found
         if unread:
             warnings.append(f"{path}, line 1: no such column, so not read: {', '.join(unread)}")
+    counts = Counter((row.quantity, row.id) for row in rows)
+    if twice := sorted({name for (_, name), num in counts.items() if num > 1}):
+        names = ", ".join(twice[:3]) + ", ..." * (len(twice) > 3)
+        warnings.append(f"rows share an id, by which a board and the halves of a fit know them: {names}")
     return Validation(rows, tuple(warnings))
 
 
@@ -219,7 +258,7 @@ def regime_of(run: Run) -> dict[str, str]:
     half = "held-out half" if is_held_out(run.id) else "fitted half"
     sizes = ((8, "1 to 8 GPUs"), (128, "9 to 128 GPUs"), (1000, "129 to 1,000 GPUs"))
     return {
-        "kind": "mixture of experts" if run.experts else "dense",
+        "kind": "adapters" if run.lora_rank else "mixture of experts" if run.experts else "dense",
         "scale": next((name for most, name in sizes if run.gpus <= most), "1,001 GPUs and more"),
         "framework": run.framework or "unknown",
         "half": half * is_fitted,

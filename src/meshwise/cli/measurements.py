@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +18,7 @@ from meshwise.core.options import stated_in, takes
 from meshwise.core.refusals import refuse
 
 if TYPE_CHECKING:
-    from meshwise.calibrate.mend import Mend
-    from meshwise.calibrate.releases import Board
+    from meshwise.calibrate.errors import Mend, Progress
     from meshwise.calibrate.validate import Validation
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
@@ -85,23 +84,23 @@ def validate(
         validation = predicted_by_others(validation, files)
     for warning in validation.warnings:
         typer.echo(warning, err=True)
-    releases = _releases(validation, board, release)
-    mends = _mends(files) if mend else []
-    document = validation.to_json() | ({"mends": [asdict(each) for each in mends]} if mend else {})
-    show(validation, document, json=json, html=html, plot=plot, num_worst=worst, board=releases, mends=mends)
+    beside = _progress(validation, board, release)
+    validation = replace(validation, board=beside, mends=_mends(files) if mend else None)
+    show(validation, json=json, html=html, plot=plot, num_worst=worst)
 
 
-def _releases(validation: Validation, board: Path | None, release: str) -> Board:
-    """What earlier releases predicted, by the file that is named."""
-    from meshwise.calibrate.releases import read_board, with_release, write_board
+def _progress(validation: Validation, board: Path | None, release: str) -> list[Progress] | None:
+    """Earlier releases beside today, by the file that is named."""
+    from meshwise.calibrate.releases import progress, read_board, with_release, write_board
 
     refuse("board", DataError, board=board, release=release)
     if board is None:
-        return {}
+        return None
     known = read_board(board) if board.is_file() else {}
     if release:
         write_board(with_release(known, release, validation.rows), board)
-    return {name: found for name, found in known.items() if name != release}
+    known.pop(release, None)
+    return list(progress(known, validation.rows))
 
 
 def _mends(files: list[Path]) -> list[Mend]:

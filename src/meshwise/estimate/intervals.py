@@ -56,9 +56,9 @@ class Interval:
         """The two percentiles, so that `low, high = interval`."""
         return iter((self.p10, self.p90))
 
-    def to_json(self) -> dict[str, float]:
-        """The two percentiles."""
-        return {"p10": self.p10, "p90": self.p90}
+    def to_json(self) -> dict[str, float | str]:
+        """The two percentiles, and what they rest on."""
+        return {"p10": self.p10, "p90": self.p90, "reason": self.reason}
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ A published model has tables with its own columns and units, and its cases are c
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,6 @@ from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_server import ServerFit
 from meshwise.calibrate.fit_serving import ServingFit
 from meshwise.calibrate.fit_steps import StepFit
-from meshwise.calibrate.mend import Mend
-from meshwise.calibrate.releases import Board, errors_by_release
-from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
 from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
@@ -35,23 +32,12 @@ from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
 from meshwise.report.table import TABLES, Table, percent, records_table
 
-TITLES: dict[str, str] = read_catalog("words.toml")["quantities"]
+_WORDS = read_catalog("words.toml")
+TITLES: dict[str, str] = _WORDS["quantities"]
 """What a quantity is called."""
+_NONE_OF: dict[str, str] = _WORDS["none_of_validation"]
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")
-
-
-def _aspect(name: str) -> Callable[[Prediction], str]:
-    return lambda row: row.regime.get(name, "")
-
-
-GROUPS: dict[str, Callable[[Prediction], str]] = {
-    **{name: _aspect(name) for name in ("kind", "scale")},
-    "chip": lambda row: row.chip or "unknown",
-    **{name: _aspect(name) for name in ("framework", "engine", "model", "cache", "half")},
-    "source": lambda row: publication(row.source),
-}
-"""What rows are grouped by; rows without a name are in no group."""
 
 
 def _sizes(summary: ErrorSummary) -> tuple[str, str]:
@@ -80,17 +66,11 @@ def _cells(rows: Sequence[Prediction]) -> list[str]:
 
 
 def group_tables(rows: Sequence[Prediction]) -> Iterator[Table]:
-    """The errors of `rows` by each of `GROUPS` that tells some of them apart."""
-    for name, key in GROUPS.items():
-        groups = {label: members for label, members in grouped(rows, key).items() if label}
+    """The errors of `rows` by each aspect that tells some of them apart."""
+    for name in held.ASPECTS:
+        groups = held.by_aspect(rows, name)
         if len(groups) > 1 or (groups and name in ("source", "chip")):
-            yield error_table(f"by {name}", sorted(groups.items(), key=lambda item: leading_number(item[0])))
-
-
-def leading_number(label: str) -> int:
-    """The number that a label begins with; 0, which keeps the order of the rows, if there is none."""
-    digits = label.split(" ")[0].replace(",", "")
-    return int(digits) if digits.isdecimal() else 0
+            yield error_table(f"by {name}", groups)
 
 
 def worst_table(rows: Sequence[Prediction], count: int) -> Table:
@@ -108,19 +88,11 @@ def reasons_table(rows: Sequence[Prediction]) -> Table:
     return Table("", header, lines, left=header)
 
 
-def board_table(board: Board, rows: Sequence[Prediction]) -> Table:
-    """Mean and median error of each release and of now, on the rows that all of them predicted."""
-    lines = []
-    for quantity, members in grouped(rows, lambda row: row.quantity).items():
-        groups = [(quantity, members)]
-        for name in ("kind", "scale", "chip", "source") if quantity == "step_s" else ():
-            groups += grouped(members, GROUPS[name]).items()
-        for label, same in groups:
-            found = errors_by_release(board, same)
-            if num := found["now"].num_expressed:
-                sizes = (" / ".join(reversed(_sizes(each))) for each in found.values())
-                lines.append([label, str(num), *sizes])
-    return Table("", ("mean / median", "rows", *board, "now"), lines)
+def asked_parts(validation: Validation) -> Iterator[Section]:
+    """Earlier releases beside today, and what would mend the runs, where asked for; a sentence for none."""
+    for name in held.ASKED:
+        if (found := getattr(validation, name)) is not None:
+            yield records_table("", found, TABLES[name], no_wrap=False) if found else _NONE_OF[name]
 
 
 def order_text(rows: Sequence[Prediction]) -> str:
@@ -149,9 +121,7 @@ def _parts_text(row: Prediction) -> str:
     return ", ".join(f"{name} {quantity_text(value, row.quantity)}" for name, value in largest)
 
 
-def parts(
-    validation: Validation, *, num_worst: int = 10, board: Board | None = None, mends: Sequence[Mend] = ()
-) -> Iterator[Section]:
+def parts(validation: Validation, *, num_worst: int = 10) -> Iterator[Section]:
     """All quantities, earlier releases, what would mend runs, and what could not be expressed."""
     tables: list[Table] = []
     for quantity in validation.quantities:
@@ -160,11 +130,8 @@ def parts(
         tables += [error_table(title, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
     yield from (table for table in tables if table.rows)
     yield Text("Order", list(filter(None, [order_text(validation.of("step_s"))])))
-    others = (
-        board_table(board or {}, validation.rows if board else []),
-        records_table("", mends, TABLES["mends"], no_wrap=False),
-    )
-    yield from (table for table in (*others, reasons_table(validation.rows)) if table.rows)
+    yield from asked_parts(validation)
+    yield from (table for table in [reasons_table(validation.rows)] if table.rows)
 
 
 def page(validation: Validation) -> Page:
@@ -174,6 +141,7 @@ def page(validation: Validation) -> Page:
     rows = errors.rows
     sections: list[Section] = [replace(errors, title="Errors")]
     sections += [_quantity_chart(quantity, validation) for quantity in validation.quantities]
+    sections += asked_parts(validation)
     num = f"{len(validation.rows):,} measured numbers"
     headline = f"{num}; the median error of {rows[0][0]} is {rows[0][3]}" if rows else num
     return Page("Predicted against measured", headline, sections, bool(rows))

@@ -258,7 +258,7 @@ class LoadResult:
         }
         return {name: np.asarray(column).tolist() for name, column in found.items()}
 
-    def _interval(self, name: str, value: float | dict[str, float | None]) -> dict[str, float] | None:
+    def _interval(self, name: str, value: float | dict[str, float | None]) -> dict[str, float | str] | None:
         """Between which a measured mean would be, 8 times of 10."""
         mean = value["mean"] if isinstance(value, dict) else value
         return interval_of(name, mean, self.regime).to_json() if mean else None
