@@ -323,11 +323,11 @@ def _matmul_s(
     out_bytes = write / (batch * m * n)
     is_masked = (np.mod(n, LANES) > 0.0) | (np.mod(np.where(is_weight_grad, m, k), LANES) > 0.0)
     m, k = m + efficiency.shared_rows * (1.0 - is_weight_grad), k + efficiency.shared_rows * is_weight_grad
+    speedup = min(overheads.fp4_speedup, 1.0 / efficiency.peak_frac) if op.dtype == "fp4" else 1.0
     busy_s = gemm_s(
         m, n, k,
         batch=1.0 if one_by_one else batch,
-        flop_per_s=rates.matrix_flop_per_s * (overheads.fp4_speedup if op.dtype == "fp4" else 1.0)
-        / (1.0 + efficiency.masked_frac * is_masked),
+        flop_per_s=rates.matrix_flop_per_s * speedup / (1.0 + efficiency.masked_frac * is_masked),
         memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
         elem_bytes=elem_bytes,

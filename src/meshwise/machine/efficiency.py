@@ -5,9 +5,9 @@ a formula in `cost/` and a handful of constants, one set per chip (and dtype), w
 computes from public measurements and writes with their source and error; links beyond the node have
 theirs by the kind of network. A chip without measurements
 *inherits* the geometric mean of the chips of its generation, or of all chips where the generation has
-none; `Efficiency.inherited_from` says which. In fp4, a generation that was measured in fp8 alone reaches its
-share of the peak there; what feeds and ends the tiles is that of fp4 elsewhere. `IDEAL` is the chip of the
-data sheet: every formula falls back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
+none; `Efficiency.inherited_from` says which. In fp4, a generation that was measured in fp8 alone, and a chip
+whose peak in fp4 is that of fp8 (its units are the same), reach their share of the peak there; what feeds and
+ends the tiles is that of fp4 elsewhere. `IDEAL` is the chip of the data sheet: every formula falls back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
 
 Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
 that the catalog gives for that link, so that a user's own cluster keeps its meaning. The overhead of a
@@ -472,8 +472,9 @@ def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mappi
         if origin:
             inherited[key] = origin
     of_fp4, of_fp8 = (inherited.get(f"gemm.{dtype}", "") for dtype in ("fp4", "fp8"))
-    wider = found.get("gemm.fp8") if "fp4" in chip.matrix_flop_per_s else None
-    if wider and of_fp4.startswith(ALL_CHIPS) and not of_fp8.startswith(ALL_CHIPS):
+    wider, peaks = found.get("gemm.fp8"), chip.matrix_flop_per_s
+    is_as_wide = not of_fp8.startswith(ALL_CHIPS) or peaks.get("fp4") == peaks.get("fp8")
+    if wider and "fp4" in peaks and of_fp4.startswith(ALL_CHIPS) and is_as_wide:
         shares = {"peak_frac": wider.peak_frac, "throttle_frac": wider.throttle_frac}
         found["gemm.fp4"] = replace(found["gemm.fp4"], **shares)
         inherited["gemm.fp4"] = f"{of_fp4}, shares of the peak of {of_fp8 or chip.name} in fp8"

@@ -11,7 +11,7 @@ redoes from published runs:
   bits; CDNA3's, eight in a package) has power in proportion to the clock instead: it sustains
   (w - `static_watts`) / `joule_per_flop`.
   Short or thin kernels stay below it anyway. Matmul constants are of serving's kernels; in fp4 those of
-  training's library (cuBLAS) are `fp4_speedup` times as fast.
+  training's library (cuBLAS) are `fp4_speedup` times as fast, up to the peak.
 - *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
   n x `host_s`: small models run at the speed of Python. For each microbatch a stage waits `microbatch_s`
   for tokens, labels, masks and positions; that of the head counts. Where each launch waits for its kernel
