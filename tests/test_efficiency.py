@@ -135,19 +135,16 @@ def test_every_chip_has_constants_and_says_what_it_inherits():
         found = eff.constants(chip)
         assert 0.2 < found.gemm("bf16").peak_frac <= 1.1
         assert found.gemm("fp16") == found.gemm("bf16")
-    for name in ("h100-80g-sxm", "mi300x"):
-        assert "gemm.bf16" not in eff.constants(find_chip(name)).inherited_from
-    ampere = eff.constants(find_chip("a100-40g-sxm")).inherited_from
-    assert ampere["gemm.bf16"] == "ampere (a100-80g-pcie, a100-80g-sxm)"
-    assert eff.constants(find_chip("tpu-v5p")).inherited_from["gemm.bf16"] == "tpu (tpu-v7)"
+    names = ("h100-80g-sxm", "mi300x", "a100-40g-sxm", "tpu-v5p", "trainium2")
+    matmuls = [eff.constants(find_chip(name)).inherited_from.get("gemm.bf16", "") for name in names]
+    assert matmuls[:4] == ["", "", "ampere (a100-80g-pcie, a100-80g-sxm)", "tpu (tpu-v7)"]
+    assert matmuls[4].startswith("all chips (a100")
     nearest = eff.constants(find_chip("gb200")).nearest  # B200 runs trtllm-gen, Hopper Triton
     assert nearest("experts", ("bf16-triton", "bf16-trtllm")) == "bf16-trtllm"
-    assert eff.constants(find_chip("trainium2")).inherited_from["gemm.bf16"].startswith("all chips (a100")
     geforce = eff.constants(find_chip("rtx-5090"))  # nvf4: main-horse.github.io/posts/5090-mm-perf
     assert geforce.gemm("fp4").peak_frac == pytest.approx(1474 / 1676, rel=0.06)
     assert geforce.inherited_from["gemm.fp4"].endswith("peak of blackwell-rtx (rtx-pro-6000) in fp8")
-    asked = [("qwen3-1.7b", "trainium3:64", f"zero=3,dtype={dtype}") for dtype in ("fp4", "fp8", "bf16")]
-    steps = [mw.estimate(*each).step_s for each in asked]
+    steps = [mw.estimate("qwen3-1.7b", "trainium3:8", f"dtype={d}").step_s for d in ("fp4", "fp8", "bf16")]
     assert steps == sorted(steps)  # fp4 has the peak of fp8, and is stored in fewer bytes
 
 

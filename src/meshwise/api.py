@@ -1164,8 +1164,8 @@ def collective(
     group = timed.group_size(kind, on, ranks, stride)
     if ranks is None:
         group = measured_ranks(map(Path, collectives or data), kind, on, group, stride)
-    if collectives and (kind, group) not in {(known.kind, known.ranks) for known in on.collectives}:
-        raise DataError(f"{', '.join(map(str, collectives))}: no {kind} among {group} ranks was measured")
+    if collectives and not timed.measured_of(kind, on, group, stride):
+        raise DataError(f"{', '.join(map(str, collectives))} has no {kind} of {group} ranks {stride} apart")
     measured = measured_times(map(Path, data), kind, on, group, stride)
     sizes = sorted(sizes_bytes or {*timed.SIZES_BYTES, *measured})
     times = timed.collective_times(kind, on, sizes, ranks=group, stride=stride)

@@ -35,8 +35,8 @@ class Measurement:
     heads kv_heads seq qk_dim v_dim causal passes (1 forward, 2 backward, 3 both); decode batch heads kv_len
     kv_bytes_per_token qk_dim v_dim; memory bytes; experts tokens hidden inter topk experts tp, of one rank;
     dispatch tokens token_bytes topk experts ranks ranks_per_node cores (0: as many as the kernel takes);
-    collective bytes ranks ranks_per_node; peer_all_reduce bytes ranks graph. software: the library, or the
-    network between nodes, where the constants depend on it.
+    collective bytes ranks ranks_per_node; peer_all_reduce bytes ranks ranks_per_node graph. software: the
+    library, or the network between nodes, where the constants depend on it.
     """
 
     chip: str
@@ -132,7 +132,7 @@ def _stated(row: dict[str, str], ranks: float) -> Stated:
     if of is None:
         raise Unmodelled(f"no formula times op {op!r} of {library}")
     if op == "moe_experts":
-        return "experts", _dtype(dtype, _EXPERT_DTYPES), _experts(row, of["needs"]), _expert_library(row)
+        return "experts", _one_of(dtype, _EXPERT_DTYPES), _experts(row, of["needs"]), _expert_library(row)
     heads = re.sub(r"cfg=(\d+)-(\d+)-(\d+)", r"h=\1 kv=\2 d=\3 kvrank=\2 rope=\3", text)
     needs = next((names for names in of.get("either", ()) if f"{names[0]}=" in heads), of["needs"])
     names = {"op": op, "library": library, "dtype": dtype, "kv_dtype": kv_dtype or dtype, "ranks": ranks}
@@ -145,9 +145,9 @@ def _table(op: str) -> dict[str, Any] | None:
     return next((table for pattern, table in _OPS.items() if re.fullmatch(pattern, op)), None)
 
 
-def _dtype(text: str, among: dict[str, str] = _DTYPES) -> str:
+def _one_of(text: str, among: dict[str, str] = _DTYPES, column: str = "dtype") -> str:
     if text not in among:
-        raise BadCell(f"{text!r} is not one of {', '.join(among)}", "dtype")
+        raise BadCell(f"{text!r} is not one of {', '.join(among)}", column)
     return among[text]
 
 
@@ -162,7 +162,7 @@ def _collective_seconds(kind: Collective, value: float, unit: str, size: float, 
 
 
 _FUNCTIONS: dict[str, Any] = {
-    **{"dtype_of": _dtype, "positive": _positive, "float": float, "min": min},
+    **{"dtype_of": _one_of, "one_of": _one_of, "positive": _positive, "float": float, "min": min},
     **{"seconds_of": _collective_seconds, "best": BEST},
     **_OPS.pop("names"),
 }

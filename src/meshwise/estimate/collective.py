@@ -15,9 +15,9 @@ from meshwise.core.ledger import COLLECTIVES
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.cost.collective import sent_bytes
-from meshwise.estimate.timing import machine
+from meshwise.estimate.timing import is_measured, machine
 from meshwise.machine.efficiency import LINK_CONSTANTS, inherited_notes
-from meshwise.machine.hardware import Cluster
+from meshwise.machine.hardware import Cluster, MeasuredCollective
 
 KINDS = {str(kind): kind for kind in COLLECTIVES if kind not in ("dispatch", "recv")}
 SIZES_BYTES = tuple(float(4**power) for power in range(5, 18))
@@ -95,7 +95,7 @@ def collective_times(
     ideal = machine(cluster, "fp32", ideal=True).collective_lines(kind, float(ranks), float(stride))
     sent = float(sent_bytes(KINDS[kind], 1.0, ranks))
     ceiling = sent / min(float(line.s_per_byte) for line in ideal)
-    known = [one.sizes_bytes for one in cluster.collectives if one.kind == kind]
+    known = [one.sizes_bytes for one in measured_of(kind, cluster, ranks, stride)]
     times = []
     for size in sizes_bytes:
         time_s, fastest = min(
@@ -113,5 +113,10 @@ def notes(kind: str, cluster: Cluster, ranks: int, stride: int) -> list[str]:
     """What the times of such a group rest on: constants of other chips and networks, and measured ones."""
     runs_on = machine(cluster, "fp32")
     used = LINK_CONSTANTS if runs_on.leaves_node(float(ranks), float(stride)) else LINK_CONSTANTS[:-1]
-    measured = (str(known) for known in cluster.collectives if known.kind == kind)
+    measured = map(str, measured_of(kind, cluster, ranks, stride))
     return [*inherited_notes(cluster.chip, runs_on.efficiency.inherited({*used})), *measured]
+
+
+def measured_of(kind: str, cluster: Cluster, ranks: int, stride: int) -> list[MeasuredCollective]:
+    """What was measured on `cluster` of such a group."""
+    return [known for known in cluster.collectives if is_measured(known, kind, ranks, stride)]

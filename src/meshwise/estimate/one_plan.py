@@ -8,6 +8,7 @@ counts the FLOP that the ranks really do: recomputation and the scores that fuse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
@@ -275,17 +276,23 @@ class Estimate(Shown):
             needed_gb=needed["total"] / 1e9, chip_gb=chip.memory_bytes / 1e9,
             short_gb=(needed["total"] - chip.memory_bytes) / 1e9, host_gb=host_bytes / 1e9,
             largest=max(MEMORY_PARTS, key=lambda name: needed[name]), own_software=software_on(chip),
+            measured={known.kind for known in self.cluster.collectives},
             is_placed=any(self.mesh.ends) and self.plan.stages is None,
             stages="-".join(map(str, layers_of_chunks(self.model, self.mesh))),
         )  # fmt: skip
-        for known in self.cluster.collectives:
-            sizes = self.ledger.where(collective=known.kind, group_size=known.ranks)["payload_bytes"]
-            most = f"up to {max(sizes):,.0f} bytes" if len(sizes) else "none"
-            notes.append(f"{known}; this step has {most}")
+        notes += self.measured_notes()
         notes.append(f"interval: {self.step_s_interval.reason}")
         if "; wider" in (of_memory := self.memory_bytes_interval.reason):
             notes.append(f"interval of memory: {of_memory}")
         return notes + inherited_notes(chip, self.inherited)
+
+    def measured_notes(self) -> Iterator[str]:
+        """Which collectives were measured, and the largest of them that the step has."""
+        for known in self.cluster.collectives:
+            kind = known.kind.replace("custom_allreduce", "all_reduce" * self.mesh.serves)
+            sizes = self.ledger.where(collective=kind, group_size=known.ranks)["payload_bytes"]
+            most = f"up to {max(sizes):,.0f} bytes" if len(sizes) else "none"
+            yield f"{known}; this step has {most}"
 
     @property
     def inherited(self) -> dict[str, list[str]]:

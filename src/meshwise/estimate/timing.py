@@ -132,10 +132,15 @@ class Machine:
     ) -> Num:  # fmt: skip
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
         seconds = fastest_s(self.collective_lines(kind, group_ranks, stride, choices, runs), payload_bytes)
+        return self.or_measured(seconds, kind, payload_bytes, group_ranks, stride, runs)
+
+    def or_measured(
+        self, seconds: Num, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, runs: Runs = ONE_RUN
+    ) -> Num:
+        """What was measured of such a group, else the predicted `seconds`."""
         for known in self.collectives:
-            if known.kind == kind:
-                inside = members(group_ranks, stride, known.host_ranks, runs)
-                seconds = _where_measured(seconds, known, payload_bytes, group_ranks, inside)
+            if np.any(is_like := is_measured(known, kind, group_ranks, stride, runs)):
+                seconds = np.where(is_like, _measured_s(known, payload_bytes), seconds)[()]
         return seconds
 
     def collective_lines(
@@ -145,19 +150,21 @@ class Machine:
         return _lines(self, kind, tuple(map(_frozen, (group_ranks, stride, *runs))), choices)
 
 
-def _where_measured(
-    seconds: Num, known: MeasuredCollective, payload_bytes: Num, group_ranks: Num, ranks_inside: Num
-) -> Num:
-    """`seconds`, or what was measured of such a group, between its sizes as logs.
+def is_measured(known: MeasuredCollective, kind: str, ranks: Num, stride: Num, runs: Runs = ONE_RUN) -> Any:
+    """Whether `known` is of that kind among so many ranks, as many of them on one host."""
+    inside = members(ranks, stride, known.host_ranks, runs)
+    return (known.kind == kind) & (np.equal(ranks, known.ranks)) & (np.equal(inside, known.ranks_inside))
+
+
+def _measured_s(known: MeasuredCollective, payload_bytes: Num) -> Num:
+    """What was measured, between its sizes as logs.
 
     Smaller ones take as long as the smallest, larger ones go at the rate of the largest: the link that was
     measured is as slow there too.
     """
     size = np.log(np.maximum(payload_bytes, 1.0))
     sizes, times = np.log(known.sizes_bytes), np.log(known.seconds)
-    log_s = np.interp(size, sizes, times) + np.maximum(size - sizes[-1], 0.0)
-    is_like = (np.asarray(group_ranks) == known.ranks) & (np.asarray(ranks_inside) == known.ranks_inside)
-    return np.where(is_like, np.exp(log_s), seconds)[()]
+    return np.exp(np.interp(size, sizes, times) + np.maximum(size - sizes[-1], 0.0))
 
 
 def _frozen(number: Num) -> Any:
@@ -468,15 +475,23 @@ def _dispatch_launch_s(machine: Machine, op: Op, ranks: Stack) -> Num:
 
 
 def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
-    """Inside a node by reading the peers' memory, where engines do so and it is faster than the library."""
-    base, link = machine.base, machine.base.links[0]
-    library_s = machine.collective_s("all_reduce", payload_bytes, ranks, stride)
+    """Inside a node by reading the peers' memory, where engines do so and it is faster than the library.
+
+    Up to which size it is faster engines know of the chip, whatever was measured on the links at hand
+    (vLLM's all_reduce_utils.py: CUSTOM_ALL_REDUCE_MAX_SIZES).
+    """
+    base, link, group = machine.base, machine.base.links[0], (payload_bytes, ranks, stride)
+    library_s = fastest_s(machine.collective_lines("all_reduce", ranks, stride), payload_bytes)
     peer_s = peer_all_reduce_s(
         payload_bytes, ranks, memory_bytes_per_s=base.memory_bytes_per_s, link_bytes_per_s=link.among(ranks),
-        library_s=library_s, coded=op.library == "peer-coded", efficiency=machine.efficiency.peer,
+        coded=op.library == "peer-coded", efficiency=machine.efficiency.peer,
     )  # fmt: skip
-    is_inside = (ranks > 1) & (ranks * stride <= base.node_ranks)
-    return np.where(is_inside & (ranks <= link.peer_ranks), peer_s, library_s)
+    is_inside = (ranks > 1) & (ranks * stride <= base.node_ranks) & (ranks <= link.peer_ranks)
+    return np.where(
+        is_inside & (peer_s < library_s),
+        machine.or_measured(peer_s, "custom_allreduce", *group),
+        machine.or_measured(library_s, "all_reduce", *group),
+    )
 
 
 def _deepep_s(

@@ -7,7 +7,8 @@ theirs by the kind of network. A chip without measurements
 *inherits* the geometric mean of the chips of its generation, or of all chips where the generation has
 none; `Efficiency.inherited_from` says which. In fp4, a generation that was measured in fp8 alone, and a chip
 whose peak in fp4 is that of fp8 (its units are the same), reach their share of the peak there; what feeds and
-ends the tiles is that of fp4 elsewhere. `IDEAL` is the chip of the data sheet: every formula falls back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
+ends the tiles is that of fp4 elsewhere. `IDEAL` is the chip of the data sheet: every formula falls back to
+max(FLOP / peak, bytes / bandwidth) and the bare wire.
 
 Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
 that the catalog gives for that link, so that a user's own cluster keeps its meaning. The overhead of a

@@ -154,8 +154,8 @@ class Result(Shown):
 
     @property
     def notes(self) -> list[str]:
-        """Which collectives were measured."""
-        return [str(one) for found in self.best[:1] for one in found.cluster.collectives]
+        """Which collectives were measured, and whether the best plan has them."""
+        return [note for found in self.best[:1] for note in found.measured_notes()]
 
     def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
         """The document that `meshwise search --json` prints; `budget`: also what its run takes."""

@@ -14,7 +14,7 @@ the process's context. Arrays of sequences broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -32,7 +32,7 @@ from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.efficiency import inherited_notes
-from meshwise.machine.hardware import Cluster
+from meshwise.machine.hardware import Cluster, MeasuredCollective
 from meshwise.model.architecture import Model, Side, layer_kind
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.fields import catalog_fields, read_words
@@ -467,19 +467,35 @@ def notes(serving: Serving) -> list[str]:
     dtype, is_latent = plan.dtype, serving.model.mla is not None
     matmul = efficiency.gemm_name(dtype, in_blocks=plan.weight_dtype == "fp8_block")
     used = {f"decode.{'mla' if is_latent else 'flash'}", f"gemm.{matmul}", "attention.flash", "memory.kernel"}
+    base, measured = serving.machine.base, {known.kind for known in serving.cluster.collectives}
+    adds_by_peers = 1 < plan.tp <= min(base.links[0].peer_ranks, base.node_ranks)
     if serving.num_chips > 1:
-        adds_by_peers = 1 < plan.tp <= serving.machine.base.links[0].peer_ranks
         used |= {"inner.link", "pcie.link", *["peer.all_reduce"] * adds_by_peers}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
     found = inherited_notes(serving.cluster.chip, efficiency.inherited(used))
-    found += map(str, serving.cluster.collectives)
+    found += _measured_notes(serving)
     found += quantized_note(serving.model, plan)
     of, model = serving.encoding, serving.model
     return found + told(
         "serving notes", plan=plan, guess=serving.speculation, of=of, moe=model.moe, model=model,
         num_params=num_params(model), num_active=num_active_params(model),
         prompt=serving.prompt, encoded=duration(of.request_s) if of else "",
-        weight_bits=WEIGHT_BITS.get(plan.weight_dtype or ""),
+        by_kernel=adds_by_peers and measured, weight_bits=WEIGHT_BITS.get(plan.weight_dtype or ""),
         expert_bits=WEIGHT_BITS.get(plan.expert_dtype or ""),
     )  # fmt: skip
+
+
+def _measured_notes(serving: Serving) -> Iterator[str]:
+    """Which collectives were measured, and which of them change the time of no pass."""
+    known = serving.cluster.collectives
+
+    def passes_s(*tables: MeasuredCollective) -> list[float]:
+        of = replace(serving, machine=replace(serving.machine, collectives=tables))
+        tokens = token_pass(of, np.array([1.0, max(max_sequences(serving), 1)]))
+        passes = price_pass(of, of.largest_prefill), tokens
+        return [float(seconds) for one in passes for seconds in np.ravel(one.total_s)]
+
+    for one in known:
+        is_taken = passes_s(*(other for other in known if other is not one)) != passes_s(*known)
+        yield f"{one}{'' if is_taken else '; no pass of this instance takes it'}"
