@@ -177,10 +177,8 @@ def test_replicas_follow_the_load_and_are_paid_for_from_their_start(tmp_path: Pa
 
 # --- the command ---------------------------------------------------------------------------------
 
-BASE = (
-    *("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--plan", "tp=1", "--prompt", "1000"),
-    *("--output", "60", "--sequences", "8"),
-)
+JOB = "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --prompt 1000 --output 60 --sequences 8"
+BASE = JOB.split()
 
 
 def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
@@ -192,21 +190,18 @@ def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
     document = meshwise(*BASE, *words.split(), *files).document
     rows = list(csv.DictReader((tmp_path / "records.csv").read_text().splitlines()))
     assert len(rows) == 600
-    assert document["ttft_s"]["p75"] == pytest.approx(
-        np.percentile([float(row["ttft_s"]) for row in rows], 75)
-    )
+    ttft_s = [float(row["ttft_s"]) for row in rows]
+    assert document["ttft_s"]["p75"] == pytest.approx(np.percentile(ttft_s, 75))
     found = sum(int(row["found"]) for row in rows) / sum(int(row["prompt"]) for row in rows)
-    assert document["prompt_tokens_found_frac"] == pytest.approx(found)
-    assert found > 0.6
+    assert document["prompt_tokens_found_frac"] == pytest.approx(found) and found > 0.6
     assert document["within_limits_frac"] == np.mean([row["within_limits"] == "True" for row in rows])
     assert len({row["session"] for row in rows}) == 120
     replicas = {row["session"]: row["replica"] for row in rows}
     assert all(replicas[row["session"]] == row["replica"] for row in rows)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
-    assert sum(one["dur"] for one in slices) / 1e6 == pytest.approx(
-        sum(float(row["e2e_s"]) for row in rows), rel=1e-5
-    )
+    e2e_s = sum(float(row["e2e_s"]) for row in rows)
+    assert sum(one["dur"] for one in slices) / 1e6 == pytest.approx(e2e_s, rel=1e-5)
     for track in {(one["pid"], one["tid"]) for one in slices}:
         ends = 0.0
         for one in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: e["ts"]):
@@ -222,10 +217,8 @@ def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
 
 
 def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Any) -> None:
-    load = "--rate 60 --num-requests 8000 --price 2 --json --router least-loaded"
-    words = (*BASE, *load.split())
-    rule = "utilization=0.8,max=9,start_s=20,every_s=10"
-    scaled = meshwise(*words, "--autoscale", rule).document
+    words = f"{JOB} --rate 60 --num-requests 8000 --price 2 --json --router least-loaded".split()
+    scaled = meshwise(*words, "--autoscale", "utilization=0.8,max=9,start_s=20,every_s=10").document
     rule = scaled["autoscale"]
     assert 1 < rule["mean_replicas"] < rule["most_replicas"] <= 9
     assert scaled["usd_per_hour"] == pytest.approx(2 * rule["mean_replicas"])
@@ -271,20 +264,20 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
         limits[one["type"]] = tuple(args[args.index(word) + 1] for word in words)
     assert limits == {"prefill": ("1024", "4096"), "decode": ("64", "8192")}  # each pool has its own
     bench = found["commands"][-1].split()
-    mean, ratio = (
-        float(bench[bench.index(word) + 1]) for word in ("--random-input-len", "--random-range-ratio")
-    )
+    words = ("--random-input-len", "--random-range-ratio")
+    mean, ratio = (float(bench[bench.index(word) + 1]) for word in words)
     assert (mean * (1 - ratio), mean * (1 + ratio)) == pytest.approx((500, 1000), rel=1e-3)
     assert bench[-2:] == ["--goodput", "ttft:90"]
-    values = yaml.safe_load(
-        meshwise(*BASE, *pools, "--to", "llm-d", "--json").document["deployment"]["files"]["values.yaml"]
-    )
+    found = meshwise(*BASE, *pools, "--to", "llm-d", "--json").document["deployment"]
+    values = yaml.safe_load(found["files"]["values.yaml"])
     assert [values[pool]["replicas"] for pool in ("prefill", "decode")] == [2, 1]
     assert values["decode"]["parallelism"] == {"tensor": 1, "data": 1}
     (container,) = values["prefill"]["containers"]
     assert "--kv-transfer-config" in container["args"] and "--tensor-parallel-size" not in container["args"]
-    base, words = " ".join(BASE), (*pools[6:], "--to", "kubernetes")
-    on = (base, base.replace("h100-80g-sxm", "mi355x"))
+    shared = "serve gpt-oss-120b --cluster b200-sxm:4 --plan dp=4,ep=4 --engine sglang,max_tokens=9000"
+    flags = meshwise(*shared.split(), "--concurrency", "4", "--num-requests", "8", "--to", "kubernetes").out
+    assert "--chunked-prefill-size\n        - '36000'" in flags  # of all dp ranks together
+    words, on = (*pools[6:], "--to", "kubernetes"), (JOB, JOB.replace("h100-80g-sxm", "mi355x"))
     plain, on_amd = (meshwise(*one.split(), *words).out for one in on)
     assert "kind: Deployment" in plain and "router" not in plain
     assert "nvidia.com/gpu: 1" in plain and "vllm/vllm-openai:v" in plain

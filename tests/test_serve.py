@@ -49,11 +49,16 @@ def test_the_most_sequences_are_the_last_that_fit_or_keep_a_limit() -> None:
 def test_a_pass_works_on_what_the_engine_takes_of_a_long_prompt() -> None:
     """32k tokens have room beside Llama 3 8B on 24 GB where vLLM cuts them, by 2,048 on such cards."""
     at = partial(mw.serve, "llama3-8b", "rtx-4090:1", prompt=32768, concurrency=1)
-    names, chips = ("vllm", "vllm,max_tokens=16384", "trtllm"), ("a100", "h100")
+    names = ("vllm", "vllm,max_tokens=16384", "trtllm")
     assert [at(engine=name).max_sequences for name in names] == [1, 0, 0]
-    assert [ENGINES["vllm"].on(find_cluster(f"{chip}:1").chip).max_tokens for chip in chips] == [2048, 8192]
     of_prompts = ENGINES["vllm"].having(prompt_tokens=4096).of_prompts
     assert of_prompts.on(find_cluster("a100:1").chip).max_tokens == 4096
+
+
+@pytest.mark.parametrize(("engine", "model", "cluster", "plan", "tokens"), table("serving")["pass_tokens"])
+def test_tokens_of_a_pass(engine: str, model: str, cluster: str, plan: str, tokens: int) -> None:
+    """As servers start on a chip; dp ranks that share experts divide SGLang's --chunked-prefill-size."""
+    assert mw.serve(model, cluster, plan, engine=engine, concurrency=1).serving.pass_tokens == tokens
 
 
 def test_a_single_token_reads_all_its_weights_once() -> None:
@@ -192,10 +197,9 @@ def test_command(meshwise: Any) -> None:
     assert document["passes"][0]["tokens_per_s"] < document["passes"][1]["tokens_per_s"]
     shown = meshwise(*words).out
     assert "first token after" in shown and f"room for {document['max_sequences']} sequences" in shown
-    plans = ("tp=1", "weight_dtype=int4")
-    full = [meshwise("serve", "mixtral-8x7b", "--cluster", "rtx-4090:1", "--plan", plan) for plan in plans]
-    assert all(one.code == 1 and "out of memory" in one.out for one in full)
-    assert ["narrower weights" in one.out for one in full] == [True, False]
+    for plan, is_wide in (("tp=1", True), ("weight_dtype=int4", False)):
+        full = meshwise("serve", "mixtral-8x7b", "--cluster", "rtx-4090:1", "--plan", plan)
+        assert full.code == 1 and "out of memory" in full.out and ("narrower weights" in full.out) == is_wide
 
 
 # --- number formats, balance and overlap -----------------------------------------------------------
@@ -252,10 +256,8 @@ def test_what_a_checkpoint_leaves_in_16_bits_is_kept_and_computed_so() -> None:
 
 def test_casts_are_fused_unless_scales_are_of_blocks() -> None:
     of = partial(server, "deepseek-v3", "b200-sxm:8", tp=8, ep=8, dtype="fp8")
-    tensors, blocks = (of(weight_dtype=kept) for kept in (None, "fp8_block"))
-    runs = (tensors, "vllm"), (tensors, "trtllm"), (blocks, "trtllm")
-    casts = [sum("_cast" in name for name in ops_of(of, engine)) for of, engine in runs]
-    assert casts == [6, 0, 6]
+    for kept, engine, casts in ((None, "vllm", 6), (None, "trtllm", 0), ("fp8_block", "trtllm", 6)):
+        assert sum("_cast" in name for name in ops_of(of(weight_dtype=kept), engine)) == casts
 
 
 def test_prompts_longer_than_what_an_indexer_chooses_read_latents() -> None:
@@ -348,9 +350,9 @@ def test_multi_token_prediction_reads_the_tables_of_the_model() -> None:
 
 
 def test_speculation_on_the_command_line(meshwise: Any) -> None:
-    base = ("serve", "llama3-70b", "--cluster", "h200-sxm:4", "--sequences", "4", "--concurrency", "4")
-    words = ("--speculate", "drafts=3,accept=0.8", "--draft-model", "llama3-8b", "--json")
-    fast, slow = (meshwise(*base, *more).document for more in (words, ("--json",)))
+    base = "serve llama3-70b --cluster h200-sxm:4 --sequences 4 --concurrency 4 --json"
+    words = " --speculate drafts=3,accept=0.8 --draft-model llama3-8b"
+    fast, slow = (meshwise(*(base + more).split()).document for more in (words, ""))
     assert fast["tpot_s"]["mean"] < slow["tpot_s"]["mean"]
     assert any("2.95 a pass" in note for note in fast["notes"])
 

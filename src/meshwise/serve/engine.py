@@ -27,6 +27,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import read_toml
+from meshwise.core.units import Num
 from meshwise.estimate.intervals import Interval, Spread
 from meshwise.machine.hardware import Chip
 from meshwise.plan.fields import catalog_fields, read_words
@@ -99,6 +100,8 @@ class Engine:
     `graph_sizes`: decode batches for which a CUDA graph was captured; others are padded up to the next of
     these where the engine `pads_batches`, or launched kernel by kernel. Without any, all are captured.
     `graph_batch`: the largest of them, if the server is started with another (by the last step up to it).
+    `shares_tokens`: dp ranks that share experts divide the `max_tokens` that it starts with (SGLang's
+    --chunked-prefill-size under DP attention); those that are stated are of one rank all the same.
     `lag_passes`: passes that are under way or planned when a request arrives, before one can take it;
     `poll_passes`: decode passes from one look at what has arrived to the next; `align_passes`: passes that
     prompts wait at most until every dp rank has one and they fill `fill_frac` of a pass (TensorRT-LLM's
@@ -140,6 +143,7 @@ class Engine:
     graph_sizes: tuple[int, ...] = ()
     graph_batch: int = 0
     pads_batches: bool = True
+    shares_tokens: bool = False
     lag_passes: int = 1
     poll_passes: int = 1
     align_passes: int = 0
@@ -170,9 +174,14 @@ class Engine:
         """The engine started with `settings`, on whichever chip."""
         return replace(self, stated=self.stated | settings.keys(), **settings)
 
-    def on(self, chip: Chip) -> Engine:
-        """The engine with what it starts with on `chip`, where nothing else was stated."""
+    def on(self, chip: Chip, ranks: Num = 1) -> Engine:
+        """The engine with what it starts with on `chip`, where nothing else was stated.
+
+        `ranks`: dp ranks that share experts.
+        """
         usual: dict[str, Any] = next((of.set for of in self.on_chips if of.hold(chip)), {})
+        if self.shares_tokens:
+            usual = usual | {"max_tokens": usual.get("max_tokens", self.max_tokens) // ranks}
         return self.having(**{key: value for key, value in usual.items() if key not in self.stated})
 
     @property

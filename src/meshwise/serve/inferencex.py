@@ -68,7 +68,7 @@ def script(row: Mapping[str, str], model: str, layout: ServingLayout, workers: i
     stated["prompt_dp"] = int(row.get("prefill_attention_dp") or 1)
     found = _ruled("rules" if is_one_pool else "pools", stated | {"drafts": 0})
     settings = {each.name: found[each.name] for each in fields(Engine) if each.name in found}
-    names = {"clients": stated["clients"], "prompt": int(row["input_tokens"]), "max": max}
+    names = {"clients": stated["clients"], "prompt": int(row["input_tokens"]), "max": max, "dp": layout.dp}
     settings |= formulas({name: text for name, text in settings.items() if isinstance(text, str)}, names)
     guesses = f"drafts={found['drafts']},accept={CATALOG['acceptance']}" if found["drafts"] else ""
     return BenchmarkScript(layout, habits, _plan(found), guesses, settings, found.get("frontends", 1))

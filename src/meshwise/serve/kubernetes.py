@@ -137,12 +137,14 @@ def _arguments(load: LoadResult, of: Serving, lost: list[str]) -> list[str]:
         raise PlanError(f"instances on several nodes ({of.num_chips} GPUs) are not written; add workers")
     longest = max(load.requests.longest, of.prompt + of.output)
     length = min(ROUND_TOKENS * math.ceil((longest + 1) / ROUND_TOKENS), of.model.max_seq)
-    engine, server, offload = load.engine.on(of.cluster.chip), SERVERS[load.engine.name], load.fleet.offload
+    server, offload, ranks = SERVERS[load.engine.name], load.fleet.offload, of.dp // of.engines
+    engine = load.engine.on(of.cluster.chip, ranks)
     engine = engine.of_prompts if of is load.fleet.prefill else engine
     work = Workload(batch=engine.max_sequences * of.groups, seq=length, kind="decode", microbatch=1)
     found = launch(of.model, of.cluster, replace(of.mesh.plan, imbalance=1.0), work, server.framework)
     lost += found.not_expressed
-    words = [*found.arguments, server.max_tokens, str(engine.max_tokens)]
+    tokens = engine.max_tokens * (ranks if engine.shares_tokens else 1)
+    words = [*found.arguments, server.max_tokens, str(tokens)]
     if engine.graph_batch and server.graph_batch:
         words += [server.graph_batch, str(engine.graph_batch)]
     if engine.name != "vllm":

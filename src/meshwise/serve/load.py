@@ -413,7 +413,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:
 def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offload | None) -> ServingWorker:
     """One engine of an instance."""
     serving = replace(serving, mesh=replace(serving.mesh, dp=serving.mesh.dp / serving.engines))
-    tokens, engine = cache_tokens(serving), engine.on(serving.cluster.chip)
+    tokens, engine = cache_tokens(serving), engine.on(serving.cluster.chip, serving.dp)
     refuse("request in a cache", WorkloadError, longest=requests.longest, tokens=tokens)
     clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.groups)
     if serving.speculation is not None:  # the simulation counts a pass for each token that one gives

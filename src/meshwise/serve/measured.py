@@ -102,7 +102,8 @@ def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Eng
     if row["tp"] == "8":  # the same pull requests
         engine = replace(engine, expert_tile=1)
     batch = "max_batch" if row.get("max_batch") else "concurrency"
-    names = {"of": engine, "prompt": count(row, "input_tokens"), "batch": count(row, batch), "min": min}
+    names = {"of": engine.on(chip_of(row)), "dp": script.layout.dp, "min": min}
+    names |= {"prompt": count(row, "input_tokens"), "batch": count(row, batch)}
     generated = inferencex.CATALOG["generated"][name] if script.habits["started"] == "by generator" else {}
     stated = read_words(row.get("engine_settings", ""), SETTINGS, DataError, "engine_settings")
     return engine.having(**script.settings, **formulas(generated, names)).having(**stated)

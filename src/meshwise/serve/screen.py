@@ -141,7 +141,8 @@ def _priced(
     memory = memory_bytes(of, 1.0)
     room = of.usable_bytes - memory["weights"] - memory["working"]
     computed = max(missing_frac * prompt, 1.0)
-    together = max(of.pass_tokens // computed, 1.0)
+    runs = engine.on(cluster.chip, np.where(ep > tp, ranks / tp, 1.0))
+    together = np.maximum(runs.max_tokens // computed, 1.0)
     launched_s = prompt_launches_s(of, engine, computed)
     front_s = engine.front_s + engine.front_token_s * prompt
 

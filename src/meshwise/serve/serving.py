@@ -164,12 +164,12 @@ def serving(
     names = {"prompt": prompt, "output": output, "memory_frac": memory_frac, "engine_ms": 1e3 * engine_s}
     refuse("serving", WorkloadError, model=model, **names)
     crossed = tuple(replace(tower, projectors=()) for tower in model.towers if tower.crossed)
-    runs = (engine or ENGINES["vllm"]).on(cluster.chip)
-    return Serving(
+    found = Serving(
         model=replace(model, towers=crossed), cluster=cluster, mesh=mesh, prompt=prompt, output=output,
         memory_frac=memory_frac, machine=machine, engine_s=engine_s, encoding=encoding(model, mesh, machine),
-        pass_tokens=runs.max_tokens, cuts_prompts=runs.chunks,
     )  # fmt: skip
+    runs = (engine or ENGINES["vllm"]).on(cluster.chip, found.dp // found.engines)
+    return replace(found, pass_tokens=runs.max_tokens, cuts_prompts=runs.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
