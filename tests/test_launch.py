@@ -1,6 +1,7 @@
 """Settings of other frameworks: allowed by their argument lists, complete, and refused where they refuse."""
 
 import ast
+import re
 import subprocess
 from operator import attrgetter
 from pathlib import Path
@@ -146,14 +147,16 @@ def test_serving_spreads_experts_over_all_ranks_and_tells_each_node_of_the_other
     assert set(SERVING) < set(FRAMEWORKS)
 
 
-@pytest.mark.parametrize(("plan", "vllm", "sglang"), table("serving")["formats"])
-def test_formats_of_weights_are_said(plan: str, vllm: str, sglang: str) -> None:
-    """As `--quantization`, or among what is not expressed."""
-    for framework, method in (("vllm", vllm), ("sglang", sglang), ("tensorrt-llm", "")):
-        job = mw.launch("gpt-oss-20b", "b200:8", f"tp=8,{plan}", to=framework, batch=8, seq=4096)
-        found = dict(zip(job.arguments, job.arguments[1:], strict=False))
-        assert found.get("--quantization", "") == method
-        assert method or plan == "dtype=bf16" or any("dtype=" in lost for lost in job.not_expressed)
+@pytest.mark.parametrize(("model", "cluster", "plan", "told", "lost"), table("serving")["told"])
+def test_formats_and_exchanges_are_said(
+    model: str, cluster: str, plan: str, told: list[str], lost: str
+) -> None:
+    """As flags (`--quantization`, what sends tokens to experts), or among what is not expressed."""
+    flags = r"--quantization \S+|--\S*(?:a2a|all2all)\S* \S+|--enable\S*(?:dbo|overlap)"
+    for framework, wanted in zip(SERVING, told, strict=False):
+        job = mw.launch(model, cluster, plan, to=framework, batch=64, seq=4096)
+        assert " ".join(re.findall(flags, " ".join(job.arguments))) == wanted
+        assert wanted or lost in str(job.not_expressed)
 
 
 # --- and back ----------------------------------------------------------------------------------
@@ -202,8 +205,7 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     assert [one.plan for one in found] == [plan, plan]
     assert [(one.batch, one.seq, one.microbatch) for one in found] == [(128, 8192, 2)] * 2
     assert found[0].model.ffn_hidden == mw.find_model("llama3-8b").ffn_hidden
-    assert all("recipe" in sentence for sentence in found[0].unread)
-    assert found[0].unread
+    assert found[0].unread and all("recipe" in sentence for sentence in found[0].unread)
 
 
 SAID, FIXED = {"megatron-lm": tuple(CHOICES)} | WRITTEN["said"], WRITTEN["fixed"]
@@ -265,8 +267,7 @@ def test_what_is_written_is_priced_again(
     meshwise: Any, model: str, plan: str, to: str, code: int, says: tuple[str, ...]
 ) -> None:
     """It costs what was asked unless `not_expressed` says why not; a job that does not fit ends with 1."""
-    words = ("launch", model, "--cluster", CLUSTER, "--plan", plan, "--batch", "64")
-    words += ("--seq", "4096", "--to", to)
+    words = ("launch", model, "--plan", plan, *f"--cluster {CLUSTER} --batch 64 --seq 4096 --to {to}".split())
     shown = meshwise(*words)
     assert shown.code == code
     assert all(text in shown.out for text in ("as written: ", *says))

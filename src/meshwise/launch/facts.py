@@ -45,6 +45,7 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
         "num_gpus": cluster.num_chips,
         "chip": cluster.chip.name,
         "has_experts": model.moe is not None,
+        "num_chosen": model.moe and model.moe.computed,
         "redundant_experts": (model.moe and model.moe.copies) or None,
     }
     sizes = layers_of_chunks(model, mesh)
