@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import meshwise as mw
 from data_tables import table
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.serve import measured
@@ -139,9 +140,8 @@ def test_printed_passes_are_those_of_the_engine(meshwise: Any) -> None:
     """vLLM reads an 8-bit cache on Hopper like one of 16 bits, and pads 33 sequences to 40."""
     base = "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1,kv_dtype=fp8 --sequences 33,40"
     load = ("--prompt", "4000", "--output", "200", "--concurrency", "4", "--json")
-    vllm, trtllm = (
-        meshwise(*base.split(), *load, "--engine", name).document["passes"] for name in ("vllm", "trtllm")
-    )
+    words = (*base.split(), *load, "--engine")
+    vllm, trtllm = (meshwise(*words, name).document["passes"] for name in ("vllm", "trtllm"))
     bare = meshwise(*base.split(), *load[:4], "--json").document["passes"]
     times = tabulate(server(prompt=4000, output=200, kv_dtype="fp8"), ENGINES["vllm"], 4200, 40)
     for a, b, c in zip(vllm, trtllm, bare, strict=True):
@@ -258,17 +258,19 @@ def test_pools_decode_what_their_recipe_states() -> None:
 
 def test_lengths_are_drawn_around_the_stated_means(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    prompt, output = Lengths(2000, 100, sigma=0.5).draw(40_000, rng)
-    assert np.mean(prompt) == pytest.approx(2000, rel=0.02)
-    assert np.mean(output) == pytest.approx(100, rel=0.02)
-    assert np.log(prompt).std() == pytest.approx(0.5, rel=0.02)
-    assert min(Lengths(1, 1, sigma=2.0).draw(1000, rng)[1]) == 1
+    drawn = Lengths(2000, 100, sigma=0.5).draw(40_000, rng)
+    assert np.mean((drawn.prompt, drawn.output), axis=1) == pytest.approx([2000, 100], rel=0.02)
+    assert np.log(drawn.prompt).std() == pytest.approx(0.5, rel=0.02)
+    assert min(Lengths(1, 1, sigma=2.0).draw(1000, rng).output) == 1
+    load: Any = {"prompt": 1024, "output": 512, "rate": 3.0, "length_sigma": 0.7, "num_requests": 500}
+    cut = mw.serve("llama2-7b", "h100-80g-sxm:1", "tp=1", **load).load
+    assert cut.requests.longest <= 4096 and "were drawn again" in cut.notes[-1]
     (tmp_path / "lengths.csv").write_text("prompt,output\n700,9\n50,90\n")
     found = read_requests(tmp_path / "lengths.csv")
     assert not found.arrival_s
-    load = traffic(2048, 256, rate=3.0, trace=found, num_requests=500)
-    assert len(load.arrival_s) == 500
-    assert set(zip(load.prompt, load.output, strict=True)) == {(700, 9), (50, 90)}
+    asked = traffic(2048, 256, rate=3.0, trace=found, num_requests=500)
+    assert len(asked.arrival_s) == 500
+    assert set(zip(asked.prompt, asked.output, strict=True)) == {(700, 9), (50, 90)}
     with pytest.raises(MeshwiseError, match="give rate or concurrency"):
         traffic(2048, 256, trace=found)
 

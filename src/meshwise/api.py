@@ -536,7 +536,7 @@ def serve(
     load = traffic(
         prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
         burstiness=burstiness, length_ratio=length_ratio, length_sigma=length_sigma,
-        shared_prefix=shared_prefix, turns=sessions,
+        shared_prefix=shared_prefix, turns=sessions, most=architecture.max_seq,
         rates=None if rates is None else read_rates(Path(rates)),
     )  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)

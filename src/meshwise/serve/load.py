@@ -29,11 +29,11 @@ def traffic(
     prompt: int, output: int, *, rate: float | None = None, concurrency: int | None = None,
     trace: Requests | None = None, num_requests: int | None = None, burstiness: float | None = None,
     length_ratio: float | None = None, length_sigma: float | None = None, shared_prefix: int | None = None,
-    turns: Turns | None = None, rates: RateCurve | None = None,
+    turns: Turns | None = None, rates: RateCurve | None = None, most: float = math.inf,
 ) -> Requests | RequestStream | None:  # fmt: skip
     """What is asked for: so many requests or a trace, else a stream of them; None without a load.
 
-    WorkloadError for what contradicts itself.
+    `most`: tokens of a request for which there is a context. WorkloadError for what contradicts itself.
     """
     refuse("lengths", WorkloadError, prompt=prompt, output=output)
     arrives = trace is not None and bool(trace.arrival_s)
@@ -59,7 +59,7 @@ def traffic(
     if arrives or not stated:
         return trace
     pairs = tuple(zip(trace.prompt, trace.output, strict=True)) if trace else ()
-    lengths = Lengths(prompt, output, length_ratio or 1.0, length_sigma or 0.0, pairs)
+    lengths = Lengths(prompt, output, length_ratio or 1.0, length_sigma or 0.0, pairs, most)
     each = turns.turns if turns else 1
 
     def draw(num: int) -> Requests:
@@ -200,7 +200,8 @@ class LoadResult:
         """What a reader should know about the figures."""
         halves = self.window.half_frac.items() if self.window else ()
         return told(
-            "load notes", window=self.window, num=self.simulated.num_preemptions,
+            "load notes", window=self.window, num=self.simulated.num_preemptions, of=self.requests,
+            longest=self.fleet.serving.model.max_seq, drawn=len(self.requests.prompt),
             halves=", ".join(f"{name} +-{half:.0%}" for name, half in halves),
         )  # fmt: skip
 
@@ -396,7 +397,7 @@ def has_room(fleet: Fleet) -> bool:
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:
     """The workers of `fleet`, which has room for a sequence, with the times of their passes."""
     serving = fleet.serving
-    refuse("longest request", WorkloadError, longest=requests.longest, model=serving.model)
+    refuse("longest request", WorkloadError, longest=requests.longest, model=serving.model, of=requests)
     first, transfer_s = None, 0.0
     if fleet.prefill is not None:
         transfer_s = fleet.prefill.cluster.levels[-1].latency_s

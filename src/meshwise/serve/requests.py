@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError, WorkloadError
@@ -44,7 +45,7 @@ class Requests:
     begin with the same blocks share their cache. `block_tokens`: tokens of each, or by name. `kept`: blocks
     that caches hold at the start. `after`: the request of the same session that must end before (-1: none),
     `think_s` how long before. In sessions `concurrency` counts sessions, and only arrivals of their first
-    requests mean something.
+    requests mean something. `redrawn`: requests whose lengths were drawn again, being longer than a context.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +57,7 @@ class Requests:
     kept: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     think_s: tuple[float, ...] = ()
+    redrawn: int = 0
 
     @property
     def longest(self) -> int:
@@ -107,7 +109,8 @@ class Lengths:
     """Tokens of the prompts and outputs of requests that are drawn.
 
     Uniform from `ratio` of the stated tokens to all of them (SGLang's and InferenceX's clients); with `sigma`
-    lognormal around the same mean, the logs spread by that; with `pairs`, one of these.
+    lognormal around the same mean, the logs spread by that, and drawn again where a request has more than
+    `most` tokens; with `pairs`, one of these.
     """
 
     prompt: int
@@ -115,28 +118,35 @@ class Lengths:
     ratio: float = 1.0
     sigma: float = 0.0
     pairs: tuple[tuple[int, int], ...] = ()
+    most: float = math.inf
 
-    def draw(self, num: int, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Prompts and outputs of `num` requests; WorkloadError for more than can be simulated."""
+    def draw(self, num: int, rng: np.random.Generator) -> Requests:
+        """`num` requests that come at no time yet; WorkloadError for more than can be simulated."""
         if num > MOST_REQUESTS:
             raise WorkloadError(f"{num} requests are too many to simulate; the most is {MOST_REQUESTS}")
-        if self.pairs:
-            drawn = np.array(self.pairs)[rng.integers(len(self.pairs), size=num)]
-            return tuple(drawn[:, 0].tolist()), tuple(drawn[:, 1].tolist())
-        return self._draw(self.prompt, num, rng), self._draw(self.output, num, rng)
+        drawn = self._draw(num, rng)
+        longer = first = drawn.sum(0) > self.most
+        while self.sigma and longer.any() and self.prompt + self.output <= self.most:
+            drawn[:, longer] = self._draw(int(longer.sum()), rng)
+            longer = drawn.sum(0) > self.most
+        return Requests(tuple(drawn[0].tolist()), tuple(drawn[1].tolist()), redrawn=int(first.sum()))
 
-    def _draw(self, tokens: int, num: int, rng: np.random.Generator) -> tuple[int, ...]:
+    def _draw(self, num: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """A row of prompts and one of outputs."""
+        if self.pairs:
+            return np.array(self.pairs)[rng.integers(len(self.pairs), size=num)].T
+        means = (self.prompt, self.output)
         if self.sigma:
-            drawn = rng.lognormal(math.log(tokens) - self.sigma**2 / 2.0, self.sigma, num)
-            return tuple(np.maximum(drawn.round(), 1.0).astype(int).tolist())
-        return tuple(rng.integers(max(round(self.ratio * tokens), 1), tokens + 1, num).tolist())
+            logs = [rng.lognormal(math.log(mean) - self.sigma**2 / 2.0, self.sigma, num) for mean in means]
+            return np.maximum(np.round(logs), 1.0).astype(int)
+        return np.array([rng.integers(max(round(self.ratio * of), 1), of + 1, num) for of in means])
 
 
 def at_rate(rate: float, lengths: Lengths, *, num: int, burstiness: float = 1.0) -> Requests:
     """`num` requests, gaps between them drawn, at `rate` a second on average however few they are."""
     rng = np.random.default_rng(SEED)
     second = np.cumsum(rng.gamma(burstiness, 1.0 / (burstiness * rate), num))
-    drawn = Requests(*lengths.draw(num, rng), tuple(second.tolist()))
+    drawn = replace(lengths.draw(num, rng), arrival_s=tuple(second.tolist()))
     if num < 2:
         return drawn
     return replace(drawn, arrival_s=tuple((second * ((drawn.rate or rate) / rate)).tolist()))
@@ -158,7 +168,7 @@ class RateCurve:
             raise WorkloadError(f"{most:.3g} requests are too many to simulate; the most is {MOST_REQUESTS}")
         place = np.cumsum(rng.exponential(1.0, int(most)))
         arrival = np.interp(place[place < expected[-1]], expected, self.second)
-        return Requests(*lengths.draw(arrival.size, rng), tuple((arrival - self.second[0]).tolist()))
+        return replace(lengths.draw(arrival.size, rng), arrival_s=tuple((arrival - self.second[0]).tolist()))
 
 
 class _Rate(msgspec.Struct):
@@ -179,7 +189,7 @@ def read_rates(path: Path) -> RateCurve:
 
 def in_closed_loop(concurrency: int, lengths: Lengths, *, num: int) -> Requests:
     """`num` requests of `concurrency` clients."""
-    return Requests(*lengths.draw(num, np.random.default_rng(SEED)), concurrency=concurrency)
+    return replace(lengths.draw(num, np.random.default_rng(SEED)), concurrency=concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +217,7 @@ def in_sessions(first: Requests, turns: Turns, shared_prefix: int = 0) -> Reques
 
     sessions = [[turn(session, number) for number in range(turns.turns)] for session in range(num)]
     found = _of_sessions(sessions, 0.0 if first.arrival_s else -math.inf, shared_prefix)
-    return replace(found, concurrency=first.concurrency)
+    return replace(found, concurrency=first.concurrency, redrawn=first.redrawn)
 
 
 # --- traces --------------------------------------------------------------------------------------
