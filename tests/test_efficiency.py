@@ -192,10 +192,11 @@ def test_attention_on_tpu_v7_takes_as_long_as_published(seq, qk_dim, v_dim, back
 def test_a_chip_throttles_as_its_watts_and_its_peak_ask_for():
     """GeForce halves the rate of the die, so its limit does not bind; a card of 72 W throttles more."""
 
-    def throttle(name: str) -> float:
-        return eff.constants(find_chip(name)).gemm("bf16").throttle_frac
+    def throttle(name: str, **stated: float) -> float:
+        return eff.constants(replace(find_chip(name), **stated)).gemm("bf16").throttle_frac
 
     assert throttle("rtx-4090") == 0.0 < throttle("l40s") < throttle("l4")
+    assert throttle("rtx-4090", power_watts=0.0) == 0.0  # of one's own card, whose watts are not stated
     assert throttle("h800") == pytest.approx(math.sqrt(throttle("h100-80g-sxm") * throttle("h200-sxm")))
 
 

@@ -126,12 +126,16 @@ def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:
     assert answer.code == 1 and re.search(r"too large: llama3-70b \(50(\.\d)? GB by QLoRA\)", answer.out)
 
 
-@pytest.mark.parametrize("card", ["h200-sxm", "v100"])
-def test_every_open_dense_model_of_the_catalog_is_priced_on_a_card(card: str) -> None:
+PASCAL = str(Path(__file__).parent / "data" / "own_pascal.toml")
+
+
+@pytest.mark.parametrize(("card", "dtype"), [("h200-sxm", "bf16"), ("v100", "fp16"), (PASCAL, "fp32")])
+def test_every_open_dense_model_of_the_catalog_is_priced_on_a_card(card: str, dtype: str) -> None:
     """transformers 5 has experts in one tensor: bitsandbytes leaves it wide, PEFT copies it."""
     found = mw.fit_card(card, methods=["qlora"])
     assert {"gpt-oss-20b", "mixtral-8x7b"} <= found.refused.keys()
     assert all(find_model(name).moe for name in found.refused) and len((*found.runs, *found.refused)) > 25
+    assert {one.run.plan.dtype for one in found.runs} == {dtype}
 
 
 def test_8_bit_adam_of_transformers_has_no_fp32_weights() -> None:

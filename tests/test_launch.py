@@ -406,8 +406,9 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
         assert bool(job.not_expressed) == (framework == "unsloth")
     assert "bnb_4bit_use_double_quant=True" in (text := ast.unparse(scripts["peft"]))
     assert "target_modules='all-linear'" in text  # of models that join layers too
-    several = mw.launch("Qwen/Qwen3-8B", "4090:4", f"{plan},zero=0", to="peft", **words)
+    several = mw.launch("Qwen/Qwen2.5-0.5B", "4090:4", f"{plan},zero=0", to="peft", **words)
     assert "torchrun --nnodes 1 --nproc-per-node 4" in several.command and not several.not_expressed
+    assert '"Qwen/Qwen2.5-0.5B"' in several.files[0].text  # of which the preset's source alone tells
     found = mw.search(
         "Qwen/Qwen3-8B", "4090:4", plan="lora_rank=16,frozen_dtype=int4", to="peft", batch=16, seq=2048
     )

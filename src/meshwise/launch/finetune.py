@@ -12,12 +12,13 @@ from typing import Any
 from meshwise.launch.facts import Facts
 from meshwise.launch.tables import launch_tables
 from meshwise.model.architecture import Model
+from meshwise.model.find import HUB
 
 
 def model_id(model: Model) -> str:
     """Where the weights are: of a preset on the hub, of a config.json beside it; else the model's name."""
     folder = str(Path(model.source).resolve().parent) if model.source.endswith(".json") else model.name
-    return next((alias for alias in model.aliases if "/" in alias), folder)
+    return next((name for name in (*HUB.findall(model.source), *model.aliases) if "/" in name), folder)
 
 
 def peft_script(settings: dict[str, Any], model: Model) -> str:

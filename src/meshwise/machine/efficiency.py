@@ -363,7 +363,7 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     if isinstance(found, GemmEfficiency):
         if not family:
             found = replace(found, tile_s=found.tile_s / _ratio(chip, donors, _core_flop_per_s))
-        if family and chip.power_watts:
+        if family:
             found = replace(found, throttle_frac=_throttle_frac(found, chip, donors))
         if family and chip.name in chips() and num_cores(chips()[chip.name]) <= LARGE_CORES:
             larger = _ratio(chip, donors, lambda one: one.cache_bytes / num_cores(one))
@@ -383,10 +383,13 @@ def _throttle_frac(found: GemmEfficiency, chip: Chip, donors: Sequence[str]) -> 
 
     A core of the donors slows to what its share of their watts sustains; a core of `chip` that computes less
     at its peak, or has more watts, slows less (GeForce halves the peak of one generation's cores).
+    Without a statement of its watts, a core has those of the donors'.
     """
     slowest = 1.0 + THROTTLE_DECADES * found.throttle_frac
-    watts = _ratio(chip, donors, lambda one: (one.power_watts or chip.power_watts) / num_cores(one))
-    slowest *= _ratio(chip, donors, _core_flop_per_s) / chip.flop_per_joule / watts**CLOCK_POWER
+    slowest *= _ratio(chip, donors, _core_flop_per_s) / chip.flop_per_joule
+    if chip.power_watts:
+        watts = _ratio(chip, donors, lambda one: (one.power_watts or chip.power_watts) / num_cores(one))
+        slowest /= watts**CLOCK_POWER
     return max(slowest - 1.0, 0.0) / THROTTLE_DECADES
 
 
@@ -404,8 +407,8 @@ def _ratio(chip: Chip, donors: Sequence[str], of: Callable[[Chip], float]) -> fl
 
 
 def _core_flop_per_s(chip: Chip) -> float:
-    """Peak of one core at 16 bits."""
-    return chip.matrix_peak("bf16" if "bf16" in chip.matrix_flop_per_s else "fp16") / num_cores(chip)
+    """Peak of one core in the dtype that the chip trains in."""
+    return chip.matrix_peak(chip.training_dtype) / num_cores(chip)
 
 
 def on_pcie(levels: Sequence[Level]) -> bool:

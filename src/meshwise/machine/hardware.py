@@ -130,6 +130,12 @@ class Chip:
             raise ClusterError(f"chip {self.name} has no {dtype} units; choose a dtype among {known}")
         return peak
 
+    @property
+    def training_dtype(self) -> str:
+        """bf16 where the matrix units have it, else the faster of fp16 and fp32."""
+        peaks = {"fp16": 0.0} | self.vector_flop_per_s | self.matrix_flop_per_s
+        return "bf16" if "bf16" in self.matrix_flop_per_s else max("fp16", "fp32", key=peaks.__getitem__)
+
     def vector_peak(self, dtype: str) -> float:
         """Peak [FLOP/s] of the vector units for `dtype`; narrower types run at the fp32 rate at least."""
         return self.vector_flop_per_s.get(dtype) or self.vector_flop_per_s["fp32"]

@@ -31,7 +31,7 @@ _FORMATS = NAMES["formats"] | NAMES["formats_of_names"]
 _ACTIVE = re.compile(r"-a\d+(\.\d+)?b$")
 """How a mixture's name ends that says its active parameters, which many leave out."""
 
-_HUB = re.compile(r"huggingface\.co/([^/]+/[^/]+)/blob/main/config\.json$")
+HUB = re.compile(r"huggingface\.co/([^/]+/[^/]+)/blob/main/config\.json$")
 """The name on the hub within the source of a preset: it is an alias."""
 
 
@@ -94,7 +94,7 @@ def _by_letters() -> dict[str, str]:
     names = (
         (alias, name)
         for name, entry in entries
-        for alias in (*_HUB.findall(entry["source"]), *entry.get("aliases", ()), name)
+        for alias in (*HUB.findall(entry["source"]), *entry.get("aliases", ()), name)
     )
     whole = {part: name for alias, name in names for part in _readings(alias)}
     without = {_letters(_ACTIVE.sub("", part)): name for part, name in whole.items()}

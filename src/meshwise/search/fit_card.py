@@ -28,7 +28,7 @@ METHODS = {
     "qlora": "lora_rank=16,optimizer=adam-fp32,frozen_dtype=int4",
 }
 """The plans of each method, of which the first that fits is taken: all weights, with gradients and Adam's
-states in bf16, the states in 8 bits, or all in fp32 (beside fp16); adapters of rank 16 in all linear layers,
+states in bf16, the states in 8 bits, or all in fp32 (in fp16 or fp32); adapters of rank 16 in all linear layers,
 kept in fp32, beside weights in 16 bits; the same beside weights of 4 bits."""
 _OF_ALL = "implementation=huggingface,dtype=%s,loss_chunks=%d,recompute=%s"
 """What all have in common. trl makes logits in tiles: chunks of an eighth of the tokens stand for them."""
@@ -126,7 +126,7 @@ def _open_models(seq: int) -> Iterator[Model]:
 def _best(model: Model, card: Cluster, method: str, batch: int, seq: int, memory_frac: float) -> CardRun:
     """The fastest run that fits into the share of the card's memory; else the smallest."""
     most, tried = memory_frac * card.chip.memory_bytes, []
-    dtype = "bf16" if "bf16" in card.chip.matrix_flop_per_s else "fp16"
+    dtype = card.chip.training_dtype
     for plan in (one for one in METHODS[method].split() if dtype == "bf16" or "bf16" not in one):
         runs = [
             estimate(model, card, parse_plan(f"{plan},{_OF_ALL}" % (dtype, gcd(seq, 8), again)), work)

@@ -81,11 +81,10 @@ def device_from_chip(
     refuse("levels of a device", ClusterError, levels=levels, chip=chip)
     outer = ([level for level in levels[1:] if not level.box_link] or levels[-1:])[0]
     inner = levels[max(levels.index(outer) - 1, 0)]
-    dtype = "bf16" if "bf16" in chip.matrix_flop_per_s else "fp16"
     names = ("name", "memory_bytes_per_s", "memory_bytes", "power_watts")
     rates: dict[str, Any] = {name: getattr(chip, name) for name in names}
     rates |= {"inner_bytes_per_s": 2 * inner.bytes_per_s, "outer_bytes_per_s": 2 * outer.bytes_per_s}
-    peak = 2 * chip.matrix_peak(dtype)
+    peak = 2 * chip.matrix_peak(chip.training_dtype)
     return Device(flop_per_s_8bit=peak, domain_ranks=inner.ranks, utilization=utilization, **rates)
 
 
