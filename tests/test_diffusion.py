@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 
 import meshwise as mw
+from data_tables import table
 from meshwise.estimate.one_plan import model_flop
 from meshwise.model.find import find_model
 from meshwise.model.inputs import with_latent
 from meshwise.model.weights import num_params
 
-PARAMS = {  # totals of the published safetensors; of DiT, arXiv 2212.09748, without its table of positions
-    "dit-xl/2": 675_129_632 - 256 * 1152,
-    "sd3-medium": 2_028_328_000,
-    "flux.1-dev": 11_901_408_320,
-    "hunyuanvideo": 12_821_012_544,
-    "wan2.1-14b": 14_288_491_584,
-    "wan2.1-1.3b": 1_418_996_800,
-}
+PARAMS = table("printed_parameters")["diffusion"]
 TIMES = list(csv.DictReader((Path(__file__).parent / "data/diffusion_times.csv").read_text().splitlines()))
 SMALL: dict[str, Any] = {"frames": 9, "image_size": "640x384"}
 
@@ -56,6 +50,14 @@ def test_a_sampling_is_as_many_forwards_as_it_has_steps() -> None:
     assert steps.step_s == pytest.approx(40 * once.step_s)
     assert sum(steps.time_s.values()) == pytest.approx(steps.step_s)
     assert steps.memory_bytes == once.memory_bytes
+
+
+@pytest.mark.parametrize(("plan", "weights_gb"), [("dtype=fp8", 11.9), ("weight_dtype=int4", 6.64)])
+def test_a_sampling_keeps_weights_in_the_bits_of_the_plan(plan: str, weights_gb: float) -> None:
+    """FLUX.1 has 11.9 G weights; SVDQuant's INT4 of it 6.64 GB (model card), with its branch of 16 bits."""
+    narrow, wide = (sample("flux", "4090:1", one, batch=1, image_size="1024x1024") for one in (plan, ""))
+    assert narrow.memory_bytes["weights"] / 1e9 == pytest.approx(weights_gb, rel=0.06)
+    assert narrow.fits and not wide.fits and narrow.step_s < wide.step_s
 
 
 @pytest.mark.parametrize(

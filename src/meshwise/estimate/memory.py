@@ -150,8 +150,8 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
         )
         return where(is_shard, share, 1.0) * (dense + experts)
 
-    params, quantized = (shard(name, STAGES.weights) for name in ("params", "quantized"))
-    weights = Held(params, quantized=quantized).bytes(mesh)
+    kept = {name: shard(name, STAGES.weights) for name in ("params", "quantized", "in_matrices")}
+    weights = Held(**kept).bytes(mesh)
     copies = where(mesh.zero >= 3, overheads.sharded_copies, 1.0) * overheads.weight_copies
     if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS and anywhere(copies < 1.0):
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)

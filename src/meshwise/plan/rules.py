@@ -110,7 +110,7 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
     if mesh.serves:
         known = ENGINE_KEYS + (PROMPT_KEYS if mesh.kind == "prefill" else ())
         unknown = tuple(key for key in KEYS if key not in known)
-    for key in unknown:
+    for key in (key for key in unknown if (mesh.kind, key) != ("sampling", "weight_dtype")):
         default, value = DEFAULTS[key], getattr(mesh.plan, key)
         is_stated = sizes[key] != number_of(key, default) if key in sizes else value != default
         shown = KEYS[key].show(value) if value != default else ""

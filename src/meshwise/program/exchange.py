@@ -31,7 +31,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import GRID_AXES, Cut
-from meshwise.program.op import Op, collective
+from meshwise.program.op import Op, collective, precision
 
 Column = tuple[float, float, float, float]
 """1 where a tensor is held as shards, for each ZeRO stage."""
@@ -80,7 +80,8 @@ def grad_bytes(mesh: Mesh) -> float:
 class Held(NamedTuple):
     """Weights on one rank: how many, and how many of them train, or are kept in the plan's `frozen_dtype`.
 
-    Of those that train, `in_matrices` of blocks, which Muon orthogonalizes in `newton_schulz_flop`.
+    Of those that train, `in_matrices` of blocks, which Muon orthogonalizes in `newton_schulz_flop`, and which
+    a sampling keeps as its matmuls read them.
     """
 
     params: Num = 0.0
@@ -91,9 +92,12 @@ class Held(NamedTuple):
 
     def bytes(self, mesh: Mesh) -> Num:
         """What they take where they are held, and as they are gathered."""
-        few = mesh.plan.frozen_dtype
-        spared = 0.0 if few is None else weight_bytes(mesh) - DTYPE_BYTES[few]
-        return weight_bytes(mesh) * self.params - spared * self.quantized
+        wide, plan = weight_bytes(mesh), mesh.plan
+        if mesh.kind == "sampling":
+            few, narrow = precision(plan.dtype, plan.weight_dtype).weight_bytes, self.in_matrices
+        else:
+            few, narrow = DTYPE_BYTES.get(plan.frozen_dtype or "", wide), self.quantized
+        return wide * self.params - (wide - few) * narrow
 
 
 def replicas(mesh: Mesh, *, of_experts: bool) -> tuple[Num, Num]:

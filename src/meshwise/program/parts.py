@@ -15,7 +15,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
 from meshwise.program.implementation import loss_of
 from meshwise.program.op import Op, precision
-from meshwise.program.serving import serving_block, serving_embed, serving_head
+from meshwise.program.serving import as_kept, serving_block, serving_embed, serving_head
 from meshwise.program.vocabulary import embed, head
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -65,7 +65,7 @@ def parts(model: Model, cut: Cut) -> dict[str, list[Op]]:
     serves = cut.kind in SERVING
     first, middle, last = (serving_embed, serving_block, serving_head) if serves else (embed, block, head)
     kinds = zip(layer_names(model), layer_kinds(model), strict=True)
-    blocks = {name: middle(model, cut, kind) for name, kind in kinds}
+    blocks = {name: as_kept(middle(model, cut, kind), cut) for name, kind in kinds}
     return {EMBEDDING: first(model, cut), **blocks, HEAD: last(model, cut)}
 
 

@@ -61,6 +61,11 @@ def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     if model.mla is not None and model.mla.q_lora_rank and layer.mixer == "attention":
         form = Precision() if "qkv" in cut.wide_modules else cut.precision
         ops = _side_by_side(ops, "q_down", "kv_down", form)
+    return ops
+
+
+def as_kept(ops: list[Op], cut: Cut) -> list[Op]:
+    """`ops` with weights in the bits in which they are kept, where those are fewer than the matmuls'."""
     if cut.precision.weight_bytes == cut.precision.operand_bytes:
         return ops
     return [op if is_wide(op, cut) else _narrow(op, cut.precision) for op in ops]

@@ -28,7 +28,7 @@ METHODS = {
     "qlora": "lora_rank=16,optimizer=adam-fp32,frozen_dtype=int4",
 }
 """The plans of each method, of which the first that fits is taken: all weights, with gradients and Adam's
-states in bf16, the states in 8 bits, or all in fp32 (in fp16 or fp32); adapters of rank 16 in all linear layers,
+states in bf16, the states in 8 bits, or all in fp32 (no bf16); adapters of rank 16 in all linear layers,
 kept in fp32, beside weights in 16 bits; the same beside weights of 4 bits."""
 _OF_ALL = "implementation=huggingface,dtype=%s,loss_chunks=%d,recompute=%s"
 """What all have in common. trl makes logits in tiles: chunks of an eighth of the tokens stand for them."""
