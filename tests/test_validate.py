@@ -6,6 +6,7 @@ import runpy
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as restated
 
+import meshwise as mw
 from data_tables import table
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import is_held_out, summarize
@@ -28,7 +30,7 @@ from meshwise.calibrate.validate import Validation, estimate_run, validate
 from meshwise.cli.measurements import RUN_FILES
 from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.core.files import csv_text
-from meshwise.estimate.intervals import spreads, unmeasured
+from meshwise.estimate.intervals import Interval, spreads, unmeasured
 from meshwise.estimate.one_plan import estimate
 from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.machine.overheads import SOFTWARE, find_overheads
@@ -36,6 +38,8 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.report import validation as report
+from meshwise.rl.framework import interval_of as rl_interval
+from meshwise.serve.engine import interval_of as serving_interval
 
 WRONG = table("wrong_inputs")
 
@@ -374,6 +378,26 @@ def test_what_was_never_measured_is_told_by_aspect() -> None:
     for cluster, plan, missing, of_memory in table("tables")["validate"]["never_measured"]:
         of = find_cluster(cluster), parse_plan(plan)
         assert [{*unmeasured(name, *of)} for name in ("step_s", "memory_bytes")] == [{*missing}, {*of_memory}]
+
+
+def test_what_was_not_measured_widens_every_interval() -> None:
+    """A network by the share of the step that waits for it; servers and post-training by their chips."""
+    cluster = find_cluster("h100-80g-sxm:64")
+    node, link = cluster.levels[:2]
+
+    def between(kind: str) -> Interval:
+        over = replace(cluster, levels=(node, replace(link, name=kind)))
+        found = mw.estimate("llama3-8b", over, "zero=3", batch=64)
+        return found.interval("step_s", found.step_s)
+
+    assert "over" not in between("efa").reason and "over tcp-25g" in between("tcp-25g").reason
+    assert between("tcp-25g").p90 / between("tcp-25g").p10 > between("efa").p90 / between("efa").p10
+    near, far, new = map(find_chip, ("h100-80g-sxm", "h100-96g-sxm", "vr200"))
+    ends = [rl_interval(1.0, "split", chip).p90 for chip in (near, far, new)]
+    assert ends == sorted({*ends})
+    of_server = partial(serving_interval, "tpot_s", 1.0, "room in the cache")
+    ends = [of_server(near, "aiconfigurator").p90, *(of_server(chip).p90 for chip in (near, far, new))]
+    assert ends == sorted({*ends}) and ends[0] < 1.3
 
 
 def test_few_sources_say_little_about_the_next() -> None:

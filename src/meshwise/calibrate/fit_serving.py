@@ -170,7 +170,9 @@ def _larger(name: str, times: PassTimes) -> PassTimes:
 
 def serving_toml(found: ServingFit) -> str:
     """The catalog file as text."""
-    sections: dict[str, dict[str, Any]] = {"constants": msgspec.structs.asdict(found.constants)}
+    chips = sorted({measured.chip_name({"system": case.system}) for case in found.cases})
+    sections: dict[str, dict[str, Any]] = {"measured": {"chips": chips}}
+    sections |= {"constants": msgspec.structs.asdict(found.constants)}
     for quantity, by_regime in found.spreads.items():
         for regime, spread in by_regime.items():
             sections[f'spreads.{quantity}."{regime}"'] = msgspec.structs.asdict(spread)

@@ -356,8 +356,10 @@ def _latencies(row: Row, load: LoadResult | None) -> Iterator[dict[str, Any]]:
     predicted = measured.predicted(row, load) if load else {}
     regime, chip = measured.regime_of(row, load), measured.chip_name(row)
     for quantity, seen in measured.measured(row, load).items():
-        value = predicted.get(quantity)
-        between = interval_of(quantity, value, load.regime) if load and value else None
+        value, between = predicted.get(quantity), None
+        if load and value:
+            of = load.regime, measured.chip_of(row), row.get("source", "")
+            between = interval_of(quantity, value, *of)
         values = {"measured": seen, "predicted": value, "interval": between}
         yield values | {"quantity": quantity, "chip": chip, "regime": regime}
 
@@ -380,11 +382,15 @@ def _phases(row: Row, solved: tuple[dict[str, float], ...] | None) -> Iterator[d
     regime = {"kind": row.get("mode_kind", ""), "framework": row.get("software", "")}
     for quantity, seen in measured_rl.measured(row).items():
         value, other = (found.get(quantity) for found in solved or ({}, {}))
-        near, far = (rl_interval(one, row["mode_kind"]) if one else None for one in (value, other))
+        near, far = (_rl_interval(row, one) if one else None for one in (value, other))
         yield {
             **{"quantity": quantity, "chip": row.get("chip", ""), "measured": seen, "predicted": value},
             **{"interval": near, "left_out": other, "left_out_interval": far, "regime": regime},
         }
+
+
+def _rl_interval(row: Row, value: float) -> Interval:
+    return rl_interval(value, row["mode_kind"], find_chip(row["chip"]))
 
 
 _TABLES: dict[tuple[str, ...], tuple[Callable[[Row], Any], Cells]] = {

@@ -21,18 +21,20 @@ of the aspect, each chip (generation, ...) counting once. Distances are independ
 
 The widths of their regimes are here those that the other runs tell. Where runs are predicted no worse without
 their like (d = 0), nothing measured tells how much wider the interval should be: it is that of measured runs,
-and says so. What an aspect of a step measured may be new to memory, which fewer sources state.
+and says so. What an aspect of a step measured may be new to memory, which fewer sources state. A kind of
+network that was not measured counts by the share of the step that waits for it. Servers and post-training,
+measured on few chips, take the distances of chips and generations from training.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import msgspec
 
 from meshwise.core.files import read_catalog
-from meshwise.machine.hardware import Cluster
+from meshwise.machine.hardware import Chip, Cluster, chips
 from meshwise.machine.overheads import measured_as
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import NARROW_DTYPES, Plan
@@ -69,11 +71,15 @@ class Spread(msgspec.Struct, frozen=True):
     num_runs: int
     num_sources: int
 
-    def around(self, value: float, what: str, source: str) -> Interval:
-        """Between which values a measurement of the prediction `value` lies, 8 times of 10."""
+    def around(self, value: float, what: str, source: str, far: Mapping[str, float]) -> Interval:
+        """Between which values a measurement of the prediction `value` lies, 8 times of 10.
+
+        `far`: what was not measured of it, each with its distance.
+        """
         sources = f"{self.num_sources} {source}{'s' * (self.num_sources != 1)}"
-        reason = f"judging by {self.num_runs} {what} of {sources}, none by its own"
-        return Interval(p10=value * self.p10, p90=value * self.p90, reason=reason)
+        reason = f"judging by {self.num_runs} {what} of {sources}, none by its own{_told(far)}"
+        low, high = (math.hypot(math.log(end), *far.values()) for end in (self.p10, self.p90))
+        return Interval(p10=value * math.exp(-low), p90=value * math.exp(high), reason=reason)
 
 
 class Spreads(msgspec.Struct, frozen=True):
@@ -100,6 +106,9 @@ def regimes(quantity: str, model: Model, cluster: Cluster, plan: Plan) -> list[s
     return [kind + narrow, *([f"more than {LARGE:,} GPUs"] if cluster.num_chips > LARGE else [])]
 
 
+NETWORK = math.log(2.0)
+"""Distance of a kind of network: training reaches 0.27 to 1 of the links of those measured
+(`overheads.toml`), of which the 90th percentile is a factor of 2 from the mean."""
 SCALES = (8, 128, 1_000, 4_000)
 """GPUs up to which runs are of one scale."""
 
@@ -129,27 +138,50 @@ def unmeasured(quantity: str, cluster: Cluster, plan: Plan, among: Spreads | Non
     return {name: what for name, what in missing.items() if name not in implied}
 
 
+def far_chip(chip: Chip, measured: Collection[str]) -> dict[str, float]:
+    """What of `chip` was not among those `measured`, with its distance in steps of training."""
+    alike = {chips()[name].generation for name in measured}
+    name, what = (
+        ("chip", chip.name) if chip.generation in alike else ("generation", f"{chip.generation} chips")
+    )
+    return {} if chip.name in measured else {f"on {what}": _distance(spreads().step_s, name)}
+
+
+def _distance(table: Mapping[str, Spread], aspect: str) -> float:
+    return max(math.log(table[UNMEASURED + name].p90) for name in (aspect, *IMPLIED.get(aspect, ())))
+
+
+def _told(far: Mapping[str, float]) -> str:
+    """What was not measured, as the end of a sentence."""
+    found = ""
+    for is_wider, how in ((True, "wider because"), (False, "that of measured runs, not wider, although")):
+        if told := [what for what, distance in far.items() if (distance > 0.0) == is_wider]:
+            found += f"; {how} no run was measured {', nor '.join(told)}"
+    return found
+
+
 def interval_of(
     quantity: str, value: float, model: Model, cluster: Cluster, plan: Plan,
-    *, is_training: bool = True, among: Spreads | None = None,
+    *, is_training: bool = True, on_links_frac: float = 0.0, among: Spreads | None = None,
 ) -> Interval:  # fmt: skip
-    """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes) of a step."""
+    """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes) of a step.
+
+    `on_links_frac`: the share of it that waits for a network of a kind that was not measured.
+    """
     table: Mapping[str, Spread] = getattr(among or spreads(), quantity)
-    missing = unmeasured(quantity, cluster, plan, among) if is_training else {"generation": "of a pass alone"}
+    missing = [*unmeasured(quantity, cluster, plan, among).items()]
+    missing += [] if is_training else [("generation", "of a pass alone")]
     known = {name: spread for name, spread in table.items() if not name.startswith(UNMEASURED)}
     found = regimes(quantity, model, cluster, plan)
     used = {name: known[name] for name in found if name in known} or known
-    factors = {
-        what: max(table[UNMEASURED + name].p90 for name in (aspect, *IMPLIED.get(aspect, ())))
-        for aspect, what in missing.items()
-    }
+    far = {what: _distance(table, aspect) for aspect, what in missing}
+    if on_links_frac:
+        far[f"over {cluster.levels[-1].name}"] = on_links_frac * NETWORK
     width = max(math.log(spread.p90) for spread in used.values())
-    factor = math.exp(math.hypot(width, *map(math.log, factors.values())))
+    factor = math.exp(math.hypot(width, *far.values()))
     runs = ", ".join(
         f"{spread.num_runs} runs of {spread.num_sources} sources ({name})" for name, spread in used.items()
     )
     reason = f"8 of 10 measurements fall between p10 and p90, judging by {runs}, none by its own source"
-    for is_wider, how in ((True, "wider because"), (False, "that of measured runs, not wider, although")):
-        if told := [what for what, p90 in factors.items() if (p90 > 1.0) == is_wider]:
-            reason += f"; {how} no run was measured {', nor '.join(told)}"
+    reason += _told(far)
     return Interval(p10=value / factor, p90=value * factor, reason=reason)

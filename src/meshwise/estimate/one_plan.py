@@ -99,7 +99,12 @@ class Estimate(Shown):
 
     def interval(self, quantity: str, value: float) -> Interval:
         """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes)."""
-        return interval_of(quantity, value, self.model, self.cluster, self.plan, is_training=self.trains)
+        of = self.model, self.cluster, self.plan
+        on_links_frac = 0.0
+        if quantity == "step_s" and any("outer.link" in names for names in self.inherited.values()):
+            on_links_s = sum(s for part, s in self.time_s.items() if part.startswith("comm_"))
+            on_links_frac = on_links_s / self.step_s
+        return interval_of(quantity, value, *of, is_training=self.trains, on_links_frac=on_links_frac)
 
     @property
     def tokens_per_s(self) -> float:

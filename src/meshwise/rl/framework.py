@@ -6,8 +6,8 @@ import msgspec
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
-from meshwise.estimate.intervals import Interval, Spread
-from meshwise.machine.hardware import Cluster
+from meshwise.estimate.intervals import Interval, Spread, far_chip
+from meshwise.machine.hardware import Chip, Cluster
 
 OVERLAPPED = ("one_step_off", "async")
 """Modes in which both pools work at the same time."""
@@ -71,6 +71,7 @@ class RlCatalog(msgspec.Struct, frozen=True):
 
     frameworks: Sequence[RlFramework]
     transports: Mapping[str, Transport]
+    measured: Mapping[str, Sequence[str]]
     spreads: Mapping[str, Spread]
     usual: Mapping[str, str]
 
@@ -109,7 +110,7 @@ def find_transport(name: str) -> Transport:
     return known[name]
 
 
-def interval_of(value: float, mode: str) -> Interval:
+def interval_of(value: float, mode: str, chip: Chip) -> Interval:
     """Between which values a measurement of the prediction lies, 8 times of 10; phases as the step."""
     spread = CATALOG.spreads["overlapped" if mode in OVERLAPPED else "in turn"]
-    return spread.around(value, "measured steps", "source")
+    return spread.around(value, "measured steps", "source", far_chip(chip, CATALOG.measured["chips"]))

@@ -83,7 +83,7 @@ class RlStep:
     @property
     def step_s_interval(self) -> Interval | None:
         """10th and 90th percentile of what a measured step would take."""
-        return None if self.step_s is None else interval_of(self.step_s, self.job.mode)
+        return None if self.step_s is None else interval_of(self.step_s, self.job.mode, self.job.cluster.chip)
 
     @property
     def draws_frac(self) -> float | None:

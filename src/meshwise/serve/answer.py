@@ -15,6 +15,7 @@ from meshwise.core.files import write_files
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse, told
 from meshwise.core.units import MOST_STATED, positive
+from meshwise.estimate.intervals import interval_of
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.capacity import autoscaled
@@ -139,6 +140,12 @@ class ServingAnswer(Shown):
         return told("graph notes", engine=engine, largest=largest, each=each, is_launched=is_launched)
 
     @property
+    def _interval_note(self) -> str:
+        of = self.serving.model, self.serving.cluster, self.serving.mesh.plan
+        found = interval_of("step_s", 1.0, *of, is_training=False)
+        return f"interval: {found.p10:.2f} to {found.p90:.2f} times the time of a pass; {found.reason}"
+
+    @property
     def _engine(self) -> Engine | None:
         return self.load.engine.on(self.serving.cluster.chip) if self.load else None
 
@@ -156,7 +163,7 @@ class ServingAnswer(Shown):
             "first_token_kernels_s": est.first_token_kernels_s(of),
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,
             "encoding": self._encoding,
-            "notes": [*est.notes(of), *self._graph_notes, *(load.notes if load else ())],
+            "notes": [*est.notes(of), *self._graph_notes, *(load.notes if load else [self._interval_note])],
         }
         if not self.has_layout:
             document |= dict.fromkeys(document.keys() - {"model", "prompt", "output", "passes", "notes"})

@@ -10,6 +10,7 @@ import numpy as np
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse, told
 from meshwise.cost.power import chip_watts, node_watts
+from meshwise.estimate.intervals import Interval
 from meshwise.estimate.token_budget import usd_per_gpu_hour
 from meshwise.machine.hardware import Cluster, host_bytes_per_s
 from meshwise.model.weights import num_active_params
@@ -199,9 +200,11 @@ class LoadResult:
     def notes(self) -> list[str]:
         """What a reader should know about the figures."""
         halves = self.window.half_frac.items() if self.window else ()
+        first, later = (self._interval(name, 1.0) for name in ("ttft_s", "tpot_s"))
         return told(
             "load notes", window=self.window, num=self.simulated.num_preemptions, of=self.requests,
             longest=self.fleet.serving.model.max_seq, drawn=len(self.requests.prompt),
+            first=first, later=later,
             halves=", ".join(f"{name} +-{half:.0%}" for name, half in halves),
         )  # fmt: skip
 
@@ -216,6 +219,7 @@ class LoadResult:
             "tpot_s": statistics(served.tpot_s, percentile),
             "output_tokens_per_s_per_gpu": self.output_tokens_per_s / self.mean_chips,
         }
+        between = {name: self._interval(name, value) for name, value in figures.items()}
         return {
             "num_gpus": fleet.num_chips,
             "workers": fleet.workers,
@@ -225,7 +229,7 @@ class LoadResult:
             "window": self.window and self.window.to_json(),
             **{name: getattr(self, name) for name in own},
             **figures,
-            **{f"{name}_interval": self._interval(name, value) for name, value in figures.items()},
+            **{f"{name}_interval": one and one.to_json() for name, one in between.items()},
             "e2e_s": statistics(served.last_s - served.sent_s, percentile),
             "goodput_per_s": None if within is None else within * self.requests_per_s,
             "busy_frac": run.busy_s / run.span_s,
@@ -259,10 +263,10 @@ class LoadResult:
         }
         return {name: np.asarray(column).tolist() for name, column in found.items()}
 
-    def _interval(self, name: str, value: float | dict[str, float | None]) -> dict[str, float | str] | None:
+    def _interval(self, name: str, value: float | dict[str, float | None]) -> Interval | None:
         """Between which a measured mean would be, 8 times of 10."""
         mean = value["mean"] if isinstance(value, dict) else value
-        return interval_of(name, mean, self.regime).to_json() if mean else None
+        return interval_of(name, mean, self.regime, self.fleet.serving.cluster.chip) if mean else None
 
 
 def pool_usd_per_hour(cluster: Cluster, workers: float, price: Mapping[str, float]) -> float:
