@@ -26,7 +26,7 @@ from meshwise.calibrate.mend import mends
 from meshwise.calibrate.releases import read_board
 from meshwise.calibrate.robust import LinearMisses, minimise
 from meshwise.calibrate.runs import PROSE, Run, read_runs
-from meshwise.calibrate.validate import Validation, estimate_run, validate
+from meshwise.calibrate.validate import Validation, estimate_run, predict_run, validate
 from meshwise.cli.measurements import RUN_FILES
 from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.core.files import csv_text
@@ -398,6 +398,16 @@ def test_what_was_not_measured_widens_every_interval() -> None:
     of_server = partial(serving_interval, "tpot_s", 1.0, "room in the cache")
     ends = [of_server(near, "aiconfigurator").p90, *(of_server(chip).p90 for chip in (near, far, new))]
     assert ends == sorted({*ends}) and ends[0] < 1.3
+
+
+def test_what_a_run_that_ran_must_have_had_is_told() -> None:
+    """A cell that is filled in is never changed."""
+    run = restated(runs()["kort22-22B-full"], recompute_modules=None)
+    said = {
+        kind: predict_run(restated(run, recompute_kind=kind))[0].approximations for kind in (None, "none")
+    }
+    assert any("priced with recompute=full" in one for one in said[None])
+    assert not any("priced with" in one for one in said["none"])
 
 
 def test_few_sources_say_little_about_the_next() -> None:

@@ -31,6 +31,7 @@ from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.efficiency import Efficiency, constants
 from meshwise.machine.hardware import find_chip
 from meshwise.machine.overheads import Overheads, Tables
+from meshwise.plan.plan import Plan, plan_text
 from meshwise.rl import measured as measured_rl
 from meshwise.rl.framework import interval_of as rl_interval
 from meshwise.rl.step import rl_step
@@ -238,7 +239,8 @@ def predict_run(run: Run) -> list[Prediction]:
             "step_s": (found.step_s, found.step_s_interval, found.time_s),
             "memory_bytes": (bytes_, found.interval("memory_bytes", bytes_), found.memory_bytes),
         }
-        shared |= {"fits": could_run(expressed, found), "approximations": expressed.approximations}
+        taken = _taken(expressed.plans[0], found.plan)
+        shared |= {"fits": could_run(expressed, found), "approximations": expressed.approximations + taken}
     except MeshwiseError as error:
         column = ", column chip" if isinstance(error, ClusterError) and not chip else ""
         shared["reason"] = f"{run.where}{column}: {error}"
@@ -283,6 +285,17 @@ def estimate_run(
         if could_run(expressed, found, overheads):
             break
     return found
+
+
+UNFIT = "as its row says it needs more memory than there is; priced with "
+"""How the approximation begins of a run that took what its row leaves open (`tried` in frameworks.toml)."""
+
+
+def _taken(stated: Plan, plan: Plan) -> tuple[str, ...]:
+    """What `plan` has that the plan of a row has not, in a sentence."""
+    known, words = (plan_text(replace(one, imbalance=1.0)).split(",") for one in (stated, plan))
+    taken = [word for word in words if word not in known]
+    return (UNFIT + ",".join(taken),) if taken else ()
 
 
 def could_run(expressed: Expressed, found: Estimate, overheads: Overheads | None = None) -> bool:

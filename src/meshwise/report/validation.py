@@ -21,7 +21,7 @@ from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_server import ServerFit
 from meshwise.calibrate.fit_serving import ServingFit
 from meshwise.calibrate.fit_steps import StepFit
-from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
+from meshwise.calibrate.validate import UNFIT, Prediction, Validation, coverage_frac
 from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog
@@ -95,6 +95,19 @@ def asked_parts(validation: Validation) -> Iterator[Section]:
             yield records_table("", found, TABLES[name], no_wrap=False) if found else _NONE_OF[name]
 
 
+def fits_text(rows: Sequence[Prediction]) -> str:
+    """How many runs that ran fit; "" where none is a run of training."""
+    runs = {row.id: row for row in rows if row.fits is not None}
+    if not runs:
+        return ""
+    fit = [row for row in runs.values() if row.fits]
+    taken = [row for row in fit if any(one.startswith(UNFIT) for one in row.approximations)]
+    return (
+        f"Memory: {len(fit)} of {len(runs)} runs fit, {len(taken)} of them priced "
+        "with what they need for that and their rows leave open (see `approximations` of `--json`)."
+    )
+
+
 def order_text(rows: Sequence[Prediction]) -> str:
     """How much slower than the measured best the plans are that we rank first; "" where none compete."""
     pairs = ([(row.measured or 0.0, row.predicted or 0.0) for row in group] for group in held.competing(rows))
@@ -129,7 +142,8 @@ def parts(validation: Validation, *, num_worst: int = 10) -> Iterator[Section]:
         title = TITLES.get(quantity, quantity)
         tables += [error_table(title, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
     yield from (table for table in tables if table.rows)
-    yield Text("Order", list(filter(None, [order_text(validation.of("step_s"))])))
+    said = fits_text(validation.rows), order_text(validation.of("step_s"))
+    yield Text("Order", list(filter(None, said)))
     yield from asked_parts(validation)
     yield from (table for table in [reasons_table(validation.rows)] if table.rows)
 
