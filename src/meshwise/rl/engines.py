@@ -51,6 +51,7 @@ def rollout_pool(
 
     Its engines are called in process: no server is in between.
     """
+    engine = engine.on(serving.cluster.chip, serving.dp // serving.engines)
     engine = replace(engine, front_s=0.0, front_token_s=0.0, reply_s=0.0)
     tokens = cache_tokens(serving)
     if tokens < rollouts.longest * serving.groups:
