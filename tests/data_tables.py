@@ -12,6 +12,15 @@ def table(name: str) -> Any:
     return tomllib.loads((DATA / f"{name}.toml").read_text())
 
 
+def values(name: str) -> dict[str, tuple[Any, ...]]:
+    """Values of keys of a plan; one that is a list is a tuple, "unset" is None."""
+
+    def read(one: Any) -> Any:
+        return tuple(one) if isinstance(one, list) else None if one == "unset" else one
+
+    return {key: tuple(map(read, of)) for key, of in table("key_values")[name].items()}
+
+
 def lines(name: str) -> list[Any]:
     return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table
+from data_tables import table, values
 from meshwise.calibrate.express import ENTRIES
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
@@ -53,20 +53,7 @@ def test_a_value_that_is_not_allowed_is_refused() -> None:
 
 OF_VALUES = ("sp", "cp", "vpp", "zero", "zero_group", "recompute", "loss_fusion", "grad_dtype", "attention")
 OF_VALUES += ("offload_optimizer", "overlap_dp", "overlap_tp", "overlap_pp", "ep", "dispatch")
-CHOICES = {key: VALUES[key] for key in OF_VALUES} | {
-    "tp": (1, 2, 4, 8),
-    "cp_kind": ("ring", "ulysses", "all_gather"),
-    "pp": (1, 2, 4),
-    "schedule": ("1f1b", "gpipe", "zb-v"),
-    "recompute_layers": (None, 2),
-    "recompute_every": (1, 4),
-    "loss_chunks": (1, 8),
-    "recompute_modules": ((), ("core_attn", "mlp"), ("layernorm",), ("per_op",)),
-    "dtype": ("bf16", "fp16", "fp32", "fp8"),
-    "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd"),
-    "etp": (None, 1),
-    "placement": (("tp", "cp", "dp", "pp"), ("tp", "cp", "pp", "dp")),
-}
+CHOICES = {key: VALUES[key] for key in OF_VALUES} | values("launched")
 
 
 @st.composite
@@ -136,7 +123,7 @@ def test_serving_spreads_experts_over_all_ranks_and_tells_each_node_of_the_other
     )
     of, other = (dict(zip(job.arguments, job.arguments[1:], strict=False)) for job in (vllm, sglang))
     assert "--enable-expert-parallel" in of and of["--max-num-seqs"] == "128"
-    told = ("--tp-size", "--attn-dp-size", "--max-running-requests", "--nnodes")
+    told = ("--tp-size", "--dp-size", "--max-running-requests", "--nnodes")
     assert [other[name] for name in told] == ["16", "2", "256", "2"]
     assert "--data-parallel-size-local 1 --data-parallel-start-rank $((SLURM_NODEID * 1))" in vllm.command
     assert "--node-rank $SLURM_NODEID --dist-init-addr $MASTER_ADDR:" in sglang.command
@@ -231,9 +218,8 @@ def test_a_grid_has_what_is_written_whole(framework: str, model: str, data: Any)
 
 def read_back(framework: str, job: Any, folder: Path, cluster: str = CLUSTER) -> Any:
     job.write(folder)
-    names = {"megatron-lm": "megatron_args.txt", "torchtitan": "job.sbatch", "deepspeed": "ds_config.json",
-             "accelerate": "accelerate.yaml"}  # fmt: skip
-    return mw.read_job(folder / names[framework], cluster)
+    names = {"deepspeed": "ds_config.json", "accelerate": "accelerate.yaml"}
+    return mw.read_job(folder / names.get(framework, "job.sbatch"), cluster)
 
 
 @given(st.sampled_from(["megatron-lm", "torchtitan", "deepspeed", "accelerate"]), st.data())
@@ -346,11 +332,9 @@ def test_hosts_start_as_many_ranks_as_they_have_gpus(cluster: str, hosts: str) -
 def test_a_job_is_priced_as_the_software_of_its_framework(tmp_path: Path, framework: str) -> None:
     """The generation that `validate` takes for its runs of today."""
     job = mw.launch("llama3-8b", CLUSTER, "zero=3", to=framework, batch=64, seq=4096)
-    job.write(tmp_path)
-    name = {"deepspeed": "ds_config.json", "accelerate": "accelerate.yaml"}.get(framework, "job.sbatch")
     name_there = "transformers" if framework in ("deepspeed", "accelerate") else framework
     usual = next(entry for entry in ENTRIES if name_there in entry.names and entry.until > "2026-11")
-    assert mw.read_job(tmp_path / name, CLUSTER).plan.software == usual.software
+    assert read_back(framework, job, tmp_path).plan.software == usual.software
 
 
 def test_norms_of_latents_are_told_and_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from data_tables import values
 from meshwise.core.errors import MeshwiseError
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.grid import grids
@@ -21,7 +22,7 @@ from meshwise.model.architecture import Model
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config
 from meshwise.model.inputs import Inputs, with_inputs
-from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, RECOMPUTE, Plan
+from meshwise.plan.plan import CP_KINDS, EVEN, KEYS, RECOMPUTE, Plan
 from meshwise.plan.workload import KINDS, Workload
 from meshwise.program.cut import Cut
 from meshwise.program.op import bytes_of
@@ -42,31 +43,9 @@ EVERY |= {
 }
 CLUSTERS = ("h100-80g-sxm:64", "h100-80g-sxm:256", "a100-80g-sxm:512")
 
-VALUES: dict[str, tuple[Any, ...]] = {
-    "tp": (1, 2, 4, 8, 3), "sp": (None, True, False), "cp": (1, 2, 4), "cp_kind": CP_KINDS,
-    "ulysses": (1, 2), "pp": (1, 2, 4, 8, 16, 7), "vpp": (1, 2, 3), "schedule": SCHEDULES,
-    "stages": (None, EVEN, (17, 15), (20, 28, 20, 28)), "dp": (None, 8, 16), "ep": (1, 2, 8),
-    "etp": (None, 1, 2),
-    "dispatch": ("per_expert", "per_rank"), "layout": ("1d", "2d", "2d-cp", "2.5d", "3d"),
-    "grid": ((), (2, 2), (4, 2)), "panels": (1, 2), "zero": (0, 1, 2, 3), "zero_group": (None, 4, 8),
-    "dispatch_dtype": ("bf16", "fp8"), "act_input_dtype": ("bf16", "fp8"), "head_dtype": ("bf16", "fp8"),
-    "recompute_modules": (("core_attn",), ("moe_act", "mlp"), ("per_op",)),
-    "recompute": RECOMPUTE, "recompute_layers": (None, 1, 3), "dtype": ("bf16", "fp8", "fp32"),
-    "recompute_every": (1, 2, 7), "loss_chunks": (1, 4, 3),
-    "loss_fusion": (None, "none", "kernels", "in_place"),
-    "optimizer": KEYS["optimizer"].names, "grad_dtype": ("fp32", "bf16"),
-    "attention": ("flash", "unfused", "grid"),
-    "optimizer_in_bwd": (False, True),
-    "offload_optimizer": (0.0, 0.5, 1.0), "offload_activations": (0.0, 0.3, 1.0),
-    "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),
-    "overlap_pp": (True, False), "lora_rank": (0, 16), "frozen_dtype": (None, "fp4"),
-    "lora_targets": ((), ("q", "v")), "lora_dropout": (0.0, 0.1), "param_dtype": ("bf16", "fp8"),
-    "tower": ("trained", "frozen"), "tower_dp": (False, True), "tower_recompute": ("", "full"),
-    "kv_dtype": ("bf16", "fp8"), "weight_dtype": (None, "int4"), "expert_dtype": (None, "mxfp4"),
-    "wide_modules": ((), ("qkv", "out")),
-    "imbalance": (1.0, 1.3), "implementation": ("megatron", "huggingface"),
-    "software": ("megatron-2026", "torch-2023"),
-    "placement": (AXES, ("tp", "pp", "dp", "cp")), "microbatch": (1, 2, 3),
+VALUES: dict[str, tuple[Any, ...]] = values("plans") | {
+    "cp_kind": CP_KINDS, "schedule": SCHEDULES, "stages": (None, EVEN, (17, 15), (20, 28, 20, 28)),
+    "recompute": RECOMPUTE, "optimizer": KEYS["optimizer"].names,
 }  # fmt: skip
 """Values of every key of a plan, some of which cannot go together."""
 

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import meshwise as mw
 from ports import own_port
 
 pytestmark = pytest.mark.slow
@@ -73,6 +74,17 @@ def wait_for(environment: dict[str, str], words: tuple[str, ...], wanted: str, s
     while wanted not in (said := ask(environment, *words)):
         assert time.monotonic() < end, f"{' '.join(words)}: {said}"
         time.sleep(0.5)
+
+
+def test_a_job_finds_its_own_file(slurm: dict[str, str], tmp_path: Path) -> None:
+    """From the folder in which `sbatch job/job.sbatch` is said, in a copy elsewhere."""
+    mw.launch("llama3-8b", "h100:1", "", to="tensorrt-llm", batch=8, seq=64).write(tmp_path / "job")
+    (stub := tmp_path / "trtllm-serve").write_text('#!/bin/bash\ncat "${@: -2:1}"\n')
+    stub.chmod(0o755)
+    wait_for(slurm, ("sinfo", "--noheader", "--format=%D %T"), "2 idle", 60)
+    words = f"PATH={tmp_path}:$PATH sbatch --output=job.log --wait job/job.sbatch last"
+    subprocess.run(words, shell=True, env=slurm, cwd=tmp_path, timeout=100, check=True)
+    assert "enable_attention_dp: false" in (tmp_path / "job.log").read_text()
 
 
 def test_the_documented_script_runs_on_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:

@@ -89,8 +89,11 @@ class Launch(Shown):
         return write_files(folder, {file.path: file.text for file in self.files})
 
 
-def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, framework: str) -> Launch:
-    """What starts `plan` on all of `cluster` under `framework`.
+def launch(
+    model: Model, cluster: Cluster, plan: Plan, workload: Workload, framework: str,
+    more: Settings | None = None,
+) -> Launch:  # fmt: skip
+    """What starts `plan` on all of `cluster` under `framework`, with `more` of its settings.
 
     Raises:
         PlanError: The plan does not divide model or cluster, or the framework refuses it.
@@ -107,7 +110,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     facts |= {"mtp_layers": model.mtp_layers, "trained_seq": model.max_seq}
     check(framework, facts)
     settings, lost = write_settings(framework, facts)
-    settings = launch_tables().constants.get(framework, {}) | settings
+    settings = launch_tables().constants.get(framework, {}) | settings | (more or {})
     if settings.get("distributed_type") == "MULTI_GPU":  # plain data parallelism takes no sections of FSDP
         settings = {name: value for name, value in settings.items() if not name.startswith(("fsdp", "para"))}
     if framework == "megatron-bridge":
@@ -118,10 +121,13 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     flags, files, lacks = _forms(framework, settings, model, facts)
     lacks = [*lacks, *told("hosts of a job", cluster=cluster, node=node, num_nodes=facts["num_nodes"])]
     lost |= {sentence: sentence for sentence in lacks}
-    command = _command(framework, flags, model, facts, node)
+    beside = {file.path: f'"${{JOB:-.}}"/{file.path}' for file in files}
+    command = _command(
+        framework, [beside.get(word) or shlex.quote(word) for word in flags], model, facts, node
+    )
     script = File("job.sbatch", _slurm(framework, command, settings, facts["num_nodes"], node))
     if framework in FINETUNING and facts["num_nodes"] == 1:
-        script = File("job.sh", f"#!/bin/bash\nset -euo pipefail\n{command}\n")
+        script = File("job.sh", launch_tables().scripts["shell"] % {"command": command})
     return Launch(
         framework=framework,
         version=framework_arguments(framework).version,
@@ -216,11 +222,11 @@ def _override(value: Any) -> str:
 # --- what is started ---------------------------------------------------------------------------
 
 
-def _command(framework: str, flags: list[str], model: Model, facts: Facts, node: int) -> str:
-    """The line that starts one node."""
+def _command(framework: str, words: list[str], model: Model, facts: Facts, node: int) -> str:
+    """The line that starts one node, of words as the shell reads them."""
     tables = launch_tables()
-    words = " ".join(filter(None, (tables.programs.get(framework), shlex.join(flags))))
-    names = {"words": words, "model": model.name, "num_nodes": facts["num_nodes"], "node": node, "across": ""}
+    line = " ".join(filter(None, (tables.programs.get(framework), *words)))
+    names = {"words": line, "model": model.name, "num_nodes": facts["num_nodes"], "node": node, "across": ""}
     if facts["num_nodes"] > 1 and framework in tables.across_nodes:
         by = f"{framework} dp" if facts["dp"] > 1 else framework
         local = names | {"local_dp": facts["dp"] // facts["num_nodes"]}
@@ -232,5 +238,6 @@ def _command(framework: str, flags: list[str], model: Model, facts: Facts, node:
 def _slurm(framework: str, command: str, settings: Settings, num_nodes: int, node: int) -> str:
     """A batch script: one task on each node, which starts all its GPUs."""
     exports = "".join(f"export {name[1:]}={settings[name]}\n" for name in settings if name[0] == "$")
-    names = {"framework": framework, "num_nodes": num_nodes, "node": node, "exports": exports}
+    folder = launch_tables().scripts["folder"] * ("${JOB" in command)
+    names = {"framework": framework, "num_nodes": num_nodes, "node": node, "exports": folder + exports}
     return launch_tables().scripts["slurm"] % (names | {"command": shlex.quote(command)})
