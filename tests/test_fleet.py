@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import meshwise as mw
+from data_tables import table
 from meshwise.core.errors import DataError
+from meshwise.launch.arguments import framework_arguments, with_version
+from meshwise.serve.engine import SETTINGS
 from meshwise.serve.instance import ServingWorker
+from meshwise.serve.kubernetes import SERVERS
 from meshwise.serve.prefix_cache import Tier
 from meshwise.serve.requests import (
     Lengths,
@@ -30,6 +36,7 @@ from meshwise.serve.router import POLICIES, parse_router
 from meshwise.serve.simulate import Autoscaling, Pools, simulate
 from servers import NO_LIMIT, ONE_AT_A_TIME, on, passes
 
+STATED = table("fleets")
 TURNS = Turns(turns=4, prompt=300, think_s=2.0)
 
 
@@ -76,12 +83,7 @@ def test_each_dp_rank_finds_what_it_has_computed_itself(router: str, times: int)
 
 def test_turns_of_a_trace_come_after_each_other(tmp_path: Path) -> None:
     """As AIPerf replays them: a turn adds its tokens to all before and their answers."""
-    lines = (
-        '{"timestamp": 1000, "session_id": "a", "input_length": 1000, "output_length": 50, "hash_ids":[1,2]}',
-        '{"timestamp": 500, "session_id": "b", "input_length": 700, "output_length": 20, "hash_ids": [1, 3]}',
-        '{"session_id": "a", "delay": 2500, "input_length": 300, "output_length": 30, "hash_ids": [9]}',
-        '{"timestamp": 100000, "input_length": 512, "output_length": 10, "hash_ids": [1]}',
-    )
+    lines = STATED["turns"]
     (tmp_path / "turns.jsonl").write_text("\n".join(lines))
     requests = read_requests(tmp_path / "turns.jsonl")
     assert requests.prompt == (700, 1000, 1350, 512)
@@ -231,6 +233,23 @@ def test_an_autoscaled_fleet_costs_what_its_replicas_live(meshwise: Any) -> None
     assert within["within_limits_frac"] > 0.98
 
 
+@pytest.mark.parametrize("option", STATED["options"])
+def test_no_option_is_dropped(option: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """What changes the figures is in the fleet, in its load, or among what is not expressed."""
+    assert {*STATED["options"]} == {*signature(mw.serve).parameters, *SETTINGS}
+    monkeypatch.chdir(tmp_path)
+    for name, text in STATED["files"].items():
+        Path(name).write_text(text)
+    for case in STATED["options"][option]:
+        without = {key: one for key, one in case.items() if one != "" and key != option}
+        if option in SETTINGS:
+            without["engine"] = case["engine"].partition(",")[0]
+        words = {key: one for key, one in (STATED["base"] | case).items() if one != ""}
+        found = [mw.serve(**one) for one in (words, STATED["base"] | without)]
+        figures = [[one.to_json()[name] for name in ("num_gpus", "ttft_s", "tpot_s")] for one in found]
+        assert figures[0] == figures[1] or found[0].deployment != found[1].deployment, case
+
+
 def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise: Any, tmp_path: Path) -> None:
     sessions = ("--rate", "30", "--turns", "3", "--think-s", "1", "--num-requests", "90", "--workers", "4")
     words = (*BASE, *sessions, "--router", "session", "--autoscale", "utilization=0.5,min=2,max=5")
@@ -256,16 +275,12 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     graph = yaml.safe_load(found["files"]["fleet.yaml"])
     kinds = {one["type"]: one["replicas"] for one in graph["spec"]["components"]}
     assert kinds == {"frontend": 1, "prefill": 2, "decode": 1}
-    limits = {}
-    for one in graph["spec"]["components"][1:]:
-        (container,) = one["podTemplate"]["spec"]["containers"]
-        args = container["args"]
-        words = ("--max-num-seqs", "--max-num-batched-tokens")
-        limits[one["type"]] = tuple(args[args.index(word) + 1] for word in words)
-    assert limits == {"prefill": ("1024", "4096"), "decode": ("64", "8192")}  # each pool has its own
+    pods = [one["podTemplate"]["spec"]["containers"][0]["args"] for one in graph["spec"]["components"][1:]]
+    names = ("--max-num-seqs", "--max-num-batched-tokens")
+    limits = [[args[args.index(name) + 1] for name in names] for args in pods]
+    assert limits == [["1024", "4096"], ["64", "8192"]]  # each pool has its own
     bench = found["commands"][-1].split()
-    words = ("--random-input-len", "--random-range-ratio")
-    mean, ratio = (float(bench[bench.index(word) + 1]) for word in words)
+    mean, ratio = (float(bench[bench.index(f"--random-{of}") + 1]) for of in ("input-len", "range-ratio"))
     assert (mean * (1 - ratio), mean * (1 + ratio)) == pytest.approx((500, 1000), rel=1e-3)
     assert bench[-2:] == ["--goodput", "ttft:90"]
     found = meshwise(*BASE, *pools, "--to", "llm-d", "--json").document["deployment"]
@@ -277,8 +292,19 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     shared = "serve gpt-oss-120b --cluster b200-sxm:4 --plan dp=4,ep=4 --engine sglang,max_tokens=9000"
     flags = meshwise(*shared.split(), "--concurrency", "4", "--num-requests", "8", "--to", "kubernetes").out
     assert "--chunked-prefill-size\n        - '36000'" in flags  # of all dp ranks together
-    words, on = (*pools[6:], "--to", "kubernetes"), (JOB, JOB.replace("h100-80g-sxm", "mi355x"))
-    plain, on_amd = (meshwise(*one.split(), *words).out for one in on)
-    assert "kind: Deployment" in plain and "router" not in plain
-    assert "nvidia.com/gpu: 1" in plain and "vllm/vllm-openai:v" in plain
-    assert "amd.com/gpu: 1" in on_amd and "vllm/vllm-openai-rocm:v" in on_amd
+
+
+@pytest.mark.parametrize(("engine", "chip"), STATED["images"])
+def test_image_and_arguments_are_of_one_version(engine: str, chip: str) -> None:
+    """And files that arguments name are mounted."""
+    words = STATED["base"] | STATED["shared_experts"] | {"engine": engine, "cluster": f"{chip}:4"}
+    deployment, _, *maps = yaml.safe_load_all(mw.serve(**words).deployment.files["fleet.yaml"])
+    (server,) = deployment["spec"]["template"]["spec"]["containers"]
+    framework = SERVERS[engine].framework
+    assert with_version(framework).split()[-1] in server["image"]
+    assert server["resources"]["limits"] == {f"{'amd' if chip == 'mi355x' else 'nvidia'}.com/gpu": 4}
+    known = framework_arguments(framework).arguments
+    assert all(word in known for word in server["args"] if word.startswith("--"))
+    files = {f"/files/{name}": text for one in maps for name, text in one["data"].items()}
+    assert files.keys() == {word for word in server["args"] if word.startswith("/")}
+    assert "fp8" in " ".join([*server["args"], *files.values()])

@@ -22,9 +22,11 @@ from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse, told
 from meshwise.core.yaml import yaml_text
+from meshwise.launch.arguments import with_version
 from meshwise.launch.write import launch
 from meshwise.plan.workload import Workload
 from meshwise.serve.answer import Deployment, ServingAnswer
+from meshwise.serve.engine import Engine
 from meshwise.serve.load import LoadResult
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
@@ -33,18 +35,17 @@ Tree = dict[str, Any]
 
 
 class EngineServer(msgspec.Struct, frozen=True):
-    """How an engine is started: its name for `launch`, images, command, port, words of some arguments.
+    """How an engine is started: its name for `launch`, images, command, port.
 
-    `max_tokens` is its token budget, `graph_batch` its largest batch with a graph, `model` names the model
-    under Dynamo, `sends` hands caches over between pools.
+    `settings` are what it takes besides its plan, as expressions; None, 0 or "" leaves one out. `model` names
+    the model under Dynamo, `sends` hands caches over between pools.
     """
 
     framework: str
     images: dict[str, str]
     command: list[str]
     port: int
-    max_tokens: str
-    graph_batch: str = ""
+    settings: dict[str, str]
     model: str = ""
     sends: list[str] = []
 
@@ -53,7 +54,8 @@ class FleetTarget(msgspec.Struct, frozen=True):
     """What a target runs, how it is applied, where it answers; its words for policies of the router.
 
     `pool` is the template of one pool, `no_pool` stands for one that is missing, `states` are arguments that
-    the target writes by itself, `vendors` those whose GPUs it asks for.
+    the target writes by itself, `vendors` those whose GPUs it asks for. Where it sends requests at random,
+    `random_from` is how many frontends of `round-robin` come to the same.
     """
 
     engines: list[str]
@@ -67,11 +69,14 @@ class FleetTarget(msgspec.Struct, frozen=True):
     no_pool: dict[str, bool] | None = None
     states: list[str] = []
     vendors: tuple[str, ...] = ("nvidia",)
+    random_from: float = math.inf
 
 
 _CATALOG = read_catalog("fleets.toml")
 SERVERS = msgspec.convert(_CATALOG["servers"], dict[str, EngineServer])
 TARGETS = msgspec.convert(_CATALOG["targets"], dict[str, FleetTarget])
+FOLDER = "/files"
+"""Where files that arguments name are mounted."""
 ROUND_TOKENS = 1024
 """The longest request that an engine takes is rounded up to a multiple of it."""
 
@@ -86,19 +91,32 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
         )
     to, fleet, engine, model = TARGETS[target], load.fleet, load.engine, answer.serving.model.name
     chip, name = fleet.serving.cluster.chip, re.sub("[^a-z0-9]+", "-", model.lower()).strip("-")
-    names = {"to": to, "fleet": fleet, "engine": engine.name, "engine_of": engine, "chip": chip, "name": name}
-    names |= {"model": model, "server": SERVERS[engine.name], "engines": " or ".join(to.engines)}
+    names: Tree = {"to": to, "fleet": fleet, "engine": engine.name, "engine_of": engine, "asked": asked}
+    names |= {"model": model, "name": name, "chip": chip, "server": SERVERS[engine.name]}
     names["image_of"] = chip.generation if chip.vendor == "amd" else chip.vendor
-    refuse("fleet", WorkloadError, target=target, vendors=" and ".join(to.vendors), **names)
-    lost = told("not expressed of a fleet", router=fleet.router, **names)
+    names["version"] = with_version(names["server"].framework).split()[-1]
+    names |= formulas(_CATALOG["guesses"], names)
+    by = {"vendors": " and ".join(to.vendors), "engines": " or ".join(to.engines)}
+    refuse("fleet", WorkloadError, target=target, **by, **names)
+    lost = told("not expressed of a fleet", router=fleet.router, **names) + _unsaid(engine, names)
     values = _values(load, names, to, lost)
     trees = _filled(_CATALOG[target], values)
-    trees += [_filled(_CATALOG["keda"], values)] if target == "kubernetes" and fleet.scaling else []
+    if target == "kubernetes":
+        parts = {"keda": fleet.scaling, "file_map": values["files"]}
+        trees += [_filled(_CATALOG[part], values) for part, is_there in parts.items() if is_there]
     file = "fleet.yaml" if "fleet.yaml" in to.apply else "values.yaml"
     files = {file: "---\n".join(map(yaml_text, trees))}
     load_files, generate = _load(load, name, asked, lost)
     commands = to.apply.format(name), f"kubectl port-forward svc/{to.service.format(name)} &", generate
     return Deployment(target, files | load_files, commands, tuple(dict.fromkeys(lost)))
+
+
+def _unsaid(engine: Engine, names: Tree) -> list[str]:
+    """A sentence for each stated option, and setting of the engine, that neither fleet nor load says."""
+    stated = names["asked"] | {name: getattr(engine, name) for name in engine.stated}
+    known = dict.fromkeys(_CATALOG["said"]) | formulas(_CATALOG["unsaid"], names)
+    why = {name: known.get(name, "it is not written") for name, value in stated.items() if value}
+    return [f"{name}={getattr(stated[name], 'name', stated[name])}: {why[name]}" for name in why if why[name]]
 
 
 def _values(load: LoadResult, names: Tree, to: FleetTarget, lost: list[str]) -> Tree:
@@ -116,7 +134,9 @@ def _values(load: LoadResult, names: Tree, to: FleetTarget, lost: list[str]) -> 
     def pool(of: Serving | None, num: int, component: str, kind: str) -> Any:
         if of is None:
             return to.no_pool
-        args, cache = _arguments(load, of, lost), names["server"].sends if has_pools else []
+        args, files = _arguments(load, of, names, lost)
+        values.update(formulas(_CATALOG["file_values"], names | {"files": files, "folder": FOLDER}))
+        cache = names["server"].sends if has_pools else []
         for word in set(args) & set(to.states):
             del args[args.index(word) : args.index(word) + 2]
         values.update(component=component, kind=kind, num=num, args=args, cache=cache, gpus=of.num_chips)
@@ -131,28 +151,21 @@ def _values(load: LoadResult, names: Tree, to: FleetTarget, lost: list[str]) -> 
     return values
 
 
-def _arguments(load: LoadResult, of: Serving, lost: list[str]) -> list[str]:
-    """Arguments of the server of one instance; PlanError where it needs several nodes."""
+def _arguments(load: LoadResult, of: Serving, names: Tree, lost: list[str]) -> tuple[list[str], Tree]:
+    """Arguments of the server of one instance, on one node, and the files in `FOLDER` that they name."""
     if of.num_chips > of.cluster.chips_per_host:
         raise PlanError(f"instances on several nodes ({of.num_chips} GPUs) are not written; add workers")
     longest = max(load.requests.longest, of.prompt + of.output)
     length = min(ROUND_TOKENS * math.ceil((longest + 1) / ROUND_TOKENS), of.model.max_seq)
-    server, offload, ranks = SERVERS[load.engine.name], load.fleet.offload, of.dp // of.engines
-    engine = load.engine.on(of.cluster.chip, ranks)
+    engine, server = load.engine.on(of.cluster.chip, of.dp // of.engines), names["server"]
     engine = engine.of_prompts if of is load.fleet.prefill else engine
     work = Workload(batch=engine.max_sequences * of.groups, seq=length, kind="decode", microbatch=1)
-    found = launch(of.model, of.cluster, replace(of.mesh.plan, imbalance=1.0), work, server.framework)
+    more = formulas(server.settings, names | {"of": of, "runs": engine})
+    more = {name: value for name, value in more.items() if value}
+    found = launch(of.model, of.cluster, replace(of.mesh.plan, imbalance=1.0), work, server.framework, more)
     lost += found.not_expressed
-    tokens = engine.max_tokens * (ranks if engine.shares_tokens else 1)
-    words = [*found.arguments, server.max_tokens, str(tokens)]
-    if engine.graph_batch and server.graph_batch:
-        words += [server.graph_batch, str(engine.graph_batch)]
-    if engine.name != "vllm":
-        return [*words, "--host", "0.0.0.0"]
-    words += ["--gpu-memory-utilization", f"{of.memory_frac:g}"]
-    if offload and offload.host_bytes:
-        words += ["--kv-offloading-size", f"{offload.host_bytes * of.num_chips / 2**30:g}"]
-    return words
+    files = {file.path: file.text for file in found.files if file.path in found.arguments}
+    return [f"{FOLDER}/{word}" if word in files else word for word in found.arguments], files
 
 
 def _filled(tree: Any, values: Tree) -> Any:
