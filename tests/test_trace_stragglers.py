@@ -188,6 +188,19 @@ def test_steps_are_no_shorter_than_those_of_the_optimizer(tmp_path):
     assert len(summary_of(tmp_path, [list(itertools.chain(*events))]).steps) == 4
 
 
+def test_steps_of_a_compiled_program_are_whole(tmp_path):
+    """The section of its backward, longest in all, begins inside an operator; compiling is no compute."""
+    names = [("cpu_op", "CompiledFunctionBackward", 0, 800), ("cpu_op", "aten::add_", 860, 30)]
+    names += [("user_annotation", "## Call CompiledFxGraph f6x ##", 10, 780)]
+    names += [("user_annotation", "Optimizer.step#SGD.step", 850, 50)]
+    events = [host(*of, 1000 * n + start, dur) for n in range(4) for *of, start, dur in names]
+    compiler = [("async_compile.wait (dynamo_timed)", 20, 500), ("aten::mm", 30, 400)]
+    found = summary_of(tmp_path, [[*events, *(host("cpu_op", *of) for of in compiler)]])
+    assert found.ranks[0].compute_s == pytest.approx(1e-6 * (4 * 830 - 500))
+    assert [one.breakdown.compute_s for one in found.steps[:3]] == pytest.approx([830e-6] * 3)
+    assert [(one.kind, one.seconds) for one in found.findings] == [("compiling", pytest.approx(500e-6))]
+
+
 @settings(max_examples=20)
 @given(st.integers(3, 7), st.integers(0, 3), st.integers(0, 3))
 def test_steps_sum_to_what_they_hold(tmp_path_factory, num_steps, first, more):

@@ -12,8 +12,9 @@ On a rank with a device the measure is its kernels on all streams, whatever the 
 
 So span = compute + non-compute + idle, the definition of HolisticTraceAnalysis (Meta, MIT licence) too.
 On a rank without a device, operators are the compute and gloo's transfers the communication. Operators that
-only start or await a transfer (`c10d::...`) are neither. An operator around such a call (an autograd
-function, a gradient hook) waits in it as long as the transfer lasts, and computes in the rest of its time.
+only start or await a transfer (`c10d::...`) are neither, nor is what torch.compile does. An operator around
+such a call (an autograd function, a gradient hook) waits in it as long as the transfer lasts, or it compiles,
+and computes in the rest of its time.
 
 Beside these sums, every moment of a rank is one thing: compute, transfer, memory, waiting or idle.
 
@@ -52,9 +53,10 @@ from meshwise.trace.intervals import (
     merged,
     shares,
 )
-from meshwise.trace.nesting import inclusive, launchers, parents
+from meshwise.trace.nesting import compiling, inclusive, launchers, parents
 
 PARTS = ("compute", "transfer", "memory", "wait", "idle")
+COMPILER = "torch.compile"
 CAUSES = ("host", "device", "dependency", "unknown")
 _BETWEEN_KERNELS_NS = 5_000
 
@@ -100,7 +102,7 @@ def _host_work(trace: Trace) -> RankWork:
     selected = np.ones(len(trace), dtype=bool) if trace.selected is None else trace.selected
     kind = np.full(len(trace), Kind.OTHER, dtype=np.int8)
     kind[(trace.kind == Kind.HOST_COMMUNICATION) & selected] = Kind.COMMUNICATION
-    starts = trace.named(lambda name: name.startswith(STARTS_TRANSFER))
+    starts = trace.named(lambda name: name.startswith(STARTS_TRANSFER)) | compiling(trace)
     operator = trace.kind == Kind.CPU_OP
     kind[operator & ~starts & selected] = Kind.COMPUTE
     communication = union(trace, np.flatnonzero(kind == Kind.COMMUNICATION))
@@ -157,7 +159,7 @@ class Partition:
     host_bound_s: float | None
     """Idle time that the host is the cause of; None where the trace holds no launches."""
     idle_in_s: dict[str, float] = field(default_factory=dict)
-    """Idle time while each section was open, of those that are idle for most of their time."""
+    """Idle time while each section was open, of those mostly idle, and while `COMPILER` ran."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,6 +226,8 @@ def with_calls(trace: Trace, wait_ns: Mapping[int, int]) -> tuple[Partition, dic
     inside = np.subtract(*(covered(found.spans["idle"], of[opened]) for of in (trace.end_ns, trace.start_ns)))
     idle, lasts = (np.bincount(trace.label[opened], ns) for ns in (inside, trace.duration_ns[opened]))
     idle_in_s = {trace.labels[i][1]: float(idle[i]) / 1e9 for i in np.flatnonzero(idle * 2 > lasts).tolist()}
+    compiles = union(trace, np.flatnonzero(compiling(trace)))
+    idle_in_s[COMPILER] = length(intersection(found.spans["idle"], compiles)) / 1e9
     return replace(found.partition, idle_in_s=idle_in_s), dict(zip(wait_ns, seconds.tolist(), strict=True))
 
 

@@ -50,6 +50,8 @@ class Kind(enum.IntEnum):
 
 STARTS_TRANSFER = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms")
 """How operators that only start or await a transfer are named."""
+COMPILES = "(dynamo_timed)"
+"""How the names of operators end that compile others (torch.compile)."""
 POINT_TO_POINT_CALLS = ("c10d::send", "c10d::recv_")
 """Operators whose third argument is the other rank."""
 DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)

@@ -28,7 +28,7 @@ from meshwise.core.columns import by_key
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import shape_text
 from meshwise.core.units import duration, with_prefix
-from meshwise.trace.breakdown import PARTS, Breakdown, Partition, breakdown, work
+from meshwise.trace.breakdown import COMPILER, PARTS, Breakdown, Partition, breakdown, work
 from meshwise.trace.collectives import Collective, ranks_named, ranks_text, stragglers
 from meshwise.trace.events import Kind, Trace, inputs, is_shape
 from meshwise.trace.operators import KernelTotal, kernels_of
@@ -144,7 +144,12 @@ def findings(
     holders = [_holder(job, one) for one in late if one.seconds >= _MIN_FRAC * span_s]
     holders = [of for of in holders if of.kind != "slow transfer" or (linked | unseen).isdisjoint(of.ranks)]
     single = sorted([*holders, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
-    return [*(single or _undecided(job, undecided)), *_host_bound(job), *_exposed(job, named=bool(single))]
+    return [
+        *(single or _undecided(job, undecided)),
+        *_compiling(job),
+        *_host_bound(job),
+        *_exposed(job, named=bool(single)),
+    ]
 
 
 def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
@@ -321,6 +326,15 @@ def _hosts(facts: Sequence[RankFacts], ranks: Iterable[int]) -> dict[int, str]:
         return {rank: str(rank // 8) for rank in ranks}
     traced = sorted((one.rank, one.host or str(one.rank // 8)) for one in facts)
     return {rank: traced[max(bisect_right(traced, rank, key=lambda one: one[0]) - 1, 0)][1] for rank in ranks}
+
+
+def _compiling(job: _TracedJob) -> list[Finding]:
+    """Whether the job idles while its programs are compiled, on average over the ranks."""
+    seconds = float(np.mean([one.idle_in_s.get(COMPILER, 0.0) for one in job.partitions]))
+    if (frac := seconds / job.mean_s(*PARTS)) < _HOST_BOUND_FRAC:
+        return []
+    text = _TEXTS["compiling"].format(idle=duration(seconds), frac=frac)
+    return [job.finding("compiling", text, seconds, (one.rank for one in job.partitions))]
 
 
 def _host_bound(job: _TracedJob) -> list[Finding]:

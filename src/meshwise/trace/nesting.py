@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace, collective_kind, once_a_trace
+from meshwise.trace.events import COMPILES, DEVICE_KINDS, Ints, Kind, Trace, collective_kind, once_a_trace
 
 HOST_KINDS = (Kind.CPU_OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.HOST_COMMUNICATION)
 
@@ -45,6 +45,12 @@ def nearest(parent: Ints, chosen: NDArray[np.bool_]) -> Ints:
     while ((further := chain[chain]) != chain).any():
         chain = further
     return np.where(np.append(chosen, False)[chain], chain, -1)[:none]
+
+
+@once_a_trace
+def compiling(trace: Trace) -> NDArray[np.bool_]:
+    """Which host events compile, or lie in one that does: none of their operators is of the job."""
+    return nearest(parents(trace), trace.named(lambda name: name.endswith(COMPILES))) >= 0
 
 
 def around(trace: Trace, events: Ints, chosen: NDArray[np.bool_]) -> Ints:

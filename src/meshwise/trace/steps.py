@@ -3,7 +3,8 @@
 PyTorch's profiler marks steps as `ProfilerStep#N` if the program calls its `step()`; N counts from the
 start of the profiler and is the same on all ranks. Where no rank has such marks, a `record_function`
 section stands in that every rank ran equally often, but no more often than PyTorch's `Optimizer.step`, if
-that is recorded; and if there are several, that which took longest in total.
+that is recorded; and if there are several, that which took longest in total. None inside an operator does
+(`## Call CompiledFxGraph ... ##`), which would begin a step within the work of another.
 
 A step lasts from its mark to the next one. Work belongs to the step in which it was launched: a kernel to
 that of its launching call, an operator to that in which it begins, idle time to that in which it lies. What
@@ -23,7 +24,7 @@ from meshwise.trace.breakdown import Breakdown, split, union, work
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.intervals import intersection
-from meshwise.trace.nesting import launchers
+from meshwise.trace.nesting import launchers, nearest, parents
 
 PROFILER_STEP = "ProfilerStep"
 _UPDATE = "Optimizer.step#"
@@ -76,7 +77,9 @@ def marks(traces: Traces) -> dict[int, Marks]:
 def _sections(trace: Trace) -> dict[str, Marks]:
     """The sections of one rank by name (a number at its end left out) whose runs do not overlap."""
     by_name: dict[str, list[tuple[int, int]]] = {}
-    for i in trace.where(Kind.ANNOTATION).tolist():
+    sections = trace.where(Kind.ANNOTATION)
+    outside = nearest(parents(trace), trace.kind == Kind.CPU_OP)[sections] < 0
+    for i in sections[outside].tolist():
         parts = _NUMBERED.match(trace.name(i))
         name, number = parts.groups() if parts else (trace.name(i), "")
         by_name.setdefault(name, []).append((i, int(number or -1)))
