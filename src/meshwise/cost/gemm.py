@@ -74,7 +74,7 @@ def gemm_s(
     sizes = np.broadcast_arrays(m, n, k, batch)
     busy_s = _overlapped(_between_tiles_s(*sizes, **chip), memory_s, efficiency.overlap_power)
     is_vector = (sizes[0] == 1.0) & (sizes[3] == 1.0)
-    if tiles is TILES and is_vector.any():
+    if (tiles is TILES or np.all(right_frac < 1.0)) and is_vector.any():
         compute_s = _between_tiles_s(*sizes, **chip, fills_rows=False)
         vector_s = _overlapped(compute_s, memory_s / VECTOR_FRAC, efficiency.overlap_power)
         busy_s = np.where(is_vector, np.minimum(busy_s, vector_s), busy_s)
@@ -118,7 +118,8 @@ def _tiled_s(
     tiles = np.maximum(batch * down * np.ceil(n / columns), 1.0)
     filled = rows if fills_rows else 1.0
     flop_s = 2.0 * filled * columns * k / core_flop_per_s
-    feed_s = elem_bytes * (rows + columns * right_frac) * k * num_cores / cache_bytes_per_s
+    fed = np.where(np.asarray(right_frac) < 1.0, filled, rows)
+    feed_s = elem_bytes * (fed + columns * right_frac) * k * num_cores / cache_bytes_per_s
     loop_s = np.maximum(flop_s, feed_s)
     height = rows / TILES[0][0] if efficiency.by_rows else 1.0
     whole_s = np.ceil(tiles / num_cores) * (loop_s + height * efficiency.tile_s)
