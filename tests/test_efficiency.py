@@ -62,8 +62,9 @@ def test_one_row_fills_no_tile():
     at, cards = {"kind": "decode", "batch": 1, "seq": 1024}, ("rtx-3090:1", "rtx-a6000:1")
     fast_s, slow_s = (mw.estimate("llama3-8b", card, **at).step_s for card in cards)
     assert fast_s < 0.87 * slow_s  # 768 of 936 GB/s are 0.82
-    for card, most_s in ("rtx-3090:1", 8.1e-3), ("rtx-3060:1", 20e-3):  # llama.cpp 15802, Q4_0: 6.39 ms
-        assert mw.estimate("llama3-8b", card, "weight_dtype=int4", **at | {"seq": 64}).step_s < most_s
+    cards = ("rtx-3090:1", "rtx-3060:1", "rtx-4060-ti-16g:1")  # 936, 360 and 288 GB/s
+    in_s = [mw.estimate("llama3-8b", card, "weight_dtype=int4", **at).step_s for card in cards]
+    assert in_s == sorted(in_s) and in_s[0] < 8.2e-3  # llama.cpp, pull request 15802: 6.39 ms
 
 
 # --- attention and memory ----------------------------------------------------------------------
