@@ -64,7 +64,7 @@ def test_one_row_fills_no_tile():
     assert fast_s < 0.87 * slow_s  # 768 of 936 GB/s are 0.82
     cards = ("rtx-3090:1", "rtx-3060:1", "rtx-4060-ti-16g:1")  # 936, 360 and 288 GB/s
     in_s = [mw.estimate("llama3-8b", card, "weight_dtype=int4", **at).step_s for card in cards]
-    assert in_s == sorted(in_s) and in_s[0] < 8.2e-3  # llama.cpp, pull request 15802: 6.39 ms
+    assert in_s == sorted(in_s) and in_s[0] < 8.5e-3  # llama.cpp, pull request 15802: 6.39 ms
 
 
 # --- attention and memory ----------------------------------------------------------------------
