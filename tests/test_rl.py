@@ -352,6 +352,7 @@ def test_what_a_framework_refuses_or_cannot_be_told() -> None:
         assert said.startswith(f"{name}={value}: ")
     dapo = state("nemo-rl", algorithm="dapo", oversample=1.5)
     assert {"grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"} < {*dapo.arguments}
+    assert "recipe.yaml: copy it" in "".join(dapo.elsewhere)  # beside what it inherits from
     assert not dapo.not_expressed and "512 tokens are taken" in state("verl", "").elsewhere[-1]
     for refused, sentence in (
         ({"to": "verl", "updates": 32}, "counts prompts"),
