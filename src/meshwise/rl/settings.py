@@ -86,11 +86,11 @@ def write_settings(job: RlJob, framework: str, assumed: Sequence[str] = ()) -> L
     text = recipe if framework == "nemo-rl" else "\n".join(words) + "\n"
     file = File("recipe.yaml" if framework == "nemo-rl" else "overrides.txt", text)
     command = _program(framework, facts) + (f" {shlex.join(words)}" if framework == "verl" else "")
-    lies = ["recipe.yaml: copy it into examples/configs of NeMo-RL"] * (framework == "nemo-rl")
+    lies = ["data"] + ["recipe.yaml: copy it into examples/configs of NeMo-RL"] * (framework == "nemo-rl")
     return Launch(
         framework=framework, version=known.version, files=(file, File("job.sh", f'{command} "$@"\n')),
         arguments=tuple(words), not_expressed=tuple(_not_expressed(job, framework)), command=command,
-        elsewhere=("model: policy.model_name or actor_rollout_ref.model.path names it", "data", *lies, *assumed),
+        elsewhere=("model: policy.model_name or actor_rollout_ref.model.path names it", *lies, *assumed),
     )  # fmt: skip
 
 
