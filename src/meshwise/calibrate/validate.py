@@ -211,6 +211,7 @@ def _of_file(path: Path) -> tuple[list[Prediction], list[str]]:
     if set(names) >= _OP_COLUMNS:
         return predict_ops(path), []
     if table := next((rest for columns, rest in _TABLES.items() if {*columns} <= {*names}), None):
+        refuse("columns of steps", DataError, f"{path}, line 1: ", unknown=measured_rl.unknown_columns(names))
         return [*_each_row(path, *table)], measured.unread_columns(names)
     if max(len({*columns} & {*names}) for columns in _TABLES) > len({*REQUIRED} & {*names}):
         raise lacking(path, names, _TABLES)

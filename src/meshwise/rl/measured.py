@@ -10,7 +10,7 @@ whose environment no row states.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +33,12 @@ COLUMNS = ("software", "mode_kind", "chip", "prompts_per_step", "samples_per_pro
 """Columns that every table of steps has."""
 
 _NAMES = read_catalog("measured_names.toml")
+
+
+def unknown_columns(names: Sequence[str]) -> list[str]:
+    """Columns of a table of steps that are none of its; none of other tables."""
+    known = " ".join(_NAMES["rl_columns"].values()).split()
+    return [name for name in names if {*COLUMNS} <= {*names} and name not in known]
 
 
 def measured(row: Mapping[str, str]) -> dict[str, float]:
