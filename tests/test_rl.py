@@ -15,14 +15,16 @@ import meshwise as mw
 from data_tables import table
 from meshwise import api
 from meshwise.core.each import telling
-from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.launch.arguments import framework_arguments
+from meshwise.model.find import find_model
+from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan
 from meshwise.report.answer import Chart
 from meshwise.report.rl import page
-from meshwise.rl.asynchronous import COUNTED, steady
+from meshwise.rl.asynchronous import steady
 from meshwise.rl.engines import RolloutPool, drain
 from meshwise.rl.framework import find_framework
+from meshwise.rl.measured import _NAMES
 from meshwise.rl.passes import TrainerTimes, num_bins, pack, trainer_times
 from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
 from meshwise.rl.settings import write_settings
@@ -94,19 +96,16 @@ def test_one_step_off_is_as_slow_as_the_slower_pool(trains_s: float, in_flight: 
     flow = steady(two, work, rng(), trains_s=trains_s, sync_s=0.3, staleness=1, in_flight=in_flight)
     drained_s = drain(two, work, rng()).seconds
     assert flow.wait_s + trains_s == pytest.approx(max(trains_s, drained_s), rel=0.02)
-    assert (flow.num_trained, flow.staleness) == (COUNTED * work.prompts, 1.0)
+    assert (flow.num_trained, flow.staleness) == (6 * work.prompts, 1.0)  # three cycles of two
 
 
 def test_a_looser_bound_never_waits_longer() -> None:
     """The trainer's wait falls with the bound; in a saturated queue the period is that of the engines."""
     work = rollouts(prompts=16, output=40.0, max_output=400)
-    bounds = [
-        steady(pool(2), work, rng(), trains_s=1.0, sync_s=0.1, staleness=bound, in_flight=True)
-        for bound in (1, 2, 4)
-    ]
+    how: Any = {"trains_s": 1.0, "sync_s": 0.1, "in_flight": True}
+    bounds = [steady(pool(2), work, rng(), staleness=bound, **how) for bound in (1, 2, 8)]
     assert bounds[0].wait_s > bounds[1].wait_s >= bounds[2].wait_s - 1e-9
-    assert all(one.num_trained == COUNTED * 16 for one in bounds)
-    assert bounds[2].staleness > bounds[0].staleness
+    assert [one.staleness for one in bounds] == [1.0, 2.0, 8.0]
 
 
 JOB: dict[str, Any] = {
@@ -131,8 +130,20 @@ def test_phases_sum_to_the_step(mode: dict[str, Any]) -> None:
     assert found["fits"] and between["p10"] < found["step_s"] < between["p90"]
     assert (found["phases_s"]["switch"] > 0) == (not mode)
     assert (found["staleness"] > 0) == (mode.get("mode") in ("one_step_off", "async"))
-    assert set(found["scoring_s"]) == {"policy", "reference"}
+    assert set(found["scoring_s"]) == {"reference"} | ({"policy"} if not mode else set())
     assert all(0 <= frac < 1 for frac in found["idle_frac"].values())
+
+
+@pytest.mark.parametrize(("framework", "usual"), [("verl", (True, False)), ("nemo-rl", (False, True))])
+def test_the_policy_scores_where_its_framework_makes_that_pass(framework: str, usual: Any) -> None:
+    """verl's main_ppo always, its programs of two pools never (bypass_mode); both can be told otherwise."""
+    for mode, is_usual in zip(({}, {"mode": "one_step_off", "rollout_gpus": 4}), usual, strict=True):
+        assert ("policy" in step(framework=framework, **mode)["scoring_s"]) == is_usual
+        for states in (True, False):
+            job = mw.launch(**JOB | mode | {"old_logprobs": states}, to=framework)
+            names = ("algorithm.rollout_correction.bypass_mode", "loss_fn.force_on_policy_ratio")
+            off = str(not states).lower()
+            assert any(f"{name}={off}" in job.arguments for name in names) and not job.not_expressed
 
 
 def test_what_a_step_is_made_of() -> None:
@@ -147,6 +158,10 @@ def test_what_a_step_is_made_of() -> None:
     tools = step(turns=3, tool_tokens=100)
     assert tools["tokens_per_step"] == base["tokens_per_step"] + 16 * 8 * 2 * 100
     assert step(teacher="llama3-70b")["scoring_s"]["teacher"] > 4 * base["scoring_s"]["reference"]
+    adapters = {"train_plan": "pp=2,lora_rank=1"}  # of a rank r (d_in + d_out) r; others sync all weights
+    both = [step(framework=name, **adapters)["phases_s"]["sync"] for name in ("verl", "nemo-rl")]
+    linear = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert both == pytest.approx([1 + 0.015e-9 * 2 * linear, base["phases_s"]["sync"]])
     slow = step(transport="per-tensor")["phases_s"]["sync"] - 0.12
     assert slow / (step(transport="ipc")["phases_s"]["sync"] - 1.0) == pytest.approx(0.125 / 0.015)
 
@@ -174,20 +189,39 @@ def test_trainers_are_priced_as_they_run() -> None:
     fsdp2, eager = "zero=3,implementation=fsdp2", "zero=3,implementation=huggingface,software=torch-2023"
     assert trainer_s(fsdp2) == trainer_s(eager)
     assert trainer_s(f"tp=2,{fsdp2}") == trainer_s(f"tp=2,sp=0,{eager},overlap_dp=0")
-    waits, runs_ahead = (
-        trainer_s("ep=8,etp=1", "qwen3-30b-a3b", fuses_permutation=fused).train_s for fused in (False, True)
-    )
-    assert waits > 1.1 * runs_ahead
+    waits = trainer_s("ep=8,etp=1", "qwen3-30b-a3b", fuses_permutation=False).train_s
+    assert waits > 1.1 * trainer_s("ep=8,etp=1", "qwen3-30b-a3b", fuses_permutation=True).train_s
     assert trainer_s("pp=2", fuses_permutation=True) == trainer_s("pp=2")  # no experts
     qlora, lora = (trainer_s(f"lora_rank=16{frozen}") for frozen in (",frozen_dtype=int4", ""))
     assert qlora.scoring_s == lora.scoring_s  # adapters are off, weights are computed with in bf16
 
 
 def test_a_job_that_does_not_fit_says_what_and_exits_with_1(meshwise: Any) -> None:
-    words = "rl llama3-70b --cluster h100-80g-sxm:8 --prompts 8 --samples 8 --output 99 --mode colocated"
-    done = meshwise(*words.split(), "--train-plan", "tp=8", "--rollout-plan", "tp=2")
-    assert done.code == 1
-    assert "the rollout plan does not fit" in done.out and "the training plan does not fit" in done.out
+    words = "rl llama3-8b --cluster h100-80g-sxm:8 --prompts 8 --samples 8 --output 99 --mode colocated"
+    done = meshwise(*words.split(), "--train-plan", "tp=8", "--teacher", "llama3-405b")
+    assert done.code == 1 and "to score with the teacher a GPU needs" in done.out
+
+
+def test_a_trainer_needs_the_memory_of_the_passes_that_are_priced() -> None:
+    """What a framework runs may be stated too; logits have 6 bytes; judges stay in GPUs that only train."""
+
+    def passes(plan: str = JOB["train_plan"], **others: Any) -> dict[str, dict[str, float]]:
+        apart = {"mode": "one_step_off", "rollout_gpus": 4, "framework": "verl", "train_plan": plan}
+        return mw.rl(**JOB | apart | others).step.pass_bytes
+
+    nemo = {"framework": "nemo-rl"}
+    assert passes("pp=2,recompute=full,loss_fusion=log_probs", **nemo) == passes(**nemo)
+    modules = ("implementation=fsdp2", "implementation=huggingface,software=torch-2023")
+    totals = (sum(passes(f"zero=3,recompute=full,{each}")["update"].values()) for each in modules)
+    assert next(totals) == pytest.approx(next(totals))
+    few, many = (passes("tp=2", score_tokens=tokens)["reference"] for tokens in (2**15, 2**16))
+    assert many["buffers"] - few["buffers"] == pytest.approx(2**15 * 128256 / 2 * 6, rel=0.1)
+    assert many["optimizer"] > 0 == passes(**nemo)["reference"]["optimizer"]
+    one = 2 * num_params(find_model("llama3-8b")) / 2  # of tp=2
+    for copies, others in ((1, {}), (0, {"reference": False}), (0, {"plan": "tp=2,lora_rank=8"}), (0, nemo)):
+        judges = passes(**{"plan": "tp=2"} | others)["update"]["judges"]
+        assert judges == pytest.approx(copies * one, rel=1e-3)
+    assert passes("tp=2", teacher="llama3-8b")["update"]["judges"] == pytest.approx(2 * one, rel=1e-3)
 
 
 OPEN: dict[str, Any] = {"mode": "", "train_plan": "", "rollout_plan": "", "prompts": 8, "updates": 1}
@@ -266,26 +300,19 @@ READ: dict[str, dict[str, Any]] = tomllib.loads((RECIPES / "read.toml").read_tex
 
 
 @pytest.mark.parametrize("to", ["verl", "nemo-rl"])
-@pytest.mark.parametrize(
-    ("mode", "plan"),
-    [
-        ({"mode": "colocated"}, "tp=2,pp=2,recompute=full"),
-        ({"mode": "colocated", "rollout_plan": "tp=2,weight_dtype=fp8"}, "tp=2,sp=0,ep=1"),
-        ({"mode": "colocated"}, "cp=2,zero=3,implementation=fsdp2,recompute=full,lora_rank=16"),
-        ({"mode": "one_step_off", "rollout_gpus": 8}, "pp=2,recompute=full"),
-        ({"mode": "split", "rollout_gpus": 8}, "cp=2,zero=3,implementation=fsdp2,recompute=full"),
-        ({"mode": "async", "rollout_gpus": 8, "staleness": 2}, "tp=2,recompute=full"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("mode", "plan"), READ["launched"], ids=str)
 def test_a_launched_job_reads_as_the_same_job(
     to: str, mode: dict[str, Any], plan: str, tmp_path: Path
 ) -> None:
-    """The settings that are written, read again, give the step of the job to the last digit."""
+    """Settings, read again, give the step of the job to the last digit; verl counts tokens of each GPU."""
     job = mw.launch("llama3-8b", "h100-80g-sxm:16", plan, to=to, **LAUNCHED | mode)
     job.write(tmp_path)
     known = framework_arguments(to).arguments
     assert all(word.partition("=")[0] in known for word in job.arguments) and not job.not_expressed
+    if to == "verl":
+        tokens = 4096 // parse_plan(plan).cp
+        assert f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}" in job.arguments
+        assert ("rollout.total_rollout_steps=null" in job.arguments) == (mode["mode"] in ("split", "async"))
     read, unread = api.read_rl_job(tmp_path / ("job.sh" if to == "verl" else "recipe.yaml"))
     assert [text[:15] for text in unread] == ["the mean prompt"]
     same = mw.rl("llama3-8b", "h100-80g-sxm:16", output=512, **read)
@@ -293,23 +320,15 @@ def test_a_launched_job_reads_as_the_same_job(
     assert same.step.step_s == mw.rl("llama3-8b", "h100-80g-sxm:16", **asked).step.step_s
 
 
-def test_a_recipe_inherits_and_refers_to_other_settings(tmp_path: Path) -> None:
+def test_a_recipe_inherits_and_refers_to_other_settings() -> None:
     """As NeMo-RL's recipes are written (`defaults:`, `${mul:a,b}`); of verl's trainers FSDP is usual."""
     read, unread = api.read_rl_job(RECIPES / "longer.yaml")
-    wanted = {
-        "prompts": 64, "samples": 32, "prompt": 2048, "max_output": 6144, "pack_length": 16384, "updates": 4,
-        "train_plan": "tp=4,sp=0,pp=4,dtype=fp8", "rollout_plan": "weight_dtype=fp8",
-        "old_logprobs": False,
-    }  # fmt: skip
-    assert {name: read[name] for name in wanted} == wanted and len(unread) == 1
+    assert READ["longer"].items() <= read.items() and len(unread) == 1
+    read, unread = api.read_rl_job(RECIPES / "longer.yaml", 4096)  # 8,192 tokens less a prompt that is stated
+    assert (read["prompt"], read["max_output"], unread) == (4096, 4096, [])
     read, _ = api.read_rl_job(RECIPES / "verl.sh")
     assert read["train_plan"] == "cp=2,zero=3,recompute=full,implementation=fsdp2"
     assert read["mode"] == "colocated"
-    (tmp_path / "verl.sh").write_text((RECIPES / "verl.sh").read_text().replace("=$SP", "=$OTHER"))
-    refused = {"sft.yaml": "no job", "again.yaml": "inherits", "alone.yaml": "no file is there"}
-    for name, sentence in {**refused, tmp_path / "verl.sh": "OTHER of"}.items():
-        with pytest.raises(DataError, match=sentence):
-            api.read_rl_job(RECIPES / name)
 
 
 @pytest.mark.parametrize("words", READ["beside"])
@@ -335,7 +354,9 @@ def test_candidates_are_what_the_framework_runs_and_no_simple_plan_is_faster(to:
         assert found.step.step_s and stated.step_s and found.step.step_s <= 1.001 * stated.step_s
 
 
-def test_what_a_framework_refuses_or_cannot_be_told() -> None:
+def test_what_a_framework_cannot_be_told() -> None:
+    """What they refuse, and files that are no jobs: data/refusals.txt."""
+
     def state(to: str, plan: str = "pp=2", **others: Any) -> Any:
         asked = LAUNCHED | {"mode": "colocated"} | others
         return mw.launch("llama3-8b", "h100-80g-sxm:16", plan, to=to, **asked)
@@ -343,27 +364,13 @@ def test_what_a_framework_refuses_or_cannot_be_told() -> None:
     untold = ("vpp=2", "schedule=interleaved", "offload_optimizer=0.5")
     said = state("nemo-rl", "pp=2,vpp=2,offload_optimizer=0.5").not_expressed
     assert said == tuple(f"{key}: no setting says it" for key in untold)
-    for to, name, value in (
-        *(("verl", "algorithm", value) for value in ("ppo", "dapo")),
-        *(("nemo-rl", "algorithm", value) for value in ("ppo", "rloo")),
-        *((to, name, "llama3-8b") for to in ("verl", "nemo-rl") for name in ("reward_model", "teacher")),
-    ):
+    for to, name, value in READ["untold"]:
         (said,) = state(to, **{name: value}).not_expressed
         assert said.startswith(f"{name}={value}: ")
     dapo = state("nemo-rl", algorithm="dapo", oversample=1.5)
     assert {"grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"} < {*dapo.arguments}
     assert "recipe.yaml: copy it" in "".join(dapo.elsewhere)  # beside what it inherits from
     assert not dapo.not_expressed and "512 tokens are taken" in state("verl", "").elsewhere[-1]
-    for refused, sentence in (
-        ({"to": "verl", "updates": 32}, "counts prompts"),
-        ({"to": "nemo-rl", "plan": "pp=3", "mode": "split", "rollout_gpus": 10}, "do not divide by pp=3"),
-        ({"to": "verl", "plan": "tp=2,zero=3,implementation=fsdp2"}, "no tensor or pipeline"),
-        ({"to": "nemo-rl", "mode": "split", "rollout_gpus": 4}, "whole nodes"),
-        ({"to": "nemo-rl", "batch": 64}, "no batch or seq"),
-        ({"to": "megatron-lm", "batch": 64}, "is of verl and nemo-rl"),
-    ):
-        with pytest.raises(MeshwiseError, match=sentence):
-            state(**refused)
 
 
 def test_a_step_log_beside_the_prediction(meshwise: Any, tmp_path: Path) -> None:
@@ -378,21 +385,12 @@ def test_a_step_log_beside_the_prediction(meshwise: Any, tmp_path: Path) -> None
     for side in ("measured", "predicted"):
         assert sum(row[f"{side}_s"] for row in found["rows"]) == pytest.approx(found["step_s"][side])
     assert any(finding.startswith("look first at") for finding in found["findings"])
-    alone = meshwise("explain", "--rl-log", str(RECIPES / "nemo.log"))
-    assert "generation takes 49% of a step" in alone.out
+    stated = ("--prompt", "512", "--output", "512", "--no-old-logprobs", "--json")  # 512 is the default too
+    said = meshwise("rl", *words[1:], *stated).document
+    assert said["from"]["unread"] == [] and [*said["scoring_s"]] == ["reference"]
+    assert "generation takes 49% of a step" in meshwise("explain", "--rl-log", str(RECIPES / "nemo.log")).out
     again = api.explain_rl(RECIPES / "verl.log", "llama3-8b", "h100-80g-sxm:8", tmp_path / "overrides.txt")
     assert again.step and (again.step.job.rollouts.prompt, again.step.job.rollouts.output) == (100, 795)
-
-
-def test_lengths_that_are_none_are_refused(tmp_path: Path) -> None:
-    """Other refusals: data/refusals.txt."""
-    (tmp_path / "lengths.csv").write_text("prompt,answer\n1,2\n")
-    for stated, sentence in (
-        ({"output": None, "max_output": None}, "must have the columns output"),
-        ({}, "leave output and length_sigma out"),
-    ):
-        with pytest.raises(MeshwiseError, match=sentence):
-            step(lengths=tmp_path / "lengths.csv", **stated)
 
 
 def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:
@@ -409,6 +407,8 @@ def test_measured_steps_are_predicted_by_their_framework_and_by_others(meshwise:
     steps = {row["id"]: row for row in found["rows"] if row["quantity"] == "step_s"}
     assert set(found["summary"]) == {"step_s", "generation_s", "scoring_s", "train_s"}
     assert "column chip is empty" in steps["no chip"]["reason"]
+    documented = (RECIPES.parents[2] / "docs" / "data.md").read_text()
+    assert all(f"`{name}`" in documented for name in " ".join(_NAMES["rl_columns"].values()).split())
     for name in ("blog", "docs"):
         assert abs(steps[name]["error_frac"]) < 0.12 and abs(steps[name]["left_out_error_frac"]) < 0.2
         assert steps[name]["interval"]["p10"] < steps[name]["measured"] < steps[name]["interval"]["p90"]

@@ -684,7 +684,7 @@ def rl(
         algorithm: grpo, rloo, dapo, or ppo, which has a critic of the policy's shape.
         oversample: Groups that are generated for one that is trained on (DAPO).
         reference: Score with a reference policy (KL).
-        old_logprobs: Score with the policy itself before the update [with several updates, or two pools].
+        old_logprobs: Score with the policy itself before the update [as the framework does].
         reward_model: A model that judges each answer in a pass [rewards by rules].
         teacher: A model whose log-probabilities are distilled.
         framework: Whose overheads and defaults: nemo-rl or verl, with a version as nemo-rl=0.4.
@@ -692,7 +692,7 @@ def rl(
         transport: How weights travel: ipc, nccl, reshard, checkpoint-engine, per-tensor [the framework's].
         memory_frac: As in `search`.
         pack_length: Tokens of a packed bin in training [the longest sample, at least 8192].
-        score_tokens: The same in scoring [4 bins of training].
+        score_tokens: The same in scoring [as in training].
         train_steps: Steps of the whole run: its days.
         price: Dollars of a GPU-hour: what a step and a run cost.
 
@@ -827,26 +827,27 @@ def explain_rl(
     refuse("explained log", WorkloadError, model=model, cluster=cluster, job=job, stated=stated)
     if model is None or cluster is None:
         return RlExplanation(found, None)
-    of_log: dict[str, Any] = {"prompt": round(found.lengths["prompt"])} if "prompt" in found.lengths else {}
-    options = (read_rl_job(job)[0] if job is not None else {}) | of_log | stated
+    of_log = {name: round(mean) for name, mean in found.lengths.items() if name == "prompt"} | stated
+    options = (read_rl_job(job, of_log.get("prompt"))[0] if job is not None else {}) | of_log
     if not options.keys() & {"output", "lengths"}:
         refuse("lengths of a log", WorkloadError, output=found.lengths.get("output"))
         options["output"] = round(found.lengths["output"])
     return RlExplanation(found, rl(model, cluster, **options).step)
 
 
-def read_rl_job(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+def read_rl_job(path: str | Path, prompt: int | None = None) -> tuple[dict[str, Any], list[str]]:
     """Read a job of verl or NeMo-RL as options of `rl`, and what no option holds.
 
     Args:
         path: A YAML recipe, or a script with name=value words.
+        prompt: Tokens of a prompt, which leaves the others of a sample to its answer [its cap or the usual].
 
     Raises:
         DataError: The file cannot be read, or is of neither framework.
     """
     from meshwise.rl.settings import read_settings
 
-    return read_settings(Path(path))
+    return read_settings(Path(path), prompt)
 
 
 def read_job(path: str | Path, cluster: str | Path | Cluster | None = None) -> Job:

@@ -216,7 +216,10 @@ def serve(
 
 
 @takes(api.rl)
-def rl(*, source: Path | None = None, html: Path | None = None, json: bool = False, **asked: Any) -> None:
+def rl(
+    *, context: typer.Context, source: Path | None = None, html: Path | None = None, json: bool = False,
+    **asked: Any,
+) -> None:  # fmt: skip
     """Price a step of RL post-training, from rollout to weight sync.
 
     Without --mode or plans the best are found. Exit 1 if nothing fits.
@@ -226,10 +229,12 @@ def rl(*, source: Path | None = None, html: Path | None = None, json: bool = Fal
     """
     unread: list[str] = []
     if source is not None:
-        known, unread = api.read_rl_job(source)
-        asked |= known | {name: asked[name] for name in stated_in(asked, api.rl)}
+        default = "ParameterSource.DEFAULT"  # the same as the default may be stated too
+        stated = {name: asked[name] for name in asked if str(context.get_parameter_source(name)) != default}
+        known, unread = api.read_rl_job(source, stated.get("prompt"))
+        asked |= known | stated
         if asked["mode"] == "colocated":
-            asked["rollout_gpus"] = None
+            asked["rollout_gpus"] = stated.get("rollout_gpus")
     with how_far(""):
         found = api.rl(**asked)
     document = found.to_json() | ({"from": {"unread": unread}} if source is not None else {})

@@ -50,7 +50,8 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
 def flags(option: Option) -> Sequence[str]:
     """How an option is written on the command line."""
     name = "--" + option.typed.replace("_", "-")
-    spelled = (f"{name}/--no-{name[2:]}" if option.default is True else name,)
+    can_be_off = option.default is True or (option.kind is bool and option.default is None)
+    spelled = (f"{name}/--no-{name[2:]}" if can_be_off else name,)
     return _TEXTS["spelled"].get(option.name, spelled)
 
 

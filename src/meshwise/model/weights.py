@@ -633,15 +633,19 @@ def _attention_pool(model: Model) -> Iterator[Weight]:
 # --- counts ------------------------------------------------------------------------------------
 
 
+def num_block_params(model: Model, rank: int = 0, targets: tuple[str, ...] = ()) -> int:
+    """Parameters of the blocks of `model`, with the adapters of `with_adapters` where there is a rank."""
+    kinds = arch.layer_counts(model).items()
+    return sum(number * num_weights(block_weights(model, layer, rank, targets)) for layer, number in kinds)
+
+
 def num_params(model: Model) -> int:
     """All parameters of `model`, as makers count them: without modules of multi-token prediction.
 
     Of its towers, those whose tokens it reads.
     """
-    kinds = arch.layer_counts(model).items()
-    blocks = sum(number * num_weights(block_weights(model, layer)) for layer, number in kinds)
     towers = sum(num_params(tower.encoder) for tower in model.towers if tower.num_tokens)
-    return num_weights(embedding_weights(model)) + num_weights(head_weights(model)) + blocks + towers
+    return num_weights((*embedding_weights(model), *head_weights(model))) + num_block_params(model) + towers
 
 
 def num_active_params(model: Model) -> int:

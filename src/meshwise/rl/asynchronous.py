@@ -18,8 +18,9 @@ import numpy as np
 from meshwise.rl.engines import Engines, RolloutPool
 from meshwise.rl.rollouts import Rollouts
 
-WARM_UP, COUNTED = 3, 5
-"""Steps before the flow is steady, and those whose mean is the answer."""
+WARM_UP, COUNTED = 2, 5
+"""Steps before the flow is steady, beyond as many as the bound, whose groups may all start with the first
+weights; and those at least whose mean is the answer, in cycles of bound + 1 batches that start together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,10 @@ def steady(
     """The steady flow of a trainer that takes `trains_s` a batch and `sync_s` a sync of weights."""
     flow = _Flow(pool, rollouts, rng, staleness, in_flight)
     flow.start_groups(0.0)
+    first, cycle = staleness + WARM_UP, staleness + 1
+    num = -(-COUNTED // cycle) * cycle
     now, waits, busy = 0.0, [], []
-    for version in range(WARM_UP + COUNTED):
+    for version in range(first + num):
         busy.append(flow.engines.busy_s)
         ready_s = max(flow.wait_for(version), now)
         ended_s = ready_s + trains_s
@@ -125,11 +128,11 @@ def steady(
             drained_s = max(ended_s, *(max(ends) for ends in flow.complete.values()))
         waits.append(ready_s - now + drained_s - ended_s)
         now = flow.sync(drained_s, sync_s)
-    trained = range(WARM_UP * rollouts.num_groups, (WARM_UP + COUNTED) * rollouts.num_groups)
+    trained = range(first * rollouts.num_groups, (first + num) * rollouts.num_groups)
     ages = [group // rollouts.num_groups - flow.started[group] for group in trained if group not in flow.open]
     return Steady(
-        wait_s=sum(waits[WARM_UP:]) / COUNTED,
-        busy_s=(flow.engines.busy_s - busy[WARM_UP]) / COUNTED,
+        wait_s=sum(waits[first:]) / num,
+        busy_s=(flow.engines.busy_s - busy[first]) / num,
         staleness=sum(ages) / len(ages),
         num_trained=len(ages),
     )

@@ -28,7 +28,7 @@ from meshwise.plan.plan import DEFAULTS, Plan
 from meshwise.rl.engines import Drain, drain, engine_layouts
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import OpenJob, RlJob
-from meshwise.rl.passes import num_bins, trainer_bytes, trainer_times
+from meshwise.rl.passes import num_bins, pass_bytes, trainer_times
 from meshwise.rl.rollouts import Tokens
 from meshwise.rl.settings import TRAINED_KEYS
 from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
@@ -111,9 +111,10 @@ class _Looks:
         """What the trainer takes, and the switch; infinite where its memory does not do."""
         key = job.train_gpus, job.train_plan, job.is_split
         if key not in self.trainers_s:
-            held, seconds = trainer_bytes(job), trainer_times(job, self.lengths, LOOKED_UPDATES).seconds
-            fits = sum(held.values()) <= job.cluster.chip.memory_bytes or self.asked.train_plan
-            self.trainers_s[key] = seconds + switch_s(job, held) if fits else math.inf
+            held = pass_bytes(job)
+            seconds = trainer_times(job, self.lengths, LOOKED_UPDATES).seconds + switch_s(job, held)
+            fits = all(sum(each.values()) <= job.cluster.chip.memory_bytes for each in held.values())
+            self.trainers_s[key] = seconds if fits or self.asked.train_plan else math.inf
         return self.trainers_s[key]
 
     def about_s(self, job: RlJob) -> float:

@@ -33,22 +33,24 @@ class Transport(msgspec.Struct, frozen=True):
 
 
 class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
-    """Overheads and defaults of one version of a framework.
+    """Overheads and defaults of one version of a framework; `usual` ones are formulas of an `OpenJob`.
 
     `host_s`: the engine's own time between two passes, `node_host_s` more for each further node of an engine;
     `loss_fusion`: how log-probabilities are made (`program.loss`), unless a plan says so; `sample_s`: the
     host's time for the loss of a sample, where samples take turns; `fuses_permutation`: one kernel sorts
     tokens by expert, without which the host reads how many each gets in every block; `send_s_per_byte`: of
-    samples from the controller to ranks; `offload_s_per_byte`: copies of what it `offloads` while engines
-    work, to the host and back; `step_s`: data, rewards, logging of a step.
-    `in_flight`: engines go on with what they have after a sync. `score_bins`: packed sequences of a
-    microbatch of scoring.
+    samples from the controller to ranks; `offload_s_per_byte`: copies of the optimizer's states to the host,
+    while engines work on its GPUs, and back; `step_s`: data, rewards, logging of a step. `split_offloads`:
+    what leaves GPUs that only train while it is not at work (`rl.passes.pass_bytes`; a reference takes the
+    place of the policy's weights); `syncs_adapters`: engines on the same GPUs keep the base of LoRA and get
+    its adapters alone. `in_flight`: engines go on with what they have after a sync.
     """
 
     name: str
     version: str
     source: str
     engine: str
+    usual: Mapping[str, str]
     host_s: float
     node_host_s: float
     loss_fusion: str
@@ -59,11 +61,11 @@ class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     colocated_memory_frac: float
     split_memory_frac: float
-    offloads: Sequence[str]
+    split_offloads: Sequence[str]
+    syncs_adapters: bool
     in_flight: bool
     colocated_transport: str
     split_transport: str
-    score_bins: int
 
 
 class RlCatalog(msgspec.Struct, frozen=True):

@@ -71,7 +71,7 @@ class OpenJob:
         overlaps = self.mode in OVERLAPPED
         refuse("rl options", WorkloadError, of=self, modes=MODES, overlaps=overlaps)
         names = {"of": self, "overlaps": overlaps, "bin": BIN_TOKENS, "int": int, "max": max}
-        usual = formulas(CATALOG.usual, names)
+        usual = formulas({**CATALOG.usual, **self.framework.usual}, names)
         stated = {each.name: getattr(self, each.name) for each in fields(self)}
         return RlJob(**stated | {name: value for name, value in usual.items() if stated[name] in (None, "")})
 
@@ -98,16 +98,17 @@ class RlJob(OpenJob):
         refuse("rl pools", PlanError, job=self, most_gpus=self.cluster.num_chips - self.is_split)
 
     @property
-    def critic(self) -> Model | None:
-        """The model that PPO trains beside the policy."""
-        return self.model if self.algorithm == "ppo" else None
+    def scorers(self) -> dict[str, Model]:
+        """The model of each scoring pass by what it is, `policy` where the policy itself makes one."""
+        of, is_ppo = self.model, self.algorithm == "ppo"
+        found = {"policy": of if self.old_logprobs else None, "reference": of if self.reference else None}
+        found |= {"reward": self.reward_model, "teacher": self.teacher, "critic": of if is_ppo else None}
+        return {name: model for name, model in found.items() if model is not None}
 
     @property
-    def scorers(self) -> dict[str, Model]:
-        """Models that judge each sample in a forward pass beside the policy's own, by what they are."""
-        judges = {"reference": self.model if self.reference else None, "reward": self.reward_model}
-        judges |= {"teacher": self.teacher, "critic": self.critic}
-        return {name: judge for name, judge in judges.items() if judge is not None}
+    def trained(self) -> list[Model]:
+        """Models that an update trains: the policy, and PPO's critic of its shape."""
+        return [self.model] * (2 if self.algorithm == "ppo" else 1)
 
     @property
     def is_split(self) -> bool:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwise.core.errors import PlanError
-from meshwise.estimate.one_plan import estimate
+from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.timing import overheads_of
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, EVEN, TRAINING_KEYS, Plan
@@ -93,17 +93,16 @@ def trainer_times(job: RlJob, sequences: Tokens, most: int | None = None) -> Tra
     `most`: so many updates at most are priced, the first ones, and stand for all.
     """
     scored = _packed(job, sequences, job.score_tokens)
-    models = ({"policy": job.model} if job.old_logprobs else {}) | job.scorers
-    sends_s = _sends_s(job, sequences, SCORED_BYTES)
-    scoring_s = {name: sends_s + _pass_s(job, model, scored, "evaluate") for name, model in models.items()}
-    trained = [model for model in (job.model, job.critic) if model is not None]
+    sent_s = _sends_s(job, sequences, SCORED_BYTES)
+    models = job.scorers.items()
+    scoring_s = {name: sent_s + _priced(job, of, scored, "evaluate").step_s for name, of in models}
     each_s = _sends_s(job, sequences, TRAINED_BYTES) + job.framework.sample_s * len(sequences) / job.train_dp
     parts = np.array_split(sequences, job.updates)[:most]
     updates = [_packed(job, part, job.pack_length) for part in parts]
-    passes_s = sum(_pass_s(job, model, packed, "train") for packed in updates for model in trained)
+    passes_s = sum(_priced(job, model, packed, "train").step_s for packed in updates for model in job.trained)
     bins, each = sum(packed.bins for packed in updates), job.updates / len(parts)
     fill = float(sequences.sum()) / (each * bins * job.train_dp * job.pack_length)
-    return TrainerTimes(scoring_s, len(trained) * each_s + each * passes_s, fill)
+    return TrainerTimes(scoring_s, len(job.trained) * each_s + each * passes_s, fill)
 
 
 def _packed(job: RlJob, sequences: Tokens, most_tokens: int) -> PackedBatch:
@@ -120,7 +119,7 @@ def _sends_s(job: RlJob, sequences: Tokens, token_bytes: float) -> float:
     return job.framework.send_s_per_byte * token_bytes * padded * copies
 
 
-def _pass_s(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> float:
+def _priced(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> Estimate:
     work = Workload(
         batch=job.train_dp * packed.bins * packed.samples, seq=packed.sample_tokens,
         microbatch=packed.samples, kind=kind,
@@ -130,7 +129,7 @@ def _pass_s(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> float:
     overheads = None
     if waits:
         overheads = replace(overheads_of(job.cluster.chip, plan), launches_block=True)
-    return estimate(model, job.train_cluster, plan, work, overheads=overheads).step_s
+    return estimate(model, job.train_cluster, plan, work, overheads=overheads)
 
 
 def _as_run(job: RlJob, model: Model, work: Workload) -> Plan:
@@ -157,18 +156,42 @@ def _as_run(job: RlJob, model: Model, work: Workload) -> Plan:
     return run
 
 
-def trainer_bytes(job: RlJob) -> dict[str, float]:
-    """Bytes of a training GPU by what they hold, in an update whose bins are full; of a critic too.
+def pass_bytes(job: RlJob) -> dict[str, dict[str, float]]:
+    """Bytes of a training GPU by what they hold, in an update and in each scoring pass, whose bins are full.
 
-    Scoring holds less: no gradients, no activations kept. Of several models one works at a time.
+    One model works at a time. Beside it stays what its framework does not move to the host, of GPUs that
+    engines have in turn nothing. `judges`: weights of models that only score; a reference has none where it
+    is the policy without adapters, or takes the place of the policy's weights.
     """
-    plan = job.train_plan
-    multiple = 2 * plan.tp * plan.cp
-    seq = math.ceil(job.pack_length / multiple) * multiple
-    work = Workload(batch=job.train_dp * plan.pp * plan.vpp, seq=seq)
-    found = dict(estimate(job.model, job.train_cluster, plan, work).memory_bytes)
-    del found["total"]
-    if job.critic is not None:
-        critic = estimate(job.critic, job.train_cluster, plan, work).memory_bytes
-        found |= {name: found[name] + critic[name] for name in PERSISTENT}
+    away = {*job.framework.split_offloads} if job.is_split else {*PERSISTENT, "judges"}
+    updates = [_full_bytes(job, model, job.pack_length, "train") for model in job.trained]
+    states = {part: sum(one[part] for one in updates) for part in PERSISTENT}
+    scored = {name: _full_bytes(job, of, job.score_tokens, "evaluate") for name, of in job.scorers.items()}
+    trained = {"policy", "critic"} | ({"reference"} if job.train_plan.lora_rank else {"reference"} & away)
+    judges = {name: scored[name]["weights"] for name in scored if name not in trained}
+    kept = {} if "judges" in away else judges
+    found = {"update": updates[0] | states | {"judges": sum(kept.values())}}
+    for name, held in scored.items():
+        idle = away - (set() if name in judges else {"weights"})
+        stays = {part: size * (part not in idle) for part, size in states.items()}
+        found[name] = held | stays | {"judges": sum((kept | {name: judges.get(name, 0.0)}).values())}
     return found
+
+
+def _full_bytes(job: RlJob, model: Model, tokens: int, kind: str) -> dict[str, float]:
+    """Bytes of a pass over bins of `tokens` tokens, by the names that the stated plan has for its states.
+
+    (Modules of transformers count fp32 weights as the optimizer's.) ZeRO 3 shards the weights of scoring too.
+    """
+    plan, samples = job.train_plan, max(tokens // job.rollouts.longest, 1)
+    multiple = 2 * plan.tp * plan.cp
+    seq = math.ceil(tokens / samples / multiple) * multiple
+    priced = _priced(job, model, PackedBatch(plan.pp * plan.vpp, float(tokens), samples, seq), kind)
+    found = {part: size for part, size in priced.memory_bytes.items() if part != "total"}
+    if kind == "train":
+        stated = replace(plan, stages=priced.plan.stages)
+        states = estimate(model, job.train_cluster, stated, priced.workload).memory_bytes
+        return found | {part: states[part] for part in PERSISTENT}
+    elsewhere = found["weights"] * (plan.zero >= 3) * (1.0 - plan.tp * plan.pp / job.train_gpus)
+    pieces = elsewhere * overheads_of(job.cluster.chip, priced.plan).fragment_frac
+    return found | {"weights": found["weights"] - elsewhere, "overhead": found["overhead"] - pieces}

@@ -122,9 +122,10 @@ def _not_expressed(job: RlJob, framework: str) -> list[str]:
 # --- back --------------------------------------------------------------------------------------
 
 
-def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
+def read_settings(path: Path, prompt: int | None = None) -> tuple[dict[str, Any], list[str]]:
     """The options of `rl` that a file states, its framework among them, and what no option holds.
 
+    `prompt`: tokens of the mean prompt; its answer has the others of a sample [the cap or the usual prompt].
     A YAML file with the recipes that it inherits from (`defaults:`), or a script with `name=value` words;
     references to other settings (`${policy.precision}`) are followed. DataError where it is of neither.
     """
@@ -144,13 +145,14 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
     for name in stated:
         if table.get(name, _OF_CLUSTER[0]) not in _OF_CLUSTER:
             _check_type(name, known[name].type, stated[name], path)
+    facts |= {} if prompt is None else {"prompt": prompt}
     options = _options(framework, first | facts, {fact: name for name, fact in table.items()}, path)
     assumed = formulas(_tables()["assumed"], _FUNCTIONS | first | facts)
     unread = _others(framework, settings, {*written} - {*table})
     for name, fact in table.items():
         if name in settings and settings[name] != assumed.get(fact, settings[name]):
             unread.append(f"{name}={settings[name]} is priced as {assumed[fact]}")
-    return options, [*unread, *told("read rl job", prompt=options["prompt"])]
+    return options, [*unread, *told("read rl job", prompt=options["prompt"], stated=prompt)]
 
 
 def _others(framework: str, settings: Facts, names: set[str]) -> list[str]:
@@ -166,7 +168,7 @@ def _others(framework: str, settings: Facts, names: set[str]) -> list[str]:
 
 def _kind(framework: str, stated: Facts) -> Facts:
     """What any part of the framework's table finds stated, and the facts by which its parts are chosen."""
-    found: Facts = {"trainer": "megatron", "is_on_policy": False}
+    found: Facts = {"trainer": "megatron"}
     for parts in _tables()[framework].values():
         found |= {fact: stated[name] for name, fact in parts.items() if name in stated}
     if found.get("is_fsdp2") is True or str(found["trainer"]).startswith("fsdp"):

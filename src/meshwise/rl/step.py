@@ -19,13 +19,13 @@ import numpy as np
 
 from meshwise.core.refusals import told
 from meshwise.estimate.intervals import Interval
-from meshwise.model.weights import num_params
+from meshwise.model.weights import num_block_params, num_params
 from meshwise.plan.plan import plan_text
 from meshwise.rl.asynchronous import Steady, steady
 from meshwise.rl.engines import Drain, RolloutPool, drain
 from meshwise.rl.framework import find_transport, interval_of
 from meshwise.rl.job import RlJob
-from meshwise.rl.passes import PERSISTENT, TrainerTimes, trainer_bytes, trainer_times
+from meshwise.rl.passes import TrainerTimes, pass_bytes, trainer_times
 from meshwise.serve.serving import memory_bytes, room_bytes
 
 Record = TypeVar("Record", TrainerTimes, Drain, Steady)
@@ -46,15 +46,14 @@ SYNC_BYTES = 2.0
 class RlStep:
     """What a step of `job` takes; made by `rl_step`.
 
-    `trainer_bytes`: memory of a training GPU in its fullest phase, by what it holds. `trainer`, `drain` and
-    `steady` are means over draws of lengths; `draws_s`: what generation took, or was waited for, in each.
-    Without `drain` not one sample has room beside the weights of an engine; `steady` is of asynchronous
-    modes.
+    `pass_bytes`: memory of a training GPU in each pass, by what it holds. `trainer`, `drain` and `steady` are
+    means over draws of lengths; `draws_s`: what generation took, or was waited for, in each. Without `drain`
+    not one sample has room beside the weights of an engine; `steady` is of asynchronous modes.
     """
 
     job: RlJob
     pool: RolloutPool
-    trainer_bytes: dict[str, float]
+    pass_bytes: dict[str, dict[str, float]]
     trainer: TrainerTimes
     drain: Drain | None = None
     steady: Steady | None = None
@@ -71,7 +70,7 @@ class RlStep:
             "scoring": sum(self.trainer.scoring_s.values()),
             "train": self.trainer.train_s,
             "sync": sync_s(self.job),
-            "switch": switch_s(self.job, self.trainer_bytes),
+            "switch": switch_s(self.job, self.pass_bytes),
             "wait": self.job.framework.step_s,
         }
 
@@ -119,16 +118,18 @@ class RlStep:
 
     # --- memory ------------------------------------------------------------------------------------
 
+    @property
+    def trainer_bytes(self) -> dict[str, float]:
+        """Memory of a training GPU in its fullest pass, by what it holds."""
+        return max(self.pass_bytes.values(), key=lambda held: sum(held.values()))
+
     @cached_property
     def engine_bytes(self) -> dict[str, float]:
-        """Memory of a rollout GPU: weights, what passes work on, cache, what the trainer leaves there."""
+        """Memory of a rollout GPU: weights, what passes work on, cache."""
         serving = self.pool.serving
         memory = memory_bytes(serving, 1.0)
         cache = max(room_bytes(serving, memory), 0.0)
-        stays = {*PERSISTENT} - {*self.job.framework.offloads} if not self.job.is_split else ()
-        left = sum(self.trainer_bytes[name] for name in stays)
-        found = {name: float(memory[name]) for name in ("weights", "working")}
-        return found | {"cache": cache, "trainer": left}
+        return {name: float(memory[name]) for name in ("weights", "working")} | {"cache": cache}
 
     @property
     def memory_bytes(self) -> dict[str, float]:
@@ -142,6 +143,7 @@ class RlStep:
         return told(
             "rl memory", job=self.job, drain=self.drain, weights_gb=self.engine_bytes["weights"] / 1e9,
             engine_gb=sum(self.engine_bytes.values()) / 1e9, chip_gb=self.job.cluster.chip.memory_bytes / 1e9,
+            at_work=next(name for name, held in self.pass_bytes.items() if held is self.trainer_bytes),
             trainer_gb=sum(self.trainer_bytes.values()) / 1e9,
             largest=max(self.trainer_bytes, key=self.trainer_bytes.__getitem__),
         )  # fmt: skip
@@ -202,20 +204,21 @@ def _mean(records: Sequence[Record]) -> Record:
 
 
 def sync_s(job: RlJob) -> float:
-    """Seconds until engines have the new weights."""
-    return find_transport(job.transport).seconds(SYNC_BYTES * num_params(job.model), job.cluster)
+    """Seconds until engines have the new weights; of adapters alone, where engines keep their base."""
+    plan, num = job.train_plan, num_params(job.model)
+    if plan.lora_rank > 0 and job.framework.syncs_adapters and not job.is_split:
+        num = num_block_params(job.model, plan.lora_rank, plan.lora_targets) - num_block_params(job.model)
+    return find_transport(job.transport).seconds(SYNC_BYTES * num, job.cluster)
 
 
-def switch_s(job: RlJob, trainer_bytes: dict[str, float]) -> float:
+def switch_s(job: RlJob, pass_bytes: dict[str, dict[str, float]]) -> float:
     """Seconds to copy the optimizer states to the host and back; 0 where pools are apart."""
-    if job.is_split or "optimizer" not in job.framework.offloads:
-        return 0.0
-    return 2.0 * job.framework.offload_s_per_byte * trainer_bytes["optimizer"]
+    return 0.0 if job.is_split else 2.0 * job.framework.offload_s_per_byte * pass_bytes["update"]["optimizer"]
 
 
 def rl_step(job: RlJob) -> RlStep:
     """Price a step."""
-    pool, held = job.pool(), trainer_bytes(job)
+    pool, held = job.pool(), pass_bytes(job)
     rollouts, draws = job.rollouts, [np.random.default_rng(seed) for seed in range(DRAWS)]
     answers = [rollouts.draw(rollouts.prompts, rng) for rng in draws]
     times = [trainer_times(job, rollouts.sequences(each)) for each in answers]
