@@ -103,6 +103,7 @@ def test_plan_and_cluster_from_files(meshwise, tmp_path: Path) -> None:
 def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(meshwise) -> None:
     busy = meshwise(*BASE, "--tokens", "1e9", "--pue", "1.5", "--carbon", "400", "--json").document
     assert meshwise(*BASE, "--tokens", "1e9", "--carbon", "0", "--json").document["run"]["co2_kg"] == 0.0
+    assert re.search(r"CO2 +\d.* kg \(", meshwise(*BASE, "--tokens", "9M", "--carbon", "400").out)
     chip, node = busy["power_watts"]["chip"], busy["power_watts"]["node"]
     limit = find_chip("a100-80g-sxm").power_watts
     assert 0.3 * limit < chip <= limit < node * 1.5

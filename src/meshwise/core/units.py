@@ -101,6 +101,11 @@ def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
     return f"{scaled:.{digits}g} {_PREFIXES[power]}{unit}".rstrip()
 
 
+def mass(kilograms: float) -> str:
+    """A mass for people: `2.17` -> `2.17 kg`, `11_390_000` -> `11,390.0 t`."""
+    return with_prefix(1000 * kilograms, "g") if kilograms < 1000 else f"{kilograms / 1000:,.1f} t"
+
+
 def parameters(number: float, digits: int = 4) -> str:
     """A number of parameters as the field writes it: `8.03e9` -> `8.03B`."""
     return with_prefix(number, "", digits).replace(" ", "").replace("G", "B")

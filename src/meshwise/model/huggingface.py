@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from meshwise.core.errors import ModelError
+from meshwise.core.errors import ModelError, did_you_mean
 from meshwise.core.files import parse_file
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import converted
@@ -303,10 +303,12 @@ def _family(raw: dict[str, Any], like: str = "") -> str:
     if like in spellings():
         return like
     if like:
-        raise ModelError(f"like={like} is not a known family; known are {', '.join(spellings())}")
-    near = get_close_matches(key, spellings(), 3) or ["llama"]
+        near_in_name = did_you_mean(like, families(), "docs/models.md lists all")
+        raise ModelError(f"like={like} is no family; name one (a model_type), no preset; {near_in_name}")
+    within = [one for one in families() if len(one) > 3 and one.replace("_", "") in key.replace("_", "")]
+    near = sorted(within, key=len)[-1:] or get_close_matches(key, families(), 3) or ["llama"]
     raise ModelError(
-        f"model_type {kind!r} is not known; near in name are {', '.join(near)} (docs/models.md lists all); "
+        f"model_type {kind!r} is not known; near in name: {', '.join(near)} (docs/models.md lists all); "
         f"if its blocks are those of one of them, write that behind the path: config.json,like={near[0]}"
     )
 

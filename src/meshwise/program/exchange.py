@@ -94,10 +94,10 @@ class Held(NamedTuple):
         """What they take where they are held, and as they are gathered."""
         wide, plan = weight_bytes(mesh), mesh.plan
         if mesh.kind == "sampling":
-            few, narrow = precision(plan.dtype, plan.weight_dtype).weight_bytes, self.in_matrices
-        else:
-            few, narrow = DTYPE_BYTES.get(plan.frozen_dtype or "", wide), self.quantized
-        return wide * self.params - (wide - few) * narrow
+            spared = wide - precision(plan.dtype, plan.weight_dtype).weight_bytes
+            return wide * self.params - spared * self.in_matrices
+        spared = 0.0 if plan.frozen_dtype is None else wide - DTYPE_BYTES[plan.frozen_dtype]
+        return wide * self.params - spared * self.quantized
 
 
 def replicas(mesh: Mesh, *, of_experts: bool) -> tuple[Num, Num]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import PHASES, TEXT_COLUMNS, Ledger
-from meshwise.core.units import dollars, duration, long_duration, of_capacity, with_prefix
+from meshwise.core.units import dollars, duration, long_duration, mass, of_capacity, with_prefix
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.rows import spent_on
@@ -229,7 +229,7 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         energy = both("energy_joules", lambda joules: with_prefix(joules / 3600, "Wh"))
         lines.append(("energy", f"{energy}, {with_prefix(run['watts_per_gpu'], 'W', 3)} for each GPU"))
     if "co2_kg" in run:
-        lines.append(("CO2", both("co2_kg", lambda kilograms: f"{kilograms / 1000:,.1f} t")))
+        lines.append(("CO2", both("co2_kg", mass)))
     return lines
 
 

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from meshwise.core.columns import grouped
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import told
-from meshwise.core.units import dollars, duration, long_duration, parameters, with_prefix
+from meshwise.core.units import dollars, duration, long_duration, mass, parameters, with_prefix
 from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
@@ -169,7 +169,7 @@ def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
         "usd_per_million_tokens": ("$ a M tokens", lambda usd: f"{usd:.3g}"),
         "cost": ("cost", dollars),
         "energy_joules": ("energy", lambda joules: with_prefix(joules / 3600, "Wh", 3)),
-        "co2_kg": ("CO2", lambda kilograms: f"{kilograms / 1000:,.3g} t"),
+        "co2_kg": ("CO2", mass),
     }
     return {title: show(run[key]) for key, (title, show) in shown.items() if key in run}
 

@@ -252,9 +252,8 @@ def percent(frac: float | None, *, sign: bool = False) -> str:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{"format": format, "str": str, "len": len, "short": short, "plan_text": plan_text},
-    **{"percent": percent, "signed": partial(percent, sign=True), "duration": duration},
-    **{"with_prefix": with_prefix, "difference": difference_text},
-    "largest": lambda of: max(of, key=of.get),
+    **{"format": format, "str": str, "short": short, "plan_text": plan_text, "duration": duration},
+    **{"percent": percent, "signed": partial(percent, sign=True), "difference": difference_text},
+    **{"with_prefix": with_prefix, "len": len, "largest": lambda of: max(of, key=of.get)},
 }
 """What expressions of columns may call."""

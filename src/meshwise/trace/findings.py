@@ -144,12 +144,7 @@ def findings(
     holders = [_holder(job, one) for one in late if one.seconds >= _MIN_FRAC * span_s]
     holders = [of for of in holders if of.kind != "slow transfer" or (linked | unseen).isdisjoint(of.ranks)]
     single = sorted([*holders, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
-    return [
-        *(single or _undecided(job, undecided)),
-        *_compiling(job),
-        *_host_bound(job),
-        *_exposed(job, named=bool(single)),
-    ]
+    return [*(single or _undecided(job, undecided)), *_idle(job), *_exposed(job, named=bool(single))]
 
 
 def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
@@ -328,25 +323,17 @@ def _hosts(facts: Sequence[RankFacts], ranks: Iterable[int]) -> dict[int, str]:
     return {rank: traced[max(bisect_right(traced, rank, key=lambda one: one[0]) - 1, 0)][1] for rank in ranks}
 
 
-def _compiling(job: _TracedJob) -> list[Finding]:
-    """Whether the job idles while its programs are compiled, on average over the ranks."""
-    seconds = float(np.mean([one.idle_in_s.get(COMPILER, 0.0) for one in job.partitions]))
-    if (frac := seconds / job.mean_s(*PARTS)) < _HOST_BOUND_FRAC:
-        return []
-    text = _TEXTS["compiling"].format(idle=duration(seconds), frac=frac)
-    return [job.finding("compiling", text, seconds, (one.rank for one in job.partitions))]
-
-
-def _host_bound(job: _TracedJob) -> list[Finding]:
-    """Whether devices idle because hosts launch late, on average over the ranks."""
-    bound = [one.host_bound_s for one in job.partitions if one.host_bound_s is not None]
-    seconds, span_s = float(np.mean(bound)) if bound else 0.0, job.mean_s(*PARTS)
-    if seconds < _HOST_BOUND_FRAC * span_s:
-        return []
+def _idle(job: _TracedJob) -> Iterator[Finding]:
+    """Whether the job idles as its programs are compiled, or as hosts launch late, on average."""
+    num, span_s = len(job.partitions), job.mean_s(*PARTS)
     idle_in_s = sum((Counter(one.idle_in_s) for one in job.partitions), Counter[str]())
-    why = _inside(idle_in_s, seconds * len(job.partitions)) or _TEXTS["host_bound_advice"]
-    text = _TEXTS["host_bound"].format(idle=duration(seconds), frac=seconds / span_s) + why
-    return [job.finding("host bound", text, seconds, (one.rank for one in job.partitions))]
+    bound = [one.host_bound_s for one in job.partitions if one.host_bound_s is not None]
+    late_s = float(np.mean(bound)) if bound else 0.0
+    why = _inside(idle_in_s, late_s * num) or _TEXTS["host bound advice"]
+    for kind, cost_s, more in (("compiling", idle_in_s[COMPILER] / num, ""), ("host bound", late_s, why)):
+        if cost_s >= _HOST_BOUND_FRAC * span_s:
+            text = _TEXTS[kind].format(idle=duration(cost_s), frac=cost_s / span_s) + more
+            yield job.finding(kind, text, cost_s, (one.rank for one in job.partitions))
 
 
 def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:

@@ -77,9 +77,8 @@ def marks(traces: Traces) -> dict[int, Marks]:
 def _sections(trace: Trace) -> dict[str, Marks]:
     """The sections of one rank by name (a number at its end left out) whose runs do not overlap."""
     by_name: dict[str, list[tuple[int, int]]] = {}
-    sections = trace.where(Kind.ANNOTATION)
-    outside = nearest(parents(trace), trace.kind == Kind.CPU_OP)[sections] < 0
-    for i in sections[outside].tolist():
+    outside = nearest(parents(trace), trace.kind == Kind.CPU_OP) < 0
+    for i in np.flatnonzero((trace.kind == Kind.ANNOTATION) & outside).tolist():
         parts = _NUMBERED.match(trace.name(i))
         name, number = parts.groups() if parts else (trace.name(i), "")
         by_name.setdefault(name, []).append((i, int(number or -1)))
