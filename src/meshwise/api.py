@@ -409,6 +409,8 @@ def serve(
     pools: str = "",
     collectives: Sequence[str | Path] = (),
     price: str | float | None = None,
+    pue: float | None = None,
+    carbon: float | None = None,
     to: str = "",
 ) -> ServingAnswer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
@@ -470,6 +472,8 @@ def serve(
         pools: Of the fewest GPUs: one (prompts and tokens together) or two (apart) [the better].
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         price: Dollars of a GPU-hour: 2.5, or by chip h100-80g-sxm=2.5,b200-sxm=4.
+        pue: Power of the building over that of its nodes, with a load [1].
+        carbon: Grams of CO2 of a kWh, with a load.
         to: Also write what runs the fleet, and a command that loads it: kubernetes, dynamo, llm-d or
             vllm-stack.
 
@@ -545,6 +549,8 @@ def serve(
     arrives = load is not None and not load.concurrency
     is_laid_out = prefill_plan or prefill_cluster or encoders or (workers, prefill_workers) != (1, 1)
     names = cluster.split(",") if isinstance(cluster, str) else [cluster]
+    known = all(_cluster(name).chip.power_watts for name in names)
+    refuse("energy of a server", WorkloadError, pue=pue, carbon=carbon, load=load, known=known)
     if pareto or ("tp" not in fixed and arrives and limits.any and not is_laid_out):
         asked_of_one = uneven or speculate or {"cp", "pp"} & set(fixed)
         refuse("serve layouts", WorkloadError, laid_out=is_laid_out, autoscale=autoscale, one=asked_of_one)
@@ -558,7 +564,7 @@ def serve(
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd, has_details=pareto)
-        return _deployed(found, to, asked)
+        return _deployed(replace(found, pue=pue, carbon=carbon), to, asked)
     refuse("serve one layout", WorkloadError, pools=pools, clusters=names)
     machine, num_instances = _cluster(cluster, collectives), 1
     if not (has_layout(plan) or is_laid_out):
@@ -575,7 +581,8 @@ def serve(
     found = answer(
         fleet, sequences, limits, requests=load, engine=engine, autoscale=autoscale, usd_per_gpu_hour=usd
     )
-    return _deployed(replace(found, num_instances=num_instances), to, asked)
+    found = replace(found, num_instances=num_instances, pue=pue, carbon=carbon)
+    return _deployed(found, to, asked)
 
 
 def _deployed(found: ServingAnswer, to: str, asked: Mapping[str, Any]) -> ServingAnswer:

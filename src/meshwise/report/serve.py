@@ -13,7 +13,7 @@ from meshwise.core.units import duration
 from meshwise.report.answer import COLORS, FRONT_COLOR, Chart, ChartAxis, Page, Picture, Section, Series, Text
 from meshwise.report.table import TABLES, Table, records_table
 from meshwise.serve.answer import Deployment, ServingAnswer
-from meshwise.serve.load import Fleet, LoadResult, energy
+from meshwise.serve.load import Fleet, LoadResult
 from meshwise.serve.screen import layout_text
 from meshwise.serve.serving import Serving, memory_of_one
 from meshwise.serve.size import Choice, Sizing
@@ -115,8 +115,9 @@ def _out_of_memory(of: Serving) -> str:
 
 def _costs(answer: ServingAnswer) -> Iterator[Section]:
     """Watts and dollars, where they are known."""
-    of_load = energy(answer.load) if answer.load else {"power_watts": None}
-    yield from told("costs of a server", cost=answer.cost, **of_load)
+    yield from told(
+        "costs of a server", answer=answer, cost=answer.cost, **{"power_watts": None} | answer.energy
+    )
 
 
 def passes_table(document: Mapping[str, Any]) -> Table:

@@ -65,6 +65,8 @@ class ServingAnswer(Shown):
     load: LoadResult | None = None
     sizing: Sizing | None = None
     usd_per_gpu_hour: Mapping[str, float] | None = None
+    pue: float | None = None
+    carbon: float | None = None
     encoders: EncoderPool | None = None
     deployment: Deployment | None = None
     num_instances: int = 1
@@ -89,6 +91,11 @@ class ServingAnswer(Shown):
     def cost(self) -> dict[str, float]:
         """Dollars an hour and a million tokens; empty without a load and prices."""
         return cost(self.load, self.usd_per_gpu_hour) if self.load and self.usd_per_gpu_hour else {}
+
+    @property
+    def energy(self) -> dict[str, Any]:
+        """Watts, and what output tokens take in the building; empty without a load."""
+        return energy(self.load, self.pue or 1.0, self.carbon) if self.load else {}
 
     @property
     def max_sequences(self) -> int:
@@ -167,7 +174,7 @@ class ServingAnswer(Shown):
         }
         if not self.has_layout:
             document |= dict.fromkeys(document.keys() - {"model", "prompt", "output", "passes", "notes"})
-        document |= load.to_json() | self.cost | energy(load) if load else {}
+        document |= load.to_json() | self.cost | self.energy if load else {}
         for name in ("sizing", "deployment"):
             if (part := getattr(self, name)) is not None:
                 document[name] = part.to_json()

@@ -306,8 +306,10 @@ def cost(load: LoadResult, price: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def energy(load: LoadResult) -> dict[str, Any]:
+def energy(load: LoadResult, pue: float = 1.0, carbon: float | None = None) -> dict[str, Any]:
     """Watts of GPUs, and of their nodes at the wall; by the latter joules an output token, kWh a million.
+
+    The building draws `pue` times what the nodes do; with `carbon` grams of CO2 a kWh, kilograms of it.
 
     By the model of `cost.power`: a GPU waits while its engine has no pass, and in a pass for the kernels of
     communication; in the rest it does the matrix FLOP of the tokens that it computes, two for each active
@@ -329,8 +331,9 @@ def energy(load: LoadResult) -> dict[str, Any]:
         each = float(chip_watts(limit_watts, waiting_frac=waiting_frac, matrix_frac=1.0))
         watts.append((encoders.num_chips, each))
     wall_watts = sum(chips * float(node_watts(each)) for chips, each in watts)
-    joule = wall_watts / load.output_tokens_per_s
-    return {
+    joule = pue * wall_watts / load.output_tokens_per_s
+    emitted = {} if carbon is None else {"co2_kg_per_million_output_tokens": joule / 3.6 * carbon / 1e3}
+    return emitted | {
         "power_watts": {"gpus": sum(chips * each for chips, each in watts), "wall": wall_watts},
         "joule_per_output_token": joule,
         "kwh_per_million_output_tokens": joule / 3.6,
