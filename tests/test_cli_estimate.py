@@ -125,7 +125,8 @@ DEEPSEEK = "deepseek-v3 --cluster h100-80g-sxm:1024 --batch 8192 --seq 4096 --mi
         ("llama3-70b --cluster h100-80g-sxm:64 --plan tp=8,pp=4 --batch 128 --seq 8192", "of one that fits"),
         ("llama3-8b --cluster h100-80g-sxm:8 --batch 16 --seq 8192", "one change away"),
         ("llama3-70b --cluster h100-80g-sxm:8 --batch 128 --seq 8192", "further away"),
-        (f"llama3-70b --cluster 4090:1 {FULL} --batch 16 --seq 2048", "no plan fits; fits on"),
+        (f"llama3-70b --cluster 4090:1 {FULL} --batch 16 --seq 2048", "no plan fits; fits with"),
+        (f"llama3-8b --cluster 3060:1 {FULL},lora_rank=16 --batch 8 --seq 1024", "no plan fits; fits with"),
         (f"{DEEPSEEK} {FULL},zero=3,ep=16,dispatch=per_rank", "no change of one key"),
     ],
 )
@@ -136,7 +137,7 @@ def test_what_to_try_next_is_priced_as_it_is_said(meshwise: Any, job: str, said:
     words = job.split()
     now = meshwise("estimate", *words, "--json").document
     if said.startswith("no "):  # overlap_ep excludes recompute=full
-        assert said in line
+        assert said in line and ("frozen_dtype" in line) == ("lora_rank" in job)
         return
     plan = words[words.index("--plan") + 1] if "--plan" in words else ""
     changed = re.search(r"next (?:\S+ takes \d+%; )?(\S+) (?:takes|fits)", line)

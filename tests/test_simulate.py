@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from data_tables import table
 from figures import DOCS, figures_script
 from meshwise.core.errors import PlanError
 from meshwise.cost import schedule as closed_form
@@ -147,17 +148,7 @@ def test_orders_that_wait_for_each_other_are_an_error() -> None:
         _play(stops, source, np.zeros(4), np.ones(4))
 
 
-BAD = [
-    ({"f_s": [1.0, 2.0]}, "4 stages needs one value or 4"),
-    ({"slowdown": [1.0] * 5}, "4 ranks needs one value or 4"),
-    ({"p2p_s": float("nan")}, "finite"),
-    ({"b_s": -1.0}, "not negative"),
-    ({"v": 2}, "cannot run pp=4, vpp=2"),
-    ({"pp": 0}, "cannot run pp=0"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "says"), BAD)
+@pytest.mark.parametrize(("wrong", "says"), table("tables")["simulate"]["bad"])
 def test_bad_times_are_refused(wrong: dict[str, object], says: str) -> None:
     arguments = {"f_s": 1.0, "b_s": 1.0, "w_s": 1.0, "pp": 4, "m": 8} | wrong
     with pytest.raises(PlanError, match=says):

@@ -165,8 +165,7 @@ def _fitting_text(estimate: Estimate, step: NextStep | None) -> str:
     if run is None:
         found = other_plans(estimate)
         if not found.best:
-            *_, last = why_none(found)
-            return f"no plan fits; {last}"
+            return f"no plan fits; {'; '.join(why_none(found)[-2:])}"
         run = found.best[0]
         what = f"--plan {plan_text(run.plan)} --microbatch {run.workload.microbatch}"
     size = with_prefix(run.memory_bytes["total"], "B")

@@ -58,6 +58,12 @@ OFFLOADED = ({"offload_optimizer": (ANY,)}, {"offload_optimizer": (ANY,), "offlo
 activations can take more of a host's memory than it has."""
 
 
+_FSDP2 = "implementation", {"implementation": ("fsdp2",)}
+_OF_ALL = "optimizer", {"optimizer": ("adam-bf16",), "grad_dtype": ("bf16",)}
+_BESIDE_ADAPTERS = "frozen_dtype", {"frozen_dtype": ("int4",)}
+"""Fewer bits of the states of all weights, and of weights beside adapters, as people train on one card."""
+
+
 FEW_FRAC, WORTH_FRAC = 0.05, 0.9
 """Where no larger share of the priced plans fits, it is told what states of the optimizer on the host give,
 if a step then takes no more than this share of the fastest."""
@@ -384,14 +390,11 @@ class _Space:
         return kept
 
     def changes(self) -> Iterator[Change]:
-        """What would make a plan fit: one stated key less, FSDP2 where none is stated, or more chips."""
-        tried = {
-            key: {other: values for other, values in self.stated.items() if other != key}
-            for key, kept in self.stated.items()
-            if ANY not in kept
-        }
-        if not self.to:
-            tried.setdefault("implementation", {**self.stated, "implementation": ("fsdp2",)})
+        """What would make a plan fit: one stated key less, FSDP2, narrower types, or more chips."""
+        fixed = [key for key, kept in self.stated.items() if ANY not in kept]
+        tried = {key: {one: of for one, of in self.stated.items() if one != key} for key in fixed}
+        others = *[_FSDP2] * (not self.to), _BESIDE_ADAPTERS if "lora_rank" in self.stated else _OF_ALL
+        tried |= {key: {**self.stated, **one} for key, one in others if self.stated.keys().isdisjoint(one)}
         for key, stated in tried.items():
             if found := replace(self, stated=stated).price().first:
                 yield Change(found, self.cluster.num_chips, self.estimate(found).host_bytes(), key)
