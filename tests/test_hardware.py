@@ -211,6 +211,8 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     assert cluster.chip.levels[0].bytes_per_s == 200e9
     assert (cluster.source, cluster.checked) == ("our machine room", "2026-11-20")
     assert cluster.chip.matrix_peak("bf16") == 500e12
+    fewer = find_cluster(f"{tmp_path}/mine.toml:8")
+    assert (fewer.num_chips, fewer.chip.name) == (8, "mine")
 
 
 def test_a_file_may_name_a_chip_of_the_catalog(tmp_path: Path) -> None:

@@ -345,12 +345,15 @@ def find_chip(name: str) -> Chip:
 
 
 def find_cluster(text: str) -> Cluster:
-    """The cluster that `text` names: a preset, `preset:count`, `chip:count`, or the path of a TOML file.
+    """The cluster that `text` names: a preset, a TOML file, or either or a chip with `:count` behind it.
 
     A text with a `/` or the ending `.toml` is a path. The file holds the fields of one entry of
     `catalog/clusters.toml` at its top level; its `chip` is a name of the catalog or a table with the
     fields of `catalog/chips.toml`.
     """
+    path, colon, count = text.rpartition(".toml:")
+    if colon:
+        return _resized(find_cluster(f"{path}.toml"), text, count)
     if text.endswith(".toml") or "/" in text:
         return _cluster(Path(text).stem, read_toml(Path(text), ClusterError), text)
     name, colon, count = text.partition(":")
@@ -365,8 +368,11 @@ def find_cluster(text: str) -> Cluster:
     else:
         known = _suggestion(name, [*_clusters(), *chips()])
         raise ClusterError(f"no cluster or chip is called {name!r} (chips are written name:count); {known}")
-    if not colon:
-        return cluster
+    return _resized(cluster, text, count) if colon else cluster
+
+
+def _resized(cluster: Cluster, text: str, count: str) -> Cluster:
+    """`cluster` with `count` chips, as `text` asks for."""
     refuse("number of chips", ClusterError, text=text, count=count)
     refuse("count", ClusterError, f"cluster {text!r}: the number of chips is ", value=int(count))
     return replace(cluster, name=text, num_chips=int(count))

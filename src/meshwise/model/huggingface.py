@@ -303,8 +303,7 @@ def _family(raw: dict[str, Any], like: str = "") -> str:
     if like in spellings():
         return like
     if like:
-        near_in_name = did_you_mean(like, families(), "docs/models.md lists all")
-        raise ModelError(f"like={like} is no family; name one (a model_type), no preset; {near_in_name}")
+        raise ModelError(f"like={like} is no model_type; {did_you_mean(like, families(), 'llama is one')}")
     within = [one for one in families() if len(one) > 3 and one.replace("_", "") in key.replace("_", "")]
     near = sorted(within, key=len)[-1:] or get_close_matches(key, families(), 3) or ["llama"]
     raise ModelError(
