@@ -31,7 +31,7 @@ _FORMATS = NAMES["formats"] | NAMES["formats_of_names"]
 _ACTIVE = re.compile(r"-a\d+(\.\d+)?b$")
 """How a mixture's name ends that says its active parameters, which many leave out."""
 
-HUB = re.compile(r"huggingface\.co/([^/]+/[^/]+)/blob/main/config\.json$")
+HUB = re.compile(r"huggingface\.co/([^/]+/[^/]+)/blob/main/(?:config|params)\.json$")
 """The name on the hub within the source of a preset: it is an alias."""
 
 
