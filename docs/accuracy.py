@@ -60,7 +60,8 @@ def page(validation: Validation, figures: Sequence[str]) -> str:
     if validation.board is not None:
         blocks += ["## Every release, beside today on the rows that it predicted"]
         blocks += report.asked_parts(validation)
-    blocks += ["## Every quantity", report.error_table("all rows", by_quantity), *figures[1:]]
+    blocks += ["## Every quantity", report.error_table("all rows", by_quantity)]
+    blocks += [report.fits_text(validation.rows), *figures[1:]]
     for label, rows in by_quantity:
         blocks += [f"## {label}", *report.group_tables(rows), report.worst_table(rows, NUM_WORST)]
         blocks += filter(None, (coverage_text(rows), report.order_text(rows)))
