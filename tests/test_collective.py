@@ -21,6 +21,7 @@ from meshwise.estimate.collective import KINDS as VERB_KINDS
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, _tables, constants
 from meshwise.machine.hardware import Cluster, Level, Link, find_chip, find_cluster, links_of
+from meshwise.machine.overheads import find_overheads
 from meshwise.report.pages import parts_of, print_parts
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
@@ -310,3 +311,23 @@ def test_sums_of_a_server_are_those_of_the_kernel_that_was_measured(tmp_path: Pa
     notes = [" ".join(one["notes"]) for one in each]
     assert ["in the engine's own kernel" in one for one in notes] == [False, True, False, False]
     assert ["no pass of this instance takes it" in one for one in notes] == [False, False, False, True]
+
+
+def test_a_message_takes_the_links_to_one_neighbour() -> None:
+    """In a box whose GPUs are joined in pairs, as MI300X's by xGMI, however many there are."""
+    times = [mw.collective("send", "mi300x:8", (2.0**30,), ranks=ranks)[0].time_s for ranks in (2, 4, 8)]
+    assert times == pytest.approx([times[0]] * 3) and 2.0**30 / times[0] < 64e9
+
+
+def test_what_training_reaches_of_roce_has_no_cliff() -> None:
+    """Of a shared link of 400 Gb/s too; nccl-tests, which runs alone, meets all of it."""
+    overheads = find_overheads(find_chip("h100-80g-sxm"))
+    reached = [overheads.reached_frac("RoCEv2", rate) for rate in (12.5e9, 25e9, 49.9e9, 50e9)]
+    assert reached[0] == reached[1] < reached[2] == pytest.approx(reached[3], rel=5e-3) and reached[3] == 1.0
+    cluster = find_cluster("h100-80g-sxm:64")
+    over = [
+        replace(cluster, levels=(cluster.levels[0], Level(name, 25e9, 5e-6)))
+        for name in ("rocev2", "infiniband")
+    ]
+    roce, infiniband = (mw.collective("all_reduce", one, (2.0**30,))[0].time_s for one in over)
+    assert roce == infiniband

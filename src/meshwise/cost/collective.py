@@ -191,7 +191,7 @@ def collective_lines(
     `links`: levels, innermost first. A caller that times many
     payloads of one group computes its lines once.
     """
-    quick, bulk = _steps(group_ranks, stride, links, efficiency, runs)
+    quick, bulk = _steps(group_ranks, stride, links, efficiency, runs, to_one=kind in ("send", "recv"))
     protocols = {"quick": quick, "bulk": bulk}.items()
     lines = [_ring(kind, group_ranks, name, steps, choices) for name, steps in protocols]
     adds_in_trees = kind == "all_reduce" and not anywhere(links[0].ways)
@@ -262,9 +262,12 @@ class _Step:
 
 
 def _steps(
-    ranks: Num, stride: Num, links: tuple[Link, ...], efficiency: Efficiency, runs: Runs
+    ranks: Num, stride: Num, links: tuple[Link, ...], efficiency: Efficiency, runs: Runs, *, to_one: bool
 ) -> tuple[list[_Step], list[_Step]]:
-    """The levels, innermost first, as the quick protocol meets them and as that for bulk does."""
+    """The levels, innermost first, as the quick protocol meets them and as that for bulk does.
+
+    `to_one`: a rank sends to one other, over the links that join these two.
+    """
     protocols: tuple[list[_Step], list[_Step]] = [], []
     inside: Num = 1.0
     places_inside = ranks
@@ -284,7 +287,7 @@ def _steps(
         # Neighbours inside a node synchronise at the same time, those between nodes one by one.
         syncs = hops if is_network else np.log2(here)
         used = np.asarray(here) > np.asarray(inside)
-        bytes_per_s = _share_bytes_per_s(link, here, own) / apart
+        bytes_per_s = _share_bytes_per_s(link, here, own, to_one=to_one) / apart
         quick_s = link.latency_s * own.quick_latency
         for bulk, steps in enumerate(protocols):
             sync_s = link.latency_s * own.bulk_latency if bulk else 0.0
@@ -309,10 +312,10 @@ def _steps(
     return protocols
 
 
-def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Num:
+def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency, *, to_one: bool) -> Num:
     """What is left of a link for one of `ranks` ranks; more than two on PCIe go through their host."""
     if efficiency.host_frac == efficiency.host_shared_frac == 1.0:
-        return link.among(ranks)
+        return link.among(2.0 if to_one else ranks)
     through_host = smaller(efficiency.host_frac, efficiency.host_shared_frac * link.ranks / ranks)
     return link.bytes_per_s * where(np.asarray(ranks) > 2, through_host, 1.0)
 

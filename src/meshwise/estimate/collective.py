@@ -18,6 +18,7 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.timing import is_measured, machine
 from meshwise.machine.efficiency import LINK_CONSTANTS, inherited_notes
 from meshwise.machine.hardware import Cluster, MeasuredCollective
+from meshwise.machine.overheads import NONE
 
 KINDS = {str(kind): kind for kind in COLLECTIVES if kind not in ("dispatch", "recv")}
 SIZES_BYTES = tuple(float(4**power) for power in range(5, 18))
@@ -90,7 +91,7 @@ def collective_times(
     """
     for size in sizes_bytes:
         refuse("collective of a size", WorkloadError, size=size)
-    runs_on = machine(cluster, "fp32")
+    runs_on = machine(cluster, "fp32", overheads=NONE)
     lines = runs_on.collective_lines(kind, float(ranks), float(stride))
     ideal = machine(cluster, "fp32", ideal=True).collective_lines(kind, float(ranks), float(stride))
     sent = float(sent_bytes(KINDS[kind], 1.0, ranks))
@@ -111,7 +112,7 @@ def collective_times(
 
 def notes(kind: str, cluster: Cluster, ranks: int, stride: int) -> list[str]:
     """What the times of such a group rest on: constants of other chips and networks, and measured ones."""
-    runs_on = machine(cluster, "fp32")
+    runs_on = machine(cluster, "fp32", overheads=NONE)
     used = LINK_CONSTANTS if runs_on.leaves_node(float(ranks), float(stride)) else LINK_CONSTANTS[:-1]
     measured = map(str, measured_of(kind, cluster, ranks, stride))
     return [*inherited_notes(cluster.chip, runs_on.efficiency.inherited({*used})), *measured]

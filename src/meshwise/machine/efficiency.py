@@ -334,9 +334,9 @@ def _generation(chip: str) -> str:
 
 
 def network(levels: Sequence[Level]) -> str:
-    """The kind of network beyond the node: the first letters of its name (`infiniband-ndr`: infiniband)."""
+    """The kind of network beyond the node: the first letters of its name (`infiniband-ndr`, `rocev2`)."""
     names = [level.name.lower() for level in levels[1:] if not level.box_link][:1]
-    return "".join(re.match("[a-z]*", name)[0] or name for name in names)  # type: ignore[index]
+    return "".join(re.match(r"[a-z]*?(?=v?\d|[^a-z]|$)", name)[0] or name for name in names)  # type: ignore[index]
 
 
 SAME_VERBS = {"roce": "infiniband"}

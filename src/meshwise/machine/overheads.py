@@ -68,6 +68,7 @@ redoes from published runs:
 Software is named by its core and the year of its first release like it: `SOFTWARE`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -194,10 +195,14 @@ class Overheads:
         return 1.0 + self.expert_spread * np.sqrt(2.0 * np.log(ranks))
 
     def reached_frac(self, link: str, bytes_per_s: float) -> float:
-        """Share of a link's bandwidth that training reaches, by the name of its level and its rate."""
-        kind = next((kind for kind in self.network_frac if link.startswith(kind)), "")
-        modern = f"{kind}-400g" if bytes_per_s >= 50e9 else kind
-        return self.network_frac.get(modern, self.network_frac.get(kind, 1.0))
+        """Share of a link's bandwidth that training reaches, by the name of its level and its rate.
+
+        From 25 GB/s on, where older adapters end, it nears that of 400 Gb/s.
+        """
+        kind = next((kind for kind in self.network_frac if link.lower().startswith(kind)), "")
+        older = self.network_frac.get(kind, 1.0)
+        newer = self.network_frac.get(f"{kind}-400g", older)
+        return older + (newer - older) * min(max(math.log2(bytes_per_s / 25e9), 0.0), 1.0)
 
     def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
         """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
