@@ -80,6 +80,19 @@ def test_kernels_belong_to_operators_and_sections(tmp_path):
     assert rows["MoELayer"].self_cpu_s == pytest.approx(40e-6)
 
 
+def test_what_ends_at_the_start_of_a_section_is_not_around_it(tmp_path):
+    """Dispatch modes (the recorder's, FlopCounterMode) overlap the first microseconds of what they see."""
+    events = [
+        host("user_annotation", "program", 0, 100),
+        host("cpu_op", "PythonDispatchMode", 10, 4),
+        host("user_annotation", "layer", 12, 80),
+        host("cpu_op", "aten::mm", 20, 60),
+    ]
+    rows = {row.name: row for row in totals(read_trace(write_trace(tmp_path / "a.json", events, 0))[0])}
+    own_us = {name: round(row.self_cpu_s * 1e6) for name, row in rows.items()}
+    assert own_us == {"program": 16, "PythonDispatchMode": 4, "layer": 20, "aten::mm": 60}
+
+
 def test_section_holds_its_communication(tmp_path):
     """The all-reduce launched inside MoELayer is its own, and the 150 µs that it waited for rank 1 too."""
     late = [host("user_annotation", "MoELayer", 0, 50), all_reduce(260, 50, 1024, [0, 1])]

@@ -27,11 +27,15 @@ def parents(trace: Trace) -> Ints:
 
 
 def nested_in(trace: Trace, events: Ints) -> Ints:
-    """For each of `events` (in the order of time) the innermost of them around it on its track; else -1."""
+    """For each of `events` (in the order of time) the innermost of them around it on its track; else -1.
+
+    One that is over before half of an event is not around it (a dispatch mode's, at the start of a section).
+    """
     events = events[np.argsort(trace.track[events], kind="stable")]
     start, end, track = trace.start_ns[events], trace.end_ns[events], trace.track[events]
+    half = start + (end - start) // 2
     before = np.where(np.diff(track, prepend=-1) == 0, np.arange(len(events)) - 1, -1)
-    while (over := (before >= 0) & (end[before] <= start)).any():  # all between `before` and each are over
+    while (over := (before >= 0) & (end[before] <= half)).any():  # all between `before` and each are over
         before[over] = before[before[over]]
     found = np.full(len(trace), -1, dtype=np.int64)
     found[events] = np.where(before >= 0, events[before], -1)
