@@ -73,7 +73,7 @@ def test_defaults_come_from_a_file(
     monkeypatch.chdir(tmp_path)
     file = Path("meshwise.toml" if place == "here" else "mine.toml")
     file.write_text(
-        'cluster = "h100-80g-sxm:8"\nseq = 1024\n[estimate]\nplan = "tp=2"\nseq = 2048\n'
+        'cluster = "h100-80g-sxm:8"\nseq = 1024\ncarbon = 99\n[estimate]\nplan = "tp=2"\nseq = 2048\n'
         '[trace.summary]\nsteps = "complete"\n'  # and `estimate` has an option --trace
     )
     words = () if place == "here" else ("--config", str(file))
@@ -81,7 +81,8 @@ def test_defaults_come_from_a_file(
     assert done.err == f"meshwise: defaults from {file}\n"
     plan, workload = done.document["plan"], done.document["workload"]
     assert (plan["tp"], workload["seq"]) == (2, 2048)
-    stated = meshwise(*words, *PRICED, "--plan", "tp=4", "--seq", "512").document
+    stated = meshwise(*words, *PRICED, "--plan", "tp=4", "--seq", "512", "--tokens", "1e9").document
+    assert "run" not in done.document and stated["run"]["co2_kg"] > 0  # of a run, so they wait for one
     assert (stated["plan"]["tp"], stated["workload"]["seq"]) == (4, 512)
 
 

@@ -227,17 +227,21 @@ def test_ranks_and_stride_choose_the_links() -> None:
 def test_a_library_that_reduces_all_to_reduce_and_scatter(tmp_path: Path) -> None:
     """Gloo: its reduce-scatter takes as long as its all-reduce, wherever it is priced."""
     links = 'num_chips = 8\nchip = "h100"\nlevels = [{ name = "tcp", bytes_per_s = 1e9, latency_s = 1e-5 }]'
-    plain, whole = tmp_path / "plain.toml", tmp_path / "whole.toml"
+    plain, whole, apart = (tmp_path / f"{name}.toml" for name in ("plain", "whole", "apart"))
     plain.write_text(links)
+    apart.write_text(
+        links.replace("[{", '[{ name = "node", ranks = 1, bytes_per_s = 1e9, latency_s = 1e-5 }, {')
+    )
     whole.write_text(f'reduce_scatter = "all_reduce"\n{links}')
     times = {
         (file, kind): mw.collective(kind, file, [2.0**24])[0][0].time_s
-        for file in (plain, whole)
+        for file in (plain, whole, apart)
         for kind in ("all_reduce", "reduce_scatter", "all_gather")
     }
     assert times[whole, "reduce_scatter"] == times[whole, "all_reduce"] == times[plain, "all_reduce"]
     assert times[plain, "reduce_scatter"] < times[plain, "all_reduce"]
     assert times[whole, "all_gather"] == times[plain, "all_gather"]
+    assert times[apart, "all_reduce"] == times[plain, "all_reduce"]  # a network alone: no switch adds
     steps = [mw.estimate("llama3-8b", file, "zero=3", batch=8, seq=512).step_s for file in (plain, whole)]
     assert steps[1] > 1.2 * steps[0]
     whole.write_text(f'reduce_scatter = "ring"\n{links}')

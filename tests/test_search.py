@@ -81,8 +81,7 @@ def check_best(
     plans: list[tuple[float, float]] = []
     for of in priced_one_by_one(model, cluster, Workload(**load), stated, to):
         if of.fits:
-            mesh = of.mesh
-            family = mesh.tp, mesh.cp, mesh.pp, mesh.ep, mesh.etp
+            family = tuple(getattr(of.mesh, axis) for axis in ("tp", "cp", "pp", "ep", "etp"))
             families[family] = min(families.get(family, math.inf), of.step_s)
             plans.append((of.step_s, of.memory_bytes["total"]))
     fastest = sorted(families.values())[:5]
@@ -105,16 +104,8 @@ def test_the_best_plan_is_the_best_of_all_priced_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["megatron", "fsdp2"])
-@pytest.mark.parametrize(
-    ("model", "cluster", "keys"),
-    [
-        ("llama3-8b", "h100-80g-sxm:16", ("offload_activations", "overlap_dp", "overlap_pp", "zero_group")),
-        ("deepseek-v3", "gb200:256", ("overlap_ep",)),
-    ],
-)
-def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
-    model: str, cluster: str, keys: tuple[str, ...], implementation: str
-) -> None:
+@pytest.mark.parametrize(("model", "cluster", "keys"), table("tables")["searched"]["bounded"])
+def test_no_plan_stays_below_the_bounds(model: str, cluster: str, keys: Any, implementation: str) -> None:
     """Every value of the usual keys and of a few more, some rows of each grid."""
     job, load = (find_model(model), find_cluster(cluster)), Workload(batch=128, seq=4096)
     stated = {"implementation": (implementation,), **dict.fromkeys(keys, ("*",))}
@@ -146,9 +137,7 @@ def test_no_plan_stays_below_the_bounds_that_rule_plans_out(
 
 
 @pytest.mark.parametrize(("implementation", "num_other"), [("megatron", 1), ("fsdp2", 2)])
-def test_a_plan_is_the_same_in_other_words_whichever_plans_are_looked_at(
-    implementation: str, num_other: int
-) -> None:
+def test_a_plan_is_the_same_whichever_plans_are_looked_at(implementation: str, num_other: int) -> None:
     """One copy of the model has no use for ZeRO, so of its stages the first is the plan, wanted or not; FSDP2
     lets go of the weights that it has cast."""
     space = {"pp": (4, 8), "zero": (1, 3), "implementation": (implementation,), "microbatch": (1,)}
@@ -326,8 +315,7 @@ def test_a_key_is_left_free_and_a_file_says_the_same(meshwise, tmp_path) -> None
 def test_what_would_fit_where_nothing_does(meshwise) -> None:
     arguments = ("search", "gpt3-175b", "--cluster", "a100-80g-sxm:16", "--batch", "64", "--seq", "2048")
     nothing = meshwise(*arguments, "--plan", "tp=8,zero=0,offload_optimizer=0,vpp=1", "--json")
-    assert nothing.code == 1
-    changes = nothing.document["nearest_miss"]["changes"]
+    changes = nothing.document["nearest_miss"]["changes"] if nothing.code == 1 else []
     assert {change["key"] for change in changes} & {"offload_optimizer", "zero", None}
     for change in changes:
         cluster = ("--cluster", f"a100-80g-sxm:{change['num_chips']}")
@@ -337,13 +325,12 @@ def test_what_would_fit_where_nothing_does(meshwise) -> None:
 
 
 ARGUMENTS = ("search", "mixtral-8x7b", "--cluster", "h100-80g-sxm:64", "--batch", "256", "--seq", "4096")
-KEYS = {"plans_considered", "plans_feasible", "elapsed_s", "plans_per_s", "best", "pareto", "nearest_miss"}
 
 
 def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
     done = meshwise(*ARGUMENTS, "--top", "3", "--json")
     document = done.document
-    assert done.code == 0 and set(document) >= KEYS and "mixtral" not in done.err
+    assert done.code == 0 and document["plans_per_s"] > 0 and "mixtral" not in done.err
     assert 0 < document["plans_feasible"] <= document["plans_priced"] < document["plans_considered"]
     steps = [best["step_s"] for best in document["best"]]
     assert steps == sorted(steps) and len(steps) == 3
@@ -361,15 +348,13 @@ def test_what_is_stated_is_obeyed(meshwise, text: str) -> None:
         for item in text.split(","):
             key, _, values = item.partition("=")
             value = best["plan"][key]
-            value = int(value) if value is True else value
-            shown = "-".join(value) if isinstance(value, list) else str(value)
+            shown = (
+                "-".join(value) if isinstance(value, list) else str(int(value) if value is True else value)
+            )
             assert shown.removesuffix(".0") in values.split("|"), best["plan_text"]
 
 
-@pytest.mark.parametrize(
-    ("few", "text"),
-    [("zero=*", "tp=8,ep=8,etp=1,recompute=full"), ("pp=1", "pp=4,schedule=zb-v,ep=8,recompute=full")],
-)
+@pytest.mark.parametrize(("few", "text"), table("tables")["searched"]["beside"])
 def test_key_by_key_a_plan_becomes_the_best(meshwise, few: str, text: str) -> None:
     """Keys that follow from others (vpp=2 from zb-v) are not told as changes of their own."""
     asked = (*ARGUMENTS, "--plan", few, "--beside", text)
@@ -400,12 +385,20 @@ def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
     assert document["versions"][1]["gain_frac"] == pytest.approx(1 - steps[1] / steps[0]) != 0
 
 
-def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise) -> None:
-    """Each is met by days and dollars with failures; a batch needs the more tokens the larger it is."""
-    job = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "64", "--seq", "8192")
-    few = ("--plan", "tp=1|2,pp=1,cp=1", "--vary", "gpus=16|64,batch=64|256", "--tokens", "1e11")
-    few += ("--price", "2", "--critical-batch", "4e6", "--json")
-    points = meshwise(*job, *few).document["points"]
+def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise, tmp_path) -> None:
+    """With failures, of which some never end; a larger batch needs more tokens; a file's network stays."""
+    (tmp_path / "tcp.toml").write_text(table("tables")["searched"]["over_tcp"])
+    job = ("search", "llama3-8b", "--cluster", tmp_path / "tcp.toml", "--batch", "64", "--seq", "8192")
+    job += ("--plan", "tp=1,pp=2,cp=1,schedule=zb-v|1f1b", "--critical-batch", "4e6", "--json")
+    few = ("--vary", "chip=h100|gb200,batch=64|256", "--tokens", "1e11", "--price", "h100-80g-sxm=1,gb200=9")
+    points, notes = map(meshwise(*job, *few).document.get, ("points", "notes"))
+    assert notes[-1] == "links: h100-80g-sxm on nvlink4, tcp; gb200 on nvlink5, tcp"
+    assert len(notes) == 1 + sum(not one["runs_in"] for one in points) > 1
+    alone = meshwise(*job[:-3], "--json").document
+    assert (alone["best"][0]["step_s"], []) == (points[0]["step_s"], points[0]["runs_in"])
+    assert alone["runnable"]["slower_frac"] == points[0]["slower_frac"] > 0
+    endless = meshwise(*job, *few, "--mtbf", 1e-3, "--spend", "1e9")
+    assert endless.code == 1 and all("never ends" in one["reason"] for one in endless.document["points"])
     for one in points:
         assert one["tokens"] == pytest.approx(1e11 * (1 + one["batch"] * 8192 / 4e6))
     days, cost = ([one["with_failures"][name] for one in points] for name in ("days", "cost"))

@@ -278,6 +278,7 @@ def test_parts_sum_to_the_span(tmp_path_factory, kernels):
     exposed = found.seconds["transfer"] + found.seconds["wait"]
     assert exposed <= usual.exposed_communication_s + 1e-12
     assert tuple(found.seconds) == PARTS
+    assert found.host_bound_s == 0 or found.seconds["idle"]  # never idle: not bound by the host
 
 
 def test_messages_without_ends_tell_nothing(tmp_path):

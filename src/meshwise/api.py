@@ -257,8 +257,8 @@ def study(
         vary: Machines to compare: gpus=64|128,chip=h100-80g-sxm|b200-sxm,domain=8|72, batch=256|512, and
             factors of memory, memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
-        deadline: Days that the run may take, failures included: the point of fewest GPU-hours that keeps it
-            is chosen.
+        deadline: Days that the run may take, failures included: the point of fewest dollars that keeps it is
+            chosen, or of fewest GPU-hours without prices.
         spend: Dollars that it may cost: the fastest point that keeps it is chosen.
         critical_batch: Tokens of a batch from which on more of them hardly save steps: a run needs
             1 + batch / critical times the tokens [as many with any batch].

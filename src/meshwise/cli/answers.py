@@ -82,13 +82,7 @@ def estimate(
     show(found, document, json=json, html=html, plot=plot, run=run, below=_unread(job), per_layer=per_layer)
 
 
-@takes(
-    api.search,
-    api.study,
-    api.budget,
-    without=("on_plans", "on_point", "mtbf", "storage", "restart"),
-    optional=("model", "batch"),
-)
+@takes(api.search, api.study, api.budget, without=("on_plans", "on_point"), optional=("model", "batch"))
 def search(
     *,
     vary: str = "",

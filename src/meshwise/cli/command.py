@@ -27,20 +27,24 @@ def command_options(function: Callable[..., Any]) -> dict[str, Option]:
 def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as typer takes it."""
     options = command_options(function)
+    taken = inspect.signature(function).parameters.keys() & {"context"}
 
-    def call(**values: Any) -> None:
+    def call(context: typer.Context, **values: Any) -> None:
+        for name, others in _TEXTS["waits"].items():
+            if "DEFAULT_MAP" in str(context.get_parameter_source(name)) and not any(map(values.get, others)):
+                values[name] = None
         for path in filter(None, map(values.get, _FILES)):
             check_writable(path)
-        function(**{name: options[name].default if value is None and name in options else value
-                    for name, value in values.items()})  # fmt: skip
+        stated = {name: options[name].default if value is None and name in options else value
+                  for name, value in values.items()}  # fmt: skip
+        function(**stated, **dict.fromkeys(taken, context))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(name, keyword, default=_default(option), annotation=_annotation(option))
         for name, option in options.items()
     ]
-    if "context" in inspect.signature(function).parameters:
-        parameters.append(inspect.Parameter("context", keyword, annotation=typer.Context))
+    parameters.append(inspect.Parameter("context", keyword, annotation=typer.Context))
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__doc__ = summary_of(function)
     call.options = options  # type: ignore[attr-defined]

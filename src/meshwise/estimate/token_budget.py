@@ -23,6 +23,10 @@ from meshwise.plan.plan import Plan
 JOULES_PER_KWH = 3.6e6
 
 
+class NeverEnds(WorkloadError):
+    """A run that fails faster than it makes progress."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
     """A run of `tokens` tokens, the `price` of a GPU-hour by chip (`""`: of any), and the `watts` at the wall
@@ -90,13 +94,11 @@ class TokenBudget:
     def _with_failures(self, seconds: float, estimate: Estimate) -> dict[str, float]:
         num_chips = estimate.cluster.num_chips
         stated = {
-            "device_s_between_interruptions": (self.mtbf, 3600.0),
-            "storage_bytes_per_s": (self.storage, 1 / num_chips),
-            "restart_s": (self.restart, 1.0),
+            "device_s_between_interruptions": self.mtbf and 3600.0 * self.mtbf,
+            "storage_bytes_per_s": self.storage and self.storage / num_chips,
+            "restart_s": self.restart,
         }
-        changed: dict[str, Any] = {
-            name: value * scale for name, (value, scale) in stated.items() if value is not None
-        }
+        changed: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
         failures = replace(Failures.llama3(), **changed)
         in_matrices = _num_in_matrices(estimate.model, estimate.plan)
         trained = in_matrices if estimate.plan.lora_rank else num_params(estimate.model)
@@ -105,7 +107,7 @@ class TokenBudget:
         between_s = failures.interruption_s(num_chips)
         checkpoint_s = failures.checkpoint_s(num_bytes, num_chips)
         goodput = float(failures.goodput(num_bytes, num_chips))
-        refuse("run that fails", WorkloadError, goodput=goodput, between_s=between_s)
+        refuse("run that fails", NeverEnds, goodput=goodput, between_s=between_s)
         return {
             "goodput_frac": goodput,
             "num_failures": float(seconds / goodput / between_s),

@@ -45,6 +45,9 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 BOX_LINKS = ("nvlink", "pcie", "infinity-fabric", "xgmi", "neuronlink", "ici")
 """How names of links begin that join chips inside a node; all others beyond the innermost are networks."""
 
+NETWORKS = ("infiniband", "roce", "ethernet", "efa", "slingshot", "omnipath", "connectx", "tcp", "dcn")
+"""How names of networks begin: where one is the only level, every node has one chip."""
+
 WITHOUT_PEERS = "-host"
 """How the name of a level of PCIe ends whose GPUs have no peer access: all they exchange passes the host."""
 
@@ -226,7 +229,8 @@ def _check_fields(kind: type[_Record], stated: dict[str, Any], at: str) -> None:
     known = fields(kind)
     needed = (item.name for item in known if item.default is item.default_factory is MISSING)
     given = (name for name, value in stated.items() if value is not None)
-    check_fields(given, [item.name for item in known], needed, at, ClusterError)
+    others = ["oversubscription"] * (kind.__name__ == "Level")
+    check_fields(given, [item.name for item in known] + others, needed, at, ClusterError)
 
 
 def _date(stated: dict[str, Any]) -> str:
@@ -258,7 +262,8 @@ def _levels(tables: Any, where: str) -> tuple[Level, ...]:
         levels.append(replace(level, bytes_per_s=level.bytes_per_s / shared))
     refuse("levels", ClusterError, f"{where}: ", last=levels[-1])
     levels[-1] = replace(levels[-1], ranks=math.inf)
-    return tuple(levels)
+    is_network = len(levels) == 1 and levels[0].name.lower().startswith(NETWORKS)
+    return (*[replace(levels[0], name="node of one", ranks=1.0)] * is_network, *levels)
 
 
 def _chip(name: str, stated: dict[str, Any], levels: Any, where: str) -> Chip:
@@ -281,10 +286,7 @@ def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
     stated.pop("aliases", None)
     chip, levels = stated.get("chip"), stated.get("levels")
     if isinstance(chip, str):
-        try:
-            chip = find_chip(chip)
-        except ClusterError as error:
-            raise ClusterError(f"{at}: {error}") from None
+        chip = find_chip(chip, f"{at}: ")
     elif isinstance(chip, dict):
         chip = _chip(name, chip, levels, where)
     stated |= {"name": stated.get("name") or name} | ({"chip": chip} if chip else {})
@@ -336,11 +338,11 @@ def num_cores(chip: Chip) -> int:
     return chip.num_cores or max(like, default=0) or 1
 
 
-def find_chip(name: str) -> Chip:
-    """The chip of the catalog called `name` (or one of its aliases)."""
+def find_chip(name: str, at: str = "") -> Chip:
+    """The chip of the catalog called `name` (or one of its aliases); `at`: where it is named."""
     found = chips().get(_names().get(name.strip().lower(), ""))
     if found is None:
-        raise ClusterError(f"no chip is called {name!r}; {_suggestion(name, chips())}")
+        raise ClusterError(f"{at}no chip is called {name!r}; {_suggestion(name, chips())}")
     return found
 
 

@@ -165,6 +165,7 @@ def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
     """What a run of tokens takes, failures included, as far as it is known."""
     run = run.get("with_failures", run)
     shown = {
+        "reason": ("days", lambda reason: "never ends"),
         "days": ("days", lambda days: f"{days:,.0f}" if days >= 100 else f"{days:.3g}"),
         "usd_per_million_tokens": ("$ a M tokens", lambda usd: f"{usd:.3g}"),
         "cost": ("cost", dollars),
@@ -323,10 +324,9 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
     budget = budget or TokenBudget()
     fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
-    goal = study.goal
-    has_goal = budget.tokens is not None and (goal.deadline, goal.spend) != (None, None)
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    cells = {i: run_cells(study.goal.run(best, budget)) for i, _, best in found}
+    runs = study.runs(budget)
+    cells = {i: run_cells(run) for i, run in runs.items()}
     keys = list(study.points[0].changes) if study.points else []
     figures = []
     for i, point, plan in found:
@@ -350,19 +350,25 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     title = "failures included" * (budget.tokens is not None)
     yield Table(title, (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",))
     yield "front: no other machine has both a shorter time per token and less of it"
-    if has_goal:
-        yield _choice(study, study.chosen(budget), cells)
+    endless = [f"{study.points[i].name}: {run['reason']}" for i, run in runs.items() if "reason" in run]
+    yield Text("Notes", study.notes + endless, "note: ")
+    if budget.tokens and (study.goal.deadline or study.goal.spend):
+        yield _choice(study, budget, runs)
 
 
-def _choice(study: Study, chosen: int | None, runs: Mapping[int, Mapping[str, str]]) -> str:
-    """The point that meets deadline and budget, with failures, or that none does."""
+def _choice(study: Study, budget: TokenBudget, runs: Mapping[int, Mapping[str, Any]]) -> str:
+    """The point that meets deadline and budget, with failures, or that none does, and the least they take."""
+    chosen = study.chosen(budget)
     if chosen is None:
-        return "no machine keeps the deadline and the budget, failures included"
-    point, run = study.points[chosen], runs[chosen]
-    machine = ", ".join(f"{key}={value}" for key, value in point.changes.items())
-    taken = ", ".join(value + f" {name}" * (name in ("days", "$ a M tokens")) for name, value in run.items())
-    by = "fewest days" if study.goal.deadline is None else "fewest GPU-hours"
-    return f"chosen, {by}: {machine} ({taken}, failures included)"
+        done = [run["with_failures"] for run in runs.values() if "with_failures" in run]
+        days, cost = (
+            min((of[name] for of in done if name in of), default=math.inf) for name in ("days", "cost")
+        )
+        return " ".join(told("no machine", goal=study.goal, days=days, cost=cost))
+    cells = run_cells(runs[chosen]).items()
+    taken = ", ".join(value + f" {name}" * (name in ("days", "$ a M tokens")) for name, value in cells)
+    by = study.goal.least(budget).replace("gpu_hours", "GPU-hours").replace("cost", "dollars")
+    return f"chosen, fewest {by}: {study.points[chosen].name} ({taken}, failures included)"
 
 
 FRONTS: dict[str, str] = read_catalog("words.toml")["fronts"]
@@ -372,7 +378,7 @@ FRONTS: dict[str, str] = read_catalog("words.toml")["fronts"]
 def study_picture(study: Study) -> plot.Picture:
     """Machines by their speed, and by the GPU-hours that a token takes on them."""
     found = [(point, point.measures()) for point in study.points if point.best is not None]
-    names = [", ".join(f"{key} {value}" for key, value in point.changes.items()) for point, _ in found]
+    names = [point.name for point, _ in found]
     chips = [values["num_chips"] for _, values in found]
     tokens_per_s = [1.0 / values["s_per_token"] for _, values in found]
     if len(set(chips)) == len(chips) > 1:

@@ -47,14 +47,8 @@ class Reason:
 
     def to_json(self) -> dict[str, Any]:
         """The change, and what it moves."""
-        return {
-            "change": self.text,
-            "step_s": self.run.step_s,
-            "gain_s": self.gain_s,
-            "more_s": self.more_s,
-            "more_bytes": self.more_bytes,
-            "fits": self.run.fits,
-        }
+        moved = {name: getattr(self, name) for name in ("gain_s", "more_s", "more_bytes")}
+        return {"change": self.text, "step_s": self.run.step_s, **moved, "fits": self.run.fits}
 
 
 def reasons(asked: Estimate, best: Estimate) -> list[Reason]:
@@ -103,7 +97,5 @@ def _value(key: str, found: Estimate) -> Any:
 
 
 def _shown(key: str, found: Estimate) -> str:
-    value = _value(key, found)
-    if value is None:
-        return "default"
-    return str(value) if key == MICROBATCH else KEYS[key].show(value) or "default"
+    value, shown = _value(key, found), str if key == MICROBATCH else KEYS[key].show
+    return (value is not None and shown(value)) or "default"

@@ -47,7 +47,8 @@ class CardRun:
     def to_json(self, tokens: float | None, price: float | None) -> dict[str, Any]:
         """The run in numbers; `tokens` of it take hours, and dollars at `price` a GPU-hour."""
         run, hours = self.run, tokens and tokens / self.run.tokens_per_s / 3600
-        ends = [run.workload.num_tokens / step_s for step_s in reversed([*run.step_s_interval])]
+        ends = (run.workload.num_tokens / s if self.fits else None for s in reversed([*run.step_s_interval]))
+        between = dict(zip(("p10", "p90"), ends, strict=True))
         cost = hours * price if hours and price is not None else None
         timed = {"tokens_per_s": run.tokens_per_s, "step_s": run.step_s, "hours": hours, "cost": cost}
         timed = {name: one for name, one in timed.items() if one is not None}
@@ -59,9 +60,7 @@ class CardRun:
             "memory_bytes": run.memory_bytes["total"],
             "microbatch": run.workload.microbatch,
             "plan_text": plan_text(run.plan),
-            "tokens_per_s_interval": dict(
-                zip(("p10", "p90"), ends if self.fits else [None] * 2, strict=True)
-            ),
+            "tokens_per_s_interval": between,
         } | (timed if self.fits else dict.fromkeys(timed))
 
 

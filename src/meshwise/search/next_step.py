@@ -50,10 +50,8 @@ def next_step(found: Estimate) -> NextStep | None:
     near = [NextStep((text,), run) for text, run in _neighbours(found)]
     fitting = [one for one in near if one.run.fits]
     if found.fits:
-        best = min(fitting, key=lambda one: one.run.step_s, default=None)
-        gains = best is not None and best.run.step_s < (1 - _LEAST_GAIN) * found.step_s
-        return best if gains else None
-    if not fitting:
+        fitting = [one for one in fitting if one.run.step_s < (1 - _LEAST_GAIN) * found.step_s]
+    elif not fitting:
         smallest = sorted(near, key=lambda one: one.run.memory_bytes["total"])[:_CARRIED]
         fitting = [
             NextStep((*one.changes, text), run)

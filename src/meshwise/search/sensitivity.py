@@ -65,14 +65,12 @@ def weigh(
     if best.model.moe is None:
         each["experts_unbalanced"] = False
     alone = {name: Adversity(**{name: value}) for name, value in each.items() if value is not False}
+
+    def kept_s(one: Adversity) -> float:
+        return one.step_s(best) if memory <= one.memory * capacity_bytes else float("inf")
+
     return tuple(
-        Assumption(
-            name,
-            float(each[name]),
-            best.step_s,
-            fastest(one),
-            one.step_s(best) if memory <= one.memory * capacity_bytes else float("inf"),
-        )
+        Assumption(name, float(each[name]), best.step_s, fastest(one), kept_s(one))
         for name, one in alone.items()
     )
 
@@ -111,8 +109,5 @@ def versions(
     names: Sequence[str], first: Estimate, fastest: Callable[[str], Found | None]
 ) -> tuple[Version, ...]:
     """The plan `first` under each of `names`; `fastest`: the fastest plan of a search under one of them."""
-    found: list[Version] = []
-    for name in names:
-        run = first.changed(software=name)
-        found.append(Version(name, run, fastest(name), found[0].plan.step_s if found else run.step_s))
-    return tuple(found)
+    plans = {name: first.changed(software=name) for name in names}
+    return tuple(Version(name, of, fastest(name), plans[names[0]].step_s) for name, of in plans.items())

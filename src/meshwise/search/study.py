@@ -12,6 +12,7 @@ batch. Rates and sizes are factors of the cluster's own: `memory=2` doubles what
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,11 +22,11 @@ from typing import Any, ClassVar
 from meshwise.core.each import Lost, each
 from meshwise.core.errors import ClusterError, WorkloadError
 from meshwise.core.notebook import Shown
-from meshwise.core.refusals import refuse
+from meshwise.core.refusals import refuse, told
 from meshwise.core.units import values_by_key
 from meshwise.estimate.one_plan import Estimate
-from meshwise.estimate.token_budget import TokenBudget
-from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.estimate.token_budget import NeverEnds, TokenBudget
+from meshwise.machine.hardware import Chip, Cluster, find_chip
 from meshwise.model.architecture import Model
 from meshwise.plan.fields import Field, number, read_field, whole
 from meshwise.plan.plan import plan_text
@@ -36,7 +37,9 @@ MEASURES = ("num_chips", "gpu_s_per_token", "usd_per_token", "joules_per_token",
 """What a point takes beside its time: each has a front."""
 
 KEYS: dict[str, Field] = {
-    "chip": Field("a name of the catalog", str, "another chip, with its usual links"),
+    "chip": Field(
+        "a name of the catalog", str, "another chip in its usual nodes, joined by the network of a file"
+    ),
     "gpus": whole("number of GPUs"),
     "batch": whole("sequences of a step"),
     "domain": whole("ranks of the innermost links (NVLink)"),
@@ -77,26 +80,32 @@ class Goal:
         """Raise WorkloadError where `budget` lacks what the goal is told by."""
         refuse("goal of a run", WorkloadError, goal=self, budget=budget)
 
+    def least(self, budget: TokenBudget) -> str:
+        """What to take least of: GPU-hours, or dollars with a price; days where no deadline is stated."""
+        return "days" if self.deadline is None else "gpu_hours" if budget.price is None else "cost"
+
     def run(self, found: Estimate, budget: TokenBudget) -> dict[str, Any]:
-        """The run with a plan, of the tokens that its batch needs."""
+        """The run with a plan, of the tokens that its batch needs; the `reason` of one that never ends."""
         if budget.tokens is None:
             return budget.run(found)
         more = found.workload.batch * found.workload.seq / self.critical_batch if self.critical_batch else 0.0
-        return replace(budget, tokens=budget.tokens * (1.0 + more)).run(found)
+        try:
+            return replace(budget, tokens=budget.tokens * (1.0 + more)).run(found)
+        except NeverEnds as error:
+            return {"reason": str(error)}
 
     def is_met(self, run: Mapping[str, Any]) -> bool:
         """Whether a run keeps deadline and budget, failures included."""
-        taken = run["with_failures"]
-        return (self.deadline is None or taken["days"] <= self.deadline) and (
-            self.spend is None or taken["cost"] <= self.spend
-        )
+        limits, taken = {"days": self.deadline, "cost": self.spend}, run.get("with_failures", {})
+        return all(most is None or taken.get(name, math.inf) <= most for name, most in limits.items())
 
 
 @dataclass(frozen=True, slots=True)
 class StudyPoint:
     """The best plan of one machine, which differs from the study's by `changes`.
 
-    None where nothing fits, or where there is no plan at all: then `reason` says why.
+    None where nothing fits, or where there is no plan at all: then `reason` says why. `runs_in`: the
+    frameworks that run it; `slower_frac`: how much longer the fastest plan takes that one runs, if any.
     """
 
     changes: Changes
@@ -104,6 +113,13 @@ class StudyPoint:
     batch: int
     best: Estimate | None
     reason: str = ""
+    runs_in: Sequence[str] = ()
+    slower_frac: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What differs."""
+        return ", ".join(f"{key}={value}" for key, value in self.changes.items())
 
     def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
         """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits.
@@ -130,6 +146,7 @@ class StudyPoint:
         if self.best is None:
             return machine | {"plan_text": None, "reason": self.reason or None}
         plan = {"plan_text": plan_text(self.best.plan), "microbatch": self.best.workload.microbatch}
+        plan |= {"runs_in": [*self.runs_in], "slower_frac": self.slower_frac}
         figures = {name: getattr(self.best, name) for name in ("step_s", "mfu", "tokens_per_s")}
         return machine | plan | figures | self.measures(budget) | goal.run(self.best, budget)
 
@@ -153,26 +170,37 @@ class Study(Shown):
                 front.append(i)
         return front
 
+    def runs(self, budget: TokenBudget) -> dict[int, dict[str, Any]]:
+        """The run with the best plan of each point that has one."""
+        return {i: self.goal.run(point.best, budget) for i, point in enumerate(self.points) if point.best}
+
     def chosen(self, budget: TokenBudget) -> int | None:
-        """Of the points that meet the goal the one of fewest GPU-hours; with a budget alone, of fewest days.
+        """Of the points that meet the goal the one of fewest GPU-hours, or dollars where there are prices.
+
+        With a budget alone, fewest days.
 
         None without a goal, and where none meets it.
         """
         if self.goal.deadline is None and self.goal.spend is None:
             return None
         self.goal.check(budget)
-        runs = [(i, self.goal.run(point.best, budget)) for i, point in enumerate(self.points) if point.best]
-        measure = "days" if self.goal.deadline is None else "gpu_hours"
+        runs, measure = self.runs(budget).items(), self.goal.least(budget)
         met = [(run["with_failures"][measure], i) for i, run in runs if self.goal.is_met(run)]
         return min(met)[1] if met else None
 
     def speedup(self, i: int) -> float | None:
         """Tokens a second of point `i` over those of the first, per GPU: 1 is ideal; None where none fits."""
-        first, here = self.points[0], self.points[i]
-        if first.best is None or here.best is None:
-            return None
-        per_gpu = here.best.tokens_per_s / here.cluster.num_chips
-        return per_gpu / (first.best.tokens_per_s / first.cluster.num_chips)
+        pair = self.points[0], self.points[i]
+        first, here = (of.best and of.best.tokens_per_s / of.cluster.num_chips for of in pair)
+        return here / first if first and here else None
+
+    @property
+    def notes(self) -> list[str]:
+        """Which plans no framework runs, and on which links each chip is priced where chips are varied."""
+        unrun = [note for of in self.points for note in told("plan of a machine", of=of)]
+        varied = (of.cluster for of in self.points if "chip" in of.changes)
+        on = dict.fromkeys(f"{of.chip.name} on {', '.join(one.name for one in of.levels)}" for of in varied)
+        return unrun + [f"links: {'; '.join(on)}"] * bool(on)
 
     def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
         """The document that `meshwise search --vary --json` prints; fronts are indices of points."""
@@ -184,6 +212,7 @@ class Study(Shown):
             ],
             "chosen": None if budget.tokens is None else self.chosen(budget),
             "fronts": {measure: self.front(measure, budget) for measure in MEASURES},
+            "notes": self.notes,
             "complete": self.complete,
         }
 
@@ -225,17 +254,19 @@ def study(
                 raise WorkloadError(f"the search of a machine was lost: {found.reason}")
             points[place] = StudyPoint(*machines[place], *found)
             on_point(points[place])
-    told = tuple(points[place] for place in sorted(points))
-    return Study(told, complete=len(points) == len(machines), goal=goal or Goal())
+    in_order = tuple(points[place] for place in sorted(points))
+    return Study(in_order, complete=len(points) == len(machines), goal=goal or Goal())
 
 
-def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> tuple[Estimate | None, str]:
-    """The best plan on one machine for a batch, and why there is no plan at all."""
+def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> tuple[Any, ...]:
+    """The best plan on one machine for a batch, why there is none at all, and what frameworks run."""
     machine, batch = of
     found = search(model, machine, batch=batch, top=1, with_changes=False, **asked)
     if not found.complete:
         raise KeyboardInterrupt
-    return next(iter(found.best), None), found.reason
+    if not found.best:
+        return None, found.reason
+    return found.best[0], "", found.bases[0].runs_in, found.slower_frac
 
 
 # --- machines -------------------------------------------------------------------------------------
@@ -265,7 +296,7 @@ def changed(cluster: Cluster, changes: Changes) -> Cluster:
 def _changed(cluster: Cluster, key: str, value: Any) -> Cluster:
     inner, *others = cluster.levels
     if key == "chip":
-        return find_cluster(f"{value}:{cluster.num_chips}")
+        return _on_chip(cluster, find_chip(value))
     if key == "gpus":
         return replace(cluster, num_chips=value)
     wider = [level for level in others if level.ranks > value]
@@ -277,6 +308,20 @@ def _changed(cluster: Cluster, key: str, value: Any) -> Cluster:
         return replace(cluster, chip=replace(cluster.chip, **scaled))
     faster = [replace(level, bytes_per_s=value * level.bytes_per_s) for level in cluster.levels]
     return replace(cluster, levels=(faster[0], *others) if key == "inner" else (inner, *faster[1:]))
+
+
+def _on_chip(cluster: Cluster, chip: Chip) -> Cluster:
+    """The cluster with another chip in its usual nodes, between which the network of a file stays.
+
+    Of its levels those do that join several nodes.
+    """
+    if chip.name == cluster.chip.name:
+        return cluster
+    node = [level for place, level in enumerate(chip.levels) if not place or level.box_link]
+    network = [level for level in cluster.levels[1:] if level.ranks > node[-1].ranks and not level.box_link]
+    is_stated = network and cluster.levels != cluster.chip.levels
+    levels = (*node, *network) if is_stated else chip.levels
+    return replace(cluster, name=f"{chip.name}:{cluster.num_chips}", chip=chip, levels=levels, collectives=())
 
 
 def _times(rates: Any, factor: float) -> Any:

@@ -174,7 +174,7 @@ class RankIntervals:
     @property
     def partition(self) -> Partition:
         """The seconds of the parts."""
-        is_known = (self.idle_cause != CAUSES.index("unknown")).any()
+        is_known = not self.idle_cause.size or (self.idle_cause != CAUSES.index("unknown")).any()
         host_bound_s = length(self.idle("host")) / 1e9 if is_known else None
         return Partition(self.rank, {part: length(self.spans[part]) / 1e9 for part in PARTS}, host_bound_s)
 
