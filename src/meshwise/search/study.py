@@ -86,11 +86,10 @@ class Goal:
 
     def run(self, found: Estimate, budget: TokenBudget) -> dict[str, Any]:
         """The run with a plan, of the tokens that its batch needs; the `reason` of one that never ends."""
-        if budget.tokens is None:
-            return budget.run(found)
         more = found.workload.batch * found.workload.seq / self.critical_batch if self.critical_batch else 0.0
+        tokens = budget.tokens and budget.tokens * (1.0 + more)
         try:
-            return replace(budget, tokens=budget.tokens * (1.0 + more)).run(found)
+            return replace(budget, tokens=tokens).run(found)
         except NeverEnds as error:
             return {"reason": str(error)}
 
