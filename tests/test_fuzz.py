@@ -106,7 +106,7 @@ def words(draw: st.DrawFn) -> list[str]:
     params = (param for param in VERBS[verb].params if param.name != "json")
     options = [param for param in params if param.param_type_name == "option"]
     option_of = st.sampled_from(options) if options else st.nothing()  # `list` has --json alone
-    for option in draw(st.lists(option_of, max_size=3, unique_by=lambda one: one.name)):
+    for option in draw(st.lists(option_of, max_size=3 * bool(options), unique_by=lambda one: one.name)):
         if option.opts[0] in stated:
             at = stated.index(option.opts[0])
             del stated[at : at + 2]
