@@ -1,7 +1,7 @@
 """The frontier: published values to the digit, properties of every plan, and the published headline."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,20 @@ from hypothesis import strategies as st
 from data_tables import table
 from figures import figures_script
 from meshwise.core.errors import WorkloadError
+from meshwise.core.units import quantity
 from meshwise.cost.failures import Failures, goodput
 from meshwise.machine.hardware import find_chip, find_cluster
+from meshwise.published.frontier import step
 from meshwise.published.frontier.assumptions import Assumptions, Law, assumptions, sizes
 from meshwise.published.frontier.device import Device, device_from_chip, find_device
 from meshwise.published.frontier.layer import LinearLayer, end_of_batch_s, layer_times, layer_what_ifs
 from meshwise.published.frontier.run import RUN_UTILIZATION, Frontier, best_runs, frontier, search_grid
-from meshwise.published.frontier.step import (
-    Split,
-    all_reduce_latency_s,
-    held_bytes,
-    step_parts,
-    step_s,
-    utilization,
-)
+from meshwise.published.frontier.step import all_reduce_latency_s
+from meshwise.report.frontier import curve_table, parts
+from meshwise.report.table import Table
 
-H100 = Device(
-    name="H100 SXM5",
-    flop_per_s_8bit=1979e12,
-    memory_bytes_per_s=3352e9,
-    inner_bytes_per_s=900e9,
-    outer_bytes_per_s=900e9,
-)
+LINKS = {"inner_bytes_per_s": 900e9, "outer_bytes_per_s": 900e9}
+H100 = Device(name="H100 SXM5", flop_per_s_8bit=1979e12, memory_bytes_per_s=3352e9, **LINKS)
 LAYER = LinearLayer(d_in=16384, d_out=5 * 16384, tp_in=8, tp_out=40, dp=32, elem_bytes=2)
 BATCH = 2048**2 / 128
 FEW = 10 ** np.linspace(25, 32, 8)
@@ -58,10 +50,7 @@ def test_the_values_of_the_source_notebook() -> None:
     assert float(times.network_s) == pytest.approx(2.586487466666666e-05, rel=1e-15)
     assert float(end_of_batch_s(H100, LAYER)) == pytest.approx(2.709e-05, rel=1e-3)
     one_dimension = layer_times(H100, replace(LAYER, tp_in=1, tp_out=320), BATCH)
-    assert (float(one_dimension.network_s), one_dimension.binds) == (
-        pytest.approx(111.5e-6, rel=1e-3),
-        "network",
-    )
+    assert one_dimension.network_s == pytest.approx(111.5e-6, rel=1e-3) and one_dimension.binds == "network"
     free = replace(H100, inner_bytes_per_s=1e30, outer_bytes_per_s=1e30)
     assert float(end_of_batch_s(free, LAYER)) == pytest.approx(9.09e-06, rel=1e-3)
 
@@ -152,25 +141,22 @@ def test_the_search_finds_what_a_loop_over_dp_finds(log_flop: float, schedule: s
     model = sizes(run, 10**log_flop)
     grid = search_grid(device, run)
     coarse = {"tp_in": 2, "tp_out": 2, "pp": 2, "tokens": 4}
-    axes = {name: np.asarray(getattr(grid, name)) for name in (field.name for field in fields(Split))}
-    for name, step in coarse.items():
+    axes = {name: np.asarray(getattr(grid, name)) for name in (field.name for field in fields(step.Split))}
+    for name, every in coarse.items():
         axis = np.argmax(axes[name].shape)
-        axes[name] = axes[name].take(np.arange(0, axes[name].shape[axis], step), axis=axis)
+        axes[name] = axes[name].take(np.arange(0, axes[name].shape[axis], every), axis=axis)
     for name in ("inner_in", "inner_out"):
         axes[name] = axes[name][:: coarse["tp_in"], :: coarse["tp_out"]]
-    split = Split(**axes)
+    split = step.Split(**axes)
     best = 0.0
     for dp in np.unique(np.round(np.geomspace(1, 2**20, 150))):
-        parts = step_parts(device, run, model, split, dp)
+        priced = step.step_parts(device, run, model, split, dp)
         microbatches = np.ceil(model.batch_tokens / (dp * split.tokens))
-        seconds = step_s(parts, microbatches)
-        fits = (
-            (seconds <= model.step_s)
-            & (held_bytes(run, parts, split, dp, microbatches) <= device.memory_bytes)
-            & (split.pp <= model.layers)
-        )
+        seconds = step.step_s(priced, microbatches)
+        fits = (seconds <= model.step_s) & (split.pp <= model.layers)
+        fits &= step.held_bytes(run, priced, split, dp, microbatches) <= device.memory_bytes
         devices = split.tp_in * split.tp_out * split.pp * dp
-        value = np.where(fits, utilization(device, run, model, devices, seconds), 0.0)
+        value = np.where(fits, step.utilization(device, run, model, devices, seconds), 0.0)
         best = max(best, float(value.max()))
     assert found.utilization >= best * 0.99
 
@@ -224,29 +210,41 @@ def test_layer_command_prints_the_notebook(meshwise: Any) -> None:
     words += "--flop-per-s-8bit 1979e12 --memory-bytes-per-s 3352e9 --network-bytes-per-s 900e9 "
     words += "--utilization 0.8"
     document = meshwise("frontier", "layer", *words.split(), "--json").document
-    assert document["fwd_bwd_s"] == 3.2554072481051035e-05
-    assert document["binds"] == "flop"
+    assert document["fwd_bwd_s"] == 3.2554072481051035e-05 and document["binds"] == "flop"
     assert document["what_ifs"]["max_balanced_split"] == pytest.approx(434, abs=0.5)
     assert "3.2554072481051035e-05" in meshwise("frontier", "layer", *words.split()).out
 
 
 def test_layer_command_on_a_chip_also_knows_its_two_levels(meshwise: Any) -> None:
-    words = "--d-in 1024 --d-out 4096 --batch 512 --tp-in 8 --tp-out 40 --chip h100-80g-sxm --json"
-    two = meshwise("frontier", "layer", *words.split()).document["two_level"]
-    assert two["inner_in"] * two["inner_out"] <= 8
-    assert two["binds"] == "network"
+    layer = "frontier layer --d-in 16384 --d-out 81920 --batch 32768 --json --chip"
+    two = meshwise(*f"{layer} h100-80g-sxm --tp-in 8 --tp-out 40".split()).document["two_level"]
+    assert two["inner_in"] * two["inner_out"] <= 8 and two["binds"] == "network"
+    rack = meshwise(*f"{layer} gb200-nvl72 --tp-in 6 --tp-out 12".split()).document["two_level"]
+    assert rack["outer_s"] == 0
 
 
 def test_run_command(meshwise: Any, tmp_path: Path) -> None:
     picture = tmp_path / "v100.png"
     words = "frontier run --chip v100 --watts 500 --price 2 --json --plot"
     document = meshwise(*words.split(), str(picture)).document
-    names = {"curve", "plateau", "limit_80pct_flop", "wall_flop"}
-    assert names <= document.keys() & document["with_failures"].keys()
+    assert {"curve", "limit_80pct_flop", "wall_flop"} <= document.keys() & document["with_failures"].keys()
     assert {"training_flop", "utilization", "plan", "binds"} <= document["curve"][0].keys()
     limit = document["limit"]
     assert limit["power_watts"] == 500 * limit["devices"]
     assert limit["price"] == pytest.approx(2 * limit["devices"] * limit["training_s"] / 3600)
     assert picture.stat().st_size > 10_000
     none = meshwise("frontier", "run", "--chip", "v100", "--set", "duration_s=1").out
-    assert none.count("failures: no run of 1e+22 FLOP or more ends in time\n") == 2 and "MFU" not in none
+    assert none.count("failures: no run of 1e+22 FLOP or more ends in time\n") == 2 and "lost to" not in none
+    node = meshwise("frontier", "run", "--chip", "examples/chip.toml", "--set", "duration_s=1").out
+    assert "900 GB/s between any two" in node and "state the network between nodes" in " ".join(node.split())
+
+
+def test_a_printed_row_is_one_run_and_names_what_was_searched(h100: Frontier) -> None:
+    """FLOP = utilization x devices x peak x time, and the days are at most 90."""
+    for shown in (one for one in parts(h100) if isinstance(one, Table)):
+        for flop, share, devices, *_ in shown.rows:
+            rate = float(share[:-1]) / 100 * quantity(devices.replace(" ", ""), "devices") * 989.4e12
+            assert float(flop) <= 1.1 * rate * h100.run.duration_s
+    run = assumptions(schedule="interleaved", num_experts=64)
+    rows = curve_table({"curve": [asdict(one) for one in best_runs(h100.device, run, 1e24)]}, "").rows
+    assert "interleave=" in rows[0][3] and "ep=" in rows[0][3]

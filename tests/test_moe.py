@@ -124,8 +124,10 @@ def test_command_prints_it_all(meshwise: Any) -> None:
     by_name = {row["name"]: row for row in document["what_ifs"]}
     assert not by_name["fraction 0.5"]["fits"]["v100-16g-sxm"]
     assert by_name["fraction 0.5"]["total_s"]["h200-sxm"] > by_name["sparse dispatch"]["total_s"]["h200-sxm"]
-    shown = meshwise(*words).out
-    assert "out of memory" in shown and "generate, prompt" in shown
+    eval_lm, generate = (document["programs"][name] for name in ("eval_lm", "generate"))
+    assert eval_lm["peak_bytes"] == document["bytes"]["peak"] and generate["fits"]["v100-16g-sxm"]
+    fraction = ("--override", "moe_eval_capacity_token_fraction=0.5", "--show", "programs")
+    assert "v100-16g-sxm out of memory" in " ".join(meshwise(*words, *fraction).out.split())
 
 
 # --- the closed form is the program ----------------------------------------------------------------

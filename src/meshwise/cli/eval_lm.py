@@ -59,9 +59,8 @@ def eval_lm(
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.gpt_config import find_gpt_config
     from meshwise.program.expert_pass import check_tp, new_pass, place
-    from meshwise.program.generation import Generation, generation_events
-    from meshwise.program.lifetime import peak_bytes
-    from meshwise.published.moe_inference import has_rate, report, side_by_side, variants, what_if
+    from meshwise.program.generation import Generation
+    from meshwise.published.moe_inference import report, side_by_side, variants, what_if
 
     found = find_gpt_config(config, override)
     shares = [to_number(text, "--fractions") for text in fractions.split(",")]
@@ -82,10 +81,8 @@ def eval_lm(
         num_live=beam,
         dtype=dtype,
     )
-    rated = {chip: cluster for chip, cluster in clusters.items() if has_rate(cluster, of)}
-    programs = side_by_side(of, generation, rated)
+    programs = side_by_side(of, generation, clusters)
     programs["generate"]["cache_bytes"] = generation.cache_bytes
-    programs["generate"]["peak_bytes"] = float(peak_bytes(generation_events(generation)))
     parts = {"counts": _counts(counts), "what-ifs": _what_ifs(what_ifs), "programs": _programs(programs)}
     shown = chain.from_iterable(tables for name, tables in parts.items() if show in (name, "all"))
     print_answer(counts | {"what_ifs": what_ifs, "programs": programs}, shown, json=json)
@@ -97,38 +94,34 @@ def _counts(document: dict[str, Any]) -> Iterator[Table]:
         yield Table(name.replace("_", " "), ("", ""), list(texts))
 
 
-def _what_ifs(rows: list[dict[str, Any]]) -> Iterator[Table]:
-    def time_on(row: dict[str, Any], chip: str) -> str:
-        if not row["fits"][chip]:
-            return "out of memory"
-        return duration(row["total_s"][chip]) if chip in row["total_s"] else "no rate"
+def _time(chip: str, key: str, row: dict[str, Any], tokens: float = 1) -> str:
+    if not row["fits"][chip]:
+        return "out of memory"
+    return duration(row[key][chip] / tokens) if chip in row[key] else "no rate"
 
+
+def _what_ifs(rows: list[dict[str, Any]]) -> Iterator[Table]:
     yield records_table("what if (one pass, one rank)", rows, TABLES["what-ifs"], no_wrap=False)
-    times = {"": "name", **{chip: f"time_on(row, {chip!r})" for chip in rows[0]["fits"]}}
-    yield records_table("what if: the time on other chips", rows, times, no_wrap=False, time_on=time_on)
+    times = {"": "name", **{chip: f"time_on({chip!r}, 'total_s', row)" for chip in rows[0]["fits"]}}
+    yield records_table("what if: the time on other chips", rows, times, no_wrap=False, time_on=_time)
 
 
 def _programs(programs: dict[str, dict[str, Any]]) -> Iterator[Table]:
     """A row for each figure; amounts of a token too."""
     works = list(programs.values())
-    calls, chips = sorted({call for work in works for call in work["calls"]}), works[0]["seconds"]
-    counts = {
-        "passes": [work["passes"] for work in works],
-        TOKENS: [work["tokens"] for work in works],
-        **{f"aten::{call}": [work["calls"].get(call, 0) for work in works] for call in calls},
-        "all-to-alls": [work["exchanges"] for work in works],
-        "launches": [work["launches"] for work in works],
+    counts = {"passes": "passes", TOKENS: "tokens", "all-to-alls": "exchanges", "launches": "launches"}
+    rows = [(name, *(f"{work[key]:,.0f}" for work in works)) for name, key in counts.items()]
+    for call in sorted({call for work in works for call in work["calls"]}):
+        rows.append((f"aten::{call}", *(f"{work['calls'].get(call, 0):,.0f}" for work in works)))
+    amounts: dict[str, Callable[[dict[str, Any], float], str]] = {
+        "bytes of all-to-alls": lambda work, tokens: bytes_text(work["exchange_bytes"] / tokens),
+        "FLOP": lambda work, tokens: with_prefix(work["flop"] / tokens, "FLOP"),
+        **{chip: partial(_time, chip, "seconds") for chip in works[0]["fits"]},
     }
-    amounts: dict[str, tuple[Callable[[float], str], list[float]]] = {
-        "bytes of all-to-alls": (bytes_text, [work["exchange_bytes"] for work in works]),
-        "FLOP": (lambda flop: with_prefix(flop, "FLOP"), [work["flop"] for work in works]),
-        **{chip: (duration, [work["seconds"][chip] for work in works]) for chip in chips},
-    }
-    rows = [(name, *(f"{value:,.0f}" for value in values)) for name, values in counts.items()]
-    for name, (text, values) in amounts.items():
-        each = [text(x / n) if n else "" for x, n in zip(values, counts[TOKENS], strict=True)]
-        rows += [(name, *map(text, values)), (f"{name}, a token", *each)]
-    for name, key in (("keys and values", "cache_bytes"), ("peak", "peak_bytes")):
+    for name, text in amounts.items():
+        each = (text(work, work["tokens"]) if work["tokens"] else "" for work in works)
+        rows += [(name, *(text(work, 1) for work in works)), (f"{name}, a token", *each)]
+    for name, key in (("keys and values", "cache_bytes"), ("peak of the program", "peak_bytes")):
         rows.append((name, *(bytes_text(work.get(key)) for work in works)))
     heads = ("", "eval-lm, a pass", "generate, prompt", "its tokens", "all of it")
     yield Table("the programs eval-lm and generate (one rank)", heads, rows)

@@ -142,12 +142,13 @@ def long_duration(seconds: float | None) -> str:
 
 
 def dollars(amount: float | None) -> str:
-    """A sum for people, cents where they count: `$0.68`, `$12.40`, `$611,195`; None is empty."""
+    """A sum for people, cents where they count: `$0.68`, `$611,195`, `$21.92 billion`; None is empty."""
     if amount is None:
         return ""
-    if 0 < amount < 0.01:
-        return f"${amount:.2g}"
-    return f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}" if amount < 1e9 else f"${amount:.4g}"
+    if amount >= 1e9:
+        return f"${amount / 1e9:,.2f} billion"
+    style = ".2g" if 0 < amount < 0.01 else ",.2f" if amount < 1000 else ",.0f"
+    return f"${amount:{style}}"
 
 
 def require_positive(value: Num, what: str, *, finite: bool = True) -> None:

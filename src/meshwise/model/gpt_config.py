@@ -40,7 +40,7 @@ class GptConfig:
     `moe_eval_capacity_token_fraction`: an expert takes at most that share of a batch's tokens in
     evaluation; 0 or less: the training rule. `use_tutel_moe`: sparse dispatch in place of the dense
     einsum. `vocab_size` is not among fairseq's fields (it comes with the dictionary); 0 means: what the
-    tokenizer has.
+    tokenizer has. `max_target_positions`: the longest text; 0: `tokens_per_sample`.
     """
 
     decoder_layers: _Size = 12
@@ -57,6 +57,7 @@ class GptConfig:
     moe_eval_capacity_token_fraction: _Share = 0.25
     use_tutel_moe: bool = False
     vocab_size: _Count = 0
+    max_target_positions: _Count = 0
 
     @property
     def head_dim(self) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 
 from msgspec import structs
 
+from meshwise.core.errors import WorkloadError
+from meshwise.core.refusals import refuse
 from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_pass import Pass, Placement, forward, logprobs_of, model_tensors, num_slots
@@ -34,6 +36,9 @@ class Generation:
     num_live: int = 1
     dtype: str = "fp16"
     tp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        refuse("generation", WorkloadError, of=self)
 
     @property
     def sequences(self) -> int:

@@ -20,7 +20,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.gpt_config import GptConfig, to_model
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.program.expert_pass import Pass, evaluation, new_pass, rank_params
-from meshwise.program.generation import Generation, merged, pass_ops
+from meshwise.program.generation import Generation, generation_events, merged, pass_ops
 from meshwise.program.lifetime import ops_of, peak_bytes
 from meshwise.program.op import Op
 
@@ -144,10 +144,9 @@ def _seconds(stated: Sequence[Op], cluster: Cluster, dtype: str) -> Num:
     return sum((op.count * time_s for op, time_s in zip(stated, times, strict=True)), start=0.0)
 
 
-def has_rate(cluster: Cluster, of: Pass) -> bool:
-    """Whether the chip computes in the type of the pass."""
-    chip = cluster.chip
-    return of.dtype in chip.matrix_flop_per_s or of.dtype in chip.vector_flop_per_s
+def has_rate(cluster: Cluster, dtype: str) -> bool:
+    """Whether the chip computes in `dtype`."""
+    return dtype in cluster.chip.matrix_flop_per_s or dtype in cluster.chip.vector_flop_per_s
 
 
 # --- all of it ---------------------------------------------------------------------------------
@@ -209,11 +208,7 @@ def variants(of: Pass, fractions: Iterable[float]) -> dict[str, Pass]:
 
 
 def what_if(name: str, of: Pass, clusters: Mapping[str, Cluster]) -> dict[str, Any]:
-    """One variant's figures, its time on each cluster, and whether its tensors fit a chip of it.
-
-    The CUDA context and fragmentation come on top of the tensors; they are not counted.
-    """
-    peak = float(peak_bytes(evaluation(of)))
+    """One variant's figures, its time on each cluster, and whether its tensors fit a chip of it."""
     return {
         "name": name,
         "capacity": float(of.capacity),
@@ -222,10 +217,9 @@ def what_if(name: str, of: Pass, clusters: Mapping[str, Cluster]) -> dict[str, A
         "flop": float(total_flop(of)),
         "useful_frac": float(useful_flop(of) / total_flop(of)),
         "weight_bytes": float(rank_params(of) * of.elem_bytes),
-        "peak_bytes": peak,
         "launches": float(sum(op.count for op in ops_of(evaluation(of)))),
-        "total_s": {chip: float(pass_s(of, on)) for chip, on in clusters.items() if has_rate(on, of)},
-        "fits": {chip: peak <= on.chip.memory_bytes for chip, on in clusters.items()},
+        "total_s": {chip: float(pass_s(of, on)) for chip, on in clusters.items() if has_rate(on, of.dtype)},
+        **_room(peak_bytes(evaluation(of)), clusters),
     }
 
 
@@ -236,21 +230,31 @@ def side_by_side(evaluated: Pass, of: Generation, clusters: Mapping[str, Cluster
     """One pass of eval_lm, and of generate its first pass, those after it, and all.
 
     Their tokens are those that are scored, and those that are decided on; a text counts once, whatever beams
-    compete for it.
+    compete for it. Parts of generate fit where all of it does.
     """
     first = merged(pass_ops(of, of.passes[0]))
     rest = merged(op for one in of.passes[1:] for op in pass_ops(of, one))
-    num, prompts = of.num_passes, of.num_prompts
+    num, prompts, scored = of.num_passes, of.num_prompts, evaluation(evaluated)
+    peak = peak_bytes(generation_events(of))
     works = {
-        "eval_lm": (merged(ops_of(evaluation(evaluated))), 1, evaluated.tokens),
-        "generate_prefill": (first, 1, prompts),
-        "generate_decode": (rest, num - 1, prompts * (num - 1)),
-        "generate": (merged([*first, *rest]), num, prompts * num),
+        "eval_lm": (merged(ops_of(scored)), 1, evaluated.tokens, peak_bytes(scored)),
+        "generate_prefill": (first, 1, prompts, peak),
+        "generate_decode": (rest, num - 1, prompts * (num - 1), peak),
+        "generate": (merged([*first, *rest]), num, prompts * num, peak),
     }
     return {
-        name: {"passes": passes, "tokens": tokens, **_work(ops, clusters, of.dtype)}
-        for name, (ops, passes, tokens) in works.items()
+        name: {"passes": passes, "tokens": tokens, **_work(ops, clusters, of.dtype), **_room(peak, clusters)}
+        for name, (ops, passes, tokens, peak) in works.items()
     }
+
+
+def _room(peak: Num, clusters: Mapping[str, Cluster]) -> dict[str, Any]:
+    """The most bytes that live at a time, and whether a chip of each cluster has room for them.
+
+    The CUDA context and fragmentation come on top of the tensors; they are not counted.
+    """
+    fits = {chip: bool(peak <= on.chip.memory_bytes) for chip, on in clusters.items()}
+    return {"peak_bytes": float(peak), "fits": fits}
 
 
 def _work(ops: Sequence[Op], clusters: Mapping[str, Cluster], dtype: str) -> dict[str, Any]:
@@ -266,5 +270,7 @@ def _work(ops: Sequence[Op], clusters: Mapping[str, Cluster], dtype: str) -> dic
         "exchanges": float(sum(op.count for op in exchanges)),
         "exchange_bytes": float(sum(op.count * op.payload_bytes for op in exchanges)),
         "launches": float(sum(op.count for op in ops)),
-        "seconds": {name: float(_seconds(ops, cluster, dtype)) for name, cluster in clusters.items()},
+        "seconds": {
+            name: float(_seconds(ops, on, dtype)) for name, on in clusters.items() if has_rate(on, dtype)
+        },
     }

@@ -29,16 +29,19 @@ def page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
     of_each = "; on ".join(f"{one.device.name}: {ends(one.to_json())}" for one in found)
     failing = "" if others else f"; with failures: {ends(document['with_failures'])}"
     headline = f"runs of {frontier.run.duration_s / 86400:.0f} days on {of_each}{failing}"
+    given = document["device"] | document["assumptions"] | document["failures"]
     assumed = [
         (name, f"{value['name']} ({value['source']})" if isinstance(value, dict) else _plain(value))
-        for name, value in {**document["assumptions"], **document["failures"]}.items()
+        for name, value in given.items()
     ]
     return Page(
         f"Largest training runs on {', '.join(one.device.name for one in found)}",
         headline,
         [
-            replace(_utilization(found), table=curve_table(document)),
+            replace(_utilization(found), table=curve_table(document, name)),
+            curve_table(document["with_failures"], f"{name}, with failures"),
             _busy(frontier),
+            *told("machine of a frontier", **document),
             Table(f"Assumptions of {name}", ("choice", "value"), assumed, left=("choice", "value")),
         ],
         any(point.plan for point in frontier.ideal.curve),
@@ -126,11 +129,10 @@ def draw_frontiers(frontiers: Sequence[Frontier], path: Path) -> None:
 
 def _hover(point: Point) -> str:
     plan = point.plan or {}
-    degrees = "tp {tp_in:.0f} x {tp_out:.0f}, pp {pp:.0f}, dp {dp:.0f}, ep {ep:.0f}".format(**plan)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in point.time_frac.items() if share > 0.005)
     return (
         f"{point.training_flop:.2e} FLOP, {point.utilization:.1%}<br>"
-        f"{point.params:.2e} parameters, {point.devices:.3g} devices<br>{degrees}<br>"
+        f"{point.params:.2e} parameters, {point.devices:.3g} devices<br>{_degrees(plan)}<br>"
         f"{plan['microbatches']:.0f} microbatches of {plan['microbatch_tokens']:.0f} tokens per device<br>"
         f"{shares}"
     )
@@ -142,30 +144,28 @@ def layer_parts(document: dict[str, Any]) -> Iterator[Section]:
         (name.removesuffix("_s"), duration(document[name]), f"{document[name] / document['fwd_bwd_s']:.0%}")
         for name in ("flop_s", "memory_s", "network_s")
     ]
-    title, columns = "forward + backward of a microbatch", ("resource", "time", "of the longest")
-    yield Table(title, columns, rows)
-    of = document["what_ifs"]
-    ends = {name: _rate(of[f"{name}_binds_below_bytes_per_s"]) for name in ("network", "memory")}
-    yield from told("layer of a frontier", **{"two_level": None} | document | ends)
+    yield Table("forward + backward of a microbatch", ("resource", "time", "of the longest"), rows)
+    yield from told("layer of a frontier", **{"two_level": None} | document)
 
 
-def curve_table(document: Mapping[str, Any]) -> Table:
-    """The best run at each training compute, with failures and without."""
-    curves = zip(document["curve"], document["with_failures"]["curve"], strict=True)
+def curve_table(limits: Mapping[str, Any], name: str) -> Table:
+    """The best run at each training compute: a row is one run."""
     rows = [
         (
             f"{point['training_flop']:.1e}", f"{point['utilization']:.1%}",
-            f"{failing['utilization']:.1%}" if failing["plan"] else "none",
-            with_prefix(point["devices"], "", 3),
-            f"tp={plan['tp_in']:.0f}x{plan['tp_out']:.0f},pp={plan['pp']:.0f},dp={plan['dp']:.0f}",
-            point["binds"], point["lost_to"],
+            with_prefix(point["devices"], "", 3), _degrees(point["plan"]), point["binds"], point["lost_to"],
         )
-        for point, failing in list(curves)[::EVERY]
-        if (plan := point["plan"]) is not None
+        for point in limits["curve"][::EVERY]
+        if point["plan"]
     ]  # fmt: skip
-    title = f"{document['device']['name']}: the best run at each training compute"
-    columns = ("FLOP", "MFU", "with failures", "devices", "plan", "binds", "lost to")
-    return Table(title, columns, rows, left=("FLOP", "plan", "binds", "lost to"))
+    columns = ("FLOP", "utilization", "devices", "plan", "binds", "lost to")
+    return Table(f"{name}: the best run at each training compute", columns, rows, columns[:1] + columns[3:])
+
+
+def _degrees(plan: Mapping[str, float]) -> str:
+    """The degrees of a plan; virtual stages and experts where they are more than one."""
+    more = "".join(f",{name}={plan[name]:.0f}" for name in ("interleave", "ep") if plan[name] > 1)
+    return "tp={tp_in:.0f}x{tp_out:.0f},pp={pp:.0f},dp={dp:.0f}".format(**plan) + more
 
 
 def parts(found: Frontier) -> Iterator[Section]:
@@ -174,18 +174,19 @@ def parts(found: Frontier) -> Iterator[Section]:
 
 
 def run_parts(document: dict[str, Any]) -> Iterator[Section]:
-    """The curve, with failures and without, and where it ends."""
-    if document["plateau"]:
-        yield curve_table(document)
+    """The curve without failures and with them, where each ends, the machine, and what is left out."""
     for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
+        if limits["plateau"]:
+            yield curve_table(limits, f"{document['device']['name']}, {name}")
         yield f"{name}: {ends(limits)}"
         limit = limits["limit"]
         if limit is not None:
             price = f", {dollars(limit['price'])}" if limit["price"] else ""
             watts, joules = limit["power_watts"], limit["energy_j"]
-            power = f", {with_prefix(watts, 'W', 3)}, {with_prefix(joules, 'J', 3)}" if watts else ""
+            power = f", {with_prefix(watts, 'W', 3)}, {with_prefix(joules / 3600, 'Wh', 3)}" if watts else ""
             devices = with_prefix(limit["devices"], "", 3)
             yield f"  at 80 %: {devices} devices, {duration(limit['training_s'])}{power}{price}"
+    yield from told("machine of a frontier", **document)
 
 
 def ends(limits: Mapping[str, Any]) -> str:
@@ -199,7 +200,3 @@ def ends(limits: Mapping[str, Any]) -> str:
 def flop(value: float | None) -> str:
     """A training compute, or that it lies beyond the curve."""
     return "beyond the curve" if value is None else f"{value:.2g} FLOP"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return with_prefix(bytes_per_s, "B/s", 3) if bytes_per_s < 1e12 else with_prefix(bytes_per_s, "B/s")

@@ -145,24 +145,30 @@ def layer_times(
 def share_domain(
     device: Device, d_in: Num, d_out: Num, tp_in: Num, tp_out: Num, pattern: str = "multicast"
 ) -> tuple[Num, Num]:
-    """How many of the tp_in and of the tp_out ranks of a group share a domain (powers of two).
+    """How many of the tp_in and of the tp_out ranks of a group share a domain: all, or a power of two.
 
     Of all ways to share a domain between the two groups, the one whose all-reduces take least time.
     """
     if math.isinf(device.domain_ranks):
         return tp_in, tp_out
     shape = np.broadcast_shapes(np.shape(tp_in), np.shape(tp_out))
-    powers = 2.0 ** np.arange(math.floor(math.log2(device.domain_ranks)) + 1)
-    inner_in = np.minimum(powers.reshape(-1, *[1] * len(shape)), tp_in)
-    inner_out = np.minimum(2 ** np.floor(np.log2(device.domain_ranks / inner_in)), tp_out)
+    rooms = 2.0 ** np.arange(math.floor(math.log2(device.domain_ranks)) + 1)
+    rooms = np.append(rooms, device.domain_ranks).reshape(-1, *[1] * len(shape))
+    inner_in = _sharing(tp_in, rooms)
+    inner_out = _sharing(tp_out, device.domain_ranks / inner_in)
     layer = LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out)
     times = layer_times(device, layer, 1.0, inner_in=inner_in, inner_out=inner_out, pattern=pattern)
     best = np.argmin(times.inner_s + times.outer_s, axis=0, keepdims=True)
 
     def pick(array: Num) -> Num:
-        return np.take_along_axis(np.broadcast_to(array, (len(powers), *shape)), best, axis=0)[0]
+        return np.take_along_axis(np.broadcast_to(array, (len(rooms), *shape)), best, axis=0)[0]
 
     return pick(inner_in), pick(inner_out)
+
+
+def _sharing(ranks: Num, room: Num) -> Num:
+    """How many of `ranks` share a domain that has `room` for so many."""
+    return np.where(ranks <= room, ranks, 2.0 ** np.floor(np.log2(room)))
 
 
 def gradient_reduction_s(
@@ -211,7 +217,7 @@ def layer_what_ifs(device: Device, layer: LinearLayer, batch: Num) -> dict[str, 
 
 def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str, Any]:
     """One layer on one microbatch: on a flat network, what-ifs, and on the device's two levels if any."""
-    for name, value in {"batch": batch, **asdict(layer)}.items():
+    for name, value in {"batch": batch, "batch / dp": batch / layer.dp, **asdict(layer)}.items():
         least, most = (1 / 8, 1e3) if name == "elem_bytes" else (1, 1e15)
         if not least <= value <= most:
             raise WorkloadError(f"layer: {name} is {value:g}; it must be from {least:g} to {most:g}")
