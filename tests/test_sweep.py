@@ -160,7 +160,7 @@ def test_command_line(meshwise, tmp_path, monkeypatch):
     assert len(table) == 9 and float(table[4]["step_s"]) == alone["step_s"]
     assert Path(document["figure"]).read_bytes().startswith(b"\x89PNG")
     monkeypatch.setenv("COLUMNS", "80")
-    again = meshwise("sweep", str(_file(tmp_path, GRID + '[results]\nt = "rows.0.time_s"\n')))
+    again = meshwise("sweep", str(_file(tmp_path, GRID + '[results]\nt = "rows.0.time_s"\na_s = "plan"\n')))
     assert again.code == 1 and "6 done, 3 failed" in again.out and "has rows.0.time_s" in again.out
     shown = [line.split()[:2] for line in again.out.splitlines() if re.match(r" \d ", line)]
     assert shown == [[tp, pp] for tp in "248" for pp in "147"]

@@ -1027,7 +1027,7 @@ def compare(
         rank: The rank whose numbers are compared.
         with_run: Run it for real too, on CPU ranks of this machine.
         port: As in `run`.
-        cluster: Also seconds: of the program as this cluster would take, and as run.
+        cluster: Also seconds: by this cluster's data sheet (a roofline; `estimate` has more), and as run.
         options: The options of the program, as `seq=4096`.
 
     Returns:
@@ -1044,10 +1044,9 @@ def compare(
     found.check(checked, ranks)
     if with_run:
         check_memory(found, checked, ranks)
-    where = None if cluster is None else _cluster(cluster)
-    return compare_program(
-        found, checked, ranks=ranks, rank=rank, with_run=with_run, port=port, cluster=where
-    )
+    on = None if cluster is None else _cluster(cluster)
+    refuse("cluster of a program", ClusterError, on=on, ranks=ranks)
+    return compare_program(found, checked, ranks=ranks, rank=rank, with_run=with_run, port=port, cluster=on)
 
 
 def explain(

@@ -5,6 +5,8 @@ the chip, or the time of its collective on the links, with ranks that lie next t
 
     time = max(flop / peak, bytes / memory bandwidth)
 
+So it is the least that the data sheet allows: `estimate` prices kernels by what they reach, too.
+
 Matmuls and attention, which a shape of four and of seven dims tells, run on the matrix units.
 """
 

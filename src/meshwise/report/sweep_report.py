@@ -87,7 +87,7 @@ def _named(key: str, value: Any) -> str:
 
 def _text(name: str, cell: Any) -> object:
     """A cell for people; the CSV file has the plain number, and a plan is never cut."""
-    return cell if isinstance(cell, str) else cell_text(name, cell)
+    return str(cell) if isinstance(cell, str | dict | list) else cell_text(name, cell)
 
 
 def _is_number(value: Any) -> bool:

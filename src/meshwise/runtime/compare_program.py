@@ -26,8 +26,8 @@ def compare_program(
 ) -> Comparison:
     """Estimate, dry run and (`with_run`) real CPU run of `program` on rank `rank`, number by number.
 
-    A machine's own additions (allocator, workspace)
-    stay out: a CPU has none. With a `cluster`, the seconds that it would take stand beside those of the run.
+    A machine's own additions (allocator, workspace) stay out: a CPU has none. With a `cluster`, seconds at
+    the rates of its data sheet stand beside those of the run.
     """
     dry = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
     tape = Tape("estimate", rank, ranks)
