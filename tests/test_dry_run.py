@@ -121,9 +121,9 @@ def test_every_rank_in_one_process_whatever_ran_before(tmp_path: Path) -> None:
 
 
 def test_command_line(meshwise: Any) -> None:
-    sizes = {"--ranks": "4", "--rank": "1", "--seq": "64", "--hidden": "32", "--heads": "4"}
-    words = ["dryrun", "ulysses", *(word for pair in sizes.items() for word in pair), "--json"]
-    document = meshwise(*words).document
+    words = ["dryrun", "ulysses", "--ranks=4", "--rank=1", "--seq=64", "--hidden=32", "--heads=4"]
+    document = meshwise(*words, "--json").document
+    assert "allocation: 0" not in (shown := meshwise(*words).out) and "kFLOP" in shown
     assert set(document) >= {"program", "ranks", "rank", "device", "peak_bytes", "steps", "ledger"}
     keys = {"name", "symbols", "shape", "elements", "bytes", "flop", "current_bytes", "peak_bytes"}
     assert all(set(step) >= keys for step in document["steps"])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwise.core.units import with_prefix
 from meshwise.program.tape import Step
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.recorder import DTYPE_NAMES, OpRecorder
@@ -122,15 +123,14 @@ def forget_groups() -> None:
 
 
 def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:
-    """A step as text: its name, what it computed, FLOP of all ranks, each tensor, memory now and at most."""
+    """A step as text: name, what it computed, FLOP of all ranks, each tensor, memory where it is recorded."""
     last = entries[-1]
-    yield last.step
-    if note:
-        yield note
+    yield from filter(None, (last.step, note))
     if last.flop:
-        yield f"flops: {last.flop / 1e12:.2f} TFLOP"
+        yield f"flops: {with_prefix(last.flop, 'FLOP')}"
     for entry in entries:
-        size = f"{entry.bytes / 1e9:.2f} GB" if entry.bytes >= 1e9 else f"{entry.bytes / 1e6:.2f} MB"
+        size = with_prefix(entry.bytes, "B")
         yield f"{entry.name} {entry.symbols}: {list(entry.shape)}, {entry.elements:,} elements, {size}"
-    yield f"Current memory allocation: {last.current_bytes / 1e9:.2f} GB"
-    yield f"Peak memory allocation: {last.peak_bytes / 1e9:.2f} GB"
+    if last.peak_bytes:
+        yield f"Current memory allocation: {with_prefix(last.current_bytes, 'B')}"
+        yield f"Peak memory allocation: {with_prefix(last.peak_bytes, 'B')}"
