@@ -2,7 +2,8 @@
 
 The degrees tp_in, tp_out, pp, v and ep lie on powers of two, the tokens of a microbatch on those and
 1.5 times those, each a numpy axis. dp is not searched: for any choice of the rest, the smallest dp
-that ends in time wastes the least, and is known in closed form. So every plan of the grid is considered.
+that ends in time wastes the least, and is known in closed form. So every plan of the grid is considered,
+but each with one way to share a domain (`layer.share_domain`).
 
 docs/frontier.md derives each term, with its source and what it leaves out.
 """
