@@ -31,7 +31,8 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(context: typer.Context, **values: Any) -> None:
         for name, others in _TEXTS["waits"].items():
-            if "DEFAULT_MAP" in str(context.get_parameter_source(name)) and not any(map(values.get, others)):
+            source = getattr(context.get_parameter_source(name), "name", "")
+            if source == "DEFAULT_MAP" and not any(map(values.get, others)):
                 values[name] = None
         for path in filter(None, map(values.get, _FILES)):
             check_writable(path)
