@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer.main
 
@@ -155,3 +156,12 @@ def test_a_value_of_another_type_is_refused_by_its_name(verb: Any) -> None:
         if option.types:
             with pytest.raises(WorkloadError, match=rf"^{option.name}=.* must be "):
                 verb(**{**required, option.name: object()})
+
+
+def test_what_stands_for_a_value_is_taken() -> None:
+    """Whole floats, what is left out, and iterators, which are read once."""
+    stated = {"batch": 16.0, "seq": np.float64(2048.0), "collectives": iter(())}
+    assert mw.estimate("llama3-8b", "h100:8", "zero=3", **stated).workload.batch == 16
+    folder = Path(__file__).parent / "data" / "validate"
+    found = mw.validate(folder.glob("published_runs_excerpt.csv"))
+    assert len(found.rows) == len(mw.validate([folder / "published_runs_excerpt.csv"]).rows)

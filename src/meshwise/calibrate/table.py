@@ -30,6 +30,7 @@ class BadRow:
     source: str
     reason: str
     is_sound: bool
+    op: str = ""
 
 
 def header(path: Path) -> list[str]:
@@ -75,5 +76,5 @@ def read_each(
             is_sound = isinstance(error, Unmodelled)
             reason = str(error).removeprefix(": ") if is_sound else f"{path}, line {number}{error}"
             source = cells.get("source") or path.stem
-            bad.append(BadRow(cells.get("id") or where, source, reason, is_sound))
+            bad.append(BadRow(cells.get("id") or where, source, reason, is_sound, cells.get("op", "")))
     return found, bad

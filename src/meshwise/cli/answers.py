@@ -223,8 +223,8 @@ def rl(
     """
     unread: list[str] = []
     if source is not None:
-        default = "ParameterSource.DEFAULT"  # the same as the default may be stated too
-        stated = {name: asked[name] for name in asked if str(context.get_parameter_source(name)) != default}
+        sources = {name: getattr(context.get_parameter_source(name), "name", "") for name in asked}
+        stated = {name: asked[name] for name in asked if sources[name] == "COMMANDLINE"}
         known, unread = api.read_rl_job(source, stated.get("prompt"))
         asked |= known | stated
         if asked["mode"] == "colocated":

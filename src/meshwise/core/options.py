@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -52,12 +53,16 @@ class Option:
     def of(self, value: Any) -> Any:
         """A value of the library, where a number may be a text and one stand for several."""
         found = self._of(value)
-        is_left_out = found is None and self.default in (None, REQUIRED)
-        for one in found if self.default == () else [found]:
-            if self.types and not is_left_out and not isinstance(one, self.types):
+        if found is None and (self.default in (None, REQUIRED) or (self.types and self.default == "")):
+            return None if self.default is REQUIRED else self.default
+        many = found if self.default == () else [found]
+        if Integral in self.types:
+            many = [int(one) if isinstance(one, float) and one.is_integer() else one for one in many]
+        for one in many:
+            if self.types and not isinstance(one, self.types):
                 words = dict.fromkeys(_SAID[of] for of in self.types)
-                raise WorkloadError(f"{self.name}={one!r} must be {' or '.join(words)}")
-        return found
+                raise WorkloadError(f"{self.name}={one!r:.60} must be {' or '.join(words)}")
+        return found if self.default == () else many[0]
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, str) and self.reader is not None:
@@ -67,7 +72,7 @@ class Option:
             return (value,)
         if self.default == () and self.reader is not None:
             return [self.reader(one, self.name) if isinstance(one, str) else one for one in value]
-        return value
+        return tuple(value) if self.default == () else value
 
     def value(self, text: str, typed: str = "") -> Any:
         """The value that `text` spells; WorkloadError says what it must be, by the name that was `typed`."""
@@ -204,8 +209,9 @@ def _meanings(verb: Callable[..., Any]) -> dict[str, str]:
     return found
 
 
-_SAID = {Integral: "a whole number", Real: "a number", bool: "True or False", str: "a text", Path: "a path"}
-_TYPES: dict[Any, type] = {int: Integral, float: Real, bool: bool, str: str, Path: Path}
+_TYPES: dict[Any, type] = {int: Integral, float: Real, bool: bool, str: str, Path: PathLike}
+_WORDS = ("a whole number", "a number", "True or False", "a text", "a path")
+_SAID = dict(zip(_TYPES.values(), _WORDS, strict=True))
 
 
 def _kinds(annotation: Any, names: dict[str, Any]) -> list[Any]:

@@ -74,10 +74,11 @@ class Spread(msgspec.Struct, frozen=True):
     def around(self, value: float, what: str, source: str, far: Mapping[str, float]) -> Interval:
         """Between which values a measurement of the prediction `value` lies, 8 times of 10.
 
-        `far`: what was not measured of it, each with its distance.
+        `far`: what was not measured of it, each with its distance; that of other sources is nameless.
         """
         sources = f"{self.num_sources} {source}{'s' * (self.num_sources != 1)}"
-        reason = f"judging by {self.num_runs} {what} of {sources}, none by its own{_told(far)}"
+        others = "; wider for what others measured" * ("" in far)
+        reason = f"judging by {self.num_runs} {what} of {sources}, none by its own{others}{_told(far)}"
         low, high = (math.hypot(math.log(end), *far.values()) for end in (self.p10, self.p90))
         return Interval(p10=value * math.exp(-low), p90=value * math.exp(high), reason=reason)
 
@@ -155,7 +156,7 @@ def _told(far: Mapping[str, float]) -> str:
     """What was not measured, as the end of a sentence."""
     found = ""
     for is_wider, how in ((True, "wider because"), (False, "that of measured runs, not wider, although")):
-        if told := [what for what, distance in far.items() if (distance > 0.0) == is_wider]:
+        if told := [what for what, distance in far.items() if what and (distance > 0.0) == is_wider]:
             found += f"; {how} no run was measured {', nor '.join(told)}"
     return found
 

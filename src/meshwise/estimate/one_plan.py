@@ -99,11 +99,13 @@ class Estimate(Shown):
 
     def interval(self, quantity: str, value: float) -> Interval:
         """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes)."""
-        of = self.model, self.cluster, self.plan
-        on_links_frac = 0.0
-        if quantity == "step_s" and any("outer.link" in names for names in self.inherited.values()):
-            on_links_s = sum(s for part, s in self.time_s.items() if part.startswith("comm_"))
-            on_links_frac = on_links_s / self.step_s
+        of, on_links_frac = (self.model, self.cluster, self.plan), 0.0
+        kinds = tuple(self.machine.overheads.network_frac)
+        is_new = any("outer.link" in names for names in self.inherited.values())
+        is_new = is_new and not self.cluster.levels[-1].name.lower().startswith(kinds)
+        if quantity == "step_s" and is_new and self.machine.leaves_node(self.mesh.world, 1.0):
+            exposed_s = (s for part, s in self.time_s.items() if part.startswith("comm_"))
+            on_links_frac = sum(exposed_s) / self.step_s
         return interval_of(quantity, value, *of, is_training=self.trains, on_links_frac=on_links_frac)
 
     @property

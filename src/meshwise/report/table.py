@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.expressions import value_of
 from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
-from meshwise.plan.plan import plan_text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -252,8 +252,9 @@ def percent(frac: float | None, *, sign: bool = False) -> str:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{"format": format, "str": str, "short": short, "plan_text": plan_text, "duration": duration},
+    **{"format": format, "str": str, "short": short, "duration": duration},
     **{"percent": percent, "signed": partial(percent, sign=True), "difference": difference_text},
+    "plan_text": lambda plan: import_module("meshwise.plan.plan").plan_text(plan),  # help needs no numpy
     **{"with_prefix": with_prefix, "len": len, "largest": lambda of: max(of, key=of.get)},
 }
 """What expressions of columns may call."""

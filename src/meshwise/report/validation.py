@@ -25,6 +25,7 @@ from meshwise.calibrate.validate import UNFIT, Prediction, Validation, coverage_
 from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_catalog
+from meshwise.core.refusals import told
 from meshwise.core.units import duration, with_prefix
 from meshwise.published.convention import PublishedStep
 from meshwise.published.nersc import TOLERANCE, CaseCheck
@@ -98,27 +99,17 @@ def asked_parts(validation: Validation) -> Iterator[Section]:
 def fits_text(rows: Sequence[Prediction]) -> str:
     """How many runs that ran fit; "" where none is a run of training."""
     runs = {row.id: row for row in rows if row.fits is not None}
-    if not runs:
-        return ""
     fit = [row for row in runs.values() if row.fits]
     taken = [row for row in fit if any(one.startswith(UNFIT) for one in row.approximations)]
-    return (
-        f"Memory: {len(fit)} of {len(runs)} runs fit, {len(taken)} of them priced "
-        "with what they need for that and their rows leave open (see `approximations` of `--json`)."
-    )
+    return "".join(told("runs that fit", fit=len(fit), runs=len(runs), taken=len(taken)))
 
 
 def order_text(rows: Sequence[Prediction]) -> str:
     """How much slower than the measured best the plans are that we rank first; "" where none compete."""
     pairs = ([(row.measured or 0.0, row.predicted or 0.0) for row in group] for group in held.competing(rows))
     losses = [order_loss(*zip(*group, strict=True)) for group in pairs]
-    if not losses:
-        return ""
-    mean, worst = percent(sum(losses) / len(losses)), percent(max(losses))
-    return (
-        f"Order: in {len(losses)} sets of runs with the same model, batch and GPUs, the plan ranked first is "
-        f"{mean} slower than the measured best (mean; worst {worst})."
-    )
+    mean, worst = (percent(loss) for loss in (sum(losses) / max(len(losses), 1), max(losses, default=0.0)))
+    return "".join(told("order of runs", num=len(losses), mean=mean, worst=worst))
 
 
 def quantity_text(value: float | None, quantity: str) -> str:

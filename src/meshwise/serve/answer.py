@@ -150,7 +150,8 @@ class ServingAnswer(Shown):
     def _interval_note(self) -> str:
         of = self.serving.model, self.serving.cluster, self.serving.mesh.plan
         found = interval_of("step_s", 1.0, *of, is_training=False)
-        return f"interval: {found.p10:.2f} to {found.p90:.2f} times the time of a pass; {found.reason}"
+        judging = found.reason.partition(", ")[2]
+        return f"interval: 8 of 10 passes take {found.p10:.2f} to {found.p90:.2f} times as long, {judging}"
 
     @property
     def _engine(self) -> Engine | None:

@@ -82,8 +82,8 @@ def interval_of(quantity: str, value: float, regime: str, chip: Chip, source: st
     found = fitted()
     far = far_chip(chip, found.measured["chips"])
     if not source.startswith(BENCHMARK):
-        far["outside one benchmark"] = ELSEWHERE[quantity]
-    return found.spreads[quantity][regime].around(value, "points", "model", far)
+        far[""] = ELSEWHERE[quantity]
+    return found.spreads[quantity][regime].around(value, f"points of {BENCHMARK}", "model", far)
 
 
 _CONSTANTS = fitted().constants
