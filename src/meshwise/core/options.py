@@ -62,7 +62,7 @@ class Option:
             if self.types and not isinstance(one, self.types):
                 words = dict.fromkeys(_SAID[of] for of in self.types)
                 raise WorkloadError(f"{self.name}={one!r:.60} must be {' or '.join(words)}")
-        return found if self.default == () else many[0]
+        return many if self.default == () else many[0]
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, str) and self.reader is not None:
