@@ -39,16 +39,9 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
+from meshwise.program import fsdp2
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import FSDP2, at_stage
-from meshwise.program.fsdp2 import (
-    Unit,
-    held_params,
-    optimizer_bytes,
-    reduced_bytes,
-    shard_bytes,
-    sums_are_shards,
-)
 from meshwise.program.order import ACTIVE_CHUNKS, Moments, moments
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.walk import PartBytes, mapped, selected
@@ -61,7 +54,7 @@ _SPLIT = tuple(i for i, name in enumerate(SCHEDULES) if name.startswith(("zb", "
 
 
 def fsdp2_memory(
-    of: PricedModel, stage: Stage, held: Sequence[Unit], wanted: Any = True
+    of: PricedModel, stage: Stage, held: Sequence[fsdp2.Unit], wanted: Any = True
 ) -> tuple[Memory, Num]:
     """Memory of one rank of `stage` at its peak, and the most that it keeps for the backward at once.
 
@@ -72,17 +65,17 @@ def fsdp2_memory(
     return _memory(of, held, step, kept), kept
 
 
-def least_memory(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> tuple[Memory, Num]:
+def least_memory(of: PricedModel, stage: Stage, held: Sequence[fsdp2.Unit]) -> tuple[Memory, Num]:
     """What a rank of `stage` needs in any case, nothing of it told apart as kept."""
     return _memory(of, held, least_step_bytes(of, stage, held)), 0.0
 
 
-def _memory(of: PricedModel, held: Sequence[Unit], step: Num, kept: Num = 0.0) -> Memory:
+def _memory(of: PricedModel, held: Sequence[fsdp2.Unit], step: Num, kept: Num = 0.0) -> Memory:
     """Memory with a peak of `step` bytes beside weights and states, or that of the update if it is more."""
     mesh, cut, overheads = of.mesh, of.cut, of.machine.overheads
     local = added(unit.count * unit.local_bytes(mesh, cut) for unit in held)
     weights = (1.0 - mesh.offload_optimizer) * local
-    states = optimizer_bytes(held, mesh, cut)
+    states = fsdp2.optimizer_bytes(held, mesh, cut)
     gradients = _shards(held, mesh, cut)
     step = np.maximum(step, gradients + _update_bytes(held, mesh, cut))
     gradients = np.minimum(gradients, step)
@@ -92,22 +85,22 @@ def _memory(of: PricedModel, held: Sequence[Unit], step: Num, kept: Num = 0.0) -
     return Memory(weights, gradients, states, activations, buffers=buffers, overhead=overhead)
 
 
-def gradient_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
+def gradient_bytes(held: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut) -> Num:
     """Bytes of the gradients that the optimizer reads, the rank's shards."""
-    return shard_bytes(mesh, cut) * held_params([unit.trained for unit in held], mesh, cut)
+    return fsdp2.shard_bytes(mesh, cut) * fsdp2.held_params([unit.trained for unit in held], mesh, cut)
 
 
-def _shards(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
+def _shards(held: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut) -> Num:
     """Those of them that lie on the device."""
     return (1.0 - mesh.offload_optimizer) * gradient_bytes(held, mesh, cut)
 
 
-def _update_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
+def _update_bytes(held: Sequence[fsdp2.Unit], mesh: Mesh, cut: Cut) -> Num:
     """What the update of one weight makes on the way: Adam, the root of a moment, and that divided."""
     if not mesh.plan.optimizer.startswith("adam"):
         return 0.0
     sizes = (size * (unit.count > 0) for unit in held for size in unit.trained.local_sizes(mesh, cut))
-    return 2.0 * shard_bytes(mesh, cut) * reduce(larger, [0.0, *sizes]) * (1.0 - mesh.offload_optimizer)
+    return 2.0 * fsdp2.shard_bytes(mesh, cut) * reduce(larger, [0.0, *sizes]) * (1.0 - mesh.offload_optimizer)
 
 
 class _Way(NamedTuple):
@@ -151,7 +144,7 @@ class _Sizes(NamedTuple):
     shared: Num
 
 
-def _step_bytes(of: PricedModel, stage: Stage, held: Sequence[Unit], wanted: Any) -> tuple[Num, Num]:
+def _step_bytes(of: PricedModel, stage: Stage, held: Sequence[fsdp2.Unit], wanted: Any) -> tuple[Num, Num]:
     """The most that is alive in a step beside shards of weights and states, and the most that is kept."""
     model, mesh = of.model, of.mesh
     in_pipeline = mesh.pp > 1
@@ -203,12 +196,12 @@ class _SizeTable:
         return mapped(lambda _: next(rows), self.tree)
 
 
-def _sizes(of: PricedModel, held: Sequence[Unit]) -> _Sizes:
+def _sizes(of: PricedModel, held: Sequence[fsdp2.Unit]) -> _Sizes:
     model, mesh, cut, parts = of.model, of.mesh, of.cut, of.by_part
     is_selective = np.equal(mesh.recompute, _SELECTIVE)
     # Under tp DTensor makes the gradient of the whole table on each rank, and sums it over microbatches.
     of_table = model.vocab * model.hidden * (not cut.lora_rank)
-    sums_whole = (mesh.num_microbatches > 1) * (1.0 - sums_are_shards(mesh))
+    sums_whole = (mesh.num_microbatches > 1) * (1.0 - fsdp2.sums_are_shards(mesh))
     beyond = of_table * (1.0 - 1.0 / mesh.tp) * sums_whole
     embedding, head, tied = (
         UnitBytes.of(unit, mesh, cut, more)
@@ -338,7 +331,7 @@ def _in_a_piece(model: Model, cut: Cut) -> Num:
     return np.maximum(kept - prec.act_bytes * rows * model.hidden, 0.0)
 
 
-def least_step_bytes(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> Num:
+def least_step_bytes(of: PricedModel, stage: Stage, held: Sequence[fsdp2.Unit]) -> Num:
     """The least that a step has alive on a rank of `stage`; without a backward, all that it has."""
     model, mesh, cut = of.model, of.mesh, of.cut
     shards = _shards(held, mesh, cut)
@@ -348,7 +341,7 @@ def least_step_bytes(of: PricedModel, stage: Stage, held: Sequence[Unit]) -> Num
         of_weights = np.where(mesh.zero >= 3, MAX_GATHERED_BLOCKS * widest, whole)
         return of_weights + block_input_bytes(model, cut)
     stored = (unit.count * rows * width for unit in held for rows, width in unit.trained.stored(cut))
-    sums = np.where(sums_are_shards(mesh) > 0, shards, reduced_bytes(mesh, cut) * added(stored))
+    sums = np.where(fsdp2.sums_are_shards(mesh) > 0, shards, fsdp2.reduced_bytes(mesh, cut) * added(stored))
     sums = sums * (mesh.num_microbatches > 1)
     a_microbatch, a_layer = _kept(of, stage)
     turn = _turn(of, stage)

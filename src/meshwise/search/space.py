@@ -15,18 +15,7 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.launch.runs import modules_of, values_of
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import (
-    ANY,
-    AXES,
-    CP_KINDS,
-    DEFAULTS,
-    DISPATCH,
-    DUALPIPE_RECOMPUTES,
-    GRID_DIMS,
-    KEYS,
-    RECOMPUTE,
-    RECOMPUTE_MODULES,
-)
+from meshwise.plan import plan
 from meshwise.plan.workload import Workload
 
 Values = dict[str, Sequence[Any]]
@@ -60,13 +49,13 @@ def free_values(
     """
     known = all_values(model, cluster, workload, capped=capped)
     every = all_values(model, cluster, workload, capped=False)
-    known |= {key: values for key, values in every.items() if ANY in stated.get(key, ())}
+    known |= {key: values for key, values in every.items() if plan.ANY in stated.get(key, ())}
     found = {key: known[key] for key in USUAL if key in known}
     found |= {key: [kind for kind in kinds if kind in found[key]] for key, kinds in USUAL_KINDS.items()}
     for key, values in stated.items():
-        if ANY in values and key not in known:
+        if plan.ANY in values and key not in known:
             raise PlanError(f"{key}=* cannot be searched here; list values, or free {', '.join(known)}")
-        found[key] = known[key] if ANY in values else values
+        found[key] = known[key] if plan.ANY in values else values
     if "layout" in stated and "1d" not in found["layout"] and "tp" not in stated:
         found["tp"] = [tp for tp in found["tp"] if tp > 1]  # a grid of one rank is 1d
     if "full" not in found["recompute"] and "recompute_layers" not in stated:
@@ -74,7 +63,8 @@ def free_values(
     if to:
         found = _of_framework(to, found)
     return {
-        key: sorted(values, key=lambda value: value != DEFAULTS.get(key, 1)) for key, values in found.items()
+        key: sorted(values, key=lambda value: value != plan.DEFAULTS.get(key, 1))
+        for key, values in found.items()
     }
 
 
@@ -82,16 +72,16 @@ def _of_framework(to: str, found: Values) -> Values:
     """The values of `found` that a framework has; of a key that is not searched, its own where it has one."""
     found = {"recompute_modules": own} | found if (own := modules_of(to)) else found
     kept = dict(found)
-    for key in KEYS:
+    for key in plan.KEYS:
         allowed = values_of(to, key)
         if allowed is None:
             continue
         if key in found:
             kept[key] = [value for value in found[key] if value in allowed]
-        elif DEFAULTS[key] not in allowed:
+        elif plan.DEFAULTS[key] not in allowed:
             kept[key] = allowed[:1]
         if not kept.get(key, allowed):
-            text = KEYS[key].show
+            text = plan.KEYS[key].show
             raise PlanError(
                 f"{to} has no {key}={'|'.join(map(text, found[key]))}; it has {'|'.join(map(text, allowed))}"
             )
@@ -120,15 +110,15 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
     largest = max(1, MAX_MICROBATCH_TOKENS // seq) if capped else workload.batch
     shares, switch = (0.0, 1.0) if cluster.chip.host_bytes_per_s else (0.0,), (False, True)
     found: Values = {
-        "layout": tuple(GRID_DIMS),
+        "layout": tuple(plan.GRID_DIMS),
         "grid": [(), *_grids(tp)],
         "panels": (1, 2, 4),
-        "placement": tuple(itertools.permutations(AXES)),
+        "placement": tuple(itertools.permutations(plan.AXES)),
         "sp": (None, False),
         "overlap_tp": switch,
         "tp": tp,
         "cp": cp,
-        "cp_kind": CP_KINDS if len(cp) > 1 else CP_KINDS[:1],
+        "cp_kind": plan.CP_KINDS if len(cp) > 1 else plan.CP_KINDS[:1],
         "ulysses": cp,
         "pp": pp,
         "vpp": [
@@ -139,13 +129,13 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
         "schedule": SCHEDULES,
         "microbatch": [x for x in divisors(workload.batch) if x <= largest],
         "zero_group": [None, *divisors(world)[1:-1]],
-        "recompute": RECOMPUTE,
+        "recompute": plan.RECOMPUTE,
         "recompute_layers": [n for n in RECOMPUTED_LAYERS if n is None or n < layers],
         "recompute_modules": [
             (),
-            *((name,) for name in RECOMPUTE_MODULES),
-            *(pair for pair in itertools.combinations(RECOMPUTE_MODULES, 2) if "per_op" not in pair),
-            DUALPIPE_RECOMPUTES,
+            *((name,) for name in plan.RECOMPUTE_MODULES),
+            *(pair for pair in itertools.combinations(plan.RECOMPUTE_MODULES, 2) if "per_op" not in pair),
+            plan.DUALPIPE_RECOMPUTES,
         ],
         "zero": (0, 1, 2, 3),
         "offload_optimizer": shares,
@@ -157,7 +147,7 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
         found |= {
             "ep": [x for x in divisors(model.moe.num_experts) if world % x == 0],
             "etp": (None, 1),
-            "dispatch": DISPATCH,
+            "dispatch": plan.DISPATCH,
             "overlap_ep": switch,
         }
     return found
