@@ -31,6 +31,7 @@ from meshwise.plan.workload import as_released, quantized_note
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 RECORDS = [json.loads(line) for line in (CONFIGS.parent / "transformers_5.23.jsonl").read_text().splitlines()]
+OF_FAMILY = {record["model_type"]: record["config"] for record in RECORDS}
 RAW = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 
 with (CONFIGS.parent / "published_totals.csv").open(newline="") as file:
@@ -170,19 +171,16 @@ def test_published_files_say_infinity_and_name_a_tower_as_the_whole(tmp_path: Pa
     path = tmp_path / "config.json"
     path.write_text(json.dumps(NEMOTRON_H | {"time_step_limit": [0.0, float("inf")]}))
     assert read_config(path).recurrence is not None
-    whole = next(record["config"] for record in RECORDS if record["model_type"] == "qwen3_vl")
+    whole = OF_FAMILY["qwen3_vl"]
     vision = whole["vision_config"] | {"model_type": "qwen3_vl"}
     assert _read(whole | {"vision_config": vision}) == _read(whole)
-    text_only = {key: value for key, value in LLAMA4.items() if key != "vision_config"}
+    text_only = {key: value for key, value in OF_FAMILY["llama4"].items() if key != "vision_config"}
     assert _read(text_only).left_out == ()
-
-
-LLAMA4 = next(record["config"] for record in RECORDS if record["model_type"] == "llama4")
 
 
 def test_blocks_that_share_weights() -> None:
     """Zamba 2: nine runs of two blocks do the work of nine, and have the weights of two."""
-    raw = next(record["config"] for record in RECORDS if record["model_type"] == "zamba2")
+    raw = OF_FAMILY["zamba2"]
     once, nine = (_read(raw | {"num_mem_blocks": number}) for number in (1, 9))
     work: dict[str, Any] = {"kind": "evaluate", "batch": 8, "seq": 1024}
     shared, own = (mw.estimate(model, "h100-80g-sxm:8", **work) for model in (once, nine))

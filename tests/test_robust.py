@@ -53,20 +53,17 @@ def test_a_long_key_of_a_toml_file_is_refused_before_it_is_parsed(
     refused(meshwise(*words), "bytes")
 
 
-READS_CODE = re.compile(
-    r"pickle\.loads?\(|\bexec\(|(?<!\.)\beval\(|allow_pickle|yaml\.(unsafe_)?load|shelve|marshal"
-)
+READS_CODE = r"pickle\.loads?\(|\bexec\(|(?<!\.)\beval\(|allow_pickle|yaml\.(unsafe_)?load|shelve|marshal"
+WALL_CLOCK = r"\btime\.time(_ns)?\(|from time import [^\n]*\btime\b|datetime\.now|utcnow|fromtimestamp"
 
 
-def test_nothing_that_is_read_can_run_code() -> None:
+@pytest.mark.parametrize(("words", "said_in"), [(READS_CODE, set()), (WALL_CLOCK, {"runtime/capture.py"})])
+def test_what_no_module_says(words: str, said_in: set[str]) -> None:
+    """Nothing that is read can run code, and no clock that may jump measures: a trace alone says when it was
+    taken, as its own events do."""
     source = Path(mw.__file__).parent
-    found = [
-        (path.relative_to(source).as_posix(), line.strip())
-        for path in source.rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if READS_CODE.search(line)
-    ]
-    assert not found
+    found = {path for path in source.rglob("*.py") if re.search(words, path.read_text(encoding="utf-8"))}
+    assert {path.relative_to(source).as_posix() for path in found} == said_in
 
 
 def test_every_dependency_is_locked_with_hashes() -> None:
@@ -83,18 +80,16 @@ def test_a_device_is_no_file(meshwise: Any) -> None:
     refused(meshwise("estimate", "/dev/zero", *ON_CHIPS, "--batch", "8"), "no file is there")
 
 
-@pytest.mark.parametrize("text", ["{n:{n}}", "{n:{m}}", "{n:>1000000000}", "{n:0.999999999f}"])
-def test_a_sweep_whose_formats_grow_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "sweep.toml"
-    path.write_text(f'verb = "run"\narguments = ["{text}"]\n[grid]\nn = [1]')
-    with pytest.raises(DataError, match="cannot be filled in"):
-        read_sweep(path)
+FORMATS = ("{n:{n}}", "{n:{m}}", "{n:>1000000000}", "{n:0.999999999f}")
+GROWING = [(f'arguments = ["{text}"]\n[grid]\nn = [1]', "cannot be filled in") for text in FORMATS]
+MANY = "\n".join(f"k{i} = {list(range(100))}" for i in range(10))
 
 
-def test_a_sweep_of_too_many_points_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "says"), [*GROWING, (f"[grid]\n{MANY}", "more than 1,000,000 points")])
+def test_a_sweep_that_grows_without_bound_is_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "sweep.toml"
-    path.write_text('verb = "run"\n[grid]\n' + "\n".join(f"k{i} = {list(range(100))}" for i in range(10)))
-    with pytest.raises(DataError, match="more than 1,000,000 points"):
+    path.write_text(f'verb = "run"\n{text}')
+    with pytest.raises(DataError, match=says):
         read_sweep(path)
 
 
@@ -124,20 +119,6 @@ def test_names_are_no_markup(meshwise: Any, tmp_path: Path) -> None:
     done = meshwise("estimate", str(path.parent), *ON_CHIPS, "--batch", "8", "--seq", "64")
     assert done.code == 0, done.err
     assert "[bold] [ab" in done.out
-
-
-# --- clocks --------------------------------------------------------------------------------------
-
-WALL_CLOCK = re.compile(
-    r"\btime\.time(_ns)?\(|from time import [^\n]*\btime\b|datetime\.now|utcnow|fromtimestamp"
-)
-
-
-def test_nothing_is_measured_by_a_clock_that_may_jump() -> None:
-    """A trace alone says when it was taken, as its own events do."""
-    source = Path(mw.__file__).parent
-    found = {path for path in source.rglob("*.py") if WALL_CLOCK.search(path.read_text(encoding="utf-8"))}
-    assert {path.relative_to(source).as_posix() for path in found} == {"runtime/capture.py"}
 
 
 # --- ranks -------------------------------------------------------------------------------------
